@@ -1,0 +1,42 @@
+"""A rank's share of a global batch: all that a loss needs to be the same number on any number of devices."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Batch(NamedTuple):
+    """The b rows that this rank sees of a global batch of `count` rows; b may be 0.
+
+    Attributes:
+        images: (b, C, H, W), uint8 as stored or float once normalised.
+        labels: (b,) int64.
+        index: (b,) int64, each sample's place in its data set.
+        rows: (b,) int64, each sample's row in the global batch.
+        count: rows in the global batch.
+        replicas: ranks that share the batch; gradients are averaged over them.
+        step: number of this global batch since training began.
+    """
+
+    images: Tensor
+    labels: Tensor
+    index: Tensor
+    rows: Tensor
+    count: int
+    replicas: int
+    step: int
+
+    @classmethod
+    def of(cls, batch: "Batch | Sequence[Tensor]", step: int) -> "Batch":
+        """The batch itself, or a plain (images, labels) pair from anyone's DataLoader as a whole batch of its own."""
+        if isinstance(batch, cls):
+            return batch
+        images, labels = batch
+        rows = torch.arange(len(images), device=images.device)
+        return cls(images, labels, rows, rows, len(images), 1, step)
+
+    def mean(self, per_sample: Tensor) -> Tensor:
+        """This rank's part of the global mean of a (b,) tensor: averaged over the ranks it is that mean, exactly."""
+        return per_sample.sum() * (self.replicas / self.count)

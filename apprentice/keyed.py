@@ -1,0 +1,126 @@
+"""Randomness as a function of what it belongs to, not of how many draws came before.
+
+Noise is a counter-based integer hash in tensor operations (lowbias32, C. Wellons, "Prospecting for Hash Functions", 2018): the
+same bits on every device, in any order, on any number of ranks.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+T = TypeVar("T")
+MASK = 0xFFFFFFFF
+
+
+def mix(x: Tensor) -> Tensor:
+    """Hash each element of an int64 tensor of 32-bit values to a 32-bit value."""
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & MASK
+    x = x ^ (x >> 15)
+    x = (x * 0x846CA68B) & MASK
+    return x ^ (x >> 16)
+
+
+def fold(*keys: int) -> int:
+    """One 32-bit key from several integers, in order; each key counts with all of its bits."""
+    state = 0x9E3779B9
+    for key in keys:
+        for word in (key & MASK, (key >> 32) & MASK):
+            x = (state * 31 + word + 0x9E3779B9) & MASK
+            x ^= x >> 16
+            x = (x * 0x7FEB352D) & MASK
+            x ^= x >> 15
+            x = (x * 0x846CA68B) & MASK
+            state = x ^ (x >> 16)
+    return state
+
+
+def bits(key: int, rows: Tensor, columns: int = 1) -> Tensor:
+    """(len(rows), columns) int64 random values in [0, 2**32), row r a function of `key` and `rows[r]` alone."""
+    row_keys = mix((rows * 0x9E3779B1 + key) & MASK)
+    column_keys = mix(torch.arange(1, columns + 1, device=rows.device) * 0x85EBCA6B & MASK)
+    return mix(row_keys[:, None] ^ column_keys)
+
+
+def permutation(size: int, *keys: int) -> Tensor:
+    """(size,) int64, a random order that depends on the keys alone."""
+    return torch.randperm(size, generator=torch.Generator().manual_seed(fold(*keys)))
+
+
+def seeded(seed: int, make: Callable[[], T]) -> T:
+    """What `make` makes after `torch.manual_seed(seed)`; torch's own random state is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return make()
+
+
+class _Noise:
+    """Where noise is drawn now: seed, step and the rows of the global batch that are being computed."""
+
+    def __init__(self, seed: int, step: int, rows: Tensor) -> None:
+        self.seed, self.step, self.rows = seed, step, rows
+        self.masks: dict[tuple, Tensor] = {}  # nets of equal shape draw equal noise: it is made once a step
+
+    def keep(self, layer: int, columns: int, p: float) -> Tensor:
+        if (layer, columns, p) not in self.masks:
+            drawn = bits(fold(self.seed, self.step, layer), self.rows, columns)
+            self.masks[layer, columns, p] = drawn >= round(p * 2**32)
+        return self.masks[layer, columns, p]
+
+
+_noise: ContextVar[_Noise | None] = ContextVar("noise", default=None)
+
+
+@contextmanager
+def noise(seed: int, step: int, rows: Tensor) -> Iterator[None]:
+    """Keyed layers inside draw for these rows of the global batch.
+
+    Args:
+        seed: the run's seed.
+        step: number of the global batch.
+        rows: (b,) int64, the rows of the global batch that are computed here.
+    """
+    token = _noise.set(_Noise(seed, step, rows))
+    try:
+        yield
+    finally:
+        _noise.reset(token)
+
+
+class Dropout(nn.Module):
+    """Dropout whose mask depends on seed, step, layer and row of the global batch, and on nothing else.
+
+    Inside `noise(...)` it is keyed; outside, as in a notebook, it is torch's own dropout.
+
+    Args:
+        p: probability of a zero.
+        layer: tells the dropout layers of one net apart.
+
+    Raises:
+        ValueError: `p` is not in [0, 1), or the input's first dimension is not that of the context's rows.
+    """
+
+    def __init__(self, p: float = 0.5, layer: int = 0) -> None:
+        super().__init__()
+        if not 0 <= p < 1:
+            raise ValueError(f"p {p}: expected 0 <= p < 1")
+        self.p, self.layer = p, layer
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        context = _noise.get()
+        if not self.training or self.p == 0:
+            return x
+        if context is None:
+            return F.dropout(x, self.p, training=True)
+        if len(x) != len(context.rows):
+            raise ValueError(f"keyed dropout got {len(x)} rows, expected the {len(context.rows)} of the step's context")
+        keep = context.keep(self.layer, x[:1].numel() if len(x) else 1, self.p)
+        return x * keep.view_as(x) / (1 - self.p)
+
+    def extra_repr(self) -> str:  # noqa: D102
+        return f"p={self.p}, layer={self.layer}"
