@@ -1,0 +1,107 @@
+"""Tables as plain text and as Markdown, and how numbers are written in them."""
+
+import statistics
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from apprentice.results import Interval
+
+WIDTH = 110
+NONE = "—"
+MIN_COLUMN = 8
+
+
+@dataclass
+class Table:
+    """Cells as text, under a header; the first `left` columns hold words, the others numbers."""
+
+    header: list[str]
+    rows: list[list[str]]
+    left: int = 1
+
+    def markdown(self) -> str:
+        """A GitHub table, numbers to the right."""
+        rule = [":--" if column < self.left else "--:" for column in range(len(self.header))]
+        lines = [self.header, rule, *self.rows]
+        return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+    def plain(self, width: int = WIDTH) -> str:
+        """Aligned text of at most `width` characters a line: if need be the columns of words are wrapped."""
+        widths = self._widths(width)
+        lines = [self._line(self.header, widths), "  ".join("-" * w for w in widths)]
+        return "\n".join([*lines, *(self._line(row, widths) for row in self.rows)])
+
+    def _widths(self, width: int) -> list[int]:
+        widths = [max(map(len, column)) for column in zip(self.header, *self.rows, strict=True)]
+        while sum(widths) + 2 * (len(widths) - 1) > width:
+            widest = max(range(self.left), key=lambda column: widths[column])
+            if widths[widest] <= MIN_COLUMN:
+                break
+            widths[widest] -= 1
+        return widths
+
+    def _line(self, row: Sequence[str], widths: Sequence[int]) -> str:
+        wrapped = [textwrap.wrap(cell, width) or [""] for cell, width in zip(row, widths, strict=True)]
+        lines = []
+        for cells in zip_longest(*wrapped, fillvalue=""):
+            padded = [
+                cell.ljust(width) if column < self.left else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+            ]
+            lines.append("  ".join(padded).rstrip())
+        return "\n".join(lines)
+
+
+def paragraph(text: str, width: int = WIDTH) -> str:
+    """The text in lines of at most `width` characters."""
+    return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
+
+
+def percent(values: Sequence[float | None]) -> str:
+    """Mean ± standard deviation of fractions, in percent; a `*` where a seed has none, as it failed."""
+    known = [100 * value for value in values if value is not None]
+    if not known:
+        return "failed"
+    spread = f" ± {statistics.stdev(known):.2f}" if len(known) > 1 else ""
+    return f"{statistics.mean(known):.2f}{spread}{' *' if len(known) < len(values) else ''}"
+
+
+def points(interval: Interval) -> str:
+    """A difference of fractions and its interval, in percentage points: `+1.20 [+0.31, +2.09]`."""
+    if interval["mean"] is None:
+        return NONE
+    mean = signed(interval["mean"])
+    if interval["low"] is None or interval["high"] is None:
+        return mean
+    return f"{mean} [{signed(interval['low'])}, {signed(interval['high'])}]"
+
+
+def signed(fraction: float) -> str:
+    """A fraction in percentage points with its sign; what rounds to nothing has none."""
+    value = round(100 * fraction, 2)
+    return f"{value:+.2f}" if value else "0.00"
+
+
+def count(value: int | None) -> str:
+    """An integer with thousands set apart."""
+    return NONE if value is None else f"{value:,}"
+
+
+def short(value: float | None) -> str:
+    """Three digits that count, never in powers of ten."""
+    if value is None:
+        return NONE
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:#.3g}".rstrip(".") if abs(value) >= 1e-3 else f"{value:.5f}"
+
+
+def flops_unit(flops: Sequence[float | None]) -> tuple[float, str]:
+    """Size and name of the unit in which these costs of training are best written: one for all, so that they compare."""
+    largest = max((value for value in flops if value is not None), default=0.0)
+    return next(((size, name) for size, name in ((1e15, "PFLOPs"), (1e12, "TFLOPs")) if largest >= size), (1e9, "GFLOPs"))
+
+
+def listed(words: Sequence[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

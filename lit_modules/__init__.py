@@ -1,0 +1,1 @@
+"""What is learned: LightningModules, and the nets and objectives they are made of."""

@@ -1,0 +1,70 @@
+"""What every net of the suite has in common, and what is asked of anyone else's."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from apprentice.errors import BadInput
+
+DEFAULT_LAYER = "default"
+
+
+class Outputs(NamedTuple):
+    """What a net computed for b images: logits (b, classes) and the features of the layers that were asked for."""
+
+    logits: Tensor
+    features: dict[str, Tensor]
+
+
+class Net(nn.Module):
+    """A classifier of images (B, C, H, W) whose `forward` gives logits (B, classes).
+
+    Subclasses take `input_shape` and `num_classes` by keyword; the data module's are passed to them.
+
+    Attributes:
+        feature_layer: path of the submodule whose output objectives compare unless told otherwise.
+    """
+
+    feature_layer: str
+
+
+def layer(net: nn.Module, path: str) -> nn.Module:
+    """The submodule at `path`; "default" is the net's own feature layer.
+
+    Raises:
+        BadInput: the net has no such layer; the message lists those it has.
+    """
+    name = getattr(net, "feature_layer", "") if path == DEFAULT_LAYER else path
+    layers = dict(net.named_modules())
+    if not name or name not in layers:
+        known = ", ".join(n for n in list(layers)[1:40])
+        raise BadInput("layer", path, f"a layer of {type(net).__name__} that objectives can compare; it has {known}")
+    return layers[name]
+
+
+@contextmanager
+def observed(net: nn.Module, paths: set[str]) -> Iterator[dict[str, Tensor]]:
+    """The outputs of the named submodules, filled in while the net runs inside the block."""
+    features: dict[str, Tensor] = {}
+
+    def keep(path: str) -> nn.Module:
+        def hook(_module: nn.Module, _inputs: tuple, output: Tensor) -> None:
+            features[path] = output
+
+        return hook  # type: ignore[return-value]
+
+    handles = [layer(net, path).register_forward_hook(keep(path)) for path in sorted(paths)]  # type: ignore[arg-type]
+    try:
+        yield features
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def run(net: nn.Module, images: Tensor, paths: set[str]) -> Outputs:
+    """The net's outputs for images (b, C, H, W), with the features at `paths`."""
+    with observed(net, paths) as features:
+        logits = net(images)
+    return Outputs(logits, features)

@@ -1,0 +1,80 @@
+"""BatchNorm over the global batch, on any device (torch's SyncBatchNorm refuses the CPU)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from apprentice import replicas
+
+
+class _Normalize(torch.autograd.Function):
+    """(x - mean) / std over all ranks' rows, with the gradient through both statistics."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mean: Tensor, invstd: Tensor, total: Tensor) -> Tensor:
+        normal = (x - _like(mean, x)) * _like(invstd, x)
+        ctx.save_for_backward(normal, invstd, total)
+        return normal
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        normal, invstd, total = ctx.saved_tensors
+        axes = [d for d in range(grad.dim()) if d != 1]
+        sums = replicas.total(torch.stack([grad.sum(axes), (grad * normal).sum(axes)])) / total
+        return _like(invstd, grad) * (grad - _like(sums[0], grad) - normal * _like(sums[1], grad)), None, None, None
+
+
+def _like(per_channel: Tensor, x: Tensor) -> Tensor:
+    return per_channel.view(1, -1, *[1] * (x.dim() - 2))
+
+
+def _statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and biased variance (C,) over all ranks, and the number of values a channel; stable, as each rank is centred first."""
+    axes = [d for d in range(x.dim()) if d != 1]
+    count = x.numel() / max(x.shape[1], 1)
+    mean = x.sum(axes) / max(count, 1)
+    spread = (x - _like(mean, x)).square().sum(axes)
+    parts = replicas.gathered(torch.cat([mean, spread, mean.new_tensor([count])]).double())  # (replicas, 2 C + 1)
+    means, spreads = parts[:, :-1].chunk(2, 1)
+    counts = parts[:, -1:]
+    total = counts.sum()
+    merged = (means * counts).sum(0) / total
+    variance = (spreads + counts * (means - merged).square()).sum(0) / total
+    return merged.to(x.dtype), variance.to(x.dtype), total.to(x.dtype)
+
+
+class _Global(nn.modules.batchnorm._BatchNorm):
+    """In training with several replicas the statistics are the global batch's; else torch's own BatchNorm."""
+
+    def _check_input_dim(self, x: Tensor) -> None:
+        if x.dim() < 2:
+            raise ValueError(f"expected at least 2 dimensions, got {x.dim()}")
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        if not self.training or (replicas.count() == 1 and x.numel() > x.shape[1]):
+            return super().forward(x)  # torch refuses one value a channel, as a last batch of one row can have
+        with torch.no_grad():
+            mean, variance, total = _statistics(x)
+            self._track(mean, variance * total / (total - 1).clamp(min=1))
+        normal = _Normalize.apply(x, mean, (variance + self.eps).rsqrt(), total)
+        return normal if self.weight is None else normal * _like(self.weight, x) + _like(self.bias, x)
+
+    def _track(self, mean: Tensor, variance: Tensor) -> None:
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked.add_(1)
+        momentum = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), momentum)
+
+
+def globalise(net: nn.Module) -> nn.Module:
+    """Let every BatchNorm inside `net` use the global batch; parameters, buffers and their names stay as they are.
+
+    The layers' class is changed in place, so that a weight shared or watched from elsewhere stays the same object.
+    """
+    for module in net.modules():
+        if type(module) in {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d}:
+            module.__class__ = _Global
+    return net

@@ -1,0 +1,72 @@
+"""The tutorial's teacher and student: plain convolutions, then two linear layers."""
+
+import torch
+from torch import Tensor, nn
+
+from apprentice.keyed import Dropout
+from lit_modules.nets.base import Net
+
+
+class _Plain(Net):
+    """Convolutional features, then a classifier of two linear layers with dropout between them."""
+
+    feature_layer = "features"
+
+    def __init__(
+        self,
+        features: list[nn.Module],
+        hidden: int,
+        input_shape: tuple[int, int, int],
+        num_classes: int,
+        dropout: float,
+    ) -> None:
+        super().__init__()
+        _, height, width = input_shape
+        if min(height, width) < 4:
+            raise ValueError(f"input_shape {tuple(input_shape)}: expected at least 4 x 4 pixels")
+        self.features = nn.Sequential(*features)
+        channels = [m.out_channels for m in features if isinstance(m, nn.Conv2d)][-1]
+        self.classifier = nn.Sequential(
+            nn.Linear(channels * (height // 4) * (width // 4), hidden),
+            nn.ReLU(),
+            Dropout(dropout),
+            nn.Linear(hidden, num_classes),
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits (B, classes) of images (B, C, H, W)."""
+        return self.classifier(torch.flatten(self.features(images), 1))
+
+
+class DeepNN(_Plain):
+    """The tutorial's teacher: four convolutions; 1,186,986 parameters for 3 x 32 x 32 and ten classes.
+
+    Source: PyTorch, "Knowledge Distillation Tutorial". `input_shape` is (C, H, W), `dropout` the probability of a zero.
+    """
+
+    def __init__(
+        self, input_shape: tuple[int, int, int] = (3, 32, 32), num_classes: int = 10, dropout: float = 0.1
+    ) -> None:
+        features = [
+            nn.Conv2d(input_shape[0], 128, 3, padding=1), nn.ReLU(),
+            nn.Conv2d(128, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(),
+            nn.Conv2d(64, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        ]  # fmt: skip
+        super().__init__(features, 512, input_shape, num_classes, dropout)
+
+
+class LightNN(_Plain):
+    """The tutorial's student: two convolutions; 267,738 parameters for 3 x 32 x 32 and ten classes.
+
+    Source: PyTorch, "Knowledge Distillation Tutorial". `input_shape` is (C, H, W), `dropout` the probability of a zero.
+    """
+
+    def __init__(
+        self, input_shape: tuple[int, int, int] = (3, 32, 32), num_classes: int = 10, dropout: float = 0.1
+    ) -> None:
+        features = [
+            nn.Conv2d(input_shape[0], 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        ]  # fmt: skip
+        super().__init__(features, 256, input_shape, num_classes, dropout)

@@ -1,0 +1,65 @@
+"""Residual nets for small images (He et al. 2016, "Deep Residual Learning for Image Recognition", section 4.2)."""
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lit_modules.nets.base import Net
+
+
+class Block(nn.Module):
+    """Two 3 x 3 convolutions and a shortcut without parameters (option A): strided, padded with zero channels."""
+
+    def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, stride, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(out_channels)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(out_channels)
+        self.stride, self.extra_channels = stride, out_channels - in_channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, in, H, W) -> (B, out, H / stride, W / stride)."""
+        y = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
+        shortcut = x[:, :, :: self.stride, :: self.stride]
+        return F.relu(y + F.pad(shortcut, (0, 0, 0, 0, 0, self.extra_channels)))
+
+
+class ResNet(Net):
+    """CIFAR ResNet of 6n + 2 layers, three stages of 16, 32 and 64 channels; ResNet-20 has 269,722 parameters.
+
+    Args:
+        depth: 8, 20, 32, 44, 56, 110: any 6n + 2.
+        input_shape: (C, H, W).
+        num_classes: number of logits.
+
+    Raises:
+        ValueError: `depth` is not 6n + 2.
+    """
+
+    feature_layer = "stage3"
+
+    def __init__(self, depth: int = 20, input_shape: tuple[int, int, int] = (3, 32, 32), num_classes: int = 10) -> None:
+        super().__init__()
+        blocks, rest = divmod(depth - 2, 6)
+        if blocks < 1 or rest:
+            raise ValueError(f"depth {depth}: expected 6n + 2, as 8, 20, 32, 56 or 110")
+        self.stem = nn.Sequential(
+            nn.Conv2d(input_shape[0], 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()
+        )
+        self.stage1 = self._stage(16, 16, blocks, stride=1)
+        self.stage2 = self._stage(16, 32, blocks, stride=2)
+        self.stage3 = self._stage(32, 64, blocks, stride=2)
+        self.head = nn.Linear(64, num_classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d | nn.Linear):
+                nn.init.kaiming_normal_(module.weight)
+
+    @staticmethod
+    def _stage(in_channels: int, out_channels: int, blocks: int, stride: int) -> nn.Sequential:
+        first = Block(in_channels, out_channels, stride)
+        return nn.Sequential(first, *(Block(out_channels, out_channels, 1) for _ in range(blocks - 1)))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits (B, classes) of images (B, C, H, W)."""
+        x = self.stage3(self.stage2(self.stage1(self.stem(images))))  # (B, 64, H / 4, W / 4)
+        return self.head(x.mean((2, 3)))

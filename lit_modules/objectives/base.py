@@ -1,0 +1,72 @@
+"""What an objective is: from outputs of student and teacher to named, weighted, per-sample terms."""
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from apprentice.errors import BadInput
+from lit_modules.nets.base import DEFAULT_LAYER, Outputs
+
+
+class Term(NamedTuple):
+    """One part of a loss: per-sample values (b,) and the weight with which their mean counts."""
+
+    values: Tensor
+    weight: float
+
+
+class Objective(nn.Module):
+    """A distillation method. A subclass sets what it wants to see and returns its terms; its options are its constructor's.
+
+    An objective may own trainable parts, made in `build`: they train with the student and are not part of what is exported.
+
+    Attributes:
+        uses_teacher: whether the teacher's outputs are needed at all.
+        student_layers: submodule paths whose outputs are wanted in `student.features`; "default" is the net's own.
+        teacher_layers: the same for the teacher.
+    """
+
+    uses_teacher: bool = True
+    student_layers: tuple[str, ...] = ()
+    teacher_layers: tuple[str, ...] = ()
+
+    def build(self, student: Outputs, teacher: Outputs | None) -> None:
+        """Make trainable parts, or refuse the pair, given the outputs for one example image."""
+
+    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
+        """The terms of b samples.
+
+        Args:
+            student: logits (b, classes) and the student's features.
+            teacher: the same of the teacher, without gradients; None where `uses_teacher` is false.
+            labels: (b,) int64.
+        """
+        raise NotImplementedError
+
+
+class FeatureObjective(Objective):
+    """An objective that compares one layer of the student with one of the teacher."""
+
+    def __init__(self, student_layer: str = DEFAULT_LAYER, teacher_layer: str = DEFAULT_LAYER) -> None:
+        super().__init__()
+        self.student_layer, self.teacher_layer = student_layer, teacher_layer
+        self.student_layers, self.teacher_layers = (student_layer,), (teacher_layer,)
+
+    def features(self, student: Outputs, teacher: Outputs | None) -> tuple[Tensor, Tensor]:
+        """The two layers' outputs, the student's first."""
+        assert teacher is not None
+        return student.features[self.student_layer], teacher.features[self.teacher_layer]
+
+
+def positive(name: str, value: float) -> float:
+    """The value, if it is above zero; raises BadInput otherwise."""
+    if not 0 < value < float("inf"):
+        raise BadInput(name, value, "a number above 0")
+    return value
+
+
+def weight(name: str, value: float) -> float:
+    """The value, if it is zero or more; raises BadInput otherwise."""
+    if not 0 <= value < float("inf"):
+        raise BadInput(name, value, "a number of 0 or more")
+    return value

@@ -1,0 +1,42 @@
+"""Directions of flattened features: the tutorial's CosineLoss."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lit_modules.nets.base import DEFAULT_LAYER, Outputs
+from lit_modules.objectives.base import FeatureObjective, Term, weight
+from lit_modules.objectives.cross_entropy import cross_entropy
+
+
+class Cosine(FeatureObjective):
+    """cosine_weight * (1 - cos(f_s, f_t)) + ce_weight * CE, the longer of the two flattened features pooled to the shorter.
+
+    Source: PyTorch, "Knowledge Distillation Tutorial": there 2048 values of the teacher are pooled 2:1 to the student's 1024.
+
+    Args:
+        cosine_weight: weight of the angle between the features.
+        ce_weight: weight of the cross-entropy with the labels.
+        student_layer: path of the student's layer.
+        teacher_layer: path of the teacher's layer.
+    """
+
+    def __init__(
+        self,
+        cosine_weight: float = 0.25,
+        ce_weight: float = 0.75,
+        student_layer: str = DEFAULT_LAYER,
+        teacher_layer: str = DEFAULT_LAYER,
+    ) -> None:
+        super().__init__(student_layer, teacher_layer)
+        self.cosine_weight, self.ce_weight = weight("cosine_weight", cosine_weight), weight("ce_weight", ce_weight)
+
+    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
+        f_s, f_t = (f.flatten(1) for f in self.features(student, teacher))
+        size = min(f_s.shape[1], f_t.shape[1])
+        f_s, f_t = (F.adaptive_avg_pool1d(f[:, None], size)[:, 0] if f.shape[1] > size else f for f in (f_s, f_t))
+        distance = F.cosine_embedding_loss(f_s, f_t, torch.ones_like(labels), reduction="none")  # (b,)
+        return {
+            "cosine": Term(distance, self.cosine_weight),
+            "ce": Term(cross_entropy(student.logits, labels), self.ce_weight),
+        }

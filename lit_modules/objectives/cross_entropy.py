@@ -1,0 +1,21 @@
+"""No distillation: the control that every other method is compared with."""
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from lit_modules.nets.base import Outputs
+from lit_modules.objectives.base import Objective, Term
+
+
+class CrossEntropy(Objective):
+    """Cross-entropy with the labels; the teacher is not used."""
+
+    uses_teacher = False
+
+    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: ARG002, D102
+        return {"ce": Term(cross_entropy(student.logits, labels), 1.0)}
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """(b,) cross-entropies of logits (b, classes) with labels (b,)."""
+    return F.cross_entropy(logits, labels, reduction="none")

@@ -1,0 +1,49 @@
+"""Hints: Romero et al. 2015, "FitNets: Hints for Thin Deep Nets", trained in one phase as in the tutorial."""
+
+from torch import Tensor, nn
+
+from apprentice.errors import BadInput
+from lit_modules.nets.base import DEFAULT_LAYER, Outputs
+from lit_modules.objectives.base import FeatureObjective, Term, weight
+from lit_modules.objectives.cross_entropy import cross_entropy
+
+
+class Hint(FeatureObjective):
+    """hint_weight * MSE(regressor(F_s), F_t) + ce_weight * CE; the regressor is a trained 3 x 3 convolution.
+
+    Args:
+        hint_weight: weight of the squared difference, a mean over channels and positions.
+        ce_weight: weight of the cross-entropy with the labels.
+        student_layer: path of the student's layer, with maps (b, C_s, H, W).
+        teacher_layer: path of the teacher's layer, with maps (b, C_t, H, W).
+
+    Raises:
+        BadInput: the two layers' maps differ in height or width (when built).
+    """
+
+    regressor: nn.Conv2d
+
+    def __init__(
+        self,
+        hint_weight: float = 0.25,
+        ce_weight: float = 0.75,
+        student_layer: str = DEFAULT_LAYER,
+        teacher_layer: str = DEFAULT_LAYER,
+    ) -> None:
+        super().__init__(student_layer, teacher_layer)
+        self.hint_weight, self.ce_weight = weight("hint_weight", hint_weight), weight("ce_weight", ce_weight)
+
+    def build(self, student: Outputs, teacher: Outputs | None) -> None:  # noqa: D102
+        f_s, f_t = self.features(student, teacher)
+        if f_s.dim() != 4 or f_s.shape[2:] != f_t.shape[2:]:
+            sizes = f"the student's is {tuple(f_s.shape[1:])}, the teacher's {tuple(f_t.shape[1:])}"
+            raise BadInput("student_layer", self.student_layer, f"maps of one height and width; {sizes}")
+        self.regressor = nn.Conv2d(f_s.shape[1], f_t.shape[1], 3, padding=1)
+
+    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
+        f_s, f_t = self.features(student, teacher)
+        distance = (self.regressor(f_s) - f_t).square().mean((1, 2, 3))  # (b,)
+        return {
+            "hint": Term(distance, self.hint_weight),
+            "ce": Term(cross_entropy(student.logits, labels), self.ce_weight),
+        }

@@ -1,0 +1,41 @@
+"""Several objectives at once."""
+
+from torch import Tensor, nn
+
+from apprentice.errors import BadInput
+from lit_modules.nets.base import Outputs
+from lit_modules.objectives.base import Objective, Term, weight
+
+
+class Sum(Objective):
+    """The weighted sum of objectives, itself an objective: the tutorial's suggestion for soft targets and cosine together.
+
+    Its terms are named `<position>.<term>`, so that two objectives of one kind keep their own.
+
+    Args:
+        objectives: the parts.
+        weights: a weight for each part; all 1 unless given.
+    """
+
+    def __init__(self, objectives: list[Objective], weights: list[float] | None = None) -> None:
+        super().__init__()
+        if not objectives:
+            raise BadInput("objectives", objectives, "at least one objective")
+        self.weights = [weight("weights", w) for w in weights or [1.0] * len(objectives)]
+        if len(self.weights) != len(objectives):
+            raise BadInput("weights", weights, f"{len(objectives)} weights, one for each objective")
+        self.objectives = nn.ModuleList(objectives)
+        self.uses_teacher = any(o.uses_teacher for o in objectives)
+        self.student_layers = tuple(path for o in objectives for path in o.student_layers)
+        self.teacher_layers = tuple(path for o in objectives for path in o.teacher_layers)
+
+    def build(self, student: Outputs, teacher: Outputs | None) -> None:  # noqa: D102
+        for objective in self.objectives:
+            objective.build(student, teacher)  # type: ignore[operator]
+
+    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
+        return {
+            f"{i}.{name}": Term(term.values, term.weight * part)
+            for i, (objective, part) in enumerate(zip(self.objectives, self.weights, strict=True))
+            for name, term in objective(student, teacher, labels).items()
+        }
