@@ -55,7 +55,7 @@ def observed(net: nn.Module, paths: set[str]) -> Iterator[dict[str, Tensor]]:
 
         return hook  # type: ignore[return-value]
 
-    handles = [layer(net, path).register_forward_hook(keep(path)) for path in sorted(paths)]  # type: ignore[arg-type]
+    handles = [layer(net, path).register_forward_hook(keep(path)) for path in sorted(paths)]
     try:
         yield features
     finally:

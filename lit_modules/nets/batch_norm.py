@@ -18,7 +18,7 @@ class _Normalize(torch.autograd.Function):
         return normal
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         normal, invstd, total = ctx.saved_tensors
         axes = [d for d in range(grad.dim()) if d != 1]
         sums = replicas.total(torch.stack([grad.sum(axes), (grad * normal).sum(axes)])) / total
@@ -30,7 +30,7 @@ def _like(per_channel: Tensor, x: Tensor) -> Tensor:
 
 
 def _statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and biased variance (C,) over all ranks, and the number of values a channel; stable, as each rank is centred first."""
+    """Mean and biased variance (C,) over all ranks, and the values a channel; stable, as each rank is centred first."""
     axes = [d for d in range(x.dim()) if d != 1]
     count = x.numel() / max(x.shape[1], 1)
     mean = x.sum(axes) / max(count, 1)
@@ -51,7 +51,7 @@ class _Global(nn.modules.batchnorm._BatchNorm):
         if x.dim() < 2:
             raise ValueError(f"expected at least 2 dimensions, got {x.dim()}")
 
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+    def forward(self, x: Tensor) -> Tensor:
         if not self.training or (replicas.count() == 1 and x.numel() > x.shape[1]):
             return super().forward(x)  # torch refuses one value a channel, as a last batch of one row can have
         with torch.no_grad():

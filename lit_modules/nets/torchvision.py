@@ -49,7 +49,9 @@ class Torchvision(Net):
     def _build(self, size: int) -> nn.Module:
         builder = models.get_model_builder(self.name)
         # Some heads are dropped in training's auxiliary outputs, some models fix the image size when they are built.
-        options = {"aux_logits": False, "init_weights": True} if self.name in {"googlenet", "inception_v3"} else {}
+        options: dict[str, int] = (
+            {"aux_logits": False, "init_weights": True} if self.name in {"googlenet", "inception_v3"} else {}
+        )
         if "image_size" in inspect.signature(builder).parameters or self.name.startswith("vit_"):
             options["image_size"] = size
         return builder(weights=None, num_classes=self.num_classes, **options)

@@ -16,9 +16,9 @@ class Term(NamedTuple):
 
 
 class Objective(nn.Module):
-    """A distillation method. A subclass sets what it wants to see and returns its terms; its options are its constructor's.
+    """A distillation method: says which layers it wants to see, and returns its terms. The constructor's are its options.
 
-    An objective may own trainable parts, made in `build`: they train with the student and are not part of what is exported.
+    It may own trainable parts, made in `build`: they train with the student and are not part of what is exported.
 
     Attributes:
         uses_teacher: whether the teacher's outputs are needed at all.

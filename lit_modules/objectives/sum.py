@@ -8,7 +8,7 @@ from lit_modules.objectives.base import Objective, Term, weight
 
 
 class Sum(Objective):
-    """The weighted sum of objectives, itself an objective: the tutorial's suggestion for soft targets and cosine together.
+    """The weighted sum of objectives, itself an objective: the tutorial suggests soft targets and cosine together.
 
     Its terms are named `<position>.<term>`, so that two objectives of one kind keep their own.
 

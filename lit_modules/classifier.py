@@ -1,0 +1,62 @@
+"""A classifier trained with cross-entropy: the teacher, or any net of its own."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from apprentice import keyed
+from apprentice.batch import Batch
+from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, global_means, hits
+from lit_modules.nets import globalise
+from lit_modules.objectives.cross_entropy import cross_entropy
+
+
+class LitClassifier(Learner):
+    """Trains a net (B, C, H, W) -> logits (B, classes) by cross-entropy; the same numbers on any number of devices.
+
+    Batches are `apprentice.batch.Batch` from our data modules, or plain (images, labels) pairs.
+
+    Args:
+        net: the net.
+        num_classes: number of logits.
+        optimizer: makes the optimizer from parameter groups.
+        scheduler: makes a learning-rate scheduler, stepped once an epoch.
+        seed: keys the dropout's noise.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        num_classes: int = 10,
+        optimizer: MakeOptimizer = adam,
+        scheduler: MakeScheduler | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__([""], num_classes, optimizer, scheduler, seed)
+        self.net = globalise(net).to(memory_format=torch.channels_last)
+
+    def parameter_groups(self) -> list[list[nn.Parameter]]:
+        """The net's trainable parameters."""
+        return [[p for p in self.net.parameters() if p.requires_grad]]
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits (B, classes) of images (B, C, H, W)."""
+        return self.net(images)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """The cross-entropy's part of this rank."""
+        loss = self._step(batch, "train")
+        assert loss is not None
+        return loss
+
+    def _step(self, batch: Any, stage: str) -> Tensor | None:
+        batch = Batch.of(batch, self.global_step)
+        with keyed.noise(self.seed, batch.step, batch.rows):
+            logits = self(batch.images)
+        if stage != "train":
+            self.scores[0].update(logits, batch.labels)  # type: ignore[operator]
+            return None
+        losses = cross_entropy(logits, batch.labels)
+        self.log_training(global_means({"loss": losses, "acc": hits(logits, batch.labels)}, batch), batch)
+        return batch.mean(losses)

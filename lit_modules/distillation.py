@@ -1,0 +1,215 @@
+"""One frozen teacher, any number of students, one pass over the data."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from apprentice import keyed
+from apprentice.batch import Batch
+from apprentice.errors import BadInput
+from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, global_means, hits
+from lit_modules.nets import Outputs, globalise, run
+from lit_modules.objectives import Objective, Term
+from lit_modules.teacher_cache import TeacherCache
+
+
+class Student(nn.Module):
+    """A net and the objective it learns by; the objective's own parameters train along and are not exported."""
+
+    def __init__(self, net: nn.Module, objective: Objective) -> None:
+        super().__init__()
+        self.net, self.objective = net, objective
+
+    def forward(self, images: Tensor) -> Outputs:
+        """Logits (b, classes), and the features that the objective asks for."""
+        return run(self.net, images, set(self.objective.student_layers))
+
+
+class Distillation(Learner):
+    """Distils a frozen teacher into students that share batches, noise and the teacher's outputs, and nothing else.
+
+    Students have disjoint parameters, so the sum of their losses has the gradients of each alone. The teacher is always
+    in eval mode, runs once a batch whatever the number of students, and is neither optimised nor saved. A student whose
+    loss stops being finite is frozen as it was before that step, and named in `failed`; the others go on.
+
+    Args:
+        teacher: a trained net, images (b, C, H, W) -> logits (b, classes).
+        students: by name, a net and an objective.
+        input_shape: (C, H, W) of an image, for objectives whose own parts depend on features' shapes.
+        num_classes: number of logits.
+        optimizer: makes the optimizer from parameter groups, one a student.
+        scheduler: makes a learning-rate scheduler, stepped once an epoch.
+        seed: keys the dropout's noise and the objectives' initial weights.
+        teacher_cache_mb: MiB a rank may spend on the teacher's outputs, which are stored where inputs repeat (a data
+            module without augmentation, more than one epoch); 0, or outputs too large, runs the teacher every batch.
+
+    Raises:
+        BadInput: an objective refuses its pair of nets; a name or layer can't be used.
+    """
+
+    def __init__(
+        self,
+        teacher: nn.Module,
+        students: Mapping[str, tuple[nn.Module, Objective]],
+        input_shape: tuple[int, ...] = (3, 32, 32),
+        num_classes: int = 10,
+        optimizer: MakeOptimizer = adam,
+        scheduler: MakeScheduler | None = None,
+        seed: int = 0,
+        teacher_cache_mb: int = 1024,
+    ) -> None:
+        super().__init__(students, num_classes, optimizer, scheduler, seed)
+        self.teacher = teacher.requires_grad_(False).eval()
+        self.students = nn.ModuleDict({name: Student(globalise(net), obj) for name, (net, obj) in students.items()})
+        self.teacher_cache_bytes = teacher_cache_mb * 2**20
+        self.cache: TeacherCache | None = None
+        self.failed: dict[str, dict[str, Any]] = {}
+        self._build(torch.zeros(1, *input_shape))
+        self.to(memory_format=torch.channels_last)
+        self.register_state_dict_post_hook(_without_teacher)
+        self.register_load_state_dict_post_hook(_teacher_not_missing)
+
+    @torch.no_grad()
+    def _build(self, example: Tensor) -> None:
+        """Let each objective make its parts, from the seed and the shapes alone, and try it once."""
+        teacher = self._ask_teacher(_as(self.teacher, example)) if self.uses_teacher else None
+        for name, student in self._students(()):
+            mode, images = student.training, _as(student.net, example)
+            try:
+                outputs = student.eval()(images)
+                keyed.seeded(self.seed, partial(student.objective.build, outputs, teacher))
+                student.to(images.dtype).objective(outputs, teacher, torch.zeros(1, dtype=torch.int64))
+            except BadInput as fault:
+                flag = f"variants.{name}.{fault.flag}"
+                raise BadInput(flag, fault.value, fault.expected) from None
+            student.train(mode)
+
+    @property
+    def uses_teacher(self) -> bool:
+        """Whether any student's objective looks at the teacher."""
+        return any(student.objective.uses_teacher for _, student in self._students(()))
+
+    def _students(self, but: Any) -> list[tuple[str, Student]]:
+        return [(name, s) for name, s in self.students.items() if name not in but]  # type: ignore[misc]
+
+    def _ask_teacher(self, images: Tensor) -> Outputs:
+        layers = {path for _, s in self._students(()) for path in s.objective.teacher_layers}
+        with torch.no_grad():
+            return run(self.teacher, images, layers)
+
+    def train(self, mode: bool = True) -> "Distillation":
+        """Put the students in the given mode; the teacher stays in eval mode."""
+        super().train(mode)
+        self.teacher.eval()
+        return self
+
+    def parameter_groups(self) -> list[list[nn.Parameter]]:
+        """Each student's parameters, its objective's included."""
+        return [[p for p in student.parameters() if p.requires_grad] for _, student in self._students(())]
+
+    def forward(self, images: Tensor, teacher: Outputs | None = None) -> tuple[Outputs | None, dict[str, Outputs]]:
+        """Outputs of the teacher (those given, or its own in training) and of all students, for images (b, C, H, W)."""
+        if teacher is None and self.uses_teacher and self.training:
+            teacher = self._ask_teacher(images)
+        return teacher, {name: student(images) for name, student in self._students(self.failed)}
+
+    def on_train_start(self) -> None:
+        """Store the teacher's outputs where they will be asked for again."""
+        trainer = self.trainer
+        data: Any = getattr(trainer, "datamodule", None)
+        repeats = getattr(data, "train_inputs_repeat", False)
+        batches = trainer.estimated_stepping_batches * trainer.accumulate_grad_batches
+        if not (repeats and self.uses_teacher and self.teacher_cache_bytes and batches > trainer.num_training_batches):
+            return
+        chunks = (trainer.strategy.batch_to_device(chunk) for chunk in data.train_in_order())
+        with trainer.precision_plugin.forward_context():
+            self.cache = TeacherCache.fill(chunks, data.sizes["train"], self._ask_teacher, self.teacher_cache_bytes)
+
+    def on_train_end(self) -> None:
+        """Give the stored outputs' memory back."""
+        self.cache = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """The sum of the students' losses, this rank's part of it."""
+        loss = self._step(batch, "train")
+        assert loss is not None
+        return loss
+
+    def _step(self, batch: Any, stage: str) -> Tensor | None:
+        batch = Batch.of(batch, self.global_step)
+        with keyed.noise(self.seed, batch.step, batch.rows):
+            teacher, outputs = self(batch.images, self.cache[batch.index] if self.cache and stage == "train" else None)
+        if stage != "train":
+            for name, scores in zip(self.runs, self.scores, strict=True):
+                if name in outputs:
+                    scores.update(outputs[name].logits, batch.labels)  # type: ignore[operator]
+            return None
+        terms = {n: s.objective(outputs[n], teacher, batch.labels) for n, s in self._students(self.failed)}
+        self._watch(terms, outputs, batch)
+        losses = [batch.mean(_loss(terms[name])) for name in terms if name not in self.failed]
+        return sum(losses, start=self._anchor())
+
+    def _watch(self, terms: dict[str, dict[str, Term]], outputs: dict[str, Outputs], batch: Batch) -> None:
+        """Log every term over the global batch; whose loss is not finite there has failed, on all ranks alike."""
+        parts = {f"{n}/{t}": term.values for n, named in terms.items() for t, term in named.items()}
+        parts |= {f"{n}/loss": _loss(named) for n, named in terms.items()}
+        parts |= {f"{n}/acc": hits(outputs[n].logits, batch.labels) for n in terms}
+        means = global_means(parts, batch)
+        for name, named in terms.items():
+            bad = [t for t in [*named, "loss"] if not _finite(means[f"{name}/{t}"])]
+            if bad:
+                self.failed[name] = {"step": batch.step, "term": bad[0]}
+                self.print(f"student {name} failed: its {bad[0]} is not finite at step {batch.step}; it is frozen")
+        alive = {k: v for k, v in means.items() if k.split("/")[0] not in self.failed}
+        if alive:
+            self.log_training(alive, batch)
+
+    def _anchor(self) -> Tensor:
+        """Zero, with a gradient of zero for every frozen parameter: DDP waits for each of them."""
+        frozen = [p for name in self.failed for p in self.students[name].parameters()]
+        return sum((p.sum().nan_to_num() * 0 for p in frozen), start=torch.zeros((), device=self.device))
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """A failed student has no gradient: momentum and weight decay leave it alone as well."""
+        for name in self.failed:
+            for p in self.students[name].parameters():
+                p.grad = None
+
+    def log_scores(self, stage: str, skip: Any = ()) -> None:
+        """Log the scores of the students that have not failed."""
+        super().log_scores(stage, skip=self.failed)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Remember who failed."""
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["failed"] = dict(self.failed)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep them frozen."""
+        super().on_load_checkpoint(checkpoint)
+        self.failed = dict(checkpoint["failed"])
+
+
+def _loss(terms: dict[str, Term]) -> Tensor:
+    """(b,) weighted sum of the terms."""
+    return sum((term.values * term.weight for term in terms.values()), start=torch.zeros(()))
+
+
+def _as(net: nn.Module, images: Tensor) -> Tensor:
+    return images.to(next(net.parameters()).dtype)
+
+
+def _finite(value: float) -> bool:
+    return abs(value) < float("inf")
+
+
+def _without_teacher(_module: nn.Module, state: dict[str, Tensor], prefix: str, _metadata: Any) -> None:
+    for key in [k for k in state if k.startswith(f"{prefix}teacher.")]:
+        del state[key]
+
+
+def _teacher_not_missing(_module: nn.Module, keys: Any) -> None:
+    keys.missing_keys[:] = [k for k in keys.missing_keys if not k.startswith("teacher.")]

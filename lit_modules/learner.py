@@ -1,0 +1,182 @@
+"""What the suite's LightningModules share: optimizers, training means and exact scores."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from lightning import LightningModule
+from torch import Tensor, nn
+from torch.optim import Adam, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassConfusionMatrix
+
+from apprentice import replicas
+from apprentice.batch import Batch
+from lit_modules.objectives.cross_entropy import cross_entropy
+
+MakeOptimizer = Callable[[Iterable], Optimizer]
+MakeScheduler = Callable[[Optimizer], LRScheduler]
+
+
+def adam(params: Iterable) -> Optimizer:
+    """The tutorial's optimizer: Adam with a learning rate of 0.001."""
+    return Adam(params, lr=1e-3)
+
+
+class Scores(nn.Module):
+    """What evaluation says of one classifier: each sample counts once, and integers are added, on any number of ranks."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.confusion = MulticlassConfusionMatrix(num_classes, validate_args=False)
+        self.loss = MeanMetric().set_dtype(torch.float64)
+
+    def update(self, logits: Tensor, labels: Tensor) -> None:
+        """Count b samples: logits (b, classes), labels (b,)."""
+        self.confusion.update(logits, labels)
+        self.loss.update(cross_entropy(logits, labels).double())
+
+    def compute(self) -> tuple[dict[str, Tensor], Tensor]:
+        """{"loss", "acc", "correct"} over all ranks, and the confusion matrix (classes, classes), rows the true class."""
+        confusion = self.confusion.compute()
+        correct, samples = confusion.trace(), confusion.sum()
+        values = {"loss": self.loss.compute(), "acc": correct.double() / samples, "correct": correct}
+        self.confusion.reset()
+        self.loss.reset()
+        return values, confusion
+
+
+class Learner(LightningModule):
+    """A module that trains one or several runs side by side and logs each under its own name.
+
+    A run's values are logged as `<run>/<stage>/<what>`, or `<stage>/<what>` for the only run of a module.
+
+    Args:
+        runs: names of the runs; "" for a module that is one run.
+        num_classes: number of logits.
+        optimizer: makes the optimizer from parameter groups, one a run.
+        scheduler: makes the learning-rate scheduler from the optimizer; stepped once an epoch.
+        seed: keys all noise in training.
+    """
+
+    def __init__(
+        self,
+        runs: Iterable[str],
+        num_classes: int,
+        optimizer: MakeOptimizer = adam,
+        scheduler: MakeScheduler | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.runs = list(runs)
+        self.make_optimizer, self.make_scheduler, self.seed = optimizer, scheduler, seed
+        # Names of submodules can't hold every name of a run, so scores are kept in the order of the runs.
+        self.scores = nn.ModuleList(Scores(num_classes) for _ in self.runs)
+        self.train_sums: dict[str, float] = {}
+
+    def parameter_groups(self) -> list[list[nn.Parameter]]:
+        """The trainable parameters of each run."""
+        raise NotImplementedError
+
+    def configure_optimizers(self) -> Any:
+        """One optimizer with a group a run: each run's update depends on its own gradients alone."""
+        optimizer = self.make_optimizer([{"params": group} for group in self.parameter_groups()])
+        return [optimizer], [self.make_scheduler(optimizer)] if self.make_scheduler else []
+
+    def configure_gradient_clipping(
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        """Clip each run's gradients by its own norm or value: a student's step must not depend on its company."""
+        if not gradient_clip_val:
+            return
+        by_value = gradient_clip_algorithm == "value"
+        clip = nn.utils.clip_grad_value_ if by_value else nn.utils.clip_grad_norm_
+        for group in optimizer.param_groups:
+            clip(group["params"], gradient_clip_val)
+
+    def log_training(self, values: Mapping[str, float], batch: Batch) -> None:
+        """Log the global batch's means (`<run>/<what>` to value), and add them to the epoch's."""
+        for name, value in {**values, "rows": 1.0}.items():
+            self.train_sums[name] = self.train_sums.get(name, 0.0) + value * batch.count
+        losses = [v for k, v in values.items() if k.endswith("loss")]
+        accuracies = [v for k, v in values.items() if k.endswith("acc")]
+        # Every value costs 0.2 ms of Lightning's time: nothing is handed over that it would not write.
+        if (self.global_step + 1) % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+            self.log_dict(_tags(values, "train"), batch_size=batch.count)
+            bar = {"loss": sum(losses) / len(losses), "acc": sum(accuracies) / len(accuracies)}
+            self.log_dict(bar, prog_bar=True, logger=False, batch_size=batch.count)
+
+    def on_train_epoch_end(self) -> None:
+        """Log the epoch's means over samples, as the tutorials print them."""
+        rows = self.train_sums.pop("rows", 0.0)
+        if rows:
+            self._log_epoch({f"{k}_epoch": v / rows for k, v in self.train_sums.items()}, "train")
+        self.train_sums = {}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the running means of an epoch that is cut in two."""
+        checkpoint["train_sums"] = dict(self.train_sums)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take up the running means again."""
+        self.train_sums = dict(checkpoint["train_sums"])
+
+    def log_scores(self, stage: str, skip: Iterable[str] = ()) -> None:
+        """Log each run's scores of a whole evaluation, and draw its confusion matrix after the test."""
+        for run, scores in zip(self.runs, self.scores, strict=True):
+            if run in skip:
+                continue
+            values, confusion = scores.compute()  # type: ignore[operator]
+            if stage != "test":
+                values.pop("correct")
+            self._log_epoch({f"{run}/{k}" if run else k: v for k, v in values.items()}, stage)
+            if stage == "test":
+                self._report_classes(run, confusion)
+
+    def _log_epoch(self, values: Mapping[str, Any], stage: str) -> None:
+        # The values are the same on all ranks: the maximum is each of them, to the bit, where a mean would round.
+        self.log_dict(_tags(values, stage), sync_dist=True, reduce_fx="max", on_step=False, on_epoch=True)
+
+    def _report_classes(self, run: str, confusion: Tensor) -> None:
+        for logger in self.loggers:
+            if hasattr(logger, "log_confusion"):
+                names = getattr(self.trainer.datamodule, "class_names", None)  # type: ignore[attr-defined]
+                logger.log_confusion(run, confusion.cpu(), names, self.global_step)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Count a validation batch."""
+        self._step(batch, "val")
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """Count a test batch."""
+        self._step(batch, "test")
+
+    def on_validation_epoch_end(self) -> None:
+        """Log what validation counted."""
+        self.log_scores("val")
+
+    def on_test_epoch_end(self) -> None:
+        """Log what the test counted."""
+        self.log_scores("test")
+
+    def _step(self, batch: Any, stage: str) -> Tensor | None:
+        raise NotImplementedError
+
+
+def _tags(values: Mapping[str, Any], stage: str) -> dict[str, Any]:
+    """`kd/loss` -> `kd/train/loss`, `loss` -> `train/loss`."""
+    return {"/".join([*name.split("/")[:-1], stage, name.split("/")[-1]]): value for name, value in values.items()}
+
+
+def global_means(parts: Mapping[str, Tensor], batch: Batch) -> dict[str, float]:
+    """Means over the global batch of per-sample tensors (b,), with one message for all of them; 64-bit sums."""
+    if not parts:
+        return {}
+    sums = replicas.total(torch.stack([values.detach().double().sum() for values in parts.values()]))
+    return dict(zip(parts, (sums / batch.count).tolist(), strict=True))
+
+
+def hits(logits: Tensor, labels: Tensor) -> Tensor:
+    """(b,) whether the largest logit is the label's."""
+    return logits.detach().argmax(1) == labels
