@@ -22,9 +22,9 @@ class Batch(NamedTuple):
 
     images: Tensor
     labels: Tensor
-    index: Tensor
+    index: Tensor  # type: ignore[assignment]  # shadows tuple.index, which a batch has no use for
     rows: Tensor
-    count: int
+    count: int  # type: ignore[assignment]
     replicas: int
     step: int
 
@@ -33,7 +33,7 @@ class Batch(NamedTuple):
         """The batch itself, or a plain (images, labels) pair from anyone's DataLoader as a whole batch of its own."""
         if isinstance(batch, cls):
             return batch
-        images, labels = batch
+        images, labels = batch  # type: ignore[misc]
         rows = torch.arange(len(images), device=images.device)
         return cls(images, labels, rows, rows, len(images), 1, step)
 

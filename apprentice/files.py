@@ -4,7 +4,7 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ from typing import Any
 def atomic(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path in the same folder; what was written there replaces `path` when the block ends well.
 
-    If the block fails, `path` stays as it was and the temporary file is removed. There is one temporary name for each path, so that
-    a killed process leaves at most one behind and the next write reuses it; two processes must not write one path at a time
-    (a run's folder is locked).
+    If the block fails, `path` stays as it was and the temporary file is removed. There is one temporary name for each
+    path, so that a killed process leaves at most one behind and the next write reuses it; two processes must not write
+    one path at a time (a run's folder is locked).
 
     Raises:
         OSError: the folder is missing or can't be written, or the disk is full.
@@ -29,7 +29,8 @@ def atomic(path: str | Path) -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _sync(path.parent)
+    with suppress(OSError):  # the file is in place; not every network disk can sync a folder
+        _sync(path.parent)
 
 
 def write_bytes(path: str | Path, data: bytes) -> None:

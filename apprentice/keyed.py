@@ -1,7 +1,7 @@
 """Randomness as a function of what it belongs to, not of how many draws came before.
 
-Noise is a counter-based integer hash in tensor operations (lowbias32, C. Wellons, "Prospecting for Hash Functions", 2018): the
-same bits on every device, in any order, on any number of ranks.
+Noise is a counter-based integer hash in tensor operations (lowbias32, C. Wellons, "Prospecting for Hash Functions",
+2018): the same bits on every device, in any order, on any number of ranks.
 """
 
 from collections.abc import Callable, Iterator

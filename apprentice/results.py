@@ -1,4 +1,4 @@
-"""results.json: what a bake-off measured. Pure functions from the facts of each seed; and a finished run's file read back."""
+"""results.json: what a bake-off measured, computed from the facts of each seed; and a finished run's file read back."""
 
 import json
 import math
@@ -20,7 +20,8 @@ def t_interval(values: Sequence[float]) -> Interval:
     """Mean of the values and its 95 % interval by Student's t, in their unit.
 
     Returns:
-        {"mean", "low", "high"}: bounds are None for one value, all three for none. Equal values give an interval of no width.
+        {"mean", "low", "high"}: bounds are None for one value, all three for none; equal values give an interval of no
+            width.
     """
     if not values:
         return {"mean": None, "low": None, "high": None}
@@ -36,8 +37,8 @@ def t_interval(values: Sequence[float]) -> Interval:
 def paired_interval(differences: Sequence[float]) -> Interval:
     """`t_interval` of paired differences, one a seed.
 
-    They are rounded to 12 digits first: 0.9 - 0.8 and 0.5 - 0.4 are the same difference, and float subtraction would give
-    them a spread of 1e-16, an interval that excludes zero by nothing but rounding.
+    They are rounded to 12 digits first: 0.9 - 0.8 and 0.5 - 0.4 are the same difference, and float subtraction would
+    give them a spread of 1e-16, an interval that excludes zero by nothing but rounding.
     """
     return t_interval([round(difference, 12) for difference in differences])
 
@@ -54,22 +55,25 @@ def bake_off_results(
 
     Args:
         header: `experiment`, `data`, `hardware`, `versions`, `config`, `seeds`.
-        teacher: for each seed `parameters`, `test_acc`, `test_correct`, `fit_seconds`, `step_ms`, `train_flops`; the last three None
-            for a loaded teacher.
-        students: by name, for each seed `objective`, `parameters`, `test_acc`, `test_correct`, `step_ms`, `train_flops` and `failed`:
-            None, or {"step", "term"} where and in which term the loss stopped being finite.
+        teacher: for each seed `parameters`, `test_acc`, `test_correct`, `fit_seconds`, `step_ms`, `train_flops`; the
+            last three None for a loaded teacher.
+        students: by name, for each seed `objective`, `parameters`, `test_acc`, `test_correct`, `step_ms`, `train_flops`
+            and `failed`: None, or {"step", "term"} where and in which term the loss stopped being finite.
         students_fit_seconds: for each seed, of all students together.
 
     Raises:
         ValueError: a list has not one entry a seed.
     """
     seeds = len(header["seeds"])
-    for name, rows in {"teacher": teacher, "students_fit_seconds": students_fit_seconds, **students}.items():
-        if len(rows) != seeds:
-            raise ValueError(f"{name}: expected {seeds} entries, one a seed, got {len(rows)}")
+    lengths = {"teacher": len(teacher), "students_fit_seconds": len(students_fit_seconds)}
+    for name, length in {**lengths, **{name: len(rows) for name, rows in students.items()}}.items():
+        if length != seeds:
+            raise ValueError(f"{name}: expected {seeds} entries, one a seed, got {length}")
     entries = {name: _student(rows) for name, rows in students.items()}
     for entry in entries.values():
-        differences = paired_differences(entry["test_acc"], entries[BASELINE]["test_acc"]) if BASELINE in entries else []
+        differences = (
+            paired_differences(entry["test_acc"], entries[BASELINE]["test_acc"]) if BASELINE in entries else []
+        )
         entry["delta_vs_ce"] = paired_interval(differences)
     return {
         **{key: header[key] for key in ("experiment", "data", "hardware", "versions", "config", "seeds")},
@@ -151,12 +155,18 @@ def _fault(results: Any) -> str:
     for key, kind in {"data": dict, "seeds": list, "metric": dict, "teacher": dict, "students": dict}.items():
         if not isinstance(results.get(key), kind):
             return f"{key} is missing or of another type"
-    for name, entry in results["students"].items():
-        if not isinstance(entry, dict) or any(key not in entry for key in STUDENT_KEYS):
-            return f"student {name} is incomplete"
-        accuracies = entry["test_acc"]
-        if not isinstance(accuracies, list) or len(accuracies) != len(results["seeds"]):
-            return f"student {name} has not one test_acc a seed"
-        if not all(value is None or isinstance(value, int | float) for value in accuracies):
-            return f"student {name} has a test_acc that is no number"
+    faults = (_student_fault(entry, len(results["seeds"])) for entry in results["students"].values())
+    return next(
+        (f"student {name} {fault}" for name, fault in zip(results["students"], faults, strict=True) if fault), ""
+    )
+
+
+def _student_fault(entry: Any, seeds: int) -> str:
+    if not isinstance(entry, dict) or any(key not in entry for key in STUDENT_KEYS):
+        return "is incomplete"
+    accuracies = entry["test_acc"]
+    if not isinstance(accuracies, list) or len(accuracies) != seeds:
+        return "has not one test_acc a seed"
+    if not all(value is None or isinstance(value, int | float) for value in accuracies):
+        return "has a test_acc that is no number"
     return ""

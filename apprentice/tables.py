@@ -1,5 +1,6 @@
 """Tables as plain text and as Markdown, and how numbers are written in them."""
 
+import re
 import statistics
 import textwrap
 from collections.abc import Sequence
@@ -43,7 +44,7 @@ class Table:
         return widths
 
     def _line(self, row: Sequence[str], widths: Sequence[int]) -> str:
-        wrapped = [textwrap.wrap(cell, width) or [""] for cell, width in zip(row, widths, strict=True)]
+        wrapped = [_wrap(cell, width) for cell, width in zip(row, widths, strict=True)]
         lines = []
         for cells in zip_longest(*wrapped, fillvalue=""):
             padded = [
@@ -54,18 +55,30 @@ class Table:
         return "\n".join(lines)
 
 
+def _wrap(cell: str, width: int) -> list[str]:
+    """Lines of at most `width` characters, broken after a space, comma, bracket or underscore where there is one."""
+    lines = [""]
+    for piece in re.findall(r"[^\s,(_/]*[\s,(_/]*", cell):
+        if lines[-1] and len(lines[-1]) + len(piece.rstrip()) > width:
+            lines.append("")
+        lines[-1] += piece
+        while len(lines[-1].rstrip()) > width:
+            lines[-1:] = lines[-1][:width], lines[-1][width:]
+    return [line.rstrip() for line in lines]
+
+
 def paragraph(text: str, width: int = WIDTH) -> str:
     """The text in lines of at most `width` characters."""
     return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
 
 
 def percent(values: Sequence[float | None]) -> str:
-    """Mean ± standard deviation of fractions, in percent; a `*` where a seed has none, as it failed."""
+    """Mean ± standard deviation of fractions, in percent, over the seeds that have one."""
     known = [100 * value for value in values if value is not None]
     if not known:
         return "failed"
     spread = f" ± {statistics.stdev(known):.2f}" if len(known) > 1 else ""
-    return f"{statistics.mean(known):.2f}{spread}{' *' if len(known) < len(values) else ''}"
+    return f"{statistics.mean(known):.2f}{spread}"
 
 
 def points(interval: Interval) -> str:
@@ -93,13 +106,16 @@ def short(value: float | None) -> str:
     """Three digits that count, never in powers of ten."""
     if value is None:
         return NONE
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:#.3g}".rstrip(".") if abs(value) >= 1e-3 else f"{value:.5f}"
+    return (
+        f"{value:,.0f}" if abs(value) >= 100 else f"{value:#.3g}".rstrip(".") if abs(value) >= 1e-3 else f"{value:.5f}"
+    )
 
 
 def flops_unit(flops: Sequence[float | None]) -> tuple[float, str]:
-    """Size and name of the unit in which these costs of training are best written: one for all, so that they compare."""
+    """Size and name of the unit in which these costs are best written: one for all, so that they compare."""
     largest = max((value for value in flops if value is not None), default=0.0)
-    return next(((size, name) for size, name in ((1e15, "PFLOPs"), (1e12, "TFLOPs")) if largest >= size), (1e9, "GFLOPs"))
+    units = ((1e15, "PFLOPs"), (1e12, "TFLOPs"), (1e9, "GFLOPs"))
+    return next((unit for unit in units if largest >= unit[0]), (1e6, "MFLOPs"))
 
 
 def listed(words: Sequence[str]) -> str:

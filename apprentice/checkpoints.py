@@ -1,0 +1,144 @@
+"""Checkpoints that are whole or absent, from which a run goes on as if it had not been cut off."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from apprentice import interrupts
+from apprentice.errors import BadInput
+from apprentice.files import atomic
+
+Tensors = dict[str, torch.Tensor]
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Lightning's checkpoint files, written beside their name and renamed when complete and on disk."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        """Write the checkpoint, all or nothing."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with atomic(path) as temporary:
+            torch.save(checkpoint, temporary)
+
+
+class SafePoints(Checkpoint):
+    """Keeps one checkpoint: every so many seconds, when the user interrupts, and when training has ended.
+
+    It is written before a batch starts, when all that belongs to the batches before it is done (validation, schedulers,
+    logging), so that a run goes on from it exactly. Rank zero decides for all.
+
+    Args:
+        path: the file.
+        every: seconds between two writes, and so the most training that is repeated after a crash.
+    """
+
+    def __init__(self, path: str | Path, every: float = 30.0) -> None:
+        self.path, self.every = Path(path), every
+        self.finished = False
+        self._seconds_before, self._started, self._saved = 0.0, time.monotonic(), time.monotonic()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Seconds of training so far, and whether it has ended."""
+        return {"seconds": self.seconds, "finished": self.finished}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Count on from the seconds of the session before."""
+        self._seconds_before = state_dict["seconds"]
+
+    @property
+    def state_key(self) -> str:
+        """The key of this callback's state in the checkpoint."""
+        return "SafePoints"
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training, those before a resume included."""
+        return self._seconds_before + time.monotonic() - self._started
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock."""
+        interrupts.take_over()
+        self._started = self._saved = time.monotonic()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """After a resume Lightning's count of batches for the loggers is one too high; it is the step's number."""
+        trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Save if it is time; save and leave if the user wants to."""
+        stop = interrupts.requested()
+        late = time.monotonic() - self._saved >= self.every
+        stop, late = _of_rank_zero(trainer, stop, late)
+        if stop or late:
+            trainer.save_checkpoint(self.path)
+            self._saved = time.monotonic()
+        if stop:
+            raise SystemExit(interrupts.SAVED)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save the end: the process that started the ranks reads the result from here."""
+        self.finished = True
+        trainer.save_checkpoint(self.path)
+
+
+def _of_rank_zero(trainer: Trainer, *flags: bool) -> list[bool]:
+    if trainer.world_size == 1:
+        return list(flags)
+    shared = torch.tensor(flags, dtype=torch.uint8, device=trainer.strategy.root_device)
+    dist.broadcast(shared, 0)
+    return [bool(flag) for flag in shared.tolist()]
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """A checkpoint's content on the CPU; never runs code that a file may hold."""
+    return torch.load(path, weights_only=True, map_location="cpu")
+
+
+def read_weights(path: str, flag: str) -> Tensors:
+    """The state dict in a user's file: bare, or inside a checkpoint of Lightning's, torchvision's or a training script's.
+
+    Raises:
+        BadInput: no such file, not a checkpoint, cut short, or a pickle that would have to run code.
+    """
+    if not Path(path).is_file():
+        raise BadInput(flag, path, "a file of weights; there is none")
+    try:
+        content = read(path)
+    except Exception as error:  # noqa: BLE001 - torch.load of a broken file raises whatever its parser meets
+        runs_code = "Unsupported global" in str(error) or "Unsupported class" in str(error)
+        why = "it would run code when loaded" if runs_code else "it is cut short or no checkpoint at all"
+        raise BadInput(flag, path, f"a file of weights; {why}") from None
+    for key in ("state_dict", "model"):
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+    if not isinstance(content, dict) or not content or not all(isinstance(v, torch.Tensor) for v in content.values()):
+        raise BadInput(flag, path, "a file of weights; it holds no state dict")
+    for prefix in ("module.", "net."):  # DistributedDataParallel's, and a LightningModule's around its net
+        if all(key.startswith(prefix) for key in content):
+            content = {key.removeprefix(prefix): value for key, value in content.items()}
+    return content
+
+
+def load_weights(net: torch.nn.Module, path: str, flag: str) -> None:
+    """Load a user's file of weights into a net.
+
+    Raises:
+        BadInput: the file can't be read, or its weights are another net's; the message names the first that differ.
+    """
+    weights, own = read_weights(path, flag), net.state_dict()
+    name = type(net).__name__
+    if missing := [key for key in own if key not in weights]:
+        raise BadInput(flag, path, f"weights of {name}; {missing[0]} is missing ({len(missing)} of {len(own)} are)")
+    if extra := [key for key in weights if key not in own]:
+        raise BadInput(flag, path, f"weights of {name}, which has no {extra[0]} ({len(extra)} more than it has)")
+    for key, value in weights.items():
+        if value.shape != own[key].shape:
+            shapes = f"{key} is {tuple(value.shape)} there and {tuple(own[key].shape)} here"
+            raise BadInput(flag, path, f"weights of {name}; {shapes}")
+    net.load_state_dict(weights)

@@ -1,0 +1,200 @@
+"""Finished runs side by side: a line for each run's student, compared with the first run's `ce` where that is fair."""
+
+import os
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from apprentice.errors import BadInput
+from apprentice.files import write_bytes, write_json, write_text
+from apprentice.plots import Dot, accuracy_picture
+from apprentice.report import cost_axis, failures, starred
+from apprentice.results import BASELINE, Facts, load_results, paired_differences, paired_interval
+from apprentice.tables import NONE, Table, count, flops_unit, listed, paragraph, percent, points, short
+from apprentice.verdict import verdict
+
+# Settings of data that choose no other samples, or choose them by a number that stands in `data`.
+NOT_SAMPLES = {"batch_size", "augment", "train_size", "test_size", "validation_size", "num_workers"}
+ONE_ROOT = {"Digits", "MNIST", "CIFAR10"}  # the same images wherever they lie
+
+
+@dataclass
+class Run:
+    """A finished run's results under the name that tells it from the others."""
+
+    name: str
+    folder: Path
+    results: Facts
+
+
+def load_runs(folders: Sequence[str | Path]) -> list[Run]:
+    """The runs in these folders, each named by as many of its last folders as tell it from the others.
+
+    Raises:
+        BadInput: a folder holds no finished run, or no bake-off, or is given twice.
+    """
+    paths = [Path(os.path.abspath(folder)) for folder in folders]  # noqa: PTH100 - `resolve` would rename links
+    seen: set[Path] = set()
+    for given, path in zip(folders, paths, strict=True):
+        if path.resolve() in seen:
+            raise BadInput("RUN", given, "each run once; this one is given twice")
+        seen.add(path.resolve())
+    results = [load_results(folder, "RUN") for folder in folders]
+    for given, found in zip(folders, results, strict=True):
+        if not found.get("students"):
+            raise BadInput(
+                "RUN", given, f"a run that has students; this one is of the experiment {found['experiment']}"
+            )
+        if found["metric"].get("name") != "test_acc":
+            raise BadInput("RUN", given, f"a run measured by test_acc; this one has {found['metric'].get('name')}")
+    return [Run(*entry) for entry in zip(_names(paths), paths, results, strict=True)]
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    def name(path: Path) -> str:
+        others = [other.parts for other in paths if other != path]
+        depth = 1
+        while any(other[-depth:] == path.parts[-depth:] for other in others):
+            depth += 1
+        return "/".join(path.parts[-depth:])
+
+    return [name(path) for path in paths]
+
+
+def compare(runs: Sequence[Run]) -> Facts:
+    """The content of compare.json: `runs`, `baseline`, `rows` (one for each run's student) and `notes`."""
+    first = runs[0]
+    baseline = f"{first.name}/{BASELINE}" if BASELINE in first.results["students"] else None
+    rows: list[Facts] = []
+    notes = [] if baseline else [f"{first.name}, the first run, has no student called ce: no differences are given."]
+    for run in runs:
+        reason = _why_not_comparable(first, run) if baseline else ""
+        if reason:
+            notes.append(f"{run.name} is not compared with {baseline}: {reason}.")
+        rows += [
+            _row(run, student, first, comparable=bool(baseline and not reason)) for student in run.results["students"]
+        ]
+        notes += failures(run.results, f"{run.name}/")
+    if baseline and any(set(run.results["seeds"]) != set(first.results["seeds"]) for run in runs):
+        notes.append("Differences are paired over the seeds that a run has in common with the first.")
+    if baseline:
+        notes.append(verdict(baseline, {row["name"]: row["differences"] for row in rows if row["name"] != baseline}))
+    sources = [{"name": run.name, "folder": str(run.folder)} for run in runs]
+    return {
+        "experiment": "compare",
+        "runs": sources,
+        "baseline": baseline,
+        "rows": rows,
+        "notes": [note for note in notes if note],
+    }
+
+
+def _row(run: Run, student: str, first: Run, comparable: bool) -> Facts:
+    entry, data = run.results["students"][student], run.results["data"]
+    differences = _differences(run, student, first) if comparable else []
+    return {
+        "name": f"{run.name}/{student}",
+        "run": run.name,
+        "student": student,
+        "data": data,
+        "seeds": run.results["seeds"],
+        **{key: entry[key] for key in ("objective", "parameters", "test_acc", "step_ms", "train_flops")},
+        "failed": entry.get("failed"),
+        "differences": differences,
+        "delta": paired_interval(differences),
+    }
+
+
+def _differences(run: Run, student: str, first: Run) -> list[float]:
+    """Over the common seeds, in the first run's order: accuracy less that of the first run's `ce`."""
+    own = dict(zip(run.results["seeds"], run.results["students"][student]["test_acc"], strict=True))
+    base = dict(zip(first.results["seeds"], first.results["students"][BASELINE]["test_acc"], strict=True))
+    common = [seed for seed in base if seed in own]
+    return paired_differences([own[seed] for seed in common], [base[seed] for seed in common])
+
+
+def _why_not_comparable(first: Run, run: Run) -> str:
+    """Empty if both runs had the same samples, and a seed in common."""
+    ours, theirs = _samples(run.results), _samples(first.results)
+    other = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
+    if other:
+        return f"other data ({', '.join(f'{key} {ours.get(key)}, not {theirs.get(key)}' for key in other)})"
+    if not set(run.results["seeds"]) & set(first.results["seeds"]):
+        return f"no seed in common ({listed([str(seed) for seed in run.results['seeds']])})"
+    return ""
+
+
+def _samples(results: Facts) -> Facts:
+    """What decides which samples a run saw: the set, its sizes, and the settings that choose from it."""
+    config: Any = results.get("config")
+    data = config.get("data") if isinstance(config, dict) else None
+    given = (data.get("init_args", data) or {}) if isinstance(data, dict) else {}
+    ignored = NOT_SAMPLES | ({"root"} if results["data"].get("name") in ONE_ROOT else set())
+    chosen = {f"data.{key}": value for key, value in given.items() if key not in ignored | {"class_path"}}
+    return {**results["data"], **chosen}
+
+
+def table(comparison: Facts) -> Table:
+    """One line for each run's student, in the order in which the runs were given."""
+    rows = comparison["rows"]
+    size, unit = flops_unit([row["train_flops"] for row in rows])
+    delta = f"Δ to {comparison['baseline']}, points" if len(comparison["baseline"] or "") < 12 else "Δ, points"
+    header = ["run/student", "data", "seeds", "accuracy, %", delta, "parameters", "step, ms", f"cost, {unit}"]
+    cells = [
+        [
+            starred(row["name"], row),
+            f"{row['data'].get('name')} {count(row['data'].get('train'))}",
+            str(len(row["seeds"])),
+            percent(row["test_acc"]),
+            NONE if row["name"] == comparison["baseline"] else points(row["delta"]),
+            count(row["parameters"]),
+            short(row["step_ms"]),
+            short(row["train_flops"] and row["train_flops"] / size),
+        ]
+        for row in rows
+    ]
+    return Table(header, cells, left=2)
+
+
+def _notes(comparison: Facts) -> list[str]:
+    legend = "Accuracy: mean ± standard deviation over the seeds, on the test set."
+    if comparison["baseline"]:
+        legend += f" Δ: paired difference to {comparison['baseline']}, with its 95 % interval."
+    return [legend, *comparison["notes"]]
+
+
+def text(comparison: Facts) -> str:
+    """The table for a terminal, with what it says beneath it."""
+    return "\n".join([table(comparison).plain(), "", *map(paragraph, _notes(comparison))])
+
+
+def save(comparison: Facts, out: str | Path | None = None) -> Path:
+    """Write compare.md, compare.png and compare.json, and return their folder: `out`, or one under runs/compare/.
+
+    Raises:
+        BadInput: the folder can't be written.
+    """
+    folder = Path(out) if out else Path("runs", "compare", _short([run["name"] for run in comparison["runs"]]))
+    sources = "\n".join(f"- {run['name']}: `{run['folder']}`" for run in comparison["runs"])
+    page = ["# Runs compared", sources, table(comparison).markdown(), *_notes(comparison), "![accuracy](compare.png)"]
+    label, costs = cost_axis(comparison["rows"])
+    groups = [run["name"] for run in comparison["runs"]]
+    lines = zip(comparison["rows"], costs, strict=True)
+    dots = [Dot(row["name"], row["test_acc"], cost, groups.index(row["run"])) for row, cost in lines]
+    picture = accuracy_picture(dots, label)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / "compare.md", "\n\n".join(page) + "\n")
+        write_bytes(folder / "compare.png", picture)
+        write_json(folder / "compare.json", comparison)
+    except OSError as error:
+        raise BadInput("out", folder, f"a folder that can be written ({error.strerror})") from error
+    return folder
+
+
+def _short(names: Sequence[str]) -> str:
+    """One folder name from the runs' names, the same for the same runs."""
+    joined = "-".join(name.strip("/").replace("/", "_") for name in names)
+    return joined if len(joined) <= 80 else f"{joined[:70]}-{zlib.crc32(joined.encode()):08x}"

@@ -1,0 +1,102 @@
+"""A run's folder: refused when it is in use or holds results, locked while a process works in it."""
+
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from apprentice.errors import BadInput
+
+OURS = ("config.yaml", "environment.json", "results.json", "results.md", "results.png", "seed*")
+
+
+def is_main_process() -> bool:
+    """Whether this process is the one that starts and writes: not a rank that a launcher or Lightning started."""
+    return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) == 0
+
+
+def new_folder(experiment: str) -> Path:
+    """A fresh folder `runs/<experiment>/<time>`, the same for all processes of one invocation."""
+    variable = f"APPRENTICE_OUT_{experiment.upper()}"
+    if is_main_process() or variable in os.environ:
+        name = os.environ.get(variable) or _fresh(Path("runs") / experiment)
+        os.environ[variable] = name  # sub-processes that Lightning starts run the script again and find it here
+    return Path(_agreed(name if is_main_process() else "") if "TORCHELASTIC_RUN_ID" in os.environ else name)
+
+
+def _fresh(parent: Path) -> str:
+    stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
+    for suffix in ("", *(f"_{i}" for i in range(2, 1000))):
+        try:
+            (parent / f"{stamp}{suffix}").mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise BadInput("out", parent, f"a folder that can be written ({error.strerror})") from None
+        return str(parent / f"{stamp}{suffix}")
+    raise BadInput("out", parent, "a folder with room for another run")
+
+
+def _agreed(name: str) -> str:
+    """Rank zero's name, through the store that torchrun keeps for its workers."""
+    from torch.distributed import rendezvous
+
+    store, _, _ = next(iter(rendezvous("env://")))
+    key = f"apprentice/out/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    if name:
+        store.set(key, name)
+    return store.get(key).decode()
+
+
+@contextmanager
+def opened(out: Path, resume: bool = False, overwrite: bool = False) -> Iterator[Path]:
+    """Create, check and lock the folder; ranks that were started by others find it ready.
+
+    Raises:
+        BadInput: it can't be written, is in use, or holds a run and neither `resume` nor `overwrite` is set.
+    """
+    if not is_main_process():
+        yield out
+        return
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock = (out / ".lock").open("a+")
+    except OSError as error:
+        raise BadInput("out", out, f"a folder that can be written ({error.strerror})") from None
+    with lock:
+        _lock(lock, out)
+        if not resume:
+            _clear(out, overwrite)
+        yield out
+    (out / ".lock").unlink(missing_ok=True)
+
+
+def _lock(lock: IO[str], out: Path, patience: float = 3.0) -> None:
+    """Take the lock; wait a moment for ranks of a killed run that are still going away."""
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() < deadline:
+                time.sleep(0.05)
+                continue
+            lock.seek(0)
+            raise BadInput("out", out, f"a folder not in use; process {lock.read().strip()} works in it") from None
+        break
+    lock.seek(0)
+    lock.truncate()
+    lock.write(str(os.getpid()))
+    lock.flush()
+
+
+def _clear(out: Path, overwrite: bool) -> None:
+    found = [path for pattern in OURS for path in out.glob(pattern)]
+    if found and not overwrite:
+        raise BadInput("out", out, f"a new folder, as this one holds {found[0].name}; or --resume true, --overwrite true")
+    for path in found:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -1,0 +1,82 @@
+"""Ctrl-C and SIGTERM: while a fit runs, finish the batch, save, and stop; elsewhere stop at once, as nothing is lost."""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+SAVED = 75  # exit code of a rank that stopped after saving (EX_TEMPFAIL: try again later)
+
+
+class Interrupted(SystemExit):
+    """The run was asked to stop; its exit code is the shell's for that signal."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(128 + signum)
+        self.signum = signum
+
+
+class _State:
+    requested: int | None = None
+    deferring = False
+
+
+def requested() -> bool:
+    """Whether a fit that can save should do so and stop."""
+    return _State.requested is not None
+
+
+def stop_if_requested() -> None:
+    """Raise Interrupted if a signal came while signals were deferred."""
+    if _State.requested is not None:
+        raise Interrupted(_State.requested)
+
+
+def _handle(signum: int, _frame: Any) -> None:
+    again, _State.requested = requested(), signum
+    for child in multiprocessing.active_children():  # a terminal signals all of them, `kill` only this one
+        if child.pid is not None and not again:
+            os.kill(child.pid, signal.SIGINT)
+    if _State.deferring and not again:
+        return
+    if multiprocessing.parent_process() is not None:
+        os._exit(128 + signum)  # a forked rank: its parent tells the user
+    raise Interrupted(signum)
+
+
+def _install() -> dict[int, Any]:
+    return {s: signal.signal(s, _handle) for s in (signal.SIGINT, signal.SIGTERM)}
+
+
+@contextmanager
+def handled() -> Iterator[None]:
+    """Handle both signals inside the block; only the main thread can."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = _install()
+    _State.requested = None
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Inside the block a first signal is only noted, for `requested`; a second one stops at once."""
+    _State.deferring = True
+    try:
+        yield
+    finally:
+        _State.deferring = False
+
+
+def take_over() -> None:
+    """Put our handlers back in place of Lightning's, which talks to other ranks from inside a signal handler."""
+    if _State.deferring and threading.current_thread() is threading.main_thread():
+        _install()

@@ -1,0 +1,162 @@
+"""A bake-off told: its table on the terminal, results.md, results.png and results.json."""
+
+from pathlib import Path
+from typing import Any
+
+from apprentice.files import write_bytes, write_json, write_text
+from apprentice.plots import Dot, accuracy_picture
+from apprentice.results import BASELINE, Facts, paired_differences
+from apprentice.tables import NONE, Table, count, flops_unit, listed, paragraph, percent, points, short
+from apprentice.verdict import verdict
+
+SETTINGS = (
+    *("teacher", "teacher_ckpt", "student", "optimizer", "scheduler"),
+    *("data.batch_size", "data.augment", "data.seed"),
+    *("trainer.max_epochs", "trainer.precision", "trainer.strategy", "trainer.devices", "exact"),
+)
+
+
+def save_results(folder: str | Path, results: Facts) -> None:
+    """Write results.md, results.png and, last, results.json: where it stands, the run is finished.
+
+    Raises:
+        OSError: the folder can't be written; files that were there before are as they were.
+    """
+    folder = Path(folder)
+    write_text(folder / "results.md", markdown(results))
+    write_bytes(folder / "results.png", picture(results))
+    write_json(folder / "results.json", results)
+
+
+def text(results: Facts) -> str:
+    """The table for a terminal, with what it says beneath it; plain text of at most 110 columns."""
+    return "\n".join([table(results).plain(), "", *map(paragraph, notes(results))])
+
+
+def markdown(results: Facts) -> str:
+    """results.md: what was run, the table, what it says, the picture."""
+    data, seeds = results["data"], results["seeds"]
+    sizes = ", ".join(
+        f"{count(data[part])} {part}" for part in ("train", "validation", "test") if data.get(part) is not None
+    )
+    facts = {
+        "Data": f"{data['name']}: {sizes} samples",
+        "Seeds": ", ".join(map(str, seeds)),
+        "Settings": "; ".join(settings(results["config"])),
+        "Hardware": _words(results["hardware"]),
+        "Versions": _words(results["versions"]),
+    }
+    header = "\n".join(f"- {name}: {value}" for name, value in facts.items() if value)
+    title = f"# {results['experiment']} on {data['name']}"
+    parts = [
+        title,
+        header,
+        table(results).markdown(),
+        *notes(results),
+        "![accuracy, and accuracy against cost](results.png)",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def table(results: Facts) -> Table:
+    """One line for the teacher and one for each student."""
+    teacher, students = results["teacher"], results["students"]
+    size, unit = flops_unit([entry["train_flops"] for entry in (teacher, *students.values())])
+    header = ["variant", "objective", "parameters", "test accuracy, %", "Δ to ce, points", "step, ms", f"cost, {unit}"]
+    rows = [
+        [
+            starred(name, entry),
+            entry.get("objective", NONE),
+            count(entry["parameters"]),
+            percent(entry["test_acc"]),
+            NONE if name == BASELINE or "delta_vs_ce" not in entry else points(entry["delta_vs_ce"]),
+            short(entry["step_ms"]),
+            short(entry["train_flops"] and entry["train_flops"] / size),
+        ]
+        for name, entry in {"teacher": teacher, **students}.items()
+    ]
+    return Table(header, rows, left=2)
+
+
+def notes(results: Facts) -> list[str]:
+    """What stands beneath the table: what it means, which students failed, what the intervals support."""
+    students, seeds = results["students"], results["seeds"]
+    spread = f" ± standard deviation over {len(seeds)} seeds" if len(seeds) > 1 else ""
+    lines = [f"Accuracy: mean{spread}." if spread else "", *failures(results)]
+    if BASELINE in students:
+        baseline = students[BASELINE]["test_acc"]
+        others = {n: paired_differences(e["test_acc"], baseline) for n, e in students.items() if n != BASELINE}
+        lines.append(verdict(BASELINE, others))
+    elif len(students) > 1:
+        lines.append("No student is called ce, so no differences are given.")
+    return [line for line in lines if line]
+
+
+def failures(results: Facts, prefix: str = "") -> list[str]:
+    """A line for each student that failed, saying where; `prefix` stands before its name."""
+    lines = []
+    for name, entry in results["students"].items():
+        failed = [(seed, f) for seed, f in zip(results["seeds"], entry.get("failed") or [], strict=False) if f]
+        if not failed:
+            continue
+        where = [f"seed {seed} (term {f['term']}, step {f['step']})" for seed, f in failed]
+        left = len(results["seeds"]) - len(failed)
+        rest = f"its figures are over the {left} other seed{'s' * (left > 1)}" if left else "it has no figures"
+        lines.append(f"* {prefix}{name}: the loss stopped being finite with {listed(where)}; {rest}.")
+    return lines
+
+
+def starred(name: str, entry: Facts) -> str:
+    """The name as the table has it: a star points to the line of its failure."""
+    return f"{name} *" if any(entry.get("failed") or []) else name
+
+
+def picture(results: Facts) -> bytes:
+    """results.png: accuracy with intervals, and accuracy against the cost of training."""
+    teacher, students = results["teacher"], results["students"]
+    label, costs = cost_axis(list(students.values()), teacher)
+    entries = zip(students.items(), costs, strict=True)
+    dots = [Dot(name, entry["test_acc"], cost, group) for group, ((name, entry), cost) in enumerate(entries)]
+    known = [value for value in teacher["test_acc"] if value is not None]
+    return accuracy_picture(dots, label, sum(known) / len(known) if known else None)
+
+
+def cost_axis(entries: list[Facts], *others: Facts) -> tuple[str, list[float | None]]:
+    """Label and values of what training costs: FLOPs, or a step's milliseconds where none were counted.
+
+    Args:
+        entries: those whose costs are wanted.
+        others: more that stand in the table, and so have a say in the unit.
+    """
+    flops = [entry["train_flops"] for entry in entries]
+    if all(value is None for value in flops):
+        return "own training step, ms", [entry["step_ms"] for entry in entries]
+    size, unit = flops_unit([*flops, *(entry["train_flops"] for entry in others)])
+    return f"cost of training, {unit}", [None if value is None else value / size for value in flops]
+
+
+def settings(config: Facts) -> list[str]:
+    """The few settings that decide most, as `name value`; those that a configuration lacks are left out."""
+    found = {name: _look_up(config, name.split(".")) for name in SETTINGS}
+    return [f"{name} {_call(value)}" for name, value in found.items() if value not in (None, False)]
+
+
+def _look_up(value: Any, names: list[str]) -> Any:
+    for name in names:
+        inner = value.get("init_args", value) if isinstance(value, dict) else {}
+        value = (inner or {}).get(name)
+    return value
+
+
+def _call(value: Any) -> str:
+    if not isinstance(value, dict) or "class_path" not in value:
+        return str(value)
+    given = {k: v for k, v in (value.get("init_args") or {}).items() if v is not None and v is not False}
+    arguments = ", ".join(f"{name}={_call(argument)}" for name, argument in given.items())
+    return value["class_path"].rsplit(".", 1)[-1] + (f"({arguments})" if arguments else "")
+
+
+def _words(value: Any) -> str:
+    if not isinstance(value, dict):
+        return str(value or "")
+    return ", ".join(f"{name} {entry}" for name, entry in value.items() if entry is not None)

@@ -1,0 +1,52 @@
+"""What a table's intervals support, in words, and no more than that."""
+
+from collections.abc import Mapping, Sequence
+
+from apprentice.results import Interval, paired_interval
+from apprentice.tables import listed, signed
+
+
+def verdict(baseline: str, differences: Mapping[str, Sequence[float]]) -> str:
+    """One line that says which students differ from the baseline beyond the noise between seeds.
+
+    Args:
+        baseline: name of the student that the others are compared with.
+        differences: by the other students' names, paired differences of a fraction where higher is better, one a seed;
+            empty where a student can't be compared.
+    """
+    pairs = {name: len(values) for name, values in differences.items() if values}
+    tested = {name: paired_interval(differences[name]) for name, number in pairs.items() if number > 1}
+    single = [name for name in pairs if name not in tested]
+    if not tested:
+        claim = f"nothing here says that any student differs from {baseline} by more than noise"
+        return f"One seed gives no interval: {claim}. Use --seeds 3 or more." if single else ""
+    groups: dict[str, list[str]] = {"better": [], "worse": [], "level": [], "flat": []}
+    for name, interval in tested.items():
+        groups[_kind(interval)].append(name)
+    said = [_beyond(word, groups[word], tested, baseline) for word in ("better", "worse") if groups[word]]
+    if groups["level"]:
+        said.append(f"{listed(groups['level'])} can't be told apart from {'it' if said else baseline}")
+    if groups["flat"]:
+        said.append(f"{listed(groups['flat'])} differed by the same on each seed, which is no measure of noise")
+    if single:
+        said.append(f"{listed(single)} had one seed to compare, so no interval")
+    few, many = min(pairs[name] for name in tested), max(pairs[name] for name in tested)
+    seeds = f"{few}" if few == many else f"{few} to {many}"
+    caution = f"; it is not corrected for the {len(tested)} that were made" if len(tested) > 1 else ""
+    return f"With {seeds} seeds, {'; '.join(said)}. A 95 % interval stands for its own comparison{caution}."
+
+
+def _kind(interval: Interval) -> str:
+    low, high = interval["low"], interval["high"]
+    assert low is not None
+    assert high is not None
+    if low == high:  # few seeds and a small test set: the same number of samples each time
+        return "level" if low == 0 else "flat"
+    return "better" if low > 0 else "worse" if high < 0 else "level"
+
+
+def _beyond(word: str, names: list[str], tested: Mapping[str, Interval], baseline: str) -> str:
+    figures = [f"{name} ({signed(tested[name]['mean'] or 0.0)})" for name in names]
+    return (
+        f"{listed(figures)} {'is' if len(names) == 1 else 'are'} {word} than {baseline} beyond the noise between seeds"
+    )

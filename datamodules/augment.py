@@ -1,0 +1,39 @@
+"""Random crop and flip as a function of key and sample: the same image whatever the batch, the rank or the device."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from apprentice import keyed
+
+
+def crop_padding(height: int, width: int) -> int:
+    """Pixels of padding for the random crop: 4, as is the custom at 32 x 32, and in proportion for smaller images."""
+    return min(4, min(height, width) // 8)
+
+
+def augment(images: Tensor, key: int, index: Tensor, flip: bool) -> Tensor:
+    """Shift each image at random over a black border, and mirror half of them left to right.
+
+    Args:
+        images: (B, C, H, W) of any type; 0 is the border's colour, so give them as stored, before normalising.
+        key: where noise is drawn, such as `keyed.fold(seed, epoch)`.
+        index: (B,) int64, each sample's place in its data set: its draw depends on this and on the key alone.
+        flip: mirror too.
+
+    Returns:
+        (B, C, H, W), a new tensor of the same type.
+    """
+    b, c, h, w = images.shape
+    pad = crop_padding(h, w)
+    drawn = keyed.bits(key, index, columns=3)  # (B, 3) in [0, 2**32)
+    corner = (drawn[:, :2] * (2 * pad + 1)) >> 32  # (B, 2) in [0, 2 * pad]
+    device = images.device
+    rows = corner[:, :1] + torch.arange(h, device=device)  # (B, H)
+    columns = corner[:, 1:] + torch.arange(w, device=device)  # (B, W)
+    if flip:
+        columns = torch.where(drawn[:, 2:] >= 2**31, columns.flip(1), columns)
+    padded = F.pad(images, (pad, pad, pad, pad))
+    sample = torch.arange(b, device=device)[:, None, None, None]
+    channel = torch.arange(c, device=device)[:, None, None]
+    return padded[sample, channel, rows[:, None, :, None], columns[:, None, None, :]]

@@ -1,0 +1,214 @@
+"""The base of all image data modules: splits, loaders whose batches are global, normalisation, augmentation."""
+
+import functools
+import math
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+
+from apprentice import keyed
+from apprentice.batch import Batch
+from apprentice.errors import BadInput
+from datamodules.augment import augment
+from datamodules.loaders import ChunkLoader, TrainLoader
+from datamodules.sampling import EpochOrder
+from datamodules.splits import Source, Split, check_sizes, tested, train_and_validation
+
+
+class ImageData(LightningDataModule):
+    """Images in memory as uint8, seen batch by batch.
+
+    For a data set of your own give the attributes and override `read`; `prepare_data` too, if something must be
+    fetched first.
+
+    Attributes:
+        input_shape: (C, H, W).
+        class_names: names of the classes, in the order of their labels.
+        mean: of each channel, on a scale from 0 to 1.
+        std: likewise.
+        levels: the pixel value that is 1 on that scale.
+        flips: whether a mirrored image is still one of its class.
+        order_seed: the training seed. Order and augmentation depend on it, splits and subsets on `seed` alone.
+
+    Args:
+        batch_size: samples in a batch over all devices together, whatever their number.
+        train_size: train on so many images, a seeded subset with the classes in balance; when not given, on all that
+            are not held out.
+        test_size: likewise for testing; all when not given.
+        validation_size: held out of the training images for watching: a count, or a fraction of the training set;
+            0 for none.
+        augment: random crop, and flip where that makes sense, drawn from training seed, epoch and sample.
+        seed: what splits and subsets are drawn from.
+
+    Raises:
+        BadInput: a value can't be used.
+    """
+
+    input_shape: tuple[int, int, int]
+    class_names: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    levels: int = 255
+    flips: bool = False
+
+    def __init__(
+        self,
+        batch_size: int = 128,
+        *,
+        train_size: int | None = None,
+        test_size: int | None = None,
+        validation_size: int | float = 0.1,  # noqa: PYI041 - a count or a fraction: the command line must keep them apart
+        augment: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise BadInput("data.batch_size", batch_size, "a whole number of at least 1")
+        check_sizes(train_size, test_size, validation_size)
+        self.batch_size, self.train_size, self.test_size = batch_size, train_size, test_size
+        self.validation_size, self.augment, self.seed = validation_size, augment, seed
+        self.name = type(self).__name__
+        self.order_seed = 0
+        self._splits: dict[str, Split] = {}
+        self._moved: dict[tuple[str, torch.device], Split] = {}
+
+    # Reading
+
+    def read(self) -> tuple[Source, Source]:
+        """The whole training and test sets, before subsets are drawn; called once.
+
+        Raises:
+            BadInput: they are not there, or damaged.
+        """
+        raise NotImplementedError
+
+    def check_fits(self, count: int) -> None:
+        """Raise BadInput when so many images would not fit in memory; sets of known size need not."""
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read the data, once: later calls, in a forked rank too, cost nothing."""
+        if self._splits:
+            return
+        training, testing = self.read()
+        train, validation = train_and_validation(training.labels, self.train_size, self.validation_size, self.seed)
+        test = tested(testing.labels, self.test_size, self.seed)
+        self.check_fits(len(train) + len(validation) + len(test))
+        self._splits = {
+            "train": training.take(train),
+            "validation": training.take(validation),
+            "test": testing.take(test),
+        }
+
+    def split(self, part: str) -> Split:
+        """The samples of `train`, `validation` or `test`, in memory; read first if need be, as in a notebook."""
+        if not self._splits:
+            self.prepare_data()
+            self.setup()
+        return self._splits[part]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Counts of samples: train, validation, test."""
+        return {part: len(self.split(part).labels) for part in ("train", "validation", "test")}
+
+    @property
+    def num_classes(self) -> int:
+        """The number of classes."""
+        return len(self.class_names)
+
+    @property
+    def train_inputs_repeat(self) -> bool:
+        """Whether a training sample looks the same in each epoch, so that a teacher's output for it can be kept."""
+        return not self.augment
+
+    # Loading
+
+    def train_dataloader(self) -> TrainLoader:
+        """Global batches in the order of (order_seed, epoch), cut into contiguous shares for the ranks.
+
+        Raises:
+            BadInput: a batch has fewer samples than there are ranks.
+        """
+        rank, replicas = self._place()
+        self.check_replicas(replicas)
+        train = self._resident("train")
+        return TrainLoader(
+            train, self.batch_size, EpochOrder(len(train.labels), self.order_seed, self._position), rank, replicas
+        )
+
+    def train_in_order(self) -> ChunkLoader:
+        """The training set once, in whole chunks in index order; `index` is that of `train_dataloader`'s batches."""
+        return self._chunks("train")
+
+    def val_dataloader(self) -> ChunkLoader | list:
+        """The held-out samples, each exactly once; no loader when there are none."""
+        return self._chunks("validation") if len(self.split("validation").labels) else []
+
+    def test_dataloader(self) -> ChunkLoader:
+        """The test samples, each exactly once."""
+        return self._chunks("test")
+
+    def check_replicas(self, replicas: int) -> None:
+        """Raise BadInput when a batch can't be shared among so many ranks."""
+        if self.batch_size < replicas:
+            raise BadInput("data.batch_size", self.batch_size, f"at least {replicas}, one sample for each device")
+
+    def _chunks(self, part: str) -> ChunkLoader:
+        return ChunkLoader(self._resident(part), self.batch_size, *self._place())
+
+    def _place(self) -> tuple[int, int]:
+        """Rank and number of those that share a batch: under a pipeline that is not the world size."""
+        place = (self.trainer and self.trainer.distributed_sampler_kwargs) or {"rank": 0, "num_replicas": 1}
+        return place["rank"], place["num_replicas"]
+
+    def _position(self) -> int:
+        """Batches of the current epoch that a running fit has behind it: not 0 when it was resumed in mid-epoch."""
+        if self.trainer is None or not self.trainer.training:
+            return 0
+        return self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
+
+    def _resident(self, part: str) -> Split:
+        """A split where its batches are wanted: on the fit's GPU, else in the memory where it was read."""
+        split = self.split(part)
+        device = torch.device("cpu") if self.trainer is None else self.trainer.strategy.root_device
+        if device.type != "cuda":
+            return split
+        if (part, device) not in self._moved:
+            self._moved[part, device] = Split(*(tensor.to(device) for tensor in split))
+        return self._moved[part, device]
+
+    # From stored pixels to inputs
+
+    def normalize(self, images: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Stored (B, C, H, W) uint8 to floats of mean 0 and deviation 1.
+
+        What torchvision's ToTensor and Normalize give, bit for bit. Computed in float64 if that is the `dtype` wanted
+        (torch's default when not given), else in float32.
+        """
+        dtype = dtype or torch.get_default_dtype()
+        exact = torch.float64 if dtype == torch.float64 else torch.float32
+        mean, std = _statistics(tuple(self.mean), tuple(self.std), images.device, exact)
+        return images.to(exact).div_(self.levels).sub_(mean).div_(std).to(dtype)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Lightning's hook, on the device: augment if training, then normalise to the module's type."""
+        if not isinstance(batch, Batch):
+            return batch
+        images = batch.images
+        training = self.trainer is not None and self.trainer.training
+        if self.augment and training:
+            epoch = batch.step // math.ceil(self.sizes["train"] / self.batch_size)
+            images = augment(images, keyed.fold(self.order_seed, epoch), batch.index, self.flips)
+        dtype = None if self.trainer is None else cast("torch.dtype", self.trainer.lightning_module.dtype)
+        return batch._replace(images=self.normalize(images, dtype))
+
+
+@functools.cache
+def _statistics(
+    mean: tuple[float, ...], std: tuple[float, ...], device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Mean and deviation as (C, 1, 1); kept, because a copy to a GPU would wait for all the work queued there."""
+    with torch.inference_mode(False):  # may be first asked for in a test, and then be wanted in training
+        return tuple(torch.tensor(x, dtype=dtype, device=device)[:, None, None] for x in (mean, std))  # type: ignore[return-value]

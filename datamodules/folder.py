@@ -1,0 +1,169 @@
+"""A folder of the user's own images, decoded once and kept in memory."""
+
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torchvision.datasets.folder import IMG_EXTENSIONS
+from torchvision.transforms import functional as transforms
+
+from apprentice.errors import BadInput
+from datamodules import memory
+from datamodules.base import ImageData
+from datamodules.splits import Split
+
+UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError)
+LARGE = 128 * 128  # pixels from which two threads decode faster than one; at 32 x 32 they take twice as long
+
+
+class Files(NamedTuple):
+    """Images on disk: paths, labels (n,) int64, and the size to bring them to, or None if they have one size."""
+
+    paths: list[Path]
+    labels: Tensor
+    image_size: int | None
+
+    def take(self, chosen: Tensor) -> Split:
+        """Decode the chosen ones to (k, 3, H, W) uint8.
+
+        Raises:
+            BadInput: one can't be read, or has not the size of the first.
+        """
+        height, width = size = self.size()
+        paths = [self.paths[place] for place in chosen.tolist()]
+        images = torch.empty(len(chosen), 3, height, width, dtype=torch.uint8)
+        rows = images.numpy()
+
+        def decode(row: int) -> None:
+            pixels = np.asarray(self.open(paths[row]))
+            if pixels.shape[:2] != size:
+                raise BadInput(
+                    "data.image_size", self.image_size,
+                    f"a size to bring all images to, as {paths[row]} is {pixels.shape[1]}x{pixels.shape[0]} "
+                    f"and {self.paths[0]} is {width}x{height}",
+                )  # fmt: skip
+            rows[row] = pixels.transpose(2, 0, 1)
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            _exhaust((pool.map if self.is_large() else map)(decode, range(len(paths))))
+        return Split(images, self.labels[chosen])
+
+    def open(self, path: Path) -> Image.Image:
+        """One image, decoded, in RGB, its short side resized and its middle cut out if a size is wanted."""
+        try:
+            with Image.open(path) as image:
+                colours = image.convert("RGB")
+        except UNREADABLE as error:
+            raise BadInput("data.root", path, f"an image that can be read ({error})") from error
+        if self.image_size is None or colours.size == (self.image_size, self.image_size):
+            return colours
+        return transforms.center_crop(transforms.resize(colours, self.image_size), [self.image_size])
+
+    def size(self) -> tuple[int, int]:
+        """(H, W) of the images in memory."""
+        width, height = self.open(self.paths[0]).size
+        return height, width
+
+    def is_large(self) -> bool:
+        """Whether decoding is worth a pool of threads."""
+        with Image.open(self.paths[0]) as image:
+            return image.width * image.height > LARGE
+
+
+class ImageFolder(ImageData):
+    """Images in `root/train/<class>/*` and `root/test/<class>/*`, as RGB; of a subset only the chosen ones are decoded.
+
+    Args:
+        root: the folder.
+        image_size: bring each image to so many pixels in height and width: short side resized, middle cut out. Needed
+            unless all images have one size.
+        mean: of the three channels, on a scale from 0 to 1; ImageNet's by default.
+        std: likewise.
+        options: those of ImageData.
+
+    Raises:
+        BadInput: the folder is not as described, an image can't be read, or all of them would not fit in memory.
+    """
+
+    flips = True
+
+    def __init__(
+        self,
+        root: str | Path = "data",
+        image_size: int | None = None,
+        *,
+        mean: tuple[float, float, float] = (0.485, 0.456, 0.406),
+        std: tuple[float, float, float] = (0.229, 0.224, 0.225),
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        if image_size is not None and image_size < 1:
+            raise BadInput("data.image_size", image_size, "at least 1 pixel")
+        for flag, values, low in (("data.mean", mean, float("-inf")), ("data.std", std, 0)):
+            if len(values) != 3 or not all(low < value < float("inf") for value in values):
+                raise BadInput(flag, values, "three numbers" if low else "three numbers above 0")
+        self.root, self.image_size, self.mean, self.std = Path(root).expanduser(), image_size, tuple(mean), tuple(std)
+
+    def read(self) -> tuple[Files, Files]:
+        """List the files; nothing is decoded yet, but for the first."""
+        names = {part: self._classes(part) for part in ("train", "test")}
+        for name in sorted(set(names["train"]) ^ set(names["test"])):
+            there, missing = ("train", "test") if name in names["train"] else ("test", "train")
+            raise BadInput(
+                "data.root", self.root, f"the same classes in train/ and test/; {there}/{name} is not in {missing}/"
+            )
+        self.class_names = tuple(names["train"])
+        train, test = self._files("train"), self._files("test")
+        self.input_shape = (3, *train.size())
+        return train, test
+
+    def check_fits(self, count: int) -> None:
+        """Raise BadInput when so many decoded images would not fit in the memory that is available."""
+        need, have = count * int(np.prod(self.input_shape)), memory.available_bytes()
+        if need > have:
+            h, w = self.input_shape[1:]
+            raise BadInput(
+                "data.root", self.root,
+                f"images that fit in memory: {count} of 3x{h}x{w} take {need / 1e9:.2f} GB, "
+                f"{have / 1e9:.2f} GB are available; make --data.image_size, --data.train_size or --data.test_size smaller",
+            )  # fmt: skip
+
+    def _classes(self, part: str) -> list[str]:
+        folder = self.root / part
+        if not folder.is_dir():
+            raise BadInput("data.root", self.root, f"train/<class>/* and test/<class>/*; {folder} is not there")
+        names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+        if not names:
+            raise BadInput(
+                "data.root", self.root, f"train/<class>/* and test/<class>/*; {folder} holds no class folders"
+            )
+        return names
+
+    def _files(self, part: str) -> Files:
+        paths, labels = [], []
+        for label, name in enumerate(self.class_names):
+            folder = self.root / part / name
+            found = sorted(
+                path for path in folder.iterdir()
+                if path.suffix.lower() in IMG_EXTENSIONS and not path.name.startswith(".")
+            )  # fmt: skip
+            if not found:
+                raise BadInput(
+                    "data.root",
+                    self.root,
+                    f"images in each class folder; {folder} holds none ({', '.join(IMG_EXTENSIONS)})",
+                )
+            paths += found
+            labels += [label] * len(found)
+        return Files(paths, torch.tensor(labels), self.image_size)
+
+
+def _exhaust(work: Iterable[None]) -> None:
+    for _ in work:
+        pass

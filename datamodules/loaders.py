@@ -1,0 +1,79 @@
+"""Loaders over samples in memory: a batch is one indexing of a uint8 tensor. No workers, no collation, no state."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from apprentice.batch import Batch
+from datamodules.sampling import EpochOrder, share
+from datamodules.splits import Split
+
+
+class TrainLoader:
+    """Global batches in the sampler's order, of each the rows of this rank.
+
+    The last batch may be smaller, none is dropped. Every rank gets the same number of batches, some perhaps empty.
+
+    Args:
+        split: the training set, on the device where batches are wanted.
+        batch_size: samples in a global batch.
+        sampler: the order.
+        rank: of this process among those that share a batch.
+        replicas: how many share it.
+    """
+
+    def __init__(self, split: Split, batch_size: int, sampler: EpochOrder, rank: int = 0, replicas: int = 1) -> None:
+        self.split, self.batch_size, self.sampler = split, batch_size, sampler
+        self.rank, self.replicas = rank, replicas
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.split.labels) / self.batch_size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        # A generator: the position is asked for with the first batch, not at iter(), which Lightning calls long before.
+        first_step = self.sampler.epoch * len(self)
+        start = self.sampler.start()
+        device = self.split.labels.device
+        batches = self.sampler.indices().split(self.batch_size)
+        for position in range(start, len(self)):
+            whole = batches[position]
+            rows = share(len(whole), self.rank, self.replicas)
+            index = whole[rows].to(device, non_blocking=True)
+            images, labels = self.split.take(index)
+            rows = rows.to(device, non_blocking=True)
+            yield Batch(images, labels, index, rows, len(whole), self.replicas, first_step + position)
+
+    # Lightning warns at a resume in mid-epoch unless the loader can go on. This one can, by Lightning's own count of
+    # batches, so there is nothing to store: these two say so.
+    def state_dict(self) -> dict:
+        """Nothing: the order is a function of seed and epoch, and the position is in Lightning's progress."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Nothing to do."""
+
+
+class ChunkLoader:
+    """A split in index order, in whole chunks dealt to the ranks like cards: chunk c goes to rank c % replicas.
+
+    A chunk is cut the same for any number of ranks, so a kernel sees the same shapes, and gives the same bits, on all
+    of them. Each sample is visited exactly once. Every rank gets the same number of batches, the last perhaps empty. A
+    batch stands for itself: `replicas` is 1, `count` its rows (1 for an empty one: its mean is a sum of nothing, so 0),
+    `step` 0.
+    """
+
+    def __init__(self, split: Split, batch_size: int, rank: int = 0, replicas: int = 1) -> None:
+        self.split, self.batch_size, self.rank, self.replicas = split, batch_size, rank, replicas
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.split.labels) / (self.batch_size * self.replicas))
+
+    def __iter__(self) -> Iterator[Batch]:
+        index = torch.arange(len(self.split.labels), device=self.split.labels.device)
+        rows = index[: self.batch_size]
+        for deal in range(len(self)):
+            start = (deal * self.replicas + self.rank) * self.batch_size
+            chunk = slice(start, start + self.batch_size)
+            b = len(index[chunk])
+            yield Batch(self.split.images[chunk], self.split.labels[chunk], index[chunk], rows[:b], max(b, 1), 1, 0)

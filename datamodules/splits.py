@@ -1,0 +1,102 @@
+"""Which samples train, which are held out for watching, which are tested: class-balanced, seeded, disjoint."""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from apprentice import keyed
+from apprentice.errors import BadInput
+
+
+class Split(NamedTuple):
+    """Samples in memory: images (n, C, H, W) uint8 and labels (n,) int64."""
+
+    images: Tensor
+    labels: Tensor
+
+    def take(self, chosen: Tensor) -> "Split":
+        """The samples at these (k,) places."""
+        return Split(self.images[chosen], self.labels[chosen])
+
+
+class Source(Protocol):
+    """A data set before subsets are drawn from it: its labels are known, its images perhaps not yet read."""
+
+    @property
+    def labels(self) -> Tensor:
+        """(n,) int64."""
+
+    def take(self, chosen: Tensor) -> Split:
+        """Read the samples at these (k,) places."""
+
+
+def balanced_subset(labels: Tensor, size: int, key: int) -> Tensor:
+    """(size,) int64, sorted places in `labels`; class counts differ by at most one for as long as the classes last.
+
+    Classes take turns in giving a random sample each, so a smaller subset of the same key lies within a larger one.
+    """
+    order = keyed.permutation(len(labels), key)
+    shuffled = labels[order]
+    by_class = shuffled.argsort(stable=True)
+    counts = shuffled.bincount()
+    start = counts.cumsum(0) - counts
+    turn = torch.empty_like(order)  # how many of its class come before this sample
+    turn[by_class] = torch.arange(len(order)) - start[shuffled[by_class]]
+    first = keyed.permutation(len(counts), key, 1)  # which classes give one more when the size is no multiple
+    return order[(turn * len(counts) + first[shuffled]).argsort()[:size]].sort().values
+
+
+def check_sizes(train_size: int | None, test_size: int | None, validation_size: float) -> None:
+    """Raise BadInput for sizes that no data set could have."""
+    for flag, size in (("data.train_size", train_size), ("data.test_size", test_size)):
+        if size is not None and (not isinstance(size, int) or size < 1):
+            raise BadInput(flag, size, "a whole number of at least 1, or nothing for all images")
+    whole = isinstance(validation_size, int)
+    if not (whole and validation_size >= 0) and not (not whole and 0 <= validation_size < 1):
+        raise BadInput("data.validation_size", validation_size, "a count (0, 1, 2, …) or a fraction (0.0 <= f < 1.0)")
+
+
+def held_out(validation_size: float, size: int) -> int:
+    """The number of samples held out beside (or, of a whole set, from) `size` of them."""
+    return validation_size if isinstance(validation_size, int) else round(validation_size * size)
+
+
+def train_and_validation(
+    labels: Tensor, train_size: int | None, validation_size: float, seed: int
+) -> tuple[Tensor, Tensor]:
+    """Places in `labels` that train and that are held out, each sorted, class-balanced, and disjoint.
+
+    The held-out samples are drawn first: when their number is given as a count they are the same for any `train_size`.
+
+    Raises:
+        BadInput: there are not so many samples.
+    """
+    available = len(labels)
+    count = held_out(validation_size, available if train_size is None else train_size)
+    if count >= available and (train_size is None or isinstance(validation_size, int)):
+        raise BadInput("data.validation_size", validation_size, f"fewer than the {available} training images there are")
+    if train_size is not None and train_size + count > available:
+        largest = next(n for n in range(available, -1, -1) if n + held_out(validation_size, n) <= available)
+        raise BadInput(
+            "data.train_size", train_size,
+            f"at most {largest} of the {available} training images, as --data.validation_size is {validation_size}",
+        )  # fmt: skip
+    validation = balanced_subset(labels, count, keyed.fold(seed, 0))
+    rest = torch.ones(available, dtype=torch.bool)
+    rest[validation] = False
+    train = rest.nonzero().flatten()
+    if train_size is not None:
+        train = train[balanced_subset(labels[train], train_size, keyed.fold(seed, 1))]
+    return train, validation
+
+
+def tested(labels: Tensor, test_size: int | None, seed: int) -> Tensor:
+    """Places in `labels` that are tested, sorted and class-balanced; all for None.
+
+    Raises:
+        BadInput: there are not so many samples.
+    """
+    if test_size is not None and test_size > len(labels):
+        raise BadInput("data.test_size", test_size, f"at most {len(labels)}, the test images there are")
+    return balanced_subset(labels, len(labels) if test_size is None else test_size, keyed.fold(seed, 2))
