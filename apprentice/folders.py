@@ -1,13 +1,13 @@
 """A run's folder: refused when it is in use or holds results, locked while a process works in it."""
 
-import fcntl
 import os
 import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+
+from filelock import FileLock, Timeout
 
 from apprentice.errors import BadInput
 
@@ -64,39 +64,30 @@ def opened(out: Path, resume: bool = False, overwrite: bool = False) -> Iterator
         return
     try:
         out.mkdir(parents=True, exist_ok=True)
-        lock = (out / ".lock").open("a+")
+        lock = FileLock(out / ".lock")
+        try:
+            lock.acquire(timeout=3)  # ranks of a killed run may need a moment to go away
+        except Timeout:
+            raise BadInput("out", out, f"a folder not in use; process {_owner(out)} works in it") from None
+        (out / ".pid").write_text(str(os.getpid()))
     except OSError as error:
         raise BadInput("out", out, f"a folder that can be written ({error.strerror})") from None
     with lock:
-        _lock(lock, out)
         if not resume:
             _clear(out, overwrite)
         yield out
-    (out / ".lock").unlink(missing_ok=True)
 
 
-def _lock(lock: IO[str], out: Path, patience: float = 3.0) -> None:
-    """Take the lock; wait a moment for ranks of a killed run that are still going away."""
-    deadline = time.monotonic() + patience
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() < deadline:
-                time.sleep(0.05)
-                continue
-            lock.seek(0)
-            raise BadInput("out", out, f"a folder not in use; process {lock.read().strip()} works in it") from None
-        break
-    lock.seek(0)
-    lock.truncate()
-    lock.write(str(os.getpid()))
-    lock.flush()
+def _owner(out: Path) -> str:
+    pid = out / ".pid"
+    return pid.read_text() if pid.exists() else "unknown"
 
 
 def _clear(out: Path, overwrite: bool) -> None:
     found = [path for pattern in OURS for path in out.glob(pattern)]
     if found and not overwrite:
-        raise BadInput("out", out, f"a new folder, as this one holds {found[0].name}; or --resume true, --overwrite true")
+        raise BadInput(
+            "out", out, f"a new folder, as this one holds {found[0].name}; or --resume true, --overwrite true"
+        )
     for path in found:
         shutil.rmtree(path) if path.is_dir() else path.unlink()

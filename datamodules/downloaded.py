@@ -113,7 +113,8 @@ def _one_line(error: Exception) -> str:
 
 
 def _listed(names: list[str]) -> str:
-    return " and ".join([", ".join(names[:-1]), names[-1]][-len(names) :])
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 class MNIST(Downloaded):

@@ -131,7 +131,8 @@ class ImageFolder(ImageData):
             raise BadInput(
                 "data.root", self.root,
                 f"images that fit in memory: {count} of 3x{h}x{w} take {need / 1e9:.2f} GB, "
-                f"{have / 1e9:.2f} GB are available; make --data.image_size, --data.train_size or --data.test_size smaller",
+                f"{have / 1e9:.2f} GB are available; "
+                "give a smaller --data.image_size, --data.train_size or --data.test_size",
             )  # fmt: skip
 
     def _classes(self, part: str) -> list[str]:

@@ -1,0 +1,96 @@
+"""One fit in a run's folder: it goes on where it was cut off, and is never done twice."""
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from torch.multiprocessing import ProcessExitedException
+
+from apprentice import checkpoints, interrupts
+from apprentice.checkpoints import AtomicCheckpointIO, SafePoints
+from apprentice.progress import progress
+from apprentice.tracking import RunsLogger
+
+MakeTrainer = Callable[..., Trainer]
+
+
+class Fitted:
+    """What a fit ended with.
+
+    Attributes:
+        seconds: of training, all sessions together.
+        scores: what the test logged.
+    """
+
+    def __init__(self, seconds: float, scores: dict[str, float]) -> None:
+        self.seconds, self.scores = seconds, scores
+
+
+def fit_and_test(
+    module: LightningModule,
+    data: LightningDataModule,
+    make_trainer: MakeTrainer,
+    checkpoint: Path,
+    *,
+    runs: list[str],
+    every: float = 30.0,
+    tensorboard: bool = True,
+    label: str = "",
+) -> Fitted:
+    """Fit the module from its checkpoint if there is one, then test its last weights once.
+
+    The module ends with the trained weights in this process, whatever processes the trainer started.
+
+    Args:
+        module: what to train.
+        data: what on.
+        make_trainer: Trainer with the user's settings; takes callbacks, logger and plugins by keyword.
+        checkpoint: the file in which the fit is kept, in the folder of the runs.
+        runs: names of the module's runs, for TensorBoard; the first is the default.
+        every: seconds between checkpoints.
+        tensorboard: whether to write TensorBoard's files.
+        label: begins each line of progress.
+
+    Raises:
+        Interrupted: the user asked to stop; what was trained is in the checkpoint.
+    """
+    state = checkpoints.read(checkpoint) if checkpoint.exists() else None
+
+    def trainer(*callbacks: Callback) -> Trainer:
+        logger = RunsLogger(checkpoint.parent, runs, runs[0], state and state["global_step"]) if tensorboard else False
+        return make_trainer(callbacks=list(callbacks), logger=logger, plugins=[AtomicCheckpointIO()])
+
+    if state is None or not _progress(state)["finished"]:
+        with _stopping_after_save():
+            fitting = trainer(SafePoints(checkpoint, every), progress(label))
+            fitting.fit(module, data, ckpt_path=str(checkpoint) if state else None, weights_only=bool(state) or None)
+        state = checkpoints.read(checkpoint)
+    module.load_state_dict(state["state_dict"])
+    module.on_load_checkpoint(state)
+    testing = trainer()
+    scores = testing.test(module, data, verbose=False)[0]
+    testing.strategy.barrier()
+    return Fitted(_progress(state)["seconds"], dict(scores))
+
+
+def _progress(state: dict[str, Any]) -> dict[str, Any]:
+    return state["callbacks"]["SafePoints"]
+
+
+@contextmanager
+def _stopping_after_save() -> Any:
+    """Signals are noted while a fit runs; its end on account of one is `Interrupted`, in one process or many."""
+    try:
+        with interrupts.deferred():
+            yield
+    except SystemExit as stop:
+        if stop.code != interrupts.SAVED:
+            raise
+        interrupts.stop_if_requested()
+        raise
+    except ProcessExitedException:
+        interrupts.stop_if_requested()
+        raise
+    interrupts.stop_if_requested()
