@@ -14,23 +14,19 @@ def parameters(net: nn.Module) -> int:
     return sum(p.numel() for p in net.parameters())
 
 
-def flops_per_sample(step: Callable[[int], Tensor]) -> float:
-    """Operations of forward, loss and backward for one sample.
-
-    Args:
-        step: runs forward for so many samples and returns the loss.
-    """
+def flops(step: Callable[[], Tensor]) -> int:
+    """Operations of a step: forward and loss, which it returns, and backward."""
     with FlopCounterMode(display=False) as counter:
-        step(2).backward()
-    return counter.get_total_flops() / 2
+        step().backward()
+    return counter.get_total_flops()
 
 
-def step_ms(step: Callable[[int], Tensor], batch_size: int, times: int = 10) -> float:
-    """Median milliseconds of forward, loss and backward for a batch, after one to warm up."""
+def milliseconds(step: Callable[[], Tensor], times: int = 10) -> float:
+    """Median time of a step, backward included, after one to warm up."""
     seconds = []
     for _ in range(times + 1):
         start = time.perf_counter()
-        step(batch_size).backward()
+        step().backward()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)

@@ -1,11 +1,11 @@
 """A trained net as two files that need nothing else of us: its weights, and the class and arguments to rebuild it."""
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from jsonargparse import import_object
 from torch import nn
 
 from apprentice.files import atomic, write_text
@@ -31,6 +31,7 @@ def save_net(net: nn.Module, net_spec: Spec, folder: Path) -> None:
 def load_net(folder: str | Path) -> nn.Module:
     """The net that `save_net` wrote, rebuilt and in eval mode, on the CPU."""
     found = yaml.safe_load((Path(folder) / "net.yaml").read_text())
-    net = import_object(found["class_path"])(**found["init_args"])
+    module, _, name = found["class_path"].rpartition(".")
+    net = getattr(import_module(module), name)(**found["init_args"])
     net.load_state_dict(torch.load(Path(folder) / "weights.pt", weights_only=True, map_location="cpu"))
     return net.eval()

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 GREY = "#555555"
 MARKERS = "osD^vP"
+LINE_INCHES = 0.18
 
 
 @dataclass
@@ -68,6 +69,7 @@ def accuracy_picture(dots: Sequence[Dot], cost: str, teacher: float | None = Non
         for axes in (left, right):
             axes.spines[["top", "right"]].set_visible(False)
             axes.grid(alpha=0.25, linewidth=0.6)
+            axes.ticklabel_format(useOffset=False)  # 94.2, not 0.2 and a "+94" in the corner
         _accuracies(left, dots, teacher)
         _against_cost(right, [dot for dot in dots if dot.known and dot.cost is not None], cost, teacher)
         buffer = io.BytesIO()
@@ -123,7 +125,7 @@ def _name(axes: "Axes", dots: Sequence[Dot]) -> None:
         return
     low, high = axes.get_ylim()
     axes.set_ylim(low, high)
-    gap = min(0.075, 1 / len(dots))
+    gap = min(LINE_INCHES / axes.bbox.height * axes.figure.dpi, 1 / len(dots))
     wanted = [(dot.mean - low) / (high - low) for dot in dots]
     heights: list[float] = []
     for place, height in enumerate(wanted):

@@ -1,15 +1,45 @@
 """What a user sees of a fit: a bar on a terminal, a quiet line an epoch elsewhere."""
 
+import logging
 import sys
 import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Inside the block Lightning keeps its advertisements to itself, and what it warns of that is meant to be so."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        for message in EXPECTED:
+            warnings.filterwarnings("ignore", message)
+        for logger in loggers:
+            logger.setLevel(logging.WARNING)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
 def progress(label: str) -> Callback:
     """A progress bar if output is a terminal, lines otherwise."""
     return TQDMProgressBar(refresh_rate=10) if sys.stderr.isatty() else Lines(label)
+
+
+EXPECTED = (
+    r"Found \d+ module\(s\) in eval mode",  # the teacher always is
+    r".*isinstance\(treespec, LeafSpec\)",  # Lightning 2.6 against torch 2.15
+    r"`weights_only` was not set",  # its way to carry weights from a rank back to this process
+    r"The '(train|val|test)_dataloader' does not have many workers",
+    r"The number of training batches \(\d+\) is smaller than the logging interval",
+)
 
 
 class Lines(Callback):

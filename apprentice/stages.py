@@ -5,12 +5,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch.multiprocessing import ProcessExitedException
 
 from apprentice import checkpoints, interrupts
 from apprentice.checkpoints import AtomicCheckpointIO, SafePoints
-from apprentice.progress import progress
+from apprentice.progress import progress, quiet
 from apprentice.tracking import RunsLogger
 
 MakeTrainer = Callable[..., Trainer]
@@ -58,20 +58,22 @@ def fit_and_test(
     """
     state = checkpoints.read(checkpoint) if checkpoint.exists() else None
 
-    def trainer(*callbacks: Callback) -> Trainer:
-        logger = RunsLogger(checkpoint.parent, runs, runs[0], state and state["global_step"]) if tensorboard else False
-        return make_trainer(callbacks=list(callbacks), logger=logger, plugins=[AtomicCheckpointIO()])
+    def trainer(**kwargs: Any) -> Trainer:
+        logger = RunsLogger(checkpoint.parent, runs, runs[0], state["global_step"] if state else None)
+        return make_trainer(logger=logger if tensorboard else False, plugins=[AtomicCheckpointIO()], **kwargs)
 
-    if state is None or not _progress(state)["finished"]:
-        with _stopping_after_save():
-            fitting = trainer(SafePoints(checkpoint, every), progress(label))
-            fitting.fit(module, data, ckpt_path=str(checkpoint) if state else None, weights_only=bool(state) or None)
-        state = checkpoints.read(checkpoint)
-    module.load_state_dict(state["state_dict"])
-    module.on_load_checkpoint(state)
-    testing = trainer()
-    scores = testing.test(module, data, verbose=False)[0]
-    testing.strategy.barrier()
+    with quiet():
+        if state is None or not _progress(state)["finished"]:
+            with _stopping_after_save():
+                resumed: dict[str, Any] = {"ckpt_path": str(checkpoint), "weights_only": True} if state else {}
+                fitting = trainer(callbacks=[SafePoints(checkpoint, every), progress(label)], enable_checkpointing=True)
+                fitting.fit(module, data, **resumed)
+            state = checkpoints.read(checkpoint)
+        module.load_state_dict(state["state_dict"])
+        module.on_load_checkpoint(state)
+        testing = trainer(callbacks=[], enable_checkpointing=False, enable_progress_bar=False)
+        scores = testing.test(module, data, verbose=False)[0]
+        testing.strategy.barrier()
     return Fitted(_progress(state)["seconds"], dict(scores))
 
 

@@ -12,7 +12,7 @@ from apprentice import keyed
 from apprentice.batch import Batch
 from apprentice.errors import BadInput
 from datamodules.augment import augment
-from datamodules.loaders import ChunkLoader, TrainLoader
+from datamodules.loaders import ChunkLoader, NoLoaders, TrainLoader
 from datamodules.sampling import EpochOrder
 from datamodules.splits import Source, Split, check_sizes, tested, train_and_validation
 
@@ -142,9 +142,9 @@ class ImageData(LightningDataModule):
         """The training set once, in whole chunks in index order; `index` is that of `train_dataloader`'s batches."""
         return self._chunks("train")
 
-    def val_dataloader(self) -> ChunkLoader | list:
+    def val_dataloader(self) -> ChunkLoader | NoLoaders:
         """The held-out samples, each exactly once; no loader when there are none."""
-        return self._chunks("validation") if len(self.split("validation").labels) else []
+        return self._chunks("validation") if self.sizes["validation"] else NoLoaders()
 
     def test_dataloader(self) -> ChunkLoader:
         """The test samples, each exactly once."""

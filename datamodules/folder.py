@@ -1,8 +1,9 @@
 """A folder of the user's own images, decoded once and kept in memory."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,17 +24,18 @@ LARGE = 128 * 128  # pixels from which two threads decode faster than one; at 32
 
 
 class Files(NamedTuple):
-    """Images on disk: paths, labels (n,) int64, and the size to bring them to, or None if they have one size."""
+    """Images on disk: paths, labels (n,) int64, and the size to bring them to, or None if all have the size of `first`."""
 
     paths: list[Path]
     labels: Tensor
     image_size: int | None
+    first: Path
 
     def take(self, chosen: Tensor) -> Split:
         """Decode the chosen ones to (k, 3, H, W) uint8.
 
         Raises:
-            BadInput: one can't be read, or has not the size of the first.
+            BadInput: one can't be read, or has another size than `first`.
         """
         height, width = size = self.size()
         paths = [self.paths[place] for place in chosen.tolist()]
@@ -46,7 +48,7 @@ class Files(NamedTuple):
                 raise BadInput(
                     "data.image_size", self.image_size,
                     f"a size to bring all images to, as {paths[row]} is {pixels.shape[1]}x{pixels.shape[0]} "
-                    f"and {self.paths[0]} is {width}x{height}",
+                    f"and {self.first} is {width}x{height}",
                 )  # fmt: skip
             rows[row] = pixels.transpose(2, 0, 1)
 
@@ -56,24 +58,33 @@ class Files(NamedTuple):
 
     def open(self, path: Path) -> Image.Image:
         """One image, decoded, in RGB, its short side resized and its middle cut out if a size is wanted."""
-        try:
-            with Image.open(path) as image:
-                colours = image.convert("RGB")
-        except UNREADABLE as error:
-            raise BadInput("data.root", path, f"an image that can be read ({error})") from error
+        with readable(path) as image:
+            colours = image.convert("RGB")
         if self.image_size is None or colours.size == (self.image_size, self.image_size):
             return colours
         return transforms.center_crop(transforms.resize(colours, self.image_size), [self.image_size])
 
     def size(self) -> tuple[int, int]:
-        """(H, W) of the images in memory."""
-        width, height = self.open(self.paths[0]).size
-        return height, width
+        """(H, W) of the images in memory; no image is decoded for it."""
+        if self.image_size is not None:
+            return self.image_size, self.image_size
+        with readable(self.first) as image:
+            return image.height, image.width
 
     def is_large(self) -> bool:
         """Whether decoding is worth a pool of threads."""
-        with Image.open(self.paths[0]) as image:
+        with readable(self.first) as image:
             return image.width * image.height > LARGE
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[Image.Image]:
+    """An open image whose pixels are read on demand; BadInput names the file if they can't be."""
+    try:
+        with Image.open(path) as image:
+            yield image
+    except UNREADABLE as error:
+        raise BadInput("data.root", path, f"an image that can be read ({error})") from error
 
 
 class ImageFolder(ImageData):
@@ -111,7 +122,7 @@ class ImageFolder(ImageData):
         self.root, self.image_size, self.mean, self.std = Path(root).expanduser(), image_size, tuple(mean), tuple(std)
 
     def read(self) -> tuple[Files, Files]:
-        """List the files; nothing is decoded yet, but for the first."""
+        """List the files; nothing is decoded yet."""
         names = {part: self._classes(part) for part in ("train", "test")}
         for name in sorted(set(names["train"]) ^ set(names["test"])):
             there, missing = ("train", "test") if name in names["train"] else ("test", "train")
@@ -119,7 +130,9 @@ class ImageFolder(ImageData):
                 "data.root", self.root, f"the same classes in train/ and test/; {there}/{name} is not in {missing}/"
             )
         self.class_names = tuple(names["train"])
-        train, test = self._files("train"), self._files("test")
+        paths, labels = self._files("train")
+        train = Files(paths, labels, self.image_size, paths[0])
+        test = Files(*self._files("test"), self.image_size, paths[0])
         self.input_shape = (3, *train.size())
         return train, test
 
@@ -146,7 +159,7 @@ class ImageFolder(ImageData):
             )
         return names
 
-    def _files(self, part: str) -> Files:
+    def _files(self, part: str) -> tuple[list[Path], Tensor]:
         paths, labels = [], []
         for label, name in enumerate(self.class_names):
             folder = self.root / part / name
@@ -162,7 +175,7 @@ class ImageFolder(ImageData):
                 )
             paths += found
             labels += [label] * len(found)
-        return Files(paths, torch.tensor(labels), self.image_size)
+        return paths, torch.tensor(labels)
 
 
 def _exhaust(work: Iterable[None]) -> None:

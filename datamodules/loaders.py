@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 
 from apprentice.batch import Batch
 from datamodules.sampling import EpochOrder, share
@@ -77,3 +78,22 @@ class ChunkLoader:
             chunk = slice(start, start + self.batch_size)
             b = len(index[chunk])
             yield Batch(self.split.images[chunk], self.split.labels[chunk], index[chunk], rows[:b], max(b, 1), 1, 0)
+
+
+class NoLoaders(CombinedLoader):
+    """No loader at all: Lightning passes over the stage in silence. An empty list or loader would make it warn."""
+
+    def __init__(self) -> None:
+        super().__init__([], "sequential")
+
+    @property
+    def flattened(self) -> list:
+        """None; CombinedLoader itself takes an empty list for one loader."""
+        return []
+
+    @flattened.setter
+    def flattened(self, flattened: list) -> None:
+        """There is nothing to replace."""
+
+    def __len__(self) -> int:
+        return 0

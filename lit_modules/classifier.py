@@ -1,5 +1,7 @@
 """A classifier trained with cross-entropy: the teacher, or any net of its own."""
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,5 +60,13 @@ class LitClassifier(Learner):
             self.scores[0].update(logits, batch.labels)  # type: ignore[operator]
             return None
         losses = cross_entropy(logits, batch.labels)
-        self.log_training(global_means({"loss": losses, "acc": hits(logits, batch.labels)}, batch), batch)
+        means = global_means({"loss": losses, "acc": hits(logits, batch.labels)}, batch)
+        if self.fails("", means, batch.step):
+            self.trainer.should_stop = True
+        self.log_training(means, batch)
         return batch.mean(losses)
+
+    def step_alone(self, run: str, batch: Batch) -> Callable[[], Tensor]:
+        """Forward and loss of a copy of the net."""
+        net = copy.deepcopy(self.net).train()
+        return lambda: batch.mean(cross_entropy(net(batch.images), batch.labels))

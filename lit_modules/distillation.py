@@ -1,8 +1,9 @@
 """One frozen teacher, any number of students, one pass over the data."""
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Container, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +67,6 @@ class Distillation(Learner):
         self.students = nn.ModuleDict({name: Student(globalise(net), obj) for name, (net, obj) in students.items()})
         self.teacher_cache_bytes = teacher_cache_mb * 2**20
         self.cache: TeacherCache | None = None
-        self.failed: dict[str, dict[str, Any]] = {}
         self._build(torch.zeros(1, *input_shape))
         self.to(memory_format=torch.channels_last)
         self.register_state_dict_post_hook(_without_teacher)
@@ -92,8 +92,11 @@ class Distillation(Learner):
         """Whether any student's objective looks at the teacher."""
         return any(student.objective.uses_teacher for _, student in self._students(()))
 
-    def _students(self, but: Any) -> list[tuple[str, Student]]:
-        return [(name, s) for name, s in self.students.items() if name not in but]  # type: ignore[misc]
+    def _student(self, name: str) -> Student:
+        return cast("Student", self.students[name])
+
+    def _students(self, but: Container[str]) -> list[tuple[str, Student]]:
+        return [(name, self._student(name)) for name in self.runs if name not in but]
 
     def _ask_teacher(self, images: Tensor) -> Outputs:
         layers = {path for _, s in self._students(()) for path in s.objective.teacher_layers}
@@ -159,10 +162,7 @@ class Distillation(Learner):
         parts |= {f"{n}/acc": hits(outputs[n].logits, batch.labels) for n in terms}
         means = global_means(parts, batch)
         for name, named in terms.items():
-            bad = [t for t in [*named, "loss"] if not _finite(means[f"{name}/{t}"])]
-            if bad:
-                self.failed[name] = {"step": batch.step, "term": bad[0]}
-                self.print(f"student {name} failed: its {bad[0]} is not finite at step {batch.step}; it is frozen")
+            self.fails(name, {term: means[f"{name}/{term}"] for term in [*named, "loss"]}, batch.step)
         alive = {k: v for k, v in means.items() if k.split("/")[0] not in self.failed}
         if alive:
             self.log_training(alive, batch)
@@ -178,19 +178,11 @@ class Distillation(Learner):
             for p in self.students[name].parameters():
                 p.grad = None
 
-    def log_scores(self, stage: str, skip: Any = ()) -> None:
-        """Log the scores of the students that have not failed."""
-        super().log_scores(stage, skip=self.failed)
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Remember who failed."""
-        super().on_save_checkpoint(checkpoint)
-        checkpoint["failed"] = dict(self.failed)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep them frozen."""
-        super().on_load_checkpoint(checkpoint)
-        self.failed = dict(checkpoint["failed"])
+    def step_alone(self, run: str, batch: Batch) -> Callable[[], Tensor]:
+        """Forward, objective and its loss of a copy of one student; the teacher's outputs are given."""
+        student = copy.deepcopy(self._student(run)).train()
+        teacher = self._ask_teacher(batch.images) if self.uses_teacher else None
+        return lambda: batch.mean(_loss(student.objective(student(batch.images), teacher, batch.labels)))
 
 
 def _loss(terms: dict[str, Term]) -> Tensor:
@@ -200,10 +192,6 @@ def _loss(terms: dict[str, Term]) -> Tensor:
 
 def _as(net: nn.Module, images: Tensor) -> Tensor:
     return images.to(next(net.parameters()).dtype)
-
-
-def _finite(value: float) -> bool:
-    return abs(value) < float("inf")
 
 
 def _without_teacher(_module: nn.Module, state: dict[str, Tensor], prefix: str, _metadata: Any) -> None:

@@ -1,5 +1,6 @@
 """What the suite's LightningModules share: optimizers, training means and exact scores."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -41,10 +42,13 @@ class Scores(nn.Module):
         """{"loss", "acc", "correct"} over all ranks, and the confusion matrix (classes, classes), rows the true class."""
         confusion = self.confusion.compute()
         correct, samples = confusion.trace(), confusion.sum()
-        values = {"loss": self.loss.compute(), "acc": correct.double() / samples, "correct": correct}
+        values = {"loss": self.loss.compute(), "acc": correct.double() / samples, "correct": correct.double()}
+        return values, confusion
+
+    def reset(self) -> None:
+        """Count from zero."""
         self.confusion.reset()
         self.loss.reset()
-        return values, confusion
 
 
 class Learner(LightningModule):
@@ -74,6 +78,8 @@ class Learner(LightningModule):
         # Names of submodules can't hold every name of a run, so scores are kept in the order of the runs.
         self.scores = nn.ModuleList(Scores(num_classes) for _ in self.runs)
         self.train_sums: dict[str, float] = {}
+        self.samples = 0  # seen in training
+        self.failed: dict[str, dict[str, Any]] = {}
 
     def parameter_groups(self) -> list[list[nn.Parameter]]:
         """The trainable parameters of each run."""
@@ -97,6 +103,7 @@ class Learner(LightningModule):
 
     def log_training(self, values: Mapping[str, float], batch: Batch) -> None:
         """Log the global batch's means (`<run>/<what>` to value), and add them to the epoch's."""
+        self.samples += batch.count
         for name, value in {**values, "rows": 1.0}.items():
             self.train_sums[name] = self.train_sums.get(name, 0.0) + value * batch.count
         losses = [v for k, v in values.items() if k.endswith("loss")]
@@ -115,17 +122,26 @@ class Learner(LightningModule):
         self.train_sums = {}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the running means of an epoch that is cut in two."""
-        checkpoint["train_sums"] = dict(self.train_sums)
+        """Keep the running means of an epoch that is cut in two, and who has failed."""
+        checkpoint["learner"] = {"train_sums": self.train_sums, "samples": self.samples, "failed": self.failed}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take up the running means again."""
-        self.train_sums = dict(checkpoint["train_sums"])
+        """Take them up again."""
+        for name, value in checkpoint["learner"].items():
+            setattr(self, name, value)
 
-    def log_scores(self, stage: str, skip: Iterable[str] = ()) -> None:
+    def fails(self, run: str, means: Mapping[str, float], step: int) -> bool:
+        """Whether one of the run's values over the global batch is not finite; if so it has failed, on all ranks alike."""
+        bad = [name for name, value in means.items() if not math.isfinite(value)]
+        if bad:
+            self.failed[run] = {"step": step, "term": bad[0]}
+            self.print(f"{run or 'training'} failed at step {step}: its {bad[0]} is not finite")
+        return bool(bad)
+
+    def log_scores(self, stage: str) -> None:
         """Log each run's scores of a whole evaluation, and draw its confusion matrix after the test."""
         for run, scores in zip(self.runs, self.scores, strict=True):
-            if run in skip:
+            if run in self.failed:
                 continue
             values, confusion = scores.compute()  # type: ignore[operator]
             if stage != "test":
@@ -144,6 +160,15 @@ class Learner(LightningModule):
                 names = getattr(self.trainer.datamodule, "class_names", None)  # type: ignore[attr-defined]
                 logger.log_confusion(run, confusion.cpu(), names, self.global_step)
 
+    def on_validation_epoch_start(self) -> None:
+        """Count from zero; here, as a tensor made in another loop's inference mode can't be added to."""
+        for scores in self.scores:
+            scores.reset()  # type: ignore[operator]
+
+    def on_test_epoch_start(self) -> None:
+        """Count from zero."""
+        self.on_validation_epoch_start()
+
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Count a validation batch."""
         self._step(batch, "val")
@@ -161,6 +186,10 @@ class Learner(LightningModule):
         self.log_scores("test")
 
     def _step(self, batch: Any, stage: str) -> Tensor | None:
+        raise NotImplementedError
+
+    def step_alone(self, run: str, batch: Batch) -> Callable[[], Tensor]:
+        """Forward and loss of one run alone, on a copy, for measuring what it costs; what it needs of others is given."""
         raise NotImplementedError
 
 

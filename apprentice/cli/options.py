@@ -1,0 +1,151 @@
+"""What a class takes: the typed keyword arguments of its constructor, as jsonargparse reads them."""
+
+import difflib
+import functools
+import inspect
+import types
+import typing
+from argparse import ArgumentError
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import yaml
+from jsonargparse import ArgumentParser, Namespace
+from torch import Tensor
+
+from apprentice.errors import BadInput
+
+WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+
+
+class Options:
+    """The options of a class: names, types, defaults and descriptions.
+
+    jsonargparse resolves the signature (through `**kwargs`, too), checks values against the types and gives them back as plain
+    YAML. Only one option is checked at a time, so that an error belongs to one flag.
+
+    Args:
+        target: the class.
+        skip: arguments that are no options.
+        types: other types for some arguments than the constructor's own.
+    """
+
+    def __init__(self, target: type, skip: Iterable[str] = (), types: Mapping[str, Any] | None = None) -> None:
+        self.target, types = target, types or {}
+        self._parser = ArgumentParser(exit_on_error=False, add_help=False)
+        parameters = {"as_group": False, "fail_untyped": False}
+        self._parser.add_class_arguments(target, skip={*skip, *types}, **parameters)  # type: ignore[arg-type]
+        for name, hint in types.items():
+            self._parser.add_argument(
+                f"--{name}", type=hint, default=inspect.signature(target).parameters[name].default
+            )
+        names = set(self._parser.get_defaults().keys())
+        self._actions = {action.dest: action for action in self._parser._actions if action.dest in names}
+        self.required = {
+            name for name, action in self._actions.items() if action.required or self._has_no_default(name)
+        }
+        for action in self._actions.values():
+            action.required = False
+
+    def _has_no_default(self, name: str) -> bool:
+        parameter = inspect.signature(self.target).parameters.get(name)
+        return parameter is not None and parameter.default is inspect.Parameter.empty
+
+    def __iter__(self) -> typing.Iterator[str]:
+        return iter(self._actions)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._actions
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The options that have a default, with it."""
+        return {name: action.default for name, action in self._actions.items() if name not in self.required}
+
+    def hint(self, name: str) -> Any:
+        """The type of an option."""
+        return getattr(self._actions[name], "_typehint", self._actions[name].type)
+
+    def description(self, name: str) -> str:
+        """What the docstring says about an option, in one line."""
+        return " ".join((self._actions[name].help or "").split())
+
+    def check(self, name: str, value: Any, key: str = "") -> Any:
+        """The value as the option's type has it: text, as on the command line, is read as YAML where the type asks for it.
+
+        Args:
+            name: the option.
+            value: what was given.
+            key: where the class stands on the command line, for the message.
+
+        Raises:
+            BadInput: there is no such option, or its type is another.
+        """
+        flag = f"{key}.{name}" if key else name
+        if name not in self:
+            raise BadInput(flag, value, self._alternatives(name))
+        if value is None:
+            if accepts_null(self.hint(name)):
+                return None
+            raise BadInput(flag, "null", words(self.hint(name)))
+        for candidate in (value, [value]) if isinstance(value, str) else (value,):  # `--only ce` is a list of one
+            try:
+                return self._parser.parse_object({name: candidate}, defaults=False)[name]
+            except ArgumentError:
+                continue
+        raise BadInput(flag, value, words(self.hint(name)))
+
+    def _alternatives(self, name: str) -> str:
+        known = near(name, self) or f": {', '.join(self) or 'it has none'}"
+        return f"an option of {self.target.__name__}{known}"
+
+    def plain(self, name: str, value: Any) -> Any:
+        """An option's value as YAML and JSON have it: lists for tuples, text for paths and functions."""
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if isinstance(value, list | tuple):
+            return [self.plain(name, entry) for entry in value]
+        text = self._parser.dump(Namespace({name: value}), skip_validation=True)
+        return yaml.safe_load(text)[name]
+
+    def instances(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The values with what names a class or a function replaced by an instance of the one, made anew, or the other."""
+        return dict(self._parser.instantiate(Namespace(dict(values))).items(branches=True, nested=False))
+
+
+@functools.cache
+def options_of(target: type, skip: frozenset[str] = frozenset()) -> Options:
+    """The options of a class, but those to skip."""
+    return Options(target, skip)
+
+
+def words(hint: Any) -> str:
+    """What a value of this type is, for a reader."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint in WORDS:
+        return WORDS[hint]
+    if origin in {typing.Union, types.UnionType}:
+        return " or ".join(dict.fromkeys(words(argument) for argument in arguments if argument is not Tensor))
+    if origin is typing.Literal:
+        return ", ".join(str(argument) for argument in arguments)
+    if origin is tuple:
+        return f"[{', '.join(words(argument) for argument in arguments)}]"
+    if inspect.isclass(origin) and issubclass(origin, Iterable) and not issubclass(origin, Mapping):
+        return f"a list, [...], each {words(arguments[0])}"
+    return getattr(hint, "__name__", str(hint))
+
+
+def accepts_null(hint: Any) -> bool:
+    """Whether None is a value of this type."""
+    return (
+        hint in {Any, type(None)}
+        or any(accepts_null(argument) for argument in typing.get_args(hint))
+        or (type(hint).__name__ in {"UnvalidatedType", "UntypedType"})
+    )
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """The known names that look like this one, as the end of a message."""
+    lower = {other.lower(): other for other in known}
+    found = [lower[match] for match in difflib.get_close_matches(str(name).lower(), lower, 3, 0.6)]
+    return f"; near: {', '.join(found)}" if found else ""

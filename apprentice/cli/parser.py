@@ -1,0 +1,250 @@
+"""A parser: what the command line of an experiment has, and how flags, files and an earlier run become one configuration."""
+
+import sys
+from argparse import Namespace
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple, TypeVar
+
+import yaml
+
+from apprentice.cli import optimizers, usage
+from apprentice.cli.building import arguments, build
+from apprentice.cli.choices import NOTHING, Catalogue, Family, leaf
+from apprentice.cli.entries import Entry, Fixed, Many, One, flat
+from apprentice.cli.options import Options, near
+from apprentice.cli.run_options import RunOptions
+from apprentice.cli.sources import BARE, flags, load
+from apprentice.errors import BadInput
+from apprentice.files import write_text
+
+T = TypeVar("T")
+# What belongs to one invocation, not to the experiment.
+INVOCATION = frozenset({"out", "resume", "overwrite"})
+# What may differ when a run goes on, because no result depends on it.
+FREE = INVOCATION | {
+    "checkpoint_every", "trainer.devices", "trainer.strategy", "trainer.accelerator", "trainer.num_nodes", "trainer.logger",
+    "trainer.log_every_n_steps", "trainer.enable_progress_bar", "trainer.enable_model_summary", "trainer.profiler",
+}  # fmt: skip
+# Arguments of the Trainer that the experiment sees to.
+OWNED = frozenset({
+    "barebones", "default_root_dir", "enable_autolog_hparams", "enable_checkpointing", "fast_dev_run", "inference_mode",
+    "limit_predict_batches", "model_registry", "overfit_batches", "reload_dataloaders_every_n_epochs", "sync_batchnorm",
+    "use_distributed_sampler",
+})  # fmt: skip
+
+
+class Layer(NamedTuple):
+    """Settings from one place; later layers override earlier ones."""
+
+    given: dict[str, Any]
+    source: str = ""
+
+
+class Parser:
+    """The command line of an experiment.
+
+    Args:
+        prog: the script's name.
+        description: what it does, the head of its help.
+        options: a dataclass of plain options, which checks its values when it is made.
+    """
+
+    def __init__(self, prog: str, description: str = "", options: type[RunOptions] = RunOptions) -> None:
+        self.prog, self.description = prog, description
+        self.options = Options(options)
+        self.entries: dict[str, Entry] = {}
+        self.catalogue = Catalogue()
+
+    # What there is
+
+    def add_choice(
+        self,
+        key: str,
+        bases: type | tuple[type, ...],
+        package: ModuleType,
+        default: Any,
+        skip: Iterable[str] = (),
+        optional: bool = False,
+    ) -> None:
+        """Add `--KEY CLASS` and `--KEY.OPTION VALUE`.
+
+        Args:
+            key: name in the configuration.
+            bases: what the class derives from.
+            package: where short names are looked up; others are import paths.
+            default: short name, or class_path and init_args.
+            skip: arguments of constructors that are no options.
+            optional: whether `null` is a choice.
+        """
+        self._add(key, One(_family(bases, package, skip), default, optional))
+
+    def add_variants(
+        self, key: str, base: type, package: ModuleType, defaults: Mapping[str, Any], only: str = "only"
+    ) -> None:
+        """Add `--KEY.NAME CLASS` and `--KEY.NAME.OPTION VALUE` for any name; what is given merges into the defaults by name.
+
+        `only` is the plain option that says which of them are wanted, if there is one.
+        """
+        self._add(key, Many(_family(base, package), dict(defaults), only))
+
+    def add_optimizer(self, default: Any = "Adam") -> None:
+        """Add `--optimizer` and `--scheduler`: torch's classes, tried out on a dummy net before anything else happens."""
+        self._add("optimizer", One(optimizers.optimizers(), default))
+        self._add("scheduler", One(optimizers.schedulers(), None, optional=True))
+
+    def add_trainer(self, **defaults: Any) -> None:
+        """Add `--trainer.OPTION` for Lightning's Trainer; `logger` only switches ours on and off."""
+        from lightning.pytorch import Callback, Trainer, callbacks
+
+        types = {"logger": bool, "strategy": str, "devices": int | list[int] | str}
+        self.catalogue.families.append(Family((Callback,), callbacks))
+        options = Options(Trainer, OWNED, types)
+        self._add("trainer", Fixed("lightning.pytorch.Trainer", options, {"logger": True, **defaults}))
+
+    def _add(self, key: str, entry: Entry) -> None:
+        self.entries[key] = entry
+        if isinstance(entry, One | Many):
+            self.catalogue.families.append(entry.family)
+
+    # Parsing
+
+    def parse(self, argv: Sequence[str] | None = None) -> Namespace:
+        """The configuration: defaults, then YAML files in their order, then flags.
+
+        Each choice is a `Choice`, the variants a dict of them, `trainer` a `Choice` of Lightning's; plain options are as their
+        dataclass has them. With `resume`, settings come from the folder's config.yaml.
+
+        Raises:
+            BadInput: naming the flag.
+            SystemExit: after `--help` and `--print_config`.
+        """
+        given = flags(sys.argv[1:] if argv is None else argv)
+        bare = {name for name in BARE if given.pop(name, False)}
+        if "help" in bare:
+            sys.stdout.write(self._help(given))
+            raise SystemExit(0)
+        layers = [Layer(load(path), str(path)) for path in given.pop("config", [])] + [Layer(given)]
+        settings = self._changed(self._start(), layers)
+        config = self._finished(settings)
+        if config.resume:
+            config = self._resumed(config, layers)
+        self._check(config)
+        if "print_config" in bare:
+            sys.stdout.write(self.dump(config))
+            raise SystemExit(0)
+        return config
+
+    def _start(self) -> dict[str, Any]:
+        start = {key: entry.start(self.catalogue, key) for key, entry in self.entries.items()}
+        return {**start, **self.options.defaults}
+
+    def _changed(self, settings: dict[str, Any], layers: Iterable[Layer]) -> dict[str, Any]:
+        settings = dict(settings)
+        for layer in layers:
+            try:
+                for key, given in layer.given.items():
+                    settings[key] = self._change(settings, key, given)
+            except BadInput as error:
+                place = f" (in {layer.source})" if layer.source else ""
+                raise type(error)(error.flag, error.value, f"{error.expected}{place}") from error
+        return settings
+
+    def _change(self, settings: dict[str, Any], key: str, given: Any) -> Any:
+        if key in self.entries:
+            return self.entries[key].change(self.catalogue, settings[key], given, key)
+        if key in self.options and not isinstance(given, dict):
+            return self.options.check(key, given)
+        flag, value = leaf(key, given)
+        raise BadInput(flag, value, f"a flag of {self.prog}{near(flag, self._flags(settings)) or '; --help lists them'}")
+
+    def _flags(self, settings: Mapping[str, Any]) -> list[str]:
+        plain = {key: entry.plain(self.catalogue, settings[key]) for key, entry in self.entries.items()}
+        return ["config", "print_config", "help", *self.entries, *self.options, *(flag for flag, _ in flat(plain))]
+
+    def _finished(self, settings: Mapping[str, Any]) -> Namespace:
+        for key, entry in self.entries.items():
+            entry.check(self.catalogue, settings[key], key)
+        plain = self.options.target(**{name: settings[name] for name in self.options})
+        return Namespace(**{key: settings[key] for key in self.entries}, **vars(plain))
+
+    def _check(self, config: Namespace) -> None:
+        """Find by trial what types can't tell."""
+        for key, entry in self.entries.items():
+            chosen = getattr(config, key)
+            if isinstance(entry, Fixed):
+                arguments(chosen, key)
+            if isinstance(entry, Many):
+                for name, choice in chosen.items():
+                    build(choice, f"{key}.{name}")
+                pick(chosen, getattr(config, entry.only, None), entry.only)
+        if "optimizer" in self.entries:
+            epochs = config.trainer.init_args["max_epochs"] if "trainer" in self.entries else None
+            optimizers.try_out(config.optimizer, config.scheduler, min(epochs or 1, 1000))
+
+    # Going on
+
+    def _resumed(self, config: Namespace, layers: Sequence[Layer]) -> Namespace:
+        """The configuration of the run in the folder, with what may differ from it; as given, where there is no run."""
+        path = Path(config.out) / "config.yaml"
+        if not path.exists():
+            return config
+        start = {**self._start(), **{key: {} for key, entry in self.entries.items() if isinstance(entry, Many)}}
+        saved = self._changed(start, [Layer(load(path, "out"), str(path))])
+        before = dict(flat(self.as_dict(self._finished(saved))))
+        config = self._finished(self._changed(saved, layers))
+        for flag, value in flat(self.as_dict(config)):
+            if not _free(flag) and value != before.get(flag, NOTHING):
+                was = before.get(flag, "nothing")
+                raise BadInput(flag, value, f"{was}, as the run in {config.out} was started; leave it out, or take another --out")
+        return config
+
+    # Writing
+
+    def as_dict(self, config: Namespace) -> dict[str, Any]:
+        """The configuration as YAML and JSON have it."""
+        choices = {key: entry.plain(self.catalogue, getattr(config, key)) for key, entry in self.entries.items()}
+        return {**choices, **{name: self.options.plain(name, getattr(config, name)) for name in self.options}}
+
+    def dump(self, config: Namespace, skip: Iterable[str] = ()) -> str:
+        """The whole configuration as YAML; given as `--config`, it gives the same again."""
+        plain = {key: value for key, value in self.as_dict(config).items() if key not in skip}
+        return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+
+    def save(self, config: Namespace, path: str | Path) -> None:
+        """Write the YAML that repeats the experiment; where it is kept and how it was called are not part of it."""
+        write_text(path, self.dump(config, INVOCATION))
+
+    def _help(self, given: dict[str, Any]) -> str:
+        """The help, with the options of the classes that are chosen beside it."""
+        try:
+            layers = [Layer(load(path), str(path)) for path in given.pop("config", [])] + [Layer(given)]
+            settings = self._changed(self._start(), layers)
+        except BadInput:
+            settings = self._start()
+        return usage.text(self, settings)
+
+
+def pick(variants: Mapping[str, T], only: Sequence[str] | None, flag: str = "only") -> dict[str, T]:
+    """The variants that are wanted, in their own order; all if that is not said.
+
+    Raises:
+        BadInput: one of the names is unknown.
+    """
+    if only is None:
+        return dict(variants)
+    for name in only:
+        if name not in variants:
+            raise BadInput(flag, name, f"names among {', '.join(variants)}{near(name, variants)}")
+    if not only:
+        raise BadInput(flag, "[]", f"at least one of {', '.join(variants)}")
+    return {name: variant for name, variant in variants.items() if name in only}
+
+
+def _free(flag: str) -> bool:
+    return flag in FREE or flag.startswith("trainer.strategy.")
+
+
+def _family(bases: type | tuple[type, ...], package: ModuleType, skip: Iterable[str] = ()) -> Family:
+    return Family(bases if isinstance(bases, tuple) else (bases,), package, frozenset(skip))

@@ -1,0 +1,38 @@
+"""The options that every experiment has."""
+
+from dataclasses import dataclass
+
+from apprentice.errors import BadInput
+
+
+@dataclass
+class RunOptions:
+    """Options that every experiment has; one with more derives its own from them.
+
+    Args:
+        seeds: N repeats everything with the seeds 0 to N - 1; a list, as [42], names them.
+        out: the run's folder; when not given, a new one under runs/.
+        resume: go on where the run in that folder was cut off; its settings come from there.
+        overwrite: replace the results in that folder.
+        checkpoint_every: seconds of training that a crash may cost.
+    """
+
+    seeds: int | list[int] = 3
+    out: str | None = None
+    resume: bool = False
+    overwrite: bool = False
+    checkpoint_every: float = 30.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.seeds, int):
+            if self.seeds < 1:
+                raise BadInput("seeds", self.seeds, "a number of seeds, at least 1, or a list of them, as [42]")
+            self.seeds = list(range(self.seeds))
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
+            raise BadInput("seeds", self.seeds, "seeds of 0 or more, none of them twice")
+        if not self.checkpoint_every > 0:
+            raise BadInput("checkpoint_every", self.checkpoint_every, "seconds, above 0")
+        if self.resume and self.out is None:
+            raise BadInput("resume", "true", "--out FOLDER beside it, the run to go on with")
+        if self.resume and self.overwrite:
+            raise BadInput("overwrite", "true", "either this or --resume true")

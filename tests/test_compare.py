@@ -1,0 +1,174 @@
+"""experiments/compare.py: finished runs in one table."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from bake_off_facts import CE, FAILED, KD, TEST, header, results, student, teacher
+
+from apprentice.comparison import compare, load_runs
+from apprentice.files import write_json
+from apprentice.report import save_results
+from apprentice.results import bake_off_results, paired_interval
+
+SCRIPT = Path(__file__).parents[1] / "experiments" / "compare.py"
+
+
+@pytest.fixture(scope="module")
+def main():
+    spec = importlib.util.spec_from_file_location("compare_script", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    """A function that leaves a run in a folder, given how its results differ from the usual ones."""
+    monkeypatch.chdir(tmp_path)
+
+    def leave(name, found=None, **changes):
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        write_json(folder / "results.json", {**(found or results()), **changes})
+        return str(folder)
+
+    return leave
+
+
+def rows(*folders):
+    found = compare(load_runs(folders))
+    return {row["name"]: row for row in found["rows"]}, found["notes"]
+
+
+def refused(main, capsys, *argv):
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    out, err = capsys.readouterr()
+    assert caught.value.code == 2
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    return err
+
+
+def test_end_to_end(tmp_path):
+    for name in ("t4", "t8"):
+        (tmp_path / name).mkdir()
+        save_results(tmp_path / name, results())
+    command = [sys.executable, "-W", "error", str(SCRIPT), "t4", "--out", "both", "t8"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, encoding="utf-8", check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    table = done.stdout[: done.stdout.index("\n\n")].splitlines()
+    lines = [line.split("  ")[0] for line in table if line.startswith(("t4/", "t8/"))]
+    assert lines == ["t4/ce", "t4/kd", "t4/hint", "t8/ce", "t8/kd", "t8/hint"]
+    assert "Saved compare.md, compare.png and compare.json in both" in done.stdout
+    assert sorted(path.name for path in (tmp_path / "both").iterdir()) == ["compare.json", "compare.md", "compare.png"]
+    assert max(map(len, done.stdout.splitlines())) <= 110
+    saved = json.loads((tmp_path / "both" / "compare.json").read_text())
+    assert saved["baseline"] == "t4/ce"
+    assert [run["name"] for run in saved["runs"]] == ["t4", "t8"]
+
+
+def test_differences_are_to_the_first_runs_ce(runs):
+    other = results(kd=[student(c) for c in KD])
+    found, notes = rows(runs("t4"), runs("t8", other))
+    assert found["t8/kd"]["delta"] == paired_interval([(k - c) / TEST for k, c in zip(KD, CE, strict=True)])
+    assert found["t4/ce"]["delta"] == {"mean": 0, "low": 0, "high": 0}
+    assert any("t8/kd (+2.00)" in note for note in notes)
+
+
+def test_differences_are_paired_over_common_seeds_and_by_seed(runs):
+    shuffled = {**results(kd=[student(KD[2]), student(380), student(KD[0])]), "seeds": [2, 7, 0]}
+    found, notes = rows(runs("t4"), runs("t8", shuffled))
+    assert found["t8/kd"]["delta"] == paired_interval([(KD[0] - CE[0]) / TEST, (KD[2] - CE[2]) / TEST])
+    assert any("in common with the first" in note for note in notes)
+
+
+def test_failed_seeds_are_left_out_and_named(runs):
+    other = results(kd=[student(1, FAILED), *(student(c) for c in KD[1:])])
+    found, notes = rows(runs("t4"), runs("t8", other))
+    assert found["t8/kd"]["delta"] == paired_interval([(KD[i] - CE[i]) / TEST for i in (1, 2)])
+    assert any(note.startswith("* t8/kd: the loss stopped being finite with seed 0") for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"data": {**header()["data"], "train": 900}}, "other data (train 900, not 1257)"),
+        ({"data": {**header()["data"], "name": "MNIST"}}, "other data (name MNIST, not Digits)"),
+        ({"config": header(seed=1)["config"]}, "other data (data.seed 1, not 0)"),
+        ({"seeds": [7, 8, 9]}, "no seed in common (7, 8 and 9)"),
+    ],
+)
+def test_what_is_not_comparable_says_why(runs, changes, said):
+    found, notes = rows(runs("t4"), runs("t8", **changes))
+    assert found["t8/kd"]["delta"] == {"mean": None, "low": None, "high": None}
+    assert found["t4/kd"]["delta"]["mean"] is not None
+    assert any(note.startswith("t8 is not compared with t4/ce: ") and said in note for note in notes)
+
+
+def test_settings_that_choose_no_samples_are_comparable(runs):
+    other = header(batch_size=64, augment=True, root="elsewhere")["config"]
+    found, _ = rows(runs("t4"), runs("t8", config=other), runs("bare", config=header()["config"]))
+    assert found["t8/kd"]["delta"]["low"] is not None
+
+
+def test_another_root_is_another_image_folder(runs):
+    data = {**header()["data"], "name": "ImageFolder"}
+    _, notes = rows(runs("a", data=data), runs("b", data=data, config=header(root="b")["config"]))
+    assert any("data.root b, not a" in note for note in notes)
+
+
+def test_first_run_without_ce_gives_no_differences(runs, main, capsys):
+    main([runs("t4", results(kd=[student(c) for c in KD])), runs("t8"), "--out", "x"])
+    page = capsys.readouterr().out
+    assert "no student called ce" in page
+    assert "[" not in page
+    assert json.loads(Path("x/compare.json").read_text())["baseline"] is None
+
+
+def test_names_are_as_short_as_tells_runs_apart(runs):
+    found = load_runs([runs("a/t4"), runs("b/t4"), runs("b/t8")])
+    assert [run.name for run in found] == ["a/t4", "b/t4", "t8"]
+
+
+def test_default_folder(runs, main, capsys):
+    main([runs("a/t4"), runs("b/t4")])
+    assert "in runs/compare/a_t4-b_t4\n" in capsys.readouterr().out
+    assert Path("runs/compare/a_t4-b_t4/compare.md").is_file()
+
+
+def test_many_runs_get_a_short_folder(runs, main, capsys):
+    main([runs(f"a-long-name-for-a-run-{i}") for i in range(6)])
+    name = capsys.readouterr().out.strip().rsplit("/", 1)[-1]
+    assert len(name) < 85
+    assert max(map(len, Path("runs/compare", name, "compare.md").read_text().splitlines())) > 110  # no wrapping there
+
+
+def test_one_seed(runs):
+    one = bake_off_results(header(1), [teacher()], {"ce": [student(1)], "kd": [student(2)]}, [1.0])
+    found, notes = rows(runs("t4", one))
+    assert found["t4/kd"]["delta"]["low"] is None
+    assert any("One seed gives no interval" in note for note in notes)
+
+
+def test_bad_input_is_one_line(runs, main, capsys, tmp_path):
+    t4 = runs("t4")
+    other = runs("speed", {"experiment": "pipeline", "rows": []})
+    losses = runs("losses", metric={"name": "loss", "higher_is_better": False})
+    half = runs("half")
+    Path(half, "results.json").rename(Path(half, "config.yaml"))
+    (tmp_path / "file").touch()
+    assert "required: RUN" in refused(main, capsys)
+    assert "unrecognized arguments: --ou" in refused(main, capsys, t4, "--ou", "x")
+    assert f"error: {tmp_path}/no: expected" in refused(main, capsys, t4, f"{tmp_path}/no")
+    assert "given twice" in refused(main, capsys, t4, f"{tmp_path}/half/../t4")
+    assert "this one is of the experiment pipeline" in refused(main, capsys, t4, other)
+    assert "this one has loss" in refused(main, capsys, t4, losses)
+    assert f"--out {half} --resume true" in refused(main, capsys, half)
+    assert "error: --out file/x: expected a folder that can be written" in refused(main, capsys, t4, "--out", "file/x")
+    assert not Path("runs").exists()

@@ -1,0 +1,244 @@
+"""MNIST and CIFAR-10 from a server on this machine: fetched once, checked, or refused in a line that says what helps."""
+
+import gzip
+import hashlib
+import io
+import pickle
+import socket
+import sys
+import tarfile
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torchvision.datasets
+
+from apprentice.errors import BadInput
+from datamodules import CIFAR10, MNIST, ImageData, download
+from datamodules.downloaded import Downloaded
+
+CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+Source = torchvision.datasets.CIFAR10
+
+
+def md5(content: bytes) -> str:
+    return hashlib.md5(content, usedforsecurity=False).hexdigest()
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Path]:
+    """A folder whose files `self.url` serves; the address is in its file `address`, outside the folder."""
+    folder = tmp_path / "served"
+    folder.mkdir()
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder))) as server:
+        (tmp_path / "address").write_text(f"http://127.0.0.1:{server.server_port}/")
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield folder
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """The address of a server that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}/"
+
+
+def cifar_batch(labels: list[int], seed: int) -> bytes:
+    images = np.random.default_rng(seed).integers(0, 256, (len(labels), 3072), dtype=np.uint8)
+    return pickle.dumps({"data": images, "labels": labels})
+
+
+@pytest.fixture
+def cifar(served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
+    """A small archive as the original is built, on the server, with torchvision's address and sums substituted."""
+    files = {f"data_batch_{i}": cifar_batch([*range(10), i], i) for i in range(1, 6)}
+    files["test_batch"] = cifar_batch(list(range(10)) * 2, 6)
+    files["batches.meta"] = pickle.dumps({"label_names": CLASSES})
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w:gz") as tar:
+        for name, content in files.items():
+            member = tarfile.TarInfo(f"{Source.base_folder}/{name}")
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    content = archive.getvalue()
+    (served / Source.filename).write_bytes(content)
+    monkeypatch.setattr(Source, "url", (tmp_path / "address").read_text() + Source.filename)
+    monkeypatch.setattr(Source, "tgz_md5", md5(content))
+    monkeypatch.setattr(Source, "train_list", [[name, md5(files[name])] for name, _ in Source.train_list])
+    monkeypatch.setattr(Source, "test_list", [["test_batch", md5(files["test_batch"])]])
+    monkeypatch.setattr(Source, "meta", Source.meta | {"md5": md5(files["batches.meta"])})
+    return content
+
+
+@pytest.fixture
+def mnist(served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The four archives, with 40 and 20 images; the first mirror does not have them."""
+    resources = []
+    for name, _ in torchvision.datasets.MNIST.resources:
+        count = 40 if name.startswith("train") else 20
+        shape = (count, 28, 28) if "images" in name else (count,)
+        values = np.arange(np.prod(shape)) % (256 if "images" in name else 10)
+        head = bytes([0, 0, 8, len(shape)]) + b"".join(size.to_bytes(4, "big") for size in shape)
+        content = gzip.compress(head + values.astype(np.uint8).tobytes())
+        (served / name).write_bytes(content)
+        resources.append((name, md5(content)))
+    address = (tmp_path / "address").read_text()
+    monkeypatch.setattr(torchvision.datasets.MNIST, "resources", resources)
+    monkeypatch.setattr(torchvision.datasets.MNIST, "mirrors", [address + "nothing/", address])
+
+
+def refusal(data: ImageData) -> str:
+    with pytest.raises(BadInput) as error:
+        data.split("train")  # prepare_data and setup
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_cifar_is_downloaded_once_and_read(
+    cifar: bytes, served: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    data = CIFAR10(tmp_path / "data", validation_size=0)
+    data.prepare_data()
+    data.setup()
+    assert data.sizes == {"train": 55, "validation": 0, "test": 20}
+    first = pickle.loads(cifar_batch([*range(10), 1], 1))["data"].reshape(-1, 3, 32, 32)
+    assert torch.equal(data.split("train").images[:11], torch.from_numpy(first))
+    assert data.split("test").labels.tolist() == list(range(10)) * 2
+    (served / Source.filename).unlink()
+    again = CIFAR10(tmp_path / "data", validation_size=0)
+    assert again.sizes == data.sizes  # read at first use, no server needed
+    assert capsys.readouterr() == ("", "")
+
+
+def test_an_archive_put_there_by_hand_is_enough(cifar: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Source, "url", "http://127.0.0.1:9/" + Source.filename)
+    (tmp_path / Source.filename).write_bytes(cifar)
+    assert CIFAR10(tmp_path).sizes["test"] == 20
+
+
+def test_mnist_is_downloaded_from_the_mirror_that_has_it(mnist: None, tmp_path: Path) -> None:
+    data = MNIST(tmp_path / "data", validation_size=10)
+    assert data.sizes == {"train": 30, "validation": 10, "test": 20}
+    assert data.split("test").images[0].flatten().tolist() == [i % 256 for i in range(784)]
+    assert MNIST.input_shape == data.split("test").images.shape[1:]
+
+
+def test_corrupt_archive_is_named_with_its_sum(cifar: bytes, served: Path, tmp_path: Path) -> None:
+    (served / Source.filename).write_bytes(cifar[:-100])
+    archive = tmp_path / "data" / Source.filename
+    message = refusal(CIFAR10(tmp_path / "data"))
+    assert f"{archive} is corrupt or incomplete (its MD5 sum is {md5(cifar[:-100])}, not {md5(cifar)})" in message
+    (served / Source.filename).write_bytes(cifar)
+    assert CIFAR10(tmp_path / "data").sizes["test"] == 20  # and is fetched anew
+
+
+def test_damaged_extracted_cifar_is_extracted_anew(cifar: bytes, tmp_path: Path) -> None:
+    CIFAR10(tmp_path).prepare_data()
+    (tmp_path / Source.base_folder / "data_batch_2").write_bytes(b"junk")
+    assert CIFAR10(tmp_path, validation_size=0).sizes["train"] == 55
+
+
+@pytest.mark.parametrize("name", ["train-images-idx3-ubyte", "t10k-labels-idx1-ubyte"])
+@pytest.mark.parametrize("junk", [b"junk", b"", bytes([0, 0, 8, 1, 0, 0, 0, 3, 1, 2])])
+def test_junk_in_extracted_mnist_is_one_clear_line(mnist: None, tmp_path: Path, name: str, junk: bytes) -> None:
+    MNIST(tmp_path).prepare_data()
+    folder = tmp_path / "MNIST" / "raw"
+    (folder / name).write_bytes(junk)
+    assert refusal(MNIST(tmp_path)).startswith(
+        f"--data.root {tmp_path}: expected intact files of MNIST; those in {folder} are damaged ("
+    )
+
+
+@pytest.mark.parametrize("kind", [CIFAR10, MNIST])
+def test_a_server_that_never_answers_is_given_up(
+    kind: type[Downloaded], silent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download, "ANSWER", 0.5)
+    monkeypatch.setattr(Source, "url", silent + Source.filename)
+    monkeypatch.setattr(torchvision.datasets.MNIST, "mirrors", [silent])
+    message = refusal(kind(tmp_path))
+    assert message.startswith(f"--data.root {tmp_path}: expected {kind.__name__} there; it is not, and downloading it")
+    assert silent in message
+    assert "timed out" in message
+    assert str(tmp_path) in message.split("Put ")[1]
+    assert message.endswith("or take --data Digits, which needs no download")
+    assert socket.getdefaulttimeout() is None
+
+
+def test_the_limit_holds_however_many_addresses_are_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download, "PATIENCE", 0.5)
+
+    def look_up(*args: object) -> None:
+        time.sleep(5)
+        raise socket.gaierror("too late")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    start = time.monotonic()
+    message = refusal(CIFAR10(tmp_path))
+    assert time.monotonic() - start < 3
+    assert "nothing came for 0.5 seconds" in message
+
+
+def test_both_limits_together_are_below_twenty_seconds() -> None:
+    assert download.ANSWER <= download.PATIENCE < 18
+
+
+def test_a_download_that_goes_on_is_not_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download, "PATIENCE", 0.4)
+
+    def slowly() -> None:
+        for count in range(10):
+            (tmp_path / "file").write_bytes(bytes(count))
+            time.sleep(0.1)
+
+    download.fetch(slowly, [tmp_path])
+    assert (tmp_path / "file").stat().st_size == 9
+
+
+@pytest.mark.parametrize("kind", [CIFAR10, MNIST])
+def test_without_name_resolution_the_line_says_what_helps(
+    kind: type[Downloaded], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look_up(*args: object) -> None:
+        raise socket.gaierror(-3, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    data = kind(tmp_path)
+    message = refusal(data)
+    assert "Temporary failure in name resolution" in message
+    for text in (*data.addresses(), *(path.name for path, _ in data.archives()), "--data Digits"):
+        assert text in message
+
+
+def test_a_root_that_cant_be_written_is_named(cifar: bytes, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    message = refusal(CIFAR10(tmp_path / "file" / "data"))
+    assert message.startswith(f"--data.root {tmp_path}/file/data: expected CIFAR10 there")
+    assert "Not a directory" in message
+
+
+def test_setup_alone_says_that_the_data_is_absent(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"expected MNIST in .*MNIST/raw; prepare_data\(\) downloads it"):
+        MNIST(tmp_path).setup()
+
+
+def test_progress_is_shown_to_a_terminal_only(
+    cifar: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    CIFAR10(tmp_path / "data").prepare_data()
+    assert "100%" in capsys.readouterr().err

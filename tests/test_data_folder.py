@@ -1,0 +1,172 @@
+"""A folder of images: decoded exactly, only what is chosen, and each fault named in one line."""
+
+from pathlib import Path
+
+import jsonargparse
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from apprentice.errors import BadInput
+from datamodules import ImageData, ImageFolder, folder, memory
+
+
+def picture(path: Path, seed: int, size: tuple[int, int] = (12, 10), mode: str = "RGB") -> None:
+    """A file of random pixels; `size` is width and height."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 4), dtype=np.uint8)
+    Image.fromarray(pixels[..., :3]).convert(mode).save(path)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """7 cats and 5 dogs to train, 3 of each to test, of 12 x 10 pixels, among them grey ones and one with a palette."""
+    for part, label, count in (("train", "cat", 7), ("train", "dog", 5), ("test", "cat", 3), ("test", "dog", 3)):
+        for i in range(count):
+            picture(tmp_path / part / label / f"{i}.png", i, mode=["RGB", "L", "P"][i % 3])
+    (tmp_path / "train" / ".cache").mkdir()
+    (tmp_path / "train" / "cat" / "notes.txt").write_text("not an image")
+    return tmp_path
+
+
+def refusal(data: ImageFolder) -> str:
+    with pytest.raises(BadInput) as error:
+        data.setup()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("large", [1, 10**6], ids=["threads", "plain"])
+def test_images_are_pils_pixels_in_order(root: Path, monkeypatch: pytest.MonkeyPatch, large: int) -> None:
+    monkeypatch.setattr(folder, "LARGE", large)
+    data = ImageFolder(root, validation_size=0)
+    data.setup()
+    assert (data.input_shape, data.class_names, data.num_classes) == ((3, 10, 12), ("cat", "dog"), 2)
+    for part, cats, dogs in (("train", 7, 5), ("test", 3, 3)):
+        split = data.split(part)
+        assert split.labels.tolist() == [0] * cats + [1] * dogs
+        paths = [root / part / "cat" / f"{i}.png" for i in range(cats)]
+        paths += [root / part / "dog" / f"{i}.png" for i in range(dogs)]
+        for path, pixels in zip(paths, split.images, strict=True):
+            assert np.array_equal(np.asarray(Image.open(path).convert("RGB")), pixels.permute(1, 2, 0).numpy())
+
+
+def test_only_chosen_images_are_decoded(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = []
+    original = folder.Files.open
+
+    def counting(self: folder.Files, path: Path) -> Image.Image:
+        opened.append(path)
+        return original(self, path)
+
+    monkeypatch.setattr(folder.Files, "open", counting)
+    data = ImageFolder(root, train_size=4, validation_size=2, test_size=2)
+    assert data.sizes == {"train": 4, "validation": 2, "test": 2}
+    assert data.split("train").labels.tolist() == [0, 0, 1, 1]
+    assert len(opened) == len(set(opened)) == 8
+
+
+def test_resized_images_have_short_side_and_middle(root: Path) -> None:
+    picture(root / "train" / "cat" / "0.png", 0, size=(40, 20))
+    data = ImageFolder(root, image_size=8, validation_size=0)
+    data.setup()
+    assert data.input_shape == (3, 8, 8)
+    small = Image.open(root / "train" / "cat" / "0.png").resize((16, 8), Image.Resampling.BILINEAR).crop((4, 0, 12, 8))
+    assert np.array_equal(np.asarray(small), data.split("train").images[0].permute(1, 2, 0).numpy())
+
+
+def test_own_mean_and_deviation(root: Path) -> None:
+    data = ImageFolder(root, mean=(0.0, 0.5, 1.0), std=(1.0, 0.5, 2.0))
+    white = torch.full((1, 3, 1, 1), 255, dtype=torch.uint8)
+    assert data.normalize(white).flatten().tolist() == [1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("part", ["train", "test"])
+def test_missing_part_is_named(root: Path, part: str) -> None:
+    (root / part).rename(root / "elsewhere")
+    assert refusal(ImageFolder(root)) == (
+        f"--data.root {root}: expected train/<class>/* and test/<class>/*; {root / part} is not there"
+    )
+
+
+def test_part_without_classes_is_named(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    assert refusal(ImageFolder(tmp_path)).endswith(f"{tmp_path / 'train'} holds no class folders")
+
+
+def test_class_in_one_part_only_is_named(root: Path) -> None:
+    picture(root / "test" / "bird" / "0.png", 0)
+    assert refusal(ImageFolder(root)).endswith("test/bird is not in train/")
+    picture(root / "train" / "bird" / "0.png", 0)
+    picture(root / "train" / "ant" / "0.png", 0)
+    assert refusal(ImageFolder(root)).endswith("train/ant is not in test/")
+
+
+def test_class_without_images_is_named(root: Path) -> None:
+    for path in (root / "test" / "dog").iterdir():
+        path.unlink()
+    assert f"{root / 'test' / 'dog'} holds none" in refusal(ImageFolder(root))
+
+
+@pytest.mark.parametrize("fault", ["text", "empty", "truncated"])
+def test_unreadable_image_is_named(root: Path, fault: str) -> None:
+    path = root / "train" / "dog" / "3.png"
+    path.write_bytes({"text": b"no image", "empty": b"", "truncated": path.read_bytes()[:150]}[fault])
+    assert refusal(ImageFolder(root)).startswith(f"--data.root {path}: expected an image that can be read (")
+
+
+def test_another_size_is_refused_naming_both_files_and_the_flag(root: Path) -> None:
+    picture(root / "test" / "dog" / "2.png", 0, size=(9, 10))
+    assert refusal(ImageFolder(root)) == (
+        "--data.image_size None: expected a size to bring all images to, as "
+        f"{root / 'test' / 'dog' / '2.png'} is 9x10 and {root / 'train' / 'cat' / '0.png'} is 12x10"
+    )
+
+
+def test_what_would_not_fit_is_refused_before_decoding(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (root / "train" / "dog" / "3.png").write_bytes(b"never opened")
+    monkeypatch.setattr(memory, "available_bytes", lambda: 10**9)
+    assert "18 of 3x20000x20000 take 21.60 GB, 1.00 GB are available" in refusal(ImageFolder(root, image_size=20_000))
+    monkeypatch.setattr(memory, "available_bytes", lambda: 18 * 3 * 4 * 4 - 1)
+    assert "18 of 3x4x4" in refusal(ImageFolder(root, image_size=4))
+    fits = ImageFolder(root, image_size=4, train_size=6, validation_size=0, test_size=6, seed=1)
+    picture(root / "train" / "dog" / "3.png", 0)
+    assert fits.sizes["train"] == 6
+
+
+def test_memory_heeds_a_containers_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = memory.available_bytes()
+    assert 10**6 < machine < 10**14
+    limit, used = tmp_path / "memory.max", tmp_path / "memory.current"
+    monkeypatch.setattr(memory, "CGROUPS", ((limit, used),))
+    limit.write_text("5000\n")
+    used.write_text("2000\n")
+    assert memory.available_bytes() == 3000
+    limit.write_text("max\n")
+    assert memory.available_bytes() > 10**6
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"image_size": 0}, "--data.image_size 0: expected at least 1 pixel"),
+        ({"std": (1.0, 0.0, 1.0)}, "--data.std (1.0, 0.0, 1.0): expected three numbers above 0"),
+        ({"mean": (1.0, float("nan"), 1.0)}, "--data.mean (1.0, nan, 1.0): expected three numbers"),
+    ],
+    ids=str,
+)
+def test_impossible_options_are_refused_when_constructed(options: dict, message: str) -> None:
+    with pytest.raises(BadInput) as error:
+        ImageFolder("nowhere", **options)
+    assert str(error.value) == message
+
+
+def test_options_come_from_the_command_line(root: Path) -> None:
+    parser = jsonargparse.ArgumentParser()
+    parser.add_subclass_arguments(ImageData, "data")
+    line = f"--data datamodules.ImageFolder --data.root {root} --data.image_size 6 --data.validation_size 2"
+    options = [*line.split(), "--data.std", "[1,1,2]", "--data.train_size", "4", "--data.augment", "true"]
+    data = parser.instantiate_classes(parser.parse_args(options)).data
+    assert (data.std, data.augment, data.sizes) == ((1, 1, 2), True, {"train": 4, "validation": 2, "test": 6})
+    fraction = parser.parse_args(["--data", "datamodules.Digits", "--data.validation_size", "0.25"])
+    assert parser.instantiate_classes(fraction).data.sizes["validation"] == 359

@@ -1,0 +1,59 @@
+"""The real sets: all of MNIST, and CIFAR-10 as a folder of JPEG files."""
+
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from datamodules import CIFAR10, MNIST, ImageFolder
+
+pytestmark = pytest.mark.real_data
+EACH = {"train": 60, "test": 20}  # images of a class
+
+
+@pytest.fixture(scope="module")
+def photographs(data_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first images of each class of CIFAR-10, as train/<class>/* and test/<class>/*."""
+    folder = tmp_path_factory.mktemp("cifar")
+
+    def wanted(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
+        parts = Path(member.name).parts
+        few = member.isfile() and int(Path(member.name).stem) < EACH[parts[1]]
+        return tarfile.data_filter(member, path) if few else None
+
+    with tarfile.open(data_root / "cifar10-jpg.tar.xz") as archive:
+        archive.extractall(folder, filter=wanted)
+    return folder / "cifar10"
+
+
+def test_mnist_is_complete_and_normal(data_root: Path) -> None:
+    data = MNIST(data_root, validation_size=0)
+    data.prepare_data()
+    assert data.sizes == {"train": 60_000, "validation": 0, "test": 10_000}
+    train = data.split("train")
+    assert train.labels.bincount().tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
+    normal = data.normalize(train.images[:20_000])
+    assert abs(normal.mean()) < 0.01
+    assert abs(normal.std() - 1) < 0.01
+
+
+def test_mnist_subset_is_balanced_and_seeded(data_root: Path) -> None:
+    data, same, other = (MNIST(data_root, train_size=2000, test_size=2000, seed=seed) for seed in (0, 0, 1))
+    assert data.sizes == {"train": 2000, "validation": 200, "test": 2000}
+    for part, count in (("train", 200), ("validation", 20), ("test", 200)):
+        assert data.split(part).labels.bincount().tolist() == [count] * 10
+        assert torch.equal(data.split(part).images, same.split(part).images)
+        assert not torch.equal(data.split(part).images, other.split(part).images)
+
+
+def test_photographs_from_a_folder(photographs: Path) -> None:
+    data = ImageFolder(photographs, train_size=500, validation_size=0.1)
+    assert data.sizes == {"train": 500, "validation": 50, "test": 200}
+    assert data.class_names == CIFAR10.class_names
+    assert data.input_shape == CIFAR10.input_shape
+    normal = data.normalize(data.split("train").images)
+    assert abs(normal.mean()) < 0.3
+    assert 0.8 < normal.std() < 1.3
+    seen = torch.cat([batch.index for batch in data.train_dataloader()])
+    assert torch.equal(seen.sort().values, torch.arange(500))

@@ -1,0 +1,146 @@
+"""Splits and subsets: balanced, disjoint, a function of the data's seed alone; wrong sizes are refused in one line."""
+
+import pytest
+import torch
+
+from apprentice import keyed
+from apprentice.errors import BadInput
+from datamodules import Digits, ImageData
+from datamodules.splits import Split, balanced_subset, train_and_validation
+
+LABELS = torch.tensor([0] * 50 + [1] * 7 + [2] * 30 + [4] * 20)[keyed.permutation(107, 0)]  # no sample of class 3
+
+
+class Numbered(ImageData):
+    """Samples whose only pixel is their place in the whole set."""
+
+    input_shape, class_names, mean, std = (1, 1, 1), tuple("01234"), (0.0,), (1.0,)
+    reads = 0
+
+    def read(self) -> tuple[Split, Split]:
+        self.reads += 1
+        whole = Split(torch.arange(107, dtype=torch.uint8).view(-1, 1, 1, 1), LABELS)
+        return whole, whole
+
+
+def places(data: ImageData, part: str) -> list[int]:
+    return data.split(part).images.flatten().tolist()
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 4, 6, 28, 29, 50, 106, 107])
+def test_subset_is_sorted_distinct_and_balanced_while_classes_last(size: int) -> None:
+    chosen = balanced_subset(LABELS, size, key=5)
+    assert len(chosen) == size
+    assert torch.equal(chosen, chosen.unique())
+    have, taken = LABELS.bincount(), LABELS[chosen].bincount(minlength=5)
+    most = taken.max()
+    assert ((taken == have) | (taken >= most - 1)).all()
+
+
+def test_subsets_are_nested_random_and_keyed() -> None:
+    small, large = balanced_subset(LABELS, 20, key=5), balanced_subset(LABELS, 21, key=5)
+    assert set(small.tolist()) < set(large.tolist())
+    assert not torch.equal(small, balanced_subset(LABELS, 20, key=6))
+    one = {LABELS[balanced_subset(LABELS, 1, key)].item() for key in range(30)}
+    assert one == {0, 1, 2, 4}  # which class gives the odd sample is drawn too
+
+
+@pytest.mark.parametrize(
+    ("train_size", "validation_size", "train", "validation"),
+    [
+        (None, 0, 107, 0),
+        (None, 0.1, 96, 11),
+        (None, 20, 87, 20),
+        (107, 0, 107, 0),
+        (40, 0.25, 40, 10),
+        (40, 20, 40, 20),
+        (97, 0.1, 97, 10),
+        (None, 0.0, 107, 0),
+    ],
+)
+def test_sizes_are_those_asked_for(train_size: int | None, validation_size: float, train: int, validation: int) -> None:
+    data = Numbered(train_size=train_size, validation_size=validation_size, test_size=31)
+    assert data.sizes == {"train": train, "validation": validation, "test": 31}
+    assert not set(places(data, "train")) & set(places(data, "validation"))
+    for part in ("train", "validation", "test"):
+        assert torch.equal(data.split(part).labels, LABELS[places(data, part)])
+    if train + validation == 107:
+        assert sorted(places(data, "train") + places(data, "validation")) == list(range(107))
+
+
+def test_splits_depend_on_the_datas_seed_alone() -> None:
+    one, same, other = (Numbered(train_size=40, test_size=30, seed=seed) for seed in (0, 0, 1))
+    same.order_seed = 9
+    for part in ("train", "validation", "test"):
+        assert places(one, part) == places(same, part)
+        assert places(one, part) != places(other, part)
+    held = [places(Numbered(train_size=size, validation_size=20), "validation") for size in (10, 40, None)]
+    assert held[0] == held[1] == held[2]
+
+
+def test_data_is_read_once() -> None:
+    data = Numbered()
+    for stage in ("fit", "test", None):
+        data.prepare_data()
+        data.setup(stage)
+    assert data.reads == 1
+
+
+def test_digits_have_a_fixed_stratified_split() -> None:
+    one, other = Digits(validation_size=0), Digits(validation_size=0, seed=7, batch_size=3)
+    assert one.sizes == {"train": 1437, "validation": 0, "test": 360}
+    for part in ("train", "test"):
+        assert torch.equal(one.split(part).images, other.split(part).images)
+    assert one.split("test").labels.bincount().tolist() == [36] * 10
+    images = one.split("train").images
+    assert (images.shape[1:], images.dtype, int(images.max())) == (one.input_shape, torch.uint8, 16)
+    assert (one.num_classes, one.name, one.class_names[3]) == (10, "Digits", "3")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "--data.batch_size 0: expected a whole number of at least 1"),
+        ({"batch_size": 1.5}, "--data.batch_size 1.5: expected a whole number of at least 1"),
+        ({"train_size": 0}, "--data.train_size 0: expected a whole number of at least 1"),
+        ({"train_size": -4}, "--data.train_size -4: expected a whole number"),
+        ({"test_size": 0}, "--data.test_size 0: expected a whole number"),
+        ({"validation_size": -1}, "--data.validation_size -1: expected a count"),
+        ({"validation_size": 1.0}, "--data.validation_size 1.0: expected a count"),
+        ({"validation_size": -0.1}, "--data.validation_size -0.1: expected a count"),
+        ({"validation_size": float("nan")}, "--data.validation_size nan: expected a count"),
+    ],
+    ids=str,
+)
+def test_impossible_sizes_are_refused_when_constructed(options: dict, message: str) -> None:
+    with pytest.raises(BadInput) as error:
+        Digits(**options)
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"train_size": 108, "validation_size": 0}, "--data.train_size 108: expected at most 107 of the 107"),
+        ({"train_size": 107}, "--data.train_size 107: expected at most 97 of the 107 training images, as --data.valid"),
+        ({"train_size": 90, "validation_size": 20}, "--data.train_size 90: expected at most 87 of the 107"),
+        ({"validation_size": 107}, "--data.validation_size 107: expected fewer than the 107"),
+        ({"train_size": 1, "validation_size": 200}, "--data.validation_size 200: expected fewer than the 107"),
+        ({"test_size": 108}, "--data.test_size 108: expected at most 107"),
+    ],
+    ids=str,
+)
+def test_sizes_beyond_the_data_are_refused_naming_the_largest(options: dict, message: str) -> None:
+    with pytest.raises(BadInput) as error:
+        Numbered(**options).setup()
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize("validation_size", [0, 1, 13, 0.1, 0.37, 0.5, 0.99])
+def test_the_largest_size_named_is_the_largest(validation_size: float) -> None:
+    with pytest.raises(BadInput) as error:
+        train_and_validation(LABELS, 10_000, validation_size, seed=0)
+    largest = int(str(error.value).split("at most ")[1].split()[0])
+    assert len(train_and_validation(LABELS, largest, validation_size, seed=0)[0]) == largest
+    with pytest.raises(BadInput):
+        train_and_validation(LABELS, largest + 1, validation_size, seed=0)

@@ -1,0 +1,188 @@
+"""A bake-off is honest: students don't disturb each other, and nothing but students learns."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+
+from apprentice.errors import BadInput
+from apprentice.exports import load_net, save_net, spec
+from lit_modules.distillation import Distillation
+from lit_modules.nets import DeepNN, LightNN, ResNet
+from lit_modules.objectives import Cosine, CrossEntropy, Hint, Hinton, Objective, Sum, Term
+from tests.training import SHAPE, VARIANTS, LinesLogger, assert_same, digits, distillation, fit, net, trainer, weights
+
+
+def student_weights(module: Distillation, name: str) -> dict[str, torch.Tensor]:
+    return weights(module.students[name])
+
+
+@pytest.fixture(scope="module")
+def company() -> Distillation:
+    return fit(distillation([*VARIANTS, "kd2"]), digits(), gradient_clip_val=0.5)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_alone_and_in_company_a_student_ends_with_the_same_bits(name: str, company: Distillation) -> None:
+    alone = fit(distillation([name]), digits(), gradient_clip_val=0.5)
+    assert_same(student_weights(alone, name), student_weights(company, name))
+
+
+def test_equal_settings_end_bitwise_equal_and_others_do_not(company: Distillation) -> None:
+    assert_same(student_weights(company, "kd"), student_weights(company, "kd2"))
+    assert not torch.equal(
+        company.students["kd"].net.classifier[0].weight, company.students["ce"].net.classifier[0].weight
+    )
+
+
+def test_clipping_is_each_students_own() -> None:
+    unclipped = fit(distillation(["ce"]), digits())
+    clipped = fit(distillation(["ce"]), digits(), gradient_clip_val=1e-4)
+    with pytest.raises(AssertionError):
+        assert_same(weights(unclipped), weights(clipped))
+
+
+class Watch(Callback):
+    """Notes modes and gradients before each optimizer step."""
+
+    def __init__(self) -> None:
+        self.modes: list[tuple[bool, bool]] = []
+        self.teacher_gradients = 0
+        self.optimized: set[int] = set()
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        assert isinstance(pl_module, Distillation)
+        teacher = any(m.training for m in pl_module.teacher.modules())
+        students = all(m.training for m in pl_module.students.modules())
+        self.modes.append((teacher, students))
+        self.teacher_gradients += sum(p.grad is not None for p in pl_module.teacher.parameters())
+        self.optimized |= {id(p) for g in optimizer.param_groups for p in g["params"]}
+
+
+def test_the_teacher_only_watches(tmp_path: Path) -> None:
+    teacher = net(ResNet, depth=8)
+    before = weights(teacher)
+    module = Distillation(teacher, {"hint": (net(ResNet, depth=8), Hint())}, input_shape=SHAPE)
+    watch = Watch()
+    run = trainer(callbacks=[watch], max_epochs=3)
+    from apprentice.progress import quiet
+
+    with quiet():
+        run.fit(module, digits(validation_size=30))
+    run.save_checkpoint(tmp_path / "last.ckpt")
+    assert_same(before, weights(teacher))  # BatchNorm's statistics included
+    assert watch.modes == [(False, True)] * 9  # in every epoch, after validation too
+    assert watch.teacher_gradients == 0
+    assert not watch.optimized & {id(p) for p in teacher.parameters()}
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    assert saved["state_dict"]
+    assert not [key for key in saved["state_dict"] if key.startswith("teacher")]
+    assert len(saved["optimizer_states"][0]["state"]) == len(list(module.students.parameters()))
+
+
+def test_a_checkpoint_without_the_teacher_loads_strictly_and_still_checks_the_students() -> None:
+    module = distillation(["kd"])
+    module.load_state_dict(module.state_dict())
+    with pytest.raises(RuntimeError, match="students.kd"):
+        module.load_state_dict({})
+
+
+def test_an_exported_student_is_the_bare_net(tmp_path: Path, company: Distillation) -> None:
+    student = company.students["hint"].net
+    save_net(student, spec("lit_modules.nets.LightNN", {"input_shape": SHAPE}), tmp_path)
+    state = torch.load(tmp_path / "weights.pt", weights_only=True)
+    bare = LightNN(SHAPE)
+    bare.load_state_dict(state)  # strict: no prefix, no regressor
+    x = torch.randn(3, *SHAPE)
+    assert torch.equal(load_net(tmp_path)(x), bare.eval()(x))
+    torch.testing.assert_close(bare(x), student.eval()(x))
+
+
+class Poisoned(Objective):
+    """Cross-entropy until a step, then not a number."""
+
+    uses_teacher = False
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self.calls, self.after = 0, after
+
+    def forward(self, student: Any, teacher: Any, labels: torch.Tensor) -> dict[str, Term]:
+        self.calls += 1
+        terms = CrossEntropy()(student, teacher, labels)
+        poison = float("nan") if self.calls > self.after + 1 else 1.0  # one call is the trial when it is built
+        return {"fine": terms["ce"], "poisoned": Term(terms["ce"].values * poison, 1.0)}
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_student_that_fails_is_frozen_and_the_others_finish(devices: int, tmp_path: Path) -> None:
+    students = {"bad": (net(), Poisoned(4)), "ce": (net(), CrossEntropy())}
+    module = Distillation(net(DeepNN), students, input_shape=SHAPE)
+    logger = LinesLogger(tmp_path / "log")
+    fit(module, digits(), devices, max_epochs=4, logger=logger, log_every_n_steps=1)
+    assert len(set(logger.values("bad/train/loss"))) == 4  # Lightning repeats a last value to the end of its epoch
+    assert len(logger.values("ce/train/loss")) == 12
+    stopped = Distillation(net(DeepNN), {"bad": (net(), Poisoned(100))}, input_shape=SHAPE)
+    fit(stopped, digits(), devices, max_epochs=-1, max_steps=4)
+    assert_same(student_weights(module, "bad"), student_weights(stopped, "bad"))
+    assert_same(
+        student_weights(module, "ce"), student_weights(fit(distillation(["ce"]), digits(), devices, max_epochs=4), "ce")
+    )
+    if devices == 1:
+        assert module.failed == {"bad": {"step": 4, "term": "poisoned"}}
+
+
+def test_teacher_outputs_stored_once_change_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    ask = Distillation._ask_teacher
+
+    def counted(self: Distillation, images: torch.Tensor) -> Any:
+        calls.append(len(images))
+        return ask(self, images)
+
+    monkeypatch.setattr(Distillation, "_ask_teacher", counted)
+
+    def run(augment: bool = False, **kwargs: Any) -> tuple[dict[str, torch.Tensor], list[int]]:
+        calls.clear()
+        module = distillation(**kwargs)
+        calls.clear()
+        return weights(fit(module, digits(augment=augment), max_epochs=4, precision="64-true")), list(calls)
+
+    stored, once = run()
+    asked, always = run(teacher_cache_mb=0)
+    assert once == [37, 37, 27]
+    assert always == [37, 37, 27] * 4
+    assert_same(stored, asked, atol=1e-9)
+    assert run(augment=True)[1] == always  # views differ: nothing is stored
+    monkeypatch.setattr(Distillation, "_ask_teacher", ask)
+
+
+def test_teacher_outputs_beyond_their_memory_are_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = distillation(["kd"])
+    module.teacher_cache_bytes = 100 * 10 * 4  # a sample has ten float32 logits, and there are 101 samples
+    filled = []
+    monkeypatch.setattr(Distillation, "on_train_end", lambda self: filled.append(self.cache is not None))
+    fit(module, digits())
+    module.teacher_cache_bytes += 40
+    fit(module, digits())
+    assert filled == [False, True]
+
+
+def test_several_objectives_of_one_kind_live_side_by_side() -> None:
+    both = Sum([Hinton(temperature=2.0), Hinton(temperature=8.0), Cosine()], weights=[1.0, 1.0, 0.5])
+    module = Distillation(net(DeepNN), {"both": (net(), both), "t8": (net(), Hinton(8.0))}, input_shape=SHAPE)
+    before = student_weights(module, "both")
+    fit(module, digits())
+    with pytest.raises(AssertionError):
+        assert_same(before, student_weights(module, "both"))
+
+
+def test_a_refused_pair_names_the_variants_flag() -> None:
+    teacher: nn.Module = net(DeepNN)
+    with pytest.raises(BadInput, match=r"--variants\.h\.student_layer features\.0: .*\(16, 8, 8\).*\(32, 2, 2\)"):
+        Distillation(teacher, {"h": (net(), Hint(student_layer="features.0"))}, input_shape=SHAPE)
+    with pytest.raises(BadInput, match=r"conv7"):
+        Distillation(teacher, {"h": (net(), Hint(teacher_layer="conv7"))}, input_shape=SHAPE)

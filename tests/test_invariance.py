@@ -1,0 +1,58 @@
+"""The number of devices changes the speed, not the result."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from apprentice.progress import quiet
+from lit_modules.nets import DeepNN, ResNet
+from tests.training import LinesLogger, assert_same, classifier, digits, distillation, fit, trainer, weights
+
+DEVICES = (2, 3, 8)
+RUNS = {
+    "students": (distillation, "hint/train/loss"),
+    "teacher": (lambda: classifier(DeepNN), "train/loss"),
+    "resnet8": (lambda: classifier(ResNet, depth=8), "train/loss"),
+}
+
+
+def outcome(
+    run: str, devices: int, path: Path, precision: str, steps: int
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    make, tag = RUNS[run]
+    logger = LinesLogger(path / f"{devices}.jsonl")
+    options = {"max_epochs": -1, "max_steps": steps, "log_every_n_steps": 1, "precision": precision}
+    module = fit(make(), digits(), devices, logger=logger, **options)
+    losses = logger.values(tag)
+    assert len(losses) == steps
+    return losses, weights(module)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", RUNS)
+def test_fifty_float64_steps_agree_on_any_number_of_processes(run: str, tmp_path: Path) -> None:
+    losses, ended = outcome(run, 1, tmp_path, "64-true", 50)
+    assert all(w.dtype == torch.float64 for w in ended.values() if w.is_floating_point())
+    for devices in DEVICES:
+        theirs, other = outcome(run, devices, tmp_path, "64-true", 50)
+        assert theirs == pytest.approx(losses, abs=1e-9, rel=0)
+        assert_same(ended, other, atol=1e-9)
+
+
+@pytest.mark.parametrize(("run", "tolerance"), [("students", 1e-5), ("teacher", 1e-5), ("resnet8", 1e-3)])
+def test_first_float32_losses_agree(run: str, tolerance: float, tmp_path: Path) -> None:
+    losses, _ = outcome(run, 1, tmp_path, "32-true", 10)
+    for devices in (2, 3):
+        assert outcome(run, devices, tmp_path, "32-true", 10)[0] == pytest.approx(losses, abs=tolerance, rel=0)
+
+
+def test_one_checkpoint_evaluates_to_the_same_counts() -> None:
+    module, data = fit(distillation(), digits(train_size=300), max_epochs=3), digits(test_size=None, batch_size=50)
+    found = []
+    for devices in (1, *DEVICES):
+        with quiet():
+            scores = trainer(devices).test(module, data, verbose=False)[0]
+        found.append({k: v for k, v in scores.items() if k.endswith("correct")})
+    assert all(counts == found[0] for counts in found)
+    assert 0 < found[0]["ce/test/correct"] < data.sizes["test"]

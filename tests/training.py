@@ -1,0 +1,93 @@
+"""Small fits for tests: any number of processes, forked from this one, with what they logged and ended with."""
+
+import json
+import multiprocessing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities import rank_zero_only
+from torch import nn
+
+from apprentice.keyed import seeded
+from apprentice.progress import quiet
+from datamodules import Digits
+from lit_modules.classifier import LitClassifier
+from lit_modules.distillation import Distillation
+from lit_modules.nets import DeepNN, LightNN
+from lit_modules.objectives import Cosine, CrossEntropy, Hint, Hinton, Objective
+from strategies import DDP
+
+VARIANTS: dict[str, type[Objective]] = {"ce": CrossEntropy, "kd": Hinton, "cosine": Cosine, "hint": Hint}
+SHAPE = (1, 8, 8)
+
+
+class LinesLogger(Logger):
+    """Keeps what is logged in a file, so that the process that forked the ranks can read it."""
+
+    name = version = "lines"
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps({**metrics, "step": step}) + "\n")
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def values(self, tag: str) -> list[float]:
+        rows = [json.loads(line) for line in self.path.read_text().splitlines()]
+        return [row[tag] for row in rows if tag in row]
+
+
+def digits(**kwargs: Any) -> Digits:
+    """101 images in batches of 37: neither 2, 3 nor 8 divides the set or any batch."""
+    options = {"batch_size": 37, "train_size": 101, "test_size": 100, "validation_size": 0} | kwargs
+    data = Digits(**options)
+    data.setup()
+    return data
+
+
+def net(make: type[nn.Module] = LightNN, seed: int = 0, **kwargs: Any) -> nn.Module:
+    return seeded(seed, lambda: make(input_shape=SHAPE, **kwargs))
+
+
+def distillation(names: list[str] | None = None, **kwargs: Any) -> Distillation:
+    students = {name: (net(), VARIANTS[name.rstrip("2")]()) for name in names or VARIANTS}
+    return Distillation(net(DeepNN, seed=1), students, input_shape=SHAPE, **kwargs)
+
+
+def classifier(make: type[nn.Module] = LightNN, **kwargs: Any) -> LitClassifier:
+    return LitClassifier(net(make, **kwargs))
+
+
+def trainer(devices: int = 1, **kwargs: Any) -> Trainer:
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": devices, "max_epochs": 2, "logger": False}
+    options |= {"strategy": DDP(timeout=60) if devices > 1 else "auto", "enable_checkpointing": False}
+    options |= {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+    return Trainer(**options | kwargs)
+
+
+def fit(module: LightningModule, data: Digits, devices: int = 1, **kwargs: Any) -> LightningModule:
+    """The module, fitted; no process is left."""
+    with quiet():
+        trainer(devices, **kwargs).fit(module, data)
+    assert not multiprocessing.active_children()
+    return module
+
+
+def weights(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {key: value.clone() for key, value in module.state_dict().items()}
+
+
+def assert_same(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor], atol: float = 0.0) -> None:
+    assert a.keys() == b.keys()
+    for key in a:
+        torch.testing.assert_close(a[key], b[key], rtol=0, atol=atol, msg=lambda m, key=key: f"{key}: {m}")
