@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
@@ -28,9 +29,11 @@ def quiet() -> Iterator[None]:
                 logger.setLevel(level)
 
 
-def progress(label: str) -> Callback:
-    """A progress bar if output is a terminal, lines otherwise."""
-    return TQDMProgressBar(refresh_rate=10) if sys.stderr.isatty() else Lines(label)
+def progress(label: str) -> dict[str, Any]:
+    """A Trainer's arguments for a progress bar if output is a terminal, for lines otherwise."""
+    if sys.stderr.isatty():
+        return {"callbacks": [TQDMProgressBar(refresh_rate=10)]}
+    return {"callbacks": [Lines(label)], "enable_progress_bar": False}
 
 
 EXPECTED = (
@@ -60,7 +63,7 @@ class Lines(Callback):
         values = trainer.callback_metrics
         tag = "val/acc" if any(name.endswith("val/acc") for name in values) else "train/acc"
         found = {name.removesuffix(tag).rstrip("/"): float(v) for name, v in values.items() if name.endswith(tag)}
-        accuracies = " ".join(f"{name} {value:.4f}".strip() for name, value in found.items())
+        accuracies = "  ".join(f"{name} {value:.4f}".strip() for name, value in found.items())
         loss = f"loss {float(values['loss']):.4f}  " if "loss" in values else ""
         seconds = time.monotonic() - self._start
         epoch = f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}"

@@ -20,11 +20,11 @@ class Fitted:
     """What a fit ended with.
 
     Attributes:
-        seconds: of training, all sessions together.
+        seconds: of training, all sessions together; None if there was none.
         scores: what the test logged.
     """
 
-    def __init__(self, seconds: float, scores: dict[str, float]) -> None:
+    def __init__(self, seconds: float | None, scores: dict[str, float]) -> None:
         self.seconds, self.scores = seconds, scores
 
 
@@ -38,6 +38,7 @@ def fit_and_test(
     every: float = 30.0,
     tensorboard: bool = True,
     label: str = "",
+    trained: bool = False,
 ) -> Fitted:
     """Fit the module from its checkpoint if there is one, then test its last weights once.
 
@@ -52,6 +53,7 @@ def fit_and_test(
         every: seconds between checkpoints.
         tensorboard: whether to write TensorBoard's files.
         label: begins each line of progress.
+        trained: the module's weights are there already: only test it.
 
     Raises:
         Interrupted: the user asked to stop; what was trained is in the checkpoint.
@@ -63,18 +65,21 @@ def fit_and_test(
         return make_trainer(logger=logger if tensorboard else False, plugins=[AtomicCheckpointIO()], **kwargs)
 
     with quiet():
-        if state is None or not _progress(state)["finished"]:
+        if not trained and (state is None or not _progress(state)["finished"]):
             with _stopping_after_save():
                 resumed: dict[str, Any] = {"ckpt_path": str(checkpoint), "weights_only": True} if state else {}
-                fitting = trainer(callbacks=[SafePoints(checkpoint, every), progress(label)], enable_checkpointing=True)
+                shown = progress(label)
+                callbacks = [SafePoints(checkpoint, every), *shown.pop("callbacks")]
+                fitting = trainer(callbacks=callbacks, enable_checkpointing=True, **shown)
                 fitting.fit(module, data, **resumed)
             state = checkpoints.read(checkpoint)
-        module.load_state_dict(state["state_dict"])
-        module.on_load_checkpoint(state)
+        if state is not None:
+            module.load_state_dict(state["state_dict"])
+            module.on_load_checkpoint(state)
         testing = trainer(callbacks=[], enable_checkpointing=False, enable_progress_bar=False)
         scores = testing.test(module, data, verbose=False)[0]
         testing.strategy.barrier()
-    return Fitted(_progress(state)["seconds"], dict(scores))
+    return Fitted(_progress(state)["seconds"] if state else None, dict(scores))
 
 
 def _progress(state: dict[str, Any]) -> dict[str, Any]:

@@ -1,14 +1,43 @@
-"""The bake-off: one teacher, many students, one honest table."""
+"""The bake-off: one teacher, many students, one honest table.
 
+    python experiments/kd.py                        # Digits, embedded: three seeds in under a minute on 2 cores
+    python experiments/kd.py --trainer.devices 8    # the same numbers, from 8 processes
+    python experiments/kd.py --help
+
+For each seed a teacher is trained (or loaded), every student is distilled from it in one pass over the data, and each is
+tested once. OUT/ holds the table (results.json, .md, .png), and a TensorBoard run with exported weights for each net.
+"""
+
+import os
+
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "PASSIVE"
+)  # before torch: threads that spin cost small nets most of their time
+
+import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from lightning.pytorch import Trainer
 from torch import nn
 
 import datamodules
-from apprentice import cli
+import strategies
+from apprentice import cli, environment, folders, interrupts
+from apprentice.bake_off import BakeOff, Contestant
+from apprentice.checkpoints import load_weights
 from apprentice.errors import BadInput
+from apprentice.exports import load_net, spec
+from apprentice.files import write_json
+from apprentice.keyed import seeded
+from apprentice.report import save_results, text
+from apprentice.results import bake_off_results
 from lit_modules import nets, objectives
+from lit_modules.classifier import LitClassifier
+from lit_modules.distillation import Distillation
 
 
 @dataclass
@@ -33,23 +62,123 @@ class Options(cli.RunOptions):
 
 def parser() -> cli.Parser:
     """What can be chosen: data, nets, distillation methods, optimizer, trainer."""
-    parser = cli.Parser("kd.py", __doc__, Options)
+    parser = cli.Parser("kd.py", (__doc__ or "").split("\n", 1)[0], Options)
     given_by_data = {"input_shape", "num_classes"}
     parser.add_choice("data", datamodules.ImageData, datamodules, "Digits")
     parser.add_choice("teacher", (nets.Net, nn.Module), nets, "DeepNN", skip=given_by_data)
     parser.add_choice("student", (nets.Net, nn.Module), nets, "LightNN", skip=given_by_data)
     variants = {"ce": "CrossEntropy", "kd": "Hinton", "cosine": "Cosine", "hint": "Hint"}
-    parser.add_variants("variants", objectives.Objective, objectives, variants)
+    parser.add_variants("variants", (objectives.Objective, objectives.FeatureObjective), objectives, variants)
     parser.add_optimizer()
     parser.add_trainer(max_epochs=10, log_every_n_steps=10)
     return parser
 
 
+class Wiring:
+    """What is made of the configuration, for each seed anew."""
+
+    def __init__(self, config: Namespace, data: Any) -> None:
+        self.config, self.variants = config, cli.pick(config.variants, config.only)
+        self.double = config.trainer.init_args.get("precision") in {"64-true", "64", 64}
+        self.shape = {"input_shape": data.input_shape, "num_classes": data.num_classes}
+        self.learning: dict[str, Any] = {"optimizer": cli.factory(config.optimizer, "optimizer")}
+        if config.scheduler is not None:
+            self.learning["scheduler"] = cli.factory(config.scheduler, "scheduler")
+
+    def trainer(self, callbacks: Sequence[Any] = (), plugins: Sequence[Any] = (), **kwargs: Any) -> Trainer:
+        """A Trainer with the user's settings and ours."""
+        settings = cli.arguments(self.config.trainer, "trainer")
+        mine = {"enable_model_summary": False, "num_sanity_val_steps": 0, **kwargs}
+        theirs = [*_listed(settings.pop("callbacks", None))], [*_listed(settings.pop("plugins", None))]
+        return Trainer(**settings | mine, callbacks=[*theirs[0], *callbacks], plugins=[*theirs[1], *plugins])
+
+    def net(self, key: str, seed: int) -> tuple[nn.Module, dict[str, Any]]:
+        """A fresh net, its first weights from the seed alone, and how to rebuild it."""
+        choice = getattr(self.config, key)
+        net = seeded(seed, lambda: cli.build(choice, key, **self.shape))
+        arguments = cli.arguments(choice, key, **self.shape)
+        return net.double() if self.double else net, spec(choice.class_path, arguments)
+
+    def teacher(self, seed: int) -> tuple[LitClassifier, dict[str, Contestant]]:
+        """The teacher's module."""
+        net, rebuilt = self.net("teacher", seed)
+        if self.config.teacher_ckpt is not None:
+            load_weights(net, self.config.teacher_ckpt, "teacher_ckpt")
+        module = LitClassifier(net, self.shape["num_classes"], **self.learning, seed=seed)
+        return module, {"teacher": Contestant(net, rebuilt, "CrossEntropy", {"net": self.config.teacher.name})}
+
+    def students(self, seed: int, teacher: nn.Module) -> tuple[Distillation, dict[str, Contestant]]:
+        """All students' module."""
+        students, contestants = {}, {}
+        for name, choice in self.variants.items():
+            net, rebuilt = self.net("student", seed)
+            students[name] = net, cli.build(choice, f"variants.{name}")
+            shown = {"net": self.config.student.name, **choice.init_args}
+            contestants[name] = Contestant(net, rebuilt, choice.name, shown)
+        cache = self.config.teacher_cache_mb
+        module = Distillation(teacher, students, **self.shape, **self.learning, seed=seed, teacher_cache_mb=cache)
+        return module, contestants
+
+    def check(self, data: Any) -> None:
+        """Build everything once, so that what can't work is refused before anything is trained."""
+        trainer = self.trainer()
+        data.check_replicas((trainer.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"])
+        teacher, _ = self.teacher(self.config.seeds[0])
+        self.students(self.config.seeds[0], teacher.net)
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def run(config: Namespace, wiring: Wiring, data: Any, out: Path, settings: dict[str, Any]) -> None:
+    """Train, test, tell."""
+    bake_off = BakeOff(
+        out, data, wiring.trainer, config.checkpoint_every, config.trainer.init_args["logger"] is not False
+    )
+    teachers, students = [], []
+    for seed in config.seeds:
+        loaded = config.teacher_ckpt is not None
+        teachers.append(bake_off.stage(seed, "teacher", lambda seed=seed: wiring.teacher(seed), trained=loaded))
+        net = out / f"seed{seed}" / "teacher"
+        students.append(
+            bake_off.stage(seed, "students", lambda seed=seed, net=net: wiring.students(seed, load_net(net)))
+        )
+    if not folders.is_main_process():
+        return
+    header = {
+        "experiment": "kd", "data": {"name": data.name, **data.sizes}, "hardware": environment.hardware(),
+        "versions": environment.versions(), "config": settings, "seeds": list(config.seeds),
+    }  # fmt: skip
+    taught = [{**stage["runs"]["teacher"], "fit_seconds": stage["fit_seconds"]} for stage in teachers]
+    learned = {name: [stage["runs"][name] for stage in students] for name in wiring.variants}
+    results = bake_off_results(header, taught, learned, [stage["fit_seconds"] for stage in students])
+    save_results(out, results)
+    print(f"{text(results)}\n\n{out}/results.md, .png, .json; curves: tensorboard --logdir {out}")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parse and print the configuration."""
-    with cli.one_line_errors():
-        config = parser().parse(argv)
-        print(config)
+    """Run the bake-off that the command line describes."""
+    with cli.one_line_errors(), interrupts.handled():
+        command = parser()
+        config = command.parse(argv)
+        strategies.register()
+        data = cli.build(config.data, "data")
+        data.prepare_data()
+        data.setup()
+        environment.limit_threads(data.input_shape)
+        wiring = Wiring(config, data)
+        wiring.check(data)
+        out = Path(config.out) if config.out else folders.new_folder("kd")
+        with folders.opened(out, config.resume, config.overwrite):
+            if folders.is_main_process():
+                command.save(config, out / "config.yaml")
+                write_json(out / "environment.json", environment.hardware() | environment.versions())
+            try:
+                run(config, wiring, data, out, command.as_dict(config))
+            except interrupts.Interrupted:
+                sys.stderr.write(f"stopped; go on with: python experiments/kd.py --out {out} --resume true\n")
+                raise
 
 
 if __name__ == "__main__":

@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from bake_off_facts import CE, FAILED, KD, TEST, header, results, student, teacher
 
 from apprentice.comparison import compare, load_runs
 from apprentice.files import write_json
 from apprentice.report import save_results
 from apprentice.results import bake_off_results, paired_interval
+from tests.bake_off_facts import CE, FAILED, KD, TEST, header, results, student, teacher
 
 SCRIPT = Path(__file__).parents[1] / "experiments" / "compare.py"
 

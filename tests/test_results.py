@@ -10,7 +10,6 @@ import warnings
 import numpy as np
 import pytest
 import scipy.stats
-from bake_off_facts import CE, FAILED, HINT, KD, TEST, header, results, student, teacher
 
 from apprentice.errors import BadInput
 from apprentice.files import atomic, write_bytes, write_json, write_text
@@ -18,6 +17,7 @@ from apprentice.report import markdown, picture, save_results, settings, table, 
 from apprentice.results import bake_off_results, load_results, paired_interval, t_interval
 from apprentice.tables import Table, flops_unit, listed, points, short
 from apprentice.verdict import verdict
+from tests.bake_off_facts import CE, FAILED, HINT, KD, TEST, header, results, student, teacher
 
 NOTHING = {"mean": None, "low": None, "high": None}
 

@@ -1,8 +1,8 @@
 """The command line of an experiment: flags and YAML to classes and their options; what is wrong is said in one line.
 
-Constructor signatures are the configuration: jsonargparse reads them and checks types. Choosing classes, merging flags and files by
-name, and naming the whole flag in each message is done here: a class that is chosen anew starts from its own defaults (jsonargparse
-would carry Adam's weight decay over to AdamW).
+Constructor signatures are the configuration: jsonargparse reads them and checks types. What it would do differently is
+done here: a class that is chosen anew starts from its own defaults (jsonargparse carries Adam's weight decay of 0 over to
+AdamW, whose own is 0.01), files merge into named defaults, and a message names the whole flag and what is near.
 """
 
 from apprentice.cli.building import arguments, build, factory

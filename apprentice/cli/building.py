@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from apprentice.cli.choices import Choice, imported
+from apprentice.cli.choices import NOTHING, Choice, imported
 from apprentice.cli.options import options_of
 from apprentice.errors import BadInput
 
@@ -33,7 +33,7 @@ def factory(choice: Choice, key: str, **extra: Any) -> Callable[..., Any]:
 
 
 def arguments(choice: Choice, key: str, **extra: Any) -> dict[str, Any]:
-    """The keyword arguments of the chosen class: what they choose is built anew; those of `extra` that the signature has."""
+    """The keyword arguments of the chosen class: what they choose is built anew, what it takes of `extra` added."""
     options = options_of(imported(choice.class_path, key))
     built = {
         name: _built(value, f"{key}.{name}", extra) for name, value in choice.init_args.items() if _is_choice(value)

@@ -1,13 +1,10 @@
-"""Classes chosen by name, with their options: what `--data MNIST --data.train_size 2000` or the same in YAML stands for."""
+"""Classes chosen by name, with their options: what `--data MNIST --data.train_size 2000` stands for."""
 
-import functools
 import importlib
 import inspect
 import pkgutil
-import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, UnionType
@@ -16,10 +13,11 @@ from typing import Any, TypeAlias, Union, get_args, get_origin
 import yaml
 from jsonargparse import get_loader
 
-from apprentice.errors import BadInput
 from apprentice.cli.options import Options, near, options_of, words
+from apprentice.errors import BadInput
 
 NOTHING = object()
+MANY = 8  # names in a message
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class Family:
     bases: tuple[type, ...]
     package: ModuleType
     skip: frozenset[str] = frozenset()
-    refused: Mapping[type, str] = field(default_factory=dict)
+    refused: Mapping[Any, str] = field(default_factory=dict)
 
     @property
     def known(self) -> dict[str, type]:
@@ -75,15 +73,22 @@ class Family:
         Raises:
             BadInput: there is none, it is of another kind or can't be used.
         """
-        found = self.known.get(name) if isinstance(name, str) else None
-        if found is None and isinstance(name, str):
-            found = imported(name, key, self.bases) if "." in name else getattr(self.package, name, None)
+        if isinstance(name, str) and "." in name:
+            found: type | None = imported(name, key, self.bases)
+        else:
+            found = {**self.known, **{refused.__name__: refused for refused in self.refused}}.get(name)
         for refused, reason in self.refused.items():
-            if inspect.isclass(found) and issubclass(found, refused):
+            if found is not None and issubclass(found, refused):
                 raise BadInput(key, name, reason)
-        if not inspect.isclass(found) or not issubclass(found, self.bases):
-            raise BadInput(key, name, f"{', '.join(self.known)} or the import path of a class{near(name, self.known)}")
+        if found is None or found in self.bases:
+            raise BadInput(key, name, self.expected(name))
         return found
+
+    def expected(self, name: Any = "") -> str:
+        """What there is, for a message; if that is much, what is near to `name`."""
+        known, close = list(self.known), near(name, self.known)
+        shown = ", ".join(known if len(known) <= MANY else [*known[:MANY], "..."])
+        return f"{shown} or the import path of a class{close}"
 
     def path(self, found: type, name: str) -> str:
         """Where a class that was found by `name` is imported from: from the package, if it is there."""
@@ -138,13 +143,13 @@ class Catalogue:
         self.families: list[Family] = []
 
     def choose(self, family: Family, old: Chosen, given: Any, key: str) -> Chosen:
-        """What `given` makes of the old choice: another class drops the old one's options, an option changes only itself.
+        """The old choice changed by `given`: another class drops the old one's options, an option changes only itself.
 
         Args:
             family: what is chosen from.
             old: the choice so far.
-            given: a name, an import path, a mapping of options (`class_path` and `init_args` if that is liked better), a list
-                of such, or YAML for one of these.
+            given: a name, an import path, a mapping of options (with `class_path` and `init_args`, or without), a
+                list of such, or YAML for one of these.
             key: where it stands on the command line.
 
         Raises:
@@ -205,14 +210,17 @@ class Catalogue:
             for i, entry in enumerate(chosen):
                 self.check_complete(family, entry, f"{key}.{i}")
         if isinstance(chosen, Choice):
-            options = family.options(chosen, key)
-            for name in options:
-                if name in options.required and name not in chosen.init_args:
-                    expected = f"{words(options.hint(name))}; {chosen.name} can't do without"
-                    raise BadInput(f"{key}.{name}", "(nothing)", expected)
-                inner = self._family(options, name)
-                if inner is not None:
-                    self.check_complete(inner, chosen.init_args.get(name), f"{key}.{name}")
+            self.check_options(family.options(chosen, key), chosen, key)
+
+    def check_options(self, options: Options, choice: Choice, key: str) -> None:
+        """The same for the options of a chosen class."""
+        for name in options:
+            if name in options.required and name not in choice.init_args:
+                expected = f"{words(options.hint(name))}; {choice.name} can't do without"
+                raise BadInput(f"{key}.{name}", "(nothing)", expected)
+            family = self._family(options, name)
+            if family is not None:
+                self.check_complete(family, choice.init_args.get(name), f"{key}.{name}")
 
     def plain(self, family: Family, chosen: Chosen) -> Any:
         """A choice as YAML has it."""

@@ -43,7 +43,7 @@ class One:
         chosen = catalogue.choose(self.family, old, given, key)
         if isinstance(chosen, list) or (chosen is None and not self.optional):
             shown = "null" if chosen is None else given
-            raise BadInput(key, shown, f"one of {', '.join(self.family.known)} or the import path of a class")
+            raise BadInput(key, shown, f"one class: {self.family.expected()}")
         return chosen
 
     def check(self, catalogue: Catalogue, value: Chosen, key: str) -> None:
@@ -57,7 +57,7 @@ class One:
 
 @dataclass
 class Many:
-    """`--variants.t8 Hinton --variants.t8.temperature 8`: classes by names of the user's own, merged into those that are there."""
+    """`--variants.t8 Hinton --variants.t8.temperature 8`: classes by names of one's own, merged by name."""
 
     family: Family
     default: dict[str, Any]
@@ -65,7 +65,7 @@ class Many:
 
     def start(self, catalogue: Catalogue, key: str) -> dict[str, Chosen]:
         """The default ones."""
-        return {name: catalogue.choose(self.family, None, given, f"{key}.{name}") for name, given in self.default.items()}
+        return self.change(catalogue, {}, self.default, key)
 
     def change(self, catalogue: Catalogue, old: dict[str, Chosen], given: Any, key: str) -> dict[str, Chosen]:
         """Those that are named, changed or added."""
@@ -114,7 +114,8 @@ class Fixed:
         return catalogue.set_options(old, self.options, inner, key)
 
     def check(self, catalogue: Catalogue, value: Choice, key: str) -> None:
-        """Nothing is missing: all have defaults."""
+        """No option that a class needs is missing."""
+        catalogue.check_options(self.options, value, key)
 
     def plain(self, catalogue: Catalogue, value: Choice) -> dict[str, Any]:
         """The options."""

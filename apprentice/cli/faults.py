@@ -9,12 +9,14 @@ from contextlib import contextmanager
 from apprentice.errors import BadInput
 
 # The last line that a rank which was started by fork leaves behind.
-FROM_RANK = re.compile(r"(?:[\w.]*\.)?(?:BadInput|MisconfigurationException|OSError|PermissionError|FileNotFoundError): (.*)")
+FROM_RANK = re.compile(
+    r"([\w.]*\.)?(BadInput|MisconfigurationException|(OS|Permission|FileNotFound)Error): (?P<told>.*)"
+)
 
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """What can't be used, what the Trainer refuses and what the disk refuses ends the process with one line on stderr."""
+    """What can't be used, and what the Trainer or the disk refuses, ends the process with one line on stderr."""
     try:
         yield
     except Exception as error:
@@ -32,11 +34,13 @@ def one_line(error: Exception) -> str | None:
     if isinstance(error, OSError):
         return _disk(error)
     kind = type(error).__name__
+    if kind == "RuntimeError" and "inline_container" in str(error):  # what torch.save makes of a full disk
+        return "no space left on the disk, or it can't be written; what was finished is kept"
     if kind == "MisconfigurationException":
         return f"--trainer: {error}"
     if kind == "ProcessRaisedException":
         told = FROM_RANK.fullmatch(str(error).strip().splitlines()[-1])
-        return told and told[1]
+        return told and told["told"]
     return None
 
 

@@ -1,4 +1,4 @@
-"""torch's optimizers and schedulers as choices, tried out on a dummy net so that wrong values are found before training."""
+"""Optimizers and schedulers as choices, tried out on a dummy net so that wrong values are found before training."""
 
 import warnings
 from collections.abc import Iterator
@@ -15,10 +15,11 @@ from apprentice.errors import BadInput
 
 ONE_AT_A_TIME = "one scheduler by itself, as MultiStepLR or CosineAnnealingLR"
 REFUSED_OPTIMIZERS = {
-    torch.optim.LBFGS: "an optimizer that takes a step for each student by itself, as Adam or SGD; LBFGS couples them",
+    torch.optim.LBFGS: "one that steps each student by itself, as Adam or SGD; this one couples students",
+    torch.optim.SparseAdam: "one for dense gradients, as Adam",
 }
 REFUSED_SCHEDULERS = {
-    lr_scheduler.ReduceLROnPlateau: "a scheduler that depends on the epoch alone, as MultiStepLR; ReduceLROnPlateau couples students",
+    lr_scheduler.ReduceLROnPlateau: "one that depends on the epoch alone, as MultiStepLR; this one couples students",
     lr_scheduler.SequentialLR: ONE_AT_A_TIME,
     lr_scheduler.ChainedScheduler: ONE_AT_A_TIME,
 }

@@ -21,8 +21,8 @@ WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "
 class Options:
     """The options of a class: names, types, defaults and descriptions.
 
-    jsonargparse resolves the signature (through `**kwargs`, too), checks values against the types and gives them back as plain
-    YAML. Only one option is checked at a time, so that an error belongs to one flag.
+    jsonargparse resolves the signature (through `**kwargs`, too), checks values against the types and serializes them.
+    One option is checked at a time, so that an error belongs to one flag.
 
     Args:
         target: the class.
@@ -33,12 +33,11 @@ class Options:
     def __init__(self, target: type, skip: Iterable[str] = (), types: Mapping[str, Any] | None = None) -> None:
         self.target, types = target, types or {}
         self._parser = ArgumentParser(exit_on_error=False, add_help=False)
-        parameters = {"as_group": False, "fail_untyped": False}
-        self._parser.add_class_arguments(target, skip={*skip, *types}, **parameters)  # type: ignore[arg-type]
         for name, hint in types.items():
             self._parser.add_argument(
                 f"--{name}", type=hint, default=inspect.signature(target).parameters[name].default
             )
+        self._parser.add_class_arguments(target, skip={*skip, *types}, as_group=False, fail_untyped=False)
         names = set(self._parser.get_defaults().keys())
         self._actions = {action.dest: action for action in self._parser._actions if action.dest in names}
         self.required = {
@@ -71,7 +70,7 @@ class Options:
         return " ".join((self._actions[name].help or "").split())
 
     def check(self, name: str, value: Any, key: str = "") -> Any:
-        """The value as the option's type has it: text, as on the command line, is read as YAML where the type asks for it.
+        """The value as the option's type has it; text, as on the command line, is read as YAML where that is wanted.
 
         Args:
             name: the option.
@@ -109,7 +108,7 @@ class Options:
         return yaml.safe_load(text)[name]
 
     def instances(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The values with what names a class or a function replaced by an instance of the one, made anew, or the other."""
+        """The values, with a new instance for each class among them, and the function for each function's name."""
         return dict(self._parser.instantiate(Namespace(dict(values))).items(branches=True, nested=False))
 
 
@@ -144,8 +143,8 @@ def accepts_null(hint: Any) -> bool:
     )
 
 
-def near(name: str, known: Iterable[str]) -> str:
+def near(name: Any, known: Iterable[str], prefix: str = "") -> str:
     """The known names that look like this one, as the end of a message."""
     lower = {other.lower(): other for other in known}
     found = [lower[match] for match in difflib.get_close_matches(str(name).lower(), lower, 3, 0.6)]
-    return f"; near: {', '.join(found)}" if found else ""
+    return f"; near: {', '.join(prefix + match for match in found)}" if found else ""

@@ -1,8 +1,9 @@
-"""A parser: what the command line of an experiment has, and how flags, files and an earlier run become one configuration."""
+"""A parser: what the command line has, and how flags, files and an earlier run become one configuration."""
 
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
@@ -24,7 +25,8 @@ T = TypeVar("T")
 INVOCATION = frozenset({"out", "resume", "overwrite"})
 # What may differ when a run goes on, because no result depends on it.
 FREE = INVOCATION | {
-    "checkpoint_every", "trainer.devices", "trainer.strategy", "trainer.accelerator", "trainer.num_nodes", "trainer.logger",
+    "checkpoint_every",
+    "trainer.devices", "trainer.strategy", "trainer.accelerator", "trainer.num_nodes", "trainer.logger",
     "trainer.log_every_n_steps", "trainer.enable_progress_bar", "trainer.enable_model_summary", "trainer.profiler",
 }  # fmt: skip
 # Arguments of the Trainer that the experiment sees to.
@@ -81,16 +83,21 @@ class Parser:
         self._add(key, One(_family(bases, package, skip), default, optional))
 
     def add_variants(
-        self, key: str, base: type, package: ModuleType, defaults: Mapping[str, Any], only: str = "only"
+        self,
+        key: str,
+        bases: type | tuple[type, ...],
+        package: ModuleType,
+        defaults: Mapping[str, Any],
+        only: str = "only",
     ) -> None:
-        """Add `--KEY.NAME CLASS` and `--KEY.NAME.OPTION VALUE` for any name; what is given merges into the defaults by name.
+        """Add `--KEY.NAME CLASS` and `--KEY.NAME.OPTION VALUE` for any name, merged into the defaults by name.
 
         `only` is the plain option that says which of them are wanted, if there is one.
         """
-        self._add(key, Many(_family(base, package), dict(defaults), only))
+        self._add(key, Many(_family(bases, package), dict(defaults), only))
 
     def add_optimizer(self, default: Any = "Adam") -> None:
-        """Add `--optimizer` and `--scheduler`: torch's classes, tried out on a dummy net before anything else happens."""
+        """Add `--optimizer` and `--scheduler`: torch's classes, tried out on a dummy net when parsed."""
         self._add("optimizer", One(optimizers.optimizers(), default))
         self._add("scheduler", One(optimizers.schedulers(), None, optional=True))
 
@@ -113,8 +120,8 @@ class Parser:
     def parse(self, argv: Sequence[str] | None = None) -> Namespace:
         """The configuration: defaults, then YAML files in their order, then flags.
 
-        Each choice is a `Choice`, the variants a dict of them, `trainer` a `Choice` of Lightning's; plain options are as their
-        dataclass has them. With `resume`, settings come from the folder's config.yaml.
+        Each choice is a `Choice`, the variants a dict of them, `trainer` a `Choice` of Lightning's; plain options are
+        as their dataclass has them. With `resume`, settings come from the folder's config.yaml.
 
         Raises:
             BadInput: naming the flag.
@@ -125,12 +132,14 @@ class Parser:
         if "help" in bare:
             sys.stdout.write(self._help(given))
             raise SystemExit(0)
-        layers = [Layer(load(path), str(path)) for path in given.pop("config", [])] + [Layer(given)]
-        settings = self._changed(self._start(), layers)
-        config = self._finished(settings)
-        if config.resume:
-            config = self._resumed(config, layers)
-        self._check(config)
+        layers = _layers(given)
+        run = self._run_to_resume(layers)
+        start = self._start() if run is None else self._saved(run)
+        with _as_given(layers):
+            config = self._finished(self._changed(start, layers))
+            self._check(config)
+            if run is not None:
+                self._check_same(run, start, config)
         if "print_config" in bare:
             sys.stdout.write(self.dump(config))
             raise SystemExit(0)
@@ -143,12 +152,9 @@ class Parser:
     def _changed(self, settings: dict[str, Any], layers: Iterable[Layer]) -> dict[str, Any]:
         settings = dict(settings)
         for layer in layers:
-            try:
+            with _as_given([layer]):
                 for key, given in layer.given.items():
                     settings[key] = self._change(settings, key, given)
-            except BadInput as error:
-                place = f" (in {layer.source})" if layer.source else ""
-                raise type(error)(error.flag, error.value, f"{error.expected}{place}") from error
         return settings
 
     def _change(self, settings: dict[str, Any], key: str, given: Any) -> Any:
@@ -157,7 +163,8 @@ class Parser:
         if key in self.options and not isinstance(given, dict):
             return self.options.check(key, given)
         flag, value = leaf(key, given)
-        raise BadInput(flag, value, f"a flag of {self.prog}{near(flag, self._flags(settings)) or '; --help lists them'}")
+        hint = near(flag, self._flags(settings), "--") or "; --help lists them"
+        raise BadInput(flag, value, f"a flag of {self.prog}{hint}")
 
     def _flags(self, settings: Mapping[str, Any]) -> list[str]:
         plain = {key: entry.plain(self.catalogue, settings[key]) for key, entry in self.entries.items()}
@@ -185,20 +192,27 @@ class Parser:
 
     # Going on
 
-    def _resumed(self, config: Namespace, layers: Sequence[Layer]) -> Namespace:
-        """The configuration of the run in the folder, with what may differ from it; as given, where there is no run."""
-        path = Path(config.out) / "config.yaml"
-        if not path.exists():
-            return config
+    def _run_to_resume(self, layers: Sequence[Layer]) -> Path | None:
+        """The settings of the run to go on with, if that is wanted and there is one."""
+        plain = [Layer({k: v for k, v in layer.given.items() if k in self.options}, layer.source) for layer in layers]
+        settings = self._changed(self.options.defaults, plain)
+        with _as_given(layers):
+            options = self.options.target(**settings)
+        path = Path(options.out or "") / "config.yaml"
+        return path if options.resume and path.exists() else None
+
+    def _saved(self, path: Path) -> dict[str, Any]:
+        """The settings of that run, whatever the defaults are now."""
         start = {**self._start(), **{key: {} for key, entry in self.entries.items() if isinstance(entry, Many)}}
-        saved = self._changed(start, [Layer(load(path, "out"), str(path))])
+        return self._changed(start, [Layer(load(path, "out"), str(path))])
+
+    def _check_same(self, path: Path, saved: Mapping[str, Any], config: Namespace) -> None:
+        """Raise BadInput if anything differs from that run on which its results depend."""
         before = dict(flat(self.as_dict(self._finished(saved))))
-        config = self._finished(self._changed(saved, layers))
         for flag, value in flat(self.as_dict(config)):
             if not _free(flag) and value != before.get(flag, NOTHING):
-                was = before.get(flag, "nothing")
-                raise BadInput(flag, value, f"{was}, as the run in {config.out} was started; leave it out, or take another --out")
-        return config
+                was = f"{before.get(flag, 'nothing')}, as the run in {path.parent} was started"
+                raise BadInput(flag, value, f"{was}; leave it out, or take another --out")
 
     # Writing
 
@@ -219,8 +233,7 @@ class Parser:
     def _help(self, given: dict[str, Any]) -> str:
         """The help, with the options of the classes that are chosen beside it."""
         try:
-            layers = [Layer(load(path), str(path)) for path in given.pop("config", [])] + [Layer(given)]
-            settings = self._changed(self._start(), layers)
+            settings = self._changed(self._start(), _layers(given))
         except BadInput:
             settings = self._start()
         return usage.text(self, settings)
@@ -240,6 +253,32 @@ def pick(variants: Mapping[str, T], only: Sequence[str] | None, flag: str = "onl
     if not only:
         raise BadInput(flag, "[]", f"at least one of {', '.join(variants)}")
     return {name: variant for name, variant in variants.items() if name in only}
+
+
+def _layers(given: dict[str, Any]) -> list[Layer]:
+    """Files in their order, then the flags."""
+    return [*(Layer(load(path), str(path)) for path in given.pop("config", [])), Layer(given)]
+
+
+class Told(BadInput):
+    """Bad input that is shown as it was given."""
+
+
+@contextmanager
+def _as_given(layers: Sequence[Layer]) -> Iterator[None]:
+    """Errors show the value as it was given, and the file that it was given in."""
+    try:
+        yield
+    except Told:
+        raise
+    except BadInput as error:
+        value, place = error.value, ""
+        for layer in layers:
+            found = dict(flat(layer.given))
+            if error.flag in found:
+                value, place = found[error.flag], f" (in {layer.source})" if layer.source else ""
+        shown = " ".join(map(str, value)) if isinstance(value, list) and not place else value
+        raise Told(error.flag, shown, f"{error.expected}{place}") from error
 
 
 def _free(flag: str) -> bool:

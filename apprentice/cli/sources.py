@@ -22,7 +22,8 @@ class Stray(BadInput):
 def flags(argv: Sequence[str]) -> dict[str, Any]:
     """The flags as nested mappings: `--data MNIST --data.root X` is `{"data": {"class_path": "MNIST", "root": "X"}}`.
 
-    Values stay text; several for one flag are a list, as are all of `config`; bare flags are true.
+    Values stay text; several for one flag are a list, as are all of `config`; bare flags are true. A node that has both
+    a value and options below keeps the value as its `class_path`.
 
     Raises:
         BadInput: a flag has no value, or a value no flag.

@@ -1,5 +1,6 @@
 """The help of a command line: short, in groups, with the options of what is chosen."""
 
+import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,8 @@ WIDTH, COLUMN = 110, 36
 
 def text(parser: "Parser", settings: Mapping[str, Any]) -> str:
     """The whole help; `settings` are what is chosen so far."""
-    lines = [f"usage: {parser.prog} [--FLAG VALUE ...] [--config FILE] [--print_config] [--help]", "", *_wrapped(parser.description)]
+    lines = [f"usage: {parser.prog} [--FLAG VALUE ...] [--config FILE] [--print_config] [--help]", ""]
+    lines += _wrapped(parser.description)
     lines += ["", *_line("--config FILE", "settings from YAML; flags override them, wherever they stand")]
     lines += _line("--print_config", "print all settings as YAML, for --config")
     lines += _line("--help", "print this; with a class, as in --data MNIST --help, its options")
@@ -59,9 +61,11 @@ def _fixed(options: Options, chosen: Choice, key: str) -> Iterator[str]:
 
 
 def _line(flag: str, description: str) -> list[str]:
-    lines = _wrapped(description, " " * COLUMN) or [""]
-    start = f"  {flag}"
-    return [f"{start:<{COLUMN}}{lines[0].strip()}".rstrip(), *lines[1:]] if len(start) < COLUMN - 1 else [start, *filter(None, lines)]
+    """A flag and the first sentence about it, beside it or below."""
+    start, lines = f"  {flag}", _wrapped(re.split(r"(?<=\w{3})[.;] ", description)[0].rstrip("."), " " * COLUMN)
+    if lines and len(start) < COLUMN:
+        start, lines = f"{start:<{COLUMN}}{lines[0].strip()}", lines[1:]
+    return [start, *lines]
 
 
 def _wrapped(words: str, indent: str = "") -> list[str]:

@@ -1,0 +1,129 @@
+"""The stages of a bake-off in a run's folder: each leaves weights and facts, and what has left them is not done again."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from apprentice import costs
+from apprentice.batch import Batch
+from apprentice.exports import Spec, save_net
+from apprentice.files import write_json
+from apprentice.folders import is_main_process
+from apprentice.stages import MakeTrainer, fit_and_test
+from apprentice.tracking import log_run
+
+Facts = dict[str, Any]
+
+
+@dataclass
+class Contestant:
+    """One net that a stage trains.
+
+    Attributes:
+        net: the bare net, to be exported.
+        spec: how to rebuild it.
+        objective: name of what it learns by.
+        options: the settings that its row in the HPARAMS tab shows.
+    """
+
+    net: nn.Module
+    spec: Spec
+    objective: str
+    options: Mapping[str, Any]
+
+
+@dataclass
+class BakeOff:
+    """Trains and tests the modules of a bake-off, stage by stage.
+
+    Attributes:
+        folder: the run's folder, OUT.
+        data: the data module, set up.
+        make_trainer: makes a Trainer with the user's settings.
+        every: seconds between checkpoints.
+        tensorboard: whether TensorBoard's files are written.
+    """
+
+    folder: Path
+    data: Any
+    make_trainer: MakeTrainer
+    every: float = 30.0
+    tensorboard: bool = True
+
+    def stage(
+        self, seed: int, name: str, make: Callable[[], tuple[Any, dict[str, Contestant]]], trained: bool = False
+    ) -> Facts:
+        """Fit and test a module of one or several runs, export its nets, measure their costs.
+
+        Args:
+            seed: the training seed; keys order and augmentation.
+            name: of the stage, and of its only run where the module has but one.
+            make: makes the module and its contestants by name; not called if the stage is finished.
+            trained: the module's weights are there already: only test it.
+
+        Returns:
+            `fit_seconds`, and by the contestants' names `runs`, the facts that `results.bake_off_results` takes.
+
+        Raises:
+            Interrupted: the user asked to stop; what was trained is kept.
+        """
+        folder = self.folder / f"seed{seed}"
+        record = folder / f"{name}.json"
+        if record.exists():
+            return json.loads(record.read_text())
+        self.data.order_seed = seed
+        module, contestants = make()
+        names, checkpoint = list(contestants), folder / f"{name}.ckpt"
+        found = fit_and_test(
+            module, self.data, self.make_trainer, checkpoint,
+            runs=names, every=self.every, tensorboard=self.tensorboard, label=f"seed {seed} {name:8}", trained=trained,
+        )  # fmt: skip
+        facts: Facts = {"fit_seconds": found.seconds, "runs": {}}
+        if is_main_process():
+            for run, contestant in contestants.items():
+                facts["runs"][run] = self._facts(module, run if module.runs != [""] else "", contestant, found.scores)
+                save_net(contestant.net, contestant.spec, folder / run)
+                self._track(folder / run, contestant, facts["runs"][run])
+            write_json(record, facts)
+            checkpoint.unlink(missing_ok=True)
+        return facts
+
+    def _facts(self, module: Any, run: str, contestant: Contestant, scores: Mapping[str, float]) -> Facts:
+        prefix = f"{run}/test" if run else "test"
+        failed = module.failed.get(run)
+        facts: Facts = {
+            "objective": contestant.objective,
+            "parameters": costs.parameters(contestant.net),
+            "test_acc": None if failed else scores[f"{prefix}/acc"],
+            "test_correct": None if failed else round(scores[f"{prefix}/correct"]),
+            "step_ms": None,
+            "train_flops": None,
+            "failed": failed,
+        }
+        if module.samples and not failed:  # a loaded net's training was paid for elsewhere
+            batch = self._batch(module)
+            step = module.step_alone(run, batch)
+            facts["train_flops"] = round(costs.flops(step) / batch.count * module.samples)
+            facts["step_ms"] = costs.milliseconds(step)
+        return facts
+
+    def _batch(self, module: nn.Module) -> Batch:
+        """The training set's first samples as one whole batch."""
+        parameter = next(module.parameters())
+        train = self.data.split("train")
+        rows = torch.arange(min(self.data.batch_size, len(train.labels)))
+        images, labels = train.take(rows)
+        images = self.data.normalize(images.to(parameter.device), parameter.dtype)
+        return Batch(images, labels.to(parameter.device), rows, rows, len(rows), 1, 0)
+
+    def _track(self, folder: Path, contestant: Contestant, facts: Facts) -> None:
+        if self.tensorboard:
+            shown = {"test/acc": "test_acc", "cost/parameters": "parameters"}
+            shown |= {"cost/train_flops": "train_flops", "cost/step_ms": "step_ms"}
+            options = {"objective": contestant.objective, **contestant.options}
+            log_run(folder, options, {tag: facts[key] for tag, key in shown.items()})
