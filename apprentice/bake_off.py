@@ -73,12 +73,14 @@ class BakeOff:
             Interrupted: the user asked to stop; what was trained is kept.
         """
         folder = self.folder / f"seed{seed}"
-        record = folder / f"{name}.json"
+        record, checkpoint = folder / f"{name}.json", folder / f"{name}.ckpt"
         if record.exists():
+            if is_main_process():
+                checkpoint.unlink(missing_ok=True)  # a crash may have come just before
             return json.loads(record.read_text())
         self.data.order_seed = seed
         module, contestants = make()
-        names, checkpoint = list(contestants), folder / f"{name}.ckpt"
+        names = list(contestants)
         found = fit_and_test(
             module, self.data, self.make_trainer, checkpoint,
             runs=names, every=self.every, tensorboard=self.tensorboard, label=f"seed {seed} {name:8}", trained=trained,

@@ -22,6 +22,7 @@ class Interrupted(SystemExit):
 class _State:
     requested: int | None = None
     deferring = False
+    owner = 0  # the process that handles signals; ranks that it forks have another id
 
 
 def requested() -> bool:
@@ -42,7 +43,7 @@ def _handle(signum: int, _frame: Any) -> None:
             os.kill(child.pid, signal.SIGINT)
     if _State.deferring and not again:
         return
-    if multiprocessing.parent_process() is not None:
+    if os.getpid() != _State.owner:
         os._exit(128 + signum)  # a forked rank: its parent tells the user
     raise Interrupted(signum)
 
@@ -58,7 +59,7 @@ def handled() -> Iterator[None]:
         yield
         return
     before = _install()
-    _State.requested = None
+    _State.requested, _State.owner = None, os.getpid()
     try:
         yield
     finally:

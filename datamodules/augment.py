@@ -24,16 +24,10 @@ def augment(images: Tensor, key: int, index: Tensor, flip: bool) -> Tensor:
     Returns:
         (B, C, H, W), a new tensor of the same type.
     """
-    b, c, h, w = images.shape
+    b, _, h, w = images.shape
     pad = crop_padding(h, w)
     drawn = keyed.bits(key, index, columns=3)  # (B, 3) in [0, 2**32)
-    corner = (drawn[:, :2] * (2 * pad + 1)) >> 32  # (B, 2) in [0, 2 * pad]
-    device = images.device
-    rows = corner[:, :1] + torch.arange(h, device=device)  # (B, H)
-    columns = corner[:, 1:] + torch.arange(w, device=device)  # (B, W)
-    if flip:
-        columns = torch.where(drawn[:, 2:] >= 2**31, columns.flip(1), columns)
-    padded = F.pad(images, (pad, pad, pad, pad))
-    sample = torch.arange(b, device=device)[:, None, None, None]
-    channel = torch.arange(c, device=device)[:, None, None]
-    return padded[sample, channel, rows[:, None, :, None], columns[:, None, None, :]]
+    top, left = ((drawn[:, :2] * (2 * pad + 1)) >> 32).unbind(1)  # (B,) each, in [0, 2 * pad]
+    windows = F.pad(images, (pad, pad, pad, pad)).unfold(2, h, 1).unfold(3, w, 1)  # (B, C, 2 pad + 1, 2 pad + 1, H, W)
+    crops = windows[torch.arange(b, device=images.device), :, top, left]
+    return torch.where((drawn[:, 2] >= 2**31)[:, None, None, None], crops.flip(3), crops) if flip else crops

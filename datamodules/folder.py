@@ -24,7 +24,7 @@ LARGE = 128 * 128  # pixels from which two threads decode faster than one; at 32
 
 
 class Files(NamedTuple):
-    """Images on disk: paths, labels (n,) int64, and the size to bring them to, or None if all have the size of `first`."""
+    """Images on disk: paths, labels (n,) int64, the size to bring them to, or None if all have the size of `first`."""
 
     paths: list[Path]
     labels: Tensor

@@ -33,6 +33,7 @@ from apprentice.errors import BadInput
 from apprentice.exports import load_net, spec
 from apprentice.files import write_json
 from apprentice.keyed import seeded
+from apprentice.progress import quiet
 from apprentice.report import save_results, text
 from apprentice.results import bake_off_results
 from lit_modules import nets, objectives
@@ -159,7 +160,7 @@ def run(config: Namespace, wiring: Wiring, data: Any, out: Path, settings: dict[
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the bake-off that the command line describes."""
-    with cli.one_line_errors(), interrupts.handled():
+    with cli.one_line_errors(), interrupts.handled(), quiet():
         command = parser()
         config = command.parse(argv)
         strategies.register()

@@ -1,4 +1,4 @@
-"""MNIST and CIFAR-10 from a server on this machine: fetched once, checked, or refused in a line that says what helps."""
+"""MNIST and CIFAR-10 from a server on this machine: fetched once, checked, or refused in a line that helps."""
 
 import gzip
 import hashlib
@@ -43,7 +43,7 @@ def served(tmp_path: Path) -> Iterator[Path]:
     folder.mkdir()
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder))) as server:
         (tmp_path / "address").write_text(f"http://127.0.0.1:{server.server_port}/")
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         yield folder
         server.shutdown()
@@ -86,7 +86,7 @@ def cifar(served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> byte
 
 @pytest.fixture
 def mnist(served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The four archives, with 40 and 20 images; the first mirror does not have them."""
+    """The four archives, with 40 and 20 images; the first mirror refuses connections."""
     resources = []
     for name, _ in torchvision.datasets.MNIST.resources:
         count = 40 if name.startswith("train") else 20
@@ -98,7 +98,7 @@ def mnist(served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         resources.append((name, md5(content)))
     address = (tmp_path / "address").read_text()
     monkeypatch.setattr(torchvision.datasets.MNIST, "resources", resources)
-    monkeypatch.setattr(torchvision.datasets.MNIST, "mirrors", [address + "nothing/", address])
+    monkeypatch.setattr(torchvision.datasets.MNIST, "mirrors", ["http://127.0.0.1:9/", address])
 
 
 def refusal(data: ImageData) -> str:

@@ -166,7 +166,7 @@ def test_options_come_from_the_command_line(root: Path) -> None:
     parser.add_subclass_arguments(ImageData, "data")
     line = f"--data datamodules.ImageFolder --data.root {root} --data.image_size 6 --data.validation_size 2"
     options = [*line.split(), "--data.std", "[1,1,2]", "--data.train_size", "4", "--data.augment", "true"]
-    data = parser.instantiate_classes(parser.parse_args(options)).data
+    data = parser.instantiate(parser.parse_args(options)).data
     assert (data.std, data.augment, data.sizes) == ((1, 1, 2), True, {"train": 4, "validation": 2, "test": 6})
     fraction = parser.parse_args(["--data", "datamodules.Digits", "--data.validation_size", "0.25"])
-    assert parser.instantiate_classes(fraction).data.sizes["validation"] == 359
+    assert parser.instantiate(fraction).data.sizes["validation"] == 359

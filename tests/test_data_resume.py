@@ -48,8 +48,8 @@ class Saver(Callback):
             trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
 
 
-def data() -> Digits:
-    module = Digits(batch_size=16, train_size=75, validation_size=40, test_size=10, augment=True)
+def data(validation_size: int = 40) -> Digits:
+    module = Digits(batch_size=16, train_size=75, validation_size=validation_size, test_size=10, augment=True)
     module.order_seed = 3
     return module
 
@@ -92,6 +92,15 @@ def test_resumed_fit_is_the_undisturbed_one(tmp_path: Path, hook: str, options: 
         resumed = fit(digits, [], checkpoint, **options)
         assert resumed.seen == [seen for seen in whole.seen if seen[0] >= int(checkpoint.stem)], checkpoint.name
         assert torch.equal(resumed.net.weight, whole.net.weight), checkpoint.name
+
+
+def test_resumed_without_validation(tmp_path: Path) -> None:
+    digits = data(validation_size=0)
+    whole = fit(digits, [Saver(tmp_path, "on_train_batch_end")])
+    for done in (3, 5, 11):
+        resumed = fit(digits, [], tmp_path / f"{done}.ckpt")
+        assert resumed.seen == whole.seen[done:]
+        assert torch.equal(resumed.net.weight, whole.net.weight)
 
 
 def test_other_passes_during_and_after_a_fit_are_whole() -> None:

@@ -1,14 +1,14 @@
 """The command line of an experiment: flags and YAML to classes and their options; what is wrong is said in one line.
 
-Constructor signatures are the configuration: jsonargparse reads them and checks types. What it would do differently is
-done here: a class that is chosen anew starts from its own defaults (jsonargparse carries Adam's weight decay of 0 over to
-AdamW, whose own is 0.01), files merge into named defaults, and a message names the whole flag and what is near.
+Constructor signatures are the configuration: jsonargparse reads them and checks types. Three things are done here, as
+it would do them otherwise: a class that is chosen anew starts from its own defaults (jsonargparse carries Adam's weight
+decay of 0 over to AdamW, whose own is 0.01), files merge into named defaults, and messages name flags and what is near.
 """
 
-from apprentice.cli.building import arguments, build, factory
+from apprentice.cli.building import arguments, build, factory, refusals
 from apprentice.cli.choices import Choice
 from apprentice.cli.faults import one_line_errors
 from apprentice.cli.parser import Parser, pick
 from apprentice.cli.run_options import RunOptions
 
-__all__ = ["Choice", "Parser", "RunOptions", "arguments", "build", "factory", "one_line_errors", "pick"]
+__all__ = ["Choice", "Parser", "RunOptions", "arguments", "build", "factory", "one_line_errors", "pick", "refusals"]

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from apprentice.cli.choices import NOTHING, Choice, imported
+from apprentice.cli.choices import NOTHING, Choice
+from apprentice.cli.imports import imported
 from apprentice.cli.options import options_of
 from apprentice.errors import BadInput
 
@@ -23,7 +24,7 @@ def build(choice: Choice, key: str, **extra: Any) -> Any:
         BadInput: what the constructor refuses, with the whole flag.
     """
     make = factory(choice, key, **extra)
-    with faults(choice, key):
+    with refusals(choice, key):
         return make()
 
 
@@ -39,7 +40,7 @@ def arguments(choice: Choice, key: str, **extra: Any) -> dict[str, Any]:
         name: _built(value, f"{key}.{name}", extra) for name, value in choice.init_args.items() if _is_choice(value)
     }
     plain = {name: value for name, value in choice.init_args.items() if name not in built}
-    with faults(choice, key):
+    with refusals(choice, key):
         plain = options.instances(plain)
     return {**plain, **built, **{name: value for name, value in extra.items() if name in options}}
 
@@ -55,7 +56,7 @@ def _built(value: Any, key: str, extra: dict[str, Any]) -> Any:
 
 
 @contextmanager
-def faults(choice: Choice, key: str) -> Iterator[None]:
+def refusals(choice: Choice, key: str) -> Iterator[None]:
     """Turn what a constructor refuses into BadInput with the whole flag."""
     try:
         yield

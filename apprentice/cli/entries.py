@@ -1,7 +1,6 @@
 """What may stand at a key of the command line: a choice, named choices, or the options of a fixed class."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -120,16 +119,3 @@ class Fixed:
     def plain(self, catalogue: Catalogue, value: Choice) -> dict[str, Any]:
         """The options."""
         return catalogue.plain_options(self.options, value)
-
-
-def flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Plain settings as flags and their values."""
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            below = key if name in {"class_path", "init_args"} else f"{key}.{name}".lstrip(".")
-            yield from flat(inner, below)
-    elif isinstance(value, list) and any(isinstance(entry, dict) for entry in value):
-        for i, entry in enumerate(value):
-            yield from flat(entry, f"{key}.{i}")
-    else:
-        yield key, value

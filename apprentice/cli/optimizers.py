@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from apprentice.cli.building import factory, faults
+from apprentice.cli.building import factory, refusals
 from apprentice.cli.choices import Choice, Family
 from apprentice.errors import BadInput
 
@@ -62,7 +62,7 @@ def try_out(optimizer: Choice, scheduler: Choice | None, epochs: int) -> None:
 @contextmanager
 def _faults(choice: Choice, key: str) -> Iterator[None]:
     """In a trial, whatever goes wrong is the options' fault."""
-    with faults(choice, key), warnings.catch_warnings():
+    with refusals(choice, key), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             yield

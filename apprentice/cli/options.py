@@ -16,6 +16,7 @@ from torch import Tensor
 from apprentice.errors import BadInput
 
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+ANYTHING = "a value"
 
 
 class Options:
@@ -124,23 +125,25 @@ def words(hint: Any) -> str:
     if hint in WORDS:
         return WORDS[hint]
     if origin in {typing.Union, types.UnionType}:
-        return " or ".join(dict.fromkeys(words(argument) for argument in arguments if argument is not Tensor))
+        kinds = dict.fromkeys(words(argument) for argument in arguments if argument is not Tensor)
+        return ANYTHING if ANYTHING in kinds else " or ".join(kinds)
     if origin is typing.Literal:
         return ", ".join(str(argument) for argument in arguments)
     if origin is tuple:
         return f"[{', '.join(words(argument) for argument in arguments)}]"
     if inspect.isclass(origin) and issubclass(origin, Iterable) and not issubclass(origin, Mapping):
         return f"a list, [...], each {words(arguments[0])}"
-    return getattr(hint, "__name__", str(hint))
+    return ANYTHING if is_open(hint) else getattr(hint, "__name__", str(hint))
 
 
 def accepts_null(hint: Any) -> bool:
     """Whether None is a value of this type."""
-    return (
-        hint in {Any, type(None)}
-        or any(accepts_null(argument) for argument in typing.get_args(hint))
-        or (type(hint).__name__ in {"UnvalidatedType", "UntypedType"})
-    )
+    return hint is type(None) or is_open(hint) or any(accepts_null(argument) for argument in typing.get_args(hint))
+
+
+def is_open(hint: Any) -> bool:
+    """Whether anything is a value of this type, as of an argument without one."""
+    return hint in {Any, object} or type(hint).__name__ in {"UnvalidatedType", "UntypedType"}
 
 
 def near(name: Any, known: Iterable[str], prefix: str = "") -> str:

@@ -2,18 +2,18 @@
 
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import yaml
 
 from apprentice.cli import optimizers, usage
 from apprentice.cli.building import arguments, build
-from apprentice.cli.choices import NOTHING, Catalogue, Family, leaf
-from apprentice.cli.entries import Entry, Fixed, Many, One, flat
+from apprentice.cli.choices import Catalogue, Family, leaf
+from apprentice.cli.entries import Entry, Fixed, Many, One
+from apprentice.cli.layers import Layer, as_given, flat, layers_of
 from apprentice.cli.options import Options, near
 from apprentice.cli.run_options import RunOptions
 from apprentice.cli.sources import BARE, flags, load
@@ -35,13 +35,6 @@ OWNED = frozenset({
     "limit_predict_batches", "model_registry", "overfit_batches", "reload_dataloaders_every_n_epochs", "sync_batchnorm",
     "use_distributed_sampler",
 })  # fmt: skip
-
-
-class Layer(NamedTuple):
-    """Settings from one place; later layers override earlier ones."""
-
-    given: dict[str, Any]
-    source: str = ""
 
 
 class Parser:
@@ -132,10 +125,10 @@ class Parser:
         if "help" in bare:
             sys.stdout.write(self._help(given))
             raise SystemExit(0)
-        layers = _layers(given)
+        layers = layers_of(given)
         run = self._run_to_resume(layers)
         start = self._start() if run is None else self._saved(run)
-        with _as_given(layers):
+        with as_given(layers):
             config = self._finished(self._changed(start, layers))
             self._check(config)
             if run is not None:
@@ -152,7 +145,7 @@ class Parser:
     def _changed(self, settings: dict[str, Any], layers: Iterable[Layer]) -> dict[str, Any]:
         settings = dict(settings)
         for layer in layers:
-            with _as_given([layer]):
+            with as_given([layer]):
                 for key, given in layer.given.items():
                     settings[key] = self._change(settings, key, given)
         return settings
@@ -194,9 +187,12 @@ class Parser:
 
     def _run_to_resume(self, layers: Sequence[Layer]) -> Path | None:
         """The settings of the run to go on with, if that is wanted and there is one."""
-        plain = [Layer({k: v for k, v in layer.given.items() if k in self.options}, layer.source) for layer in layers]
+        plain = [
+            Layer({key: v for key, v in given.items() if key in self.options and not isinstance(v, dict)}, source)
+            for given, source in layers
+        ]
         settings = self._changed(self.options.defaults, plain)
-        with _as_given(layers):
+        with as_given(layers):
             options = self.options.target(**settings)
         path = Path(options.out or "") / "config.yaml"
         return path if options.resume and path.exists() else None
@@ -208,11 +204,13 @@ class Parser:
 
     def _check_same(self, path: Path, saved: Mapping[str, Any], config: Namespace) -> None:
         """Raise BadInput if anything differs from that run on which its results depend."""
-        before = dict(flat(self.as_dict(self._finished(saved))))
-        for flag, value in flat(self.as_dict(config)):
-            if not _free(flag) and value != before.get(flag, NOTHING):
-                was = f"{before.get(flag, 'nothing')}, as the run in {path.parent} was started"
-                raise BadInput(flag, value, f"{was}; leave it out, or take another --out")
+        before, after = (dict(flat(self.as_dict(each))) for each in (self._finished(saved), config))
+        for flag in [*after, *before]:
+            was, now = before.get(flag, "(nothing)"), after.get(flag, "(nothing)")
+            if was != now and not _free(flag):
+                raise BadInput(
+                    flag, now, f"{was}, as the run in {path.parent} was started; leave it out, or take another --out"
+                )
 
     # Writing
 
@@ -233,7 +231,7 @@ class Parser:
     def _help(self, given: dict[str, Any]) -> str:
         """The help, with the options of the classes that are chosen beside it."""
         try:
-            settings = self._changed(self._start(), _layers(given))
+            settings = self._changed(self._start(), layers_of(given))
         except BadInput:
             settings = self._start()
         return usage.text(self, settings)
@@ -253,32 +251,6 @@ def pick(variants: Mapping[str, T], only: Sequence[str] | None, flag: str = "onl
     if not only:
         raise BadInput(flag, "[]", f"at least one of {', '.join(variants)}")
     return {name: variant for name, variant in variants.items() if name in only}
-
-
-def _layers(given: dict[str, Any]) -> list[Layer]:
-    """Files in their order, then the flags."""
-    return [*(Layer(load(path), str(path)) for path in given.pop("config", [])), Layer(given)]
-
-
-class Told(BadInput):
-    """Bad input that is shown as it was given."""
-
-
-@contextmanager
-def _as_given(layers: Sequence[Layer]) -> Iterator[None]:
-    """Errors show the value as it was given, and the file that it was given in."""
-    try:
-        yield
-    except Told:
-        raise
-    except BadInput as error:
-        value, place = error.value, ""
-        for layer in layers:
-            found = dict(flat(layer.given))
-            if error.flag in found:
-                value, place = found[error.flag], f" (in {layer.source})" if layer.source else ""
-        shown = " ".join(map(str, value)) if isinstance(value, list) and not place else value
-        raise Told(error.flag, shown, f"{error.expected}{place}") from error
 
 
 def _free(flag: str) -> bool:

@@ -28,8 +28,14 @@ class RunOptions:
             if self.seeds < 1:
                 raise BadInput("seeds", self.seeds, "a number of seeds, at least 1, or a list of them, as [42]")
             self.seeds = list(range(self.seeds))
-        if not self.seeds or len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
+        if (
+            not self.seeds
+            or len(set(self.seeds)) < len(self.seeds)
+            or not all(0 <= seed < 2**63 for seed in self.seeds)
+        ):
             raise BadInput("seeds", self.seeds, "seeds of 0 or more, none of them twice")
+        if self.out is not None and not self.out.strip():
+            raise BadInput("out", self.out, "a folder")
         if not self.checkpoint_every > 0:
             raise BadInput("checkpoint_every", self.checkpoint_every, "seconds, above 0")
         if self.resume and self.out is None:

@@ -1,0 +1,73 @@
+"""Runs an experiment's main in a process forked from this warm interpreter, and sees that nothing is left of it."""
+
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+CONTEXT: Any = multiprocessing.get_context("fork")
+
+
+class Run:
+    """A forked call, in a session of its own; its output goes to a file."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any, log: Path) -> None:
+        self.log = log
+        self.process = CONTEXT.Process(target=self._run, args=(function, *args))
+        self.process.start()
+
+    def _run(self, function: Callable[..., Any], *args: Any) -> None:
+        os.setsid()
+        torch.set_num_threads(1)  # the parent has used OpenMP
+        with self.log.open("a") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+            sys.stdout = sys.stderr = file
+            try:
+                function(*args)
+            except SystemExit:
+                raise
+            except BaseException:
+                traceback.print_exc()
+                file.flush()
+                os._exit(1)
+
+    def wait(self, timeout: float = 90) -> int:
+        """The exit code; fails when the process or one of its ranks does not end."""
+        self.process.join(timeout)
+        alive = self.process.is_alive()
+        left = [] if alive else self._left()
+        for pid in [self.process.pid, *left] if alive else left:
+            os.kill(pid, 9)
+        assert not alive, f"still running after {timeout} s:\n{self.output}"
+        assert not left, f"left behind: {left}\n{self.output}"
+        return self.process.exitcode
+
+    def _left(self, patience: float = 10) -> list[int]:
+        deadline = time.monotonic() + patience
+        while (found := session(self.process.pid)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return found
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text()
+
+
+def session(leader: int) -> list[int]:
+    """Processes of a session, but for those that are only waited for."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _ppid, _group, sid = stat.read_text().rpartition(")")[2].split()[:4]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(sid) == leader and state != "Z":
+            found.append(int(stat.parent.name))
+    return found

@@ -1,0 +1,199 @@
+"""Killed at any moment and started again, a run ends as if nothing had happened."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from apprentice import bake_off, checkpoints, report, stages
+from apprentice.checkpoints import SafePoints
+from experiments import kd
+from tests.processes import Run
+from tests.training import assert_same
+
+SMALL = [
+    "--data.train_size", "150", "--data.test_size", "100", "--data.batch_size", "60", "--seeds", "[3]", "--only", "ce", "hint",
+    "--teacher", "LightNN", "--trainer.max_epochs", "3", "--checkpoint_every", "1e-9", "--scheduler", "StepLR", "--scheduler.step_size", "1",
+]  # fmt: skip
+TIMES = {"step_ms", "fit_seconds", "students_fit_seconds"}
+
+
+def start(out: Path, *more: str, before: Callable[[], None] | None = None) -> Run:
+    def main() -> None:
+        if before is not None:
+            before()
+        kd.main([*SMALL, "--out", str(out), *more])
+
+    return Run(main, log=out.with_suffix(".log"))
+
+
+def ended(out: Path) -> tuple[dict[str, torch.Tensor], Any]:
+    """All weights, and the results without what is a time or says where the run is."""
+    weights = {}
+    for path in sorted(out.glob("seed*/*/weights.pt")):
+        weights |= {f"{path.parent.name}.{k}": v for k, v in torch.load(path, weights_only=True).items()}
+    assert {key.split(".")[0] for key in weights} == {"teacher", "ce", "hint"}
+
+    def timeless(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {
+                k: timeless(v) for k, v in value.items() if k not in {*TIMES, "out", "resume", "devices", "overwrite"}
+            }
+        return value
+
+    return weights, timeless(json.loads((out / "results.json").read_text()))
+
+
+def assert_same_end(out: Path, reference: tuple[dict[str, torch.Tensor], Any]) -> None:
+    weights, results = ended(out)
+    assert_same(weights, reference[0])
+    assert results == reference[1]
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def devices(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def undisturbed(devices: int, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, torch.Tensor], Any]:
+    out = tmp_path_factory.mktemp("reference") / "run"
+    run = start(out, "--trainer.devices", str(devices))
+    assert run.wait() == 0, run.output
+    return ended(out)
+
+
+def kill_at(owner: Any, name: str, call: int, after: bool = False) -> Callable[[], None]:
+    """Have the main process killed at the n-th call of a function in rank zero, or right after it."""
+
+    def arm() -> None:
+        main, function, calls = os.getpid(), getattr(owner, name), []
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            calls.append(None)
+            if len(calls) == call and not after:
+                die(main)
+            result = function(*args, **kwargs)
+            if len(calls) == call and after:
+                die(main)
+            return result
+
+        setattr(owner, name, counted)
+
+    def die(main: int) -> None:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            os.kill(main, signal.SIGKILL)
+        time.sleep(60)
+
+    return arm
+
+
+MOMENTS = {
+    "before the first batch": (SafePoints, "on_train_batch_start", 1, False),
+    "teacher, in the first epoch": (SafePoints, "on_train_batch_start", 2, True),
+    "teacher, first batch of an epoch": (SafePoints, "on_train_batch_start", 4, True),
+    "teacher, in the last epoch": (SafePoints, "on_train_batch_start", 8, False),
+    "teacher, in the middle of writing a checkpoint": (torch, "save", 5, False),
+    "teacher, between a checkpoint's write and its rename": (Path, "replace", 9, False),
+    "teacher, trained and not tested": (stages.SafePoints, "on_train_end", 1, True),
+    "teacher, before its weights are written": (bake_off, "save_net", 1, False),
+    "teacher, exported and not recorded": (bake_off, "write_json", 1, False),
+    "between teacher and students": (bake_off, "write_json", 1, True),
+    "students, in mid-epoch": (SafePoints, "on_train_batch_start", 14, True),
+    "students, between a checkpoint's write and its rename": (Path, "replace", 22, False),
+    "students, one of two exported": (bake_off, "save_net", 2, True),
+    "everything but the results": (kd, "save_results", 1, False),
+    "in the middle of the results": (report, "write_json", 1, False),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_killed_at_any_moment_it_ends_the_same(
+    moment: str, devices: int, undisturbed: tuple[dict[str, torch.Tensor], Any], tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    flags = ["--trainer.devices", str(devices)]
+    owner, name, call, after = MOMENTS[moment]
+    if devices > 1 and owner in {SafePoints, torch, Path} and "students" in moment:
+        call -= 9 if owner is SafePoints else 10  # each fit's ranks are forked afresh and count for themselves
+    killed = start(out, *flags, before=kill_at(owner, name, call, after))
+    assert killed.wait() == -signal.SIGKILL, killed.output
+    resumed = start(out, *flags, "--resume", "true")
+    assert resumed.wait() == 0, resumed.output
+    assert_same_end(out, undisturbed)
+    assert not list(out.rglob("*.ckpt")) + list(out.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_first_and_says_how_to_go_on(
+    signum: int, devices: int, undisturbed: tuple[dict[str, torch.Tensor], Any], tmp_path: Path
+) -> None:
+    out, main = tmp_path / "run", os.getpid()
+    seen: list[int] = []
+
+    def arm() -> None:
+        main, step = os.getpid(), SafePoints.on_train_batch_start
+
+        def counted(*args: Any) -> None:
+            seen.append(1)
+            if len(seen) == 5 and os.environ.get("LOCAL_RANK", "0") == "0":
+                os.kill(main, signum)
+                time.sleep(0.3)
+            step(*args)
+
+        SafePoints.on_train_batch_start = counted  # type: ignore[method-assign]
+
+    flags = ["--trainer.devices", str(devices), "--checkpoint_every", "1000"]
+    stopped = start(out, *flags, before=arm)
+    assert stopped.wait() == 128 + signum, stopped.output
+    assert f"--out {out} --resume true" in stopped.output
+    assert "Traceback" not in stopped.output
+    state = checkpoints.read(out / "seed3" / "teacher.ckpt")
+    assert state["global_step"] == 4  # nothing is repeated
+    resumed = start(out, *flags, "--resume", "true")
+    assert resumed.wait() == 0, resumed.output
+    assert_same_end(out, undisturbed)
+    assert main == os.getpid()
+
+
+def test_nothing_finished_is_done_again_and_a_second_run_is_refused(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert start(out).wait() == 0
+    before = {p: p.stat().st_mtime_ns for p in out.rglob("weights.pt")}
+
+    def arm() -> None:
+        stages.Trainer.fit = None  # type: ignore[method-assign, assignment]
+
+    again = start(out, "--resume", "true", before=arm)
+    assert again.wait() == 0, again.output
+    assert before == {p: p.stat().st_mtime_ns for p in out.rglob("weights.pt")}
+    refused = start(out)
+    assert refused.wait() == 2
+    assert f"error: --out {out}: expected a new folder" in refused.output
+    assert refused.output.count("\n") - again.output.count("\n") <= 1
+    assert start(out, "--overwrite", "true").wait() == 0
+    assert before != {p: p.stat().st_mtime_ns for p in out.rglob("weights.pt")}
+
+
+def test_two_runs_at_once_in_one_folder_are_refused(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+
+    def slow() -> None:
+        step = SafePoints.on_train_batch_start
+        SafePoints.on_train_batch_start = lambda *a: (time.sleep(3), step(*a))[1]  # type: ignore[method-assign, assignment]
+
+    first = start(out, before=slow)
+    while not (out / ".pid").exists():
+        time.sleep(0.05)
+    second = start(out, "--resume", "true")
+    assert second.wait() == 2
+    assert f"process {first.process.pid} works in it" in second.output
+    os.kill(first.process.pid, signal.SIGKILL)
+    assert first.wait() == -signal.SIGKILL
