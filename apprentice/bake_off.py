@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from apprentice import costs
@@ -93,6 +94,8 @@ class BakeOff:
                 self._track(folder / run, contestant, facts["runs"][run])
             write_json(record, facts)
             checkpoint.unlink(missing_ok=True)
+        if dist.is_initialized():
+            dist.barrier()  # ranks of a launcher's go on to read what the first has written
         return facts
 
     def _facts(self, module: Any, run: str, contestant: Contestant, scores: Mapping[str, float]) -> Facts:

@@ -215,7 +215,10 @@ def environments(threads: int | None, wait_policy: str) -> dict[str, dict[str, s
     """The environment of each side: equal, but that `kd.py` lets waiting threads sleep whatever the rival's do."""
     common = os.environ | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
     passive = common | {"OMP_WAIT_POLICY": "PASSIVE"}
-    return {"tutorial": passive if wait_policy == "passive" else common, "ours": {"OMP_WAIT_POLICY": "PASSIVE"} | common}
+    return {
+        "tutorial": passive if wait_policy == "passive" else common,
+        "ours": {"OMP_WAIT_POLICY": "PASSIVE"} | common,
+    }
 
 
 def in_a_process(side: str, folder: Path, epochs: int, env: dict[str, str]) -> dict[str, Any]:

@@ -200,7 +200,7 @@ class ImageData(LightningDataModule):
         training = self.trainer is not None and self.trainer.training
         if self.augment and training:
             epoch = batch.step // math.ceil(self.sizes["train"] / self.batch_size)
-            images = augment(images, keyed.fold(self.order_seed), batch.index, self.flips)
+            images = augment(images, keyed.fold(self.order_seed, epoch), batch.index, self.flips)
         dtype = None if self.trainer is None else cast("torch.dtype", self.trainer.lightning_module.dtype)
         return batch._replace(images=self.normalize(images, dtype))
 

@@ -43,8 +43,7 @@ def balanced_subset(labels: Tensor, size: int, key: int) -> Tensor:
     start = counts.cumsum(0) - counts
     turn = torch.empty_like(order)  # how many of its class come before this sample
     turn[by_class] = torch.arange(len(order)) - start[shuffled[by_class]]
-    first = keyed.permutation(len(counts), key, 1)  # which classes give one more when the size is no multiple
-    return order[(turn * len(counts) + first[shuffled]).argsort()[:size]].sort().values
+    return order[turn.argsort(stable=True)[:size]].sort().values
 
 
 def check_sizes(train_size: int | None, test_size: int | None, validation_size: float) -> None:

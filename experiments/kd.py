@@ -18,6 +18,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,8 @@ class Wiring:
         settings = cli.arguments(self.config.trainer, "trainer")
         mine = {"enable_model_summary": False, "num_sanity_val_steps": 0, **kwargs}
         theirs = [*_listed(settings.pop("callbacks", None))], [*_listed(settings.pop("plugins", None))]
-        return Trainer(**settings | mine, callbacks=[*theirs[0], *callbacks], plugins=[*theirs[1], *plugins])
+        with cli.refusals(self.config.trainer, "trainer"):
+            return Trainer(**settings | mine, callbacks=[*theirs[0], *callbacks], plugins=[*theirs[1], *plugins])
 
     def net(self, key: str, seed: int) -> tuple[nn.Module, dict[str, Any]]:
         """A fresh net, its first weights from the seed alone, and how to rebuild it."""
@@ -120,6 +122,10 @@ class Wiring:
         module = Distillation(teacher, students, **self.shape, **self.learning, seed=seed, teacher_cache_mb=cache)
         return module, contestants
 
+    def taught(self, seed: int, teacher: Path) -> tuple[Distillation, dict[str, Contestant]]:
+        """All students' module, with the teacher in that folder."""
+        return self.students(seed, load_net(teacher))
+
     def check(self, data: Any) -> None:
         """Build everything once, so that what can't work is refused before anything is trained."""
         trainer = self.trainer()
@@ -134,17 +140,13 @@ def _listed(value: Any) -> list[Any]:
 
 def run(config: Namespace, wiring: Wiring, data: Any, out: Path, settings: dict[str, Any]) -> None:
     """Train, test, tell."""
-    bake_off = BakeOff(
-        out, data, wiring.trainer, config.checkpoint_every, config.trainer.init_args["logger"] is not False
-    )
+    tensorboard = config.trainer.init_args["logger"] is not False
+    bake_off = BakeOff(out, data, wiring.trainer, config.checkpoint_every, tensorboard)
     teachers, students = [], []
     for seed in config.seeds:
         loaded = config.teacher_ckpt is not None
-        teachers.append(bake_off.stage(seed, "teacher", lambda seed=seed: wiring.teacher(seed), trained=loaded))
-        net = out / f"seed{seed}" / "teacher"
-        students.append(
-            bake_off.stage(seed, "students", lambda seed=seed, net=net: wiring.students(seed, load_net(net)))
-        )
+        teachers.append(bake_off.stage(seed, "teacher", partial(wiring.teacher, seed), trained=loaded))
+        students.append(bake_off.stage(seed, "students", partial(wiring.taught, seed, out / f"seed{seed}" / "teacher")))
     if not folders.is_main_process():
         return
     header = {

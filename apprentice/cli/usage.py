@@ -62,7 +62,7 @@ def _fixed(options: Options, chosen: Choice, key: str) -> Iterator[str]:
 
 def _line(flag: str, description: str) -> list[str]:
     """A flag and the first sentence about it, beside it or below."""
-    start, lines = f"  {flag}", _wrapped(re.split(r"(?<=\w{3})[.;] ", description)[0].rstrip("."), " " * COLUMN)
+    start, lines = f"  {flag}", _wrapped(re.split(r"(?<=\w{3})\. ", description)[0].rstrip("."), " " * COLUMN)
     if lines and len(start) < COLUMN:
         start, lines = f"{start:<{COLUMN}}{lines[0].strip()}", lines[1:]
     return [start, *lines]
