@@ -5,9 +5,10 @@
 
 Theirs: a data set of PIL images with ToTensor and Normalize, a DataLoader with two workers, and one loop a net. Ours:
 `experiments/kd.py` itself, with its defaults. Both train DeepNN, then LightNN in the variants ce, kd, cosine and hint,
-with Adam 1e-3, batches of 128 and seed 42, in float32. Each side runs in a process of its own, one after the other. What is
-timed is training: of theirs the loops, of ours `Trainer.fit` from call to return, so that storing the teacher's outputs,
-TensorBoard's files and checkpoints count; imports, the decoding of JPEG files and tests do not.
+with Adam 1e-3, batches of 128 and seed 42, in float32. Each side runs in a process of its own, one after the other.
+
+What is timed is training: of theirs the loops, of ours `Trainer.fit` from call to return, so that storing the teacher's
+outputs, TensorBoard's files and checkpoints count; imports, the decoding of JPEG files and tests do not.
 """
 
 import argparse
@@ -176,14 +177,14 @@ def clocked(owner: type, method: str) -> list[tuple[float, float]]:
 
 
 def peak_mib() -> float:
-    """The most memory that this process has held so far; the loader's workers, which share most of theirs, not counted."""
+    """The most memory that this process has held so far, without a loader's workers, which share most of theirs."""
     unit = 2**20 if sys.platform == "darwin" else 2**10
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
 @contextlib.contextmanager
-def images(data: Path, count: int) -> Iterator[Path]:
-    """A folder train/<class>/* of `count` of the images, the first of each class, and a test/ that `kd.py` can test on."""
+def chosen_images(data: Path, count: int) -> Iterator[Path]:
+    """A folder with `count` training images, the first of each class, and a few of them again for `kd.py` to test on."""
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
         source = data
@@ -276,14 +277,15 @@ def main() -> None:
         return
     envs = environments(args.threads, args.wait_policy)
     runs: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
-    with images(args.data, args.images) as folder:
+    with chosen_images(args.data, args.images) as folder:
         for _ in range(args.repeat):
             for side in SIDES:
                 runs[side].append(in_a_process(side, folder, args.epochs, envs[side]))
     settings = {key: getattr(args, key) for key in ("images", "epochs", "repeat")}
     settings["wait_policy"] = {side: envs[side].get("OMP_WAIT_POLICY", "the machine's default") for side in SIDES}
-    header = {**settings, "hardware": environment.hardware(), "versions": environment.versions()}
     found = summary(runs)
+    settings["threads"] = {side: int(found[side].pop("threads")) for side in SIDES}
+    header = {**settings, "hardware": environment.hardware(), "versions": environment.versions()}
     print(*(f"{key}: {value}" for key, value in header.items()), table(found), sep="\n")
     if args.out:
         args.out.write_text(json.dumps({"benchmark": "kd_speed", **header, **found}, indent=2) + "\n")

@@ -12,7 +12,7 @@ from apprentice import keyed
 from apprentice.batch import Batch
 from apprentice.errors import BadInput
 from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, global_means, hits
-from lit_modules.nets import Outputs, globalise, run
+from lit_modules.nets import Outputs, globalise, layer, run
 from lit_modules.objectives import Objective, Term
 from lit_modules.teacher_cache import TeacherCache
 
@@ -75,17 +75,24 @@ class Distillation(Learner):
     @torch.no_grad()
     def _build(self, example: Tensor) -> None:
         """Let each objective make its parts, from the seed and the shapes alone, and try it once."""
+        self._check_layers()
         teacher = self._ask_teacher(_as(self.teacher, example)) if self.uses_teacher else None
         for name, student in self._students(()):
             mode, images = student.training, _as(student.net, example)
+            outputs = student.eval()(images)
             try:
-                outputs = student.eval()(images)
                 keyed.seeded(self.seed, partial(student.objective.build, outputs, teacher))
-                student.to(images.dtype).objective(outputs, teacher, torch.zeros(1, dtype=torch.int64))
             except BadInput as fault:
-                flag = f"variants.{name}.{fault.flag}"
-                raise BadInput(flag, fault.value, fault.expected) from None
+                raise BadInput(f"variants.{name}.{fault.flag}", fault.value, fault.expected) from None
+            student.to(images.dtype).objective(outputs, teacher, torch.zeros(1, dtype=torch.int64))
             student.train(mode)
+
+    def _check_layers(self) -> None:
+        for name, student in self._students(()):
+            for path in student.objective.student_layers:
+                layer(student.net, path, f"variants.{name}.student_layer")
+            for path in student.objective.teacher_layers:
+                layer(self.teacher, path, f"variants.{name}.teacher_layer")
 
     @property
     def uses_teacher(self) -> bool:

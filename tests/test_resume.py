@@ -43,7 +43,9 @@ def ended(out: Path) -> tuple[dict[str, torch.Tensor], Any]:
     def timeless(value: Any) -> Any:
         if isinstance(value, dict):
             return {
-                k: timeless(v) for k, v in value.items() if k not in {*TIMES, "out", "resume", "devices", "overwrite"}
+                k: timeless(v)
+                for k, v in value.items()
+                if k not in {*TIMES, "out", "resume", "devices", "checkpoint_every"}
             }
         return value
 

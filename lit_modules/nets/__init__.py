@@ -1,9 +1,9 @@
 """Nets: pure torch, no trainer, no rank, no device."""
 
-from lit_modules.nets.base import DEFAULT_LAYER, Net, Outputs, run
+from lit_modules.nets.base import DEFAULT_LAYER, Net, Outputs, layer, run
 from lit_modules.nets.batch_norm import globalise
 from lit_modules.nets.plain import DeepNN, LightNN
 from lit_modules.nets.resnet import ResNet
 from lit_modules.nets.torchvision import Torchvision
 
-__all__ = ["DEFAULT_LAYER", "DeepNN", "LightNN", "Net", "Outputs", "ResNet", "Torchvision", "globalise", "run"]
+__all__ = ["DEFAULT_LAYER", "DeepNN", "LightNN", "Net", "Outputs", "ResNet", "Torchvision", "globalise", "layer", "run"]

@@ -30,7 +30,7 @@ class Net(nn.Module):
     feature_layer: str
 
 
-def layer(net: nn.Module, path: str) -> nn.Module:
+def layer(net: nn.Module, path: str, flag: str = "layer") -> nn.Module:
     """The submodule at `path`; "default" is the net's own feature layer.
 
     Raises:
@@ -40,7 +40,7 @@ def layer(net: nn.Module, path: str) -> nn.Module:
     layers = dict(net.named_modules())
     if not name or name not in layers:
         known = ", ".join(n for n in list(layers)[1:40])
-        raise BadInput("layer", path, f"a layer of {type(net).__name__} that objectives can compare; it has {known}")
+        raise BadInput(flag, path, f"a layer of {type(net).__name__} that objectives can compare; it has {known}")
     return layers[name]
 
 

@@ -1,0 +1,161 @@
+"""The house stands as ARCHITECTURE describes it: one-way imports that change nothing, and papers that are in order."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LIBRARY = ("apprentice", "lit_modules", "datamodules", "strategies")
+ROOMS = (*LIBRARY, "experiments")
+# What a room may import of ours; the longest name that fits a module counts.
+MAY_IMPORT = {
+    "experiments": LIBRARY,
+    "lit_modules": ("lit_modules", "apprentice"),
+    "lit_modules.objectives": ("lit_modules.objectives", "lit_modules.nets", "apprentice"),
+    "lit_modules.nets": ("lit_modules.nets", "apprentice"),
+    "datamodules": ("datamodules", "apprentice"),
+    "strategies": ("strategies", "apprentice.keyed"),
+    "apprentice": ("apprentice",),
+}
+
+
+def modules(*rooms: str) -> dict[str, Path]:
+    """Names and files of all modules in these rooms."""
+    paths = [path for room in rooms for path in (ROOT / room).rglob("*.py")]
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
+
+
+def imported(path: Path) -> set[str]:
+    """Full names of the modules and objects that a file imports, inside functions too."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: a relative import hides where it leads"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def within(name: str, room: str) -> bool:
+    return name == room or name.startswith(f"{room}.")
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_imports_run_one_way(room: str) -> None:
+    for name, path in modules(room).items():
+        allowed = MAY_IMPORT[max((place for place in MAY_IMPORT if within(name, place)), key=len)]
+        ours = {other for other in imported(path) if other.split(".")[0] in {*ROOMS, "tests", "benchmarks"}}
+        assert {other for other in ours if not any(within(other, place) for place in allowed)} == set(), name
+
+
+def test_nets_and_objectives_know_no_trainer() -> None:
+    for name, path in modules("lit_modules/nets", "lit_modules/objectives").items():
+        assert not any(within(other, "lightning") for other in imported(path)), name
+
+
+SNAPSHOT = """
+import json, logging, os, random, signal, sys, warnings
+import matplotlib, numpy, torch, lightning.pytorch, torchvision
+from lightning.pytorch.strategies import StrategyRegistry
+
+def state():
+    return {
+        "strategies": [f"{name} {StrategyRegistry[name]}" for name in StrategyRegistry.available_strategies()],
+        "torch threads": [torch.get_num_threads(), torch.get_num_interop_threads()],
+        "torch random": hash(torch.random.get_rng_state().numpy().tobytes()),
+        "torch dtype": str(torch.get_default_dtype()),
+        "numpy random": hash(numpy.random.get_state()[1].tobytes()),
+        "random": hash(random.getstate()),
+        "environment": dict(os.environ),
+        "signals": [str(signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM)],
+        "warnings": [str(f) for f in warnings.filters],
+        "logging": [logging.getLogger(name).level for name in ("", "lightning.pytorch", "lightning.fabric")],
+        "matplotlib": str(sorted(matplotlib.rcParams.items())),
+        "folder": os.getcwd() + " " + " ".join(sorted(os.listdir("."))),
+    }
+
+before = state()
+for name in sys.argv[2:]:
+    __import__(name)
+after = state()
+print(json.dumps([key for key in before if before[key] != after[key]]))
+"""
+
+
+def test_importing_changes_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SNAPSHOT, "--no-such-flag", *modules(*LIBRARY)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert run.stderr == ""
+    assert json.loads(run.stdout) == []
+
+
+def blocks(path: Path) -> list[str]:
+    return re.findall(r"^```(?:\w+)?\n(.*?)^```$", path.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def test_readme_begins_with_two_blocks_of_commands() -> None:
+    first, second = blocks(ROOT / "README.md")[:2]
+    for block in (first, second):
+        assert subprocess.run(["bash", "-n"], input=block, text=True, check=False).returncode == 0
+        for line in block.splitlines():
+            assert line.strip(), "an empty line in a block of commands"
+            assert not line.startswith(("$", "#", ">", " ")), line
+        for path in re.findall(r"[\w./-]+\.(?:py|sh|lock|txt)\b", block):
+            assert (ROOT / path).is_file(), path
+    assert "experiments/kd.py" in first
+    assert second.strip() in (ROOT / ".ci" / "run").read_text(), "CI runs what the README says"
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs/distillation.md"])
+def test_links_lead_to_files(name: str) -> None:
+    page = ROOT / name
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+def test_the_lock_pins_every_requirement_with_hashes() -> None:
+    lock = (ROOT / "requirements.lock").read_text()
+    pinned = dict(re.findall(r"^([\w.-]+)==(\S+)", lock, re.MULTILINE))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [
+        *project["dependencies"],
+        *(entry for extra in project["optional-dependencies"].values() for entry in extra),
+    ]
+    names = {re.match(r"[\w.-]+", entry)[0].lower() for entry in wanted} - {project["name"]}
+    assert names - pinned.keys() == set()
+    entries = re.split(r"\n(?=\S)", lock.strip())
+    assert all("--hash=sha256:" in entry for entry in entries)
+
+
+# Written so that this file does not name them.
+HOSTS = (
+    "pypi" + ".org",
+    "python" + "hosted",
+    "npm" + "js.org",
+    "pytorch" + ".org/whl",
+    "deb" + "ian.org",
+    "local" + "host:",
+)
+INDEX = re.compile(r"https?://\S+/simp" + r"le\b|--(?:extra-)?index-" + "url", re.IGNORECASE)
+HOME = re.compile(r"(?<![\w.])/(?:ro" + r"ot|ho" + r"me/\w+|Us" + r"ers/\w+|wo" + r"rk)/")
+
+
+def test_no_file_names_a_registry_or_a_path_of_one_machine() -> None:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    for name in filter(None, listed.stdout.split("\0")):
+        path = ROOT / name
+        if not path.is_file() or path.suffix == ".png":
+            continue
+        text = path.read_text(errors="replace")
+        found = [host for host in HOSTS if host in text] + INDEX.findall(text) + HOME.findall(text)
+        assert not found, f"{name}: {found}"
