@@ -111,7 +111,7 @@ def read_weights(path: str, flag: str) -> Tensors:
     try:
         content = read(path)
     except Exception as error:  # noqa: BLE001 - torch.load of a broken file raises whatever its parser meets
-        runs_code = "Unsupported global" in str(error) or "Unsupported class" in str(error)
+        runs_code = "GLOBAL " in str(error)  # a pickle that names a function or class of its own
         why = "it would run code when loaded" if runs_code else "it is cut short or no checkpoint at all"
         raise BadInput(flag, path, f"a file of weights; {why}") from None
     for key in ("state_dict", "model"):

@@ -22,7 +22,7 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from statistics import median
 from typing import Any
@@ -184,7 +184,7 @@ def peak_mib() -> float:
 
 @contextlib.contextmanager
 def chosen_images(data: Path, count: int) -> Iterator[Path]:
-    """A folder with `count` training images, the first of each class, and a few of them again for `kd.py` to test on."""
+    """A folder of `count` training images, the first of each class, and some of them again for `kd.py` to test on."""
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
         source = data
@@ -256,7 +256,7 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measure both sides, print, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--data", type=Path, default=ARCHIVE, help="the archive, or a folder with train/<class>/*.jpg")
@@ -270,7 +270,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=1, help="runs of each side, in turn; medians are shown")
     parser.add_argument("--out", type=Path, help="write all figures to this file, as JSON")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)  # in the sub-process
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.side:
         measured = {"tutorial": tutorial, "ours": ours}[args.side](args.data, args.epochs)
         args.out.write_text(json.dumps(measured | {"threads": torch.get_num_threads()}))

@@ -1,9 +1,12 @@
 """What all tests share."""
 
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+
+SHARED = Path(__file__).parents[2] / "shared" / "data"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -14,7 +17,17 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def data_root() -> Path:
     """The folder of real data sets: `$APPRENTICE_DATA`, else `../shared/data` beside the checkout."""
-    root = Path(os.environ.get("APPRENTICE_DATA") or Path(__file__).parents[2] / "shared" / "data")
+    root = Path(os.environ.get("APPRENTICE_DATA") or SHARED)
     if not root.is_dir():
         pytest.skip(f"real data is not at {root}; APPRENTICE_DATA can name another place")
     return root
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Where CI has the real data, a test that wants it and is skipped has failed."""
+    report = yield
+    wants = item.get_closest_marker("real_data") or "data_root" in getattr(item, "fixturenames", ())
+    if report.skipped and not hasattr(report, "wasxfail") and wants and os.environ.get("CI") and SHARED.is_dir():
+        report.outcome, report.longrepr = "failed", f"skipped, although {SHARED} is there: {report.longrepr}"
+    return report

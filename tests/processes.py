@@ -25,6 +25,8 @@ class Run:
     def _run(self, function: Callable[..., Any], *args: Any) -> None:
         os.setsid()
         torch.set_num_threads(1)  # the parent has used OpenMP
+        # It has counted CUDA devices too: that marks each child as unfit for CUDA, from which Lightning won't fork.
+        torch.cuda._is_in_bad_fork = lambda: False
         with self.log.open("a") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
@@ -33,7 +35,7 @@ class Run:
                 function(*args)
             except SystemExit:
                 raise
-            except BaseException:
+            except BaseException:  # noqa: BLE001 - it is printed, and ends the process
                 traceback.print_exc()
                 file.flush()
                 os._exit(1)

@@ -77,7 +77,7 @@ def test_torchvision_models_take_grey_images_and_any_head(name: str) -> None:
 
 
 def test_torchvision_says_what_it_cannot_do() -> None:
-    with pytest.raises(BadInput, match="resnet18"):
+    with pytest.raises(BadInput, match=r"resnet18"):
         Torchvision("resnet81")
     with pytest.raises(BadInput, match="alexnet: .*32 x 32.*smallest.*64 x 64"):
         Torchvision("alexnet")

@@ -57,7 +57,7 @@ def by_hand(name: str, s: Outputs, t: Outputs, y: torch.Tensor, regressor: torch
 
 
 @pytest.mark.parametrize(
-    ("name", "make"), [("ce", CrossEntropy), ("kd", Hinton), ("cosine", Cosine), ("hint", Hint)], ids=lambda x: str(x)
+    ("name", "make"), [("ce", CrossEntropy), ("kd", Hinton), ("cosine", Cosine), ("hint", Hint)], ids=str
 )
 def test_equals_the_formula_and_its_gradients(name: str, make: type[Objective]) -> None:
     student, teacher, y = outputs(1, 3), outputs(2, 6), labels()
