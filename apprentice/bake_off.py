@@ -1,4 +1,4 @@
-"""The stages of a bake-off in a run's folder: each leaves weights and facts, and what has left them is not done again."""
+"""The stages of a bake-off in a run's folder: each leaves weights and facts, and is not done twice."""
 
 import json
 from collections.abc import Callable, Mapping

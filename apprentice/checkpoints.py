@@ -101,7 +101,7 @@ def read(path: str | Path) -> dict[str, Any]:
 
 
 def read_weights(path: str, flag: str) -> Tensors:
-    """The state dict in a user's file: bare, or inside a checkpoint of Lightning's, torchvision's or a training script's.
+    """The state dict in a user's file: bare, or inside a checkpoint, Lightning's or another's.
 
     Raises:
         BadInput: no such file, not a checkpoint, cut short, or a pickle that would have to run code.

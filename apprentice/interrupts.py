@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: while a fit runs, finish the batch, save, and stop; elsewhere stop at once, as nothing is lost."""
+"""Ctrl-C and SIGTERM: a fit finishes its batch, saves and stops; elsewhere nothing is lost by stopping at once."""
 
 import multiprocessing
 import os

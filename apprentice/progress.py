@@ -67,4 +67,4 @@ class Lines(Callback):
         loss = f"loss {float(values['loss']):.4f}  " if "loss" in values else ""
         seconds = time.monotonic() - self._start
         epoch = f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}"
-        print(f"{self.label}  {epoch}  {seconds:.1f} s  {loss}{tag} {accuracies}", flush=True)  # noqa: T201
+        print(f"{self.label}  {epoch}  {seconds:.1f} s  {loss}{tag} {accuracies}", flush=True)

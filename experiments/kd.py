@@ -4,8 +4,8 @@
     python experiments/kd.py --trainer.devices 8    # the same numbers, from 8 processes
     python experiments/kd.py --help
 
-For each seed a teacher is trained (or loaded), every student is distilled from it in one pass over the data, and each is
-tested once. OUT/ holds the table (results.json, .md, .png), and a TensorBoard run with exported weights for each net.
+For each seed a teacher is trained (or loaded), every student is distilled from it in one pass over the data, and each
+is tested once. OUT/ holds the table (results.json, .md, .png), and for each net a TensorBoard run and its weights.
 """
 
 import os

@@ -26,7 +26,7 @@ def adam(params: Iterable) -> Optimizer:
 
 
 class Scores(nn.Module):
-    """What evaluation says of one classifier: each sample counts once, and integers are added, on any number of ranks."""
+    """What evaluation says of one classifier: each sample counts once, on any number of ranks."""
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Scores(nn.Module):
         self.loss.update(cross_entropy(logits, labels).double())
 
     def compute(self) -> tuple[dict[str, Tensor], Tensor]:
-        """{"loss", "acc", "correct"} over all ranks, and the confusion matrix (classes, classes), rows the true class."""
+        """{"loss", "acc", "correct"} over all ranks; the confusion matrix (classes, classes), rows the truth."""
         confusion = self.confusion.compute()
         correct, samples = confusion.trace(), confusion.sum()
         values = {"loss": self.loss.compute(), "acc": correct.double() / samples, "correct": correct.double()}
@@ -131,7 +131,7 @@ class Learner(LightningModule):
             setattr(self, name, value)
 
     def fails(self, run: str, means: Mapping[str, float], step: int) -> bool:
-        """Whether one of the run's values over the global batch is not finite; if so it has failed, on all ranks alike."""
+        """Whether one of the run's values over the global batch is not finite: then it has failed, on all ranks."""
         bad = [name for name, value in means.items() if not math.isfinite(value)]
         if bad:
             self.failed[run] = {"step": step, "term": bad[0]}
@@ -189,7 +189,7 @@ class Learner(LightningModule):
         raise NotImplementedError
 
     def step_alone(self, run: str, batch: Batch) -> Callable[[], Tensor]:
-        """Forward and loss of one run alone, on a copy, for measuring what it costs; what it needs of others is given."""
+        """Forward and loss of one run alone, on a copy, to measure what it costs; what it needs of others is given."""
         raise NotImplementedError
 
 

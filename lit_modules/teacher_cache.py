@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 
-import torch
 from torch import Tensor
 
 from apprentice import replicas
@@ -13,8 +12,8 @@ from lit_modules.nets import Outputs
 class TeacherCache:
     """Outputs of a frozen teacher for each training sample, found by the sample's index.
 
-    Chunks of a fixed size and order are dealt to the ranks and then put together, so that a run resumed anywhere fills it
-    with the same bits.
+    Chunks of a fixed size and order are dealt to the ranks and then put together, so that a run resumed anywhere fills
+    it with the same bits.
 
     Args:
         outputs: logits (n, classes) and features (n, ...).

@@ -6,7 +6,7 @@ __all__ = ["DDP"]
 
 
 def register() -> None:
-    """Put these strategies under their names in Lightning's registry, Lightning's own choice for several devices too."""
+    """Put these strategies under their names in Lightning's registry, where its own choice finds them too."""
     from lightning.pytorch.strategies import StrategyRegistry
 
     methods = {"ddp": "auto", "ddp_fork": "fork", "ddp_notebook": "fork", "ddp_spawn": "spawn"}

@@ -47,7 +47,7 @@ def test_resnets_have_the_papers_sizes(depth: int, count: int) -> None:
 
 
 def test_resnet_refuses_other_depths() -> None:
-    with pytest.raises(ValueError, match="6n \\+ 2"):
+    with pytest.raises(ValueError, match=r"6n \+ 2"):
         ResNet(21)
 
 
@@ -79,7 +79,7 @@ def test_torchvision_models_take_grey_images_and_any_head(name: str) -> None:
 def test_torchvision_says_what_it_cannot_do() -> None:
     with pytest.raises(BadInput, match=r"resnet18"):
         Torchvision("resnet81")
-    with pytest.raises(BadInput, match="alexnet: .*32 x 32.*smallest.*64 x 64"):
+    with pytest.raises(BadInput, match=r"alexnet: .*32 x 32.*smallest.*64 x 64"):
         Torchvision("alexnet")
     with pytest.raises(BadInput, match="1 or 3 channels"):
         Torchvision("resnet18", input_shape=(2, 32, 32))

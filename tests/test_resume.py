@@ -20,7 +20,8 @@ from tests.training import assert_same
 SMALL = [
     "--data.train_size", "150", "--data.test_size", "100", "--data.batch_size", "60", "--seeds", "[3]",
     "--only", "ce", "hint",
-    "--teacher", "LightNN", "--trainer.max_epochs", "3", "--checkpoint_every", "1e-9", "--scheduler", "StepLR", "--scheduler.step_size", "1",
+    "--teacher", "LightNN", "--trainer.max_epochs", "3", "--checkpoint_every", "1e-9", "--scheduler", "StepLR",
+    "--scheduler.step_size", "1",
 ]  # fmt: skip
 TIMES = {"step_ms", "fit_seconds", "students_fit_seconds"}
 

@@ -16,7 +16,7 @@ class Term(NamedTuple):
 
 
 class Objective(nn.Module):
-    """A distillation method: says which layers it wants to see, and returns its terms. The constructor's are its options.
+    """A distillation method: says which layers it wants to see, and returns its terms.
 
     It may own trainable parts, made in `build`: they train with the student and are not part of what is exported.
 

@@ -12,7 +12,7 @@ from lit_modules.objectives.cross_entropy import cross_entropy
 class Cosine(FeatureObjective):
     """cosine_weight * (1 - cos(f_s, f_t)) + ce_weight * CE, the longer of the flattened features pooled to the shorter.
 
-    Source: PyTorch, "Knowledge Distillation Tutorial": there the teacher's 2048 values are pooled to the student's 1024.
+    Source: PyTorch, "Knowledge Distillation Tutorial": there the teacher's 2048 values are pooled to 1024.
 
     Args:
         cosine_weight: weight of the angle between the features.

@@ -12,7 +12,7 @@ class CrossEntropy(Objective):
 
     uses_teacher = False
 
-    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: ARG002, D102
+    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
         return {"ce": Term(cross_entropy(student.logits, labels), 1.0)}
 
 
