@@ -170,6 +170,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         data.prepare_data()
         data.setup()
         environment.limit_threads(data.input_shape)
+        environment.keep_memory()
         wiring = Wiring(config, data)
         wiring.check(data)
         out = Path(config.out) if config.out else folders.new_folder("kd")
