@@ -43,7 +43,9 @@ def keep_memory() -> None:
 
     Forked ranks inherit this; peak memory grows by up to a fifth.
     """
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # other C libraries have none
         mmap_threshold, trim_threshold = -3, -1
         libc.mallopt(mmap_threshold, 2**30)

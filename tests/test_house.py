@@ -7,8 +7,14 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+
+from lit_modules.distillation import Distillation
+from lit_modules.nets import DeepNN
+from tests.training import SHAPE, digits, fit, net, weights
 
 ROOT = Path(__file__).parents[1]
 LIBRARY = ("apprentice", "lit_modules", "datamodules", "strategies")
@@ -159,3 +165,15 @@ def test_no_file_names_a_registry_or_a_path_of_one_machine() -> None:
         text = path.read_text(errors="replace")
         found = [host for host in HOSTS if host in text] + INDEX.findall(text) + HOME.findall(text)
         assert not found, f"{name}: {found}"
+
+
+def test_the_readmes_method_trains_as_it_stands() -> None:
+    example = next(block for block in blocks(ROOT / "README.md") if "FeatureObjective" in block)
+    namespace: dict[str, Any] = {}
+    exec(compile(example, "README.md", "exec"), namespace)
+    student = net()
+    module = Distillation(net(DeepNN, seed=1), {"at": (student, namespace["Attention"]())}, input_shape=SHAPE)
+    before = weights(student)
+    fit(module, digits(), max_epochs=1)
+    assert not module.failed
+    assert all(not torch.equal(value, before[key]) for key, value in weights(student).items())
