@@ -72,6 +72,8 @@ class SafePoints(Checkpoint):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Save if it is time; save and leave if the user wants to."""
+        if batch_idx % trainer.accumulate_grad_batches:
+            return  # gradients of the batches before are not part of a checkpoint
         stop = interrupts.requested()
         late = time.monotonic() - self._saved >= self.every
         stop, late = _of_rank_zero(trainer, stop, late)

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from apprentice import keyed
 from apprentice.batch import Batch
-from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, global_means, hits
-from lit_modules.nets import globalise
+from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, global_means, hits, prepared
 from lit_modules.objectives.cross_entropy import cross_entropy
 
 
@@ -36,7 +35,7 @@ class LitClassifier(Learner):
         seed: int = 0,
     ) -> None:
         super().__init__([""], num_classes, optimizer, scheduler, seed)
-        self.net = globalise(net).to(memory_format=torch.channels_last)
+        self.net = prepared(net).to(memory_format=torch.channels_last)
 
     def parameter_groups(self) -> list[list[nn.Parameter]]:
         """The net's trainable parameters."""

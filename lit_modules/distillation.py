@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from apprentice import keyed
 from apprentice.batch import Batch
 from apprentice.errors import BadInput
-from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, global_means, hits
-from lit_modules.nets import Outputs, globalise, layer, run
+from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, global_means, hits, prepared
+from lit_modules.nets import Outputs, layer, run
 from lit_modules.objectives import Objective, Term
 from lit_modules.teacher_cache import TeacherCache
 
@@ -64,7 +64,7 @@ class Distillation(Learner):
     ) -> None:
         super().__init__(students, num_classes, optimizer, scheduler, seed)
         self.teacher = teacher.requires_grad_(False).eval()
-        self.students = nn.ModuleDict({name: Student(globalise(net), obj) for name, (net, obj) in students.items()})
+        self.students = nn.ModuleDict({name: Student(prepared(net), obj) for name, (net, obj) in students.items()})
         self.teacher_cache_bytes = teacher_cache_mb * 2**20
         self.cache: TeacherCache | None = None
         self._build(torch.zeros(1, *input_shape))

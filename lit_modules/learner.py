@@ -6,14 +6,17 @@ from typing import Any
 
 import torch
 from lightning import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassConfusionMatrix
+from torchvision.ops import StochasticDepth
 
 from apprentice import replicas
 from apprentice.batch import Batch
+from lit_modules.nets import globalise
 from lit_modules.objectives.cross_entropy import cross_entropy
 
 MakeOptimizer = Callable[[Iterable], Optimizer]
@@ -191,6 +194,25 @@ class Learner(LightningModule):
     def step_alone(self, run: str, batch: Batch) -> Callable[[], Tensor]:
         """Forward and loss of one run alone, on a copy, to measure what it costs; what it needs of others is given."""
         raise NotImplementedError
+
+
+def prepared(net: nn.Module) -> nn.Module:
+    """The net with BatchNorm over the global batch; one warning names layers whose noise is torch's, not keyed.
+
+    Their draws depend on the device count, on what else is trained in the process, and on where a run was resumed.
+    """
+    noisy = (nn.modules.dropout._DropoutNd, StochasticDepth, nn.MultiheadAttention, nn.RNNBase)
+    names = [name for name, m in net.named_modules() if isinstance(m, noisy) and getattr(m, "p", 0) + _inner(m) > 0]
+    if names:
+        listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        advice = "numbers will move with the device count and a resume; apprentice.keyed.Dropout's do not"
+        rank_zero_warn(f"{type(net).__name__} draws noise from torch's generator in {listed}: {advice}")
+    return globalise(net)
+
+
+def _inner(module: nn.Module) -> float:
+    """The probability of dropout inside an attention or recurrent layer."""
+    return float(getattr(module, "dropout", 0.0))
 
 
 def _tags(values: Mapping[str, Any], stage: str) -> dict[str, Any]:

@@ -180,6 +180,13 @@ def test_several_objectives_of_one_kind_live_side_by_side() -> None:
         assert_same(before, student_weights(module, "both"))
 
 
+def test_noise_that_is_not_keyed_is_named_once() -> None:
+    plain = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, 10), nn.Dropout(0.0))
+    with pytest.warns(UserWarning, match=r"Sequential draws noise from torch's generator in 1: ") as found:
+        Distillation(net(DeepNN), {"ce": (plain, CrossEntropy())}, input_shape=SHAPE)
+    assert len(found) == 1
+
+
 def test_a_refused_pair_names_the_variants_flag() -> None:
     teacher: nn.Module = net(DeepNN)
     with pytest.raises(BadInput, match=r"--variants\.h\.student_layer features\.0: .*\(16, 8, 8\).*\(32, 2, 2\)"):

@@ -140,7 +140,7 @@ def test_one_epoch_of_mnist_brings_the_student_above_95_percent(data_root: Path,
 def test_a_subset_of_mnist_and_other_nets(data_root: Path, tmp_path: Path) -> None:
     flags = ["--data", "MNIST", "--data.root", str(data_root), "--data.train_size", "200", "--data.test_size", "100"]
     flags += ["--data.validation_size", "0", "--teacher", "ResNet", "--teacher.depth", "8", "--student", "Torchvision"]
-    flags += ["--student.name", "squeezenet1_1", "--optimizer", "SGD", "--optimizer.lr", "0.01"]
+    flags += ["--student.name", "resnet18", "--optimizer", "SGD", "--optimizer.lr", "0.01"]
     flags += ["--scheduler", "MultiStepLR", "--scheduler.milestones", "[1,2]", "--only", "ce", "kd", "t8"]
     flags += [
         "--variants.t8",

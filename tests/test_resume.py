@@ -135,6 +135,17 @@ def test_killed_at_any_moment_it_ends_the_same(
     assert not list(out.rglob("*.ckpt")) + list(out.rglob("*.tmp"))
 
 
+def test_a_run_that_accumulates_gradients_goes_on_between_steps(tmp_path: Path) -> None:
+    flags = ["--trainer.accumulate_grad_batches", "2"]
+    whole = start(tmp_path / "whole", *flags)
+    assert whole.wait() == 0, whole.output
+    killed = start(tmp_path / "run", *flags, before=kill_at(SafePoints, "on_train_batch_start", 6, after=True))
+    assert killed.wait() == -signal.SIGKILL
+    resumed = start(tmp_path / "run", "--resume", "true")
+    assert resumed.wait() == 0, resumed.output
+    assert_same_end(tmp_path / "run", ended(tmp_path / "whole"))
+
+
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_first_and_says_how_to_go_on(
     signum: int, devices: int, undisturbed: tuple[dict[str, torch.Tensor], Any], tmp_path: Path
