@@ -21,8 +21,6 @@ def test_it_is_committed_without_outputs() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-# A library's notice about its own helpers, and asyncio's sockets, are no business of the notebook's.
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 def test_it_distils_and_draws() -> None:
     from nbclient import NotebookClient
 
