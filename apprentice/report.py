@@ -30,7 +30,7 @@ def save_results(folder: str | Path, results: Facts) -> None:
 
 def text(results: Facts) -> str:
     """The table for a terminal, with what it says beneath it; plain text of at most 110 columns."""
-    return "\n".join([table(results).plain(), "", *map(paragraph, notes(results))])
+    return "\n\n".join(filter(None, [table(results).plain(), "\n".join(map(paragraph, notes(results)))]))
 
 
 def markdown(results: Facts) -> str:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 import datamodules
@@ -92,8 +93,12 @@ class Wiring:
         settings = cli.arguments(self.config.trainer, "trainer")
         mine = {"enable_model_summary": False, "num_sanity_val_steps": 0, **kwargs}
         theirs = [*_listed(settings.pop("callbacks", None))], [*_listed(settings.pop("plugins", None))]
-        with cli.refusals(self.config.trainer, "trainer"):
-            return Trainer(**settings | mine, callbacks=[*theirs[0], *callbacks], plugins=[*theirs[1], *plugins])
+        try:
+            with cli.refusals(self.config.trainer, "trainer"):
+                return Trainer(**settings | mine, callbacks=[*theirs[0], *callbacks], plugins=[*theirs[1], *plugins])
+        except MisconfigurationException as error:
+            wanted = f"{settings['accelerator']} --trainer.devices {settings['devices']}"
+            raise BadInput("trainer.accelerator", wanted, f"what this machine and Lightning have: {error}") from None
 
     def net(self, key: str, seed: int) -> tuple[nn.Module, dict[str, Any]]:
         """A fresh net, its first weights from the seed alone, and how to rebuild it."""
