@@ -15,7 +15,7 @@ from apprentice.batch import Batch
 from apprentice.exports import Spec, save_net
 from apprentice.files import write_json
 from apprentice.folders import is_main_process
-from apprentice.stages import MakeTrainer, fit_and_test
+from apprentice.stages import Fitted, MakeTrainer, fit_and_test
 from apprentice.tracking import log_run
 
 Facts = dict[str, Any]
@@ -88,8 +88,9 @@ class BakeOff:
         )  # fmt: skip
         facts: Facts = {"fit_seconds": found.seconds, "runs": {}}
         if is_main_process():
+            module.to(found.device)  # a fit on a GPU ends on the CPU
             for run, contestant in contestants.items():
-                facts["runs"][run] = self._facts(module, run if module.runs != [""] else "", contestant, found.scores)
+                facts["runs"][run] = self._facts(module, run if module.runs != [""] else "", contestant, found)
                 save_net(contestant.net, contestant.spec, folder / run)
                 self._track(folder / run, contestant, facts["runs"][run])
             write_json(record, facts)
@@ -98,7 +99,8 @@ class BakeOff:
             dist.barrier()  # ranks of a launcher's go on to read what the first has written
         return facts
 
-    def _facts(self, module: Any, run: str, contestant: Contestant, scores: Mapping[str, float]) -> Facts:
+    def _facts(self, module: Any, run: str, contestant: Contestant, found: Fitted) -> Facts:
+        scores = found.scores
         prefix = f"{run}/test" if run else "test"
         failed = module.failed.get(run)
         facts: Facts = {
@@ -112,9 +114,10 @@ class BakeOff:
         }
         if module.samples and not failed:  # a loaded net's training was paid for elsewhere
             batch = self._batch(module)
-            step = module.step_alone(run, batch)
-            facts["train_flops"] = round(costs.flops(step) / batch.count * module.samples)
-            facts["step_ms"] = costs.milliseconds(step)
+            with found.autocast():
+                step = module.step_alone(run, batch)
+                facts["train_flops"] = round(costs.flops(step) / batch.count * module.samples)
+                facts["step_ms"] = costs.milliseconds(step)
         return facts
 
     def _batch(self, module: nn.Module) -> Batch:
@@ -124,6 +127,7 @@ class BakeOff:
         rows = torch.arange(min(self.data.batch_size, len(train.labels)))
         images, labels = train.take(rows)
         images = self.data.normalize(images.to(parameter.device), parameter.dtype)
+        rows = rows.to(parameter.device)
         return Batch(images, labels.to(parameter.device), rows, rows, len(rows), 1, 0)
 
     def _track(self, folder: Path, contestant: Contestant, facts: Facts) -> None:

@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from apprentice import replicas
+
 
 class Batch(NamedTuple):
     """The b rows that this rank sees of a global batch of `count` rows; b may be 0.
@@ -29,13 +31,18 @@ class Batch(NamedTuple):
     step: int
 
     @classmethod
-    def of(cls, batch: "Batch | Sequence[Tensor]", step: int) -> "Batch":
-        """The batch itself, or a plain (images, labels) pair from anyone's DataLoader as a whole batch of its own."""
+    def of(cls, batch: "Batch | Sequence[Tensor]", step: int, shared: bool = True) -> "Batch":
+        """The batch itself, or a plain (images, labels) pair from anyone's DataLoader.
+
+        If `shared`, the pairs that all ranks have now are one global batch; else a rank's pair stands for itself.
+        """
         if isinstance(batch, cls):
             return batch
         images, labels = batch  # type: ignore[misc]
-        rows = torch.arange(len(images), device=images.device)
-        return cls(images, labels, rows, rows, len(images), 1, step)
+        size = torch.tensor([len(images)], device=images.device)
+        sizes = replicas.gathered(size).flatten().tolist() if shared else [len(images)]
+        rows = torch.arange(len(images), device=images.device) + (sum(sizes[: replicas.rank()]) if shared else 0)
+        return cls(images, labels, rows, rows, sum(sizes), len(sizes), step)
 
     def mean(self, per_sample: Tensor) -> Tensor:
         """This rank's part of the global mean of a (b,) tensor: averaged over the ranks it is that mean, exactly."""

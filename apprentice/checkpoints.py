@@ -40,7 +40,7 @@ class SafePoints(Checkpoint):
 
     def __init__(self, path: str | Path, every: float = 30.0) -> None:
         self.path, self.every = Path(path), every
-        self.finished = False
+        self.finished, self._saves_on_signal = False, interrupts.deferring()
         self._seconds_before, self._started, self._saved = 0.0, time.monotonic(), time.monotonic()
 
     def state_dict(self) -> dict[str, Any]:
@@ -63,11 +63,13 @@ class SafePoints(Checkpoint):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
-        interrupts.take_over()
         self._started = self._saved = time.monotonic()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """After a resume Lightning's count of batches for the loggers is one too high; it is the step's number."""
+        """Take over signals, now that Lightning has set its handlers, and mend its count of batches after a resume."""
+        if self._saves_on_signal:
+            interrupts.take_over()
+        # One too high after a resume; for the loggers it is the step's number.
         trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -121,9 +123,6 @@ def read_weights(path: str, flag: str) -> Tensors:
             content = content[key]
     if not isinstance(content, dict) or not content or not all(isinstance(v, torch.Tensor) for v in content.values()):
         raise BadInput(flag, path, "a file of weights; it holds no state dict")
-    for prefix in ("module.", "net."):  # DistributedDataParallel's, and a LightningModule's around its net
-        if all(key.startswith(prefix) for key in content):
-            content = {key.removeprefix(prefix): value for key, value in content.items()}
     return content
 
 
@@ -135,6 +134,9 @@ def load_weights(net: torch.nn.Module, path: str, flag: str) -> None:
     """
     weights, own = read_weights(path, flag), net.state_dict()
     name = type(net).__name__
+    for prefix in ("module.", "net."):  # DistributedDataParallel's, and a LightningModule's around its net
+        if weights.keys() != own.keys() and all(key.startswith(prefix) for key in weights):
+            weights = {key.removeprefix(prefix): value for key, value in weights.items()}
     if missing := [key for key in own if key not in weights]:
         raise BadInput(flag, path, f"weights of {name}; {missing[0]} is missing ({len(missing)} of {len(own)} are)")
     if extra := [key for key in weights if key not in own]:

@@ -26,8 +26,9 @@ def milliseconds(step: Callable[[], Tensor], times: int = 10) -> float:
     seconds = []
     for _ in range(times + 1):
         start = time.perf_counter()
-        step().backward()
-        if torch.cuda.is_available():
+        loss = step()
+        loss.backward()
+        if loss.is_cuda:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     return median(seconds[1:]) * 1e3

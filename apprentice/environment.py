@@ -17,7 +17,9 @@ PACKAGES = ("apprentice", "torch", "torchvision", "lightning", "torchmetrics", "
 def hardware() -> dict[str, Any]:
     """Processor, cores, memory in GiB and GPUs."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30 if hasattr(os, "sysconf") else None
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    # A GPU's name is read where one is in use: asking for it initialises CUDA, after which nothing can be forked.
+    named = torch.cuda.is_initialized()
+    gpus = [torch.cuda.get_device_name(i) if named else "GPU" for i in range(torch.cuda.device_count())]
     return {"cpu": _processor(), "cores": os.cpu_count(), "memory_gib": memory and round(memory, 1), "gpus": gpus}
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -16,7 +17,8 @@ OURS = ("config.yaml", "environment.json", "results.json", "results.md", "result
 
 def is_main_process() -> bool:
     """Whether this process is the one that starts and writes: not a rank that a launcher or Lightning started."""
-    return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) == 0
+    ranks = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "LOCAL_RANK")
+    return int(next((os.environ[name] for name in ranks if name in os.environ), "0")) == 0
 
 
 def new_folder(experiment: str) -> Path:
@@ -43,13 +45,28 @@ def _fresh(parent: Path) -> str:
 
 def _agreed(name: str) -> str:
     """Rank zero's name, through the store that torchrun keeps for its workers."""
-    from torch.distributed import rendezvous
+    store = _store()
+    if name:
+        store.set("out", name)
+    return store.get("out").decode()
+
+
+def _store() -> Any:
+    from torch.distributed import PrefixStore, rendezvous
 
     store, _, _ = next(iter(rendezvous("env://")))
-    key = f"apprentice/out/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    if name:
-        store.set(key, name)
-    return store.get(key).decode()
+    return PrefixStore(f"apprentice/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+@contextmanager
+def main_first(task: str) -> Iterator[None]:
+    """Under torchrun rank zero runs the block before the others do: it downloads, or clears a folder, once."""
+    launched = "TORCHELASTIC_RUN_ID" in os.environ
+    if launched and not is_main_process():
+        _store().get(task)
+    yield
+    if launched and is_main_process():
+        _store().set(task, "done")
 
 
 @contextmanager
@@ -60,7 +77,8 @@ def opened(out: Path, resume: bool = False, overwrite: bool = False) -> Iterator
         BadInput: it can't be written, is in use, or holds a run and neither `resume` nor `overwrite` is set.
     """
     if not is_main_process():
-        yield out
+        with main_first("folder"):
+            yield out
         return
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -73,8 +91,9 @@ def opened(out: Path, resume: bool = False, overwrite: bool = False) -> Iterator
     except OSError as error:
         raise BadInput("out", out, f"a folder that can be written ({error.strerror})") from None
     with lock:
-        if not resume:
-            _clear(out, overwrite)
+        with main_first("folder"):
+            if not resume:
+                _clear(out, overwrite)
         yield out
 
 

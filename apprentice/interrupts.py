@@ -11,6 +11,9 @@ from typing import Any
 SAVED = 75  # exit code of a rank that stopped after saving (EX_TEMPFAIL: try again later)
 
 
+FORWARDED = getattr(signal, "SIGUSR1", signal.SIGINT)  # Windows has no other, and no group to signal twice
+
+
 class Interrupted(SystemExit):
     """The run was asked to stop; its exit code is the shell's for that signal."""
 
@@ -38,9 +41,9 @@ def stop_if_requested() -> None:
 
 def _handle(signum: int, _frame: Any) -> None:
     again, _State.requested = requested(), signum
-    for child in multiprocessing.active_children():  # a terminal signals all of them, `kill` only this one
+    for child in multiprocessing.active_children():
         if child.pid is not None and not again:
-            os.kill(child.pid, signal.SIGINT)
+            os.kill(child.pid, FORWARDED)
     if _State.deferring and not again:
         return
     if os.getpid() != _State.owner:
@@ -48,8 +51,15 @@ def _handle(signum: int, _frame: Any) -> None:
     raise Interrupted(signum)
 
 
+def _forwarded(_signum: int, _frame: Any) -> None:
+    """The same request by another way: a terminal has signalled this rank already, `kill` only its parent."""
+    if not requested():
+        _handle(signal.SIGINT, None)
+
+
 def _install() -> dict[int, Any]:
-    return {s: signal.signal(s, _handle) for s in (signal.SIGINT, signal.SIGTERM)}
+    before = {s: signal.signal(s, _handle) for s in (signal.SIGINT, signal.SIGTERM)}
+    return before | {FORWARDED: signal.signal(FORWARDED, _forwarded)}
 
 
 @contextmanager
@@ -77,7 +87,13 @@ def deferred() -> Iterator[None]:
         _State.deferring = False
 
 
+def deferring() -> bool:
+    """Whether a fit that saves on a signal is being started or runs."""
+    return _State.deferring
+
+
 def take_over() -> None:
-    """Put our handlers back in place of Lightning's, which talks to other ranks from inside a signal handler."""
-    if _State.deferring and threading.current_thread() is threading.main_thread():
+    """In a rank: put our handlers in place of Lightning's, which talks to other ranks from inside a signal handler."""
+    _State.deferring = True  # a spawned rank has not inherited it
+    if threading.current_thread() is threading.main_thread():
         _install()

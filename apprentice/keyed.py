@@ -55,7 +55,7 @@ def permutation(size: int, *keys: int) -> Tensor:
 def seeded(seed: int, make: Callable[[], T]) -> T:
     """What `make` makes after `torch.manual_seed(seed)`; torch's own random state is left as it was."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would reseed the GPUs too
         return make()
 
 

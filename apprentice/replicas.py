@@ -10,10 +10,19 @@ def count() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def rank() -> int:
+    """This process's place among them."""
+    return dist.get_rank() if count() > 1 else 0
+
+
 def total(x: Tensor) -> Tensor:
     """The sum of every rank's `x` (any shape, no gradient), the same on all ranks."""
+    return add_up(x.clone())
+
+
+def add_up(x: Tensor) -> Tensor:
+    """`total`, in place of `x`."""
     if count() > 1:
-        x = x.clone()
         dist.all_reduce(x)
     return x
 

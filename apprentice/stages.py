@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.strategies import Strategy
 from torch.multiprocessing import ProcessExitedException
 
 from apprentice import checkpoints, interrupts
@@ -22,10 +23,13 @@ class Fitted:
     Attributes:
         seconds: of training, all sessions together; None if there was none.
         scores: what the test logged.
+        device: where this process trained.
+        autocast: the precision in which it did, a context.
     """
 
-    def __init__(self, seconds: float | None, scores: dict[str, float]) -> None:
+    def __init__(self, seconds: float | None, scores: dict[str, float], strategy: Strategy) -> None:
         self.seconds, self.scores = seconds, scores
+        self.device, self.autocast = strategy.root_device, strategy.precision_plugin.forward_context
 
 
 def fit_and_test(
@@ -79,7 +83,7 @@ def fit_and_test(
         testing = trainer(callbacks=[], enable_checkpointing=False, enable_progress_bar=False)
         scores = testing.test(module, data, verbose=False)[0]
         testing.strategy.barrier()
-    return Fitted(_progress(state)["seconds"] if state else None, dict(scores))
+    return Fitted(_progress(state)["seconds"] if state else None, dict(scores), testing.strategy)
 
 
 def _progress(state: dict[str, Any]) -> dict[str, Any]:

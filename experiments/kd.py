@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -91,6 +92,8 @@ class Wiring:
     def trainer(self, callbacks: Sequence[Any] = (), plugins: Sequence[Any] = (), **kwargs: Any) -> Trainer:
         """A Trainer with the user's settings and ours."""
         settings = cli.arguments(self.config.trainer, "trainer")
+        if settings["accelerator"] == "auto" and torch.backends.mps.is_available():
+            settings["accelerator"] = "cpu"  # evaluation adds in float64, which Apple's GPUs don't have
         mine = {"enable_model_summary": False, "num_sanity_val_steps": 0, **kwargs}
         theirs = [*_listed(settings.pop("callbacks", None))], [*_listed(settings.pop("plugins", None))]
         try:
@@ -133,6 +136,10 @@ class Wiring:
 
     def check(self, data: Any) -> None:
         """Build everything once, so that what can't work is refused before anything is trained."""
+        if str(self.config.trainer.init_args.get("precision")) in {"16", "16-mixed"}:
+            raise BadInput(
+                "trainer.precision", "16-mixed", "bf16-mixed, 32-true or 64-true; its loss scale couples students"
+            )
         trainer = self.trainer()
         data.check_replicas((trainer.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"])
         teacher, _ = self.teacher(self.config.seeds[0])
@@ -151,6 +158,9 @@ def run(config: Namespace, wiring: Wiring, data: Any, out: Path, settings: dict[
     for seed in config.seeds:
         loaded = config.teacher_ckpt is not None
         teachers.append(bake_off.stage(seed, "teacher", partial(wiring.teacher, seed), trained=loaded))
+        if fault := teachers[-1]["runs"].get("teacher", {}).get("failed"):
+            when = f"with seed {seed} its {fault['term']} is not finite at step {fault['step']}"
+            raise BadInput("optimizer", config.optimizer.name, f"settings that train the teacher; {when}")
         students.append(bake_off.stage(seed, "students", partial(wiring.taught, seed, out / f"seed{seed}" / "teacher")))
     if not folders.is_main_process():
         return
@@ -172,10 +182,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         config = command.parse(argv)
         strategies.register()
         data = cli.build(config.data, "data")
-        data.prepare_data()
-        data.setup()
+        with folders.main_first("data"):
+            data.prepare_data()
+            data.setup()
         environment.limit_threads(data.input_shape)
         environment.keep_memory()
+        torch.backends.cudnn.allow_tf32 = False  # float32 means float32
         wiring = Wiring(config, data)
         wiring.check(data)
         out = Path(config.out) if config.out else folders.new_folder("kd")

@@ -52,7 +52,7 @@ class LitClassifier(Learner):
         return loss
 
     def _step(self, batch: Any, stage: str) -> Tensor | None:
-        batch = Batch.of(batch, self.global_step)
+        batch = Batch.of(batch, self.global_step, shared=stage == "train")
         with keyed.noise(self.seed, batch.step, batch.rows):
             logits = self(batch.images)
         if stage != "train":

@@ -34,7 +34,7 @@ class Distillation(Learner):
 
     Students have disjoint parameters, so the sum of their losses has the gradients of each alone. The teacher is always
     in eval mode, runs once a batch whatever the number of students, and is neither optimised nor saved. A student whose
-    loss stops being finite is frozen as it was before that step, and named in `failed`; the others go on.
+    loss stops being finite keeps the parameters it had, and is named in `failed`; the others go on.
 
     Args:
         teacher: a trained net, images (b, C, H, W) -> logits (b, classes).
@@ -149,7 +149,7 @@ class Distillation(Learner):
         return loss
 
     def _step(self, batch: Any, stage: str) -> Tensor | None:
-        batch = Batch.of(batch, self.global_step)
+        batch = Batch.of(batch, self.global_step, shared=stage == "train")
         with keyed.noise(self.seed, batch.step, batch.rows):
             teacher, outputs = self(batch.images, self.cache[batch.index] if self.cache and stage == "train" else None)
         if stage != "train":

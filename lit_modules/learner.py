@@ -16,6 +16,7 @@ from torchvision.ops import StochasticDepth
 
 from apprentice import replicas
 from apprentice.batch import Batch
+from apprentice.keyed import Dropout
 from lit_modules.nets import globalise
 from lit_modules.objectives.cross_entropy import cross_entropy
 
@@ -138,6 +139,7 @@ class Learner(LightningModule):
         bad = [name for name, value in means.items() if not math.isfinite(value)]
         if bad:
             self.failed[run] = {"step": step, "term": bad[0]}
+            self.train_sums = {k: v for k, v in self.train_sums.items() if not k.startswith(f"{run}/")}
             self.print(f"{run or 'training'} failed at step {step}: its {bad[0]} is not finite")
         return bool(bad)
 
@@ -202,6 +204,10 @@ def prepared(net: nn.Module) -> nn.Module:
     Their draws depend on the device count, on what else is trained in the process, and on where a run was resumed.
     """
     noisy = (nn.modules.dropout._DropoutNd, StochasticDepth, nn.MultiheadAttention, nn.RNNBase)
+    keyed_layers = [m for m in net.modules() if isinstance(m, Dropout)]
+    if len({m.layer for m in keyed_layers}) < len(keyed_layers):
+        for number, module in enumerate(keyed_layers):
+            module.layer = number  # else two layers of one width would draw one mask
     names = [name for name, m in net.named_modules() if isinstance(m, noisy) and getattr(m, "p", 0) + _inner(m) > 0]
     if names:
         listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,6 +1,9 @@
 """What all tests share."""
 
 import os
+
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # the same tests everywhere, before torch looks
+
 from collections.abc import Generator
 from pathlib import Path
 

@@ -43,7 +43,7 @@ def test_fifty_float64_steps_agree_on_any_number_of_processes(run: str, tmp_path
 @pytest.mark.parametrize(("run", "tolerance"), [("students", 1e-5), ("teacher", 1e-5), ("resnet8", 1e-3)])
 def test_first_float32_losses_agree(run: str, tolerance: float, tmp_path: Path) -> None:
     losses, _ = outcome(run, 1, tmp_path, "32-true", 10)
-    for devices in (2, 3):
+    for devices in DEVICES:
         assert outcome(run, devices, tmp_path, "32-true", 10)[0] == pytest.approx(losses, abs=tolerance, rel=0)
 
 

@@ -256,13 +256,13 @@ BAD = {
         "--trainer.accelerator gpu --trainer.devices 64",
         "gpu",
     ),
-    "no strategy": (["--trainer.strategy", "dpp", "--trainer.devices", "2"], "--trainer.strategy dpp", ""),
+    "no strategy": (["--trainer.strategy", "dpp", "--trainer.devices", "2"], "--trainer.strategy dpp", "ddp"),
     "depth": (["--student", "ResNet", "--student.depth", "9"], "--student.depth 9", "6n + 2"),
     "maps": (["--variants.hint.student_layer", "features.0"], "--variants.hint.student_layer features.0", "(32, 2, 2)"),
     "layer": (["--variants.hint.teacher_layer", "conv9"], "--variants.hint.teacher_layer conv9", "features.0"),
     "too many images": (["--data.train_size", "5000"], "--data.train_size 5000", "1306"),
     "no folder": (["--data", "ImageFolder", "--data.root", "/nowhere"], "--data.root /nowhere", "train"),
-    "negative rate": (["--optimizer.lr", "-1"], "--optimizer.lr -1", ""),
+    "negative rate": (["--optimizer.lr", "-1"], "--optimizer.lr -1", "learning rate"),
 }
 
 

@@ -77,11 +77,13 @@ def kill_at(owner: Any, name: str, call: int, after: bool = False) -> Callable[[
     """Have the main process killed at the n-th call of a function in rank zero, or right after it."""
 
     def arm() -> None:
-        main, function, calls = os.getpid(), getattr(owner, name), []
+        main, function, torch_save, calls = os.getpid(), getattr(owner, name), torch.save, []
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             calls.append(None)
             if len(calls) == call and not after:
+                if function is torch_save:
+                    Path(args[1]).write_bytes(b"half a checkpoint")
                 die(main)
             result = function(*args, **kwargs)
             if len(calls) == call and after:
@@ -146,11 +148,12 @@ def test_a_run_that_accumulates_gradients_goes_on_between_steps(tmp_path: Path) 
     assert_same_end(tmp_path / "run", ended(tmp_path / "whole"))
 
 
+@pytest.mark.parametrize("whole_group", [False, True], ids=["kill", "terminal"])
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_first_and_says_how_to_go_on(
-    signum: int, devices: int, undisturbed: tuple[dict[str, torch.Tensor], Any], tmp_path: Path
+    signum: int, whole_group: bool, devices: int, undisturbed: tuple[dict[str, torch.Tensor], Any], tmp_path: Path
 ) -> None:
-    out, main = tmp_path / "run", os.getpid()
+    out = tmp_path / "run"
     seen: list[int] = []
 
     def arm() -> None:
@@ -159,7 +162,7 @@ def test_a_signal_saves_first_and_says_how_to_go_on(
         def counted(*args: Any) -> None:
             seen.append(1)
             if len(seen) == 5 and os.environ.get("LOCAL_RANK", "0") == "0":
-                os.kill(main, signum)
+                (os.killpg if whole_group else os.kill)(main, signum)
                 time.sleep(0.3)
             step(*args)
 
@@ -175,7 +178,6 @@ def test_a_signal_saves_first_and_says_how_to_go_on(
     resumed = start(out, *flags, "--resume", "true")
     assert resumed.wait() == 0, resumed.output
     assert_same_end(out, undisturbed)
-    assert main == os.getpid()
 
 
 def test_nothing_finished_is_done_again_and_a_second_run_is_refused(tmp_path: Path) -> None:
@@ -189,10 +191,11 @@ def test_nothing_finished_is_done_again_and_a_second_run_is_refused(tmp_path: Pa
     again = start(out, "--resume", "true", before=arm)
     assert again.wait() == 0, again.output
     assert before == {p: p.stat().st_mtime_ns for p in out.rglob("weights.pt")}
+    said = again.output
     refused = start(out)
     assert refused.wait() == 2
-    assert f"error: --out {out}: expected a new folder" in refused.output
-    assert refused.output.count("\n") - again.output.count("\n") <= 1
+    assert refused.output.removeprefix(said).startswith(f"error: --out {out}: expected a new folder")
+    assert refused.output.count("\n") - said.count("\n") == 1
     assert start(out, "--overwrite", "true").wait() == 0
     assert before != {p: p.stat().st_mtime_ns for p in out.rglob("weights.pt")}
 
@@ -212,3 +215,40 @@ def test_two_runs_at_once_in_one_folder_are_refused(tmp_path: Path) -> None:
     assert f"process {first.process.pid} works in it" in second.output
     os.kill(first.process.pid, signal.SIGKILL)
     assert first.wait() == -signal.SIGKILL
+
+
+def test_checkpoints_are_as_far_apart_as_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, written = [0.0], []
+    points = SafePoints(tmp_path / "x.ckpt", every=30)
+    monkeypatch.setattr(checkpoints.time, "monotonic", lambda: clock[0])
+
+    class Trainer:
+        world_size, accumulate_grad_batches = 1, 1
+
+        def save_checkpoint(self, path: Path) -> None:
+            written.append(clock[0])
+
+    trainer: Any = Trainer()
+    points.on_fit_start(trainer, None)  # type: ignore[arg-type]
+    for batch in range(20):
+        clock[0] += 7  # seconds a batch
+        points.on_train_batch_start(trainer, None, None, batch)  # type: ignore[arg-type]
+    assert written == [35, 70, 105, 140]  # never more than 30 seconds and a batch are lost
+
+
+def test_without_out_each_invocation_has_a_folder_and_its_processes_share_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from apprentice.folders import new_folder
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("APPRENTICE_OUT_KD", raising=False)
+    first = new_folder("kd")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert new_folder("kd") == first  # a sub-process that inherits the environment
+    monkeypatch.delenv("LOCAL_RANK")
+    monkeypatch.delenv("APPRENTICE_OUT_KD")
+    second = new_folder("kd")
+    assert second != first
+    assert {first.parent, second.parent} == {Path("runs/kd")}
+    assert second.is_dir()

@@ -54,6 +54,8 @@ class _Global(nn.modules.batchnorm._BatchNorm):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or (replicas.count() == 1 and x.numel() > x.shape[1]):
             return super().forward(x)  # torch refuses one value a channel, as a last batch of one row can have
+        if x.dtype in {torch.float16, torch.bfloat16}:  # sums and counts would overflow or be rounded
+            return self.forward(x.float()).to(x.dtype)
         with torch.no_grad():
             mean, variance, total = _statistics(x)
             self._track(mean, variance * total / (total - 1).clamp(min=1))
