@@ -24,6 +24,7 @@ class Interrupted(SystemExit):
 
 class _State:
     requested: int | None = None
+    by_hand = False  # by a signal of the user's own, not only by our forwarding it
     deferring = False
     owner = 0  # the process that handles signals; ranks that it forks have another id
 
@@ -40,7 +41,8 @@ def stop_if_requested() -> None:
 
 
 def _handle(signum: int, _frame: Any) -> None:
-    again, _State.requested = requested(), signum
+    again = requested() and _State.by_hand
+    _State.requested, _State.by_hand = signum, signum != FORWARDED
     for child in multiprocessing.active_children():
         if child.pid is not None and not again:
             os.kill(child.pid, FORWARDED)
@@ -52,9 +54,9 @@ def _handle(signum: int, _frame: Any) -> None:
 
 
 def _forwarded(_signum: int, _frame: Any) -> None:
-    """The same request by another way: a terminal has signalled this rank already, `kill` only its parent."""
+    """The same request by another way: a terminal signals this rank too, sooner or later, `kill` only its parent."""
     if not requested():
-        _handle(signal.SIGINT, None)
+        _handle(FORWARDED, None)
 
 
 def _install() -> dict[int, Any]:
@@ -69,7 +71,7 @@ def handled() -> Iterator[None]:
         yield
         return
     before = _install()
-    _State.requested, _State.owner = None, os.getpid()
+    _State.requested, _State.by_hand, _State.owner = None, False, os.getpid()
     try:
         yield
     finally:
