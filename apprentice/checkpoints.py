@@ -66,11 +66,9 @@ class SafePoints(Checkpoint):
         self._started = self._saved = time.monotonic()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take over signals, now that Lightning has set its handlers, and mend its count of batches after a resume."""
+        """Take over signals, now that Lightning has set its handlers."""
         if self._saves_on_signal:
             interrupts.take_over()
-        # One too high after a resume; for the loggers it is the step's number.
-        trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Save if it is time; save and leave if the user wants to."""
@@ -79,7 +77,11 @@ class SafePoints(Checkpoint):
         stop = interrupts.requested()
         late = time.monotonic() - self._saved >= self.every
         stop, late = _of_rank_zero(trainer, stop, late)
+        # For the loggers this is the step's number; Lightning counts one too many after a resume.
+        trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
         if stop or late:
+            for logger in trainer.loggers:
+                logger.save()  # what was logged before the checkpoint is not logged again
             trainer.save_checkpoint(self.path)
             self._saved = time.monotonic()
         if stop:

@@ -64,8 +64,8 @@ def fit_and_test(
     """
     state = checkpoints.read(checkpoint) if checkpoint.exists() else None
 
-    def trainer(**kwargs: Any) -> Trainer:
-        logger = RunsLogger(checkpoint.parent, runs, runs[0], state["global_step"] if state else None)
+    def trainer(resumed_at: int | None = None, **kwargs: Any) -> Trainer:
+        logger = RunsLogger(checkpoint.parent, runs, runs[0], resumed_at)
         return make_trainer(logger=logger if tensorboard else False, plugins=[AtomicCheckpointIO()], **kwargs)
 
     with quiet():
@@ -74,7 +74,8 @@ def fit_and_test(
                 resumed: dict[str, Any] = {"ckpt_path": str(checkpoint), "weights_only": True} if state else {}
                 shown = progress(label)
                 callbacks = [SafePoints(checkpoint, every), *shown.pop("callbacks")]
-                fitting = trainer(callbacks=callbacks, enable_checkpointing=True, **shown)
+                resumed_at = state["global_step"] if state else None
+                fitting = trainer(resumed_at, callbacks=callbacks, enable_checkpointing=True, **shown)
                 fitting.fit(module, data, **resumed)
             state = checkpoints.read(checkpoint)
         if state is not None:

@@ -1,9 +1,11 @@
 """The number of devices changes the speed, not the result."""
 
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from apprentice.progress import quiet
 from lit_modules.nets import DeepNN, ResNet
@@ -56,3 +58,19 @@ def test_one_checkpoint_evaluates_to_the_same_counts() -> None:
         found.append({k: v for k, v in scores.items() if k.endswith("correct")})
     assert all(counts == found[0] for counts in found)
     assert 0 < found[0]["ce/test/correct"] < data.sizes["test"]
+
+
+def test_plain_pairs_from_a_stock_loader_are_shares_of_one_batch(tmp_path: Path) -> None:
+    train = digits(train_size=96).split("train")
+    images, labels = train.images.double() / 16, train.labels
+    curves = []
+    for devices, batch_size in ((1, 32), (2, 16)):
+        loader = DataLoader(TensorDataset(images, labels), batch_size=batch_size)
+        logger = LinesLogger(tmp_path / str(devices))
+        options = {"precision": "64-true", "max_epochs": 3, "limit_val_batches": 0, "logger": logger}
+        with warnings.catch_warnings(), quiet():
+            warnings.simplefilter("ignore")  # Lightning's, about workers and the missing validation
+            trainer(devices, log_every_n_steps=1, **options).fit(classifier(dropout=0.0), loader)
+        curves.append(logger.values("train/loss") + logger.values("train/acc"))
+    assert len(curves[0]) == 18
+    assert curves[0] == pytest.approx(curves[1], abs=1e-9, rel=0)

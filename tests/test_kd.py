@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import subprocess
+import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -90,6 +92,30 @@ def test_the_table_in_float64_is_that_of_one_process(devices: int, tmp_path: Pat
         tables.append({n: e["test_correct"] for n, e in {**found["students"], "teacher": found["teacher"]}.items()})
     assert tables[0] == tables[1]
     assert len(tables[0]) == 5
+
+
+@pytest.mark.slow
+def test_under_torchrun_the_ranks_share_one_run(tmp_path: Path) -> None:
+    flags = [*QUICK, "--trainer.precision", "64-true", "--only", "ce", "kd", "--trainer.devices"]
+    kd.main([*flags, "1", "--out", str(tmp_path / "alone")])
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "--standalone",
+    ]
+    launched = subprocess.run(
+        [*command, str(Path(kd.__file__)), *flags, "2"],
+        cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert launched.returncode == 0, launched.stderr
+    (out,) = (tmp_path / "runs" / "kd").iterdir()
+    together, alone = results(out), results(tmp_path / "alone")
+    for name in ("ce", "kd"):
+        assert together["students"][name]["test_correct"] == alone["students"][name]["test_correct"]
 
 
 def jpegs(archive: Path, out: Path, train: int, test: int) -> None:

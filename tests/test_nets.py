@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from apprentice import replicas
 from apprentice.errors import BadInput
 from apprentice.keyed import seeded
 from lit_modules.nets import DeepNN, LightNN, Outputs, ResNet, Torchvision, globalise, run
@@ -97,3 +98,18 @@ def test_global_batch_norm_keeps_names_weights_and_one_process_bits() -> None:
 def test_global_batch_norm_takes_one_value_a_channel() -> None:
     norm = globalise(nn.Sequential(nn.BatchNorm2d(3)))
     assert torch.equal(norm(torch.randn(1, 3, 1, 1)), torch.zeros(1, 3, 1, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_global_statistics_are_those_of_all_replicas_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(64, 4, 32, 32, dtype=torch.float64) * 3 + 5
+    plain = nn.BatchNorm2d(4).double()
+    expected = plain(torch.cat([x, x]))[:64]
+    ours = globalise(nn.Sequential(nn.BatchNorm2d(4).double()))
+    monkeypatch.setattr(replicas, "count", lambda: 2)  # the other rank has the same rows
+    monkeypatch.setattr(replicas, "gathered", lambda y: torch.stack([y, y]))
+    # 131,072 values a channel are more than half precision can count.
+    atol = 1e-9 if dtype == torch.float64 else 2e-2
+    torch.testing.assert_close(ours(x.to(dtype)).double(), expected, rtol=0, atol=atol)
+    torch.testing.assert_close(ours[0].running_var, plain.running_var, rtol=0, atol=atol)
+    torch.testing.assert_close(ours[0].running_mean, plain.running_mean, rtol=0, atol=atol)

@@ -6,10 +6,12 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from apprentice import bake_off, checkpoints, report, stages
 from apprentice.checkpoints import SafePoints
@@ -21,7 +23,7 @@ SMALL = [
     "--data.train_size", "150", "--data.test_size", "100", "--data.batch_size", "60", "--seeds", "[3]",
     "--only", "ce", "hint",
     "--teacher", "LightNN", "--trainer.max_epochs", "3", "--checkpoint_every", "1e-9", "--scheduler", "StepLR",
-    "--scheduler.step_size", "1",
+    "--scheduler.step_size", "1", "--trainer.log_every_n_steps", "1",
 ]  # fmt: skip
 TIMES = {"step_ms", "fit_seconds", "students_fit_seconds"}
 
@@ -51,7 +53,19 @@ def ended(out: Path) -> tuple[dict[str, torch.Tensor], Any]:
             }
         return value
 
-    return weights, timeless(json.loads((out / "results.json").read_text()))
+    return weights, timeless(json.loads((out / "results.json").read_text())) | {"curves": curves(out)}
+
+
+def curves(out: Path) -> dict[tuple[str, str], list[tuple[int, float]]]:
+    """What TensorBoard shows of training: steps and values by run and tag."""
+    found = {}
+    for run in ("teacher", "ce", "hint"):
+        events = EventAccumulator(str(out / "seed3" / run), size_guidance={"scalars": 0})
+        events.Reload()
+        for tag in events.Tags()["scalars"]:
+            if tag.startswith(("train/", "val/")):
+                found[run, tag] = [(event.step, event.value) for event in events.Scalars(tag)]
+    return found
 
 
 def assert_same_end(out: Path, reference: tuple[dict[str, torch.Tensor], Any]) -> None:
@@ -223,7 +237,8 @@ def test_checkpoints_are_as_far_apart_as_asked(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(checkpoints.time, "monotonic", lambda: clock[0])
 
     class Trainer:
-        world_size, accumulate_grad_batches = 1, 1
+        world_size, accumulate_grad_batches, global_step, loggers = 1, 1, 0, ()
+        fit_loop = SimpleNamespace(epoch_loop=SimpleNamespace())
 
         def save_checkpoint(self, path: Path) -> None:
             written.append(clock[0])
