@@ -64,7 +64,7 @@ def test_plain_pairs_from_a_stock_loader_are_shares_of_one_batch(tmp_path: Path)
     train = digits(train_size=96).split("train")
     images, labels = train.images.double() / 16, train.labels
     curves = []
-    for devices, batch_size in ((1, 32), (2, 16)):
+    for devices, batch_size in ((1, 96), (2, 48)):  # all images in each batch: Lightning's sampler shuffles them
         loader = DataLoader(TensorDataset(images, labels), batch_size=batch_size)
         logger = LinesLogger(tmp_path / str(devices))
         options = {"precision": "64-true", "max_epochs": 3, "limit_val_batches": 0, "logger": logger}
@@ -72,5 +72,5 @@ def test_plain_pairs_from_a_stock_loader_are_shares_of_one_batch(tmp_path: Path)
             warnings.simplefilter("ignore")  # Lightning's, about workers and the missing validation
             trainer(devices, log_every_n_steps=1, **options).fit(classifier(dropout=0.0), loader)
         curves.append(logger.values("train/loss") + logger.values("train/acc"))
-    assert len(curves[0]) == 18
+    assert len(curves[0]) == 6
     assert curves[0] == pytest.approx(curves[1], abs=1e-9, rel=0)
