@@ -1,7 +1,7 @@
 """The bake-off: one teacher, many students, one honest table.
 
     python experiments/kd.py                        # Digits, embedded: three seeds in under a minute on 2 cores
-    python experiments/kd.py --trainer.devices 8    # the same numbers, from 8 processes
+    python experiments/kd.py --trainer.devices 8    # the same, up to rounding, from 8 processes
     python experiments/kd.py --help
 
 For each seed a teacher is trained (or loaded), every student is distilled from it in one pass over the data, and each
@@ -10,9 +10,8 @@ is tested once. OUT/ holds the table (results.json, .md, .png), and for each net
 
 import os
 
-os.environ.setdefault(
-    "OMP_WAIT_POLICY", "PASSIVE"
-)  # before torch: threads that spin cost small nets most of their time
+# Before torch is loaded: threads that spin while they wait cost small nets most of their time.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import sys
 from argparse import Namespace

@@ -45,12 +45,6 @@ class LitClassifier(Learner):
         """Logits (B, classes) of images (B, C, H, W)."""
         return self.net(images)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """The cross-entropy's part of this rank."""
-        loss = self._step(batch, "train")
-        assert loss is not None
-        return loss
-
     def _step(self, batch: Any, stage: str) -> Tensor | None:
         batch = Batch.of(batch, self.global_step, shared=stage == "train")
         with keyed.noise(self.seed, batch.step, batch.rows):

@@ -63,6 +63,9 @@ class Distillation(Learner):
         teacher_cache_mb: int = 1024,
     ) -> None:
         super().__init__(students, num_classes, optimizer, scheduler, seed)
+        for name in students:
+            if hasattr(nn.ModuleDict, name) or "." in name:
+                raise BadInput("variants", name, "a name without dots that is no attribute of torch's ModuleDict")
         self.teacher = teacher.requires_grad_(False).eval()
         self.students = nn.ModuleDict({name: Student(prepared(net), obj) for name, (net, obj) in students.items()})
         self.teacher_cache_bytes = teacher_cache_mb * 2**20
@@ -141,12 +144,6 @@ class Distillation(Learner):
     def on_train_end(self) -> None:
         """Give the stored outputs' memory back."""
         self.cache = None
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """The sum of the students' losses, this rank's part of it."""
-        loss = self._step(batch, "train")
-        assert loss is not None
-        return loss
 
     def _step(self, batch: Any, stage: str) -> Tensor | None:
         batch = Batch.of(batch, self.global_step, shared=stage == "train")

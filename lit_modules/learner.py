@@ -79,7 +79,7 @@ class Learner(LightningModule):
         super().__init__()
         self.runs = list(runs)
         self.make_optimizer, self.make_scheduler, self.seed = optimizer, scheduler, seed
-        # Names of submodules can't hold every name of a run, so scores are kept in the order of the runs.
+        # In the order of the runs: "" can't be the name of a submodule.
         self.scores = nn.ModuleList(Scores(num_classes) for _ in self.runs)
         self.train_sums: dict[str, float] = {}
         self.samples = 0  # seen in training
@@ -173,6 +173,12 @@ class Learner(LightningModule):
     def on_test_epoch_start(self) -> None:
         """Count from zero."""
         self.on_validation_epoch_start()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """This rank's part of the loss: of all runs together."""
+        loss = self._step(batch, "train")
+        assert loss is not None
+        return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Count a validation batch."""

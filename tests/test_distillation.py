@@ -187,6 +187,12 @@ def test_noise_that_is_not_keyed_is_named_once() -> None:
     assert len(found) == 1
 
 
+@pytest.mark.parametrize("name", ["items", "type", "a.b"])
+def test_a_name_that_torch_cannot_hold_is_refused(name: str) -> None:
+    with pytest.raises(BadInput, match=f"--variants {name}: expected a name"):
+        Distillation(net(DeepNN), {name: (net(), CrossEntropy())}, input_shape=SHAPE)
+
+
 def test_a_refused_pair_names_the_variants_flag() -> None:
     teacher: nn.Module = net(DeepNN)
     with pytest.raises(BadInput, match=r"--variants\.h\.student_layer features\.0: .*\(16, 8, 8\).*\(32, 2, 2\)"):
