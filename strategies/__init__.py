@@ -1,14 +1,27 @@
 """Where tensors live: Lightning Strategy objects, usable in anyone's Lightning project."""
 
+from typing import Any
+
+from lightning.pytorch.strategies import Strategy
+
+from strategies.base import DataParallel
 from strategies.ddp import DDP
 
-__all__ = ["DDP"]
+__all__ = ["DDP", "NAMES", "DataParallel", "register"]
+
+# Short names, as for `--trainer.strategy`, with the class that each stands for and the options it sets.
+NAMES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
+    "ddp": (DDP, {}),
+    "ddp_fork": (DDP, {"start_method": "fork"}),
+    "ddp_notebook": (DDP, {"start_method": "fork"}),
+    "ddp_spawn": (DDP, {"start_method": "spawn"}),
+}
 
 
 def register() -> None:
     """Put these strategies under their names in Lightning's registry, where its own choice finds them too."""
     from lightning.pytorch.strategies import StrategyRegistry
 
-    methods = {"ddp": "auto", "ddp_fork": "fork", "ddp_notebook": "fork", "ddp_spawn": "spawn"}
-    for name, method in methods.items():
-        StrategyRegistry.register(name, DDP, "forked data parallelism", override=True, start_method=method)
+    for name, (strategy, options) in NAMES.items():
+        summary = (strategy.__doc__ or name).splitlines()[0]
+        StrategyRegistry.register(name, strategy, summary, override=True, **options)

@@ -1,0 +1,42 @@
+"""How the ranks of a run are started: forked from this process where that is safe."""
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+
+
+class ForkLauncher(_MultiProcessingLauncher):
+    """Lightning's launcher, made safe for OpenMP, double precision, and parents that die or fit again."""
+
+    def launch(self, function: Callable, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Run `function` in every rank and bring rank zero's results back."""
+        if trainer is not None and trainer.lightning_module is not None:
+            # The ranks' weights come back into this module: one of another dtype would round them.
+            trainer.precision_plugin.convert_module(trainer.lightning_module)
+        port = os.environ.get("MASTER_PORT")
+        try:
+            return super().launch(function, *args, trainer=trainer, **kwargs)
+        finally:  # a later fit on the port of one that crashed can find it in use
+            os.environ.pop("MASTER_PORT", None)
+            if port is not None:
+                os.environ["MASTER_PORT"] = port
+
+    def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
+        _die_with_parent()
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # keeps Lightning from choosing a number
+        # A child hangs in OpenMP with more threads than one once its parent has used them.
+        torch.set_num_threads(1)
+        super()._wrapping_function(process_idx, *args, **kwargs)
+
+
+def _die_with_parent() -> None:
+    """Have the kernel kill this process when its parent dies, so that no rank trains on alone."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

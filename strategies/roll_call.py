@@ -1,0 +1,56 @@
+"""Who is missing: after a collective has failed, the ranks that are left tell the absent from the present."""
+
+import threading
+import time
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+PATIENCE = 4.0  # seconds in which a rank that is there answers; a launcher ends us sooner where a rank has died
+SIGNS = ("Timed out", "timed out", "Connection closed", "Connection reset", "Broken pipe", "Watchdog", "connectFullMesh")
+
+
+def raise_for_absent(exception: BaseException, timeout: float) -> None:
+    """Raise an error that names the ranks that don't answer, if `exception` came from a collective.
+
+    Args:
+        exception: what ended this rank.
+        timeout: seconds after which a collective gives up.
+
+    Raises:
+        TimeoutError: they are late.
+        ConnectionError: they have gone.
+    """
+    text = str(exception)
+    if not isinstance(exception, RuntimeError) or not any(sign in text for sign in SIGNS):
+        return
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    absent = _absent()
+    if not absent:
+        return
+    names = f"rank {absent[0]}" if len(absent) == 1 else f"ranks {', '.join(map(str, absent))}"
+    if "imed out" in text:
+        expected = "expected every rank to come within that time"
+        raise TimeoutError(f"--trainer.strategy.timeout {timeout:g}: {names} kept the others waiting; {expected}")
+    raise ConnectionError(f"{names} has gone; its own message, if it left one, is above") from exception
+
+
+def _absent() -> list[int]:
+    """The ranks that have not answered after a while; rank 0 keeps the store, so without it there is no answer."""
+    found = [0]
+    caller = threading.Thread(target=_call, args=(found,), daemon=True)
+    caller.start()
+    caller.join(PATIENCE + 2)
+    return list(found)
+
+
+def _call(found: list[int]) -> None:
+    store = _get_default_store()
+    store.set(f"present/{dist.get_rank()}", "")
+    deadline = time.monotonic() + PATIENCE
+    absent = list(range(dist.get_world_size()))
+    while absent and time.monotonic() < deadline:
+        absent = [rank for rank in absent if not store.check([f"present/{rank}"])]
+        time.sleep(0.05)
+    found[:] = absent
