@@ -41,8 +41,14 @@ class Batch(NamedTuple):
         images, labels = batch  # type: ignore[misc]
         size = torch.tensor([len(images)], device=images.device)
         sizes = replicas.gathered(size).flatten().tolist() if shared else [len(images)]
-        rows = torch.arange(len(images), device=images.device) + (sum(sizes[: replicas.rank()]) if shared else 0)
+        first = replicas.first_row() + sum(sizes[: replicas.rank()]) if shared else 0
+        rows = torch.arange(len(images), device=images.device) + first
         return cls(images, labels, rows, rows, sum(sizes), len(sizes), step)
+
+    def part(self, start: int, stop: int) -> "Batch":
+        """The rows from `start` to `stop` as a batch that stands for itself."""
+        images, labels, index, rows = (tensor[start:stop] for tensor in self[:4])
+        return Batch(images, labels, index, rows, max(stop - start, 1), 1, self.step)
 
     def mean(self, per_sample: Tensor) -> Tensor:
         """This rank's part of the global mean of a (b,) tensor: averaged over the ranks it is that mean, exactly."""

@@ -1,12 +1,40 @@
 """Sums over the ranks that share a batch. Without a process group there is one replica and nothing is sent."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 
+_first_row: ContextVar[int | None] = ContextVar("first_row", default=None)
+
+
+@contextmanager
+def shard(first_row: int) -> Iterator[None]:
+    """Inside, this process computes some rows of a global batch by themselves: nothing is shared.
+
+    Args:
+        first_row: the first of these rows in the global batch.
+    """
+    token = _first_row.set(first_row)
+    try:
+        yield
+    finally:
+        _first_row.reset(token)
+
+
+def first_row() -> int:
+    """The row of the global batch at which a shard begins; 0 outside of one."""
+    return _first_row.get() or 0
+
+
 def count() -> int:
-    """Number of data-parallel ranks."""
+    """Number of data-parallel ranks; 1 inside a shard."""
+    if _first_row.get() is not None:
+        return 1
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 

@@ -138,9 +138,9 @@ class ImageData(LightningDataModule):
             train, self.batch_size, EpochOrder(len(train.labels), self.order_seed, self._position), rank, replicas
         )
 
-    def train_in_order(self) -> ChunkLoader:
+    def train_in_order(self, rank: int = 0, replicas: int = 1) -> ChunkLoader:
         """The training set once, in whole chunks in index order; `index` is that of `train_dataloader`'s batches."""
-        return self._chunks("train")
+        return ChunkLoader(self._resident("train"), self.batch_size, rank, replicas)
 
     def val_dataloader(self) -> ChunkLoader | NoLoaders:
         """The held-out samples, each exactly once; no loader when there are none."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from apprentice import keyed
 from apprentice.batch import Batch
-from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, global_means, hits, prepared
+from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, hits, prepared
 from lit_modules.objectives.cross_entropy import cross_entropy
 
 
@@ -45,19 +45,17 @@ class LitClassifier(Learner):
         """Logits (B, classes) of images (B, C, H, W)."""
         return self.net(images)
 
-    def _step(self, batch: Any, stage: str) -> Tensor | None:
-        batch = Batch.of(batch, self.global_step, shared=stage == "train")
+    def shard_step(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """Cross-entropy, and what is logged of it."""
+        batch = Batch.of(batch, self.global_step)
         with keyed.noise(self.seed, batch.step, batch.rows):
             logits = self(batch.images)
-        if stage != "train":
-            self.scores[0].update(logits, batch.labels)  # type: ignore[operator]
-            return None
         losses = cross_entropy(logits, batch.labels)
-        means = global_means({"loss": losses, "acc": hits(logits, batch.labels)}, batch)
-        if self.fails("", means, batch.step):
-            self.trainer.should_stop = True
-        self.log_training(means, batch)
-        return batch.mean(losses)
+        return batch.mean(losses), {"loss": losses, "acc": hits(logits, batch.labels)}
+
+    def predict(self, images: Tensor) -> dict[str, Tensor]:
+        """The net's logits."""
+        return {"": self(images)}
 
     def step_alone(self, run: str, batch: Batch) -> Callable[[], Tensor]:
         """Forward and loss of a copy of the net."""

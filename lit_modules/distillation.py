@@ -8,10 +8,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from apprentice import keyed
+from apprentice import keyed, replicas
 from apprentice.batch import Batch
 from apprentice.errors import BadInput
-from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, global_means, hits, prepared
+from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, hits, prepared
 from lit_modules.nets import Outputs, layer, run
 from lit_modules.objectives import Objective, Term
 from lit_modules.teacher_cache import TeacherCache
@@ -137,7 +137,8 @@ class Distillation(Learner):
         batches = trainer.estimated_stepping_batches * trainer.accumulate_grad_batches
         if not (repeats and self.uses_teacher and self.teacher_cache_bytes and batches > trainer.num_training_batches):
             return
-        chunks = (trainer.strategy.batch_to_device(chunk) for chunk in data.train_in_order())
+        dealt = data.train_in_order(replicas.rank(), replicas.count())
+        chunks = (data.on_after_batch_transfer(chunk, 0) for chunk in dealt)
         with trainer.precision_plugin.forward_context():
             self.cache = TeacherCache.fill(chunks, data.sizes["train"], self._ask_teacher, self.teacher_cache_bytes)
 
@@ -145,42 +146,29 @@ class Distillation(Learner):
         """Give the stored outputs' memory back."""
         self.cache = None
 
-    def _step(self, batch: Any, stage: str) -> Tensor | None:
-        batch = Batch.of(batch, self.global_step, shared=stage == "train")
+    def shard_step(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """The students' losses, and every term of each."""
+        batch = Batch.of(batch, self.global_step)
         with keyed.noise(self.seed, batch.step, batch.rows):
-            teacher, outputs = self(batch.images, self.cache[batch.index] if self.cache and stage == "train" else None)
-        if stage != "train":
-            for name, scores in zip(self.runs, self.scores, strict=True):
-                if name in outputs:
-                    scores.update(outputs[name].logits, batch.labels)  # type: ignore[operator]
-            return None
-        terms = {n: s.objective(outputs[n], teacher, batch.labels) for n, s in self._students(self.failed)}
-        self._watch(terms, outputs, batch)
-        losses = [batch.mean(_loss(terms[name])) for name in terms if name not in self.failed]
-        return sum(losses, start=self._anchor())
+            teacher, outputs = self(batch.images, self.cache[batch.index] if self.cache else None)
+        loss = self._anchor()
+        parts: dict[str, Tensor] = {}
+        for name, student in self._students(self.failed):
+            terms = student.objective(outputs[name], teacher, batch.labels)
+            total = _loss(terms)
+            loss = loss + batch.mean(total)
+            parts |= {f"{name}/{term}": values for term, (values, _) in terms.items()}
+            parts |= {f"{name}/loss": total, f"{name}/acc": hits(outputs[name].logits, batch.labels)}
+        return loss, parts
 
-    def _watch(self, terms: dict[str, dict[str, Term]], outputs: dict[str, Outputs], batch: Batch) -> None:
-        """Log every term over the global batch; whose loss is not finite there has failed, on all ranks alike."""
-        parts = {f"{n}/{t}": term.values for n, named in terms.items() for t, term in named.items()}
-        parts |= {f"{n}/loss": _loss(named) for n, named in terms.items()}
-        parts |= {f"{n}/acc": hits(outputs[n].logits, batch.labels) for n in terms}
-        means = global_means(parts, batch)
-        for name, named in terms.items():
-            self.fails(name, {term: means[f"{name}/{term}"] for term in [*named, "loss"]}, batch.step)
-        alive = {k: v for k, v in means.items() if k.split("/")[0] not in self.failed}
-        if alive:
-            self.log_training(alive, batch)
+    def predict(self, images: Tensor) -> dict[str, Tensor]:
+        """The logits of all students that have not failed."""
+        return {name: outputs.logits for name, outputs in self(images)[1].items()}
 
     def _anchor(self) -> Tensor:
         """Zero, with a gradient of zero for every frozen parameter: DDP waits for each of them."""
         frozen = [p for name in self.failed for p in self.students[name].parameters()]
         return sum((p.sum().nan_to_num() * 0 for p in frozen), start=torch.zeros((), device=self.device))
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """A failed student has no gradient: momentum and weight decay leave it alone as well."""
-        for name in self.failed:
-            for p in self.students[name].parameters():
-                p.grad = None
 
     def step_alone(self, run: str, batch: Batch) -> Callable[[], Tensor]:
         """Forward, objective and its loss of a copy of one student; the teacher's outputs are given."""

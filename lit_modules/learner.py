@@ -10,13 +10,13 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassConfusionMatrix
 from torchvision.ops import StochasticDepth
 
 from apprentice import replicas
 from apprentice.batch import Batch
 from apprentice.keyed import Dropout
+from lit_modules.exact_mean import ExactMean
 from lit_modules.nets import globalise
 from lit_modules.objectives.cross_entropy import cross_entropy
 
@@ -35,12 +35,12 @@ class Scores(nn.Module):
     def __init__(self, num_classes: int) -> None:
         super().__init__()
         self.confusion = MulticlassConfusionMatrix(num_classes, validate_args=False)
-        self.loss = MeanMetric().set_dtype(torch.float64)
+        self.loss = ExactMean()
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
         """Count b samples: logits (b, classes), labels (b,)."""
         self.confusion.update(logits, labels)
-        self.loss.update(cross_entropy(logits, labels).double())
+        self.loss.update(cross_entropy(logits, labels))
 
     def compute(self) -> tuple[dict[str, Tensor], Tensor]:
         """{"loss", "acc", "correct"} over all ranks; the confusion matrix (classes, classes), rows the truth."""
@@ -105,18 +105,57 @@ class Learner(LightningModule):
         for group in optimizer.param_groups:
             clip(group["params"], gradient_clip_val)
 
-    def log_training(self, values: Mapping[str, float], batch: Batch) -> None:
+    def on_global_batch(self, means: Mapping[str, float], count: int) -> list[nn.Parameter]:
+        """Log a global batch; a run of which a value is not finite there has failed, on all ranks alike.
+
+        Args:
+            means: over the global batch, `<run>/<what>` to value.
+            count: rows of the global batch.
+
+        Returns:
+            The parameters of the runs that have failed, which take no step any more.
+        """
+        for run in self.runs:
+            own = {name: value for name, value in means.items() if name.rpartition("/")[0] == run}
+            if run not in self.failed and (bad := [name for name, value in own.items() if not math.isfinite(value)]):
+                self._fail(run, bad[0].rpartition("/")[2])
+        alive = {name: value for name, value in means.items() if name.rpartition("/")[0] not in self.failed}
+        if alive:
+            self.log_training(alive, count)
+        else:
+            self.trainer.should_stop = True
+        return self._failed_parameters()
+
+    def _fail(self, run: str, term: str) -> None:
+        loop = self.trainer.fit_loop
+        step = self.current_epoch * int(loop.max_batches) + loop.epoch_loop.batch_idx
+        self.failed[run] = {"step": step, "term": term}
+        self.train_sums = {name: v for name, v in self.train_sums.items() if name.rpartition("/")[0] != run or not run}
+        self.print(f"{run or 'training'} failed at step {step}: its {term} is not finite")
+
+    def _failed_parameters(self) -> list[nn.Parameter]:
+        if not self.failed:
+            return []
+        groups = zip(self.runs, self.parameter_groups(), strict=True)
+        return [p for run, group in groups if run in self.failed for p in group]
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """A failed run has no gradient: momentum and weight decay leave it alone as well."""
+        for p in self._failed_parameters():
+            p.grad = None
+
+    def log_training(self, values: Mapping[str, float], count: int) -> None:
         """Log the global batch's means (`<run>/<what>` to value), and add them to the epoch's."""
-        self.samples += batch.count
+        self.samples += count
         for name, value in {**values, "rows": 1.0}.items():
-            self.train_sums[name] = self.train_sums.get(name, 0.0) + value * batch.count
+            self.train_sums[name] = self.train_sums.get(name, 0.0) + value * count
         losses = [v for k, v in values.items() if k.endswith("loss")]
         accuracies = [v for k, v in values.items() if k.endswith("acc")]
         # Every value costs 0.2 ms of Lightning's time: nothing is handed over that it would not write.
         if (self.global_step + 1) % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
-            self.log_dict(_tags(values, "train"), batch_size=batch.count)
+            self.log_dict(_tags(values, "train"), batch_size=count)
             bar = {"loss": sum(losses) / len(losses), "acc": sum(accuracies) / len(accuracies)}
-            self.log_dict(bar, prog_bar=True, logger=False, batch_size=batch.count)
+            self.log_dict(bar, prog_bar=True, logger=False, batch_size=count)
 
     def on_train_epoch_end(self) -> None:
         """Log the epoch's means over samples, as the tutorials print them."""
@@ -133,15 +172,6 @@ class Learner(LightningModule):
         """Take them up again."""
         for name, value in checkpoint["learner"].items():
             setattr(self, name, value)
-
-    def fails(self, run: str, means: Mapping[str, float], step: int) -> bool:
-        """Whether one of the run's values over the global batch is not finite: then it has failed, on all ranks."""
-        bad = [name for name, value in means.items() if not math.isfinite(value)]
-        if bad:
-            self.failed[run] = {"step": step, "term": bad[0]}
-            self.train_sums = {k: v for k, v in self.train_sums.items() if not k.startswith(f"{run}/")}
-            self.print(f"{run or 'training'} failed at step {step}: its {bad[0]} is not finite")
-        return bool(bad)
 
     def log_scores(self, stage: str) -> None:
         """Log each run's scores of a whole evaluation, and draw its confusion matrix after the test."""
@@ -176,17 +206,40 @@ class Learner(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """This rank's part of the loss: of all runs together."""
-        loss = self._step(batch, "train")
-        assert loss is not None
+        batch = Batch.of(batch, self.global_step)
+        loss, parts = self.shard_step(batch)
+        self.on_global_batch(global_means(parts, batch), batch.count)
         return loss
+
+    def shard_step(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss and per-sample values of some rows of a global batch; keeps no state.
+
+        A strategy that computes a batch in pieces calls this for each, and `on_global_batch` once.
+
+        Args:
+            batch: b rows.
+
+        Returns:
+            This batch's part of the loss; (b,) tensors by `<run>/<what>`.
+        """
+        raise NotImplementedError
+
+    def predict(self, images: Tensor) -> dict[str, Tensor]:
+        """Logits (b, classes) of each run that is still in the race, for images (b, C, H, W)."""
+        raise NotImplementedError
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Count a validation batch."""
-        self._step(batch, "val")
+        self._count(batch)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """Count a test batch."""
-        self._step(batch, "test")
+        self._count(batch)
+
+    def _count(self, batch: Any) -> None:
+        batch = Batch.of(batch, 0, shared=False)
+        for run, logits in self.predict(batch.images).items():
+            self.scores[self.runs.index(run)].update(logits, batch.labels)  # type: ignore[operator]
 
     def on_validation_epoch_end(self) -> None:
         """Log what validation counted."""
@@ -195,9 +248,6 @@ class Learner(LightningModule):
     def on_test_epoch_end(self) -> None:
         """Log what the test counted."""
         self.log_scores("test")
-
-    def _step(self, batch: Any, stage: str) -> Tensor | None:
-        raise NotImplementedError
 
     def step_alone(self, run: str, batch: Batch) -> Callable[[], Tensor]:
         """Forward and loss of one run alone, on a copy, to measure what it costs; what it needs of others is given."""

@@ -5,9 +5,12 @@ from typing import Any
 from lightning.pytorch.strategies import Strategy
 
 from strategies.base import DataParallel
+from strategies.compressed import DDPFP16, DDPPowerSGD
 from strategies.ddp import DDP
+from strategies.local_sgd import LocalSGD
+from strategies.zero1 import ZeRO1
 
-__all__ = ["DDP", "NAMES", "DataParallel", "register"]
+__all__ = ["DDP", "DDPFP16", "NAMES", "DDPPowerSGD", "DataParallel", "LocalSGD", "ZeRO1", "register"]
 
 # Short names, as for `--trainer.strategy`, with the class that each stands for and the options it sets.
 NAMES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
@@ -15,6 +18,10 @@ NAMES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "ddp_fork": (DDP, {"start_method": "fork"}),
     "ddp_notebook": (DDP, {"start_method": "fork"}),
     "ddp_spawn": (DDP, {"start_method": "spawn"}),
+    "ddp_zero1": (ZeRO1, {}),
+    "local_sgd": (LocalSGD, {}),
+    "ddp_fp16": (DDPFP16, {}),
+    "ddp_powersgd": (DDPPowerSGD, {}),
 }
 
 

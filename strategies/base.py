@@ -41,9 +41,7 @@ class DataParallel(DDPStrategy):
     ) -> None:
         if not timeout > 0:
             raise ValueError(f"timeout {timeout}: expected seconds, above 0")
-        super().__init__(
-            timeout=timedelta(seconds=timeout), process_group_backend=process_group_backend, **kwargs
-        )
+        super().__init__(timeout=timedelta(seconds=timeout), process_group_backend=process_group_backend, **kwargs)
         self.start_method = start_method
 
     # Starting
@@ -62,7 +60,7 @@ class DataParallel(DDPStrategy):
     def _check_devices(self) -> None:
         """Raise ValueError, before anything is started, where an option does not go with these devices."""
         if self._process_group_backend == "nccl" and self.root_device.type != "cuda":
-            raise ValueError(f"process_group_backend nccl: expected gloo, as there are no GPUs in use")
+            raise ValueError("process_group_backend nccl: expected gloo, as there are no GPUs in use")
 
     def _resolved_start_method(self) -> Any:
         if self.start_method != "auto":

@@ -7,7 +7,15 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 PATIENCE = 4.0  # seconds in which a rank that is there answers; a launcher ends us sooner where a rank has died
-SIGNS = ("Timed out", "timed out", "Connection closed", "Connection reset", "Broken pipe", "Watchdog", "connectFullMesh")
+SIGNS = (
+    "Timed out",
+    "timed out",
+    "Connection closed",
+    "Connection reset",
+    "Broken pipe",
+    "Watchdog",
+    "connectFullMesh",
+)
 
 
 def raise_for_absent(exception: BaseException, timeout: float) -> None:

@@ -1,5 +1,6 @@
 """Ranks see together what one process sees; order, normalisation and augmentation are functions of their keys."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -86,7 +87,8 @@ def test_order_depends_on_training_seed_and_epoch() -> None:
 def test_evaluation_deals_the_chunks_of_one_process(part: str, replicas: int) -> None:
     def loaded(count: int, rank: int) -> list[Batch]:
         data = digits(count, rank)
-        loader = {"train": data.train_in_order, "validation": data.val_dataloader, "test": data.test_dataloader}[part]()
+        in_order = partial(data.train_in_order, rank, count)
+        loader = {"train": in_order, "validation": data.val_dataloader, "test": data.test_dataloader}[part]()
         assert len(list(loader)) == len(loader)
         return list(loader)
 

@@ -1,0 +1,298 @@
+"""The exact mode: the same float32 bits on any number of devices.
+
+Float addition depends on its order, and a kernel's bits on the shape it is given. So a global batch is cut into N
+shards whose bounds don't depend on the number of devices. Each is computed by itself on some rank, and what is added up
+over shards is added in 64-bit integers (gradients) or in the order of the shards (logged values, BatchNorm's running
+statistics). Evaluation deals whole batches to the ranks.
+"""
+
+import itertools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.overrides.distributed import _sync_module_states
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from apprentice import keyed, replicas
+from strategies.base import DataParallel
+from strategies.fixed_point import FixedPointSum
+from strategies.shards import RunningStatistics, bounds, mean_over_rows, part, rows
+from strategies.speakers import Informed, Record, Speaker, caught, combined
+
+
+class Exact(DataParallel):
+    """Data parallelism that can be exact.
+
+    Any LightningModule whose loss is a mean over the rows of its batch can be trained like this; its `training_step` is
+    called for each shard, so it must log the same names for each and keep no state between calls. One that has to act
+    on a global batch's values offers `shard_step(batch) -> (loss, {name: (b,) values})`, which is called for each shard
+    instead, and `on_global_batch(means, count) -> parameters that take no step`, which is called once.
+
+    Args:
+        exact: number of shards of a batch, and the largest number of devices; None for plain data parallelism.
+        **kwargs: DataParallel's.
+
+    Raises:
+        ValueError: more devices than shards, or a module that can't be exact.
+    """
+
+    def __init__(self, *, exact: int | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if exact is not None and exact < 1:
+            raise ValueError(f"exact {exact}: expected a number of shards, at least 1")
+        self.exact = exact
+        self._sum: FixedPointSum | None = None
+        self._global_rows = self._evaluated = 0
+        self._records: list[Record] = []
+        self._settings: tuple[int, bool] | None = None
+
+    # One device needs no process group
+
+    @property
+    def _alone(self) -> bool:
+        return self.exact is not None and self.num_processes * self.num_nodes == 1
+
+    def _check_devices(self) -> None:
+        super()._check_devices()
+        devices = self.num_processes * self.num_nodes
+        if self.exact is not None and devices > self.exact:
+            raise ValueError(f"exact {self.exact}: expected at least {devices}, the number of devices")
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._alone:
+            self._launcher = None
+
+    def setup_distributed(self) -> None:
+        """Join the process group, where there is anyone to join."""
+        if self._alone:
+            self.set_world_ranks()
+        else:
+            super().setup_distributed()
+
+    def setup_environment(self) -> None:
+        """Compute with one thread and deterministic kernels: the number of threads changes the bits."""
+        super().setup_environment()
+        if self.exact is None:
+            return
+        self._settings = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+        torch.set_num_threads(1)
+        if self.root_device.type == "cuda":
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+
+    def teardown(self) -> None:
+        """Give threads and kernels back."""
+        super().teardown()
+        self._sum = None
+        for hook in ("on_validation_epoch_end", "on_test_epoch_end"):
+            vars(self.lightning_module).pop(hook, None)
+        if self._settings is not None:
+            torch.set_num_threads(self._settings[0])
+            torch.use_deterministic_algorithms(self._settings[1])
+            self._settings = None
+
+    def setup(self, trainer: Trainer) -> None:
+        """Set the module up; in the exact mode it is not wrapped, as its gradients are not averaged as floats."""
+        if self.exact is not None:
+            assert self.lightning_module is not None
+            self._check_module(self.lightning_module)
+            for hook in ("on_validation_epoch_end", "on_test_epoch_end"):
+                self._speak_at_the_end(self.lightning_module, hook)
+        if self._alone:
+            Strategy.setup(self, trainer)
+        else:
+            super().setup(trainer)
+
+    def _check_module(self, module: LightningModule) -> None:
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if not module.automatic_optimization or is_overridden("backward", module, LightningModule):
+            raise ValueError(f"exact {self.exact}: expected automatic optimization and Lightning's own backward")
+        if scaler is not None and scaler.is_enabled():
+            raise ValueError(f"exact {self.exact}: expected another precision than 16-mixed, which scales the loss")
+
+    def configure_ddp(self) -> None:
+        """Wrap the module; where there is no wrapper, begin with rank zero's states."""
+        if self.exact is None:
+            super().configure_ddp()
+        else:
+            assert self.lightning_module is not None
+            _sync_module_states(self.lightning_module)
+
+    def _setup_model(self, model: nn.Module) -> Any:
+        return super()._setup_model(model) if self.exact is None else model
+
+    # Batches
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Replicas and rank; in the exact mode every rank's loader yields the global batches."""
+        return super().distributed_sampler_kwargs if self.exact is None else {"num_replicas": 1, "rank": 0}
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Cut out the rows that this rank computes, and move them."""
+        if self.exact is not None:
+            assert self.lightning_module is not None
+            if self.lightning_module.trainer.training:
+                self._global_rows = rows(batch)
+                shards = self._shards()
+                batch = part(batch, shards[0][0], shards[-1][1])
+            elif not self._is_mine():
+                return batch
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def _shards(self) -> list[tuple[int, int]]:
+        """First row and last row + 1 in the global batch of each of this rank's shards; some may be empty."""
+        cuts = bounds(self._global_rows, self.exact or 1)
+        return [(cuts[i], cuts[i + 1]) for i in self._numbers()]
+
+    def _numbers(self) -> range:
+        """The numbers of this rank's shards."""
+        return range(*bounds(self.exact or 1, self.world_size)[self.global_rank : self.global_rank + 2])
+
+    # Training
+
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """The loss of the global batch; its backward hands over the sum of the shards' gradients."""
+        if self.exact is None:
+            return super().training_step(batch, *args, **kwargs)
+        assert self.lightning_module is not None
+        module = self.lightning_module
+        parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        if self._sum is None or self._sum.names != list(parameters):
+            self._sum = FixedPointSum(parameters, self.exact)
+        self._sum.clear()
+        speaker = Informed(module) if hasattr(module, "shard_step") else Speaker(module)
+        statistics = RunningStatistics(module)
+        before = [p.grad for p in parameters.values()]  # of the batches accumulated before this one
+        for p in parameters.values():
+            p.grad = None
+        table = self._forward_and_backward(speaker, statistics, batch, *args, **kwargs)
+        for p, grad in zip(parameters.values(), before, strict=True):
+            p.grad = grad
+        cuts = bounds(self._global_rows, self.exact)
+        sizes = [stop - start for start, stop in itertools.pairwise(cuts)]
+        means = mean_over_rows(self._sum.reduce(table), sizes)
+        statistics.put(means[len(means) - statistics.size :])
+        excused = speaker.speak(means[1 : len(means) - statistics.size].tolist(), self._global_rows)
+        gradients = self._gradients({id(p) for p in excused})
+        return _HandedOver.apply(means[0].to(module.dtype), gradients, *parameters.values())
+
+    def _forward_and_backward(
+        self, speaker: Speaker, statistics: RunningStatistics, batch: Any, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Compute this rank's shards; (shards, k) of each its loss, values and running statistics, others' are 0."""
+        assert self._sum is not None
+        found: dict[int, Tensor] = {}
+        shards = self._shards()
+        trainer = speaker.module.trainer
+        seed = getattr(speaker.module, "seed", None) or int(os.environ.get("PL_GLOBAL_SEED", "0"))
+        key = seed, trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx
+        with torch.random.fork_rng([self.root_device] if self.root_device.type == "cuda" else []):
+            for number, (start, stop) in zip(self._numbers(), shards, strict=True):
+                if start == stop:
+                    continue
+                torch.default_generator.manual_seed(keyed.fold(*key, number))
+                if self.root_device.type == "cuda":  # torch.manual_seed would note a call stack for an unused GPU
+                    torch.cuda.manual_seed(keyed.fold(*key, number))
+                piece = part(batch, start - shards[0][0], stop - shards[0][0])
+                with replicas.shard(start):
+                    with self.precision_plugin.train_step_context():
+                        loss = speaker.step(piece, *args, **kwargs)
+                    (loss * (stop - start)).backward()
+                self._sum.add()
+                values = torch.stack([loss.detach().double(), *speaker.values()])
+                found[number] = torch.cat([values, *statistics.take()])
+        if self._global_rows < (self.exact or 1):
+            speaker.heard = self.broadcast(speaker.heard)  # a rank without a row has heard nothing, rank zero has one
+        width = 1 + len(speaker.heard) + statistics.size
+        table = torch.zeros(self.exact or 1, width, dtype=torch.float64, device=self.root_device)
+        for number, line in found.items():
+            table[number] = line
+        return table
+
+    def _gradients(self, excused: set[int]) -> list[Tensor | None]:
+        """The global batch's gradients, None for parameters that had none or are excused."""
+        assert self._sum is not None
+        parameters = dict(zip(self._sum.names, self._sum.parameters, strict=True))
+        flawed = [name for name in self._sum.flawed() if id(parameters[name]) not in excused]
+        if flawed:
+            expected = f"expected gradients that are finite and sum to less than {self._sum.limit:.0f} over a shard"
+            raise OverflowError(f"--exact {self.exact}: {expected}; that of {', '.join(flawed[:3])} is not")
+        gradients = self._sum.divided(self._global_rows)
+        return [None if id(p) in excused else g for p, g in zip(parameters.values(), gradients, strict=True)]
+
+    # Evaluation: batch i belongs to rank i % world size
+
+    def _is_mine(self) -> bool:
+        return self._evaluated % self.world_size == self.global_rank
+
+    def on_validation_start(self) -> None:
+        """Deal from the first rank on."""
+        self._evaluated, self._records = 0, []
+
+    def on_test_start(self) -> None:
+        """Deal from the first rank on."""
+        self.on_validation_start()
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate a batch, if it is this rank's."""
+        return self._evaluate(super().validation_step, *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Test a batch, if it is this rank's."""
+        return self._evaluate(super().test_step, *args, **kwargs)
+
+    def _evaluate(self, step: Callable, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.exact is None:
+            return step(batch, *args, **kwargs)
+        assert self.lightning_module is not None
+        mine = self._is_mine()
+        self._evaluated += 1
+        if not mine:
+            return None
+        with caught(self.lightning_module) as logged:
+            output = step(batch, *args, **kwargs)
+        self._records += [Record(self._evaluated, rows(batch), name, said) for name, said in logged.items()]
+        return output
+
+    def _speak_at_the_end(self, module: LightningModule, hook: str) -> None:
+        """Have what evaluation's steps logged come out at the epoch's end, the same on all ranks."""
+        at_end = getattr(module, hook)
+
+        def log_and_go_on() -> None:
+            if self._evaluated <= self.global_rank:  # no batch was this rank's: its metrics would warn of that
+                for metric in (m for m in module.modules() if isinstance(m, Metric)):
+                    metric._update_count += 1
+            for name, said in combined(self._all_records()).items():
+                module.log(name, **said)
+            at_end()
+
+        setattr(module, hook, log_and_go_on)
+
+    def _all_records(self) -> list[Record]:
+        gathered: list[list[Record]] = [self._records]
+        if self.world_size > 1:
+            gathered = [[] for _ in range(self.world_size)]
+            dist.all_gather_object(gathered, self._records)
+        return [record for records in gathered for record in records]
+
+
+class _HandedOver(torch.autograd.Function):
+    """A loss whose gradients are known: Lightning's backward, accumulation, clipping and hooks work on it untouched."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor | None], *_parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None, None, *(g if g is None else g * grad for g in ctx.gradients)

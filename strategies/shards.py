@@ -1,0 +1,91 @@
+"""Cutting a global batch into shards, and merging what each makes of BatchNorm's statistics."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_leaves, tree_map
+
+
+def bounds(size: int, parts: int) -> list[int]:
+    """`parts` + 1 places at which `size` is cut as evenly as can be, the longer pieces first."""
+    share, rest = divmod(size, parts)
+    return [i * share + min(i, rest) for i in range(parts + 1)]
+
+
+def rows(batch: Any) -> int:
+    """The number of rows of a batch: the first dimension of its tensors.
+
+    Raises:
+        ValueError: it has no tensor, or tensors of several lengths.
+    """
+    lengths = {len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()}
+    if len(lengths) != 1:
+        raise ValueError(f"expected a batch of tensors with one number of rows, got {sorted(lengths) or 'none'}")
+    return lengths.pop()
+
+
+def part(batch: Any, start: int, stop: int) -> Any:
+    """The rows from `start` to `stop`; a batch that has a `part` of its own cuts itself."""
+    if hasattr(batch, "part"):
+        return batch.part(start, stop)
+    count = rows(batch)
+
+    def texts(node: Any) -> bool:
+        return isinstance(node, list) and len(node) == count and not any(isinstance(x, Tensor) for x in node)
+
+    def cut(leaf: Any) -> Any:
+        return leaf[start:stop] if texts(leaf) or (isinstance(leaf, Tensor) and leaf.dim()) else leaf
+
+    return tree_map(cut, batch, is_leaf=texts)
+
+
+def mean_over_rows(table: Tensor, sizes: Sequence[int]) -> Tensor:
+    """(k,) means over all rows, from the means (n, k) over pieces of `sizes` rows; added in the pieces' order."""
+    total = torch.zeros_like(table[0])
+    for means, size in zip(table, sizes, strict=True):
+        if size:
+            total += means * size
+    return total / sum(sizes)
+
+
+class RunningStatistics:
+    """What BatchNorm keeps of the batches it has seen: each shard starts from the same, and their results are merged.
+
+    Args:
+        module: its normalisation layers that are in training.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        layers = [m for m in module.modules() if isinstance(m, _NormBase) and m.training]
+        self._buffers = [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
+        self._start = [buffer.clone() for buffer in self._buffers]
+        self._others = {
+            name: (buffer, buffer._version)
+            for name, buffer in module.named_buffers()
+            if not buffer.is_inference() and not any(buffer is mine for mine in self._buffers)
+        }
+        self.size = sum(buffer.numel() for buffer in self._buffers)
+
+    def take(self) -> list[Tensor]:
+        """What a shard has made of them, (size,) float64 in pieces; they are set back to the start.
+
+        Raises:
+            ValueError: another buffer has changed, which nothing could merge.
+        """
+        changed = [name for name, (buffer, version) in self._others.items() if buffer._version != version]
+        if changed:
+            raise ValueError(f"expected training steps that change no buffer but BatchNorm's; {changed[0]} has changed")
+        found = [buffer.double().flatten() for buffer in self._buffers]
+        for buffer, start in zip(self._buffers, self._start, strict=True):
+            buffer.copy_(start)
+        return found
+
+    def put(self, merged: Tensor) -> None:
+        """Set them to merged ones, (size,) float64."""
+        for buffer, values in zip(
+            self._buffers, merged.split([buffer.numel() for buffer in self._buffers]), strict=True
+        ):
+            buffer.copy_(values.view_as(buffer).round() if not buffer.is_floating_point() else values.view_as(buffer))
