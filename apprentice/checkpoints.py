@@ -1,9 +1,13 @@
 """Checkpoints that are whole or absent, from which a run goes on as if it had not been cut off."""
 
 import time
+from argparse import Namespace
+from collections.abc import Iterable
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
@@ -15,6 +19,12 @@ from apprentice.errors import BadInput
 from apprentice.files import atomic
 
 Tensors = dict[str, torch.Tensor]
+# What files of weights hold beside tensors, and torch takes for code: the settings of a script, and numpy's numbers.
+_SCALAR = np.float64(0).__reduce__()[0]
+HARMLESS: list[Any] = [
+    Namespace, type(Path()), np.dtype, *(type(np.dtype(kind)) for kind in ("float32", "float64", "int64", "bool")),
+    *((_SCALAR, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
+]  # fmt: skip
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -115,12 +125,13 @@ def read_weights(path: str, flag: str) -> Tensors:
     if not Path(path).is_file():
         raise BadInput(flag, path, "a file of weights; there is none")
     try:
-        content = read(path)
+        with torch.serialization.safe_globals(HARMLESS):
+            content = read(path)
     except Exception as error:  # noqa: BLE001 - torch.load of a broken file raises whatever its parser meets
         runs_code = "GLOBAL " in str(error)  # a pickle that names a function or class of its own
-        why = "it would run code when loaded" if runs_code else "it is cut short or no checkpoint at all"
-        raise BadInput(flag, path, f"a file of weights; {why}") from None
-    for key in ("state_dict", "model"):
+        why = "cut short or no checkpoint at all" if not runs_code else "more than a state_dict: it would run code"
+        raise BadInput(flag, path, f"a file of weights; it is {why}") from None
+    for key in ("state_dict", "model_state_dict", "model", "net"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
     if not isinstance(content, dict) or not content or not all(isinstance(v, torch.Tensor) for v in content.values()):
@@ -135,10 +146,8 @@ def load_weights(net: torch.nn.Module, path: str, flag: str) -> None:
         BadInput: the file can't be read, or its weights are another net's; the message names the first that differ.
     """
     weights, own = read_weights(path, flag), net.state_dict()
-    name = type(net).__name__
-    for prefix in ("module.", "net."):  # DistributedDataParallel's, and a LightningModule's around its net
-        if weights.keys() != own.keys() and all(key.startswith(prefix) for key in weights):
-            weights = {key.removeprefix(prefix): value for key, value in weights.items()}
+    name, prefix = type(net).__name__, _shared(weights).removesuffix(_shared(own))
+    weights = {key.removeprefix(prefix): value for key, value in weights.items()}
     if missing := [key for key in own if key not in weights]:
         raise BadInput(flag, path, f"weights of {name}; {missing[0]} is missing ({len(missing)} of {len(own)} are)")
     if extra := [key for key in weights if key not in own]:
@@ -148,3 +157,9 @@ def load_weights(net: torch.nn.Module, path: str, flag: str) -> None:
             shapes = f"{key} is {tuple(value.shape)} there and {tuple(own[key].shape)} here"
             raise BadInput(flag, path, f"weights of {name}; {shapes}")
     net.load_state_dict(weights)
+
+
+def _shared(keys: Iterable[str]) -> str:
+    """The parts that all keys begin with, as `module.`, or `net.` of a LightningModule around its net."""
+    parts = zip(*(key.split(".")[:-1] for key in keys), strict=False)
+    return "".join(f"{part[0]}." for part in takewhile(lambda part: len(set(part)) == 1, parts))

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-
 _first_row: ContextVar[int | None] = ContextVar("first_row", default=None)
 
 

@@ -22,8 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 import datamodules
@@ -38,6 +36,8 @@ from apprentice.keyed import seeded
 from apprentice.progress import quiet
 from apprentice.report import save_results, text
 from apprentice.results import bake_off_results
+from apprentice.stages import MakeTrainer
+from apprentice.trainers import trainers
 from lit_modules import nets, objectives
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
@@ -73,34 +73,20 @@ def parser() -> cli.Parser:
     variants = {"ce": "CrossEntropy", "kd": "Hinton", "cosine": "Cosine", "hint": "Hint"}
     parser.add_variants("variants", (objectives.Objective, objectives.FeatureObjective), objectives, variants)
     parser.add_optimizer()
-    parser.add_trainer(max_epochs=10, log_every_n_steps=10)
+    parser.add_trainer(strategies.NAMES, max_epochs=10, log_every_n_steps=10)
     return parser
 
 
 class Wiring:
     """What is made of the configuration, for each seed anew."""
 
-    def __init__(self, config: Namespace, data: Any) -> None:
-        self.config, self.variants = config, cli.pick(config.variants, config.only)
+    def __init__(self, config: Namespace, data: Any, trainer: MakeTrainer) -> None:
+        self.config, self.trainer, self.variants = config, trainer, cli.pick(config.variants, config.only)
         self.double = config.trainer.init_args.get("precision") in {"64-true", "64", 64}
         self.shape = {"input_shape": data.input_shape, "num_classes": data.num_classes}
         self.learning: dict[str, Any] = {"optimizer": cli.factory(config.optimizer, "optimizer")}
         if config.scheduler is not None:
             self.learning["scheduler"] = cli.factory(config.scheduler, "scheduler")
-
-    def trainer(self, callbacks: Sequence[Any] = (), plugins: Sequence[Any] = (), **kwargs: Any) -> Trainer:
-        """A Trainer with the user's settings and ours."""
-        settings = cli.arguments(self.config.trainer, "trainer")
-        if settings["accelerator"] == "auto" and torch.backends.mps.is_available():
-            settings["accelerator"] = "cpu"  # evaluation adds in float64, which Apple's GPUs don't have
-        mine = {"enable_model_summary": False, "num_sanity_val_steps": 0, **kwargs}
-        theirs = [*_listed(settings.pop("callbacks", None))], [*_listed(settings.pop("plugins", None))]
-        try:
-            with cli.refusals(self.config.trainer, "trainer"):
-                return Trainer(**settings | mine, callbacks=[*theirs[0], *callbacks], plugins=[*theirs[1], *plugins])
-        except MisconfigurationException as error:
-            wanted = f"{settings['accelerator']} --trainer.devices {settings['devices']}"
-            raise BadInput("trainer.accelerator", wanted, f"what this machine and Lightning have: {error}") from None
 
     def net(self, key: str, seed: int) -> tuple[nn.Module, dict[str, Any]]:
         """A fresh net, its first weights from the seed alone, and how to rebuild it."""
@@ -145,10 +131,6 @@ class Wiring:
         self.students(self.config.seeds[0], teacher.net)
 
 
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [] if value is None else [value]
-
-
 def run(config: Namespace, wiring: Wiring, data: Any, out: Path, settings: dict[str, Any]) -> None:
     """Train, test, tell."""
     tensorboard = config.trainer.init_args["logger"] is not False
@@ -176,10 +158,11 @@ def run(config: Namespace, wiring: Wiring, data: Any, out: Path, settings: dict[
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the bake-off that the command line describes."""
-    with cli.one_line_errors(), interrupts.handled(), quiet():
-        command = parser()
+    command = parser()
+    with cli.one_line_errors(command), interrupts.handled(), quiet():
         config = command.parse(argv)
         strategies.register()
+        trainer = trainers(config.trainer, config.exact, strategies.NAMES)
         data = cli.build(config.data, "data")
         with folders.main_first("data"):
             data.prepare_data()
@@ -187,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         environment.limit_threads(data.input_shape)
         environment.keep_memory()
         torch.backends.cudnn.allow_tf32 = False  # float32 means float32
-        wiring = Wiring(config, data)
+        wiring = Wiring(config, data, trainer)
         wiring.check(data)
         out = Path(config.out) if config.out else folders.new_folder("kd")
         with folders.opened(out, config.resume, config.overwrite):

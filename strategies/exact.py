@@ -24,7 +24,7 @@ from apprentice import keyed, replicas
 from strategies.base import DataParallel
 from strategies.fixed_point import FixedPointSum
 from strategies.shards import RunningStatistics, bounds, mean_over_rows, part, rows
-from strategies.speakers import Informed, Record, Speaker, caught, combined
+from strategies.speakers import Informed, Record, Speaker, caught, combined, log_metric
 
 
 class Exact(DataParallel):
@@ -212,7 +212,7 @@ class Exact(DataParallel):
                 found[number] = torch.cat([values, *statistics.take()])
         if self._global_rows < (self.exact or 1):
             speaker.heard = self.broadcast(speaker.heard)  # a rank without a row has heard nothing, rank zero has one
-        width = 1 + len(speaker.heard) + statistics.size
+        width = 1 + len(speaker.names) + statistics.size
         table = torch.zeros(self.exact or 1, width, dtype=torch.float64, device=self.root_device)
         for number, line in found.items():
             table[number] = line
@@ -272,7 +272,10 @@ class Exact(DataParallel):
                 for metric in (m for m in module.modules() if isinstance(m, Metric)):
                     metric._update_count += 1
             for name, said in combined(self._all_records()).items():
-                module.log(name, **said)
+                if isinstance(said["value"], str):
+                    log_metric(module, name, said)
+                else:
+                    module.log(name, **said)
             at_end()
 
         setattr(module, hook, log_and_go_on)

@@ -15,16 +15,20 @@ Said = dict[str, Any]  # the arguments of `LightningModule.log`, but for the nam
 
 @contextmanager
 def caught(module: LightningModule) -> Iterator[dict[str, Said]]:
-    """Keep what the module logs inside the block from Lightning; metric objects, which count by themselves, pass."""
+    """Keep what the module logs inside the block from Lightning; of a metric object its path in the module is kept."""
     logged: dict[str, Said] = {}
     to_lightning = module.log
 
     def log(*args: Any, **kwargs: Any) -> None:
         said = dict(inspect.signature(to_lightning).bind(*args, **kwargs).arguments)
-        if isinstance(said["value"], Metric | MetricCollection):
-            to_lightning(**said)
+        name, value = said.pop("name"), said["value"]
+        if isinstance(value, Metric | MetricCollection):
+            said["value"] = next(path for path, inner in module.named_modules() if inner is value)
+        elif isinstance(value, Tensor):
+            said["value"] = value.detach().double().mean()
         else:
-            logged[said.pop("name")] = {**said, "value": torch.as_tensor(said["value"]).detach().double().mean()}
+            said["value"] = torch.tensor(value, dtype=torch.float64)
+        logged[name] = said
 
     module.log = log  # type: ignore[method-assign]
     try:
@@ -49,18 +53,34 @@ class Speaker:
         with caught(self.module) as self.heard:
             output = self.module.training_step(batch, *args, **kwargs)
         if output is None:
-            raise ValueError("exact: expected a training_step that returns a loss for every shard, not None")
+            raise ValueError("--exact: expected a training_step that returns a loss for every shard, not None")
         return output["loss"] if isinstance(output, Mapping) else output
 
     def values(self) -> list[Tensor]:
         """The values of that shard: means over its rows."""
-        return [said["value"].to(self.module.device) for said in self.heard.values()]
+        values = (said["value"] for said in self.heard.values())
+        return [value.to(self.module.device) for value in values if isinstance(value, Tensor)]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of these values."""
+        return [name for name, said in self.heard.items() if isinstance(said["value"], Tensor)]
 
     def speak(self, means: Sequence[float], count: int) -> Iterable[nn.Parameter]:
         """Log the means over the global batch of `count` rows; returns the parameters that are to take no step."""
-        for (name, said), mean in zip(self.heard.items(), means, strict=True):
-            self.module.log(name, **{**said, "value": mean, "batch_size": count, "sync_dist": False})
+        known = dict(zip(self.names, means, strict=True))
+        for name, said in self.heard.items():
+            if name in known:
+                self.module.log(name, **said | {"value": known[name], "batch_size": count, "sync_dist": False})
+            else:
+                log_metric(self.module, name, said)
         return []
+
+
+def log_metric(module: LightningModule, name: str, said: Said) -> None:
+    """Log a metric object that the module has logged in a step: once an epoch, as a step's value is only a shard's."""
+    value = module.get_submodule(said["value"])
+    module.log(name, **said | {"value": value, "on_step": False, "on_epoch": True})
 
 
 class Informed(Speaker):
@@ -99,10 +119,13 @@ def combined(records: Iterable[Record]) -> dict[str, Said]:
     by_name: dict[str, list[Record]] = {}
     for record in sorted(records, key=lambda record: record.batch):
         by_name.setdefault(record.name, []).append(record)
-    told = {}
-    for name, found in by_name.items():
-        said = {key: value for key, value in found[0].said.items() if key not in {"on_step", "batch_size", "sync_dist"}}
+    return {name: _combined(found) for name, found in by_name.items()}
+
+
+def _combined(found: list[Record]) -> Said:
+    said = {key: value for key, value in found[0].said.items() if key not in {"on_step", "sync_dist"}}
+    said |= {"on_epoch": True, "batch_size": 1}
+    if isinstance(said["value"], Tensor):
         reduce = REDUCTIONS[str(said.get("reduce_fx", "mean"))]
-        value = reduce([record.said["value"].item() for record in found], [record.rows for record in found])
-        told[name] = {**said, "value": value, "on_epoch": True, "batch_size": 1}
-    return told
+        said["value"] = reduce([record.said["value"].item() for record in found], [record.rows for record in found])
+    return said

@@ -12,10 +12,13 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch import Trainer, callbacks
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 import datamodules
+import strategies
 from apprentice import cli
 from apprentice.errors import BadInput
+from apprentice.trainers import trainers
 from lit_modules import nets, objectives
 
 SCRIPT = Path(__file__).parents[1] / "experiments" / "kd.py"
@@ -241,7 +244,10 @@ EVERYTHING = (
 )
 
 
-@pytest.mark.parametrize("line", ["", EVERYTHING, "--trainer.profiler SimpleProfiler --trainer.profiler.filename x"])
+@pytest.mark.parametrize("line", [
+    "", EVERYTHING, "--trainer.profiler SimpleProfiler --trainer.profiler.filename x",
+    "--trainer.strategy ddp_fork --trainer.strategy.timeout 60 --exact 8", "--trainer.strategy deepspeed",
+])  # fmt: skip
 def test_what_is_printed_is_read_back(kd, tmp_path, capsys, line):
     with pytest.raises(SystemExit) as end:
         parse(kd, f"{line} --print_config")
@@ -396,6 +402,21 @@ REFUSED = {
         "trainer.callbacks.monitor (nothing): expected text; EarlyStopping can't do without",
     "--trainer.enable_checkpointing true": "trainer.enable_checkpointing true: expected an option of Trainer",
     "--print_config now": "print_config now: expected no value",
+    "--exact 0": "exact 0: expected the largest number of devices",
+    "--trainer.strategy.timeout 5": "expected --trainer.strategy with the name of a class beside it",
+    "--trainer.strategy fsdq": "expected auto, ddp, ddp_fork",
+    "--trainer.strategy deepsped": "near: deepspeed",
+    "--trainer.strategy DDP": "near: ddp",
+    "--trainer.strategy null": "trainer.strategy null: expected auto, ddp",
+    "--trainer.strategy [ddp]": "trainer.strategy [ddp]: expected auto, ddp",
+    "--trainer.strategy deepspeed --trainer.strategy.timeout 5": "deepspeed is a name without options",
+    "--trainer.strategy ddp --trainer.strategy.timout 5": "expected an option of DDP; near: timeout",
+    "--trainer.strategy ddp --trainer.strategy.exact 5": "expected an option of DDP",
+    "--trainer.strategy ddp --trainer.strategy.timeout 0": "trainer.strategy.timeout 0: expected seconds, above 0",
+    "--trainer.strategy ddp --trainer.strategy.start_method x": "start_method x: expected auto, fork, spawn, popen",
+    "--trainer.strategy lightning.pytorch.Trainer": "expected a class derived from Strategy",
+    "--trainer.strategy lightning.pytorch.strategies.DDPStrategi": "near: DDPStrategy",
+    "--variants.s Sum --variants.s.objectives null": "variants.s.objectives null: expected Cosine",
 }  # fmt: skip
 
 
@@ -491,16 +512,16 @@ def test_resuming_takes_the_settings_from_the_folder(kd, run):
 
 
 @pytest.mark.parametrize("line", [
-    "--trainer.devices 3", "--trainer.strategy ddp", "--trainer.accelerator cpu --trainer.logger false",
+    "--trainer.devices 3", "--trainer.strategy ddp", "--trainer.strategy ddp_fork --trainer.strategy.timeout 60",
+    "--trainer.strategy deepspeed", "--trainer.accelerator cpu --trainer.logger false",
     "--checkpoint_every 5", "--trainer.log_every_n_steps 1 --trainer.enable_progress_bar false",
     "--teacher.depth 8", "--variants.kd.temperature 2.5", "--seeds [0,1] --teacher ResNet",
 ])  # fmt: skip
 def test_resuming_with_what_may_differ_or_does_not(kd, run, line):
     config = parse(kd, f"{line} --out {run} --resume true")
     assert config.variants["kd"].init_args["temperature"] == 2.5
-    for flag, value in (("devices", 3), ("strategy", "ddp")):
-        if f"trainer.{flag}" in line:
-            assert config.trainer.init_args[flag] == value
+    assert config.trainer.init_args["devices"] == (3 if "devices" in line else "auto")
+    assert isinstance(config.trainer.init_args["strategy"], cli.Choice) == ("strategy ddp" in line)
 
 
 @pytest.mark.parametrize(("line", "flag", "was"), [
@@ -513,10 +534,17 @@ def test_resuming_with_what_may_differ_or_does_not(kd, run, line):
     ("--optimizer.lr 0.1", "optimizer.lr 0.1", "0.001"),
     ("--trainer.precision 64-true", "trainer.precision 64-true", "None"),
     ("--teacher_ckpt x", "teacher_ckpt x", "None"),
+    ("--exact 8", "exact 8", "None"),
 ])  # fmt: skip
 def test_resuming_with_what_differs_is_refused(kd, run, line, flag, was):
     message = refused(kd, f"{line} --out {run} --resume true")
     assert message == f"{flag}: expected {was}, as the run in {run} was started; leave it out, or take another --out"
+
+
+def test_resuming_under_another_strategy_than_one_with_options(kd, run):
+    kd.save(parse(kd, "--trainer.strategy ddp_fork --trainer.strategy.timeout 60"), run / "config.yaml")
+    config = parse(kd, f"--trainer.strategy auto --out {run} --resume true")
+    assert config.trainer.init_args["strategy"] == "auto"
 
 
 def test_resuming_does_not_ask_what_the_defaults_are_now(kd, run):
@@ -529,7 +557,7 @@ def test_resuming_does_not_ask_what_the_defaults_are_now(kd, run):
         "variants", objectives.Objective, objectives, {"kd": {"class_path": "Hinton", "temperature": 9}, "x": "Hint"}
     )
     other.add_optimizer({"class_path": "SGD", "lr": 1})
-    other.add_trainer(max_epochs=99, max_steps=4)
+    other.add_trainer(strategies.NAMES, max_epochs=99, max_steps=4)
     assert other.as_dict(parse(other, f"--out {run} --resume true")) == kd.as_dict(
         parse(kd, f"--out {run} --resume true")
     )
@@ -566,8 +594,12 @@ def raiser(error):
     return action
 
 
-class ProcessRaisedException(Exception):  # noqa: N818 - torch's name
+GO_ON = "--out FOLDER --resume true goes on from its checkpoint, if it left one"
+
+
+def raised(line):
     """As torch.multiprocessing hands on what a rank raised."""
+    return ProcessRaisedException(f"\n\n-- Process 1 terminated with the following error:\n...\n{line}\n", 1, 4321)
 
 
 @pytest.mark.parametrize(("error", "expected"), [
@@ -575,8 +607,14 @@ class ProcessRaisedException(Exception):  # noqa: N818 - torch's name
     (OSError(errno.ENOSPC, "No space left on device", "runs/x"),
      "error: no space left on the disk: runs/x; what was finished is kept\n"),
     (PermissionError(errno.EACCES, "Permission denied", "/x"), "error: Permission denied: /x\n"),
-    (ProcessRaisedException("\n-- Process 1 terminated:\n...\napprentice.errors.BadInput: --data.root 2: expected 3"),
-     "error: --data.root 2: expected 3\n"),
+    (TimeoutError("--trainer.strategy.timeout 5: rank 1 kept"), "error: --trainer.strategy.timeout 5: rank 1 kept\n"),
+    (OverflowError("--exact 8: expected less"), "error: --exact 8: expected less\n"),
+    (raised("apprentice.errors.BadInput: --data.root 2: expected 3"), "error: --data.root 2: expected 3\n"),
+    (raised("TimeoutError: --trainer.strategy.timeout 5: rank 1"), "error: --trainer.strategy.timeout 5: rank 1\n"),
+    (raised("OverflowError: --exact 8: expected less"), "error: --exact 8: expected less\n"),
+    (raised("ConnectionError: rank 1 has gone"), "error: rank 1 has gone\n"),
+    (ProcessExitedException("", 1, 4321, -9, "SIGKILL"), f"error: rank 1 was killed by SIGKILL; {GO_ON}\n"),
+    (ProcessExitedException("", 1, 4321, 3), f"error: rank 1 ended with exit code 3; {GO_ON}\n"),
 ])  # fmt: skip
 def test_one_line(capsys, error, expected):
     assert told(capsys, raiser(error)) == expected
@@ -590,19 +628,35 @@ def test_a_full_disk_under_torch_save(capsys):
 
 @pytest.mark.parametrize("line", [
     "--trainer.devices 99 --trainer.accelerator gpu", "--trainer.devices 0",
-    "--trainer.strategy dpp", "--trainer.accelerator abacus",
+    "--trainer.accelerator abacus", "--trainer.accelerator tpu", "--trainer.devices -1",
 ])  # fmt: skip
 def test_what_the_trainer_refuses(kd, capsys, line):
-    config = parse(kd, line)
-    assert "--trainer" in told(capsys, lambda: cli.build(config.trainer, "trainer", logger=False))
+    make_trainer = trainers(parse(kd, line).trainer, None, strategies.NAMES)
+    flag, value = line.split()[-2:]
+    assert f"{flag} {value}" in told(capsys, lambda: make_trainer(logger=False))
 
 
 @pytest.mark.parametrize(
-    "error", [ValueError("ours"), KeyError("ours"), RuntimeError("ours"), ProcessRaisedException("KeyError: 3")]
-)
-def test_our_own_mistakes_keep_their_traceback(error):
-    with pytest.raises(type(error)), cli.one_line_errors():
+    "error",
+    [ValueError("ours"), KeyError("ours"), RuntimeError("ours"), raised("KeyError: 3"), raised("ValueError: ours"),
+     ValueError("depth 3: expected ours"), raised("ValueError: depth 3: expected ours")],
+)  # fmt: skip
+def test_our_own_mistakes_keep_their_traceback(kd, error):
+    parse(kd, "--teacher ResNet --student ResNet")
+    with pytest.raises(type(error)), cli.one_line_errors(kd):
         raise error
+
+
+@pytest.mark.parametrize("wrap", [ValueError, lambda said: raised(f"ValueError: {said}")])
+@pytest.mark.parametrize(("said", "flag"), [
+    ("exact 8: expected 9", "exact"), ("timeout 5.0: expected 6", "trainer.strategy.timeout"),
+    ("depth 8: expected 7", "teacher.depth"), ("start_method x: expected y", "trainer.strategy.start_method"),
+])  # fmt: skip
+def test_an_option_that_is_refused_when_it_is_used_is_told_by_its_flag(kd, capsys, wrap, said, flag):
+    parse(kd, "--teacher ResNet --teacher.depth 8 --student ResNet --trainer.strategy ddp --trainer.strategy.timeout 5")
+    with pytest.raises(SystemExit), cli.one_line_errors(kd):
+        raise wrap(said)
+    assert capsys.readouterr().err == f"error: --{flag.rpartition('.')[0]}{'.' if '.' in flag else ''}{said}\n"
 
 
 def test_the_script_ends_with_one_line(kd, capsys):

@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "lit_modules.objectives": ("lit_modules.objectives", "lit_modules.nets", "apprentice"),
     "lit_modules.nets": ("lit_modules.nets", "apprentice"),
     "datamodules": ("datamodules", "apprentice"),
-    "strategies": ("strategies", "apprentice.keyed"),
+    "strategies": ("strategies", "apprentice.keyed", "apprentice.replicas"),
     "apprentice": ("apprentice",),
 }
 

@@ -10,5 +10,9 @@ from apprentice.cli.choices import Choice
 from apprentice.cli.faults import one_line_errors
 from apprentice.cli.parser import Parser, pick
 from apprentice.cli.run_options import RunOptions
+from apprentice.cli.strategies import Names, Strategies
 
-__all__ = ["Choice", "Parser", "RunOptions", "arguments", "build", "factory", "one_line_errors", "pick", "refusals"]
+__all__ = [
+    "Choice", "Names", "Parser", "RunOptions", "Strategies", "arguments", "build", "factory", "one_line_errors", "pick",
+    "refusals",
+]  # fmt: skip

@@ -11,6 +11,9 @@ from apprentice.cli.imports import imported
 from apprentice.cli.options import options_of
 from apprentice.errors import BadInput
 
+# What a constructor says about an option: its name, its value and what was expected.
+REFUSAL = re.compile(r"(\w+) (.*?): expected (.*)")
+
 
 def build(choice: Choice, key: str, **extra: Any) -> Any:
     """A new instance of the chosen class, and of those that its options choose.
@@ -65,23 +68,31 @@ def refusals(choice: Choice, key: str) -> Iterator[None]:
         raise BadInput(error.flag if inside else f"{key}.{error.flag}", error.value, error.expected) from error
     except (ValueError, TypeError) as error:
         message = " ".join(str(error).split())
-        told = re.fullmatch(r"(\w+) (.*?): expected (.*)", message)
-        if told and told[1] in choice.init_args:
-            raise BadInput(f"{key}.{told[1]}", told[2], told[3]) from error
+        told = REFUSAL.fullmatch(message)
+        if told and (place := _place(choice, told[1])):
+            raise BadInput(f"{key}.{place}", told[2], told[3]) from error
         name = culprit(choice, message)
         if name:
             raise BadInput(f"{key}.{name}", choice.init_args[name], f"what {choice.name} takes: {message}") from error
         raise BadInput(key, choice.name, f"options that it takes: {message}") from error
 
 
+def _place(choice: Choice, name: str) -> str | None:
+    """Where an option of this name stands, below a choice or one of those that it chooses."""
+    if name in choice.init_args:
+        return name
+    inner = ((key, _place(value, name)) for key, value in choice.init_args.items() if isinstance(value, Choice))
+    return next((f"{key}.{place}" for key, place in inner if place), None)
+
+
 def culprit(choice: Choice, message: str) -> str | None:
-    """The one option, not at its default, whose value a message names."""
+    """The one option, not at its default, that a message names, or whose value it does."""
     defaults = options_of(imported(choice.class_path, "")).defaults
     named = [
         name
         for name, value in choice.init_args.items()
         if str(value)
         and value != defaults.get(name, NOTHING)
-        and re.search(rf"(?<![\w.]){re.escape(str(value))}(?![\w.]*\w)", message)
+        and re.search(rf"`{name}`|(?<![\w.]){re.escape(str(value))}(?![\w.]*\w)", message)
     ]
     return named[0] if len(named) == 1 else None

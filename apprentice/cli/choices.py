@@ -10,7 +10,7 @@ import yaml
 from jsonargparse import get_loader
 
 from apprentice.cli.imports import imported
-from apprentice.cli.options import Options, near, options_of, words
+from apprentice.cli.options import Options, accepts_null, near, options_of, words
 from apprentice.errors import BadInput
 
 NOTHING = object()
@@ -35,7 +35,7 @@ class Choice:
         return self.class_path.rpartition(".")[2]
 
 
-Chosen: TypeAlias = Choice | list["Chosen"] | None
+Chosen: TypeAlias = Choice | list["Chosen"] | str | None  # text is a name that is looked up elsewhere
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,16 @@ class Family:
             if inspect.isclass(value) and issubclass(value, self.bases) and not inspect.isabstract(value)
             and value not in self.bases and not name.startswith("_") and not issubclass(value, tuple(self.refused))
         }  # fmt: skip
+
+    def choose(self, name: Any, old: Chosen, key: str) -> Chosen:
+        """The class of this name with its defaults, or the old choice where it is the same class.
+
+        Raises:
+            BadInput: there is no such class.
+        """
+        found = self.find(name, key)
+        choice = Choice(self.path(found, name), self.options_of(found).defaults)
+        return old if isinstance(old, Choice) and old.class_path == choice.class_path else choice
 
     def find(self, name: Any, key: str) -> type:
         """The class of this short name or import path; `key` is where it was given.
@@ -95,7 +105,15 @@ class Family:
 
     def options(self, choice: Choice, key: str) -> Options:
         """What the chosen class takes."""
-        return options_of(imported(choice.class_path, key, self.bases), self.skip)
+        return self.options_of(imported(choice.class_path, key, self.bases))
+
+    def options_of(self, found: type) -> Options:
+        """What a class takes."""
+        return options_of(found, self.skip)
+
+    def label(self, chosen: Chosen) -> str:
+        """What a choice is called."""
+        return chosen.name if isinstance(chosen, Choice) else str(chosen or "null")
 
 
 class Catalogue:
@@ -125,10 +143,7 @@ class Catalogue:
         elif isinstance(own, list):
             chosen = [self.choose(family, None, entry, f"{key}.{i}") for i, entry in enumerate(own)]
         else:
-            found = family.find(own, key)
-            chosen = Choice(family.path(found, own), options_of(found, family.skip).defaults)
-            if isinstance(old, Choice) and old.class_path == chosen.class_path:
-                chosen = old
+            chosen = family.choose(own, old, key)
         return self._with_options(family, chosen, inner, key) if inner else chosen
 
     def _with_options(self, family: Family, chosen: Chosen, given: dict[str, Any], key: str) -> Chosen:
@@ -141,8 +156,9 @@ class Catalogue:
                     )
                 entries[name] = self.choose(family, entries[name], value, f"{key}.{name}")
             return list(entries.values())
-        if chosen is None:
-            raise BadInput(*leaf(key, given), f"--{key} with the name of a class beside it")
+        if not isinstance(chosen, Choice):
+            hint = f"; {chosen} is a name without options" if chosen else ""
+            raise BadInput(*leaf(key, given), f"--{key} with the name of a class beside it{hint}")
         options = family.options(chosen, key)
         return self.set_options(chosen, options, given, key)
 
@@ -150,7 +166,7 @@ class Catalogue:
         """The choice with these options changed."""
         values = dict(choice.init_args)
         for name, value in given.items():
-            family = self._family(options, name)
+            family = self.inner(options, name)
             if family is not None:
                 values[name] = self._inner(family, options.hint(name), values.get(name), value, f"{key}.{name}")
             else:
@@ -162,8 +178,9 @@ class Catalogue:
         kinds = get_args(hint) if get_origin(hint) in {Union, UnionType} else (hint,)
         if isinstance(chosen, Choice) and not any(kind in family.bases for kind in kinds):
             return [chosen]
-        if isinstance(chosen, list) and all(kind in {*family.bases, type(None)} for kind in kinds):
-            raise BadInput(key, given, words(hint))
+        takes = accepts_null(hint) if chosen is None else any(map(get_origin, kinds)) or not isinstance(chosen, list)
+        if not takes:
+            raise BadInput(key, given, family.expected())
         return chosen
 
     def check_complete(self, family: Family, chosen: Chosen, key: str) -> None:
@@ -180,7 +197,7 @@ class Catalogue:
             if name in options.required and name not in choice.init_args:
                 expected = f"{words(options.hint(name))}; {choice.name} can't do without"
                 raise BadInput(f"{key}.{name}", "(nothing)", expected)
-            family = self._family(options, name)
+            family = self.inner(options, name)
             if family is not None:
                 self.check_complete(family, choice.init_args.get(name), f"{key}.{name}")
 
@@ -188,8 +205,8 @@ class Catalogue:
         """A choice as YAML has it."""
         if isinstance(chosen, list):
             return [self.plain(family, entry) for entry in chosen]
-        if chosen is None:
-            return None
+        if not isinstance(chosen, Choice):
+            return chosen
         options = family.options(chosen, "")
         return {"class_path": chosen.class_path, "init_args": self.plain_options(options, chosen)}
 
@@ -197,11 +214,12 @@ class Catalogue:
         """A choice's options as YAML has them."""
         plain = {}
         for name, value in choice.init_args.items():
-            family = self._family(options, name)
+            family = self.inner(options, name)
             plain[name] = options.plain(name, value) if family is None else self.plain(family, value)
         return plain
 
-    def _family(self, options: Options, name: str) -> Family | None:
+    def inner(self, options: Options, name: str) -> Family | None:
+        """The family that an option of a class chooses from, if there is one."""
         classes = set(leaves(options.hint(name))) if name in options else set()
         return next((family for family in self.families if classes.intersection(family.bases)), None)
 

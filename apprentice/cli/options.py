@@ -7,6 +7,7 @@ import types
 import typing
 from argparse import ArgumentError
 from collections.abc import Iterable, Mapping
+from datetime import timedelta
 from typing import Any
 
 import yaml
@@ -16,6 +17,7 @@ from torch import Tensor
 from apprentice.errors import BadInput
 
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+WORDS[timedelta] = "a time, as 0:30:00"
 ANYTHING = "a value"
 
 

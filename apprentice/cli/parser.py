@@ -17,6 +17,7 @@ from apprentice.cli.layers import Layer, as_given, flat, layers_of
 from apprentice.cli.options import Options, near
 from apprentice.cli.run_options import RunOptions
 from apprentice.cli.sources import BARE, flags, load
+from apprentice.cli.strategies import Names, Strategies
 from apprentice.errors import BadInput
 from apprentice.files import write_text
 
@@ -51,6 +52,7 @@ class Parser:
         self.options = Options(options)
         self.entries: dict[str, Entry] = {}
         self.catalogue = Catalogue()
+        self._parsed: dict[str, Any] = {}
 
     # What there is
 
@@ -94,12 +96,17 @@ class Parser:
         self._add("optimizer", One(optimizers.optimizers(), default))
         self._add("scheduler", One(optimizers.schedulers(), None, optional=True))
 
-    def add_trainer(self, **defaults: Any) -> None:
-        """Add `--trainer.OPTION` for Lightning's Trainer; `logger` only switches ours on and off."""
+    def add_trainer(self, strategies: Names, **defaults: Any) -> None:
+        """Add `--trainer.OPTION` for Lightning's Trainer, with its options below `--trainer.strategy` and `callbacks`.
+
+        Args:
+            strategies: the project's own by short name, each with the options that the name sets.
+            defaults: the Trainer's that are other than its own; `logger` only switches ours on and off.
+        """
         from lightning.pytorch import Callback, Trainer, callbacks
 
-        types = {"logger": bool, "strategy": str, "devices": int | list[int] | str}
-        self.catalogue.families.append(Family((Callback,), callbacks))
+        types = {"logger": bool, "devices": int | list[int] | str}
+        self.catalogue.families += [Family((Callback,), callbacks), Strategies(names=strategies)]
         options = Options(Trainer, OWNED, types)
         self._add("trainer", Fixed("lightning.pytorch.Trainer", options, {"logger": True, **defaults}))
 
@@ -136,7 +143,14 @@ class Parser:
         if "print_config" in bare:
             sys.stdout.write(self.dump(config))
             raise SystemExit(0)
+        self._parsed = dict(flat(self.as_dict(config)))
         return config
+
+    def flag(self, name: str, value: str) -> str | None:
+        """The only flag of what was parsed for an option of this name, or the only one that has this value too."""
+        named = [flag for flag in self._parsed if flag.rpartition(".")[2] == name]
+        same = [flag for flag in named if str(self._parsed[flag]) == value] if len(named) > 1 else named
+        return same[0] if len(same) == 1 else None
 
     def _start(self) -> dict[str, Any]:
         start = {key: entry.start(self.catalogue, key) for key, entry in self.entries.items()}

@@ -15,6 +15,7 @@ class RunOptions:
         resume: go on where the run in that folder was cut off; its settings come from there.
         overwrite: replace the results in that folder.
         checkpoint_every: seconds of training that a crash may cost.
+        exact: N gives equal bits on any number of devices up to N, which takes longer.
     """
 
     seeds: int | list[int] = 3
@@ -22,6 +23,7 @@ class RunOptions:
     resume: bool = False
     overwrite: bool = False
     checkpoint_every: float = 30.0
+    exact: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.seeds, int):
@@ -38,6 +40,8 @@ class RunOptions:
             raise BadInput("out", self.out, "a folder")
         if not self.checkpoint_every > 0:
             raise BadInput("checkpoint_every", self.checkpoint_every, "seconds, above 0")
+        if self.exact is not None and self.exact < 1:
+            raise BadInput("exact", self.exact, "the largest number of devices that the bits shall hold for, 1 or more")
         if self.resume and self.out is None:
             raise BadInput("resume", "true", "--out FOLDER beside it, the run to go on with")
         if self.resume and self.overwrite:

@@ -3,11 +3,12 @@
 import re
 import textwrap
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from apprentice.cli.choices import Choice, Family
+from apprentice.cli.choices import Catalogue, Choice, Chosen, Family
 from apprentice.cli.entries import Fixed, Many, One
 from apprentice.cli.options import Options
 
@@ -32,14 +33,14 @@ def text(parser: "Parser", settings: Mapping[str, Any]) -> str:
         if isinstance(entry, Many):
             lines += ["", *_variants(entry, settings[key], key)]
         if isinstance(entry, Fixed):
-            lines += ["", *_fixed(entry.options, settings[key], key)]
+            lines += ["", *_fixed(parser.catalogue, entry.options, settings[key], key)]
     return "\n".join(lines) + "\n"
 
 
-def _choice(family: Family, chosen: Choice | None, key: str) -> Iterator[str]:
+def _choice(family: Family, chosen: Chosen, key: str) -> Iterator[str]:
     yield from _wrapped(f"{key}: {', '.join(family.known)}, or the import path of a class")
-    yield from _line(f"--{key} {chosen.name if chosen else 'null'}", "")
-    if chosen:
+    yield from _line(f"--{key} {_shown(chosen) if isinstance(chosen, list) else family.label(chosen)}", "")
+    if isinstance(chosen, Choice):
         options = family.options(chosen, key)
         for name in options:
             yield from _line(f"--{key}.{name} {_shown(chosen.init_args.get(name, '...'))}", options.description(name))
@@ -55,9 +56,14 @@ def _variants(entry: Many, chosen: Mapping[str, Choice], key: str) -> Iterator[s
             yield from _line(f"--{key}.{name}.{option} {shown}", entry.family.options(choice, key).description(option))
 
 
-def _fixed(options: Options, chosen: Choice, key: str) -> Iterator[str]:
+def _fixed(catalogue: Catalogue, options: Options, chosen: Choice, key: str) -> Iterator[str]:
     yield f"{key}: options of {chosen.class_path}, described at https://lightning.ai/docs/pytorch/stable/common/trainer.html"
-    yield from _wrapped("  ".join(f"--{key}.{name} {_shown(chosen.init_args[name])}" for name in options), "  ")
+    values = chosen.init_args
+    inner = {name: family for name in options if values[name] and (family := catalogue.inner(options, name))}
+    plain = (f"--{key}.{name} {_shown(values[name])}" for name in options if name not in inner)
+    yield from _wrapped("  ".join(plain), "  ")
+    for name, family in inner.items():
+        yield from ("", *_choice(family, values[name], f"{key}.{name}"))
 
 
 def _line(flag: str, description: str) -> list[str]:
@@ -73,8 +79,10 @@ def _wrapped(words: str, indent: str = "") -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, str):
-        return value
+    if isinstance(value, str | timedelta):
+        return str(value)
+    if isinstance(value, Choice):
+        return value.name
     if isinstance(value, list) and any(isinstance(entry, Choice) for entry in value):
         return f"[{','.join(entry.name for entry in value)}]"
     if isinstance(value, tuple):

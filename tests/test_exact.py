@@ -1,0 +1,296 @@
+"""Under `exact` the bits of a float32 run don't depend on the number of devices."""
+
+import itertools
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
+
+from apprentice.progress import quiet
+from lit_modules.distillation import Distillation
+from lit_modules.exact_mean import ExactMean
+from lit_modules.nets import DeepNN, ResNet
+from lit_modules.objectives import CrossEntropy
+from strategies import DDP, ZeRO1
+from strategies.fixed_point import FixedPointSum
+from strategies.shards import bounds, part
+from tests.test_distillation import Poisoned
+from tests.training import SHAPE, assert_same, classifier, digits, distillation, fit, net, trainer, weights
+
+DEVICES = (2, 3, 5, 8)
+MODULES: dict[str, Callable[[], LightningModule]] = {
+    "students": distillation,
+    "teacher": lambda: classifier(DeepNN),
+    "resnet8": lambda: classifier(ResNet, depth=8),
+}
+
+
+class Stranger(LightningModule):
+    """Anyone's module: torch's own dropout and BatchNorm, plain pairs, values logged in the usual ways."""
+
+    def __init__(self, normalised: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        hidden = nn.Linear(64, 32), nn.BatchNorm1d(32) if normalised else nn.Tanh(), nn.ReLU(), nn.Dropout(0.3)
+        self.net = nn.Sequential(nn.Flatten(), *hidden, nn.Linear(32, 10))
+        self.accuracy, self.train_accuracy = MulticlassAccuracy(10), MulticlassAccuracy(10)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        images, labels = batch
+        logits = self.net(images)
+        loss = F.cross_entropy(logits, labels)
+        self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log_dict({"norm": logits.norm(dim=1).mean(), "constant": 0.1})
+        self.train_accuracy(logits, labels)
+        self.log("train_acc", self.train_accuracy)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        images, labels = batch
+        logits = self.net(images)
+        self.accuracy(logits, labels)
+        self.log("val_loss", F.cross_entropy(logits, labels), sync_dist=True)
+        self.log("val_highest", logits.max(), reduce_fx="max")
+        self.log("val_acc", self.accuracy)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)}
+
+
+def bits(run: str, devices: int, folder: Path, **kwargs: Any) -> tuple[dict[str, torch.Tensor], bytes, list[Any]]:
+    """Weights, the CSV log and the test's scores of a short run."""
+    logger = CSVLogger(folder, name=run, version=f"{devices}-{len(list(folder.glob('**/*.csv')))}")
+    options = {"strategy": DDP(timeout=60, exact=8), "logger": logger, "log_every_n_steps": 1} | kwargs
+    module = MODULES[run]()
+    data = digits(validation_size=50, augment=True)  # batches of 37, the last of 27: shards of 3 to 5 rows
+    fit(module, data, devices, **options)
+    tested = options | {"strategy": DDP(timeout=60, exact=options["strategy"].exact)}
+    with quiet():
+        scores = trainer(devices, **tested | {"logger": False}).test(module, data, verbose=False)
+    return weights(module), (Path(logger.log_dir) / "metrics.csv").read_bytes(), scores
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(a[key], b[key]) for key in a)
+
+
+@pytest.mark.parametrize("run", MODULES)
+def test_bits_are_equal_on_any_number_of_processes(run: str, tmp_path: Path) -> None:
+    one = bits(run, 1, tmp_path)
+    assert len(one[1].splitlines()) > 6
+    for devices in DEVICES:
+        assert_same(one[0], (other := bits(run, devices, tmp_path))[0])
+        assert one[1:] == other[1:]
+
+
+def test_without_it_they_are_not(tmp_path: Path) -> None:
+    plain = [bits("students", n, tmp_path, strategy=DDP(timeout=60)) for n in (1, 3)]
+    assert not same(plain[0][0], plain[1][0])
+    assert plain[0][1] != plain[1][1]
+
+
+def zero1() -> dict[str, Any]:
+    return {"strategy": ZeRO1(timeout=60, exact=8)}
+
+
+def half() -> dict[str, Any]:
+    return {"precision": "bf16-mixed"}
+
+
+def accumulated() -> dict[str, Any]:
+    return {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "max_epochs": 3}
+
+
+@pytest.mark.parametrize("options", [zero1, half, accumulated])
+def test_it_composes(options: Callable[[], dict[str, Any]], tmp_path: Path) -> None:
+    one, three = (bits("students", devices, tmp_path, **options()) for devices in (1, 3))
+    assert_same(one[0], three[0])
+    assert one[1:] == three[1:]
+    plain = bits("students", 1, tmp_path)
+    assert same(plain[0], one[0]) == (options is zero1)
+
+
+def stranger(devices: int, folder: Path, samples: int = 101) -> tuple[dict[str, torch.Tensor], bytes]:
+    split = digits(train_size=samples).split("train")
+    images, labels = split.images.float() / 16, split.labels
+    train = DataLoader(TensorDataset(images, labels), batch_size=37, shuffle=True)
+    val = DataLoader(TensorDataset(images[:90], labels[:90]), batch_size=30)
+    logger = CSVLogger(folder, name="stranger", version=f"{devices}-{samples}")
+    module = Stranger(normalised=samples == 101)  # torch's BatchNorm refuses a shard of one row
+    with warnings.catch_warnings(), quiet():
+        warnings.simplefilter("ignore")  # Lightning's, about workers
+        options = {"strategy": DDP(timeout=60, exact=8), "logger": logger, "log_every_n_steps": 1, "max_epochs": 3}
+        trainer(devices, **options).fit(module, train, val)
+    return weights(module), (Path(logger.log_dir) / "metrics.csv").read_bytes()
+
+
+@pytest.mark.parametrize("samples", [101, 114])  # 114: a last batch of 3 rows, fewer than there are shards
+def test_anyones_module_can_be_exact(samples: int, tmp_path: Path) -> None:
+    one = stranger(1, tmp_path, samples)
+    assert one[1].startswith(b"constant,")
+    for devices in (2, 5):
+        other = stranger(devices, tmp_path, samples)
+        assert_same(one[0], other[0])
+        assert one[1] == other[1]
+
+
+def test_a_shard_is_a_batch_of_its_own_to_the_module(tmp_path: Path) -> None:
+    """One shard in all is plain training: the same gradients to the fixed point's resolution."""
+    plain = fit(distillation(), digits(), precision="64-true")
+    exact = fit(distillation(), digits(), precision="64-true", strategy=DDP(exact=1))
+    assert_same(weights(plain), weights(exact), atol=1e-9)
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_a_student_that_fails_is_frozen_alone(devices: int) -> None:
+    students = {"bad": (net(), Poisoned(35)), "ce": (net(), CrossEntropy())}  # calls: 8 shards a step
+    module = Distillation(net(DeepNN), students, input_shape=SHAPE)
+    fit(module, digits(), devices, strategy=DDP(timeout=60, exact=8), max_epochs=4)
+    alone = fit(distillation(["ce"]), digits(), strategy=DDP(exact=8), max_epochs=4)
+    ended = {k: v for k, v in weights(module).items() if k.startswith("students.ce")}
+    assert_same(ended, {k: v for k, v in weights(alone).items() if k.startswith("students.ce")})
+    assert all(v.isfinite().all() for v in weights(module).values())
+    if devices == 1:
+        assert module.failed == {"bad": {"step": 4, "term": "poisoned"}}
+
+
+class Steep(LightningModule):
+    """Its loss is as steep as it is told to be."""
+
+    def __init__(self, slope: float) -> None:
+        super().__init__()
+        self.fine, self.steep = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
+        self.slope = slope
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.fine.sum() + (self.steep * self.slope).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-9)
+
+
+@pytest.mark.parametrize(("slope", "stops"), [(1e3, False), (1e5, True), (float("inf"), True)])
+def test_a_gradient_out_of_range_stops_the_run(slope: float, stops: bool) -> None:
+    module = Steep(slope)
+    if stops:
+        with pytest.raises(OverflowError, match=r"--exact 8: expected gradients .* that of steep is not"):
+            fit(module, digits(), strategy=DDP(exact=8))
+        assert torch.equal(module.steep, torch.ones(2))
+    else:
+        fit(module, digits(), strategy=DDP(exact=8), max_epochs=1, limit_val_batches=0)
+        torch.testing.assert_close(module.steep.detach(), torch.full((2,), 1 - 3 * slope * 1e-9))
+
+
+class Keeper(Steep):
+    """Keeps a count between calls, which no strategy can merge."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.seen += 1
+        return super().training_step(batch, batch_idx)
+
+
+class Manual(Steep):
+    """Optimizes by hand."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0)
+        self.automatic_optimization = False
+
+
+@pytest.mark.parametrize(("make", "message"), [(Keeper, "seen has changed"), (Manual, "automatic optimization")])
+def test_what_can_not_be_exact_is_refused(make: Callable[[], LightningModule], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit(make(), digits(train_size=74), strategy=DDP(exact=8))
+
+
+def test_more_devices_than_shards_are_refused_before_any_starts() -> None:
+    with pytest.raises(ValueError, match="exact 2: expected at least 3, the number of devices"):
+        trainer(3, strategy=DDP(exact=2))
+    with pytest.raises(ValueError, match="exact 0: expected a number of shards"):
+        DDP(exact=0)
+
+
+def gradients(p: nn.Parameter, count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(p.shape, generator=generator, dtype=p.dtype).mul(10.0 ** (i - 4)) for i in range(count)]
+
+
+def added(p: nn.Parameter, grads: list[torch.Tensor]) -> torch.Tensor:
+    total = FixedPointSum({"p": p}, len(grads))
+    for grad in grads:
+        p.grad = grad.clone()
+        total.add()
+    assert p.grad is None
+    assert total.flawed() == []
+    (found,) = total.divided(1.0)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_fixed_point_sums_have_no_order(dtype: torch.dtype) -> None:
+    p = nn.Parameter(torch.empty(4, 3, 2, 2, dtype=dtype).to(memory_format=torch.channels_last))
+    grads = gradients(p, 6)
+    sums = [added(p, list(order)) for order in itertools.permutations(grads)]
+    assert all(torch.equal(sums[0], other) for other in sums)
+    assert sums[0].stride() == p.stride()
+    right = torch.stack([grad.double() for grad in grads]).sum(0)
+    torch.testing.assert_close(sums[0], right.to(dtype), rtol=0, atol=6 * 2.0**-44 if dtype == torch.float64 else 0)
+
+
+def test_a_fixed_point_sum_never_wraps() -> None:
+    p, q = nn.Parameter(torch.empty(2)), nn.Parameter(torch.empty(2))
+    total = FixedPointSum({"p": p, "q": q}, 8)
+    for _ in range(8):  # the largest numbers that are let through add up without a wrap
+        p.grad, q.grad = torch.full((2,), total.limit), None
+        total.add()
+    assert total.flawed() == []
+    sums = total.divided(1.0)
+    assert torch.equal(sums[0], torch.full((2,), 8 * total.limit))
+    assert sums[1] is None
+    for bad in (total.limit * 1.01, -total.limit * 1.01, float("nan"), float("inf")):
+        total.clear()
+        p.grad, q.grad = torch.ones(2), torch.tensor([1.0, bad])
+        total.add()
+        assert total.flawed() == ["q"]
+
+
+def test_cuts_depend_on_sizes_alone() -> None:
+    assert bounds(37, 8) == [0, 5, 10, 15, 20, 25, 29, 33, 37]
+    assert bounds(3, 8) == [0, 1, 2, 3, 3, 3, 3, 3, 3]
+    batch = {"x": torch.arange(6).view(3, 2), "text": ["a", "b", "c"], "n": torch.tensor(3), "same": "all"}
+    cut = part(batch, 1, 3)
+    assert (cut["x"].tolist(), cut["text"], cut["n"], cut["same"]) == ([[2, 3], [4, 5]], ["b", "c"], 3, "all")
+    with pytest.raises(ValueError, match="one number of rows"):
+        part((torch.zeros(3), torch.zeros(4)), 0, 1)
+
+
+def test_an_exact_mean_has_no_order_and_hides_nothing() -> None:
+    values = torch.rand(1000).mul(100)
+    means = []
+    for pieces in (values.split(7), values.flip(0).split(13)):
+        mean = ExactMean()
+        for piece in pieces:
+            mean.update(piece)
+        means.append(mean.compute())
+    assert means[0] == means[1]
+    assert means[0].item() == pytest.approx(values.double().mean().item(), abs=1e-9)
+    mean.update(torch.tensor([float("inf")]))
+    assert mean.compute().isnan()
