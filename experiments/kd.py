@@ -121,10 +121,6 @@ class Wiring:
 
     def check(self, data: Any) -> None:
         """Build everything once, so that what can't work is refused before anything is trained."""
-        if str(self.config.trainer.init_args.get("precision")) in {"16", "16-mixed"}:
-            raise BadInput(
-                "trainer.precision", "16-mixed", "bf16-mixed, 32-true or 64-true; its loss scale couples students"
-            )
         trainer = self.trainer()
         data.check_replicas((trainer.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"])
         teacher, _ = self.teacher(self.config.seeds[0])

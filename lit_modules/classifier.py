@@ -51,7 +51,7 @@ class LitClassifier(Learner):
         with keyed.noise(self.seed, batch.step, batch.rows):
             logits = self(batch.images)
         losses = cross_entropy(logits, batch.labels)
-        return batch.mean(losses), {"loss": losses, "acc": hits(logits, batch.labels)}
+        return self.loss_scales.scaled("", batch.mean(losses)), {"loss": losses, "acc": hits(logits, batch.labels)}
 
     def predict(self, images: Tensor) -> dict[str, Tensor]:
         """The net's logits."""

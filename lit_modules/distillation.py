@@ -102,6 +102,11 @@ class Distillation(Learner):
         """Whether any student's objective looks at the teacher."""
         return any(student.objective.uses_teacher for _, student in self._students(()))
 
+    def sharded_modules(self) -> list[nn.Module]:
+        """What is called by itself, for strategies that shard: the teacher, the students' nets and their objectives."""
+        parts = [part for _, student in self._students(()) for part in student.children()]
+        return [self.teacher, *(part for part in parts if any(True for _ in part.parameters()))]
+
     def _student(self, name: str) -> Student:
         return cast("Student", self.students[name])
 
@@ -156,7 +161,7 @@ class Distillation(Learner):
         for name, student in self._students(self.failed):
             terms = student.objective(outputs[name], teacher, batch.labels)
             total = _loss(terms)
-            loss = loss + batch.mean(total)
+            loss = loss + self.loss_scales.scaled(name, batch.mean(total))
             parts |= {f"{name}/{term}": values for term, (values, _) in terms.items()}
             parts |= {f"{name}/loss": total, f"{name}/acc": hits(outputs[name].logits, batch.labels)}
         return loss, parts
@@ -168,7 +173,9 @@ class Distillation(Learner):
     def _anchor(self) -> Tensor:
         """Zero, with a gradient of zero for every frozen parameter: DDP waits for each of them."""
         frozen = [p for name in self.failed for p in self.students[name].parameters()]
-        return sum((p.sum().nan_to_num() * 0 for p in frozen), start=torch.zeros((), device=self.device))
+        awaited = (p for p in frozen if type(p) is nn.Parameter)  # not where they are sharded
+        zero = torch.zeros((), device=self.device, requires_grad=True)
+        return sum((p.sum().nan_to_num() * 0 for p in awaited), start=zero)
 
     def step_alone(self, run: str, batch: Batch) -> Callable[[], Tensor]:
         """Forward, objective and its loss of a copy of one student; the teacher's outputs are given."""

@@ -1,7 +1,7 @@
 """What the suite's LightningModules share: optimizers, training means and exact scores."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from apprentice import replicas
 from apprentice.batch import Batch
 from apprentice.keyed import Dropout
 from lit_modules.exact_mean import ExactMean
+from lit_modules.loss_scale import LossScales
 from lit_modules.nets import globalise
 from lit_modules.objectives.cross_entropy import cross_entropy
 
@@ -84,13 +85,16 @@ class Learner(LightningModule):
         self.train_sums: dict[str, float] = {}
         self.samples = 0  # seen in training
         self.failed: dict[str, dict[str, Any]] = {}
+        self.loss_scales = LossScales()
 
     def parameter_groups(self) -> list[list[nn.Parameter]]:
         """The trainable parameters of each run."""
         raise NotImplementedError
 
     def configure_optimizers(self) -> Any:
-        """One optimizer with a group a run: each run's update depends on its own gradients alone."""
+        """One optimizer with a group a run: each run's update depends on its own gradients alone, and its own scale."""
+        if self._trainer is not None:
+            self.loss_scales.take_over(self.trainer.precision_plugin, self.runs)
         optimizer = self.make_optimizer([{"params": group} for group in self.parameter_groups()])
         return [optimizer], [self.make_scheduler(optimizer)] if self.make_scheduler else []
 
@@ -124,7 +128,7 @@ class Learner(LightningModule):
             self.log_training(alive, count)
         else:
             self.trainer.should_stop = True
-        return self._failed_parameters()
+        return self._parameters_of(self.failed)
 
     def _fail(self, run: str, term: str) -> None:
         loop = self.trainer.fit_loop
@@ -133,16 +137,32 @@ class Learner(LightningModule):
         self.train_sums = {name: v for name, v in self.train_sums.items() if name.rpartition("/")[0] != run or not run}
         self.print(f"{run or 'training'} failed at step {step}: its {term} is not finite")
 
-    def _failed_parameters(self) -> list[nn.Parameter]:
-        if not self.failed:
+    def _parameters_of(self, runs: Collection[str]) -> list[nn.Parameter]:
+        if not runs:
             return []
         groups = zip(self.runs, self.parameter_groups(), strict=True)
-        return [p for run, group in groups if run in self.failed for p in group]
+        return [p for run, group in groups if run in runs for p in group]
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """A failed run has no gradient: momentum and weight decay leave it alone as well."""
-        for p in self._failed_parameters():
+        """A run that overflows or has failed has no gradient: momentum and weight decay leave it alone as well.
+
+        Callbacks' hooks of this name come before: under 16-mixed they see gradients that are still scaled.
+        """
+        overflowed = self._unscale() if self.loss_scales.scalers else []
+        for p in self._parameters_of({*self.failed, *overflowed}):
             p.grad = None
+
+    def _unscale(self) -> list[str]:
+        groups = zip(self.runs, self.parameter_groups(), strict=True)
+        alive = {run: group for run, group in groups if run not in self.failed}
+        overflowed = self.loss_scales.unscale(alive, self.trainer.strategy.root_device)
+        for run in filter(self.loss_scales.hopeless, overflowed):
+            self._fail(run, "gradient")
+        return overflowed
+
+    def on_fit_end(self) -> None:
+        """Leave the Trainer as it was."""
+        self.loss_scales.give_back(self.trainer.precision_plugin)
 
     def log_training(self, values: Mapping[str, float], count: int) -> None:
         """Log the global batch's means (`<run>/<what>` to value), and add them to the epoch's."""
@@ -165,12 +185,15 @@ class Learner(LightningModule):
         self.train_sums = {}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the running means of an epoch that is cut in two, and who has failed."""
+        """Keep the running means of an epoch that is cut in two, who has failed, and the scales."""
         checkpoint["learner"] = {"train_sums": self.train_sums, "samples": self.samples, "failed": self.failed}
+        checkpoint["learner"]["loss_scales"] = self.loss_scales.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take them up again."""
-        for name, value in checkpoint["learner"].items():
+        state = {"loss_scales": {}, **checkpoint["learner"]}
+        self.loss_scales.load_state_dict(state.pop("loss_scales"))
+        for name, value in state.items():
             setattr(self, name, value)
 
     def log_scores(self, stage: str) -> None:

@@ -1,6 +1,7 @@
 """What all data-parallel strategies share: how ranks start and end, and the exact mode."""
 
 import multiprocessing
+import warnings
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -75,6 +76,11 @@ class DataParallel(DDPStrategy):
         return "popen"
 
     # Training
+
+    def configure_ddp(self) -> None:
+        """Wrap the module; a share without rows has gradients in another memory order, which is no news to the user."""
+        warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides", UserWarning)
+        super().configure_ddp()
 
     def _register_ddp_hooks(self) -> None:
         """Register the communication hook on any device: Lightning's own ignores it on CPU in silence."""

@@ -32,7 +32,14 @@ class ForkLauncher(_MultiProcessingLauncher):
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # keeps Lightning from choosing a number
         # A child hangs in OpenMP with more threads than one once its parent has used them.
         torch.set_num_threads(1)
-        super()._wrapping_function(process_idx, *args, **kwargs)
+        if args[0] is not None:
+            # Told to go, as when another rank has died, it goes: Lightning's own handler would talk to the others.
+            args[0]._signal_connector._sigterm_notifier_fn = lambda *_: os._exit(128 + signal.SIGTERM)
+        try:
+            super()._wrapping_function(process_idx, *args, **kwargs)
+        except Exception as exception:
+            self._strategy.on_exception(exception)  # here, as Lightning calls it in the parent alone
+            raise
 
 
 def _die_with_parent() -> None:

@@ -6,7 +6,7 @@ import time
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-PATIENCE = 4.0  # seconds in which a rank that is there answers; a launcher ends us sooner where a rank has died
+PATIENCE = 3.0  # seconds in which a rank that is there answers; a launcher ends us sooner where a rank has died
 SIGNS = (
     "Timed out",
     "timed out",
