@@ -62,6 +62,12 @@ class DataParallel(DDPStrategy):
         """Raise ValueError, before anything is started, where an option does not go with these devices."""
         if self._process_group_backend == "nccl" and self.root_device.type != "cuda":
             raise ValueError("process_group_backend nccl: expected gloo, as there are no GPUs in use")
+        environment, devices = self.cluster_environment, self.num_processes * self.num_nodes
+        assert environment is not None
+        if environment.creates_processes_externally and environment.world_size() != devices:
+            started = environment.world_size()
+            wanted = f"{started / self.num_nodes:g} on each of {self.num_nodes} nodes, as {started} ranks were started"
+            raise ValueError(f"devices {self.num_processes}: expected {wanted}")
 
     def _resolved_start_method(self) -> Any:
         if self.start_method != "auto":

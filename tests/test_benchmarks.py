@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks import kd_speed
+from benchmarks import kd_speed, local_sgd
 
 
 @pytest.fixture
@@ -46,3 +46,15 @@ def test_the_bake_off_is_timed_beside_the_tutorial(
     printed = capfd.readouterr().out
     for shown in ("all students", "peak memory", "1/8", *students):
         assert shown in printed
+
+
+def test_local_sgd_is_compared_with_data_parallelism(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    local_sgd.main(["--devices", "2", "--epochs", "1", "--periods", "1", "16", "--out", str(tmp_path / "out.json")])
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [(row["optimizer"], row["strategy"]) for row in rows] == [
+        (optimizer, strategy)
+        for optimizer in ("sgd", "adam")
+        for strategy in ("ddp", "local_sgd k=1", "local_sgd k=16")
+    ]
+    assert all(row["losses"][-1][0] == 11 and row["seconds"] > 0 for row in rows)
+    assert len(capsys.readouterr().out.splitlines()) == 7

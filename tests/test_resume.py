@@ -162,6 +162,23 @@ def test_a_run_that_accumulates_gradients_goes_on_between_steps(tmp_path: Path) 
     assert_same_end(tmp_path / "run", ended(tmp_path / "whole"))
 
 
+@pytest.mark.slow
+def test_exact_runs_go_on_with_the_same_bits_on_other_numbers_of_processes(tmp_path: Path) -> None:
+    exact, out = ["--exact", "8", "--data.augment", "true"], tmp_path / "run"
+    whole = start(tmp_path / "whole", *exact)
+    assert whole.wait() == 0, whole.output
+    # On 8 processes in the teacher's second epoch, then on 3 in the students' last one: of the teacher 5 batches are
+    # left then, and the ranks of each fit count for themselves.
+    for devices, call, resume in ((8, 5, "false"), (3, 8, "true")):
+        flags = ["--trainer.devices", str(devices), "--resume", resume, *(exact if resume == "false" else [])]
+        killed = start(out, *flags, before=kill_at(SafePoints, "on_train_batch_start", call, after=True))
+        assert killed.wait() == -signal.SIGKILL, killed.output
+    assert (out / "seed3" / "students.ckpt").exists()
+    last = start(out, "--trainer.devices", "1", "--resume", "true")
+    assert last.wait() == 0, last.output
+    assert_same_end(out, ended(tmp_path / "whole"))
+
+
 @pytest.mark.parametrize("whole_group", [False, True], ids=["kill", "terminal"])
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_first_and_says_how_to_go_on(
