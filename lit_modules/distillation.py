@@ -104,8 +104,7 @@ class Distillation(Learner):
 
     def sharded_modules(self) -> list[nn.Module]:
         """What is called by itself, for strategies that shard: the teacher, the students' nets and their objectives."""
-        parts = [part for _, student in self._students(()) for part in student.children()]
-        return [self.teacher, *(part for part in parts if any(True for _ in part.parameters()))]
+        return [self.teacher, *(part for _, student in self._students(()) for part in student.children())]
 
     def _student(self, name: str) -> Student:
         return cast("Student", self.students[name])

@@ -7,10 +7,12 @@ from lightning.pytorch.strategies import Strategy
 from strategies.base import DataParallel
 from strategies.compressed import DDPFP16, DDPPowerSGD
 from strategies.ddp import DDP
+from strategies.fsdp import FSDP
+from strategies.hsdp import HSDP
 from strategies.local_sgd import LocalSGD
 from strategies.zero1 import ZeRO1
 
-__all__ = ["DDP", "DDPFP16", "NAMES", "DDPPowerSGD", "DataParallel", "LocalSGD", "ZeRO1", "register"]
+__all__ = ["DDP", "DDPFP16", "FSDP", "HSDP", "NAMES", "DDPPowerSGD", "DataParallel", "LocalSGD", "ZeRO1", "register"]
 
 # Short names, as for `--trainer.strategy`, with the class that each stands for and the options it sets.
 NAMES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
@@ -22,6 +24,8 @@ NAMES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "local_sgd": (LocalSGD, {}),
     "ddp_fp16": (DDPFP16, {}),
     "ddp_powersgd": (DDPPowerSGD, {}),
+    "fsdp": (FSDP, {}),
+    "hsdp": (HSDP, {}),
 }
 
 

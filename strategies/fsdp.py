@@ -1,0 +1,176 @@
+"""Fully sharded data parallelism: parameters, gradients and the optimizer's state in parts, one on each rank."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.overrides.distributed import _sync_module_states
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
+
+from strategies import checkpoints
+from strategies.base import DataParallel, StartMethod
+from strategies.recompute import recompute
+from strategies.sharding import Sharding
+
+Half = Literal["bf16", "fp16"]
+DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class FSDP(DataParallel):
+    """Each rank holds a part of all parameters, gradients and optimizer state; a layer is put together to be called.
+
+    Sharded are the modules that the LightningModule's `sharded_modules()` returns, else its children; each has to be
+    called through its own `forward`. Inside, each member of an `nn.Sequential` or `nn.ModuleList` is a layer.
+    Checkpoints are those of one device. A device must have room for the whole model at the start, and the CPU at the
+    end, when each rank's module is made whole again.
+
+    Args:
+        param_dtype: to what parameters and inputs are rounded for forward and backward; None: they are not.
+        reduce_dtype: to what gradients are rounded to be averaged; None: they are not.
+        offload: keep what is sharded in the CPU's memory, beside a GPU.
+        activation_checkpointing: keep only a layer's inputs for backward, and compute it again there.
+        reshard_after_forward: free a layer's parameters after forward; else only after backward.
+        start_method: how ranks are started: "fork", "spawn", "popen", or "auto", which forks on CPU.
+        timeout: seconds a rank may keep the others waiting.
+        process_group_backend: gloo, nccl or another of torch's; when not given, the one that fits the devices.
+
+    Raises:
+        ValueError: an option's value can't be used, alone or with these devices.
+    """
+
+    def __init__(
+        self,
+        param_dtype: Half | None = None,
+        reduce_dtype: Half | None = None,
+        offload: bool = False,
+        activation_checkpointing: bool = False,
+        reshard_after_forward: bool = True,
+        start_method: StartMethod = "auto",
+        timeout: float = 1800.0,
+        process_group_backend: str | None = None,
+    ) -> None:
+        for name, value in {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}.items():
+            if value not in DTYPES:
+                raise ValueError(f"{name} {value}: expected bf16 or fp16")
+        super().__init__(start_method, timeout, process_group_backend)
+        self.param_dtype, self.reduce_dtype = DTYPES[param_dtype], DTYPES[reduce_dtype]
+        self.offload, self.activation_checkpointing = offload, activation_checkpointing
+        self.reshard_after_forward = reshard_after_forward
+        self._sharding: Sharding | None = None
+        self._interrupted = False
+
+    def _check_devices(self) -> None:
+        super()._check_devices()
+        if self.offload and self.root_device.type == "cpu":
+            raise ValueError("offload True: expected False, as the devices are CPUs and all is in their memory")
+
+    def _get_process_group_backend(self) -> str:
+        backend = super()._get_process_group_backend()
+        if self.offload and ":" not in backend:
+            return f"cpu:gloo,{self.root_device.type}:{backend}"  # norms of what is offloaded are added up on the CPU
+        return backend
+
+    # Sharding
+
+    def configure_ddp(self) -> None:
+        """Shard the module, in place of wrapping it.
+
+        Raises:
+            MisconfigurationException: a parameter can't be sharded where it is; the message names it.
+        """
+        assert self.lightning_module is not None
+        _sync_module_states(self.lightning_module)
+        self._interrupted, self._mesh = False, self._make_mesh()
+        try:
+            self._sharding = Sharding(self.lightning_module, self._shard)
+        except ValueError as error:
+            raise MisconfigurationException(str(error)) from error
+
+    def _make_mesh(self) -> DeviceMesh:
+        return init_device_mesh(self.root_device.type, (self.world_size,))
+
+    def _shard(self, module: nn.Module, is_layer: bool) -> None:
+        if is_layer and self.activation_checkpointing:
+            recompute(module)
+        norms = [m for m in module.modules() if self.param_dtype is not None and isinstance(m, _NormBase)]
+        for m in dict.fromkeys([*norms, module]):
+            if not isinstance(m, FSDPModule):
+                fully_shard(
+                    m,
+                    mesh=self._mesh,
+                    reshard_after_forward=self.reshard_after_forward,
+                    mp_policy=self._policy(m, is_layer),
+                    offload_policy=CPUOffloadPolicy() if self.offload else OffloadPolicy(),
+                )
+
+    def _policy(self, module: nn.Module, is_layer: bool) -> MixedPrecisionPolicy:
+        if self.param_dtype is None:
+            return MixedPrecisionPolicy(reduce_dtype=self.reduce_dtype)
+        if isinstance(module, _NormBase):  # its averages are not rounded, and torch wants its weights to be like them
+            return MixedPrecisionPolicy(reduce_dtype=self.reduce_dtype, cast_forward_inputs=False)
+        own = next(module.parameters()).dtype
+        output = None if is_layer else own  # losses are computed in full precision
+        return MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype or own, output_dtype=output)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Leave the gradients of a batch on their rank, as more are to be added."""
+        self._average_gradients(False)
+        try:
+            yield
+        finally:
+            self._average_gradients(True)
+
+    def _average_gradients(self, wanted: bool) -> None:
+        assert self.lightning_module is not None
+        for module in self.lightning_module.modules():
+            if isinstance(module, FSDPModule):
+                module.set_requires_gradient_sync(wanted, recurse=False)
+
+    # Checkpoints are those of one device
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """What is loaded is cut as the parameters are, so these come first."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state, on rank zero; every rank has to ask."""
+        assert self.lightning_module is not None
+        return checkpoints.collected(self.lightning_module.state_dict(), self.is_global_zero)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the module's state, whatever strategy has saved it."""
+        assert self.lightning_module is not None
+        checkpoints.load_module(self.lightning_module, checkpoint["state_dict"], strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state, on rank zero; every rank has to ask."""
+        optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return checkpoints.collected(optimizer.state_dict(), self.is_global_zero)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizers' states, whatever strategy has saved them."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            checkpoints.load_optimizer(optimizer, state)
+
+    # Ending
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Leave the module in parts: other ranks may have gone."""
+        self._interrupted = True
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        """Make the module whole again on each rank."""
+        if self._sharding is not None and (self.world_size == 1 or not self._interrupted):
+            self._sharding.undo()
+        self._sharding = None
+        super().teardown()
