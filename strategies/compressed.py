@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
@@ -38,10 +40,22 @@ class DDPPowerSGD(DataParallel):
         if start_step < 2:
             raise ValueError(f"start_step {start_step}: expected at least 2")
         self.rank, self.start_step = rank, start_step
-        self._ddp_comm_hook = powerSGD_hook
+        self._ddp_comm_hook = _in_turn
 
     def _register_ddp_hooks(self) -> None:
         self._ddp_comm_state = PowerSGDState(
             process_group=None, matrix_approximation_rank=self.rank, start_powerSGD_iter=self.start_step
         )
         super()._register_ddp_hooks()
+
+
+def _in_turn(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Torch's hook, one bucket after another where that matters.
+
+    It sends in several rounds, each begun when the one before has ended; with gloo that is another order on each rank
+    as soon as there are two buckets, and the process dies of the mismatch. With NCCL the order is that of the calls.
+    """
+    future = powerSGD_hook(state, bucket)
+    if bucket.buffer().device.type == "cpu":
+        future.wait()
+    return future
