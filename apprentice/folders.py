@@ -90,11 +90,13 @@ def opened(out: Path, resume: bool = False, overwrite: bool = False) -> Iterator
         (out / ".pid").write_text(str(os.getpid()))
     except OSError as error:
         raise BadInput("out", out, f"a folder that can be written ({error.strerror})") from None
-    with lock:
+    try:
         with main_first("folder"):
             if not resume:
                 _clear(out, overwrite)
         yield out
+    finally:
+        lock.release()
 
 
 def _owner(out: Path) -> str:

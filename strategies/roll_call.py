@@ -1,5 +1,6 @@
 """Who is missing: after a collective has failed, the ranks that are left tell the absent from the present."""
 
+import contextlib
 import threading
 import time
 
@@ -54,11 +55,15 @@ def _absent() -> list[int]:
 
 
 def _call(found: list[int]) -> None:
-    store = _get_default_store()
+    with contextlib.suppress(dist.DistNetworkError):  # the store has gone, and rank 0 with it
+        found[:] = _silent(_get_default_store())
+
+
+def _silent(store: dist.Store) -> list[int]:
     store.set(f"present/{dist.get_rank()}", "")
     deadline = time.monotonic() + PATIENCE
     absent = list(range(dist.get_world_size()))
     while absent and time.monotonic() < deadline:
         absent = [rank for rank in absent if not store.check([f"present/{rank}"])]
         time.sleep(0.05)
-    found[:] = absent
+    return absent

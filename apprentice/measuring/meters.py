@@ -1,0 +1,129 @@
+"""What is read off a process: time, memory, the bytes of a training state, the bytes it has sent."""
+
+import ctypes
+import os
+import re
+import socket
+import struct
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+LINUX = sys.platform == "linux"
+TCP_BYTES_ACKED = 120  # offset of tcpi_bytes_acked in Linux' struct tcp_info, since 4.1
+
+
+class Stamps:
+    """Moments, and the seconds between them; on a GPU in its own time, so that nothing has to wait for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._gpu = device.type == "cuda"
+        self._moments: list[Any] = []
+
+    def mark(self) -> None:
+        """Note this moment."""
+        if self._gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._moments.append(event)
+        else:
+            self._moments.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """From each moment to the next."""
+        if self._gpu:
+            torch.cuda.synchronize()
+            return [first.elapsed_time(second) / 1e3 for first, second in pairwise(self._moments)]
+        return [second - first for first, second in pairwise(self._moments)]
+
+
+class PeakMemory:
+    """The most memory that tensors take from here on.
+
+    On a GPU it is what torch's allocator hands out at most. On Linux it is the growth of the process's peak resident
+    memory, without pages of files: a fork has not read the libraries' code yet, which is no cost of training.
+
+    Args:
+        device: where training runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        if device.type == "cuda":
+            torch.cuda.init()
+            torch.cuda.reset_peak_memory_stats(device)
+        elif LINUX:
+            _give_back()
+            with suppress(OSError):
+                Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is resident
+            self._start = _status()["RssAnon"]
+
+    def bytes(self) -> int | None:
+        """The peak so far; None where it can't be told."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        if not LINUX:
+            return None
+        now = _status()
+        return max(now["VmHWM"] - now["RssFile"] - now["RssShmem"] - self._start, 0)
+
+
+def _give_back() -> None:
+    """Have glibc return what it keeps: pages that are resident already would be filled without any growth."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+
+
+def _status() -> dict[str, int]:
+    found = re.findall(r"(VmHWM|RssAnon|RssFile|RssShmem):\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return {name: 2**10 * int(size) for name, size in found}
+
+
+def state_bytes(module: nn.Module, optimizers: Iterable[Optimizer]) -> int:
+    """Bytes of parameters, gradients and optimizer state that this rank holds; of a sharded tensor its own shard."""
+    parameters = list(module.parameters())
+    tensors = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
+    for optimizer in optimizers:
+        tensors += [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
+    return sum(_local(x).numel() * x.element_size() for x in tensors)
+
+
+def _local(x: Any) -> Tensor:
+    return x.to_local() if hasattr(x, "to_local") else x
+
+
+def sent_bytes() -> int | None:
+    """Bytes that this process has sent so far over the TCP connections it has now, as the kernel counts them.
+
+    Payload that was acknowledged, without headers. None where that is not what ranks talk through (NCCL), or where the
+    kernel does not tell; 0 in a process that has no one to talk to.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return 0
+    if not LINUX or dist.get_backend() != "gloo":
+        return None
+    return sum(_acked(int(name)) for name in os.listdir("/proc/self/fd"))  # noqa: PTH208 - numbers, not paths
+
+
+def _acked(descriptor: int) -> int:
+    try:
+        if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):  # noqa: PTH115 - it is no path
+            return 0
+        connection = socket.socket(fileno=os.dup(descriptor))
+    except OSError:  # closed meanwhile
+        return 0
+    with connection:
+        if connection.family not in {socket.AF_INET, socket.AF_INET6} or connection.type != socket.SOCK_STREAM:
+            return 0
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 300)
+    return struct.unpack_from("Q", info, TCP_BYTES_ACKED)[0] if len(info) >= TCP_BYTES_ACKED + 8 else 0
