@@ -1,7 +1,6 @@
-"""What all data-parallel strategies share: how ranks start and end, and the exact mode."""
+"""What all data-parallel strategies share: how ranks start and end."""
 
 import multiprocessing
-import warnings
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -9,7 +8,6 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_info
-from torch.nn.parallel import DistributedDataParallel
 
 from strategies import roll_call
 from strategies.launchers import ForkLauncher
@@ -27,7 +25,6 @@ class DataParallel(DDPStrategy):
             launcher has started the ranks already (torchrun, SLURM, MPI), none is started.
         timeout: seconds a rank may keep the others waiting.
         process_group_backend: gloo, nccl or another of torch's; when not given, the one that fits the devices.
-        **kwargs: DDPStrategy's and DistributedDataParallel's own arguments.
 
     Raises:
         ValueError: an option's value can't be used, alone or with these devices.
@@ -38,11 +35,10 @@ class DataParallel(DDPStrategy):
         start_method: StartMethod = "auto",
         timeout: float = 1800.0,
         process_group_backend: str | None = None,
-        **kwargs: Any,
     ) -> None:
         if not timeout > 0:
             raise ValueError(f"timeout {timeout}: expected seconds, above 0")
-        super().__init__(timeout=timedelta(seconds=timeout), process_group_backend=process_group_backend, **kwargs)
+        super().__init__(timeout=timedelta(seconds=timeout), process_group_backend=process_group_backend)
         self.start_method = start_method
 
     # Starting
@@ -80,19 +76,6 @@ class DataParallel(DDPStrategy):
         why = "CUDA is in use in this process" if forks else "this platform has no fork"
         rank_zero_info(f"{why}: ranks are started as sub-processes, each of which imports everything again")
         return "popen"
-
-    # Training
-
-    def configure_ddp(self) -> None:
-        """Wrap the module; a share without rows has gradients in another memory order, which is no news to the user."""
-        warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides", UserWarning)
-        super().configure_ddp()
-
-    def _register_ddp_hooks(self) -> None:
-        """Register the communication hook on any device: Lightning's own ignores it on CPU in silence."""
-        if self._ddp_comm_hook is not None:
-            assert isinstance(self.model, DistributedDataParallel)
-            self.model.register_comm_hook(self._ddp_comm_state, self._ddp_comm_hook)
 
     # Ending
 

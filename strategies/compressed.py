@@ -7,10 +7,10 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from strategies.base import DataParallel
+from strategies.replicated import Replicated
 
 
-class DDPFP16(DataParallel):
+class DDPFP16(Replicated):
     """Gradients travel as 16-bit floats: half the bytes, and three digits."""
 
     def __init__(self, **kwargs: Any) -> None:
@@ -18,7 +18,7 @@ class DDPFP16(DataParallel):
         self._ddp_comm_hook = fp16_compress_hook
 
 
-class DDPPowerSGD(DataParallel):
+class DDPPowerSGD(Replicated):
     """Gradients of matrices travel as factors of low rank (Vogels et al. 2019, "PowerSGD", algorithm 2).
 
     What a step leaves out is added to the next one's gradient; that memory is a rank's own and in no checkpoint, so a
@@ -27,7 +27,7 @@ class DDPPowerSGD(DataParallel):
     Args:
         rank: of the factors; more is closer and costs more.
         start_step: gradients travel whole before; at least 2.
-        **kwargs: DataParallel's.
+        **kwargs: Replicated's.
 
     Raises:
         ValueError: an option's value can't be used.

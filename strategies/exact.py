@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from apprentice import keyed, replicas
-from strategies.base import DataParallel
 from strategies.fixed_point import FixedPointSum
+from strategies.replicated import Replicated
 from strategies.shards import RunningStatistics, bounds, mean_over_rows, part, rows
 from strategies.speakers import Informed, Record, Speaker, caught, combined, log_metric
 
 
-class Exact(DataParallel):
+class Exact(Replicated):
     """Data parallelism that can be exact.
 
     Any LightningModule whose loss is a mean over the rows of its batch can be trained like this; its `training_step` is
@@ -37,7 +37,7 @@ class Exact(DataParallel):
 
     Args:
         exact: number of shards of a batch, and the largest number of devices; None for plain data parallelism.
-        **kwargs: DataParallel's.
+        **kwargs: Replicated's.
 
     Raises:
         ValueError: more devices than shards, or a module that can't be exact.

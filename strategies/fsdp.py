@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from strategies import checkpoints
-from strategies.base import DataParallel, StartMethod
+from strategies.base import DataParallel
 from strategies.recompute import recompute
 from strategies.sharding import Sharding
 
@@ -37,9 +37,7 @@ class FSDP(DataParallel):
         offload: keep what is sharded in the CPU's memory, beside a GPU.
         activation_checkpointing: keep only a layer's inputs for backward, and compute it again there.
         reshard_after_forward: free a layer's parameters after forward; else only after backward.
-        start_method: how ranks are started: "fork", "spawn", "popen", or "auto", which forks on CPU.
-        timeout: seconds a rank may keep the others waiting.
-        process_group_backend: gloo, nccl or another of torch's; when not given, the one that fits the devices.
+        **kwargs: DataParallel's.
 
     Raises:
         ValueError: an option's value can't be used, alone or with these devices.
@@ -52,14 +50,12 @@ class FSDP(DataParallel):
         offload: bool = False,
         activation_checkpointing: bool = False,
         reshard_after_forward: bool = True,
-        start_method: StartMethod = "auto",
-        timeout: float = 1800.0,
-        process_group_backend: str | None = None,
+        **kwargs: Any,
     ) -> None:
         for name, value in {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}.items():
             if value not in DTYPES:
                 raise ValueError(f"{name} {value}: expected bf16 or fp16")
-        super().__init__(start_method, timeout, process_group_backend)
+        super().__init__(**kwargs)
         self.param_dtype, self.reduce_dtype = DTYPES[param_dtype], DTYPES[reduce_dtype]
         self.offload, self.activation_checkpointing = offload, activation_checkpointing
         self.reshard_after_forward = reshard_after_forward

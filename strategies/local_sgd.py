@@ -12,10 +12,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.optim import Optimizer
 
-from strategies.base import DataParallel
+from strategies.replicated import Replicated
 
 
-class LocalSGD(DataParallel):
+class LocalSGD(Replicated):
     """Ranks step by their own gradients and average their parameters after every `period` steps.
 
     With `period` 1 and plain SGD this is DDP; with momentum or Adam it is not, as each rank's moments are its own.
@@ -25,7 +25,7 @@ class LocalSGD(DataParallel):
     Args:
         period: optimizer steps from one averaging to the next.
         warmup_steps: steps at the start in which gradients are averaged.
-        **kwargs: DataParallel's.
+        **kwargs: Replicated's.
 
     Raises:
         ValueError: an option's value can't be used.

@@ -15,6 +15,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
+import strategies
 from apprentice import cli
 from apprentice.checkpoints import load_weights
 from apprentice.errors import BadInput
@@ -122,11 +123,21 @@ def test_the_same_name_again_keeps_options_and_another_drops_them(command: cli.P
 
 
 def test_options_are_those_that_the_command_line_can_give(command: cli.Parser) -> None:
-    shared = {"process_group_backend", "start_method", "find_unused_parameters", "static_graph"}
-    assert set(chosen(command, "--trainer.strategy ddp").init_args) == shared | {"timeout"}
-    assert set(chosen(command, "--trainer.strategy fsdp").init_args) == shared | {"shard_size", "timeout"}
+    family = cli.Strategies(names=strategies.NAMES)
+
+    def options(name: str) -> set[str]:
+        return set(family.choose(name, None, "trainer.strategy").init_args)
+
+    shared = {"process_group_backend", "start_method", "timeout"}
+    wrapper = {"bucket_cap_mb", "find_unused_parameters", "gradient_as_bucket_view", "static_graph"}
+    assert options("ddp") == options("ddp_zero1") == options("ddp_fp16") == shared | wrapper
+    assert options("ddp_powersgd") == shared | wrapper | {"rank", "start_step"}
+    assert options("local_sgd") == shared | wrapper | {"period", "warmup_steps"}
+    sharded = {"param_dtype", "reduce_dtype", "offload", "activation_checkpointing", "reshard_after_forward"}
+    assert options("fsdp") == shared | sharded
+    assert options("hsdp") == shared | sharded | {"shard_size"}
     own = chosen(command, "--trainer.strategy lightning.pytorch.strategies.FSDPStrategy").init_args
-    assert {"device_mesh", "mixed_precision"} <= set(own)  # which DistributedDataParallel has, too
+    assert {"device_mesh", "mixed_precision"} <= set(own)
 
 
 def test_help_names_the_strategies_and_the_options_of_the_one_chosen(

@@ -1,6 +1,5 @@
 """Strategies as choices: a project's own by short names, anyone's by import path; Lightning's other names stay text."""
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -8,11 +7,10 @@ from typing import Any
 
 from lightning.pytorch import strategies
 from lightning.pytorch.strategies import Strategy
-from torch.nn.parallel import DistributedDataParallel
 
 from apprentice.cli.choices import Choice, Chosen, Family
 from apprentice.cli.imports import imported
-from apprentice.cli.options import Options, near, options_of
+from apprentice.cli.options import near, options_of
 
 Names = Mapping[str, tuple[type[Strategy], Mapping[str, Any]]]  # classes by short name, with the options that it sets
 
@@ -21,8 +19,6 @@ SKIP = frozenset({
     "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin", "ddp_comm_state",
     "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period", "exact",
 })  # fmt: skip
-# What strategies hand on to DistributedDataParallel in their `**kwargs`: too much for a help, but for this.
-WRAPPERS = frozenset(inspect.signature(DistributedDataParallel).parameters) - {"find_unused_parameters", "static_graph"}
 
 
 @dataclass(frozen=True)
@@ -53,12 +49,6 @@ class Strategies(Family):
     def expected(self, name: Any = "") -> str:
         """All short names, and those near to `name`, Lightning's too."""
         return f"{', '.join(self.known)} or the import path of a class{near(name, [*self.known, *_looked_up()])}"
-
-    def options_of(self, found: type) -> Options:
-        """What the class and its parents name themselves."""
-        constructors = (vars(parent).get("__init__", lambda: None) for parent in found.__mro__)
-        named = {name for constructor in constructors for name in inspect.signature(constructor).parameters}
-        return options_of(found, self.skip | (WRAPPERS - named))
 
     def label(self, chosen: Chosen) -> str:
         """The short name that stands for most of the choice, or its import path."""

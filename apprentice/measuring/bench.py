@@ -3,7 +3,6 @@
 import json
 import statistics
 import tempfile
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -115,8 +114,7 @@ class Bench:
     def _fit(self, row: Row, callback: Callback, **settings: Any) -> None:
         trainer = row.trainer(callbacks=[callback], **QUIET | settings)
         fit = partial(trainer.fit, self.make(row.split), self.data)
-        with none_left(), interrupts.deferred(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Grad strides do not match bucket view")  # of PowerSGD, in float64
+        with none_left(), interrupts.deferred():
             if trainer.strategy.launcher is None:
                 alone(fit, self.threads)
             else:
