@@ -125,10 +125,10 @@ class BakeOff:
         parameter = next(module.parameters())
         train = self.data.split("train")
         rows = torch.arange(min(self.data.batch_size, len(train.labels)))
-        images, labels = train.take(rows)
-        images = self.data.normalize(images.to(parameter.device), parameter.dtype)
+        inputs, labels = train.take(rows)
+        inputs = self.data.normalize(inputs.to(parameter.device), parameter.dtype)
         rows = rows.to(parameter.device)
-        return Batch(images, labels.to(parameter.device), rows, rows, len(rows), 1, 0)
+        return Batch(inputs, labels.to(parameter.device), rows, rows, len(rows), 1, 0)
 
     def _track(self, folder: Path, contestant: Contestant, facts: Facts) -> None:
         if self.tensorboard:

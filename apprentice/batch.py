@@ -13,7 +13,7 @@ class Batch(NamedTuple):
     """The b rows that this rank sees of a global batch of `count` rows; b may be 0.
 
     Attributes:
-        images: (b, C, H, W), uint8 as stored or float once normalised.
+        inputs: (b, ...), images as stored uint8 (b, C, H, W) or floats once normalised, or token numbers (b, T).
         labels: (b,) int64.
         index: (b,) int64, each sample's place in its data set.
         rows: (b,) int64, each sample's row in the global batch.
@@ -22,7 +22,7 @@ class Batch(NamedTuple):
         step: number of this global batch since training began.
     """
 
-    images: Tensor
+    inputs: Tensor
     labels: Tensor
     index: Tensor  # type: ignore[assignment]  # shadows tuple.index, which a batch has no use for
     rows: Tensor
@@ -32,23 +32,28 @@ class Batch(NamedTuple):
 
     @classmethod
     def of(cls, batch: "Batch | Sequence[Tensor]", step: int, shared: bool = True) -> "Batch":
-        """The batch itself, or a plain (images, labels) pair from anyone's DataLoader.
+        """The batch itself, or a plain (inputs, labels) pair from anyone's DataLoader.
 
         If `shared`, the pairs that all ranks have now are one global batch; else a rank's pair stands for itself.
         """
         if isinstance(batch, cls):
             return batch
-        images, labels = batch  # type: ignore[misc]
-        size = torch.tensor([len(images)], device=images.device)
-        sizes = replicas.gathered(size).flatten().tolist() if shared else [len(images)]
+        inputs, labels = batch  # type: ignore[misc]
+        size = torch.tensor([len(inputs)], device=inputs.device)
+        sizes = replicas.gathered(size).flatten().tolist() if shared else [len(inputs)]
         first = replicas.first_row() + sum(sizes[: replicas.rank()]) if shared else 0
-        rows = torch.arange(len(images), device=images.device) + first
-        return cls(images, labels, rows, rows, sum(sizes), len(sizes), step)
+        rows = torch.arange(len(inputs), device=inputs.device) + first
+        return cls(inputs, labels, rows, rows, sum(sizes), len(sizes), step)
 
     def part(self, start: int, stop: int) -> "Batch":
         """The rows from `start` to `stop` as a batch that stands for itself."""
-        images, labels, index, rows = (tensor[start:stop] for tensor in self[:4])
-        return Batch(images, labels, index, rows, max(stop - start, 1), 1, self.step)
+        inputs, labels, index, rows = (tensor[start:stop] for tensor in self[:4])
+        return Batch(inputs, labels, index, rows, max(stop - start, 1), 1, self.step)
+
+    @property
+    def share(self) -> float:
+        """What the mean over these rows counts, so that averaged over the ranks it is the global mean."""
+        return len(self.labels) * self.replicas / self.count
 
     def mean(self, per_sample: Tensor) -> Tensor:
         """This rank's part of the global mean of a (b,) tensor: averaged over the ranks it is that mean, exactly."""

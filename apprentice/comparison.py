@@ -17,7 +17,7 @@ from apprentice.verdict import verdict
 
 # Settings of data that choose no other samples, or choose them by a number that stands in `data`.
 NOT_SAMPLES = {"batch_size", "augment", "train_size", "test_size", "validation_size", "num_workers"}
-ONE_ROOT = {"Digits", "MNIST", "CIFAR10"}  # the same images wherever they lie
+ONE_ROOT = {"Digits", "MNIST", "CIFAR10", "Shakespeare"}  # the same samples wherever they lie
 
 
 @dataclass

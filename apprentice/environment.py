@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib.metadata
+import math
 import os
 import platform
 import sys
@@ -31,12 +32,12 @@ def _processor() -> str:
 
 
 def limit_threads(input_shape: Sequence[int]) -> None:
-    """Use one thread for tiny images, unless OMP_NUM_THREADS says otherwise: there, threads wait longer than they work.
+    """Use one thread for tiny inputs, unless OMP_NUM_THREADS says otherwise: there, threads wait longer than they work.
 
     A step of LightNN on 8 x 8 images takes 2 ms with one thread, and up to 34 ms with two on a busy machine. The rule
-    depends on the images alone, as the number of threads changes the bits of a kernel.
+    depends on the inputs alone, as the number of threads changes the bits of a kernel.
     """
-    if "OMP_NUM_THREADS" not in os.environ and input_shape[-1] * input_shape[-2] <= 256:
+    if "OMP_NUM_THREADS" not in os.environ and math.prod(input_shape[-2:]) <= 256:
         torch.set_num_threads(1)
 
 

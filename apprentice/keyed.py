@@ -5,8 +5,9 @@ Noise is a counter-based integer hash in tensor operations (lowbias32, C. Wellon
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -64,6 +65,7 @@ class _Noise:
 
     def __init__(self, seed: int, step: int, rows: Tensor) -> None:
         self.seed, self.step, self.rows = seed, step, rows
+        self.parts: dict[tuple[int, int], _Noise] = {}
         self.masks: dict[tuple, Tensor] = {}  # nets of equal shape draw equal noise: it is made once a step
 
     def keep(self, layer: int, columns: int, p: float) -> Tensor:
@@ -85,11 +87,31 @@ def noise(seed: int, step: int, rows: Tensor) -> Iterator[None]:
         step: number of the global batch.
         rows: (b,) int64, the rows of the global batch that are computed here.
     """
-    token = _noise.set(_Noise(seed, step, rows))
+    with _within(_Noise(seed, step, rows)):
+        yield
+
+
+@contextmanager
+def _within(context: _Noise | None) -> Iterator[None]:
+    token = _noise.set(context)
     try:
         yield
     finally:
         _noise.reset(token)
+
+
+def part(start: int, stop: int) -> Callable[[], AbstractContextManager]:
+    """What makes contexts in which keyed layers draw for some of the rows that this call's context has, if any.
+
+    Args:
+        start: first of these rows, counted from the context's first.
+        stop: last + 1.
+    """
+    context = _noise.get()
+    if context is not None:
+        part = _Noise(context.seed, context.step, context.rows[start:stop])
+        context = context.parts.setdefault((start, stop), part)
+    return partial(_within, context)
 
 
 class Dropout(nn.Module):

@@ -9,6 +9,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 _first_row: ContextVar[int | None] = ContextVar("first_row", default=None)
+_group: dist.ProcessGroup | None = None
+
+
+def among(ranks: dist.ProcessGroup | None) -> None:
+    """Say which processes hold a replica each, this one among them, where that is not all (None)."""
+    global _group  # noqa: PLW0603 - a process has one place among the others, as torch's default group is one
+    _group = ranks
+
+
+def group() -> dist.ProcessGroup | None:
+    """The processes that hold a replica each, for collectives; None: all."""
+    return _group
 
 
 @contextmanager
@@ -34,12 +46,12 @@ def count() -> int:
     """Number of data-parallel ranks; 1 inside a shard."""
     if _first_row.get() is not None:
         return 1
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return dist.get_world_size(_group) if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank() -> int:
     """This process's place among them."""
-    return dist.get_rank() if count() > 1 else 0
+    return dist.get_rank(_group) if count() > 1 else 0
 
 
 def total(x: Tensor) -> Tensor:
@@ -50,7 +62,7 @@ def total(x: Tensor) -> Tensor:
 def add_up(x: Tensor) -> Tensor:
     """`total`, in place of `x`."""
     if count() > 1:
-        dist.all_reduce(x)
+        dist.all_reduce(x, group=_group)
     return x
 
 
@@ -59,5 +71,5 @@ def gathered(x: Tensor) -> Tensor:
     if count() == 1:
         return x[None]
     parts = [torch.empty_like(x) for _ in range(count())]
-    dist.all_gather(parts, x.contiguous())
+    dist.all_gather(parts, x.contiguous(), group=_group)
     return torch.stack(parts)

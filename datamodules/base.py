@@ -1,57 +1,43 @@
-"""The base of all image data modules: splits, loaders whose batches are global, normalisation, augmentation."""
+"""The base of all data modules: splits, and loaders whose batches are global."""
 
-import functools
-import math
 from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
-from apprentice import keyed
 from apprentice.batch import Batch
 from apprentice.errors import BadInput
-from datamodules.augment import augment
 from datamodules.loaders import ChunkLoader, NoLoaders, TrainLoader
 from datamodules.sampling import EpochOrder
 from datamodules.splits import Source, Split, check_sizes, tested, train_and_validation
 
 
-class ImageData(LightningDataModule):
-    """Images in memory as uint8, seen batch by batch.
+class InMemoryData(LightningDataModule):
+    """Labelled samples in memory as uint8, seen batch by batch.
 
-    For a data set of your own give the attributes and override `read`; `prepare_data` too, if something must be
-    fetched first.
+    A kind of data overrides `normalize`, a data set `read`.
 
     Attributes:
-        input_shape: (C, H, W).
+        input_shape: of one sample, as nets take it.
         class_names: names of the classes, in the order of their labels.
-        mean: of each channel, on a scale from 0 to 1.
-        std: likewise.
-        levels: the pixel value that is 1 on that scale.
-        flips: whether a mirrored image is still one of its class.
         order_seed: the training seed. Order and augmentation depend on it, splits and subsets on `seed` alone.
 
     Args:
         batch_size: samples in a batch over all devices together, whatever their number.
-        train_size: train on so many images, a seeded subset with the classes in balance; when not given, on all that
+        train_size: train on so many samples, a seeded subset with the classes in balance; when not given, on all that
             are not held out.
         test_size: likewise for testing; all when not given.
-        validation_size: held out of the training images for watching: a count, or a fraction of the training set;
+        validation_size: held out of the training samples for watching: a count, or a fraction of the training set;
             0 for none.
-        augment: random crop, and flip where that makes sense, drawn from training seed, epoch and sample.
         seed: what splits and subsets are drawn from.
 
     Raises:
         BadInput: a value can't be used.
     """
 
-    input_shape: tuple[int, int, int]
+    input_shape: tuple[int, ...]
     class_names: tuple[str, ...]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    levels: int = 255
-    flips: bool = False
 
     def __init__(
         self,
@@ -60,7 +46,6 @@ class ImageData(LightningDataModule):
         train_size: int | None = None,
         test_size: int | None = None,
         validation_size: int | float = 0.1,  # noqa: PYI041 - a count or a fraction: the command line must keep them apart
-        augment: bool = False,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -68,7 +53,7 @@ class ImageData(LightningDataModule):
             raise BadInput("data.batch_size", batch_size, "a whole number of at least 1")
         check_sizes(train_size, test_size, validation_size)
         self.batch_size, self.train_size, self.test_size = batch_size, train_size, test_size
-        self.validation_size, self.augment, self.seed = validation_size, augment, seed
+        self.validation_size, self.seed = validation_size, seed
         self.name = type(self).__name__
         self.order_seed = 0
         self._splits: dict[str, Split] = {}
@@ -85,7 +70,7 @@ class ImageData(LightningDataModule):
         raise NotImplementedError
 
     def check_fits(self, count: int) -> None:
-        """Raise BadInput when so many images would not fit in memory; sets of known size need not."""
+        """Raise BadInput when so many samples would not fit in memory; sets of known size need not."""
 
     def setup(self, stage: str | None = None) -> None:
         """Read the data, once: later calls, in a forked rank too, cost nothing."""
@@ -121,7 +106,7 @@ class ImageData(LightningDataModule):
     @property
     def train_inputs_repeat(self) -> bool:
         """Whether a training sample looks the same in each epoch, so that a teacher's output for it can be kept."""
-        return not self.augment
+        return True
 
     # Loading
 
@@ -179,36 +164,15 @@ class ImageData(LightningDataModule):
             self._moved[part, device] = Split(*(tensor.to(device) for tensor in split))
         return self._moved[part, device]
 
-    # From stored pixels to inputs
+    # From stored samples to inputs
 
-    def normalize(self, images: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Stored (B, C, H, W) uint8 to floats of mean 0 and deviation 1.
-
-        What torchvision's ToTensor and Normalize give, bit for bit. Computed in float64 if that is the `dtype` wanted
-        (torch's default when not given), else in float32.
-        """
-        dtype = dtype or torch.get_default_dtype()
-        exact = torch.float64 if dtype == torch.float64 else torch.float32
-        mean, std = _statistics(tuple(self.mean), tuple(self.std), images.device, exact)
-        return images.to(exact).div_(self.levels).sub_(mean).div_(std).to(dtype)
+    def normalize(self, inputs: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Stored samples (B, ...) to what nets take, of this type where that is floats."""
+        raise NotImplementedError
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Lightning's hook, on the device: augment if training, then normalise to the module's type."""
+        """Lightning's hook, on the device: from stored samples to inputs of the module's type."""
         if not isinstance(batch, Batch):
             return batch
-        images = batch.images
-        training = self.trainer is not None and self.trainer.training
-        if self.augment and training:
-            epoch = batch.step // math.ceil(self.sizes["train"] / self.batch_size)
-            images = augment(images, keyed.fold(self.order_seed, epoch), batch.index, self.flips)
         dtype = None if self.trainer is None else cast("torch.dtype", self.trainer.lightning_module.dtype)
-        return batch._replace(images=self.normalize(images, dtype))
-
-
-@functools.cache
-def _statistics(
-    mean: tuple[float, ...], std: tuple[float, ...], device: torch.device, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Mean and deviation as (C, 1, 1); kept, because a copy to a GPU would wait for all the work queued there."""
-    with torch.inference_mode(False):  # may be first asked for in a test, and then be wanted in training
-        return tuple(torch.tensor(x, dtype=dtype, device=device)[:, None, None] for x in (mean, std))  # type: ignore[return-value]
+        return batch._replace(inputs=self.normalize(batch.inputs, dtype))

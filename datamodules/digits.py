@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from datamodules.base import ImageData
+from datamodules.images import ImageData
 from datamodules.splits import Split, balanced_subset
 
 

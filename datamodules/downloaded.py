@@ -11,8 +11,8 @@ import torchvision.datasets
 from torchvision.datasets.utils import calculate_md5
 
 from apprentice.errors import BadInput
-from datamodules.base import ImageData
 from datamodules.download import fetch
+from datamodules.images import ImageData
 from datamodules.splits import Split
 
 FETCHING = (OSError, RuntimeError, EOFError, http.client.HTTPException, tarfile.TarError, zlib.error)

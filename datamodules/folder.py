@@ -16,7 +16,7 @@ from torchvision.transforms import functional as transforms
 
 from apprentice.errors import BadInput
 from datamodules import memory
-from datamodules.base import ImageData
+from datamodules.images import ImageData
 from datamodules.splits import Split
 
 UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError)

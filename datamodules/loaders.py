@@ -41,9 +41,9 @@ class TrainLoader:
             whole = batches[position]
             rows = share(len(whole), self.rank, self.replicas)
             index = whole[rows].to(device, non_blocking=True)
-            images, labels = self.split.take(index)
+            inputs, labels = self.split.take(index)
             rows = rows.to(device, non_blocking=True)
-            yield Batch(images, labels, index, rows, len(whole), self.replicas, first_step + position)
+            yield Batch(inputs, labels, index, rows, len(whole), self.replicas, first_step + position)
 
     # Lightning warns at a resume in mid-epoch unless the loader can go on. This one can, by Lightning's own count of
     # batches, so there is nothing to store: these two say so.
@@ -77,7 +77,7 @@ class ChunkLoader:
             start = (deal * self.replicas + self.rank) * self.batch_size
             chunk = slice(start, start + self.batch_size)
             b = len(index[chunk])
-            yield Batch(self.split.images[chunk], self.split.labels[chunk], index[chunk], rows[:b], max(b, 1), 1, 0)
+            yield Batch(self.split.inputs[chunk], self.split.labels[chunk], index[chunk], rows[:b], max(b, 1), 1, 0)
 
 
 class NoLoaders(CombinedLoader):

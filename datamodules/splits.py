@@ -10,18 +10,18 @@ from apprentice.errors import BadInput
 
 
 class Split(NamedTuple):
-    """Samples in memory: images (n, C, H, W) uint8 and labels (n,) int64."""
+    """Samples in memory: inputs (n, ...) uint8, such as images (n, C, H, W), and labels (n,) int64."""
 
-    images: Tensor
+    inputs: Tensor
     labels: Tensor
 
     def take(self, chosen: Tensor) -> "Split":
         """The samples at these (k,) places."""
-        return Split(self.images[chosen], self.labels[chosen])
+        return Split(self.inputs[chosen], self.labels[chosen])
 
 
 class Source(Protocol):
-    """A data set before subsets are drawn from it: its labels are known, its images perhaps not yet read."""
+    """A data set before subsets are drawn from it: its labels are known, its inputs perhaps not yet read."""
 
     @property
     def labels(self) -> Tensor:
@@ -50,7 +50,7 @@ def check_sizes(train_size: int | None, test_size: int | None, validation_size: 
     """Raise BadInput for sizes that no data set could have."""
     for flag, size in (("data.train_size", train_size), ("data.test_size", test_size)):
         if size is not None and (not isinstance(size, int) or size < 1):
-            raise BadInput(flag, size, "a whole number of at least 1, or nothing for all images")
+            raise BadInput(flag, size, "a whole number of at least 1, or nothing for all samples")
     whole = isinstance(validation_size, int)
     if not (whole and validation_size >= 0) and not (not whole and 0 <= validation_size < 1):
         raise BadInput("data.validation_size", validation_size, "a count (0, 1, 2, …) or a fraction (0.0 <= f < 1.0)")
@@ -74,12 +74,14 @@ def train_and_validation(
     available = len(labels)
     count = held_out(validation_size, available if train_size is None else train_size)
     if count >= available and (train_size is None or isinstance(validation_size, int)):
-        raise BadInput("data.validation_size", validation_size, f"fewer than the {available} training images there are")
+        raise BadInput(
+            "data.validation_size", validation_size, f"fewer than the {available} training samples there are"
+        )
     if train_size is not None and train_size + count > available:
         largest = next(n for n in range(available, -1, -1) if n + held_out(validation_size, n) <= available)
         raise BadInput(
             "data.train_size", train_size,
-            f"at most {largest} of the {available} training images, as --data.validation_size is {validation_size}",
+            f"at most {largest} of the {available} training samples, as --data.validation_size is {validation_size}",
         )  # fmt: skip
     validation = balanced_subset(labels, count, keyed.fold(seed, 0))
     rest = torch.ones(available, dtype=torch.bool)
@@ -97,5 +99,5 @@ def tested(labels: Tensor, test_size: int | None, seed: int) -> Tensor:
         BadInput: there are not so many samples.
     """
     if test_size is not None and test_size > len(labels):
-        raise BadInput("data.test_size", test_size, f"at most {len(labels)}, the test images there are")
+        raise BadInput("data.test_size", test_size, f"at most {len(labels)}, the test samples there are")
     return balanced_subset(labels, len(labels) if test_size is None else test_size, keyed.fold(seed, 2))

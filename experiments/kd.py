@@ -67,7 +67,7 @@ def parser() -> cli.Parser:
     """What can be chosen: data, nets, distillation methods, optimizer, trainer."""
     parser = cli.Parser("kd.py", (__doc__ or "").split("\n", 1)[0], Options)
     given_by_data = {"input_shape", "num_classes"}
-    parser.add_choice("data", datamodules.ImageData, datamodules, "Digits")
+    parser.add_choice("data", (datamodules.InMemoryData, datamodules.ImageData), datamodules, "Digits")
     parser.add_choice("teacher", (nets.Net, nn.Module), nets, "DeepNN", skip=given_by_data)
     parser.add_choice("student", (nets.Net, nn.Module), nets, "LightNN", skip=given_by_data)
     variants = {"ce": "CrossEntropy", "kd": "Hinton", "cosine": "Cosine", "hint": "Hint"}
@@ -124,7 +124,10 @@ class Wiring:
         trainer = self.trainer()
         data.check_replicas((trainer.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"])
         teacher, _ = self.teacher(self.config.seeds[0])
-        self.students(self.config.seeds[0], teacher.net)
+        students, _ = self.students(self.config.seeds[0], teacher.net)
+        if isinstance(trainer.strategy, strategies.DataParallel):
+            trainer.strategy.check_module(teacher)
+            trainer.strategy.check_module(students)
 
 
 def run(config: Namespace, wiring: Wiring, data: Any, out: Path, settings: dict[str, Any]) -> None:

@@ -2,21 +2,20 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from apprentice import keyed
 from apprentice.batch import Batch
 from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, hits, prepared
+from lit_modules.nets import pipeline_stages
 from lit_modules.objectives.cross_entropy import cross_entropy
 
 
 class LitClassifier(Learner):
-    """Trains a net (B, C, H, W) -> logits (B, classes) by cross-entropy; the same numbers on any number of devices.
+    """Trains a net, inputs (B, ...) -> logits (B, classes), by cross-entropy; equal numbers on any number of devices.
 
-    Batches are `apprentice.batch.Batch` from our data modules, or plain (images, labels) pairs.
+    Batches are `apprentice.batch.Batch` from our data modules, or plain (inputs, labels) pairs.
 
     Args:
         net: the net.
@@ -41,23 +40,24 @@ class LitClassifier(Learner):
         """The net's trainable parameters."""
         return [[p for p in self.net.parameters() if p.requires_grad]]
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Logits (B, classes) of images (B, C, H, W)."""
-        return self.net(images)
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Logits (B, classes) of inputs (B, ...)."""
+        return self.net(inputs)
 
-    def shard_step(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """Cross-entropy, and what is logged of it."""
-        batch = Batch.of(batch, self.global_step)
-        with keyed.noise(self.seed, batch.step, batch.rows):
-            logits = self(batch.images)
-        losses = cross_entropy(logits, batch.labels)
-        return self.loss_scales.scaled("", batch.mean(losses)), {"loss": losses, "acc": hits(logits, batch.labels)}
+    def losses(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Cross-entropy of logits (b, classes), and what is logged of it."""
+        losses = cross_entropy(outputs, batch.labels)
+        return self.loss_scales.scaled("", batch.mean(losses)), {"loss": losses, "acc": hits(outputs, batch.labels)}
 
-    def predict(self, images: Tensor) -> dict[str, Tensor]:
+    def pipeline_stages(self) -> list[nn.Module]:
+        """The net's."""
+        return pipeline_stages(self.net)
+
+    def predict(self, inputs: Tensor) -> dict[str, Tensor]:
         """The net's logits."""
-        return {"": self(images)}
+        return {"": self(inputs)}
 
     def step_alone(self, run: str, batch: Batch) -> Callable[[], Tensor]:
         """Forward and loss of a copy of the net."""
         net = copy.deepcopy(self.net).train()
-        return lambda: batch.mean(cross_entropy(net(batch.images), batch.labels))
+        return lambda: batch.mean(cross_entropy(net(batch.inputs), batch.labels))

@@ -1,7 +1,7 @@
 """One frozen teacher, any number of students, one pass over the data."""
 
 import copy
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -14,6 +14,7 @@ from apprentice.errors import BadInput
 from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, hits, prepared
 from lit_modules.nets import Outputs, layer, run
 from lit_modules.objectives import Objective, Term
+from lit_modules.side_by_side import side_by_side
 from lit_modules.teacher_cache import TeacherCache
 
 
@@ -24,9 +25,13 @@ class Student(nn.Module):
         super().__init__()
         self.net, self.objective = net, objective
 
-    def forward(self, images: Tensor) -> Outputs:
+    def forward(self, inputs: Tensor) -> Outputs:
+        """Logits (b, classes), and the features that the objective compares."""
+        return self.objective.adapt(self.raw(inputs))
+
+    def raw(self, inputs: Tensor) -> Outputs:
         """Logits (b, classes), and the features that the objective asks for."""
-        return run(self.net, images, set(self.objective.student_layers))
+        return run(self.net, inputs, set(self.objective.student_layers))
 
 
 class Distillation(Learner):
@@ -37,9 +42,9 @@ class Distillation(Learner):
     loss stops being finite keeps the parameters it had, and is named in `failed`; the others go on.
 
     Args:
-        teacher: a trained net, images (b, C, H, W) -> logits (b, classes).
+        teacher: a trained net, inputs (b, ...) -> logits (b, classes).
         students: by name, a net and an objective.
-        input_shape: (C, H, W) of an image, for objectives whose own parts depend on features' shapes.
+        input_shape: of one input, as (C, H, W), for objectives whose own parts depend on features' shapes.
         num_classes: number of logits.
         optimizer: makes the optimizer from parameter groups, one a student.
         scheduler: makes a learning-rate scheduler, stepped once an epoch.
@@ -70,7 +75,9 @@ class Distillation(Learner):
         self.students = nn.ModuleDict({name: Student(prepared(net), obj) for name, (net, obj) in students.items()})
         self.teacher_cache_bytes = teacher_cache_mb * 2**20
         self.cache: TeacherCache | None = None
-        self._build(torch.zeros(1, *input_shape))
+        self._storing = False
+        self._example = torch.zeros(1, *input_shape)
+        self._build(self._example)
         self.to(memory_format=torch.channels_last)
         self.register_state_dict_post_hook(_without_teacher)
         self.register_load_state_dict_post_hook(_teacher_not_missing)
@@ -81,13 +88,13 @@ class Distillation(Learner):
         self._check_layers()
         teacher = self._ask_teacher(_as(self.teacher, example)) if self.uses_teacher else None
         for name, student in self._students(()):
-            mode, images = student.training, _as(student.net, example)
-            outputs = student.eval()(images)
+            mode, inputs = student.training, _as(student.net, example)
+            outputs, objective = student.eval().raw(inputs), student.objective
             try:
-                keyed.seeded(self.seed, partial(student.objective.build, outputs, teacher))
+                keyed.seeded(self.seed, partial(objective.build, outputs, teacher))
             except BadInput as fault:
                 raise BadInput(f"variants.{name}.{fault.flag}", fault.value, fault.expected) from None
-            student.to(images.dtype).objective(outputs, teacher, torch.zeros(1, dtype=torch.int64))
+            objective.to(inputs.dtype)(objective.adapt(outputs), teacher, torch.zeros(1, dtype=torch.int64))
             student.train(mode)
 
     def _check_layers(self) -> None:
@@ -103,8 +110,9 @@ class Distillation(Learner):
         return any(student.objective.uses_teacher for _, student in self._students(()))
 
     def sharded_modules(self) -> list[nn.Module]:
-        """What is called by itself, for strategies that shard: the teacher, the students' nets and their objectives."""
-        return [self.teacher, *(part for _, student in self._students(()) for part in student.children())]
+        """What is called by itself, for strategies that shard: teacher, students' nets, parts of their objectives."""
+        students = [student for _, student in self._students(())]
+        return [self.teacher, *(part for s in students for part in (s.net, *s.objective.parts()))]
 
     def _student(self, name: str) -> Student:
         return cast("Student", self.students[name])
@@ -112,26 +120,42 @@ class Distillation(Learner):
     def _students(self, but: Container[str]) -> list[tuple[str, Student]]:
         return [(name, self._student(name)) for name in self.runs if name not in but]
 
-    def _ask_teacher(self, images: Tensor) -> Outputs:
+    def _ask_teacher(self, inputs: Tensor) -> Outputs:
         layers = {path for _, s in self._students(()) for path in s.objective.teacher_layers}
         with torch.no_grad():
-            return run(self.teacher, images, layers)
+            return run(self.teacher, inputs, layers)
 
     def train(self, mode: bool = True) -> "Distillation":
-        """Put the students in the given mode; the teacher stays in eval mode."""
+        """Put the students in the given mode; the teacher, and who has failed, stays in eval mode."""
         super().train(mode)
         self.teacher.eval()
+        for name in self.failed:
+            self._student(name).eval()
         return self
+
+    def _fail(self, run: str, term: str) -> None:
+        super()._fail(run, term)
+        self._student(run).eval()  # in a pipeline it is computed on, but nothing of it changes
 
     def parameter_groups(self) -> list[list[nn.Parameter]]:
         """Each student's parameters, its objective's included."""
         return [[p for p in student.parameters() if p.requires_grad] for _, student in self._students(())]
 
-    def forward(self, images: Tensor, teacher: Outputs | None = None) -> tuple[Outputs | None, dict[str, Outputs]]:
-        """Outputs of the teacher (those given, or its own in training) and of all students, for images (b, C, H, W)."""
-        if teacher is None and self.uses_teacher and self.training:
-            teacher = self._ask_teacher(images)
-        return teacher, {name: student(images) for name, student in self._students(self.failed)}
+    def forward(self, inputs: Tensor) -> tuple[Outputs | None, dict[str, Outputs]]:
+        """Outputs for inputs (b, ...): of the teacher where they are needed and not stored, and of all students."""
+        teacher, students = self.cast()
+        asked = self._ask_teacher(inputs) if teacher else None
+        return asked, {name: self._student(name)(inputs) for name in students if name not in self.failed}
+
+    def cast(self) -> tuple[bool, Sequence[str]]:
+        """Who takes part in a forward: whether the teacher, and which students."""
+        if self._storing:
+            return True, ()
+        return self.uses_teacher and self.training and self.cache is None, self.runs
+
+    def pipeline_stages(self) -> list[nn.Module]:
+        """Teacher and students side by side, each cut into as many pieces as the deepest of them has."""
+        return side_by_side(self.teacher, {name: self._student(name) for name in self.runs}, self.cast, self._example)
 
     def on_train_start(self) -> None:
         """Store the teacher's outputs where they will be asked for again."""
@@ -143,44 +167,49 @@ class Distillation(Learner):
             return
         dealt = data.train_in_order(replicas.rank(), replicas.count())
         chunks = (data.on_after_batch_transfer(chunk, 0) for chunk in dealt)
-        with trainer.precision_plugin.forward_context():
-            self.cache = TeacherCache.fill(chunks, data.sizes["train"], self._ask_teacher, self.teacher_cache_bytes)
+        self._storing = True
+        with trainer.precision_plugin.forward_context(), torch.no_grad():
+            self.cache = TeacherCache.fill(
+                chunks, data.sizes["train"], lambda inputs: self(inputs)[0], self.teacher_cache_bytes
+            )
+        self._storing = False
 
     def on_train_end(self) -> None:
         """Give the stored outputs' memory back."""
         self.cache = None
 
-    def shard_step(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def losses(
+        self, outputs: tuple[Outputs | None, dict[str, Outputs]], batch: Batch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """The students' losses, and every term of each."""
-        batch = Batch.of(batch, self.global_step)
-        with keyed.noise(self.seed, batch.step, batch.rows):
-            teacher, outputs = self(batch.images, self.cache[batch.index] if self.cache else None)
+        teacher = self.cache[batch.index] if self.cache else outputs[0]
         loss = self._anchor()
         parts: dict[str, Tensor] = {}
         for name, student in self._students(self.failed):
-            terms = student.objective(outputs[name], teacher, batch.labels)
+            found = outputs[1][name]
+            terms = student.objective(found, teacher, batch.labels)
             total = _loss(terms)
             loss = loss + self.loss_scales.scaled(name, batch.mean(total))
             parts |= {f"{name}/{term}": values for term, (values, _) in terms.items()}
-            parts |= {f"{name}/loss": total, f"{name}/acc": hits(outputs[name].logits, batch.labels)}
+            parts |= {f"{name}/loss": total, f"{name}/acc": hits(found.logits, batch.labels)}
         return loss, parts
 
-    def predict(self, images: Tensor) -> dict[str, Tensor]:
+    def predict(self, inputs: Tensor) -> dict[str, Tensor]:
         """The logits of all students that have not failed."""
-        return {name: outputs.logits for name, outputs in self(images)[1].items()}
+        return {name: outputs.logits for name, outputs in self(inputs)[1].items() if name not in self.failed}
 
     def _anchor(self) -> Tensor:
         """Zero, with a gradient of zero for every frozen parameter: DDP waits for each of them."""
         frozen = [p for name in self.failed for p in self.students[name].parameters()]
-        awaited = (p for p in frozen if type(p) is nn.Parameter)  # not where they are sharded
+        awaited = (p for p in frozen if type(p) is nn.Parameter and not p.is_meta)  # not sharded, and not elsewhere
         zero = torch.zeros((), device=self.device, requires_grad=True)
         return sum((p.sum().nan_to_num() * 0 for p in awaited), start=zero)
 
     def step_alone(self, run: str, batch: Batch) -> Callable[[], Tensor]:
         """Forward, objective and its loss of a copy of one student; the teacher's outputs are given."""
         student = copy.deepcopy(self._student(run)).train()
-        teacher = self._ask_teacher(batch.images) if self.uses_teacher else None
-        return lambda: batch.mean(_loss(student.objective(student(batch.images), teacher, batch.labels)))
+        teacher = self._ask_teacher(batch.inputs) if self.uses_teacher else None
+        return lambda: batch.mean(_loss(student.objective(student(batch.inputs), teacher, batch.labels)))
 
 
 def _loss(terms: dict[str, Term]) -> Tensor:
@@ -188,8 +217,8 @@ def _loss(terms: dict[str, Term]) -> Tensor:
     return sum((term.values * term.weight for term in terms.values()), start=torch.zeros(()))
 
 
-def _as(net: nn.Module, images: Tensor) -> Tensor:
-    return images.to(next(net.parameters()).dtype)
+def _as(net: nn.Module, inputs: Tensor) -> Tensor:
+    return inputs.to(next(net.parameters()).dtype)
 
 
 def _without_teacher(_module: nn.Module, state: dict[str, Tensor], prefix: str, _metadata: Any) -> None:

@@ -2,18 +2,19 @@
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from lightning import LightningModule
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics.classification import MulticlassConfusionMatrix
 from torchvision.ops import StochasticDepth
 
-from apprentice import replicas
+from apprentice import keyed, replicas
 from apprentice.batch import Batch
 from apprentice.keyed import Dropout
 from lit_modules.exact_mean import ExactMean
@@ -104,10 +105,10 @@ class Learner(LightningModule):
         """Clip each run's gradients by its own norm or value: a student's step must not depend on its company."""
         if not gradient_clip_val:
             return
-        by_value = gradient_clip_algorithm == "value"
-        clip = nn.utils.clip_grad_value_ if by_value else nn.utils.clip_grad_norm_
+        clip = self.trainer.precision_plugin.clip_gradients  # which a strategy may replace, where it cuts the module
         for group in optimizer.param_groups:
-            clip(group["params"], gradient_clip_val)
+            run: Any = SimpleNamespace(param_groups=[group])  # what it asks of an optimizer
+            clip(run, gradient_clip_val, GradClipAlgorithmType(gradient_clip_algorithm or "norm"))
 
     def on_global_batch(self, means: Mapping[str, float], count: int) -> list[nn.Parameter]:
         """Log a global batch; a run of which a value is not finite there has failed, on all ranks alike.
@@ -245,10 +246,29 @@ class Learner(LightningModule):
         Returns:
             This batch's part of the loss; (b,) tensors by `<run>/<what>`.
         """
+        batch = Batch.of(batch, self.global_step)
+        with keyed.noise(self.seed, batch.step, batch.rows):
+            outputs = self(batch.inputs)
+        return self.losses(outputs, batch)
+
+    def losses(self, outputs: Any, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """What `shard_step` returns, of what `forward` gave for the batch's inputs."""
         raise NotImplementedError
 
-    def predict(self, images: Tensor) -> dict[str, Tensor]:
-        """Logits (b, classes) of each run that is still in the race, for images (b, C, H, W)."""
+    def pipeline_stages(self) -> list[nn.Module]:
+        """Modules in order whose composition is `forward`, for a pipeline strategy.
+
+        Raises:
+            BadInput: a net can't be cut.
+        """
+        raise NotImplementedError
+
+    def pipeline_loss(self, output: Any, batch: Any) -> Tensor:
+        """The loss of some rows, of what the last stage gave for them."""
+        return self.losses(output, Batch.of(batch, self.global_step))[0]
+
+    def predict(self, inputs: Tensor) -> dict[str, Tensor]:
+        """Logits (b, classes) of each run that is still in the race, for inputs (b, ...)."""
         raise NotImplementedError
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -261,7 +281,7 @@ class Learner(LightningModule):
 
     def _count(self, batch: Any) -> None:
         batch = Batch.of(batch, 0, shared=False)
-        for run, logits in self.predict(batch.images).items():
+        for run, logits in self.predict(batch.inputs).items():
             self.scores[self.runs.index(run)].update(logits, batch.labels)  # type: ignore[operator]
 
     def on_validation_epoch_end(self) -> None:

@@ -29,7 +29,7 @@ class TeacherCache:
         """Run the teacher over all chunks; None if `samples` outputs would take more than `max_bytes` on each rank."""
         store: dict[str, Tensor] | None = None
         for chunk in chunks:
-            logits, features = teacher(chunk.images)
+            logits, features = teacher(chunk.inputs)
             found = {"": logits, **features}
             if store is None:
                 row_bytes = sum(x[:1].numel() * x.element_size() for x in _rows(found))

@@ -10,9 +10,24 @@ from strategies.ddp import DDP
 from strategies.fsdp import FSDP
 from strategies.hsdp import HSDP
 from strategies.local_sgd import LocalSGD
+from strategies.model_parallel import ModelParallel
+from strategies.pipeline import PipelineStrategy
 from strategies.zero1 import ZeRO1
 
-__all__ = ["DDP", "DDPFP16", "FSDP", "HSDP", "NAMES", "DDPPowerSGD", "DataParallel", "LocalSGD", "ZeRO1", "register"]
+__all__ = [
+    "DDP",
+    "DDPFP16",
+    "FSDP",
+    "HSDP",
+    "NAMES",
+    "DDPPowerSGD",
+    "DataParallel",
+    "LocalSGD",
+    "ModelParallel",
+    "PipelineStrategy",
+    "ZeRO1",
+    "register",
+]
 
 # Short names, as for `--trainer.strategy`, with the class that each stands for and the options it sets.
 NAMES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
@@ -26,6 +41,8 @@ NAMES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "ddp_powersgd": (DDPPowerSGD, {}),
     "fsdp": (FSDP, {}),
     "hsdp": (HSDP, {}),
+    "pipeline": (PipelineStrategy, {}),
+    "model_parallel": (PipelineStrategy, {"schedule": "GPipe", "num_microbatches": 1}),
 }
 
 

@@ -5,6 +5,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_info
@@ -77,6 +78,9 @@ class DataParallel(DDPStrategy):
         rank_zero_info(f"{why}: ranks are started as sub-processes, each of which imports everything again")
         return "popen"
 
+    def check_module(self, module: LightningModule) -> None:
+        """Raise ValueError where the module can't be trained so; asked before ranks are forked, and in each of them."""
+
     # Ending
 
     def on_exception(self, exception: BaseException) -> None:
@@ -88,4 +92,13 @@ class DataParallel(DDPStrategy):
         """
         super().on_exception(exception)
         assert self._timeout is not None
-        roll_call.raise_for_absent(exception, self._timeout.total_seconds())
+        try:
+            roll_call.raise_for_absent(exception, self._timeout.total_seconds())
+        except (TimeoutError, ConnectionError):
+            if isinstance(self._launcher, _SubprocessScriptLauncher):
+                children = self._launcher.procs.copy()
+                self._launcher.procs.clear()  # Lightning's observer of them would end this process before it has spoken
+                for child in children:
+                    child.kill()  # one that is stopped takes no other signal
+                    child.wait()
+            raise

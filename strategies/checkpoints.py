@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
+from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
@@ -34,6 +36,21 @@ def collected(state: dict[str, Any], keep: bool) -> dict[str, Any]:
     """
     found = tree_map_only(DTensor, lambda shards: whole(shards).cpu() if keep else whole(shards)[:0], state)
     return found if keep else {}
+
+
+def gathered(state: dict[str, Any], keep: bool, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
+    """An optimizer's whole `state_dict()`, where each rank has the states of some parameters; every rank has to ask.
+
+    Args:
+        state: this rank's.
+        keep: whether this rank wants the whole; only the group's first can.
+        group: ranks that have the whole between them; None: all.
+    """
+    here = move_data_to_device(state["state"], torch.device("cpu"))
+    parts: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
+    dist.gather_object(here, parts, group=group, group_dst=0)
+    whole = {index: values for part in parts or [] for index, values in sorted(part.items())}
+    return {**state, "state": dict(sorted(whole.items()))} if keep else {}
 
 
 def load_module(module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:

@@ -8,8 +8,10 @@ statistics). Evaluation deals whole batches to the ranks.
 
 import itertools
 import os
-from collections.abc import Callable
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,13 +23,30 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from apprentice import keyed, replicas
+from strategies.base import DataParallel
 from strategies.fixed_point import FixedPointSum
-from strategies.replicated import Replicated
+from strategies.gradients import handed_over, set_aside
 from strategies.shards import RunningStatistics, bounds, mean_over_rows, part, rows
-from strategies.speakers import Informed, Record, Speaker, caught, combined, log_metric
+from strategies.speakers import Record, Speaker, caught, combined, log_metric, speaker_of
+
+SYNCHRONISE = "It is recommended to use `self.log.*sync_dist=True"  # no need where all ranks have the same values
 
 
-class Exact(Replicated):
+class Shard(NamedTuple):
+    """Rows `start` to `stop` of a global batch, its shard `number`."""
+
+    number: int
+    start: int
+    stop: int
+    batch: Any
+
+    @property
+    def rows(self) -> int:
+        """How many there are."""
+        return self.stop - self.start
+
+
+class Exact(DataParallel):
     """Data parallelism that can be exact.
 
     Any LightningModule whose loss is a mean over the rows of its batch can be trained like this; its `training_step` is
@@ -37,7 +56,7 @@ class Exact(Replicated):
 
     Args:
         exact: number of shards of a batch, and the largest number of devices; None for plain data parallelism.
-        **kwargs: Replicated's.
+        **kwargs: DataParallel's.
 
     Raises:
         ValueError: more devices than shards, or a module that can't be exact.
@@ -48,10 +67,15 @@ class Exact(Replicated):
         if exact is not None and exact < 1:
             raise ValueError(f"exact {exact}: expected a number of shards, at least 1")
         self.exact = exact
-        self._sum: FixedPointSum | None = None
+        self._sums: list[FixedPointSum] = []
         self._global_rows = self._evaluated = 0
         self._records: list[Record] = []
         self._settings: tuple[int, bool] | None = None
+
+    @property
+    def replica(self) -> tuple[int, int]:
+        """The number of this rank's replica of the module, and how many there are."""
+        return self.global_rank, self.num_processes * self.num_nodes
 
     # One device needs no process group
 
@@ -61,9 +85,9 @@ class Exact(Replicated):
 
     def _check_devices(self) -> None:
         super()._check_devices()
-        devices = self.num_processes * self.num_nodes
-        if self.exact is not None and devices > self.exact:
-            raise ValueError(f"exact {self.exact}: expected at least {devices}, the number of devices")
+        replicas = self.replica[1]
+        if self.exact is not None and replicas > self.exact:
+            raise ValueError(f"exact {self.exact}: expected at least {replicas}, the number of devices")
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
@@ -91,7 +115,7 @@ class Exact(Replicated):
     def teardown(self) -> None:
         """Give threads and kernels back."""
         super().teardown()
-        self._sum = None
+        self._sums = []
         for hook in ("on_validation_epoch_end", "on_test_epoch_end"):
             vars(self.lightning_module).pop(hook, None)
         if self._settings is not None:
@@ -103,15 +127,17 @@ class Exact(Replicated):
         """Set the module up; in the exact mode it is not wrapped, as its gradients are not averaged as floats."""
         if self.exact is not None:
             assert self.lightning_module is not None
-            self._check_module(self.lightning_module)
-            for hook in ("on_validation_epoch_end", "on_test_epoch_end"):
-                self._speak_at_the_end(self.lightning_module, hook)
+            self.check_module(self.lightning_module)
+            self._speak_for_all(self.lightning_module)
         if self._alone:
             Strategy.setup(self, trainer)
         else:
             super().setup(trainer)
 
-    def _check_module(self, module: LightningModule) -> None:
+    def check_module(self, module: LightningModule) -> None:
+        """Raise ValueError where the module can't be exact, if it has to be."""
+        if self.exact is None:
+            return
         scaler = getattr(self.precision_plugin, "scaler", None)
         if not module.automatic_optimization or is_overridden("backward", module, LightningModule):
             raise ValueError(f"exact {self.exact}: expected automatic optimization and Lightning's own backward")
@@ -134,7 +160,8 @@ class Exact(Replicated):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Replicas and rank; in the exact mode every rank's loader yields the global batches."""
-        return super().distributed_sampler_kwargs if self.exact is None else {"num_replicas": 1, "rank": 0}
+        rank, replicas = (0, 1) if self.exact is not None else self.replica
+        return {"num_replicas": replicas, "rank": rank}
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Cut out the rows that this rank computes, and move them."""
@@ -155,7 +182,8 @@ class Exact(Replicated):
 
     def _numbers(self) -> range:
         """The numbers of this rank's shards."""
-        return range(*bounds(self.exact or 1, self.world_size)[self.global_rank : self.global_rank + 2])
+        rank, replicas = self.replica
+        return range(*bounds(self.exact or 1, replicas)[rank : rank + 2])
 
     # Training
 
@@ -165,75 +193,96 @@ class Exact(Replicated):
             return super().training_step(batch, *args, **kwargs)
         assert self.lightning_module is not None
         module = self.lightning_module
-        parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        if self._sum is None or self._sum.names != list(parameters):
-            self._sum = FixedPointSum(parameters, self.exact)
-        self._sum.clear()
-        speaker = Informed(module) if hasattr(module, "shard_step") else Speaker(module)
-        statistics = RunningStatistics(module)
-        before = [p.grad for p in parameters.values()]  # of the batches accumulated before this one
-        for p in parameters.values():
-            p.grad = None
-        table = self._forward_and_backward(speaker, statistics, batch, *args, **kwargs)
-        for p, grad in zip(parameters.values(), before, strict=True):
-            p.grad = grad
+        parts = self._parts()
+        if [total.names for total in self._sums] != [list(parameters) for parameters in parts]:
+            self._sums = [FixedPointSum(parameters, self.exact) for parameters in parts]
+        for total in self._sums:
+            total.clear()
+        speaker = speaker_of(module)
+        statistics = self._statistics(module)
+        with set_aside(p for total in self._sums for p in total.parameters):
+            table = self._forward_and_backward(speaker, statistics, batch, *args, **kwargs)
         cuts = bounds(self._global_rows, self.exact)
         sizes = [stop - start for start, stop in itertools.pairwise(cuts)]
-        means = mean_over_rows(self._sum.reduce(table), sizes)
+        tables = [total.reduce(table) for total in self._sums] or [replicas.total(table)]
+        means = mean_over_rows(tables[0], sizes)
         statistics.put(means[len(means) - statistics.size :])
         with self.precision_plugin.train_step_context():  # a number that is logged takes its type from here
             excused = speaker.speak(means[1 : len(means) - statistics.size].tolist(), self._global_rows)
-        gradients = self._gradients({id(p) for p in excused})
-        return _HandedOver.apply(means[0].to(module.dtype), gradients, *parameters.values())
+        gradients: dict[nn.Parameter, Tensor | None] = {}
+        for total in self._sums:
+            gradients |= self._gradients(total, {id(p) for p in excused})
+        return handed_over(means[0].to(module.dtype), gradients)
+
+    def _parts(self) -> list[dict[str, nn.Parameter]]:
+        """The trainable parameters by name, those together whose gradients come together."""
+        assert self.lightning_module is not None
+        return [{name: p for name, p in self.lightning_module.named_parameters() if p.requires_grad}]
+
+    def _statistics(self, module: LightningModule) -> RunningStatistics:
+        return RunningStatistics(module)
 
     def _forward_and_backward(
         self, speaker: Speaker, statistics: RunningStatistics, batch: Any, *args: Any, **kwargs: Any
     ) -> Tensor:
         """Compute this rank's shards; (shards, k) of each its loss, values and running statistics, others' are 0."""
-        assert self._sum is not None
         found: dict[int, Tensor] = {}
-        shards = self._shards()
-        trainer = speaker.module.trainer
-        seed = getattr(speaker.module, "seed", None) or int(os.environ.get("PL_GLOBAL_SEED", "0"))
-        key = seed, trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx
-        with torch.random.fork_rng([self.root_device] if self.root_device.type == "cuda" else []):
-            for number, (start, stop) in zip(self._numbers(), shards, strict=True):
-                if start == stop:
-                    continue
-                torch.default_generator.manual_seed(keyed.fold(*key, number))
-                if self.root_device.type == "cuda":  # torch.manual_seed would note a call stack for an unused GPU
-                    torch.cuda.manual_seed(keyed.fold(*key, number))
-                piece = part(batch, start - shards[0][0], stop - shards[0][0])
-                with replicas.shard(start):
-                    with self.precision_plugin.train_step_context():
-                        loss = speaker.step(piece, *args, **kwargs)
-                    (loss * (stop - start)).backward()
-                self._sum.add()
-                values = torch.stack([loss.detach().double(), *speaker.values()])
-                found[number] = torch.cat([values, *statistics.take()])
+        for shard in self._cut(batch):
+            with self._alone_with(shard):
+                with self.precision_plugin.train_step_context():
+                    loss = speaker.step(shard.batch, *args, **kwargs)
+                (loss * shard.rows).backward()
+            self._sums[0].add()
+            values = torch.stack([loss.detach().double(), *speaker.values()])
+            found[shard.number] = torch.cat([values, *statistics.take()])
+        return self._table(speaker, found, statistics.size)
+
+    def _cut(self, batch: Any) -> list[Shard]:
+        """This rank's shards that have any rows."""
+        spans = self._shards()
+        numbered = zip(self._numbers(), spans, strict=True)
+        first = spans[0][0]
+        return [Shard(n, a, b, part(batch, a - first, b - first)) for n, (a, b) in numbered if a < b]
+
+    @contextmanager
+    def _alone_with(self, shard: Shard) -> Iterator[None]:
+        """Compute a shard as if there were nothing else; torch's generators depend on its number."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        seed = getattr(self.lightning_module, "seed", None) or int(os.environ.get("PL_GLOBAL_SEED", "0"))
+        key = keyed.fold(seed, trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx, shard.number)
+        cuda = self.root_device.type == "cuda"
+        with torch.random.fork_rng([self.root_device] if cuda else []), replicas.shard(shard.start):
+            torch.default_generator.manual_seed(key)
+            if cuda:  # torch.manual_seed would note a call stack for an unused GPU
+                torch.cuda.manual_seed(key)
+            yield
+
+    def _table(self, speaker: Speaker, found: dict[int, Tensor], statistics: int) -> Tensor:
+        """(shards, k), what was found of this rank's shards."""
         if self._global_rows < (self.exact or 1):
             speaker.heard = self.broadcast(speaker.heard)  # a rank without a row has heard nothing, rank zero has one
-        width = 1 + len(speaker.names) + statistics.size
+        width = 1 + len(speaker.names) + statistics
         table = torch.zeros(self.exact or 1, width, dtype=torch.float64, device=self.root_device)
         for number, line in found.items():
             table[number] = line
         return table
 
-    def _gradients(self, excused: set[int]) -> list[Tensor | None]:
+    def _gradients(self, total: FixedPointSum, excused: set[int]) -> dict[nn.Parameter, Tensor | None]:
         """The global batch's gradients, None for parameters that had none or are excused."""
-        assert self._sum is not None
-        parameters = dict(zip(self._sum.names, self._sum.parameters, strict=True))
-        flawed = [name for name in self._sum.flawed() if id(parameters[name]) not in excused]
+        parameters = dict(zip(total.names, total.parameters, strict=True))
+        flawed = [name for name in total.flawed() if id(parameters[name]) not in excused]
         if flawed:
-            expected = f"expected gradients that are finite and sum to less than {self._sum.limit:.0f} over a shard"
+            expected = f"expected gradients that are finite and sum to less than {total.limit:.0f} over a shard"
             raise OverflowError(f"--exact {self.exact}: {expected}; that of {', '.join(flawed[:3])} is not")
-        gradients = self._sum.divided(self._global_rows)
-        return [None if id(p) in excused else g for p, g in zip(parameters.values(), gradients, strict=True)]
+        gradients = zip(total.parameters, total.divided(self._global_rows), strict=True)
+        return {p: None if id(p) in excused else gradient for p, gradient in gradients}
 
-    # Evaluation: batch i belongs to rank i % world size
+    # Evaluation: batch i belongs to replica i % replicas
 
     def _is_mine(self) -> bool:
-        return self._evaluated % self.world_size == self.global_rank
+        rank, replicas = self.replica
+        return self._evaluated % replicas == rank
 
     def on_validation_start(self) -> None:
         """Deal from the first rank on."""
@@ -264,12 +313,18 @@ class Exact(Replicated):
         self._records += [Record(self._evaluated, rows(batch), name, said) for name, said in logged.items()]
         return output
 
+    def _speak_for_all(self, module: LightningModule) -> None:
+        """Have the module log the same values on all ranks."""
+        warnings.filterwarnings("ignore", SYNCHRONISE, UserWarning)
+        for hook in ("on_validation_epoch_end", "on_test_epoch_end"):
+            self._speak_at_the_end(module, hook)
+
     def _speak_at_the_end(self, module: LightningModule, hook: str) -> None:
         """Have what evaluation's steps logged come out at the epoch's end, the same on all ranks."""
         at_end = getattr(module, hook)
 
         def log_and_go_on() -> None:
-            if self._evaluated <= self.global_rank:  # no batch was this rank's: its metrics would warn of that
+            if self._evaluated <= self.replica[0]:  # no batch was this rank's: its metrics would warn of that
                 for metric in (m for m in module.modules() if isinstance(m, Metric)):
                     metric._update_count += 1
             for name, said in combined(self._all_records()).items():
@@ -283,20 +338,7 @@ class Exact(Replicated):
 
     def _all_records(self) -> list[Record]:
         gathered: list[list[Record]] = [self._records]
-        if self.world_size > 1:
-            gathered = [[] for _ in range(self.world_size)]
-            dist.all_gather_object(gathered, self._records)
+        if replicas.count() > 1:
+            gathered = [[] for _ in range(replicas.count())]
+            dist.all_gather_object(gathered, self._records, group=replicas.group())
         return [record for records in gathered for record in records]
-
-
-class _HandedOver(torch.autograd.Function):
-    """A loss whose gradients are known: Lightning's backward, accumulation, clipping and hooks work on it untouched."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor | None], *_parameters: Tensor) -> Tensor:
-        ctx.gradients = gradients
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return None, None, *(g if g is None else g * grad for g in ctx.gradients)

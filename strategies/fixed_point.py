@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+
+from apprentice import replicas
 
 UNIT = 2.0**44  # what stands for a gradient of 1: resolution 6e-14, range 3e4 for 8 addends
 FLAW = 2**32  # added to a parameter's count for a gradient that is not finite or out of range
@@ -53,6 +54,8 @@ class FixedPointSum:
     def add(self) -> None:
         """Add each parameter's gradient, and take it away from the parameter."""
         there = [i for i, p in enumerate(self.parameters) if p.grad is not None]
+        if not there:
+            return
         grads = [p.grad for p in self.parameters if p.grad is not None]
         for p in self.parameters:
             p.grad = None
@@ -70,20 +73,20 @@ class FixedPointSum:
             total.add_(self._rounded[: len(packed)].copy_(packed))
 
     def reduce(self, bits: Tensor) -> Tensor:
-        """Add up the sums of all ranks.
+        """Add up the sums of all replicas.
 
         Args:
-            bits: float64 numbers, each other than zero on one rank at most; they travel along.
+            bits: float64 numbers, each other than zero on one replica at most; they travel along.
 
         Returns:
-            These numbers, of all ranks.
+            These numbers, of all replicas.
         """
-        if not dist.is_initialized() or dist.get_world_size() == 1:
+        if replicas.count() == 1:
             return bits
         if len(self._vector) != self._used + bits.numel():
             self._vector = torch.cat([self._vector[: self._used], self._vector.new_empty(bits.numel())])
         self._vector[self._used :] = bits.flatten().view(torch.int64)
-        dist.all_reduce(self._vector)
+        replicas.add_up(self._vector)
         return self._vector[self._used :].view(torch.float64).view_as(bits)
 
     def flawed(self) -> list[str]:

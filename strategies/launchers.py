@@ -8,7 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+BUILDING = ("configure_model", "setup")  # hooks that may make layers, and run in the ranks
 
 
 class ForkLauncher(_MultiProcessingLauncher):
@@ -17,6 +21,8 @@ class ForkLauncher(_MultiProcessingLauncher):
     def launch(self, function: Callable, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Run `function` in every rank and bring rank zero's results back."""
         if trainer is not None and trainer.lightning_module is not None:
+            if not any(is_overridden(hook, trainer.lightning_module, LightningModule) for hook in BUILDING):
+                self._strategy.check_module(trainer.lightning_module)  # type: ignore[attr-defined]
             # The ranks' weights come back into this module: one of another dtype would round them.
             trainer.precision_plugin.convert_module(trainer.lightning_module)
         port = os.environ.get("MASTER_PORT")

@@ -3,13 +3,21 @@
 import warnings
 from typing import Any
 
+import torch
+from lightning.fabric.utilities.distributed import _init_dist_connection
+from lightning.fabric.utilities.seed import reset_seed
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from strategies.base import DataParallel
+from strategies.model_parallel import ModelParallel, devices_of
 
 
 class Replicated(DataParallel):
     """Wraps the module in DistributedDataParallel, which averages gradients while backward runs.
+
+    A module that is split over several devices (ModelParallel) is one on every rank: each has GPUs of its own, as many
+    as there are stages, and batches go to the last of them.
 
     Args:
         find_unused_parameters: look at each step for parameters that the loss does not depend on.
@@ -34,6 +42,9 @@ class Replicated(DataParallel):
             "gradient_as_bucket_view": gradient_as_bucket_view,
             "bucket_cap_mb": bucket_cap_mb,
         }
+        self._splits: list[ModelParallel] = []
+        self._dealt: list[ModelParallel] = []  # those of them that this strategy gives devices to
+        self._split_devices: list[torch.device] | None = None
 
     def configure_ddp(self) -> None:
         """Wrap the module; a share without rows has gradients in another memory order, which is no news to the user."""
@@ -45,3 +56,83 @@ class Replicated(DataParallel):
         if self._ddp_comm_hook is not None:
             assert isinstance(self.model, DistributedDataParallel)
             self.model.register_comm_hook(self._ddp_comm_state, self._ddp_comm_hook)
+
+    # A module that is split over several devices
+
+    @property
+    def root_device(self) -> torch.device:
+        """Where batches go, and all that no part of a split module has: the last of its devices."""
+        return super().root_device if self._split_devices is None else self._split_devices[-1]
+
+    def setup_environment(self) -> None:
+        """Choose this rank's devices, and join the process group.
+
+        Raises:
+            ValueError: there are not enough of them.
+        """
+        self._splits = self._split_parts()
+        self._dealt = [split for split in self._splits if split.devices is None]
+        self._split_devices = self._devices_to_deal() if self._dealt else next((s.devices for s in self._splits), None)
+        super().setup_environment()
+
+    def _split_parts(self) -> list[ModelParallel]:
+        assert self.lightning_module is not None
+        return [part for part in self.lightning_module.modules() if isinstance(part, ModelParallel)]
+
+    def _devices_to_deal(self) -> list[torch.device]:
+        assert self.parallel_devices is not None
+        sizes = sorted({split.num_stages for split in self._dealt})
+        if len(sizes) > 1:
+            raise ValueError(f"ModelParallel: expected one number of stages throughout a module, got {sizes}")
+        return devices_of(self.local_rank, sizes[0], self.parallel_devices, torch.cuda.device_count())
+
+    def setup_distributed(self) -> None:
+        """Join the process group; bound to one device, as Lightning's is, NCCL refuses tensors of another."""
+        if self._split_devices is None:
+            super().setup_distributed()
+            return
+        assert self.cluster_environment is not None
+        reset_seed()
+        self.set_world_ranks()
+        self._process_group_backend = self._get_process_group_backend()
+        _init_dist_connection(self.cluster_environment, self._process_group_backend, timeout=self._timeout)
+
+    def model_to_device(self) -> None:
+        """Move the module to this rank's device, and each stage of a split one to its own.
+
+        Raises:
+            ValueError: it was split when devices had been chosen.
+        """
+        if any(split not in self._splits for split in self._split_parts()):
+            raise ValueError("ModelParallel: expected it to be made in the module's constructor, not in a later hook")
+        for split in self._dealt:
+            split.place(self._split_devices)
+        super().model_to_device()
+
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        """Wrap the module; one on several devices moves its inputs by itself.
+
+        Raises:
+            ValueError: a layer computes over all ranks, some of which would have fewer splits than others.
+        """
+        for split in self._splits if self.world_size > 1 else []:
+            if split.split_size is not None and (layers := split.gathering()):
+                why = f"as {layers[0]} computes over all ranks, and they can have different numbers of splits"
+                raise ValueError(f"split_size {split.split_size}: expected None, {why}")
+        if self._split_devices is None:
+            return super()._setup_model(model)
+        return DistributedDataParallel(model, **self._ddp_kwargs)
+
+    def on_train_start(self) -> None:
+        """Bring optimizer states, which Lightning has put on one device, to their parameters."""
+        for optimizer in self.optimizers if self._split_devices else []:
+            for p, state in optimizer.state.items():
+                moved = {key: x.to(p.device) for key, x in state.items() if isinstance(x, Tensor) and key != "step"}
+                state.update(moved)
+
+    def teardown(self) -> None:
+        """Let go of the devices."""
+        for split in self._dealt:
+            split.place(None)
+        super().teardown()
+        self._splits, self._dealt, self._split_devices = [], [], None

@@ -42,6 +42,14 @@ def part(batch: Any, start: int, stop: int) -> Any:
     return tree_map(cut, batch, is_leaf=texts)
 
 
+def share(batch: Any) -> float:
+    """What the mean over a replica's rows counts, so that the mean over replicas is the one over all rows.
+
+    A batch whose rows are dealt unevenly says it; else replicas are taken to have equally many.
+    """
+    return getattr(batch, "share", 1.0)
+
+
 def mean_over_rows(table: Tensor, sizes: Sequence[int]) -> Tensor:
     """(k,) means over all rows, from the means (n, k) over pieces of `sizes` rows; added in the pieces' order."""
     total = torch.zeros_like(table[0])
@@ -55,15 +63,16 @@ class RunningStatistics:
     """What BatchNorm keeps of the batches it has seen: each shard starts from the same, and their results are merged.
 
     Args:
-        module: its normalisation layers that are in training.
+        *modules: whose normalisation layers count, if they are in training.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        layers = [m for m in module.modules() if isinstance(m, _NormBase) and m.training]
+    def __init__(self, *modules: nn.Module) -> None:
+        layers = [m for module in modules for m in module.modules() if isinstance(m, _NormBase) and m.training]
         self._buffers = [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
         self._start = [buffer.clone() for buffer in self._buffers]
         self._others = {
             name: (buffer, buffer._version)
+            for module in modules
             for name, buffer in module.named_buffers()
             if not buffer.is_inference() and not any(buffer is mine for mine in self._buffers)
         }
@@ -80,7 +89,7 @@ class RunningStatistics:
             raise ValueError(f"expected training steps that change no buffer but BatchNorm's; {changed[0]} has changed")
         found = [buffer.double().flatten() for buffer in self._buffers]
         for buffer, start in zip(self._buffers, self._start, strict=True):
-            buffer.copy_(start)
+            buffer.data.copy_(start)  # `data`: autograd has saved it, and refuses what it sees change
         return found
 
     def put(self, merged: Tensor) -> None:

@@ -97,6 +97,11 @@ class Informed(Speaker):
         return self.module.on_global_batch(dict(zip(self.heard, means, strict=True)), count)  # type: ignore[operator]
 
 
+def speaker_of(module: LightningModule) -> Speaker:
+    """What hears a module."""
+    return Informed(module) if hasattr(module, "shard_step") else Speaker(module)
+
+
 class Record(NamedTuple):
     """What was logged in a batch of an evaluation."""
 

@@ -5,15 +5,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
-from strategies.exact import Exact
+from strategies import checkpoints
+from strategies.ddp import DDP
 
 
-class ZeRO1(Exact):
+class ZeRO1(DDP):
     """Each rank steps its share of the parameters, whose optimizer state only it has, and sends them to the others.
 
     The module's own optimizer stays in place: a parameter without a gradient takes no step and has no state, so a rank
@@ -72,11 +72,7 @@ class ZeRO1(Exact):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """On rank zero the whole state, as one device would have it; collective."""
         state: dict[str, Any] = super().optimizer_state(optimizer)
-        if self.world_size > 1:
-            parts: list[Any] | None = [None] * self.world_size if self.is_global_zero else None
-            dist.gather_object(move_data_to_device(state["state"], torch.device("cpu")), parts)
-            state["state"] = {index: values for part in parts or [] for index, values in part.items()}
-        return state
+        return state if self.world_size == 1 else checkpoints.gathered(state, self.is_global_zero)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the whole state and keep this rank's share."""

@@ -332,9 +332,10 @@ REFUSED = {
     "--variant.kd.temperature 4": "near: --variants.kd.temperature",
     "--teacher_chkpt X": "near: --teacher_ckpt",
     "--data.train_sise 3": "data.train_sise 3: expected an option of Digits; near: train_size",
-    "--data.root X": "data.root X: expected an option of Digits: batch_size, train_size",
+    "--data.root X": "data.root X: expected an option of Digits: batch_size, augment, train_size",
     "--data MNISt":
-        "data MNISt: expected Digits, CIFAR10, MNIST, ImageFolder or the import path of a class; near: MNIST",
+        "data MNISt: expected Digits, CIFAR10, MNIST, ImageFolder, LabelledText, Shakespeare "
+        "or the import path of a class; near: MNIST",
     "--data null": "data null: expected one class: Digits",
     "--data": "data (nothing): expected a value",
     "--data MNIST CIFAR10": "data MNIST CIFAR10: expected one class",
@@ -681,4 +682,4 @@ def test_another_experiment_needs_few_lines():
     parser = cli.Parser("other.py", "Another one.", Options)
     parser.add_choice("net", nets.Net, nets, {"class_path": "ResNet", "depth": 8}, skip={"input_shape"})
     config = parser.parse(["--rounds", "3", "--net.num_classes", "4"])
-    assert (config.rounds, config.net.init_args) == (3, {"depth": 8, "num_classes": 4})
+    assert (config.rounds, config.net.init_args) == (3, {"depth": 8, "num_classes": 4, "norm": "batch"})

@@ -116,7 +116,7 @@ def test_cifar_is_downloaded_once_and_read(
     data.setup()
     assert data.sizes == {"train": 55, "validation": 0, "test": 20}
     first = pickle.loads(cifar_batch([*range(10), 1], 1))["data"].reshape(-1, 3, 32, 32)
-    assert torch.equal(data.split("train").images[:11], torch.from_numpy(first))
+    assert torch.equal(data.split("train").inputs[:11], torch.from_numpy(first))
     assert data.split("test").labels.tolist() == list(range(10)) * 2
     (served / Source.filename).unlink()
     again = CIFAR10(tmp_path / "data", validation_size=0)
@@ -133,8 +133,8 @@ def test_an_archive_put_there_by_hand_is_enough(cifar: bytes, tmp_path: Path, mo
 def test_mnist_is_downloaded_from_the_mirror_that_has_it(mnist: None, tmp_path: Path) -> None:
     data = MNIST(tmp_path / "data", validation_size=10)
     assert data.sizes == {"train": 30, "validation": 10, "test": 20}
-    assert data.split("test").images[0].flatten().tolist() == [i % 256 for i in range(784)]
-    assert MNIST.input_shape == data.split("test").images.shape[1:]
+    assert data.split("test").inputs[0].flatten().tolist() == [i % 256 for i in range(784)]
+    assert MNIST.input_shape == data.split("test").inputs.shape[1:]
 
 
 def test_corrupt_archive_is_named_with_its_sum(cifar: bytes, served: Path, tmp_path: Path) -> None:

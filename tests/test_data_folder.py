@@ -47,7 +47,7 @@ def test_images_are_pils_pixels_in_order(root: Path, monkeypatch: pytest.MonkeyP
         assert split.labels.tolist() == [0] * cats + [1] * dogs
         paths = [root / part / "cat" / f"{i}.png" for i in range(cats)]
         paths += [root / part / "dog" / f"{i}.png" for i in range(dogs)]
-        for path, pixels in zip(paths, split.images, strict=True):
+        for path, pixels in zip(paths, split.inputs, strict=True):
             assert np.array_equal(np.asarray(Image.open(path).convert("RGB")), pixels.permute(1, 2, 0).numpy())
 
 
@@ -72,7 +72,7 @@ def test_resized_images_have_short_side_and_middle(root: Path) -> None:
     data.setup()
     assert data.input_shape == (3, 8, 8)
     small = Image.open(root / "train" / "cat" / "0.png").resize((16, 8), Image.Resampling.BILINEAR).crop((4, 0, 12, 8))
-    assert np.array_equal(np.asarray(small), data.split("train").images[0].permute(1, 2, 0).numpy())
+    assert np.array_equal(np.asarray(small), data.split("train").inputs[0].permute(1, 2, 0).numpy())
 
 
 def test_own_mean_and_deviation(root: Path) -> None:

@@ -14,7 +14,7 @@ from apprentice.batch import Batch
 from apprentice.errors import BadInput
 from datamodules import CIFAR10, Digits
 from datamodules.augment import augment
-from datamodules.base import ImageData
+from datamodules.images import ImageData
 
 RANKS = (1, 2, 3, 8)
 
@@ -65,7 +65,7 @@ def test_an_epoch_visits_each_sample_once_with_its_label_and_its_step() -> None:
     assert [batch.step for batch in batches] == list(range(12, 18))
     index = torch.cat([batch.index for batch in batches])
     assert torch.equal(index.sort().values, torch.arange(101))
-    assert torch.equal(torch.cat([batch.images for batch in batches]), train.images[index])
+    assert torch.equal(torch.cat([batch.inputs for batch in batches]), train.inputs[index])
     assert torch.equal(torch.cat([batch.labels for batch in batches]), train.labels[index])
 
 
@@ -99,18 +99,18 @@ def test_evaluation_deals_the_chunks_of_one_process(part: str, replicas: int) ->
     for chunk, batch in zip(chunks, dealt, strict=False):
         assert equal(chunk, batch)
     for batch in dealt[len(chunks) :]:
-        assert (len(batch.images), batch.images.shape[1:], batch.mean(batch.labels.float())) == (0, (1, 8, 8), 0)
+        assert (len(batch.inputs), batch.inputs.shape[1:], batch.mean(batch.labels.float())) == (0, (1, 8, 8), 0)
     split = digits().split(part)
     assert torch.equal(torch.cat([batch.index for batch in chunks]), torch.arange(len(split.labels)))
-    assert torch.equal(torch.cat([batch.images for batch in chunks]), split.images)
+    assert torch.equal(torch.cat([batch.inputs for batch in chunks]), split.inputs)
     assert torch.equal(torch.cat([batch.labels for batch in chunks]), split.labels)
 
 
 def test_teachers_pass_and_training_number_samples_alike() -> None:
     data = digits()
-    stored = torch.cat([batch.images for batch in data.train_in_order()])
+    stored = torch.cat([batch.inputs for batch in data.train_in_order()])
     for batch in data.train_dataloader():
-        assert torch.equal(stored[batch.index], batch.images)
+        assert torch.equal(stored[batch.index], batch.inputs)
 
 
 def test_a_batch_smaller_than_the_number_of_devices_is_refused() -> None:
@@ -125,7 +125,7 @@ def test_normalized_images_are_torchvisions_to_the_bit(dtype: torch.dtype) -> No
     expected = tv.normalize(images.to(dtype) / 255, list(data.mean), list(data.std))
     assert torch.equal(data.normalize(images, dtype), expected)
     assert data.normalize(images, torch.bfloat16).dtype == torch.bfloat16
-    train = Digits(validation_size=0).split("train").images
+    train = Digits(validation_size=0).split("train").inputs
     normal = Digits().normalize(train, torch.float64)
     assert abs(normal.mean()) < 1e-3
     assert abs(normal.std() - 1) < 1e-3
@@ -176,7 +176,7 @@ class Inputs(LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         self.batches["train"].append(batch)
-        return self.net(batch.images.flatten(1)).sum()
+        return self.net(batch.inputs.flatten(1)).sum()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self.batches["validation"].append(batch)
@@ -211,9 +211,9 @@ def test_lightning_hands_over_normalized_batches_of_the_modules_type(precision: 
         for batch in batches:
             assert isinstance(batch, Batch)
             stored = data.split(part)
-            assert torch.equal(batch.images, data.normalize(stored.images[batch.index], dtype))
+            assert torch.equal(batch.inputs, data.normalize(stored.inputs[batch.index], dtype))
             assert torch.equal(batch.labels, stored.labels[batch.index])
-            assert (batch.images.dtype, batch.labels.dtype, batch.index.dtype, type(batch.count)) == (
+            assert (batch.inputs.dtype, batch.labels.dtype, batch.index.dtype, type(batch.count)) == (
                 dtype, torch.int64, torch.int64, int,
             )  # fmt: skip
 
@@ -226,14 +226,14 @@ def test_only_training_batches_are_augmented_and_by_epoch_and_sample() -> None:
     by_epoch = []
     for epoch in (module.batches["train"][:6], module.batches["train"][6:]):
         order = torch.cat([batch.index for batch in epoch]).argsort()
-        by_epoch.append(torch.cat([batch.images for batch in epoch])[order])
-    stored = data.normalize(data.split("train").images)
+        by_epoch.append(torch.cat([batch.inputs for batch in epoch])[order])
+    stored = data.normalize(data.split("train").inputs)
     changed = [(seen != stored).flatten(1).any(1).float().mean().item() for seen in by_epoch]
     assert min(changed) > 0.7  # 1 of 9 crops of an 8 x 8 image leaves it in its place
     assert not torch.equal(*by_epoch)
     for part in ("validation", "test"):
-        seen = torch.cat([batch.images for batch in module.batches[part]][-5:])
-        assert torch.equal(seen[-len(data.split(part).labels) :], data.normalize(data.split(part).images))
+        seen = torch.cat([batch.inputs for batch in module.batches[part]][-5:])
+        assert torch.equal(seen[-len(data.split(part).labels) :], data.normalize(data.split(part).inputs))
 
 
 def test_no_validation_samples_means_no_validation() -> None:
@@ -246,8 +246,8 @@ def test_no_validation_samples_means_no_validation() -> None:
 def test_usable_without_a_trainer() -> None:
     data = Digits(train_size=300)
     batch = next(iter(data.train_dataloader()))
-    assert (batch.images.shape, batch.images.dtype) == ((128, 1, 8, 8), torch.uint8)
-    assert data.on_after_batch_transfer(batch, 0).images.dtype == torch.float32
+    assert (batch.inputs.shape, batch.inputs.dtype) == ((128, 1, 8, 8), torch.uint8)
+    assert data.on_after_batch_transfer(batch, 0).inputs.dtype == torch.float32
     loaders = data.train_dataloader(), data.val_dataloader(), data.test_dataloader()
     assert [len(list(loader)) for loader in loaders] == [len(loader) for loader in loaders] == [3, 1, 3]
     assert list(Digits(validation_size=0).val_dataloader()) == []

@@ -33,7 +33,7 @@ def test_mnist_is_complete_and_normal(data_root: Path) -> None:
     assert data.sizes == {"train": 60_000, "validation": 0, "test": 10_000}
     train = data.split("train")
     assert train.labels.bincount().tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
-    normal = data.normalize(train.images[:20_000])
+    normal = data.normalize(train.inputs[:20_000])
     assert abs(normal.mean()) < 0.01
     assert abs(normal.std() - 1) < 0.01
 
@@ -43,8 +43,8 @@ def test_mnist_subset_is_balanced_and_seeded(data_root: Path) -> None:
     assert data.sizes == {"train": 2000, "validation": 200, "test": 2000}
     for part, count in (("train", 200), ("validation", 20), ("test", 200)):
         assert data.split(part).labels.bincount().tolist() == [count] * 10
-        assert torch.equal(data.split(part).images, same.split(part).images)
-        assert not torch.equal(data.split(part).images, other.split(part).images)
+        assert torch.equal(data.split(part).inputs, same.split(part).inputs)
+        assert not torch.equal(data.split(part).inputs, other.split(part).inputs)
 
 
 def test_photographs_from_a_folder(photographs: Path) -> None:
@@ -52,7 +52,7 @@ def test_photographs_from_a_folder(photographs: Path) -> None:
     assert data.sizes == {"train": 500, "validation": 50, "test": 200}
     assert data.class_names == CIFAR10.class_names
     assert data.input_shape == CIFAR10.input_shape
-    normal = data.normalize(data.split("train").images)
+    normal = data.normalize(data.split("train").inputs)
     assert abs(normal.mean()) < 0.3
     assert 0.8 < normal.std() < 1.3
     seen = torch.cat([batch.index for batch in data.train_dataloader()])

@@ -27,7 +27,7 @@ class Recorder(LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
         self.seen.append((self.global_step, batch.step, batch.index.tolist()))
-        return batch.mean(F.cross_entropy(self.net(batch.images.flatten(1)), batch.labels, reduction="none"))
+        return batch.mean(F.cross_entropy(self.net(batch.inputs.flatten(1)), batch.labels, reduction="none"))
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self.validated.append((self.global_step, batch.index.tolist()))

@@ -24,7 +24,7 @@ class Numbered(ImageData):
 
 
 def places(data: ImageData, part: str) -> list[int]:
-    return data.split(part).images.flatten().tolist()
+    return data.split(part).inputs.flatten().tolist()
 
 
 @pytest.mark.parametrize("size", [0, 1, 3, 4, 6, 28, 29, 50, 106, 107])
@@ -90,9 +90,9 @@ def test_digits_have_a_fixed_stratified_split() -> None:
     one, other = Digits(validation_size=0), Digits(validation_size=0, seed=7, batch_size=3)
     assert one.sizes == {"train": 1437, "validation": 0, "test": 360}
     for part in ("train", "test"):
-        assert torch.equal(one.split(part).images, other.split(part).images)
+        assert torch.equal(one.split(part).inputs, other.split(part).inputs)
     assert one.split("test").labels.bincount().tolist() == [36] * 10
-    images = one.split("train").images
+    images = one.split("train").inputs
     assert (images.shape[1:], images.dtype, int(images.max())) == (one.input_shape, torch.uint8, 16)
     assert (one.num_classes, one.name, one.class_names[3]) == (10, "Digits", "3")
 
@@ -122,7 +122,7 @@ def test_impossible_sizes_are_refused_when_constructed(options: dict, message: s
     ("options", "message"),
     [
         ({"train_size": 108, "validation_size": 0}, "--data.train_size 108: expected at most 107 of the 107"),
-        ({"train_size": 107}, "--data.train_size 107: expected at most 97 of the 107 training images, as --data.valid"),
+        ({"train_size": 107}, "--data.train_size 107: expected at most 97 of the 107 training samples, as --data"),
         ({"train_size": 90, "validation_size": 20}, "--data.train_size 90: expected at most 87 of the 107"),
         ({"validation_size": 107}, "--data.validation_size 107: expected fewer than the 107"),
         ({"train_size": 1, "validation_size": 200}, "--data.validation_size 200: expected fewer than the 107"),

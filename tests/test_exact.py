@@ -1,14 +1,16 @@
 """Under `exact` the bits of a float32 run don't depend on the number of devices."""
 
 import itertools
+import json
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.nn import functional as F
@@ -120,9 +122,9 @@ def test_it_composes(options: Callable[[], dict[str, Any]], tmp_path: Path) -> N
     assert same(plain[0], one[0]) == (options is zero1)
 
 
-def stranger(devices: int, folder: Path, samples: int = 101) -> tuple[dict[str, torch.Tensor], bytes]:
+def stranger(devices: int, folder: Path, samples: int = 101, **kwargs: Any) -> tuple[dict[str, torch.Tensor], bytes]:
     split = digits(train_size=samples).split("train")
-    images, labels = split.images.float() / 16, split.labels
+    images, labels = split.inputs.float() / 16, split.labels
     train = DataLoader(TensorDataset(images, labels), batch_size=37, shuffle=True)
     val = DataLoader(TensorDataset(images[:90], labels[:90]), batch_size=30)
     logger = CSVLogger(folder, name="stranger", version=f"{devices}-{samples}")
@@ -130,7 +132,7 @@ def stranger(devices: int, folder: Path, samples: int = 101) -> tuple[dict[str, 
     with warnings.catch_warnings(), quiet():
         warnings.simplefilter("ignore")  # Lightning's, about workers
         options = {"strategy": DDP(timeout=60, exact=8), "logger": logger, "log_every_n_steps": 1, "max_epochs": 3}
-        trainer(devices, **options).fit(module, train, val)
+        trainer(devices, **options | kwargs).fit(module, train, val)
     return weights(module), (Path(logger.log_dir) / "metrics.csv").read_bytes()
 
 
@@ -142,6 +144,37 @@ def test_anyones_module_can_be_exact(samples: int, tmp_path: Path) -> None:
         other = stranger(devices, tmp_path, samples)
         assert_same(one[0], other[0])
         assert one[1] == other[1]
+
+
+class Told(Callback):
+    """Each rank writes down all values it knows of, to the bit, after each step and epoch."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def tell(self, trainer: Trainer, *_: Any) -> None:
+        known = trainer.logged_metrics, trainer.callback_metrics, trainer.progress_bar_metrics
+        values = [{name: float(value).hex() for name, value in sorted(found.items())} for found in known]
+        with (self.folder / f"rank{trainer.global_rank}").open("a") as file:
+            file.write(json.dumps(values) + "\n")
+
+    # Lightning brings them up to date after the hooks at a batch's and an epoch's end.
+    on_train_batch_start = on_validation_end = on_train_end = on_test_end = tell
+
+
+@pytest.mark.parametrize(
+    ("run", "names"),
+    [
+        (partial(bits, "students"), {"hint/train/loss", "ce/val/acc", "ce/test/loss"}),
+        (stranger, {"train_loss_step", "train_loss_epoch", "train_acc", "val_loss", "val_highest"}),
+    ],
+    ids=["ours", "anyones"],
+)
+def test_logged_values_are_equal_on_all_ranks(run: Callable[..., Any], names: set[str], tmp_path: Path) -> None:
+    run(3, tmp_path, callbacks=[Told(tmp_path)])
+    ranks = [(tmp_path / f"rank{rank}").read_text() for rank in range(3)]
+    assert ranks == [ranks[0]] * 3
+    assert names <= {name for line in ranks[0].splitlines() for found in json.loads(line) for name in found}
 
 
 def test_a_shard_is_a_batch_of_its_own_to_the_module(tmp_path: Path) -> None:

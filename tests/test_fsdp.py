@@ -2,8 +2,6 @@
 
 import copy
 import json
-import os
-import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
@@ -29,7 +27,7 @@ from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN, ResNet
 from lit_modules.objectives import CrossEntropy
 from strategies import DDP, FSDP, HSDP, NAMES
-from tests.processes import Run
+from tests.processes import launch
 from tests.test_distillation import Poisoned
 from tests.training import SHAPE, LinesLogger, assert_same, classifier, digits, distillation, fit, net, trainer, weights
 
@@ -65,7 +63,7 @@ class Foreign(LightningModule):
         self.parts = nn.ModuleDict({"body": nn.Sequential(nn.Linear(64, 9), nn.Tanh()), "head": nn.Linear(9, 10)})
 
     def losses(self, batch: Any) -> torch.Tensor:
-        logits = self.parts["head"](self.parts["body"](batch.images.flatten(1)))
+        logits = self.parts["head"](self.parts["body"](batch.inputs.flatten(1)))
         return F.cross_entropy(logits, batch.labels, reduction="none")
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -292,21 +290,6 @@ def attributes(module: nn.Module) -> dict[str, Any]:
         name: (type(m), {key: len(v) if isinstance(v, dict) else None for key, v in vars(m).items()})
         for name, m in module.named_modules()
     }
-
-
-def launched(rank: int, port: int, function: Callable[..., None], path: Path) -> None:
-    """A rank as torchrun starts it."""
-    given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0}
-    given |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}
-    os.environ.update({key: str(value) for key, value in given.items()})
-    function(rank, path)
-
-
-def launch(function: Callable[..., None], path: Path) -> list[Run]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    return [Run(launched, rank, port, function, path, log=path / f"{rank}.log") for rank in range(2)]
 
 
 def whole_at_the_end(rank: int, path: Path) -> None:

@@ -287,9 +287,9 @@ def test_rows_are_all_strategies_that_fit() -> None:
     found, skipped = Rows(config.trainer, config.exact, NAMES).picked(None)
     names = [row.name for row in found]
     assert set(names) >= {"single", "ddp", "ddp_zero1", "fsdp", "hsdp", "local_sgd", "ddp_fp16", "ddp_powersgd"}
-    assert {"ddp-exact", "ddp_zero1-exact"} <= set(names)
+    assert {"ddp-exact", "ddp_zero1-exact", "pipeline", "model_parallel", "pipeline-exact"} <= set(names)
     assert not {"ddp_fork", "ddp_spawn", "fsdp-exact"} & set(names)
-    assert set(skipped) == {"DataParallel"}
+    assert set(skipped) == {"DataParallel", "model_parallel-exact"}  # which has one micro-batch
     assert {row.exact for row in found} == {None, 8}
 
 

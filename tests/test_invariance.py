@@ -62,7 +62,7 @@ def test_one_checkpoint_evaluates_to_the_same_counts() -> None:
 
 def test_plain_pairs_from_a_stock_loader_are_shares_of_one_batch(tmp_path: Path) -> None:
     train = digits(train_size=96).split("train")
-    images, labels = train.images.double() / 16, train.labels
+    images, labels = train.inputs.double() / 16, train.labels
     curves = []
     for devices, batch_size in ((1, 96), (2, 48)):  # all images in each batch: Lightning's sampler shuffles them
         loader = DataLoader(TensorDataset(images, labels), batch_size=batch_size)

@@ -55,7 +55,7 @@ def test_a_run_leaves_what_the_issue_names(finished: Path, capsys: pytest.Captur
     data = Digits()
     data.setup()
     test = data.split("test")
-    predicted = load_net(finished / "seed1" / "kd")(data.normalize(test.images)).argmax(1)
+    predicted = load_net(finished / "seed1" / "kd")(data.normalize(test.inputs)).argmax(1)
     assert int((predicted == test.labels).sum()) == found["students"]["kd"]["test_correct"][1]
 
 

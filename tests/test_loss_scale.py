@@ -18,6 +18,7 @@ from torch.amp import GradScaler
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.multiprocessing import ProcessRaisedException
 from torch.optim import Adam
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -28,7 +29,8 @@ from lit_modules.learner import Learner
 from lit_modules.loss_scale import LossScales
 from lit_modules.nets import DeepNN
 from lit_modules.objectives import CrossEntropy, Objective, Term
-from strategies import DDP, ZeRO1
+from strategies import DDP, DDPFP16, FSDP, HSDP, DDPPowerSGD, LocalSGD, ZeRO1
+from tests.test_fsdp import Foreign
 from tests.training import SHAPE, VARIANTS, LinesLogger, assert_same, digits, distillation, fit, net, trainer, weights
 
 HUGE = 2.0**26  # too large for the first steps of every student
@@ -124,7 +126,7 @@ def test_students_that_begin_with_too_large_a_scale_find_theirs_as_if_alone(tmp_
 
 def batches() -> DataLoader:
     train = digits(train_size=96).split("train")
-    data = TensorDataset(train.images.float() / 16, train.labels)
+    data = TensorDataset(train.inputs.float() / 16, train.labels)
     return DataLoader(data, batch_size=20)  # the fifth has 16 images
 
 
@@ -264,6 +266,11 @@ def test_a_sharded_optimizer_steps_whom_ddp_would() -> None:
     assert_same(weights(together[DDP]), weights(together[ZeRO1]))
 
 
+def test_a_sharded_optimizer_refuses_a_scale_for_all() -> None:
+    with pytest.raises(ProcessRaisedException, match=r"strategy ddp_zero1: expected .* no loss scale"):
+        fit(Foreign(), digits(), 2, strategy=ZeRO1(timeout=60), plugins=[half()], limit_val_batches=0)
+
+
 class Kinked(Objective):
     """Cross-entropy, and a term of zero whose gradient is not a number."""
 
@@ -355,3 +362,21 @@ def test_bfloat16_trains_every_variant_close_to_float32(
 ) -> None:
     found = differences(plain, curves(distillation(), devices, tmp_path / "log", precision="bf16-mixed"))
     assert all(0 < difference < 1e-2 for difference in found.values()), found
+
+
+HALVES: dict[str, tuple[Callable[[], dict[str, Any]], float]] = {
+    "bf16": (lambda: {"precision": "bf16-mixed"}, 1e-2),
+    "fp16": (lambda: {"plugins": [half(2.0**12)]}, 2e-3),
+}
+
+
+@pytest.mark.parametrize("name", HALVES)
+@pytest.mark.parametrize("make", [ZeRO1, LocalSGD, DDPFP16, DDPPowerSGD, FSDP, HSDP])
+def test_every_data_parallel_strategy_trains_in_it_close_to_float32(
+    name: str, make: Callable[..., Any], plain: dict[str, list[float]], tmp_path: Path
+) -> None:
+    options, tolerance = HALVES[name]
+    if make is LocalSGD:  # learns otherwise
+        plain = curves(distillation(), 2, tmp_path / "plain", strategy=make(timeout=60))
+    found = differences(plain, curves(distillation(), 2, tmp_path / "log", strategy=make(timeout=60), **options()))
+    assert all(0 < difference < tolerance for difference in found.values()), found

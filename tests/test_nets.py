@@ -6,8 +6,21 @@ from torch import nn
 
 from apprentice import replicas
 from apprentice.errors import BadInput
-from apprentice.keyed import seeded
-from lit_modules.nets import DeepNN, LightNN, Outputs, ResNet, Torchvision, globalise, run
+from apprentice.keyed import noise, seeded
+from lit_modules.nets import (
+    DeepNN,
+    LightNN,
+    Outputs,
+    ResNet,
+    RNNClassifier,
+    Torchvision,
+    globalise,
+    pipeline_stages,
+    run,
+    stage_of,
+)
+from lit_modules.nets.group_norm import group_norm
+from lit_modules.nets.tracing import chain
 
 
 def parameters(net: nn.Module) -> int:
@@ -113,3 +126,136 @@ def test_global_statistics_are_those_of_all_replicas_rows(dtype: torch.dtype, mo
     torch.testing.assert_close(ours(x.to(dtype)).double(), expected, rtol=0, atol=atol)
     torch.testing.assert_close(ours[0].running_var, plain.running_var, rtol=0, atol=atol)
     torch.testing.assert_close(ours[0].running_mean, plain.running_mean, rtol=0, atol=atol)
+
+
+def in_stages(net: nn.Module, x: torch.Tensor, paths: set[str]) -> Outputs:
+    """The net run stage by stage, with features caught where `stage_of` says."""
+    stages = pipeline_stages(net)
+    places = {path: stage_of(net, stages, path) for path in paths}
+    features: dict[str, torch.Tensor] = {}
+    for number, stage in enumerate(stages):
+        here = [(path, module) for path, (place, module) in places.items() if place == number]
+        hooks = [
+            module.register_forward_hook(lambda _m, _x, y, path=path: features.__setitem__(path, y))
+            for path, module in here
+        ]
+        x = stage(*x) if isinstance(x, tuple) else stage(x)
+        assert {path for path, _ in here} <= features.keys()
+        for hook in hooks:
+            hook.remove()
+    return Outputs(x, features)
+
+
+CUT = {
+    "DeepNN": (lambda: DeepNN((3, 16, 16)), {"default", "features.3", "classifier.0", "classifier"}, 15),
+    "LightNN": (lambda: LightNN((3, 16, 16)), {"default", "features.0"}, 11),
+    "ResNet": (lambda: ResNet(14), {"default", "stage3.0.conv1", "stage1", "stem.0", "head"}, 8),
+    "group": (lambda: ResNet(8, norm="group"), {"default", "stage3.0.norm2"}, 5),
+    "resnet18": (lambda: Torchvision("resnet18"), {"default", "model.layer2.0.bn1", "model.fc", "model.bn1"}, 15),
+    "resnet50": (lambda: Torchvision("resnet50", norm="group"), {"default"}, 23),
+    "mobilenet_v2": (lambda: Torchvision("mobilenet_v2", (1, 32, 32)), {"default", "model.features.2.conv"}, 23),
+    "Sequential": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Sequential(nn.ReLU(), nn.Flatten())), {"1", "0"}, 3),
+    "RNNClassifier": (lambda: RNNClassifier(dropout=0.5), {"default", "head.0"}, 3),
+}
+SHAPES = {"DeepNN": (3, 16, 16), "LightNN": (3, 16, 16), "mobilenet_v2": (1, 32, 32)}
+TEXTS = [[7, 8, 9, 0, 0], [7, 8, 0, 0, 0], [1, 2, 3, 4, 5], [0, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("name", CUT)
+def test_stages_one_after_another_are_the_net_and_its_features(name: str, training: bool) -> None:
+    make, paths, count = CUT[name]
+    net = seeded(0, make).to(memory_format=torch.channels_last).train(training)
+    torch_dropout = [m for m in net.modules() if isinstance(m, nn.Dropout)]
+    for m in torch_dropout:
+        m.p = 0.0  # torch's own noise is another one each time
+    x = torch.randn(4, *SHAPES.get(name, (3, 32, 32))).contiguous(memory_format=torch.channels_last)
+    x = torch.tensor(TEXTS) if name == "RNNClassifier" else x
+    names, found = list(net.state_dict()), []
+    for compute in (run, in_stages):
+        with noise(seed=3, step=1, rows=torch.arange(4)):
+            found.append(compute(net, x, paths))
+    assert len(pipeline_stages(net)) == count
+    assert torch.equal(found[0].logits, found[1].logits)
+    assert found[0].features.keys() == found[1].features.keys() == paths
+    assert all(torch.equal(found[0].features[path], found[1].features[path]) for path in paths)
+    assert list(net.state_dict()) == names
+
+
+@pytest.mark.parametrize(("name", "size"), [("resnet34", 32), ("vgg11_bn", 32), ("alexnet", 64)])
+def test_every_weight_of_a_torchvision_model_is_in_one_stage(name: str, size: int) -> None:
+    net = Torchvision(name, (3, size, size)).eval()
+    stages = pipeline_stages(net)
+    inside = [p for stage in stages for p in stage.parameters()]
+    assert len(inside) == len(set(inside)) == len(list(net.parameters()))
+    x = torch.randn(2, 3, size, size)
+    assert torch.equal(nn.Sequential(*stages)(x), net(x))
+
+
+def test_no_stage_begins_in_place() -> None:
+    # What a stage receives is a leaf of the graph, in which autograd allows no change.
+    for stage in pipeline_stages(Torchvision("vgg11_bn")):
+        assert not getattr(next(iter(stage.children()), stage), "inplace", False)
+
+
+def test_what_cannot_be_cut_is_named() -> None:
+    with pytest.raises(BadInput, match=r"^--name vit_b_16: expected .*resnet50.*vit_b_16 can't be cut"):
+        pipeline_stages(Torchvision("vit_b_16"))
+    with pytest.raises(BadInput, match=r"^--net Bilinear: expected .*pipeline_stages"):
+        pipeline_stages(nn.Bilinear(2, 2, 2))
+    net = Torchvision("resnet18")
+    with pytest.raises(BadInput, match=r"^--layer model: expected a layer of Torchvision inside a pipeline stage"):
+        stage_of(net, pipeline_stages(net), "model")
+
+
+def test_group_norm_has_at_most_32_groups_of_at_least_8_channels() -> None:
+    groups = {channels: group_norm(channels).num_groups for channels in (7, 16, 64, 100, 144, 2048)}
+    assert groups == {7: 1, 16: 2, 64: 8, 100: 10, 144: 18, 2048: 32}
+
+
+def test_group_norm_takes_the_place_of_every_batch_norm() -> None:
+    for batch, group in ((ResNet(8), ResNet(8, norm="group")), (Torchvision(), Torchvision(norm="group"))):
+        norms = [name for name, m in batch.named_modules() if isinstance(m, nn.BatchNorm2d)]
+        assert [name for name, m in group.named_modules() if isinstance(m, nn.GroupNorm)] == norms
+        assert parameters(batch) == parameters(group)
+    for name in ("vgg11_bn", "vit_b_16"):
+        with pytest.raises(BadInput, match=rf"^--norm group: expected batch for {name}"):
+            Torchvision(name, norm="group")
+    with pytest.raises(ValueError, match=r"^norm layer: expected batch or group"):
+        ResNet(8, norm="layer")
+
+
+def test_a_text_is_classified_by_its_tokens_and_not_by_its_padding() -> None:
+    net = seeded(0, lambda: RNNClassifier(num_classes=3)).double()
+    logits = net(torch.tensor(TEXTS))
+    assert logits.shape == (4, 3)
+    for text, expected in zip(TEXTS[:3], logits, strict=False):
+        short = [token for token in text if token]
+        states, last = net.gru.cells(net.embedding.table(torch.tensor([short])))
+        assert torch.equal(states[:, -1], last[0])
+        torch.testing.assert_close(net.head(last[0])[0], expected, rtol=0, atol=1e-12)
+    assert net(torch.zeros(0, 5, dtype=torch.uint8)).shape == (0, 3)
+    with pytest.raises(ValueError, match=r"^input_shape \(1, 8, 8\): expected \(T,\), texts"):
+        RNNClassifier(input_shape=(1, 8, 8))
+
+
+class _Odd(nn.Module):
+    """Not a chain of its children, in one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.one, self.two = way, nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ways = {
+            "residual": lambda: self.two(x + self.one(x)),
+            "twice": lambda: self.one(self.one(x)),
+            "after": lambda: self.two(self.one(x)).relu(),
+        }
+        return ways[self.way]()
+
+
+@pytest.mark.parametrize("way", ["residual", "twice", "after"])
+def test_a_model_that_is_no_chain_of_its_children_is_found_out(way: str) -> None:
+    with pytest.raises(ValueError, match=r"a child is called twice|something unknown is done between"):
+        chain(_Odd(way), torch.randn(3, 4))

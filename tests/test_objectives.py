@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from apprentice.errors import BadInput
+from apprentice.keyed import seeded
 from lit_modules.nets import Outputs
 from lit_modules.objectives import Cosine, CrossEntropy, Hint, Hinton, Objective, Sum, Term
 
@@ -65,7 +66,7 @@ def test_equals_the_formula_and_its_gradients(name: str, make: type[Objective]) 
     objective.build(student, teacher)
     objective.double()
     wanted = [student.logits, student.features["default"], *objective.parameters()]
-    ours = loss(objective(student, teacher, y))
+    ours = loss(objective(objective.adapt(student), teacher, y))
     grads = torch.autograd.grad(ours, wanted, allow_unused=True)
     theirs = by_hand(name, student, teacher, y, getattr(objective, "regressor", None))
     expected = torch.autograd.grad(theirs, wanted, allow_unused=True)
@@ -84,7 +85,7 @@ def test_extreme_teachers_give_finite_losses_and_gradients(make: type[Objective]
     objective = make()
     objective.build(student, teacher)
     objective.double()
-    total = loss(objective(student, teacher, labels()))
+    total = loss(objective(objective.adapt(student), teacher, labels()))
     total.backward()
     assert torch.isfinite(total)
     assert torch.isfinite(student.logits.grad).all()
@@ -102,6 +103,34 @@ def test_sum_adds_its_parts_with_their_weights() -> None:
     parts = 2 * loss(Hinton()(student, teacher, y)) + 0.5 * loss(Cosine()(student, teacher, y))
     torch.testing.assert_close(loss(both(student, teacher, y)), parts, rtol=0, atol=1e-12)
     assert list(both(student, teacher, y)) == ["0.kd", "0.ce", "1.cosine", "1.ce"]
+
+
+def hint(seed: int) -> Hint:
+    objective = Hint()
+    seeded(seed, lambda: objective.build(outputs(1, 3), outputs(2, 6)))
+    return objective.double()
+
+
+def test_forward_has_no_parameters_once_features_are_adapted() -> None:
+    objective = hint(0)
+    adapted = objective.adapt(outputs(1, 3))
+    assert adapted.features["default"].shape == (B, 6, 4, 4)
+    del objective.regressor
+    assert torch.isfinite(loss(objective(adapted, outputs(2, 6), labels())))
+    assert hint(0).parts()[0].weight.shape == (6, 3, 3, 3)
+
+
+def test_each_part_of_a_sum_sees_the_features_that_it_has_adapted_and_else_the_students_own() -> None:
+    student, teacher, y = outputs(1, 3), outputs(2, 6), labels()
+    alone = [hint(0), Cosine(), hint(1), hint(2)]
+    both = Sum([hint(0), Sum([Cosine(), hint(1)]), hint(2)]).double()
+    assert [tuple(part.weight.shape) for part in both.parts()] == [(6, 3, 3, 3)] * 3
+    assert list(both.state_dict())[:2] == ["objectives.0.regressor.weight", "objectives.0.regressor.bias"]
+    expected = [loss(o(o.adapt(student), teacher, y)) for o in alone]
+    terms = both(both.adapt(student), teacher, y)
+    found = [loss({k: t for k, t in terms.items() if k.startswith(part)}) for part in ("0.", "1.0.", "1.1.", "2.")]
+    assert torch.equal(torch.stack(found), torch.stack(expected))
+    assert list(both.adapt(student).features) == ["default", "0>default", "1>1>default", "2>default"]
 
 
 def test_cosine_pools_any_sizes_to_the_shorter() -> None:

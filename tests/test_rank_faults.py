@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +13,9 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 
 from apprentice import cli
-from strategies import DDP, DataParallel, ZeRO1
+from strategies import DDP, FSDP, DataParallel, PipelineStrategy, ZeRO1, roll_call
 from tests.processes import Run
-from tests.training import classifier, digits, fit, weights
+from tests.training import classifier, digits, fit, trainer, weights
 
 
 class At(Callback):
@@ -51,7 +52,9 @@ def start(does: Callable[[], Any], log: Path, devices: int = 3, **options: Any) 
 EXACT = {"exact": 8}
 
 
-@pytest.mark.parametrize(("strategy", "options"), [(DDP, {}), (DDP, EXACT), (ZeRO1, {})])
+@pytest.mark.parametrize(
+    ("strategy", "options"), [(DDP, {}), (DDP, EXACT), (ZeRO1, {}), (FSDP, {}), (PipelineStrategy, {})]
+)
 @pytest.mark.parametrize("does", [bug, killed])
 def test_a_rank_that_dies_ends_the_run(
     does: Callable[[], Any], strategy: type[DataParallel], options: dict[str, Any], tmp_path: Path
@@ -73,6 +76,23 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
     lines = [line for line in run.output.splitlines() if line.startswith("error: ")]
     expected = "expected every rank to come within that time"
     assert lines == [f"error: --trainer.strategy.timeout 3: rank 1 kept the others waiting; {expected}"]
+
+
+def test_a_sub_process_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(*_: Any) -> None:
+        raise TimeoutError
+
+    strategy = DDP(start_method="popen")
+    launcher: Any = trainer(2, strategy=strategy).strategy.launcher
+    child = subprocess.Popen(["sleep", "60"])
+    child.send_signal(signal.SIGSTOP)
+    launcher.procs.append(child)
+    strategy.on_exception(RuntimeError("of another kind"))
+    assert child.poll() is None
+    monkeypatch.setattr(roll_call, "raise_for_absent", absent)
+    with pytest.raises(TimeoutError):
+        strategy.on_exception(RuntimeError("timed out"))
+    assert child.returncode == -signal.SIGKILL
 
 
 def test_a_rank_that_is_slow_changes_nothing() -> None:

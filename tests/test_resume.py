@@ -5,19 +5,22 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from apprentice import bake_off, checkpoints, report, stages
 from apprentice.checkpoints import SafePoints
 from experiments import kd
-from tests.processes import Run
-from tests.training import assert_same
+from strategies import DDP, FSDP, DataParallel
+from tests.processes import Run, launch
+from tests.training import assert_same, classifier, digits, trainer, weights
 
 SMALL = [
     "--data.train_size", "150", "--data.test_size", "100", "--data.batch_size", "60", "--seeds", "[3]",
@@ -246,6 +249,31 @@ def test_two_runs_at_once_in_one_folder_are_refused(tmp_path: Path) -> None:
     assert f"process {first.process.pid} works in it" in second.output
     os.kill(first.process.pid, signal.SIGKILL)
     assert first.wait() == -signal.SIGKILL
+
+
+def fitted(make: Callable[..., DataParallel], rank: int, path: Path) -> None:
+    def slow(content: Any, file: Path) -> None:
+        file.write_bytes(b"half a checkpoint")
+        time.sleep(0.4)
+        save(content, file)
+
+    def made(**kwargs: Any) -> Trainer:
+        return trainer(2, strategy=make(timeout=60), max_epochs=1, **kwargs)
+
+    save, torch.save = torch.save, slow
+    module, options = classifier(), {"runs": ["run"], "every": 1e-9, "tensorboard": False}
+    found = stages.fit_and_test(module, digits(), made, path / "run.ckpt", **options)
+    facts = {"scores": found.scores, "seconds": found.seconds, "samples": module.samples}
+    save({"weights": weights(module), "facts": facts}, path / str(rank))
+
+
+@pytest.mark.parametrize("make", [DDP, FSDP])
+def test_no_rank_reads_a_checkpoint_before_it_is_written(make: Callable[..., DataParallel], tmp_path: Path) -> None:
+    ranks = launch(partial(fitted, make), tmp_path)
+    assert [rank.wait() for rank in ranks] == [0, 0], "".join(rank.output for rank in ranks)
+    one, other = (torch.load(tmp_path / str(rank), weights_only=True) for rank in range(2))
+    assert_same(one["weights"], other["weights"])
+    assert one["facts"] == other["facts"]  # Lightning sends rank zero's weights to all to be tested, but nothing else
 
 
 def test_checkpoints_are_as_far_apart_as_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

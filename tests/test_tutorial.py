@@ -74,7 +74,7 @@ def test_the_loss_curve_is_the_tutorials(name: str, dropout: float, tmp_path: Pa
         loader = data.train_dataloader()
         loader.sampler.set_epoch(epoch)
         for batch in list(loader)[: STEPS - len(losses)]:
-            images = data.normalize(batch.images, torch.float64)
+            images = data.normalize(batch.inputs, torch.float64)
             optimizer.zero_grad()
             with keyed.noise(0, len(losses), batch.rows) if dropout else nullcontext():
                 loss = LOOPS[name](teacher, student, images, batch.labels)

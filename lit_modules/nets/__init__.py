@@ -4,6 +4,22 @@ from lit_modules.nets.base import DEFAULT_LAYER, Net, Outputs, layer, run
 from lit_modules.nets.batch_norm import globalise
 from lit_modules.nets.plain import DeepNN, LightNN
 from lit_modules.nets.resnet import ResNet
+from lit_modules.nets.rnn import RNNClassifier
+from lit_modules.nets.stages import pipeline_stages, stage_of
 from lit_modules.nets.torchvision import Torchvision
 
-__all__ = ["DEFAULT_LAYER", "DeepNN", "LightNN", "Net", "Outputs", "ResNet", "Torchvision", "globalise", "layer", "run"]
+__all__ = [
+    "DEFAULT_LAYER",
+    "DeepNN",
+    "LightNN",
+    "Net",
+    "Outputs",
+    "RNNClassifier",
+    "ResNet",
+    "Torchvision",
+    "globalise",
+    "layer",
+    "pipeline_stages",
+    "run",
+    "stage_of",
+]

@@ -1,6 +1,6 @@
 """What every net of the suite has in common, and what is asked of anyone else's."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -12,22 +12,35 @@ DEFAULT_LAYER = "default"
 
 
 class Outputs(NamedTuple):
-    """What a net computed for b images: logits (b, classes) and the features of the layers that were asked for."""
+    """What a net computed for b inputs: logits (b, classes) and the features of the layers that were asked for."""
 
     logits: Tensor
     features: dict[str, Tensor]
 
 
 class Net(nn.Module):
-    """A classifier of images (B, C, H, W) whose `forward` gives logits (B, classes).
+    """A classifier of inputs (B, ...), such as images (B, C, H, W), whose `forward` gives logits (B, classes).
 
-    Subclasses take `input_shape` and `num_classes` by keyword; the data module's are passed to them.
+    Subclasses take `input_shape` and `num_classes` by keyword; the data module's are passed to them. One that can be
+    cut for a pipeline has `pipeline_stages()`: modules in order, as fine as is useful, whose composition is `forward`.
 
     Attributes:
         feature_layer: path of the submodule whose output objectives compare unless told otherwise.
     """
 
     feature_layer: str
+
+
+def of_images(input_shape: Sequence[int]) -> tuple[int, int, int]:
+    """The shape, if it is that of images.
+
+    Raises:
+        ValueError: it is that of something else.
+    """
+    if len(input_shape) != 3:
+        raise ValueError(f"input_shape {tuple(input_shape)}: expected (C, H, W), images")
+    channels, height, width = input_shape
+    return channels, height, width
 
 
 def layer(net: nn.Module, path: str, flag: str = "layer") -> nn.Module:
@@ -63,8 +76,8 @@ def observed(net: nn.Module, paths: set[str]) -> Iterator[dict[str, Tensor]]:
             handle.remove()
 
 
-def run(net: nn.Module, images: Tensor, paths: set[str]) -> Outputs:
-    """The net's outputs for images (b, C, H, W), with the features at `paths`."""
+def run(net: nn.Module, inputs: Tensor, paths: set[str]) -> Outputs:
+    """The net's outputs for inputs (b, ...), with the features at `paths`."""
     with observed(net, paths) as features:
-        logits = net(images)
+        logits = net(inputs)
     return Outputs(logits, features)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from apprentice.keyed import Dropout
-from lit_modules.nets.base import Net
+from lit_modules.nets.base import Net, of_images
 
 
 class _Plain(Net):
@@ -21,7 +21,7 @@ class _Plain(Net):
         dropout: float,
     ) -> None:
         super().__init__()
-        _, height, width = input_shape
+        _, height, width = of_images(input_shape)
         if min(height, width) < 4:
             raise ValueError(f"input_shape {tuple(input_shape)}: expected at least 4 x 4 pixels")
         self.features = nn.Sequential(*features)
@@ -36,6 +36,10 @@ class _Plain(Net):
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, classes) of images (B, C, H, W)."""
         return self.classifier(torch.flatten(self.features(images), 1))
+
+    def pipeline_stages(self) -> list[nn.Module]:
+        """Each layer."""
+        return [*self.features, nn.Flatten(1), *self.classifier]
 
 
 class DeepNN(_Plain):

@@ -1,20 +1,25 @@
 """Residual nets for small images (He et al. 2016, "Deep Residual Learning for Image Recognition", section 4.2)."""
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lit_modules.nets.base import Net
+from lit_modules.nets.base import Net, of_images
+from lit_modules.nets.group_norm import Norm, norm_layer
+
+Normed = Callable[[int], nn.Module]
 
 
 class Block(nn.Module):
     """Two 3 x 3 convolutions and a shortcut without parameters (option A): strided, padded with zero channels."""
 
-    def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
+    def __init__(self, in_channels: int, out_channels: int, stride: int, normed: Normed) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(in_channels, out_channels, 3, stride, padding=1, bias=False)
-        self.norm1 = nn.BatchNorm2d(out_channels)
+        self.norm1 = normed(out_channels)
         self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False)
-        self.norm2 = nn.BatchNorm2d(out_channels)
+        self.norm2 = normed(out_channels)
         self.stride, self.extra_channels = stride, out_channels - in_channels
 
     def forward(self, x: Tensor) -> Tensor:
@@ -31,6 +36,7 @@ class ResNet(Net):
         depth: 8, 20, 32, 44, 56, 110: any 6n + 2.
         input_shape: (C, H, W).
         num_classes: number of logits.
+        norm: over the batch, as in the paper, or over groups of channels of each image.
 
     Raises:
         ValueError: `depth` is not 6n + 2.
@@ -38,28 +44,45 @@ class ResNet(Net):
 
     feature_layer = "stage3"
 
-    def __init__(self, depth: int = 20, input_shape: tuple[int, int, int] = (3, 32, 32), num_classes: int = 10) -> None:
+    def __init__(
+        self,
+        depth: int = 20,
+        input_shape: tuple[int, int, int] = (3, 32, 32),
+        num_classes: int = 10,
+        norm: Norm = "batch",
+    ) -> None:
         super().__init__()
+        normed = norm_layer(norm)
         blocks, rest = divmod(depth - 2, 6)
         if blocks < 1 or rest:
             raise ValueError(f"depth {depth}: expected 6n + 2, as 8, 20, 32, 56 or 110")
         self.stem = nn.Sequential(
-            nn.Conv2d(input_shape[0], 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()
+            nn.Conv2d(of_images(input_shape)[0], 16, 3, padding=1, bias=False), normed(16), nn.ReLU()
         )
-        self.stage1 = self._stage(16, 16, blocks, stride=1)
-        self.stage2 = self._stage(16, 32, blocks, stride=2)
-        self.stage3 = self._stage(32, 64, blocks, stride=2)
+        self.stage1 = self._stage(16, 16, blocks, 1, normed)
+        self.stage2 = self._stage(16, 32, blocks, 2, normed)
+        self.stage3 = self._stage(32, 64, blocks, 2, normed)
         self.head = nn.Linear(64, num_classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d | nn.Linear):
                 nn.init.kaiming_normal_(module.weight)
 
     @staticmethod
-    def _stage(in_channels: int, out_channels: int, blocks: int, stride: int) -> nn.Sequential:
-        first = Block(in_channels, out_channels, stride)
-        return nn.Sequential(first, *(Block(out_channels, out_channels, 1) for _ in range(blocks - 1)))
+    def _stage(in_channels: int, out_channels: int, blocks: int, stride: int, normed: Normed) -> nn.Sequential:
+        first = Block(in_channels, out_channels, stride, normed)
+        return nn.Sequential(first, *(Block(out_channels, out_channels, 1, normed) for _ in range(blocks - 1)))
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, classes) of images (B, C, H, W)."""
         x = self.stage3(self.stage2(self.stage1(self.stem(images))))  # (B, 64, H / 4, W / 4)
         return self.head(x.mean((2, 3)))
+
+    def pipeline_stages(self) -> list[nn.Module]:
+        """The stem, each block, and the head with the mean over positions."""
+        head = nn.Sequential(_Mean(), self.head)
+        return [self.stem, *self.stage1, *self.stage2, *self.stage3, head]
+
+
+class _Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean((2, 3))  # (B, C, H, W) -> (B, C)

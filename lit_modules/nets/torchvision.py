@@ -2,15 +2,20 @@
 
 import difflib
 import inspect
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torchvision import models
 
 from apprentice.errors import BadInput
-from lit_modules.nets.base import Net
+from lit_modules.nets.base import Net, of_images
+from lit_modules.nets.group_norm import Norm, norm_layer
+from lit_modules.nets.stages import cuttable
+from lit_modules.nets.tracing import chain
 
 SIZES = (32, 48, 64, 75, 96, 128, 160, 192, 224, 256, 299)
+WITH_AUXILIARY = {"googlenet", "inception_v3"}
 
 
 class Torchvision(Net):
@@ -22,22 +27,28 @@ class Torchvision(Net):
         name: as `torchvision.models.list_models` gives it: resnet18, mobilenet_v2, ...
         input_shape: (C, H, W), C 1 or 3.
         num_classes: number of logits.
+        norm: over the batch where the model has that, or in its place over groups of channels of each image.
 
     Raises:
-        BadInput: no such model, or it can't take images of this size or gives no logits (B, classes).
+        BadInput: no such model, or it can't take images of this size, gives no logits (B, classes) or has no such norm.
     """
 
     def __init__(
-        self, name: str = "resnet18", input_shape: tuple[int, int, int] = (3, 32, 32), num_classes: int = 10
+        self,
+        name: str = "resnet18",
+        input_shape: tuple[int, int, int] = (3, 32, 32),
+        num_classes: int = 10,
+        norm: Norm = "batch",
     ) -> None:
         super().__init__()
         known = models.list_models(module=models)
         if name not in known:
             near = difflib.get_close_matches(name, known, 5, 0.4)
             raise BadInput("name", name, f"a classification model of torchvision, as {', '.join(near or known[:5])}")
-        if input_shape[0] not in {1, 3}:
+        if of_images(input_shape)[0] not in {1, 3}:
             raise BadInput("name", name, f"images of 1 or 3 channels, not {input_shape[0]}")
         self.name, self.input_shape, self.num_classes = name, tuple(input_shape), num_classes
+        self.norm_options = self._norm_options(norm)
         self.model = self._build(input_shape[-1])
         fault = self._fault(self.model, input_shape[1:])
         if fault:
@@ -49,12 +60,30 @@ class Torchvision(Net):
     def _build(self, size: int) -> nn.Module:
         builder = models.get_model_builder(self.name)
         # Some heads are dropped in training's auxiliary outputs, some models fix the image size when they are built.
-        options: dict[str, int] = (
-            {"aux_logits": False, "init_weights": True} if self.name in {"googlenet", "inception_v3"} else {}
-        )
+        options: dict[str, Any] = {"aux_logits": False, "init_weights": True} if self.name in WITH_AUXILIARY else {}
         if "image_size" in inspect.signature(builder).parameters or self.name.startswith("vit_"):
             options["image_size"] = size
-        return builder(weights=None, num_classes=self.num_classes, **options)
+        return builder(weights=None, num_classes=self.num_classes, **options, **self.norm_options)
+
+    def _norm_options(self, norm: Norm) -> dict[str, Any]:
+        """What the model's builder is told of the norm.
+
+        Raises:
+            BadInput: the model has no BatchNorm, or none that can be chosen.
+        """
+        if norm == "batch":
+            return {}
+        options = {"norm_layer": norm_layer(norm)}
+        builder = models.get_model_builder(self.name)
+        try:
+            with torch.device("meta"):
+                builder(weights=None, **options)
+                batch = any(isinstance(m, nn.BatchNorm2d) for m in builder(weights=None).modules())
+        except TypeError:  # it takes no norm_layer
+            batch = False
+        if not batch:
+            raise BadInput("norm", norm, f"batch for {self.name}; others, as resnet50, have BatchNorm as an option")
+        return options
 
     def _fault(self, model: nn.Module, size: tuple[int, ...]) -> str:
         """What keeps the model from giving logits for two images of this size, or nothing."""
@@ -100,3 +129,23 @@ class Torchvision(Net):
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, classes) of images (B, 1 or 3, H, W)."""
         return self.model(images.expand(-1, 3, -1, -1))
+
+    def pipeline_stages(self) -> list[nn.Module]:
+        """The model's children, those of its sequences one by one, with what it does between them.
+
+        Raises:
+            BadInput: the model is not a chain of its children.
+        """
+        weight = next(self.model.parameters())
+        example = torch.rand(2, 3, *self.input_shape[1:], generator=torch.Generator().manual_seed(0))
+        try:
+            parts = chain(self.model, example.to(weight))
+        except ValueError:
+            like = "a model that is a chain of its children, as resnet50 or vgg11"
+            raise BadInput("name", self.name, f"{like}: {self.name} can't be cut into pipeline stages") from None
+        return cuttable([_ThreeChannels(), *parts])
+
+
+class _ThreeChannels(nn.Module):
+    def forward(self, images: Tensor) -> Tensor:
+        return images.expand(-1, 3, -1, -1)  # (B, 1 or 3, H, W) -> (B, 3, H, W)

@@ -18,7 +18,8 @@ class Term(NamedTuple):
 class Objective(nn.Module):
     """A distillation method: says which layers it wants to see, and returns its terms.
 
-    It may own trainable parts, made in `build`: they train with the student and are not part of what is exported.
+    It may own trainable parts, made in `build` and used in `adapt`: they train with the student and are not part of
+    what is exported.
 
     Attributes:
         uses_teacher: whether the teacher's outputs are needed at all.
@@ -33,11 +34,23 @@ class Objective(nn.Module):
     def build(self, student: Outputs, teacher: Outputs | None) -> None:
         """Make trainable parts, or refuse the pair, given the outputs for one example image."""
 
+    def parts(self) -> list[nn.Module]:
+        """The modules that hold all trainable parts; each is called by itself."""
+        return list(self.children())
+
+    def adapt(self, student: Outputs) -> Outputs:
+        """What `forward` compares: the student's outputs, with features that have passed the trainable parts.
+
+        It belongs to the student's forward, so that `forward` has no parameters and can be computed wherever the
+        outputs are. The logits stay what they are.
+        """
+        return student
+
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
         """The terms of b samples.
 
         Args:
-            student: logits (b, classes) and the student's features.
+            student: logits (b, classes) and the student's features, adapted.
             teacher: the same of the teacher, without gradients; None where `uses_teacher` is false.
             labels: (b,) int64.
         """

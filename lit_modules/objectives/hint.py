@@ -40,9 +40,14 @@ class Hint(FeatureObjective):
             raise BadInput("student_layer", self.student_layer, f"maps of one height and width; {sizes}")
         self.regressor = nn.Conv2d(f_s.shape[1], f_t.shape[1], 3, padding=1)
 
+    def adapt(self, student: Outputs) -> Outputs:
+        """The student's maps as the regressor gives them, (b, C_t, H, W), in the place of its own."""
+        path = self.student_layer
+        return student._replace(features=student.features | {path: self.regressor(student.features[path])})
+
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
         f_s, f_t = self.features(student, teacher)
-        distance = (self.regressor(f_s) - f_t).square().mean((1, 2, 3))  # (b,)
+        distance = (f_s - f_t).square().mean((1, 2, 3))  # (b,)
         return {
             "hint": Term(distance, self.hint_weight),
             "ce": Term(cross_entropy(student.logits, labels), self.ce_weight),

@@ -6,6 +6,8 @@ from apprentice.errors import BadInput
 from lit_modules.nets.base import Outputs
 from lit_modules.objectives.base import Objective, Term, weight
 
+OWN = ">"  # between a part's position and the path of a feature that is its own; no path has it
+
 
 class Sum(Objective):
     """The weighted sum of objectives, itself an objective: the tutorial suggests soft targets and cosine together.
@@ -33,9 +35,30 @@ class Sum(Objective):
         for objective in self.objectives:
             objective.build(student, teacher)  # type: ignore[operator]
 
+    def parts(self) -> list[nn.Module]:
+        """Those of all objectives."""
+        return [part for objective in self.objectives for part in objective.parts()]  # type: ignore[operator]
+
+    def adapt(self, student: Outputs) -> Outputs:
+        """The student's outputs, and beside its features those that a part has made, as `<position>><path>`."""
+        features = dict(student.features)
+        for i, objective in enumerate(self.objectives):
+            adapted = objective.adapt(student).features  # type: ignore[operator]
+            own = {path: x for path, x in adapted.items() if x is not student.features.get(path)}
+            features |= {f"{i}{OWN}{path}": x for path, x in own.items()}
+        return student._replace(features=features)
+
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
         return {
             f"{i}.{name}": Term(term.values, term.weight * part)
             for i, (objective, part) in enumerate(zip(self.objectives, self.weights, strict=True))
-            for name, term in objective(student, teacher, labels).items()
+            for name, term in objective(_seen_by(i, student), teacher, labels).items()
         }
+
+
+def _seen_by(position: int, student: Outputs) -> Outputs:
+    """The student's features as one part has adapted them, without those of the others."""
+    prefix = f"{position}{OWN}"
+    raw = {path: x for path, x in student.features.items() if OWN not in path}
+    own = {path.removeprefix(prefix): x for path, x in student.features.items() if path.startswith(prefix)}
+    return student._replace(features=raw | own)

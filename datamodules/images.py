@@ -1,0 +1,79 @@
+"""The base of all image data modules: normalisation and augmentation, a batch at a time, on the training device."""
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apprentice import keyed
+from apprentice.batch import Batch
+from datamodules.augment import augment
+from datamodules.base import InMemoryData
+
+
+class ImageData(InMemoryData):
+    """Images in memory as uint8.
+
+    For a data set of your own give the attributes and override `read`; `prepare_data` too, if something must be
+    fetched first.
+
+    Attributes:
+        input_shape: (C, H, W).
+        mean: of each channel, on a scale from 0 to 1.
+        std: likewise.
+        levels: the pixel value that is 1 on that scale.
+        flips: whether a mirrored image is still one of its class.
+
+    Args:
+        batch_size: images in a batch over all devices together, whatever their number.
+        augment: random crop, and flip where that makes sense, drawn from training seed, epoch and sample.
+        options: those of InMemoryData.
+
+    Raises:
+        BadInput: a value can't be used.
+    """
+
+    input_shape: tuple[int, int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    levels: int = 255
+    flips: bool = False
+
+    def __init__(self, batch_size: int = 128, *, augment: bool = False, **options: Any) -> None:
+        super().__init__(batch_size, **options)
+        self.augment = augment
+
+    @property
+    def train_inputs_repeat(self) -> bool:
+        """Whether a training image looks the same in each epoch."""
+        return not self.augment
+
+    def normalize(self, images: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Stored (B, C, H, W) uint8 to floats of mean 0 and deviation 1.
+
+        What torchvision's ToTensor and Normalize give, bit for bit. Computed in float64 if that is the `dtype` wanted
+        (torch's default when not given), else in float32.
+        """
+        dtype = dtype or torch.get_default_dtype()
+        exact = torch.float64 if dtype == torch.float64 else torch.float32
+        mean, std = _statistics(tuple(self.mean), tuple(self.std), images.device, exact)
+        return images.to(exact).div_(self.levels).sub_(mean).div_(std).to(dtype)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Lightning's hook, on the device: augment if training, then normalise to the module's type."""
+        if isinstance(batch, Batch) and self.augment and self.trainer is not None and self.trainer.training:
+            epoch = batch.step // math.ceil(self.sizes["train"] / self.batch_size)
+            key = keyed.fold(self.order_seed, epoch)
+            batch = batch._replace(inputs=augment(batch.inputs, key, batch.index, self.flips))
+        return super().on_after_batch_transfer(batch, dataloader_idx)
+
+
+@functools.cache
+def _statistics(
+    mean: tuple[float, ...], std: tuple[float, ...], device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Mean and deviation as (C, 1, 1); kept, because a copy to a GPU would wait for all the work queued there."""
+    with torch.inference_mode(False):  # may be first asked for in a test, and then be wanted in training
+        return tuple(torch.tensor(x, dtype=dtype, device=device)[:, None, None] for x in (mean, std))  # type: ignore[return-value]

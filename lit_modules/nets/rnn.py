@@ -1,0 +1,73 @@
+"""A recurrent classifier of text: embedding, GRU, head (Cho et al. 2014)."""
+
+import torch
+from torch import Tensor, nn
+
+from apprentice.keyed import Dropout
+from lit_modules.nets.base import Net
+
+
+class RNNClassifier(Net):
+    """Tokens (B, T), 0 for padding at the end, to logits (B, classes), from the GRU's state after the last token.
+
+    Its parts are those of the model that PyTorch's "Getting Started with Distributed RPC Framework" splits over
+    processes; here they are stages of a pipeline.
+
+    Args:
+        embedding_dim: values of a token's embedding.
+        hidden: values of the GRU's state.
+        dropout: probability of a zero in the state that the head sees.
+        vocab_size: number of tokens; 256 for bytes.
+        input_shape: (T,); any T will do.
+        num_classes: number of logits.
+
+    Raises:
+        ValueError: the inputs are no text.
+    """
+
+    feature_layer = "gru"
+
+    def __init__(
+        self,
+        embedding_dim: int = 32,
+        hidden: int = 128,
+        dropout: float = 0.0,
+        vocab_size: int = 256,
+        input_shape: tuple[int, ...] = (64,),
+        num_classes: int = 10,
+    ) -> None:
+        super().__init__()
+        if len(input_shape) != 1:
+            raise ValueError(f"input_shape {tuple(input_shape)}: expected (T,), texts")
+        self.embedding = _Embedding(vocab_size, embedding_dim)
+        self.gru = _LastState(embedding_dim, hidden)
+        self.head = nn.Sequential(Dropout(dropout), nn.Linear(hidden, num_classes))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits (B, classes) of tokens (B, T) of any integer type."""
+        return self.head(self.gru(*self.embedding(tokens)))
+
+    def pipeline_stages(self) -> list[nn.Module]:
+        """Embedding, GRU and head; between the first two a tuple travels."""
+        return [self.embedding, self.gru, self.head]
+
+
+class _Embedding(nn.Module):
+    def __init__(self, vocab_size: int, embedding_dim: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(vocab_size, embedding_dim, padding_idx=0)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, T) -> (B, T, D), and the texts' lengths (B,)."""
+        return self.table(tokens.long()), (tokens != 0).sum(1)
+
+
+class _LastState(nn.Module):
+    def __init__(self, embedding_dim: int, hidden: int) -> None:
+        super().__init__()
+        self.cells = nn.GRU(embedding_dim, hidden, batch_first=True)
+
+    def forward(self, embedded: Tensor, lengths: Tensor) -> Tensor:
+        """(B, T, D) and (B,) -> (B, H), the state after the last token; after one of padding for an empty text."""
+        states, _ = self.cells(embedded)  # (B, T, H)
+        return states[torch.arange(len(states), device=states.device), lengths.clamp(min=1) - 1]

@@ -1,0 +1,77 @@
+"""A module cut into stages: which layers belong together."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+
+def chained(modules: Iterable[nn.Module], x: Any) -> Any:
+    """The modules one after another; a tuple is taken as several arguments."""
+    for module in modules:
+        x = module(*x) if isinstance(x, tuple) else module(x)
+    return x
+
+
+def sizes_by_cost(costs: Sequence[float], stages: int) -> list[int]:
+    """How many modules each stage takes, so that the dearest stage costs the least that can be; none is empty."""
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    # dearest[n]: the least that the dearest of the stages so far costs if they take n modules, and what the last takes
+    dearest = [(cost, [n]) for n, cost in enumerate(sums)]
+    for stage in range(2, stages + 1):
+        dearest = [
+            min(
+                (
+                    (max(dearest[first][0], sums[n] - sums[first]), [*dearest[first][1], n - first])
+                    for first in range(stage - 1, n)
+                ),
+                default=(float("inf"), []),
+            )
+            for n in range(len(sums))
+        ]
+    return dearest[-1][1]
+
+
+def grouped(modules: Sequence[nn.Module], sizes: Sequence[int]) -> list[list[nn.Module]]:
+    """The modules in groups of these sizes, in their order."""
+    rest = iter(modules)
+    return [[next(rest) for _ in range(size)] for size in sizes]
+
+
+def check(module: nn.Module, stages: Sequence[Sequence[nn.Module]]) -> None:
+    """Raise ValueError where a tensor is in no stage although it trains, or in two; the message names it."""
+    names = {tensor: name for name, tensor in tensors(module)}
+    owners: dict[Tensor, int] = {}
+    for number, stage in enumerate(stages):
+        for tensor in dict.fromkeys(tensor for part in stage for _, tensor in tensors(part)):
+            if owners.setdefault(tensor, number) != number:
+                expected = "a weight belongs to one stage"
+                found = f"{names.get(tensor, 'one')} is in stages {owners[tensor]} and {number}"
+                raise ValueError(f"pipeline_stages: expected that {expected}; {found}")
+    for tensor, number in owners.items():
+        if tensor not in names:
+            expected = f"expected modules of {type(module).__name__} itself"
+            raise ValueError(f"pipeline_stages: {expected}; stage {number} has a weight from elsewhere")
+    for tensor, name in names.items():
+        if tensor.requires_grad and tensor not in owners:
+            raise ValueError(f"pipeline_stages: expected every trainable parameter in a stage; {name} is in none")
+
+
+def normalised(module: nn.Module) -> list[str]:
+    """Names of the layers in which the rows that are computed together see one another."""
+    return [name for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)]
+
+
+def noisy(module: nn.Module) -> list[str]:
+    """Names of the layers that draw from torch's own generator."""
+    return [name for name, layer in module.named_modules() if isinstance(layer, _DropoutNd) and layer.p > 0]
+
+
+def tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """A module's parameters and buffers with their names."""
+    yield from module.named_parameters()
+    yield from module.named_buffers()
