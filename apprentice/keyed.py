@@ -142,7 +142,7 @@ class Dropout(nn.Module):
         if len(x) != len(context.rows):
             raise ValueError(f"keyed dropout got {len(x)} rows, expected the {len(context.rows)} of the step's context")
         keep = context.keep(self.layer, x[:1].numel() if len(x) else 1, self.p)
-        return x * keep.view_as(x) / (1 - self.p)
+        return x * keep.to(x.device).view_as(x) / (1 - self.p)  # of a split module another device's
 
     def extra_repr(self) -> str:  # noqa: D102
         return f"p={self.p}, layer={self.layer}"

@@ -41,6 +41,9 @@ class LocalSGD(Replicated):
         self._ddp_comm_hook = post_localSGD_hook
         self._own: list[Tensor] = []
 
+    def _on_several_devices(self) -> bool:
+        return False
+
     def _register_ddp_hooks(self) -> None:
         self._ddp_comm_state = PostLocalSGDState(None, None, self.warmup_steps, post_local_gradient_allreduce=False)
         super()._register_ddp_hooks()

@@ -73,7 +73,13 @@ class Replicated(DataParallel):
         self._splits = self._split_parts()
         self._dealt = [split for split in self._splits if split.devices is None]
         self._split_devices = self._devices_to_deal() if self._dealt else next((s.devices for s in self._splits), None)
+        if len(set(self._split_devices or [])) > 1 and not self._on_several_devices():
+            raise ValueError("strategy: expected plain ddp, without exact, for a ModelParallel on several GPUs")
         super().setup_environment()
+
+    def _on_several_devices(self) -> bool:
+        """Whether one rank's parameters may be on several devices."""
+        return True
 
     def _split_parts(self) -> list[ModelParallel]:
         assert self.lightning_module is not None

@@ -24,6 +24,9 @@ class ZeRO1(DDP):
         ValueError: a loss scale or LBFGS, which need all gradients on all ranks.
     """
 
+    def _on_several_devices(self) -> bool:
+        return False
+
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Deal the parameters to the ranks: the largest first, each to the rank that has least."""
         super().setup_optimizers(trainer)

@@ -16,8 +16,9 @@ from apprentice import keyed
 from apprentice.keyed import seeded
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import LightNN
-from strategies import DDP, ModelParallel
+from strategies import DDP, LocalSGD, ModelParallel, ZeRO1
 from strategies.model_parallel import devices_of, in_turn
+from strategies.replicated import Replicated
 from tests.training import SHAPE, assert_same, digits, fit, net, trainer, weights
 
 ROWS = 11
@@ -241,12 +242,14 @@ class Fakes(LightningModule):
         return self.head(self.part(x))
 
 
-def on_gpus(module: LightningModule, local_rank: int, monkeypatch: pytest.MonkeyPatch, gpus: int = 4) -> DDP:
-    """A strategy as it is in a rank of two processes, before it joins the others."""
+def on_gpus(
+    module: LightningModule, local_rank: int, monkeypatch: pytest.MonkeyPatch, strategy: Replicated | None = None
+) -> Replicated:
+    """A strategy as it is in a rank of two processes with four GPUs, before it joins the others."""
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(strategies.base.DataParallel, "setup_environment", lambda self: None)
-    strategy = DDP(timeout=60)
+    strategy = strategy or DDP(timeout=60)
     strategy.parallel_devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
     strategy.cluster_environment = LightningEnvironment()
     strategy.connect(module)
@@ -264,6 +267,20 @@ def test_ddp_deals_each_process_its_gpus(local_rank: int, devices: list[str], mo
         assert [str(buffer.device) for buffer in module.buffers()] == [*devices, devices[-1]]
         x = strategy.batch_to_device(torch.ones(ROWS, 6))
         assert {str(tensor.device) for tensor in (x, module(x))} == {devices[-1]}
+
+
+def test_noise_goes_to_each_stages_gpu() -> None:
+    with FakeTensorMode():
+        split = ModelParallel([keyed.Dropout(0.5), keyed.Dropout(0.5)], GPUS, split_size=4)
+        with keyed.noise(0, 0, torch.arange(ROWS, device="cuda:1")):
+            assert str(split(torch.ones(ROWS, 6, device="cuda:1")).device) == "cuda:1"
+
+
+@pytest.mark.parametrize("strategy", [DDP(exact=4), ZeRO1(), LocalSGD()], ids=lambda s: type(s).__name__)
+def test_what_wants_one_device_says_so(strategy: Replicated, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Fakes(ModelParallel([Weight(6), Weight(6)]))
+    with pytest.raises(ValueError, match="expected plain ddp, without exact, for a ModelParallel on several GPUs"):
+        on_gpus(module, 0, monkeypatch, strategy)
 
 
 def test_optimizer_states_go_to_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import random
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,12 @@ from torch.multiprocessing import ProcessRaisedException
 from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
-from apprentice.keyed import Dropout
+from apprentice.keyed import Dropout, seeded
 from apprentice.progress import quiet
+from datamodules import Shakespeare
+from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
-from lit_modules.nets import DeepNN, ResNet, Torchvision
+from lit_modules.nets import DeepNN, ResNet, RNNClassifier, Torchvision
 from lit_modules.objectives import CrossEntropy
 from strategies import DDP, PipelineStrategy, stages
 from strategies.parcels import Layout, Packing
@@ -73,6 +76,24 @@ def test_twenty_steps_end_where_one_process_does(name: str, shape: str) -> None:
     module = fitted(MODULES[name], devices, pipeline(**options), **settings(name))
     assert_same(weights(on_one_process(name)), weights(module), atol=1e-9)
     assert list(module.state_dict()) == list(on_one_process(name).state_dict())
+
+
+@pytest.mark.real_data
+@pytest.mark.parametrize("exact", [None, 8])
+def test_a_text_classifier_on_two_pipelines_of_two(exact: int | None, data_root: Path) -> None:
+    """The hybrid of PyTorch's RPC tutorials with today's parts: embedding | GRU, head, gradients averaged over two."""
+
+    def ended(devices: int, strategy: Any) -> LightningModule:
+        data = Shakespeare(data_root, speakers=4, batch_size=37, train_size=101, test_size=40, validation_size=0)
+        module = LitClassifier(seeded(0, lambda: RNNClassifier(hidden=16, dropout=0.2, num_classes=4)), num_classes=4)
+        precision = "32-true" if exact else "64-true"
+        return fit(module, data, devices, strategy=strategy, precision=precision, max_epochs=7, max_steps=20)
+
+    one = ended(1, DDP(timeout=60, exact=exact))
+    shapes = [(4, {"data_parallel_size": 2}), (3, {}), (2, {"balance": "time"})]
+    for devices, options in shapes:
+        other = ended(devices, pipeline(exact=exact, schedule="GPipe", **options))
+        assert_same(weights(one), weights(other), atol=0 if exact else 1e-9)
 
 
 class Conv(LightningModule):
@@ -697,3 +718,22 @@ def test_parcels_carry_any_tensors_and_their_gradients() -> None:
         ValueError, match=r"expected a stage to give \(rows, 4, 5, 6\) float64 .* got \(rows, 2\) int64"
     ):
         packing.pack((c,), a)
+
+
+def test_the_example_of_the_docs_runs_as_it_stands() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "pipeline.md").read_text()
+    code = text.partition("```python\n")[2].partition("```")[0]
+    assert len(code.splitlines()) <= 40
+    options = "max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False"
+    code = code.replace("max_epochs=2", options)
+    alone = code.replace("PipelineStrategy(schedule=", "Alone(schedule=").replace("devices=2", "devices=1")
+    found: list[dict[str, Any]] = []
+    for example in (code, alone):
+        names = {"__name__": "__main__", "Alone": lambda **_: DDP(timeout=60)}
+        torch.manual_seed(0)
+        with warnings.catch_warnings(), quiet():
+            warnings.simplefilter("ignore")  # Lightning's, about workers and steps to log at
+            exec(compile(example, "docs/pipeline.md", "exec"), names)
+        found.append(names)
+    assert_same(weights(found[0]["module"]), weights(found[1]["module"]), atol=1e-4)
+    assert found[0]["trainer"].callback_metrics["loss"] == pytest.approx(found[1]["trainer"].callback_metrics["loss"])
