@@ -120,11 +120,11 @@ class Line:
         dist.broadcast(parcel, group=self.group, group_src=source)
         return form.filled(packing.opened(parcel, rows)), form
 
-    def from_last(self, value: Tensor) -> Tensor:
-        """A scalar of the last stage's rank, on all ranks."""
-        value = value.to(self.device)
-        dist.broadcast(value, group=self.group, group_src=self.plan.rank_of[-1])
-        return value
+    def from_last(self, value: float) -> float:
+        """A number of the last stage's rank, on all ranks."""
+        told = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.broadcast(told, group=self.group, group_src=self.plan.rank_of[-1])
+        return told.item()
 
     # Training
 

@@ -11,11 +11,11 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 
-from apprentice import checkpoints, interrupts
+from apprentice import checkpoints
 from apprentice.errors import BadInput
 from apprentice.measuring.callbacks import KeepWeights, Measure, Plan
 from apprentice.measuring.difference import differing_bits, largest_difference
-from apprentice.measuring.isolation import alone, none_left
+from apprentice.measuring.isolation import fitted
 from apprentice.measuring.rows import Row
 
 Facts = dict[str, Any]
@@ -113,13 +113,7 @@ class Bench:
 
     def _fit(self, row: Row, callback: Callback, **settings: Any) -> None:
         trainer = row.trainer(callbacks=[callback], **QUIET | settings)
-        fit = partial(trainer.fit, self.make(row.split), self.data)
-        with none_left(), interrupts.deferred():
-            if trainer.strategy.launcher is None:
-                alone(fit, self.threads)
-            else:
-                fit()
-        interrupts.stop_if_requested()
+        fitted(trainer, partial(trainer.fit, self.make(row.split), self.data), self.threads)
 
 
 def _stopped(steps: int) -> BadInput:

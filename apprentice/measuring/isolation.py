@@ -1,4 +1,4 @@
-"""A call in a process of its own, so that one device's fit is measured as clean as a rank of many."""
+"""Calls and fits in processes of their own, so that one device's fit is measured as clean as a rank of many."""
 
 import multiprocessing
 import time
@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from lightning.pytorch import Trainer
 from torch.multiprocessing.spawn import start_processes
 
-from apprentice import environment
+from apprentice import environment, interrupts
 
 
 @contextmanager
@@ -75,6 +76,26 @@ def alone(function: Callable[[], object], threads: int) -> None:
         start_processes(_call, args=(function, threads), nprocs=1, start_method="fork")
     else:
         function()
+
+
+def fitted(trainer: Trainer, fit: Callable[[], object], threads: int) -> None:
+    """Fit in processes that end with it; a signal ends the fit where its callbacks ask for that.
+
+    Args:
+        trainer: whose fit it is.
+        fit: begins it.
+        threads: of a process that trains alone.
+
+    Raises:
+        Interrupted: the user asked to stop.
+        Exception: whatever the fit raised.
+    """
+    with none_left(), interrupts.deferred():
+        if trainer.strategy.launcher is None:
+            alone(fit, threads)
+        else:
+            fit()
+    interrupts.stop_if_requested()
 
 
 def _call(_number: int, function: Callable[[], object], threads: int) -> None:

@@ -46,8 +46,8 @@ def markdown(results: Facts, missing: Mapping[str, str]) -> str:
     told = {
         "Model": f"{_class(config, 'net')} on {_class(config, 'data')}",
         "Settings": "; ".join(settings(config)),
-        "Hardware": _words(results["hardware"]),
-        "Versions": _words(results["versions"]),
+        "Hardware": words(results["hardware"]),
+        "Versions": words(results["versions"]),
     }
     header = "\n".join(f"- {name}: {value}" for name, value in told.items())
     image = "![speed, memory, bytes sent and differences](results.png)"
@@ -112,5 +112,6 @@ def _class(config: Facts, key: str) -> str:
     return config[key]["class_path"].rpartition(".")[2]
 
 
-def _words(values: Mapping[str, Any]) -> str:
+def words(values: Mapping[str, Any]) -> str:
+    """Names with their values, but for those that are not known."""
     return ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)

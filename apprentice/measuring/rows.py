@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
 
 from apprentice import cli
 from apprentice.errors import BadInput
@@ -56,24 +57,15 @@ class Rows:
 
     def __init__(self, trainer: cli.Choice, exact: int | None, names: cli.Names) -> None:
         self._trainer, self._names, self._family = trainer, names, cli.Strategies(names=names)
-        for key in SEEN_TO:
-            if (value := trainer.init_args[key]) not in {None, -1}:
-                raise BadInput(f"trainer.{key}", value, "it left out: --steps says how long a row is measured")
+        check_left_out(trainer, SEEN_TO, "--steps says how long a row is measured")
         probe = self._make("auto")()
         self.devices, self._gpus = probe.num_devices, probe.num_devices * (probe.strategy.root_device.type == "cuda")
         if exact is not None and exact < self.devices:
             raise BadInput("exact", exact, f"at least {self.devices}, the number of devices")
-        self._check_place(probe)
+        check_place(probe)
         self.exact = exact or max(8, self.devices)
         self.single = Row(SINGLE, 1, self._make("auto", one=True))
         self.known = {row.name: row for row in [self.single, *self._plain(), *self._exact(), self._split()]}
-
-    def _check_place(self, probe: Any) -> None:
-        if probe.num_nodes > 1:
-            raise BadInput("trainer.num_nodes", probe.num_nodes, "1: one machine is measured")
-        place = getattr(probe.strategy, "cluster_environment", None)
-        if place is not None and place.creates_processes_externally:
-            raise BadInput("trainer.devices", self.devices, "a start without torchrun or srun: ranks are forked here")
 
     def picked(self, only: Sequence[str] | None) -> tuple[list[Row], dict[str, str]]:
         """The rows to measure, one process first; why others, that were not asked for by name, are skipped.
@@ -108,10 +100,10 @@ class Rows:
             kind = strategy, {option: value for option, value in sets.items() if option != "start_method"}
             if kind not in seen:
                 seen.append(kind)
-                found[name] = _impatient(self._family.choose(name, None, "trainer.strategy"))
+                found[name] = impatient(self._family.choose(name, None, "trainer.strategy"))
         if (given := self._given()) is not None:
             found[given] = self._trainer.init_args["strategy"]
-        return {name: _forking(choice) for name, choice in found.items() if isinstance(choice, cli.Choice)}
+        return {name: forking(choice) for name, choice in found.items() if isinstance(choice, cli.Choice)}
 
     def _plain(self) -> list[Row]:
         return [self._checked(self._row(name, choice, self.single)) for name, choice in self._choices().items()]
@@ -153,14 +145,30 @@ class Rows:
         return trainers(cli.Choice(self._trainer.class_path, settings), exact, self._names)
 
 
-def _impatient(choice: Any) -> Any:
+def check_left_out(trainer: cli.Choice, keys: Sequence[str], instead: str) -> None:
+    """Raise BadInput where one of the Trainer's settings is given that the comparison sees to itself."""
+    for key in keys:
+        if (value := trainer.init_args[key]) not in {None, -1}:
+            raise BadInput(f"trainer.{key}", value, f"it left out: {instead}")
+
+
+def check_place(probe: Trainer) -> None:
+    """Raise BadInput where ranks would not be processes that are started from here."""
+    if probe.num_nodes > 1:
+        raise BadInput("trainer.num_nodes", probe.num_nodes, "1: one machine is measured")
+    place = getattr(probe.strategy, "cluster_environment", None)
+    if place is not None and place.creates_processes_externally:
+        raise BadInput("trainer.devices", probe.num_devices, "a start without torchrun or srun: ranks are forked here")
+
+
+def impatient(choice: Any) -> Any:
     """Wait minutes for a rank that hangs, not the half hour of a run that matters."""
     if "timeout" not in choice.init_args:
         return choice
     return replace(choice, init_args={**choice.init_args, "timeout": TIMEOUT})
 
 
-def _forking(choice: cli.Choice) -> cli.Choice:
+def forking(choice: cli.Choice) -> cli.Choice:
     """Fork where a strategy may choose: ranks on GPUs would be started as sub-processes that run all of this again."""
     if choice.init_args.get("start_method") != "auto" or not can_fork():
         return choice

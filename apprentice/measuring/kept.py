@@ -1,0 +1,75 @@
+"""results.json of a run that measures row by row: what is there is kept, and not measured again."""
+
+import json
+from argparse import Namespace
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from apprentice import cli, environment
+from apprentice.cli.faults import one_line
+from apprentice.errors import BadInput
+from apprentice.files import write_json
+
+FIXED = ("devices", "strategy", "accelerator")  # of the Trainer: a resumed fit may change them, figures may not mix
+
+
+class Kept:
+    """The rows of a run that is new or goes on.
+
+    Attributes:
+        rows: by name.
+
+    Args:
+        experiment: its name.
+        key: of a row's name in a row.
+        out: the run's folder, opened.
+        command: the command line.
+        config: what it said.
+
+    Raises:
+        BadInput: the run in the folder was started with other devices.
+    """
+
+    def __init__(self, experiment: str, key: str, out: Path, command: cli.Parser, config: Namespace) -> None:
+        self.out, self.parser = out, command
+        settings = command.as_dict(config)
+        self.rows: dict[str, dict[str, Any]] = {}
+        if config.resume and (out / "results.json").exists():
+            before = json.loads((out / "results.json").read_text())
+            _check_same(before["config"]["trainer"], settings["trainer"], out)
+            self.rows = {row[key]: row for row in before["rows"]}
+        self.header = {
+            "experiment": experiment, "hardware": environment.hardware(), "versions": environment.versions(),
+            "config": settings,
+        }  # fmt: skip
+        command.save(config, out / "config.yaml")
+        write_json(out / "environment.json", environment.hardware() | environment.versions())
+
+    def write(self, names: Iterable[str]) -> dict[str, Any]:
+        """Write the rows that are there, in this order; the content of results.json."""
+        results = {**self.header, "rows": [self.rows[name] for name in names if name in self.rows]}
+        write_json(self.out / "results.json", results)
+        return results
+
+    def said(self, error: Exception) -> str:
+        """An error in one line."""
+        line = one_line(error, self.parser)
+        if line is not None:
+            line = line.partition("; --out FOLDER")[0]  # there is no checkpoint to go on from
+        else:
+            last = [text for text in str(error).splitlines() if text.strip()] or [""]
+            line = last[-1] if "rror: " in last[-1] else f"{type(error).__name__}: {last[-1]}"
+        return " ".join(line.split())
+
+
+def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], out: Path) -> None:
+    for key in FIXED:
+        if before[key] != now[key]:
+            shown = {each: _name(value[key]) for each, value in (("before", before), ("now", now))}
+            expected = f"{shown['before']}, as the rows in {out} were measured; leave it out, or take another --out"
+            raise BadInput(f"trainer.{key}", shown["now"], expected)
+
+
+def _name(value: Any) -> Any:
+    return value["class_path"] if isinstance(value, dict) else value

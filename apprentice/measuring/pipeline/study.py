@@ -1,0 +1,104 @@
+"""A run of the study: the rows that are missing are measured, and all are told."""
+
+import json
+import statistics
+import sys
+from argparse import Namespace
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from apprentice import cli, interrupts
+from apprentice.files import write_json
+from apprentice.measuring.kept import Kept
+from apprentice.measuring.pipeline.bench import Bench
+from apprentice.measuring.pipeline.report import Found, save, text
+from apprentice.measuring.pipeline.rows import ONE, Row, Rows
+
+Facts = dict[str, Any]
+
+
+class Study:
+    """A run that is new or goes on.
+
+    Args:
+        out: the run's folder, opened.
+        command: the command line.
+        config: what it said.
+
+    Raises:
+        BadInput: the run in the folder was started with other devices.
+    """
+
+    def __init__(self, out: Path, command: cli.Parser, config: Namespace) -> None:
+        self.kept = Kept("pipeline", "name", out, command, config)
+        self._file = out / "timelines.json"
+        resumed = bool(self.kept.rows) and self._file.exists()
+        self.timelines: dict[str, Facts] = json.loads(self._file.read_text()) if resumed else {}
+        rows = self.kept.rows.items()
+        self.kept.rows = {name: row for name, row in rows if row["schedule"] is None or name in self.timelines}
+        self.failed: dict[str, str] = {}
+
+    def run(self, bench: Bench, rows: Rows) -> None:
+        """Measure the rows that are missing, print and save what they say.
+
+        Args:
+            bench: measures.
+            rows: what there is to measure; the schedules are compared with micro-batches of the fastest size.
+
+        Raises:
+            SystemExit: a row failed; the others are there.
+            Exception: what ended the fit on one device: nothing can be compared then.
+        """
+        first = rows.first()
+        self._measure(bench, first)
+        best = self._fastest(first)
+        every = first
+        if best is not None:
+            known = {row.name for row in first}
+            more = [*rows.side_by_side(best.size), *rows.inside(best.size)]
+            every = [*first, *(row for row in more if row.name not in known)]
+            self._measure(bench, every)
+        missing = {**rows.unfit, **{name: f"failed: {line}" for name, line in self.failed.items()}}
+        found = Found(self._write(every), self.timelines, every, best, missing)
+        save(self.kept.out, found)
+        print(f"{text(found)}\n\n{self.kept.out}/results.md, .png, .json, timeline.png, timelines.json")
+        if self.failed:
+            raise SystemExit(1)
+
+    def _fastest(self, rows: Iterable[Row]) -> Row | None:
+        """Of the pipelined rows that could be measured."""
+        there = [row for row in rows if row.kind == "pipelined" and row.name in self.kept.rows]
+        return min(there, key=lambda row: statistics.mean(self._seconds(row.name)), default=None)
+
+    def _seconds(self, name: str) -> list[float]:
+        return self.kept.rows[name]["seconds_per_step"]
+
+    def _measure(self, bench: Bench, rows: Sequence[Row]) -> None:
+        for row in rows:
+            if row.name in self.kept.rows or row.name in self.failed:
+                continue
+            try:
+                self._add(row, *bench.measure(row))
+                self._write(rows)
+            except Exception as error:  # whatever it is: the other rows don't depend on it
+                interrupts.stop_if_requested()
+                if row.name == ONE:
+                    raise
+                self.failed[row.name] = self.kept.said(error)
+                sys.stderr.write(f"{row.name} failed: {self.failed[row.name]}\n")
+
+    def _add(self, row: Row, facts: Facts, timeline: Facts) -> None:
+        mean = statistics.mean(facts["seconds_per_step"])
+        one = mean if row.name == ONE else statistics.mean(self._seconds(ONE))
+        speedup, bound = one / mean, row.bubble_bound
+        share = None if bound is None else speedup / bound
+        self.kept.rows[row.name] = {**facts, "speedup": speedup, "bubble_bound": bound, "share_of_bound": share}
+        if timeline["events"]:
+            self.timelines[row.name] = timeline
+            write_json(self._file, self.timelines)
+        print(f"{row.name:52} {mean:8.3f} s a step", flush=True)
+
+    def _write(self, rows: Sequence[Row]) -> Facts:
+        """Keep what is measured: these rows first, in their order, and those of an earlier session that come later."""
+        return self.kept.write(dict.fromkeys([*(row.name for row in rows), *self.kept.rows]))

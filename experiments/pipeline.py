@@ -1,0 +1,107 @@
+"""A net on one device, split over several, and pipelined: which schedule, cut and micro-batches are fastest here.
+
+    python experiments/pipeline.py --trainer.devices 2                     # all of it: 3 hours on 2 CPU cores
+    python experiments/pipeline.py --split_sizes 8 15 30 --repeats 3       # half an hour
+    python experiments/pipeline.py --out FOLDER --resume true              # go on; measured rows are kept
+    python experiments/pipeline.py --quick true                            # small sizes, to see what comes out
+    python experiments/pipeline.py --net ResNet --net.depth 56 --cut_after stage2 --image_size 32 --num_classes 10
+
+The experiment of PyTorch's tutorial "Single-Machine Model Parallel Best Practices": ResNet-50 on noise, cut as there,
+after layer2, and where the layers' times say. Each row is a fit of its own, timed inside its ranks, with one thread a
+rank on a CPU. OUT/ holds results.json, .md and .png, timeline.png, and its events. It ends with what to take for this
+net on this machine.
+"""
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded
+
+import copy
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import get_args
+
+import torch
+from torch import nn
+
+import strategies
+from apprentice import cli, environment, folders, interrupts
+from apprentice.errors import BadInput
+from apprentice.keyed import seeded
+from apprentice.measuring.isolation import one_thread
+from apprentice.measuring.pipeline import Bench, Cut, Noise, Options, Row, Rows, Study, Task
+from apprentice.measuring.pipeline.options import TUTORIALS_CUT
+from apprentice.measuring.rows import default_devices
+from apprentice.progress import quiet
+from lit_modules import nets
+from strategies.pipeline import Schedule
+from strategies.stages import grouped
+
+TWO = ("cuda:0", "cuda:1")  # devices of one process
+
+
+def parser() -> cli.Parser:
+    """What can be chosen: sizes, net, trainer; the pipeline strategy's options are those of the rows."""
+    parser = cli.Parser("pipeline.py", (__doc__ or "").split("\n", 1)[0], Options)
+    resnet = {"class_path": "Torchvision", "init_args": {"name": "resnet50"}}
+    parser.add_choice("net", (nets.Net, nn.Module), nets, resnet, skip={"input_shape", "num_classes"})
+    strategy = {"class_path": "pipeline", "init_args": {"balance": "time"}}
+    parser.add_trainer(strategies.NAMES, devices=default_devices(), strategy=strategy)
+    return parser
+
+
+def other_cut(net: nn.Module, layers: Sequence[nn.Module], path: str | None) -> Cut | None:
+    """The cut after a layer; none where the net is not the tutorial's and no other was named."""
+    if path is None or (path == TUTORIALS_CUT and path not in dict(net.named_modules())):
+        return None
+    try:
+        first = nets.stage_of(net, layers, path)[0] + 1
+    except BadInput:
+        first = len(layers)
+    if first == len(layers):
+        raise BadInput("cut_after", path, f"a layer of {type(net).__name__} with others behind it, or null")
+    return Cut(f"after {path.removeprefix('model.')}", [first, len(layers) - first])
+
+
+def module(layers: list[nn.Module], row: Row) -> Task:
+    """What a row trains, from the same weights."""
+    layers = copy.deepcopy(layers)
+    if row.kind == "inside":
+        balance = row.cut and row.cut.balance
+        stages = [nn.Sequential(*group) for group in grouped(layers, balance)] if isinstance(balance, list) else layers
+        size = None if row.num_microbatches == 1 else row.size
+        return Task([strategies.ModelParallel(stages, TWO, size)])
+    return Task(layers, row.num_microbatches if row.kind == "one" else 1)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure what the command line describes."""
+    command = parser()
+    with cli.one_line_errors(command), interrupts.handled(), quiet(), one_thread():
+        config = command.parse(argv)
+        strategies.register()
+        environment.keep_memory()
+        torch.backends.cudnn.allow_tf32 = False  # float32 means float32
+        shape = (3, config.image_size, config.image_size)
+        sizes = {"input_shape": shape, "num_classes": config.num_classes}
+        net = seeded(config.seeds[0], lambda: cli.build(config.net, "net", **sizes))
+        with cli.refusals(config.net, "net"):
+            layers = nets.pipeline_stages(net)
+        cut = other_cut(net, layers, config.cut_after)
+        rows = Rows(config.trainer, strategies.NAMES, get_args(Schedule), config.batch_size, config.split_sizes, cut)
+        loader = partial(Noise, config.batch_size, shape, config.num_classes, seed=config.seeds[0])
+        bench = Bench(partial(module, layers), loader, config.batches, config.repeats)
+        out = Path(config.out) if config.out else folders.new_folder("pipeline")
+        with folders.opened(out, config.resume, config.overwrite):
+            study = Study(out, command, config)
+            try:
+                study.run(bench, rows)
+            except interrupts.Interrupted:
+                sys.stderr.write(f"stopped; go on with: python experiments/pipeline.py --out {out} --resume true\n")
+                raise
+
+
+if __name__ == "__main__":
+    main()
