@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.dropout import _DropoutNd
 
 T = TypeVar("T")
 MASK = 0xFFFFFFFF
@@ -146,3 +147,16 @@ class Dropout(nn.Module):
 
     def extra_repr(self) -> str:  # noqa: D102
         return f"p={self.p}, layer={self.layer}"
+
+
+def unkeyed(module: nn.Module) -> list[str]:
+    """Names of the layers that in training draw noise from torch's own generator."""
+    return [name for name, layer in module.named_modules() if layer.training and _rate(layer) > 0]
+
+
+def _rate(layer: nn.Module) -> float:
+    if isinstance(layer, (nn.MultiheadAttention, nn.RNNBase)):
+        return float(layer.dropout)
+    # torchvision's StochasticDepth goes by its name: to import torchvision takes longer than what is done here
+    drops = isinstance(layer, _DropoutNd) or type(layer).__name__ == "StochasticDepth"
+    return float(getattr(layer, "p", 0.0)) if drops else 0.0

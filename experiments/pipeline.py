@@ -37,7 +37,7 @@ from apprentice.measuring.rows import default_devices
 from apprentice.progress import quiet
 from lit_modules import nets
 from strategies.pipeline import Schedule
-from strategies.stages import grouped
+from strategies.staging.stages import grouped
 
 TWO = ("cuda:0", "cuda:1")  # devices of one process
 

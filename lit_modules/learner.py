@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics.classification import MulticlassConfusionMatrix
-from torchvision.ops import StochasticDepth
 
 from apprentice import keyed, replicas
 from apprentice.batch import Batch
-from apprentice.keyed import Dropout
+from apprentice.keyed import Dropout, unkeyed
 from lit_modules.exact_mean import ExactMean
 from lit_modules.loss_scale import LossScales
 from lit_modules.nets import globalise
@@ -302,22 +301,15 @@ def prepared(net: nn.Module) -> nn.Module:
 
     Their draws depend on the device count, on what else is trained in the process, and on where a run was resumed.
     """
-    noisy = (nn.modules.dropout._DropoutNd, StochasticDepth, nn.MultiheadAttention, nn.RNNBase)
     keyed_layers = [m for m in net.modules() if isinstance(m, Dropout)]
     if len({m.layer for m in keyed_layers}) < len(keyed_layers):
         for number, module in enumerate(keyed_layers):
             module.layer = number  # else two layers of one width would draw one mask
-    names = [name for name, m in net.named_modules() if isinstance(m, noisy) and getattr(m, "p", 0) + _inner(m) > 0]
-    if names:
+    if names := unkeyed(net):
         listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         advice = "numbers will move with the device count and a resume; apprentice.keyed.Dropout's do not"
         rank_zero_warn(f"{type(net).__name__} draws noise from torch's generator in {listed}: {advice}")
     return globalise(net)
-
-
-def _inner(module: nn.Module) -> float:
-    """The probability of dropout inside an attention or recurrent layer."""
-    return float(getattr(module, "dropout", 0.0))
 
 
 def _tags(values: Mapping[str, Any], stage: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from apprentice import keyed
-from strategies.stages import chained, grouped, normalised, sizes_by_cost
+from strategies.staging.stages import chained, grouped, normalised, sizes_by_cost
 
 PLAIN = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d}
 

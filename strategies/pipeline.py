@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from apprentice import keyed, replicas
-from strategies.calls import Calls, Stopped, known, stop
 from strategies.exact import Shard
-from strategies.gradients import averaged, handed_over, set_aside
-from strategies.line import Line
-from strategies.microbatches import Event, MicroBatch, Step
-from strategies.schedules import Place, Plan
 from strategies.shards import RunningStatistics, bounds, part, rows, share
 from strategies.speakers import Speaker, speaker_of
 from strategies.staged import Staged
-from strategies.timing import seconds
+from strategies.staging.calls import Calls, Stopped, known, stop
+from strategies.staging.gradients import averaged, handed_over, set_aside
+from strategies.staging.line import Line
+from strategies.staging.microbatches import Event, MicroBatch, Step
+from strategies.staging.schedules import Place, Plan
+from strategies.staging.timing import seconds
 
 Schedule = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"

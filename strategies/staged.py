@@ -15,11 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import LBFGS, Optimizer
 from torchmetrics import Metric
 
-from apprentice import replicas
-from strategies import checkpoints, stages
+from apprentice import keyed, replicas
+from strategies import checkpoints
 from strategies.exact import SYNCHRONISE, Exact
-from strategies.residence import Residence
-from strategies.schedules import Place, Plan
+from strategies.staging import stages
+from strategies.staging.residence import Residence
+from strategies.staging.schedules import Place, Plan
 
 
 class Staged(Exact):
@@ -132,7 +133,7 @@ class Staged(Exact):
             raise ValueError("precision 16-mixed: expected one without a loss scale, as bf16-mixed, for a pipeline")
         if self._layer_sync is not None:
             raise ValueError("sync_batchnorm True: expected False, as ranks of a pipeline have different layers")
-        if self.exact is not None and (noisy := stages.noisy(module)):
+        if self.exact is not None and (noisy := keyed.unkeyed(module)):
             expected = "expected apprentice.keyed.Dropout in a pipeline"
             raise ValueError(f"exact {self.exact}: {expected}; {noisy[0]} is torch's")
         self._groups(module, "parameters" if self.balance == "time" else self.balance)
@@ -182,7 +183,7 @@ class Staged(Exact):
         return groups
 
     def _warn(self, module: LightningModule) -> None:
-        if listed := stages.noisy(module):
+        if listed := keyed.unkeyed(module):
             advice = "numbers will move with the pipeline; apprentice.keyed.Dropout's do not"
             rank_zero_warn(f"{', '.join(listed)}: noise from torch's generator; {advice}")
         listed = stages.normalised(module)

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch import nn
+from torchvision.ops import StochasticDepth
 
 from apprentice import keyed
 
@@ -72,3 +74,12 @@ def test_dropout_refuses_what_it_cannot_key() -> None:
         keyed.Dropout(1.0)
     with keyed.noise(0, 0, ROWS), pytest.raises(ValueError, match="got 3 rows"):
         keyed.Dropout(0.5)(torch.ones(3, 2))
+
+
+def test_layers_with_noise_of_torchs_own_are_named() -> None:
+    layers = {
+        "dropout": nn.Dropout2d(0.1), "attention": nn.MultiheadAttention(4, 2, dropout=0.1),
+        "rnn": nn.GRU(3, 3, 2, dropout=0.2), "depth": StochasticDepth(0.1, "row"),
+        "none": nn.Dropout(0.0), "quiet": nn.LSTM(3, 3), "frozen": nn.Dropout(0.2).eval(), "keyed": keyed.Dropout(0.1),
+    }  # fmt: skip
+    assert keyed.unkeyed(nn.ModuleDict(layers)) == ["dropout", "attention", "rnn", "depth"]

@@ -193,7 +193,7 @@ def test_every_weight_of_a_torchvision_model_is_in_one_stage(name: str, size: in
 
 
 def test_no_stage_begins_in_place() -> None:
-    # What a stage receives is a leaf of the graph, in which autograd allows no change.
+    # It would change what it received, which backward, or an objective that compares features, has yet to read.
     for stage in pipeline_stages(Torchvision("vgg11_bn")):
         assert not getattr(next(iter(stage.children()), stage), "inplace", False)
 

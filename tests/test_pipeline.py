@@ -27,8 +27,9 @@ from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN, ResNet, RNNClassifier, Torchvision
 from lit_modules.objectives import CrossEntropy
-from strategies import DDP, PipelineStrategy, stages
-from strategies.parcels import Layout, Packing
+from strategies import DDP, PipelineStrategy
+from strategies.staging import stages
+from strategies.staging.parcels import Layout, Packing
 from tests.processes import launch
 from tests.training import SHAPE, assert_same, classifier, digits, distillation, fit, net, trainer, weights
 

@@ -331,17 +331,18 @@ def test_the_benchmark_measures_every_ratio(
     pipeline_speed.main([*flags, "--out", str(tmp_path / "speed.json")])
     parts = json.loads((tmp_path / "speed.json").read_text())["parts"]
     seconds = parts["fits"]["seconds"]
-    assert set(seconds) == {"one", "one 8", "split", "1F1B 8", "1F1B 4", "halves"}
+    assert set(seconds) == {"one", "one 8", "split", "1F1B 8", "1F1B 4", "halves", "plain"}
     best = min(seconds["1F1B 8"], seconds["1F1B 4"])
     assert parts["fits"]["ratios"] == pytest.approx({
         "split": seconds["one"] / seconds["split"],
         "bound": seconds["one 8"] / seconds["1F1B 8"] / (2 * 8 / 9),
         "whole": seconds["one"] / best,
+        "plain": seconds["plain"] / best,
         "halves": best / seconds["halves"],
     })  # fmt: skip
     assert parts["cost"]["ratios"]["cost"] == parts["cost"]["seconds"]["strategy"] / parts["cost"]["seconds"]["bare"]
     printed = capsys.readouterr().out
     for name, target in pipeline_speed.TARGETS.items():
         assert target.text in printed, name
-    assert "MISSED" in pipeline_speed.table({"whole": 1.9})
-    assert "MISSED" not in pipeline_speed.table({"whole": 2.1, "cost": 1.01, "bound": 0.93})
+    assert "MISSED" in pipeline_speed.table({"plain": 1.9})
+    assert "MISSED" not in pipeline_speed.table({"plain": 2.1, "whole": 1.7, "cost": 1.01, "bound": 0.93})

@@ -25,7 +25,7 @@ def pipeline_stages(net: nn.Module) -> list[nn.Module]:
 def cuttable(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """The modules with sequences replaced by their members, and what works in place joined to what is before it.
 
-    A stage can't begin in place: what it receives from another device is a leaf of the graph.
+    A stage can't begin in place: it would change what was received, which others may have yet to read.
     """
     groups: list[list[nn.Module]] = []
     for module in _members(modules):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from strategies.parcels import Layout
+from strategies.staging.parcels import Layout
 
 
 class Event(NamedTuple):

@@ -7,10 +7,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from strategies.microbatches import Form, MicroBatch, Step, detached, travelling
-from strategies.parcels import UNIT, Layout, Packing
-from strategies.schedules import Place, Run
-from strategies.stages import chained
+from strategies.staging.microbatches import Form, MicroBatch, Step, detached, travelling
+from strategies.staging.parcels import UNIT, Layout, Packing
+from strategies.staging.schedules import Place, Run
+from strategies.staging.stages import chained
 
 
 class Line:

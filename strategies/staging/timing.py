@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from strategies.stages import chained
+from strategies.staging.stages import chained
 
 REPEATS = 3
 

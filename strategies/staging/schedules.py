@@ -12,9 +12,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from torch.utils._pytree import tree_map
 
-from strategies.microbatches import Form, MicroBatch, Step, detached, travelling
-from strategies.parcels import UNIT, Layout, Packing
-from strategies.stages import chained
+from strategies.staging.microbatches import Form, MicroBatch, Step, detached, travelling
+from strategies.staging.parcels import UNIT, Layout, Packing
+from strategies.staging.stages import chained
 
 
 class Plan:

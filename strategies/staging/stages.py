@@ -5,7 +5,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
 
 def chained(modules: Iterable[nn.Module], x: Any) -> Any:
@@ -64,11 +63,6 @@ def check(module: nn.Module, stages: Sequence[Sequence[nn.Module]]) -> None:
 def normalised(module: nn.Module) -> list[str]:
     """Names of the layers in which the rows that are computed together see one another."""
     return [name for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)]
-
-
-def noisy(module: nn.Module) -> list[str]:
-    """Names of the layers that draw from torch's own generator."""
-    return [name for name, layer in module.named_modules() if isinstance(layer, _DropoutNd) and layer.p > 0]
 
 
 def tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from strategies.stages import tensors
+from strategies.staging.stages import tensors
 
 
 class Residence:
