@@ -5,7 +5,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_info
@@ -81,6 +81,9 @@ class DataParallel(DDPStrategy):
     def check_module(self, module: LightningModule) -> None:
         """Raise ValueError where the module can't be trained so; asked before ranks are forked, and in each of them."""
 
+    def check_trainer(self, trainer: Trainer) -> None:
+        """Raise ValueError where the Trainer's settings can't be kept so; asked when `check_module` is."""
+
     # Ending
 
     def on_exception(self, exception: BaseException) -> None:
@@ -101,4 +104,6 @@ class DataParallel(DDPStrategy):
                 for child in children:
                     child.kill()  # one that is stopped takes no other signal
                     child.wait()
+            if self.lightning_module is not None:
+                self.teardown()  # which Lightning would call next, had this error not come in between
             raise

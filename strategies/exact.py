@@ -200,7 +200,7 @@ class Exact(DataParallel):
             total.clear()
         speaker = speaker_of(module)
         statistics = self._statistics(module)
-        with set_aside(p for total in self._sums for p in total.parameters):
+        with set_aside({name: p for parameters in parts for name, p in parameters.items()}):
             table = self._forward_and_backward(speaker, statistics, batch, *args, **kwargs)
         cuts = bounds(self._global_rows, self.exact)
         sizes = [stop - start for start, stop in itertools.pairwise(cuts)]

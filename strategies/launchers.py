@@ -21,6 +21,7 @@ class ForkLauncher(_MultiProcessingLauncher):
     def launch(self, function: Callable, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Run `function` in every rank and bring rank zero's results back."""
         if trainer is not None and trainer.lightning_module is not None:
+            self._strategy.check_trainer(trainer)  # type: ignore[attr-defined]
             if not any(is_overridden(hook, trainer.lightning_module, LightningModule) for hook in BUILDING):
                 self._strategy.check_module(trainer.lightning_module)  # type: ignore[attr-defined]
             # The ranks' weights come back into this module: one of another dtype would round them.

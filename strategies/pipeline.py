@@ -10,6 +10,8 @@ from typing import Any, Literal, get_args
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -22,6 +24,7 @@ from strategies.staging.calls import Calls, Stopped, known, stop
 from strategies.staging.gradients import averaged, handed_over, set_aside
 from strategies.staging.line import Line
 from strategies.staging.microbatches import Event, MicroBatch, Step
+from strategies.staging.noise import OwnNoise
 from strategies.staging.schedules import Place, Plan
 from strategies.staging.timing import seconds
 
@@ -86,19 +89,23 @@ class PipelineStrategy(Staged):
 
     def _settled(self, place: Place) -> None:
         self._line, self._agreed = Line(place), False
+        self._noise = OwnNoise(keyed.fold(torch.initial_seed(), self.global_rank))
 
     def _seconds(self, module: LightningModule, modules: list[nn.Module]) -> list[float]:
-        """What each module takes for the first micro-batch, measured on rank zero; others wait."""
+        """What each module takes for the first micro-batch, measured on rank zero; others read it and wait."""
+        with torch.random.fork_rng():
+            loaders = CombinedLoader(module.trainer.fit_loop._data_source.dataloader(), "max_size_cycle")
+            batch, *_ = next(iter(loaders))
         if not self.is_global_zero:
             return []
         module.to(self.root_device)
         with torch.random.fork_rng(), replicas.shard(0):
-            loader: Any = module.trainer.fit_loop._data_source.dataloader()
-            batch = self.precision_plugin.convert_input(next(iter(loader)))
+            batch = self.precision_plugin.convert_input(batch)
             batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
             batch = Strategy.batch_to_device(self, batch)
             stop = -(-rows(batch) // self.plan.num_microbatches)
-            piece = self._asked(speaker_of(module), Shard(0, 0, stop, part(batch, 0, stop)), 0)
+            number = [0] if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else []
+            piece = self._asked(speaker_of(module), Shard(0, 0, stop, part(batch, 0, stop)), *number)
             with self.precision_plugin.train_step_context(), piece.context():
                 return seconds(modules, piece.inputs)
 
@@ -106,16 +113,23 @@ class PipelineStrategy(Staged):
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """Stands in for the module's `forward`, on all ranks at once."""
-        if kwargs or not args or not all(isinstance(x, Tensor) and x.dim() for x in args):
-            raise TypeError("pipeline: expected forward to be called with tensors by position, rows first")
+        named = dict(enumerate(args)) | kwargs
+        wrong = [key for key, x in named.items() if key in kwargs or not isinstance(x, Tensor) or not x.dim()]
+        if wrong or not args:
+            found = f"argument {wrong[0]} is {_described(named[wrong[0]])}" if wrong else "there is none"
+            found += " by name" if wrong and wrong[0] in kwargs else ""
+            expected = "expected calls with tensors by position, rows first"
+            raise TypeError(f"{type(self.lightning_module).__name__}.forward: {expected}; {found}")
         if self._calls is not None:
             return self._calls.forward(args)
         size = len(args[0])
+        # In one piece for the bits of one device, and where ranks have several stages: they'd wait for their own.
         whole = self.exact is not None or self.plan.stages_per_rank > 1
         cuts = bounds(size, 1 if whole else min(self.plan.num_microbatches, max(size, 1)))
         spans = itertools.pairwise(cuts)
         step = Step([MicroBatch(b - a, tuple(x[a:b] for x in args), None, keyed.part(a, b)) for a, b in spans])
-        self._line.forward(step)
+        with self._noise():
+            self._line.forward(step)
         self.events = step.events
         return self._line.joined(step)[0]
 
@@ -126,11 +140,11 @@ class PipelineStrategy(Staged):
         if self.exact is not None:
             return super().training_step(batch, *args, **kwargs)
         assert self.lightning_module is not None
-        parameters = [p for names in self._parts() for p in names.values()]
+        parameters = {name: p for names in self._parts() for name, p in names.items()}
         with set_aside(parameters), self._calling(partial(self._through, batch)) as calls:
             with calls.expected_once():
                 output = Strategy.training_step(self, batch, *args, **kwargs)
-            gradients = {p: p.grad for p in parameters}
+            gradients = {p: p.grad for p in parameters.values()}
         loss = output["loss"] if isinstance(output, Mapping) else output
         if loss is None:
             return None
@@ -151,8 +165,7 @@ class PipelineStrategy(Staged):
     def _through(self, batch: Any, inputs: tuple[Tensor, ...]) -> Any:
         """Send a batch through the pipeline, micro-batch by micro-batch."""
         size = rows(batch)
-        if any(len(x) != size for x in inputs):
-            raise ValueError(f"training_step: expected forward to be called with tensors of the batch's {size} rows")
+        self._check_rows(inputs, size)
         counts = share(batch) / max(size, 1)
         spans = list(itertools.pairwise(bounds(size, self.plan.num_microbatches)))
         pieces = [
@@ -166,8 +179,16 @@ class PipelineStrategy(Staged):
         ]
         return self._train(Step(pieces))
 
+    def _check_rows(self, inputs: tuple[Tensor, ...], rows: int) -> None:
+        if wrong := [tuple(x.shape) for x in inputs if len(x) != rows]:
+            expected = f"expected a call of forward with tensors of the batch's {rows} rows"
+            raise ValueError(f"{type(self.lightning_module).__name__}.training_step: {expected}, got one of {wrong[0]}")
+
     def _train(self, step: Step) -> Any:
-        output = self._line.train(step)
+        with self._noise():
+            output = self._line.train(step)
+        if self.exact is not None and self._noise.drawn:
+            raise ValueError(f"exact {self.exact}: expected noise from apprentice.keyed in a pipeline, not torch's")
         self.events = step.events
         if not self._agreed:
             self._found = self._line.from_last(sum(loss.item() for loss in step.losses.values()))
@@ -184,9 +205,11 @@ class PipelineStrategy(Staged):
 
     def _agree(self, loss: float, dtype: torch.dtype) -> None:
         """Compare, once, what `training_step` returns with what gradients were computed of."""
+        finite = math.isfinite(loss), math.isfinite(self._found)
+        if not any(finite):
+            return  # nothing to compare yet
         tolerance = TOLERANCE.get(dtype, 1e-3)
-        finite = math.isfinite(loss) and math.isfinite(self._found)
-        if finite and not math.isclose(loss, self._found, rel_tol=tolerance, abs_tol=tolerance):
+        if not all(finite) or not math.isclose(loss, self._found, rel_tol=tolerance, abs_tol=tolerance):
             expected = f"expected the loss that training_step returns, {loss:g}, as the mean over micro-batches"
             raise ValueError(f"{type(self.lightning_module).__name__}.pipeline_loss: {expected}; got {self._found:g}")
         self._agreed = True
@@ -250,8 +273,7 @@ class PipelineStrategy(Staged):
             with self._calling(stop) as calls, calls.expected_once(), suppress(Stopped):
                 speaker.step(shard.batch, *args, **kwargs)
             noise, inputs = calls.noise, calls.inputs
-        if any(len(x) != shard.rows for x in inputs):
-            raise ValueError(f"training_step: expected forward to be called with the batch's {shard.rows} rows")
+        self._check_rows(inputs, shard.rows)
 
         @contextmanager
         def alone() -> Iterator[None]:
@@ -259,6 +281,10 @@ class PipelineStrategy(Staged):
                 yield
 
         return MicroBatch(shard.rows, inputs, partial(self._loss, shard, shard.rows), alone)
+
+
+def _described(value: Any) -> str:
+    return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 def _rows(start: int, stop: int, leaf: Any) -> Any:

@@ -42,7 +42,8 @@ def raise_for_absent(exception: BaseException, timeout: float) -> None:
     if "imed out" in text:
         expected = "expected every rank to come within that time"
         raise TimeoutError(f"--trainer.strategy.timeout {timeout:g}: {names} kept the others waiting; {expected}")
-    raise ConnectionError(f"{names} has gone; its own message, if it left one, is above") from exception
+    has, its = ("has", "its") if len(absent) == 1 else ("have", "their")
+    raise ConnectionError(f"{names} {has} gone; {its} own message, if there is one, is above") from exception
 
 
 def _absent() -> list[int]:

@@ -34,7 +34,8 @@ def part(batch: Any, start: int, stop: int) -> Any:
     count = rows(batch)
 
     def texts(node: Any) -> bool:
-        return isinstance(node, list) and len(node) == count and not any(isinstance(x, Tensor) for x in node)
+        listed = type(node) in {list, tuple} and len(node) == count
+        return listed and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(node))
 
     def cut(leaf: Any) -> Any:
         return leaf[start:stop] if texts(leaf) or (isinstance(leaf, Tensor) and leaf.dim()) else leaf

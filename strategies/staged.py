@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -108,17 +109,27 @@ class Staged(Exact):
         """
         module = self.lightning_module
         assert module is not None
+        self.check_trainer(trainer)
         self.check_module(module)
         if self.exact is not None:
             self._speak_for_all(module)
         elif self.data_parallel_size == 1:
             warnings.filterwarnings("ignore", SYNCHRONISE, UserWarning)
+            # Every rank reads all; Lightning would put a sampler that shuffles in the place of the user's.
+            trainer._accelerator_connector.use_distributed_sampler = False
         self._share_metrics(module, replicas.group())
         self._interrupted = False
         self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
         Strategy.setup(self, trainer)
         if any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers):
             raise ValueError("strategy pipeline: expected an optimizer other than LBFGS, which needs all gradients")
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Make them; what some of them keep from the start is kept of this rank's parameters."""
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            for p in [p for p in optimizer.state if p.is_meta]:
+                del optimizer.state[p]
 
     def check_module(self, module: LightningModule) -> None:
         """Raise ValueError where the module can't be cut, or not so; the message names the module or the option."""
@@ -136,7 +147,16 @@ class Staged(Exact):
         if self.exact is not None and (noisy := keyed.unkeyed(module)):
             expected = "expected apprentice.keyed.Dropout in a pipeline"
             raise ValueError(f"exact {self.exact}: {expected}; {noisy[0]} is torch's")
-        self._groups(module, "parameters" if self.balance == "time" else self.balance)
+        stages.check_composition(module, self._groups(module, "parameters" if self.balance == "time" else self.balance))
+
+    def check_trainer(self, trainer: Trainer) -> None:
+        """Raise ValueError where a setting can't be kept on ranks with parts of a module; the message names it."""
+        if trainer._detect_anomaly:
+            raise ValueError("detect_anomaly True: expected False, as bits travel, some of which look like NaN")
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        if averaging := [c for c in callbacks if isinstance(c, StochasticWeightAveraging | WeightAveraging)]:
+            name = type(averaging[0]).__name__
+            raise ValueError(f"callbacks {name}: expected none that averages weights, which no rank has all of")
 
     def _share_metrics(self, module: LightningModule, group: dist.ProcessGroup | None) -> None:
         """Have metrics count a replica's samples once, not once a rank."""
@@ -166,6 +186,8 @@ class Staged(Exact):
         """The modules of each stage."""
         count, name = self.plan.num_stages, type(module).__name__
         modules: list[nn.Module] = list(module.pipeline_stages())  # type: ignore[operator]
+        if strange := [type(part).__name__ for part in modules if not isinstance(part, nn.Module)]:
+            raise ValueError(f"strategy pipeline: expected modules from {name}.pipeline_stages(), got a {strange[0]}")
         if len(modules) < count:
             have = f"{name}.pipeline_stages() gives {len(modules)}"
             raise ValueError(f"strategy pipeline: expected at least {count} modules, one for each stage; {have}")
@@ -220,11 +242,11 @@ class Staged(Exact):
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the replicas, unless another group is given."""
-        return super().reduce(tensor, replicas.group() if group is None else group, reduce_op)
+        return super().reduce(tensor, _among(group), reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gather from the replicas, unless another group is given."""
-        return super().all_gather(tensor, replicas.group() if group is None else group, sync_grads)
+        return super().all_gather(tensor, _among(group), sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 - Lightning's name
         """Whether all, or any, of the ranks decide so."""
@@ -267,12 +289,20 @@ class Staged(Exact):
         """Make the module whole again on every rank."""
         module = self.lightning_module
         assert module is not None
-        if self._residence is not None:
-            vars(module).pop("forward", None)
-            if not self._interrupted:
-                self._residence.undo()
+        residence, self._residence = self._residence, None
+        vars(module).pop("forward", None)
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
-        self._share_metrics(module, None)
-        replicas.among(None)
-        self._residence = None
-        super().teardown()
+        try:
+            if residence is not None and self._interrupted:
+                residence.give_up()
+            elif residence is not None:
+                residence.undo()
+            self._share_metrics(module, None)
+        finally:
+            replicas.among(None)
+            super().teardown()
+
+
+def _among(group: Any) -> Any:
+    """The replicas, unless a group is named; Lightning names the world where its user named none."""
+    return replicas.group() if group is None or group is dist.group.WORLD else group

@@ -1,6 +1,6 @@
 """Gradients that are known before Lightning asks for them."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,9 +11,16 @@ from apprentice import replicas
 
 
 @contextmanager
-def set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Inside, parameters have no gradients; then those again that batches before this one have left."""
-    before = [(p, p.grad) for p in parameters]
+def set_aside(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    """Inside, parameters have no gradients; then those again that batches before this one have left.
+
+    Raises:
+        ValueError: one has a hook, which would see the pieces of a batch.
+    """
+    if hooked := [name for name, p in parameters.items() if p._backward_hooks]:
+        expected = "expected parameters without hooks, which would be called for every piece of a batch"
+        raise ValueError(f"{expected}; {hooked[0]} has one")
+    before = [(p, p.grad) for p in parameters.values()]
     for p, _ in before:
         p.grad = None
     try:

@@ -7,10 +7,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from strategies.staging.microbatches import Form, MicroBatch, Step, detached, travelling
+from strategies.staging.microbatches import Form, MicroBatch, Step, given, travelling
 from strategies.staging.parcels import UNIT, Layout, Packing
 from strategies.staging.schedules import Place, Run
 from strategies.staging.stages import chained
+
+KEPT = 8  # kinds of inputs, as sequences of several lengths, for which a schedule with its memory is kept
 
 
 class Line:
@@ -36,7 +38,7 @@ class Line:
         carried: dict[int, tuple[Tensor, ...]] = {}
         sent: list[tuple[dist.Work | None, Tensor]] = []
         for stage in self.place.mine:
-            given: list[Layout] = []
+            layouts: list[Layout] = []
             for number, piece in enumerate(step.microbatches):
                 x = piece.inputs
                 if stage > 0:
@@ -47,16 +49,18 @@ class Line:
                     y = chained(self.place.stages[stage], x)
                 step.went_forward(stage, number)
                 if stage == self.plan.num_stages - 1:
-                    step.outputs[number] = tree_map(detached, y)
+                    step.outputs[number] = given(y, self.place.stages[stage][-1], piece.rows)
                     continue
                 tensors = travelling(y, self.place.stages[stage][-1], piece.rows)
                 if number == 0:
-                    given = [Layout.of(t) for t in tensors]
-                    self._announce(stage, given)
+                    layouts = [Layout.of(t) for t in tensors]
+                    self._announce(stage, layouts)
+                packing = Packing(layouts, piece.rows)
+                packing.check(tensors)
                 if self.plan.rank_of[stage + 1] == self.place.rank:
                     carried[number] = tensors
                 else:
-                    parcel = Packing(given, piece.rows).bare([t.detach() for t in tensors])
+                    parcel = packing.bare([t.detach() for t in tensors])
                     sent.append((dist.isend(parcel, group=self.group, group_dst=self.plan.rank_of[stage + 1]), parcel))
         for work, _ in sent:
             if work is not None:
@@ -116,7 +120,9 @@ class Line:
         packing = Packing(form.layouts, rows)
         parcel = torch.empty(packing.units, dtype=UNIT, device=self.device)
         if output is not None:
-            parcel = packing.bare([leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)])
+            tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+            packing.check(tensors)
+            parcel = packing.bare(tensors)
         dist.broadcast(parcel, group=self.group, group_src=source)
         return form.filled(packing.opened(parcel, rows)), form
 
@@ -134,14 +140,19 @@ class Line:
         run.step(step)
         if not any(piece.rows for piece in step.microbatches):
             return run.form.filled([layout.empty(self.device) for layout in run.form.layouts])
-        return self.joined(step, run.form)[0]
+        return self.joined(step, None if run.form.others else run.form)[0]
 
     def _run(self, step: Step) -> Run:
-        key = tuple((tuple(x.shape[1:]), x.dtype) for x in step.microbatches[0].inputs)
+        shapes = tuple((tuple(x.shape[1:]), x.dtype) for x in step.microbatches[0].inputs)
+        trained = tuple(p.requires_grad for stage in self.place.stages for m in stage for p in m.parameters())
         capacity = max(piece.rows for piece in step.microbatches)
-        if key not in self._runs or self._runs[key].capacity < capacity:
-            self._runs[key] = self._tried(next(piece for piece in step.microbatches if piece.rows == capacity))
-        return self._runs[key]
+        run = self._runs.pop((shapes, trained), None)
+        if run is None or run.capacity < capacity:
+            run = self._tried(next(piece for piece in step.microbatches if piece.rows == capacity))
+        self._runs[shapes, trained] = run  # the latest is the last
+        if len(self._runs) > KEPT:
+            del self._runs[next(iter(self._runs))]
+        return run
 
     def _tried(self, piece: MicroBatch) -> Run:
         """Send one micro-batch forward to see what travels; it leaves no trace."""

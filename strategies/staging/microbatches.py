@@ -1,13 +1,13 @@
 """A batch in pieces, on its way down the pipeline."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from strategies.staging.parcels import Layout
 
@@ -108,14 +108,27 @@ def travelling(output: Any, layer: nn.Module, rows: int) -> tuple[Tensor, ...]:
         ValueError: tensors whose first dimension is not the batch's.
     """
     tensors = output if type(output) is tuple else (output,)
-    what = f"the stage that ends with {type(layer).__name__}"
     if wrong := [type(x).__name__ for x in tensors if not isinstance(x, Tensor)]:
-        raise TypeError(f"{what}: expected a tensor or a tuple of tensors for the next stage, got {wrong[0]}")
-    if uneven := [tuple(x.shape) for x in tensors if not x.dim() or len(x) != rows]:
-        raise ValueError(f"{what}: expected tensors with the batch's {rows} rows first, got one of {uneven[0]}")
+        raise TypeError(f"{_that(layer)}: expected a tensor or a tuple of tensors for the next stage, got {wrong[0]}")
+    _check_rows(tensors, layer, rows)
     return tensors
 
 
-def detached(leaf: Any) -> Any:
-    """A leaf of an output without its history."""
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+def given(output: Any, layer: nn.Module, rows: int) -> Any:
+    """What the last stage gives, without its history.
+
+    Raises:
+        ValueError: there are tensors whose first dimension is not the batch's.
+    """
+    _check_rows([leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)], layer, rows)
+    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
+
+
+def _check_rows(tensors: Iterable[Tensor], layer: nn.Module, rows: int) -> None:
+    if uneven := [tuple(x.shape) for x in tensors if not x.dim() or len(x) != rows]:
+        expected = f"expected tensors with the batch's {rows} rows first"
+        raise ValueError(f"{_that(layer)}: {expected}, got one of {uneven[0]}")
+
+
+def _that(layer: nn.Module) -> str:
+    return f"the stage that ends with {type(layer).__name__}"

@@ -85,13 +85,17 @@ class Packing:
         Raises:
             ValueError: tensors unlike those that the layouts were made of.
         """
+        self.check(tensors)
+        return _Pack.apply(self, anchor, *tensors)
+
+    def check(self, tensors: Sequence[Tensor]) -> None:
+        """Raise ValueError where tensors are unlike those that the layouts were made of."""
         found = [(tuple(x.shape[1:]), x.dtype) for x in tensors]
         expected = [(layout.row, layout.dtype) for layout in self.layouts]
         if found != expected:
             raise ValueError(
                 f"expected a stage to give {_listed(expected)} for every micro-batch, got {_listed(found)}"
             )
-        return _Pack.apply(self, anchor, *tensors)
 
     def unpack(self, parcel: Tensor, rows: int) -> tuple[Tensor, ...]:
         """The tensors, of so many rows."""

@@ -76,12 +76,20 @@ class Residence:
     def whole(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The module's state dict as on one device, on the first rank of the pipeline; every rank has to ask.
 
+        What is no parameter or buffer, such as an extra state, is the first rank's own.
+
         Args:
             state: this rank's, with stand-ins.
 
         Returns:
             The whole state on the CPU; on other ranks an empty one.
+
+        Raises:
+            ValueError: a tensor has another name there than in the module.
         """
+        strange = [k for k, v in state.items() if k not in self._names and isinstance(v, Tensor) and v.is_meta]
+        if strange:
+            raise ValueError(f"state_dict: expected parameters under their own names; {strange[0]} is none's")
         here = dist.get_rank(self.group)
         found: dict[str, Any] = {}
         for key, value in state.items():
@@ -105,15 +113,20 @@ class Residence:
         elsewhere = {key for key, tensor in self._names.items() if self.owners.get(tensor, here) != here}
         return {key: value.to("meta") if key in elsewhere else value for key, value in state.items()}
 
+    def give_up(self) -> None:
+        """Put the module's own tensors back; those that live elsewhere are empty."""
+        for tensor, places in self._places.items():
+            self._put(places, tensor)
+
     @torch.no_grad()
     def undo(self) -> None:
         """Make the module whole again, on the CPU; every rank has to."""
         here = dist.get_rank(self.group)
-        for tensor, places in self._places.items():
+        self.give_up()
+        for tensor in self._places:
             owner = self.owners.get(tensor)
             if owner not in {here, None}:
                 tensor.data = torch.empty_like(self._meta[tensor], device=self.device)
-                self._put(places, tensor)
             if owner is not None:
                 tensor.data = _dense(tensor.data)
                 dist.broadcast(_flat(tensor.data), group=self.group, group_src=owner)
@@ -126,5 +139,5 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _flat(x: Tensor) -> Tensor:
-    """A dense tensor's memory as a vector, which collectives take."""
-    return x.as_strided((x.numel(),), (1,))
+    """A dense tensor's memory as a vector of bytes, which collectives take of any type."""
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)

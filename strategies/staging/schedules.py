@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
-from torch.utils._pytree import tree_map
 
-from strategies.staging.microbatches import Form, MicroBatch, Step, detached, travelling
+from strategies.staging.microbatches import Form, MicroBatch, Step, given, travelling
 from strategies.staging.parcels import UNIT, Layout, Packing
 from strategies.staging.stages import chained
 
@@ -130,9 +129,9 @@ class Part(nn.Module):
         number: of the micro-batch that is computed now.
     """
 
-    def __init__(self, stage: int, place: Place, taken: Packing | None, given: Packing | None) -> None:
+    def __init__(self, stage: int, place: Place, taken: Packing | None, sent: Packing | None) -> None:
         super().__init__()
-        self.stage, self.taken, self.given, self.device = stage, taken, given, place.device
+        self.stage, self.taken, self.sent, self.device = stage, taken, sent, place.device
         self.layers = nn.ModuleList(place.stages[stage])
         self.step, self.number = Step([]), 0
         self.is_last = stage == place.plan.num_stages - 1
@@ -149,22 +148,22 @@ class Part(nn.Module):
         with piece.context():
             y = chained(self.layers, x)
             self.step.went_forward(self.stage, self.number)
-            out = self._loss(piece, y) if self.given is None else self._packed(piece, y, self.given, source)
+            out = self._loss(piece, y) if self.sent is None else self._packed(piece, y, self.sent, source)
         if self.taken is not None and not self.taken.differentiable:
             return _Tied.apply(out, source)
         return out
 
     def _empty(self) -> Tensor:
-        if self.given is None:
+        if self.sent is None:
             return torch.zeros((), dtype=torch.float64, device=self.device)
-        return torch.zeros(self.given.units, dtype=UNIT, device=self.device)
+        return torch.zeros(self.sent.units, dtype=UNIT, device=self.device)
 
-    def _packed(self, piece: MicroBatch, y: Any, given: Packing, source: Tensor) -> Tensor:
-        return given.pack(travelling(y, self.layers[-1], piece.rows), source)
+    def _packed(self, piece: MicroBatch, y: Any, sent: Packing, source: Tensor) -> Tensor:
+        return sent.pack(travelling(y, self.layers[-1], piece.rows), source)
 
     def _loss(self, piece: MicroBatch, y: Any) -> Tensor:
         assert piece.loss is not None
-        self.step.outputs[self.number] = tree_map(detached, y)
+        self.step.outputs[self.number] = given(y, self.layers[-1], piece.rows)
         loss = piece.loss(y)
         self.step.losses[self.number] = loss.detach()
         return loss.double()  # a type that every loss fits in without rounding
@@ -178,9 +177,9 @@ class _Stage(PipelineStage):
         taken = (
             () if part.taken is None else torch.empty(part.taken.units, dtype=UNIT, device="meta", requires_grad=True)
         )
-        given = part._empty().to("meta").requires_grad_()
+        sent = part._empty().to("meta").requires_grad_()
         plan = place.plan
-        super().__init__(part, part.stage, plan.num_stages, place.device, taken, given, group=place.group)
+        super().__init__(part, part.stage, plan.num_stages, place.device, taken, sent, group=place.group)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.part.number = fwd_chunk_id

@@ -3,9 +3,11 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from strategies.staging.stages import chained
 
@@ -20,27 +22,33 @@ def seconds(modules: Sequence[nn.Module], inputs: tuple[Tensor, ...]) -> list[fl
         inputs: of the first.
     """
     found = []
+    x: Any = inputs if len(inputs) > 1 else inputs[0]
     for module in modules:
         with _untouched(module):
-            runs = [_timed(module, inputs) for _ in range(REPEATS)]
-        inputs = runs[0][0]
+            runs = [_timed(module, x) for _ in range(REPEATS)]
+        x = runs[0][0]
         found.append(min(time for _, time in runs))
     return found
 
 
-def _timed(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], float]:
-    device = inputs[0].device
-    # A clone of a leaf, as layers may work in place.
-    inputs = tuple(x.detach().requires_grad_(x.is_floating_point()).clone() for x in inputs)
+def _timed(module: nn.Module, x: Any) -> tuple[Any, float]:
+    device = next(leaf.device for leaf in tree_leaves(x) if isinstance(leaf, Tensor))
+    x = tree_map(_received, x)
     _wait(device)
     start = time.perf_counter()
-    given = chained([module], inputs if len(inputs) > 1 else inputs[0])
-    outputs = given if isinstance(given, tuple) else (given,)
-    wanted = [y for y in outputs if isinstance(y, Tensor) and y.requires_grad]
+    y = chained([module], x)
+    wanted = [leaf for leaf in tree_leaves(y) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if wanted:
-        torch.autograd.backward(wanted, [torch.ones_like(y) for y in wanted])
+        torch.autograd.backward(wanted, [torch.ones_like(leaf) for leaf in wanted])
     _wait(device)
-    return outputs, time.perf_counter() - start
+    return y, time.perf_counter() - start
+
+
+def _received(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    # A clone of a leaf, as layers may work in place.
+    return leaf.detach().requires_grad_(leaf.is_floating_point()).clone()
 
 
 def _wait(device: torch.device) -> None:

@@ -81,7 +81,7 @@ def _curve(axes: "Axes", measured: Sequence[tuple[Row, Facts]]) -> None:
     axes.set_xscale("log")
     axes.set_xticks(list(bound), [str(size) for size in bound])
     axes.minorticks_off()
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.12))
 
 
 def _line(axes: "Axes", points: Sequence[tuple[float, float]], style: str, **look: Any) -> None:
@@ -111,7 +111,8 @@ def timelines(timelines: Mapping[str, Facts]) -> bytes:
             _timeline(axes, timeline["events"], longest)
             said = f"{name}: ranks wait for {100 * idle(timeline['events']):.0f} %"
             axes.set_title(said, fontsize=9, loc="left", parse_math=False)
-        panels[-1].set_xlabel("seconds since the step's first forward; numbers are micro-batches")
+        said = "seconds since the step's first forward; numbers are micro-batches, shades the stages of a rank"
+        panels[-1].set_xlabel(said)
         kinds = dict.fromkeys(event[3] for each in timelines.values() for event in each["events"])
         handles = [panels[0].barh(0, 0, color=COLORS[kind], label=kind) for kind in kinds]
         figure.legend(handles=handles, loc="outside upper right", ncols=len(kinds), frameon=False, fontsize=8)

@@ -156,7 +156,7 @@ class Rows:
         return Row(name, "inside", count, size, make, cut=cut, bubble_bound=bound)
 
     def pipelined(self, schedule: str, cut: Cut, size: int, split: bool = False) -> Row | None:
-        """A pipeline's row, with a few more micro-batches where the schedule needs that; None if it never fits.
+        """A pipeline's row, with a few more micro-batches, of fewer images, where the schedule needs them; or None.
 
         Args:
             schedule: torch's name of it.
@@ -164,9 +164,8 @@ class Rows:
             size: images of a micro-batch.
             split: whether it stands for the plain split, of which nothing is pipelined.
         """
-        cut = self._fitting(schedule, cut)
-        name = f"split {cut.label}" if split else _sized(f"{schedule} {cut.label}", size)
-        refused = ""
+        cut, refused = self._fitting(schedule, cut), ""
+        label = f"split {cut.label}" if split else f"{schedule} {cut.label}"
         for count in range(self._count(size), self._count(size) + (1 if split else 2 * self.devices + 1)):
             make = self._make(self._with(schedule, cut, count))
             try:
@@ -175,9 +174,11 @@ class Rows:
                 refused = refused or str(error)
                 continue
             bound = bubble_bound(self.devices, count) if schedule in ONE_STAGE else None
-            kind = "split" if split else "pipelined"
+            if count > self._count(size):
+                size = -(-self._batch_size // count)
+            kind, name = ("split", label) if split else ("pipelined", _sized(label, size))
             return Row(name, kind, count, size, make, self.devices, schedule, cut, bound)
-        self.unfit[name] = refused
+        self.unfit[label if split else _sized(label, size)] = refused
         return None
 
     def _fitting(self, schedule: str, cut: Cut) -> Cut:
