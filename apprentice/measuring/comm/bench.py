@@ -74,7 +74,7 @@ def _rank(rank: int, bench: Bench, backend: Backend, rows: Sequence[Row], store:
         backend.name, init_method=f"file://{store}", rank=rank, world_size=bench.world_size,
         timeout=timedelta(seconds=bench.timeout),
     )  # fmt: skip
-    places = _places(rows, rank, device)
+    places = places_of(rows, rank, device)
     for row in rows:
         facts = _measured(row, places[row.group], bench)
         if facts is not None:
@@ -82,7 +82,7 @@ def _rank(rank: int, bench: Bench, backend: Backend, rows: Sequence[Row], store:
     dist.destroy_process_group()
 
 
-def _places(rows: Sequence[Row], rank: int, device: torch.device) -> dict[str, Place | None]:
+def places_of(rows: Sequence[Row], rank: int, device: torch.device) -> dict[str, Place | None]:
     """This rank's in each group; None where it is no member."""
     groups: dict[str, Any] = {WORLD: dist.group.WORLD}
     members = {row.group: row.ranks for row in rows}
@@ -96,7 +96,7 @@ def _places(rows: Sequence[Row], rank: int, device: torch.device) -> dict[str, P
 
 def _measured(row: Row, place: Place | None, bench: Bench) -> Facts | None:
     """On the world's first rank what was found of a row; the others have told it theirs."""
-    mine = None if place is None else _timed(row, place, bench)
+    mine = None if place is None else timed(row, place, bench)
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     there = [each for each in found if each is not None]
@@ -120,18 +120,24 @@ def _measured(row: Row, place: Place | None, bench: Bench) -> Facts | None:
     }
 
 
-def _timed(row: Row, place: Place, bench: Bench) -> tuple[bool, list[float]]:
+def timed(row: Row, place: Place, bench: Bench) -> tuple[bool, list[float]]:
     """Whether a first call gave what it has to; seconds a call, of each block."""
     case = row.of.make(place, row.count)
     case.run()
     right = case.is_right()
     for x in case.buffers:
         x.zero_()  # what is summed up over and over stays finite
+    calls = warmed_up(case, place, bench.block)
+    return right, [block(case, place, calls) for _ in range(bench.repeats)]
+
+
+def warmed_up(case: Case, place: Place, seconds: float) -> int:
+    """How many calls take so long together, the same on all ranks."""
     for _ in range(WARMUP):
         case.run()
-    told = [int(min(max(bench.block / block(case, place, 1), 1), MOST))]
+    told = [int(min(max(seconds / block(case, place, 1), 1), MOST))]
     dist.broadcast_object_list(told, place.ranks[0], place.group)
-    return right, [block(case, place, told[0]) for _ in range(bench.repeats)]
+    return told[0]
 
 
 def block(case: Case, place: Place, calls: int) -> float:
