@@ -1,9 +1,11 @@
 """The backend `ring` gives what gloo gives, sends what its algorithms say, and fails as torch's own do."""
 
 import os
+import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from strategies import ring, roll_call
 from strategies.ring import algorithms
 from strategies.ring.links import TAG, Links
 from strategies.ring.queue import Collective, Queue
+from tests.processes import launch
 from tests.ranks import ranks
 
 SIZES = (1, 7, 24, 200)
@@ -359,6 +362,21 @@ def test_a_group_sends_so_many_bytes() -> None:
     ranks(3, bytes_on_the_group)
 
 
+def profiled() -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        time.sleep(0.05 * dist.get_rank())  # which rank 0 waits for
+        dist.barrier()
+        work.wait()
+    spans = {event.name: event.time_range.elapsed_us() for event in profile.events()}
+    assert spans["ring:all_reduce"] > 0
+    assert "ring:barrier" in spans
+
+
+def test_a_profile_shows_its_collectives() -> None:
+    ranks(2, profiled)
+
+
 # Faults
 
 
@@ -379,7 +397,7 @@ def test_a_rank_that_is_late_is_waited_for_as_long_as_was_said() -> None:
     ranks(2, late, timeout=1)
 
 
-def gone(log: Any) -> None:
+def gone(log: Path) -> None:
     if dist.get_rank() == 1:
         os._exit(0)
     time.sleep(0.3)
@@ -393,7 +411,7 @@ def gone(log: Any) -> None:
     os._exit(0)
 
 
-def test_a_rank_that_has_gone_is_an_error_of_the_others(tmp_path: Any) -> None:
+def test_a_rank_that_has_gone_is_an_error_of_the_others(tmp_path: Path) -> None:
     ranks(2, gone, tmp_path / "log")
     assert any(word in (tmp_path / "log").read_text() for word in roll_call.SIGNS)
 
@@ -432,3 +450,19 @@ def test_a_queue_that_is_not_used_ends_its_thread() -> None:
     assert not thread.is_alive()
     with pytest.raises(RuntimeError, match="Timed out waiting 10ms for test to complete"):
         Collective("test", lambda: None, []).wait(timedelta(milliseconds=10))
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "communication.md"
+
+
+def page_script(_rank: int, _path: Path) -> None:
+    script = next(
+        block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "import" in block
+    )
+    exec(compile(script, str(PAGE), "exec"), {})
+
+
+def test_the_script_of_the_page_runs_as_it_stands(tmp_path: Path) -> None:
+    for rank, run in enumerate(launch(page_script, tmp_path)):
+        assert run.wait() == 0, run.output
+        assert f"rank {rank}: 1, 4,000,000 bytes sent" in run.output

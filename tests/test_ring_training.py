@@ -15,12 +15,11 @@ from tests.ranks import ranks
 from tests.test_strategies import OPTIONS, Gathered, outcome
 from tests.training import assert_same, classifier, digits, fit, trainer, weights
 
-TEN = {"max_steps": 10}
 CLIPPED = OPTIONS["accumulated and clipped"]
 
 
 def ended(strategy: DataParallel, devices: int, path: Path, run: str = "students", **options: Any) -> Any:
-    return outcome(run, devices, path, strategy=strategy, **TEN | options)
+    return outcome(run, devices, path, strategy=strategy, **options)
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3])
@@ -50,7 +49,7 @@ def test_batch_norm_over_the_global_batch_agrees(tmp_path: Path) -> None:
 
 
 def test_the_ring_is_exact(tmp_path: Path) -> None:
-    options = {"precision": 32, **TEN}
+    options = {"precision": 32, "max_steps": 10}
     losses, right = ended(DDP(exact=3), 1, tmp_path, **options)
     theirs, other = ended(DDPRing(timeout=60, exact=3), 3, tmp_path, **options)
     assert theirs == losses
