@@ -4,9 +4,11 @@ from typing import Any
 
 from lightning.pytorch.strategies import Strategy
 
+from strategies.allreduce import AllReduce
 from strategies.base import DataParallel
 from strategies.compressed import DDPFP16, DDPPowerSGD
 from strategies.ddp import DDP
+from strategies.ddp_ring import DDPRing
 from strategies.fsdp import FSDP
 from strategies.hsdp import HSDP
 from strategies.local_sgd import LocalSGD
@@ -20,7 +22,9 @@ __all__ = [
     "FSDP",
     "HSDP",
     "NAMES",
+    "AllReduce",
     "DDPPowerSGD",
+    "DDPRing",
     "DataParallel",
     "LocalSGD",
     "ModelParallel",
@@ -36,6 +40,8 @@ NAMES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "ddp_notebook": (DDP, {"start_method": "fork"}),
     "ddp_spawn": (DDP, {"start_method": "spawn"}),
     "ddp_zero1": (ZeRO1, {}),
+    "ddp_ring": (DDPRing, {}),
+    "ddp_allreduce": (AllReduce, {}),
     "local_sgd": (LocalSGD, {}),
     "ddp_fp16": (DDPFP16, {}),
     "ddp_powersgd": (DDPPowerSGD, {}),

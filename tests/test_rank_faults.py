@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 
 from apprentice import cli
-from strategies import DDP, FSDP, DataParallel, PipelineStrategy, ZeRO1, roll_call
+from strategies import DDP, FSDP, AllReduce, DataParallel, DDPRing, PipelineStrategy, ZeRO1, roll_call
 from tests.processes import Run
 from tests.training import classifier, digits, fit, trainer, weights
 
@@ -53,7 +53,8 @@ EXACT = {"exact": 8}
 
 
 @pytest.mark.parametrize(
-    ("strategy", "options"), [(DDP, {}), (DDP, EXACT), (ZeRO1, {}), (FSDP, {}), (PipelineStrategy, {})]
+    ("strategy", "options"),
+    [(DDP, {}), (DDP, EXACT), (DDPRing, {}), (AllReduce, {}), (ZeRO1, {}), (FSDP, {}), (PipelineStrategy, {})],
 )
 @pytest.mark.parametrize("does", [bug, killed])
 def test_a_rank_that_dies_ends_the_run(

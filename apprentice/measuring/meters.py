@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 LINUX = sys.platform == "linux"
+OVER_TCP = ("gloo", "ring")  # backends whose messages are all sent so
 TCP_BYTES_ACKED = 120  # offset of tcpi_bytes_acked in Linux' struct tcp_info, since 4.1
 
 
@@ -110,7 +111,7 @@ def sent_bytes() -> int | None:
     """
     if not dist.is_available() or not dist.is_initialized():
         return 0
-    if not LINUX or dist.get_backend() != "gloo":
+    if not LINUX or dist.get_backend() not in OVER_TCP:
         return None
     return sum(_acked(int(name)) for name in os.listdir("/proc/self/fd"))  # noqa: PTH208 - numbers, not paths
 

@@ -7,6 +7,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 Spans = list[tuple[float, float]]
+CPU_BACKENDS = ("gloo:", "ring:")  # with which the names of their collectives begin in a profile
 
 
 class Overlap:
@@ -41,7 +42,9 @@ class Overlap:
 
 def _cpu_spans(events: Iterable[Any]) -> tuple[Spans, Spans]:
     named = [(event.name, _span(event)) for event in events]
-    return [s for name, s in named if name.startswith("gloo:")], [s for name, s in named if name.startswith("aten::")]
+    return [s for name, s in named if name.startswith(CPU_BACKENDS)], [
+        s for name, s in named if name.startswith("aten::")
+    ]
 
 
 def _gpu_spans(events: Iterable[Any]) -> tuple[Spans, Spans]:

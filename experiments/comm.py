@@ -1,0 +1,75 @@
+"""What messages and collectives take on this machine, by gloo (and NCCL on GPUs) and by our own ring.
+
+    python experiments/comm.py --trainer.devices 2                        # all of it: some minutes on 2 CPU cores
+    python experiments/comm.py --only all_reduce_sum broadcast --sizes 1024 16777216
+    python experiments/comm.py --backends gloo ring --trainer.devices 3
+    python experiments/comm.py --out FOLDER --resume true                 # go on; measured rows are kept
+    python experiments/comm.py --quick true                               # two small sizes, to see what comes out
+
+From send and recv to all-to-all, on all ranks and on a sub-group: time, algorithm and bus bandwidth as nccl-tests
+define them, and every result checked to the bit. `ring` is strategies/ring; `ring_unchunked` is the all-reduce of the
+distributed tutorial, in which each of n ranks sends n / 2 times as much. OUT/ holds results.json, .md and .png.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import strategies
+from apprentice import cli, environment, folders, interrupts
+from apprentice.errors import BadInput
+from apprentice.measuring.comm import Backend, Bench, Options, Rows, Study
+from apprentice.measuring.isolation import one_thread
+from apprentice.measuring.rows import SEEN_TO, check_left_out, check_place, default_devices
+from apprentice.progress import quiet
+from apprentice.trainers import trainers
+from strategies import ring
+
+UNUSED = ("precision", "gradient_clip_val", "profiler", "callbacks", "plugins")
+BACKENDS = [Backend("gloo"), Backend(ring.NAME), Backend(ring.UNCHUNKED, only_all_reduce=True)]
+BLOCK, QUICK_BLOCK = 0.02, 0.002  # seconds that calls are timed together for, where they are shorter than that
+NCCL = Backend("nccl", "cuda")
+
+
+def parser() -> cli.Parser:
+    """What can be chosen: sizes, operations, backends; of the Trainer its devices."""
+    parser = cli.Parser("comm.py", (__doc__ or "").split("\n", 1)[0], Options)
+    parser.add_trainer(strategies.NAMES, devices=default_devices())
+    return parser
+
+
+def world(trainer: cli.Choice) -> tuple[int, list[Backend]]:
+    """How many ranks there are, and the backends that fit them."""
+    check_left_out(trainer, (*SEEN_TO, *UNUSED), "nothing is trained")
+    if (strategy := trainer.init_args["strategy"]) != "auto":
+        shown = strategy.class_path if isinstance(strategy, cli.Choice) else strategy
+        raise BadInput("trainer.strategy", shown, "it left out: --backends chooses what carries messages")
+    probe = trainers(trainer, None, strategies.NAMES)()
+    check_place(probe)
+    if probe.num_devices < 2:
+        raise BadInput("trainer.devices", probe.num_devices, "at least 2: a message has two ends")
+    return probe.num_devices, [NCCL, *BACKENDS] if probe.strategy.root_device.type == "cuda" else BACKENDS
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure what the command line describes."""
+    command = parser()
+    with cli.one_line_errors(command), interrupts.handled(), quiet(), one_thread():
+        config = command.parse(argv)
+        size, backends = world(config.trainer)
+        known = {backend.name: backend for backend in backends}
+        rows = Rows(size, [*cli.pick(known, config.backends, "backends").values()], config.only, config.sizes)
+        environment.keep_memory()
+        bench = Bench(size, config.repeats, ring.register, config.timeout, QUICK_BLOCK if config.quick else BLOCK)
+        out = Path(config.out) if config.out else folders.new_folder("comm")
+        with folders.opened(out, config.resume, config.overwrite):
+            study = Study(out, command, config)
+            try:
+                study.run(bench, rows)
+            except interrupts.Interrupted:
+                sys.stderr.write(f"stopped; go on with: python experiments/comm.py --out {out} --resume true\n")
+                raise
+
+
+if __name__ == "__main__":
+    main()
