@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from apprentice import cli
+from apprentice import cli, launches
 from apprentice.errors import BadInput
 from apprentice.stages import MakeTrainer
 
@@ -36,7 +36,7 @@ def _trainer(chosen: cli.Choice, callbacks: Sequence[Any] = (), plugins: Sequenc
     settings["plugins"] = [*_listed(settings["plugins"]), *plugins]
     try:
         with cli.refusals(chosen, "trainer"):
-            return Trainer(**settings)
+            return Trainer(**launches.fitted(settings))
     except (MisconfigurationException, ImportError) as error:
         wanted = f"{settings['accelerator']} --trainer.devices {settings['devices']}"
         raise BadInput("trainer.accelerator", wanted, f"what this machine and Lightning have: {error}") from None
