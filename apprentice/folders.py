@@ -27,20 +27,20 @@ def is_main_process() -> bool:
 
 def new_folder(experiment: str) -> Path:
     """A fresh folder `runs/<experiment>/<time>`, the same for all processes of one invocation, restarted ones too."""
+    parent, agents = Path("runs") / experiment, job.agents()
     if job.ranks() > 1:
-        with job.main_first("out"):
+        with job.main_first("new folder"):
             if is_main_process():
-                job.tell("name", str(_restarted(Path("runs") / experiment) or _fresh(Path("runs") / experiment)))
-        return Path(job.told("name"))
+                job.tell("out", str(_restarted(parent, agents) or _fresh(parent)))
+        return Path(job.told("out"))
     variable = f"APPRENTICE_OUT_{experiment.upper()}"
     if variable not in os.environ:  # sub-processes that Lightning starts run the script again and find it here
-        os.environ[variable] = str(_restarted(Path("runs") / experiment) or _fresh(Path("runs") / experiment))
+        os.environ[variable] = str(_restarted(parent, agents) or _fresh(parent))
     return Path(os.environ[variable])
 
 
-def _restarted(parent: Path) -> Path | None:
+def _restarted(parent: Path, agents: set[str]) -> Path | None:
     """The folder in which this very job has begun, if it was restarted."""
-    agents = job.agents()
     return next((path for path in sorted(parent.glob("*")) if agents & _opened_by(path)), None)
 
 

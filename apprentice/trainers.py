@@ -34,9 +34,10 @@ def _trainer(chosen: cli.Choice, callbacks: Sequence[Any] = (), plugins: Sequenc
         settings["accelerator"] = "cpu"  # evaluation adds in float64, which Apple's GPUs don't have
     settings["callbacks"] = [*_listed(settings["callbacks"]), *callbacks]
     settings["plugins"] = [*_listed(settings["plugins"]), *plugins]
+    settings = launches.fitted(settings)
     try:
         with cli.refusals(chosen, "trainer"):
-            return Trainer(**launches.fitted(settings))
+            return Trainer(**settings)
     except (MisconfigurationException, ImportError) as error:
         wanted = f"{settings['accelerator']} --trainer.devices {settings['devices']}"
         raise BadInput("trainer.accelerator", wanted, f"what this machine and Lightning have: {error}") from None
