@@ -96,7 +96,7 @@ class DataParallel(DDPStrategy):
     def listen(self) -> None:
         """Take a port for rank 0, before ranks are started: no other run on this machine can come between."""
         assert self.cluster_environment is not None
-        if self.init_method in {None, "env://"}:
+        if self.init_method in stores.BY_ENVIRONMENT:
             port, address = os.environ.get("MASTER_PORT", "0"), self.cluster_environment.main_address
             self._listening = stores.listen(address, int(port), f"MASTER_PORT {port}")
             os.environ["MASTER_PORT"] = str(self._listening.getsockname()[1])
@@ -144,11 +144,13 @@ class DataParallel(DDPStrategy):
         environment = self.cluster_environment
         assert environment is not None
         assert self._timeout is not None
+        seconds, ranks = self._timeout.total_seconds(), (self.global_rank, self.world_size)
+        if self.init_method not in stores.BY_ENVIRONMENT:
+            return meeting.meet(self.init_method, ("", 0), *ranks, seconds)
         listening = self._listening or getattr(environment, "listening", None)
         address = environment.main_address, listening.getsockname()[1] if listening else environment.main_port
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address[0], str(address[1])
-        seconds = self._timeout.total_seconds()
-        return meeting.meet(self.init_method, address, self.global_rank, self.world_size, seconds, listening)
+        return meeting.meet(None, address, *ranks, seconds, listening)
 
     def _bound_device(self) -> torch.device | None:
         """The only device of this rank, which spares NCCL to find it out."""
@@ -162,12 +164,14 @@ class DataParallel(DDPStrategy):
         Raises:
             TimeoutError: a rank kept the others waiting for too long.
             ConnectionError: a rank has died.
+            SystemExit: so it is, and another rank says so.
         """
         super().on_exception(exception)
         assert self._timeout is not None
         try:
-            roll_call.raise_for_absent(exception, self._timeout.total_seconds())
-        except (TimeoutError, ConnectionError):
+            one_speaks = isinstance(self._launcher, _SubprocessScriptLauncher)
+            roll_call.raise_for_absent(exception, self._timeout.total_seconds(), one_speaks)
+        except (TimeoutError, ConnectionError, SystemExit):
             self._end_children()
             raise
 

@@ -10,13 +10,14 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 
 FLAG = "--trainer.strategy.init_method"
+BY_ENVIRONMENT = {None, "env://"}  # MASTER_ADDR and MASTER_PORT say where
 SHAPES = "expected env://, tcp://HOST:PORT or file:///PATH"
 PAUSE = 0.2  # seconds between two attempts to connect
 
 
 def check(method: str | None) -> None:
     """Raise ValueError where an init_method is none of env://, tcp://HOST:PORT and file:///PATH."""
-    if method is None or method == "env://":
+    if method is None or method in BY_ENVIRONMENT:
         return
     try:
         parts = urlsplit(method)
@@ -65,7 +66,7 @@ def reach(
         TimeoutError: nobody answers.
         ConnectionError: the port or the file can't be used.
     """
-    if method is None or method == "env://":
+    if method is None or method in BY_ENVIRONMENT:
         return _tcp(address, f"MASTER_ADDR {address[0]} MASTER_PORT {address[1]}", rank, timeout, listening)
     parts = urlsplit(method)
     if parts.scheme == "file":

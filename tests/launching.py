@@ -1,14 +1,23 @@
 """What the tests of launchers share: callbacks, by import path, that end ranks at a certain step."""
 
+import contextlib
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback
 
 from apprentice import interrupts
+from experiments import kd
+from tests.processes import Run
+from tests.training import assert_same
 
 
 class Fault(Callback):
@@ -59,3 +68,116 @@ class Held(Fault):
     def happen(self) -> None:
         while not interrupts.requested():
             time.sleep(0.02)
+
+
+TINY = [
+    "--teacher", "LightNN", "--seeds", "1", "--trainer.max_epochs", "2", "--data.train_size", "150",
+    "--data.test_size", "100", "--data.batch_size", "40", "--only", "ce", "kd",
+]  # fmt: skip
+ROOT = Path(__file__).parents[1]
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def weights(out: Path) -> dict[str, bytes]:
+    """The files of weights of a finished run."""
+    found = {path.parent.name: path.read_bytes() for path in out.glob("seed0/*/weights.pt")}
+    assert (out / "results.json").exists()
+    assert found.keys() == {"teacher", "ce", "kd"}
+    return found
+
+
+def assert_close(out: Path, other: Path) -> None:
+    """The weights of two runs in float64 agree."""
+    for path in sorted(out.glob("seed0/*/weights.pt")):
+        assert_same(torch.load(path), torch.load(other / path.relative_to(out)), atol=1e-9)
+
+
+class Command:
+    """A command in a new session; its processes are known by a variable of their environment.
+
+    Args:
+        *words: program and arguments.
+        log: file for its output.
+        **variables: of the environment.
+    """
+
+    def __init__(self, *words: str | Path, log: Path, **variables: str) -> None:
+        self.log, self.mark = log, f"{time.monotonic_ns()}"
+        kept = {key: value for key, value in os.environ.items() if key not in {"MASTER_ADDR", "MASTER_PORT"}}
+        given = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "APPRENTICE_TEST": self.mark} | variables
+        with log.open("w") as file:
+            self.process = subprocess.Popen(
+                [str(word) for word in words], stdout=file, stderr=file, stdin=subprocess.DEVNULL, env=kept | given,
+                start_new_session=True, cwd=log.parent,
+            )  # fmt: skip
+
+    def wait(self, timeout: float) -> int:
+        """The exit code; fails when it does not end in time, or leaves processes behind."""
+        try:
+            code = self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            code = None
+        deadline = time.monotonic() + 10
+        while (left := self.processes()) and code is not None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        assert code is not None, f"still running after {timeout} s:\n{self.output}"
+        assert not left, f"left behind: {left}\n{self.output}"
+        return code
+
+    def processes(self) -> list[int]:
+        """Those of its processes that are alive."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if f"APPRENTICE_TEST={self.mark}\0" in path.read_text(errors="replace"):
+                    found.append(int(path.parent.name))
+        return found
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text()
+
+
+def torchrun(*words: str | Path, log: Path, flags: Sequence[str | Path] = TINY, **variables: str) -> Command:
+    """The main job under torchrun, which has a port of its own for each of its nodes."""
+    python = [sys.executable, "-m", "torch.distributed.run"]
+    return Command(*python, *words, ROOT / "experiments" / "kd.py", *flags, log=log, **variables)
+
+
+def ranks(
+    environments: Sequence[Mapping[str, Any]],
+    argv: Sequence[str | Path],
+    log: Path,
+    before: Callable[[int], None] | None = None,
+) -> list[Run]:
+    """Processes that someone has started, each with an environment of its own; forked, which spares the imports."""
+
+    def main(rank: int) -> None:
+        os.environ.update({key: str(value) for key, value in environments[rank].items()})
+        if before is not None:
+            before(rank)
+        kd.main([str(word) for word in argv])
+
+    return [Run(main, rank, log=log.with_suffix(f".{rank}")) for rank in range(len(environments))]
+
+
+def by_hand(size: int, numbers: Sequence[int] | None = None, **variables: Any) -> list[dict[str, Any]]:
+    """The environments of ranks that the user starts."""
+    return [{"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, **variables} for rank in numbers or range(size)]
+
+
+def ended(runs: Sequence[Run], timeout: float = 60) -> str:
+    """What ranks have said that ended well."""
+    codes = [run.wait(timeout) for run in runs]
+    said = "".join(run.output for run in runs)
+    assert set(codes) == {0}, said
+    return said
