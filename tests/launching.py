@@ -28,17 +28,17 @@ class Fault(Callback):
         step: how many steps are done by then.
         rank: the number of the rank, or any.
         world_size: how many ranks there are, or any number.
-        node: what the environment variable NODE says on that node.
+        node: what the environment variable NODE says there, or anything.
     """
 
     def __init__(
-        self, mark: str, step: int = 3, rank: int | None = None, world_size: int | None = None, node: str = ""
+        self, mark: str, step: int = 3, rank: int | None = None, world_size: int | None = None, node: str | None = None
     ) -> None:
         self.mark, self.step, self.rank, self.world_size, self.node = Path(mark), step, rank, world_size, node
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         here = self.rank in {None, trainer.global_rank} and self.world_size in {None, trainer.world_size}
-        here = here and self.node == os.environ.get("NODE", "") and module.runs == [""]
+        here = here and self.node in {None, os.environ.get("NODE")} and module.runs == [""]
         if here and trainer.global_step == self.step and not self.mark.exists():
             self.mark.touch()
             self.happen()
@@ -147,10 +147,22 @@ class Command:
         return self.log.read_text()
 
 
-def torchrun(*words: str | Path, log: Path, flags: Sequence[str | Path] = TINY, **variables: str) -> Command:
-    """The main job under torchrun, which has a port of its own for each of its nodes."""
-    python = [sys.executable, "-m", "torch.distributed.run"]
-    return Command(*python, *words, ROOT / "experiments" / "kd.py", *flags, log=log, **variables)
+def torchrun(
+    *words: str | Path, log: Path, flags: Sequence[str | Path] = TINY, within: str = "", **variables: str
+) -> Command:
+    """The main job under torchrun, in a network namespace if one is named."""
+    start = [*(["ip", "netns", "exec", within] if within else []), sys.executable, "-m", "torch.distributed.run"]
+    return Command(*start, *words, ROOT / "experiments" / "kd.py", *flags, log=log, **variables)
+
+
+def faults(path: Path, *kinds: tuple[str, dict[str, Any]]) -> list[str]:
+    """Flags for the callbacks above, by name with their options; each leaves its mark beside `path`."""
+    lines = ["trainer:", "  callbacks:"]
+    for kind, options in kinds:
+        settings = {"mark": str(path.with_name(kind)), **options}
+        lines.append(f"  - {{class_path: tests.launching.{kind}, init_args: {settings}}}")
+    path.write_text("\n".join(lines))
+    return ["--config", str(path)]
 
 
 def ranks(
@@ -173,6 +185,18 @@ def ranks(
 def by_hand(size: int, numbers: Sequence[int] | None = None, **variables: Any) -> list[dict[str, Any]]:
     """The environments of ranks that the user starts."""
     return [{"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, **variables} for rank in numbers or range(size)]
+
+
+def until(happens: Callable[[], bool], *runs: Any, seconds: float = 120) -> None:
+    """Wait for something that these runs do; fails, and ends them, when it takes too long."""
+    deadline = time.monotonic() + seconds
+    while not happens():
+        if time.monotonic() > deadline:
+            for run in runs:
+                with contextlib.suppress(AssertionError):
+                    run.wait(0.1)
+            raise AssertionError("".join(run.output for run in runs))
+        time.sleep(0.05)
 
 
 def ended(runs: Sequence[Run], timeout: float = 60) -> str:
