@@ -44,25 +44,39 @@ def slurm(rank: int, size: int = 2, **variables: Any) -> dict[str, Any]:
     """What srun sets for `srun -n 2` on two nodes."""
     given = {"SLURM_NTASKS": size, "SLURM_PROCID": rank, "SLURM_LOCALID": 0, "SLURM_NODEID": rank}
     given |= {"SLURM_NNODES": size, "SLURM_JOB_ID": "1234567", "SLURM_JOB_NAME": "kd", "SLURM_NODELIST": "n[1-2]"}
-    return given | {"MASTER_ADDR": "127.0.0.1"} | variables
+    return given | variables
 
 
-def test_slurms_variables_give_the_ranks(
-    alone: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slurms_variables_give_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(variable)
-    port = free_port()
-    runs = ranks(
-        [slurm(rank, MASTER_PORT=port) for rank in range(2)], [*EXACT, "--out", tmp_path / "run"], tmp_path / "log"
-    )
-    ended(runs)
-    assert weights(tmp_path / "run") == alone
     for key, value in slurm(1).items():
         monkeypatch.setenv(key, str(value))
     assert launches.launched() == launches.Launch("slurm", 1, 2, 2)
     monkeypatch.setenv("SLURM_JOB_NAME", "interactive")
     assert launches.launched() is None
+
+
+SRUN = """#!/bin/bash
+printf '%s\\n' "$MASTER_ADDR" "$MASTER_PORT" "$@" > told
+"""
+
+
+def test_the_script_for_slurm(alone: dict[str, bytes], tmp_path: Path) -> None:
+    for name, text in {"srun": SRUN, "scontrol": "#!/bin/bash\n[ $3 = 'n[1-2]' ] && printf 'n1\\nn2\\n'\n"}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    given = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "1234567"}
+    assert Command("bash", ROOT / "docs" / "slurm.sbatch", *EXACT, log=tmp_path / "log", **given).wait(30) == 0
+    address, port, option, python, script, *argv = (tmp_path / "told").read_text().splitlines()
+    assert (address, port, option, python, script) == (
+        "n1", str(15000 + 1234567 % 15000), "--kill-on-bad-exit=1", "python", "experiments/kd.py",
+    )  # fmt: skip
+    assert argv == ["--out", "runs/kd/slurm-1234567", "--resume", "true", *EXACT]
+    argv[1] = str(tmp_path / "run")
+    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    ended(ranks([slurm(rank, **given) for rank in range(2)], argv, tmp_path / "ranks"))
+    assert weights(tmp_path / "run") == alone
 
 
 @pytest.fixture
