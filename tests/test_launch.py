@@ -33,7 +33,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 @pytest.mark.slow
 def test_the_old_launch_module(alone: dict[str, bytes], tmp_path: Path) -> None:
-    launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.launch", "--nproc_per_node", "2"]
+    launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.launch", "--nproc_per_node", "1"]
     port = ["--master_port", str(free_port())]
     run = Command(*launch, *port, ROOT / "experiments" / "kd.py", *EXACT, "--out", "run", log=tmp_path / "log")
     assert run.wait(150) == 0, run.output
