@@ -41,7 +41,7 @@ class SafePoints(Checkpoint):
     """Keeps one checkpoint: every so many seconds, when the user interrupts, and when training has ended.
 
     It is written before a batch starts, when all that belongs to the batches before it is done (validation, schedulers,
-    logging), so that a run goes on from it exactly. Rank zero decides for all.
+    logging), so that a run goes on from it exactly. Rank zero has the clock; where any rank is told to stop, all do.
 
     Args:
         path: the file.
@@ -86,7 +86,7 @@ class SafePoints(Checkpoint):
             return  # gradients of the batches before are not part of a checkpoint
         stop = interrupts.requested()
         late = time.monotonic() - self._saved >= self.every
-        stop, late = _of_rank_zero(trainer, stop, late)
+        stop, late = _agreed(trainer, stop, late and trainer.is_global_zero)
         # For the loggers this is the step's number; Lightning counts one too many after a resume.
         trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
         if stop or late:
@@ -103,11 +103,12 @@ class SafePoints(Checkpoint):
         trainer.save_checkpoint(self.path)
 
 
-def _of_rank_zero(trainer: Trainer, *flags: bool) -> list[bool]:
+def _agreed(trainer: Trainer, *flags: bool) -> list[bool]:
+    """For each flag, whether any rank has set it."""
     if trainer.world_size == 1:
         return list(flags)
     shared = torch.tensor(flags, dtype=torch.uint8, device=trainer.strategy.root_device)
-    dist.broadcast(shared, 0)
+    dist.all_reduce(shared, dist.ReduceOp.MAX)
     return [bool(flag) for flag in shared.tolist()]
 
 

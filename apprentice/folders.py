@@ -1,33 +1,47 @@
 """A run's folder: refused when it is in use or holds results, locked while a process works in it."""
 
+import json
 import os
 import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 
+from apprentice import job
 from apprentice.errors import BadInput
+from apprentice.files import write_json
 
 OURS = ("config.yaml", "environment.json", "results.json", "results.md", "results.png", "seed*")
+
+AGENTS = ".agents"  # those of torchrun that have started the ranks, if it has
 
 
 def is_main_process() -> bool:
     """Whether this process is the one that starts and writes: not a rank that a launcher or Lightning started."""
-    ranks = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "LOCAL_RANK")
+    ranks = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "LOCAL_RANK")
     return int(next((os.environ[name] for name in ranks if name in os.environ), "0")) == 0
 
 
 def new_folder(experiment: str) -> Path:
-    """A fresh folder `runs/<experiment>/<time>`, the same for all processes of one invocation."""
+    """A fresh folder `runs/<experiment>/<time>`, the same for all processes of one invocation, restarted ones too."""
+    parent, agents = Path("runs") / experiment, job.agents()
+    if job.ranks() > 1:
+        with job.main_first("new folder"):
+            if is_main_process():
+                job.tell("out", str(_restarted(parent, agents) or _fresh(parent)))
+        return Path(job.told("out"))
     variable = f"APPRENTICE_OUT_{experiment.upper()}"
-    if is_main_process() or variable in os.environ:
-        name = os.environ.get(variable) or _fresh(Path("runs") / experiment)
-        os.environ[variable] = name  # sub-processes that Lightning starts run the script again and find it here
-    return Path(_agreed(name if is_main_process() else "") if "TORCHELASTIC_RUN_ID" in os.environ else name)
+    if variable not in os.environ:  # sub-processes that Lightning starts run the script again and find it here
+        os.environ[variable] = str(_restarted(parent, agents) or _fresh(parent))
+    return Path(os.environ[variable])
+
+
+def _restarted(parent: Path, agents: set[str]) -> Path | None:
+    """The folder in which this very job has begun, if it was restarted."""
+    return next((path for path in sorted(parent.glob("*")) if agents & _opened_by(path)), None)
 
 
 def _fresh(parent: Path) -> str:
@@ -43,60 +57,53 @@ def _fresh(parent: Path) -> str:
     raise BadInput("out", parent, "a folder with room for another run")
 
 
-def _agreed(name: str) -> str:
-    """Rank zero's name, through the store that torchrun keeps for its workers."""
-    store = _store()
-    if name:
-        store.set("out", name)
-    return store.get("out").decode()
-
-
-def _store() -> Any:
-    from torch.distributed import PrefixStore, rendezvous
-
-    store, _, _ = next(iter(rendezvous("env://")))
-    return PrefixStore(f"apprentice/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-
-
-@contextmanager
-def main_first(task: str) -> Iterator[None]:
-    """Under torchrun rank zero runs the block before the others do: it downloads, or clears a folder, once."""
-    launched = "TORCHELASTIC_RUN_ID" in os.environ
-    if launched and not is_main_process():
-        _store().get(task)
-    yield
-    if launched and is_main_process():
-        _store().set(task, "done")
-
-
 @contextmanager
 def opened(out: Path, resume: bool = False, overwrite: bool = False) -> Iterator[Path]:
     """Create, check and lock the folder; ranks that were started by others find it ready.
 
+    A job of torchrun's that restarts its ranks goes on in the folder that it has opened before.
+
     Raises:
         BadInput: it can't be written, is in use, or holds a run and neither `resume` nor `overwrite` is set.
     """
+    agents = job.agents()
     if not is_main_process():
-        with main_first("folder"):
+        with job.main_first("folder"):
             yield out
         return
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(out / ".lock")
+    with job.main_first("folder"):
+        lock = _locked(out)
         try:
-            lock.acquire(timeout=3)  # ranks of a killed run may need a moment to go away
-        except Timeout:
-            raise BadInput("out", out, f"a folder not in use; process {_owner(out)} works in it") from None
-        (out / ".pid").write_text(str(os.getpid()))
-    except OSError as error:
-        raise BadInput("out", out, f"a folder that can be written ({error.strerror})") from None
-    try:
-        with main_first("folder"):
-            if not resume:
+            if not (resume or agents & _opened_by(out)):
                 _clear(out, overwrite)
+            write_json(out / AGENTS, sorted(agents))
+        except BaseException:
+            lock.release()
+            raise
+    try:
         yield out
     finally:
         lock.release()
+
+
+def _locked(out: Path) -> FileLock:
+    lock = FileLock(out / ".lock")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=3)  # ranks of a killed run may need a moment to go away
+        (out / ".pid").write_text(str(os.getpid()))
+    except Timeout:
+        raise BadInput("out", out, f"a folder not in use; process {_owner(out)} works in it") from None
+    except OSError as error:
+        lock.release()
+        raise BadInput("out", out, f"a folder that can be written ({error.strerror})") from None
+    return lock
+
+
+def _opened_by(out: Path) -> set[str]:
+    """The agents of the job that has opened a folder last."""
+    path = out / AGENTS
+    return set(json.loads(path.read_text())) if path.exists() else set()
 
 
 def _owner(out: Path) -> str:

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from apprentice import cli
+from apprentice import cli, launches
 from apprentice.errors import BadInput
 from apprentice.stages import MakeTrainer
 
@@ -34,6 +34,7 @@ def _trainer(chosen: cli.Choice, callbacks: Sequence[Any] = (), plugins: Sequenc
         settings["accelerator"] = "cpu"  # evaluation adds in float64, which Apple's GPUs don't have
     settings["callbacks"] = [*_listed(settings["callbacks"]), *callbacks]
     settings["plugins"] = [*_listed(settings["plugins"]), *plugins]
+    settings = launches.fitted(settings)
     try:
         with cli.refusals(chosen, "trainer"):
             return Trainer(**settings)

@@ -26,7 +26,7 @@ from torch import nn
 
 import datamodules
 import strategies
-from apprentice import cli, environment, folders, interrupts
+from apprentice import cli, environment, folders, interrupts, job, launches
 from apprentice.bake_off import BakeOff, Contestant
 from apprentice.checkpoints import load_weights
 from apprentice.errors import BadInput
@@ -162,8 +162,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         config = command.parse(argv)
         strategies.register()
         trainer = trainers(config.trainer, config.exact, strategies.NAMES)
+        launches.join(trainer)
         data = cli.build(config.data, "data")
-        with folders.main_first("data"):
+        with job.main_first("data"):
             data.prepare_data()
             data.setup()
         environment.limit_threads(data.input_shape)

@@ -1,17 +1,23 @@
 """What all data-parallel strategies share: how ranks start and end."""
 
+import atexit
 import multiprocessing
+import os
+import socket
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import _destroy_dist_connection
+from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_info
 
-from strategies import roll_call
-from strategies.launchers import ForkLauncher
+from strategies import meeting, roll_call, stores
+from strategies.launchers import ForkLauncher, ScriptLauncher
 
 StartMethod = Literal["auto", "fork", "spawn", "popen"]
 
@@ -24,8 +30,10 @@ class DataParallel(DDPStrategy):
     Args:
         start_method: "fork", "spawn", "popen" (sub-processes), or "auto": fork on CPU, sub-processes otherwise. Where a
             launcher has started the ranks already (torchrun, SLURM, MPI), none is started.
-        timeout: seconds a rank may keep the others waiting.
+        timeout: seconds a rank may keep the others waiting, at the start too.
         process_group_backend: gloo, nccl or another of torch's; when not given, the one that fits the devices.
+        init_method: where ranks meet: tcp://HOST:PORT, an address of rank 0's; file:///PATH, a file that all can write;
+            env://, or not given: where MASTER_ADDR and MASTER_PORT or the launcher say, else at a free port.
 
     Raises:
         ValueError: an option's value can't be used, alone or with these devices.
@@ -36,11 +44,14 @@ class DataParallel(DDPStrategy):
         start_method: StartMethod = "auto",
         timeout: float = 1800.0,
         process_group_backend: str | None = None,
+        init_method: str | None = None,
     ) -> None:
         if not timeout > 0:
             raise ValueError(f"timeout {timeout}: expected seconds, above 0")
+        stores.check(init_method)
         super().__init__(timeout=timedelta(seconds=timeout), process_group_backend=process_group_backend)
-        self.start_method = start_method
+        self.start_method, self.init_method = start_method, init_method
+        self._listening: socket.socket | None = None  # rank 0's, made before the ranks that are started here
 
     # Starting
 
@@ -49,8 +60,7 @@ class DataParallel(DDPStrategy):
         self._check_devices()
         method = self._resolved_start_method()
         if method == "popen" or self.cluster_environment.creates_processes_externally:
-            launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-            self._launcher = launcher
+            self._launcher = ScriptLauncher(self)
         else:
             self._start_method = method
             self._launcher = ForkLauncher(self, start_method=method)
@@ -84,6 +94,71 @@ class DataParallel(DDPStrategy):
     def check_trainer(self, trainer: Trainer) -> None:
         """Raise ValueError where the Trainer's settings can't be kept so; asked when `check_module` is."""
 
+    # Meeting
+
+    def listen(self) -> None:
+        """Take a port for rank 0, before ranks are started: no other run on this machine can come between."""
+        assert self.cluster_environment is not None
+        if self.init_method in stores.BY_ENVIRONMENT:
+            port, address = os.environ.get("MASTER_PORT", "0"), self.cluster_environment.main_address
+            self._listening = stores.listen(address, int(port), f"MASTER_PORT {port}")
+            os.environ["MASTER_PORT"] = str(self._listening.getsockname()[1])
+
+    def stop_listening(self) -> None:
+        """Let go of the port, which rank 0's store holds by now, or of a copy of it."""
+        if self._listening is not None:
+            self._listening.close()
+            self._listening = None
+
+    def join(self) -> None:
+        """Meet the other ranks where a launcher has started them, before anything else is done."""
+        assert self.cluster_environment is not None
+        if self.cluster_environment.creates_processes_externally:
+            assert self.accelerator is not None
+            self.accelerator.setup_device(self.root_device)
+            self.setup_distributed()
+
+    def setup_distributed(self) -> None:
+        """Join the process group, unless this process has.
+
+        Raises:
+            TimeoutError: nobody answers, or someone has not come.
+            ConnectionError: the port or the file can't be used, or a rank is there twice.
+        """
+        reset_seed()
+        self.set_world_ranks()
+        self._process_group_backend = self._get_process_group_backend()
+        if dist.is_initialized():
+            return
+        try:
+            store = self._meet()
+        except OSError:
+            self._end_children()
+            if isinstance(self._launcher, _SubprocessScriptLauncher) and self.local_rank:
+                raise SystemExit(2) from None  # one on each machine tells
+            raise
+        world, device = (self.global_rank, self.world_size), self._bound_device()
+        backend = self._process_group_backend
+        dist.init_process_group(backend, None, self._timeout, world[1], world[0], store, device_id=device)
+        if backend == "nccl":
+            atexit.register(_destroy_dist_connection)
+
+    def _meet(self) -> dist.Store:
+        environment = self.cluster_environment
+        assert environment is not None
+        assert self._timeout is not None
+        seconds, ranks = self._timeout.total_seconds(), (self.global_rank, self.world_size)
+        if self.init_method not in stores.BY_ENVIRONMENT:
+            return meeting.meet(self.init_method, ("", 0), *ranks, seconds)
+        listening = self._listening or getattr(environment, "listening", None)
+        address = environment.main_address, listening.getsockname()[1] if listening else environment.main_port
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address[0], str(address[1])
+        return meeting.meet(None, address, *ranks, seconds, listening)
+
+    def _bound_device(self) -> torch.device | None:
+        """The only device of this rank, which spares NCCL to find it out."""
+        return self.root_device if self.root_device.type != "cpu" else None
+
     # Ending
 
     def on_exception(self, exception: BaseException) -> None:
@@ -92,18 +167,24 @@ class DataParallel(DDPStrategy):
         Raises:
             TimeoutError: a rank kept the others waiting for too long.
             ConnectionError: a rank has died.
+            SystemExit: so it is, and another rank says so.
         """
         super().on_exception(exception)
         assert self._timeout is not None
         try:
-            roll_call.raise_for_absent(exception, self._timeout.total_seconds())
-        except (TimeoutError, ConnectionError):
-            if isinstance(self._launcher, _SubprocessScriptLauncher):
-                children = self._launcher.procs.copy()
-                self._launcher.procs.clear()  # Lightning's observer of them would end this process before it has spoken
-                for child in children:
-                    child.kill()  # one that is stopped takes no other signal
-                    child.wait()
+            one_speaks = isinstance(self._launcher, _SubprocessScriptLauncher)
+            roll_call.raise_for_absent(exception, self._timeout.total_seconds(), one_speaks)
+        except (TimeoutError, ConnectionError, SystemExit):
+            self._end_children()
             if self.lightning_module is not None:
                 self.teardown()  # which Lightning would call next, had this error not come in between
             raise
+
+    def _end_children(self) -> None:
+        """End the ranks that were started as sub-processes."""
+        if isinstance(self._launcher, _SubprocessScriptLauncher):
+            children = self._launcher.procs.copy()
+            self._launcher.procs.clear()  # Lightning's observer of them would end this process before it has spoken
+            for child in children:
+                child.kill()  # one that is stopped takes no other signal
+                child.wait()

@@ -4,8 +4,6 @@ import warnings
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.distributed import _init_dist_connection
-from lightning.fabric.utilities.seed import reset_seed
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -92,16 +90,9 @@ class Replicated(DataParallel):
             raise ValueError(f"ModelParallel: expected one number of stages throughout a module, got {sizes}")
         return devices_of(self.local_rank, sizes[0], self.parallel_devices, torch.cuda.device_count())
 
-    def setup_distributed(self) -> None:
-        """Join the process group; bound to one device, as Lightning's is, NCCL refuses tensors of another."""
-        if self._split_devices is None:
-            super().setup_distributed()
-            return
-        assert self.cluster_environment is not None
-        reset_seed()
-        self.set_world_ranks()
-        self._process_group_backend = self._get_process_group_backend()
-        _init_dist_connection(self.cluster_environment, self._process_group_backend, timeout=self._timeout)
+    def _bound_device(self) -> torch.device | None:
+        """None for a rank that has several: bound to one of them NCCL refuses tensors of another."""
+        return super()._bound_device() if self._split_devices is None else None
 
     def model_to_device(self) -> None:
         """Move the module to this rank's device, and each stage of a split one to its own.

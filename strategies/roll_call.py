@@ -19,16 +19,18 @@ SIGNS = (
 )
 
 
-def raise_for_absent(exception: BaseException, timeout: float) -> None:
+def raise_for_absent(exception: BaseException, timeout: float, one_speaks: bool = False) -> None:
     """Raise an error that names the ranks that don't answer, if `exception` came from a collective.
 
     Args:
         exception: what ended this rank.
         timeout: seconds after which a collective gives up.
+        one_speaks: of those that are left, only the first one names them; for ranks that all write to one terminal.
 
     Raises:
         TimeoutError: they are late.
         ConnectionError: they have gone.
+        SystemExit: another rank says so.
     """
     text = str(exception)
     if not isinstance(exception, RuntimeError) or not any(sign in text for sign in SIGNS):
@@ -38,6 +40,8 @@ def raise_for_absent(exception: BaseException, timeout: float) -> None:
     absent = _absent()
     if not absent:
         return
+    if one_speaks and any(rank not in absent for rank in range(dist.get_rank())):
+        raise SystemExit(2)
     names = f"rank {absent[0]}" if len(absent) == 1 else f"ranks {', '.join(map(str, absent))}"
     if "imed out" in text:
         expected = "expected every rank to come within that time"

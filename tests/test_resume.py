@@ -282,7 +282,7 @@ def test_checkpoints_are_as_far_apart_as_asked(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(checkpoints.time, "monotonic", lambda: clock[0])
 
     class Trainer:
-        world_size, accumulate_grad_batches, global_step, loggers = 1, 1, 0, ()
+        world_size, accumulate_grad_batches, global_step, loggers, is_global_zero = 1, 1, 0, (), True
         fit_loop = SimpleNamespace(epoch_loop=SimpleNamespace())
 
         def save_checkpoint(self, path: Path) -> None:

@@ -212,14 +212,14 @@ def test_ranks_are_forked_where_that_is_safe(
     assert launcher() == "ForkLauncher"
     with monkeypatch.context() as patch, caplog.at_level("INFO"):
         patch.setattr(torch.cuda, "is_initialized", lambda: True)
-        assert launcher() == "_SubprocessScriptLauncher"
+        assert launcher() == "ScriptLauncher"
     assert "CUDA is in use in this process: ranks are started as sub-processes" in caplog.text
     with monkeypatch.context() as patch:
         patch.setitem(os.environ, "TORCHELASTIC_RUN_ID", "x")
         for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "GROUP_RANK": "0"}.items():
             patch.setitem(os.environ, name, value)
         patch.setitem(os.environ, "LOCAL_WORLD_SIZE", "2")
-        assert launcher() == "_SubprocessScriptLauncher"
+        assert launcher() == "ScriptLauncher"
 
 
 @pytest.mark.parametrize(

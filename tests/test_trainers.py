@@ -128,7 +128,7 @@ def test_options_are_those_that_the_command_line_can_give(command: cli.Parser) -
     def options(name: str) -> set[str]:
         return set(family.choose(name, None, "trainer.strategy").init_args)
 
-    shared = {"process_group_backend", "start_method", "timeout"}
+    shared = {"process_group_backend", "start_method", "timeout", "init_method"}
     wrapper = {"bucket_cap_mb", "find_unused_parameters", "gradient_as_bucket_view", "static_graph"}
     assert options("ddp") == options("ddp_zero1") == options("ddp_fp16") == shared | wrapper
     assert options("ddp_powersgd") == shared | wrapper | {"rank", "start_step"}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
+from apprentice import job
 from apprentice.cli.building import REFUSAL
 from apprentice.errors import BadInput
 
@@ -35,7 +36,8 @@ def one_line_errors(parser: "Parser | None" = None) -> Iterator[None]:
         line = one_line(error, parser)
         if line is None:
             raise
-        sys.stderr.write(f"error: {' '.join(line.split())}\n")
+        if job.speaks() or not isinstance(error, BadInput):
+            sys.stderr.write(f"error: {' '.join(line.split())}\n")
         raise SystemExit(2) from None
 
 

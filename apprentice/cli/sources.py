@@ -10,6 +10,7 @@ from jsonargparse import get_loader
 from apprentice.errors import BadInput
 
 BARE = ("help", "print_config")  # flags without a value
+OF_LAUNCHERS = ("local-rank", "local_rank")  # torch.distributed.launch gives it, and the environment says it, too
 
 
 class Stray(BadInput):
@@ -30,6 +31,8 @@ def flags(argv: Sequence[str]) -> dict[str, Any]:
     """
     tree: dict[str, Any] = {}
     for key, values in _pairs(argv):
+        if key in OF_LAUNCHERS:
+            continue
         if key in BARE:
             if values:
                 raise BadInput(key, " ".join(values), "no value")
