@@ -10,12 +10,18 @@ from torch import Tensor
 
 _first_row: ContextVar[int | None] = ContextVar("first_row", default=None)
 _group: dist.ProcessGroup | None = None
+_idle = 0
 
 
-def among(ranks: dist.ProcessGroup | None) -> None:
-    """Say which processes hold a replica each, this one among them, where that is not all (None)."""
-    global _group  # noqa: PLW0603 - a process has one place among the others, as torch's default group is one
-    _group = ranks
+def among(ranks: dist.ProcessGroup | None, idle: int = 0) -> None:
+    """Say which processes hold a replica each, this one among them, where that is not all (None).
+
+    Args:
+        ranks: these processes.
+        idle: how many of them get no rows in training, such as a parameter server.
+    """
+    global _group, _idle
+    _group, _idle = ranks, idle
 
 
 def group() -> dist.ProcessGroup | None:
@@ -47,6 +53,11 @@ def count() -> int:
     if _first_row.get() is not None:
         return 1
     return dist.get_world_size(_group) if dist.is_available() and dist.is_initialized() else 1
+
+
+def averaged() -> int:
+    """Number of ranks that gradients are averaged over: those that get rows."""
+    return max(count() - _idle, 1)
 
 
 def rank() -> int:

@@ -11,6 +11,7 @@ from strategies.fsdp import FSDP
 from strategies.hsdp import HSDP
 from strategies.local_sgd import LocalSGD
 from strategies.model_parallel import ModelParallel
+from strategies.param_server import ParamServer
 from strategies.pipeline import PipelineStrategy
 from strategies.zero1 import ZeRO1
 
@@ -24,6 +25,7 @@ __all__ = [
     "DataParallel",
     "LocalSGD",
     "ModelParallel",
+    "ParamServer",
     "PipelineStrategy",
     "ZeRO1",
     "register",
@@ -41,6 +43,7 @@ NAMES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "ddp_powersgd": (DDPPowerSGD, {}),
     "fsdp": (FSDP, {}),
     "hsdp": (HSDP, {}),
+    "param_server": (ParamServer, {}),
     "pipeline": (PipelineStrategy, {}),
     "model_parallel": (PipelineStrategy, {"schedule": "GPipe", "num_microbatches": 1}),
 }
