@@ -1,8 +1,9 @@
 """Sums over the ranks that share a batch. Without a process group there is one replica and nothing is sent."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -74,6 +75,17 @@ def add_up(x: Tensor) -> Tensor:
     """`total`, in place of `x`."""
     if count() > 1:
         dist.all_reduce(x, group=_group)
+    return x
+
+
+def summing() -> Callable[[Tensor], Tensor]:
+    """`total` among those who are replicas now, for a backward that may run when or where others are."""
+    return partial(_summed, _group) if count() > 1 else torch.clone
+
+
+def _summed(ranks: dist.ProcessGroup | None, x: Tensor) -> Tensor:
+    x = x.clone()
+    dist.all_reduce(x, group=ranks)
     return x
 
 

@@ -13,6 +13,7 @@ from strategies.local_sgd import LocalSGD
 from strategies.model_parallel import ModelParallel
 from strategies.param_server import ParamServer
 from strategies.pipeline import PipelineStrategy
+from strategies.rpc_hybrid import RPCHybrid
 from strategies.zero1 import ZeRO1
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "ModelParallel",
     "ParamServer",
     "PipelineStrategy",
+    "RPCHybrid",
     "ZeRO1",
     "register",
 ]
@@ -44,6 +46,7 @@ NAMES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "fsdp": (FSDP, {}),
     "hsdp": (HSDP, {}),
     "param_server": (ParamServer, {}),
+    "rpc_hybrid": (RPCHybrid, {}),
     "pipeline": (PipelineStrategy, {}),
     "model_parallel": (PipelineStrategy, {"schedule": "GPipe", "num_microbatches": 1}),
 }

@@ -20,6 +20,8 @@ from strategies.base import DataParallel
 from strategies.remote import agents, inbox
 from strategies.staging.gradients import packed, unpacked
 
+GRACE = 10.0  # seconds that workers wait longer than the server: it knows whom it waits for
+
 
 class ParamServer(DataParallel):
     """The last rank holds parameters and optimizer and steps; the others send it gradients by RPC.
@@ -67,6 +69,11 @@ class ParamServer(DataParallel):
     def _serves(self) -> bool:
         return self.global_rank == self.server
 
+    @property
+    def _seconds(self) -> float:
+        assert self._timeout is not None
+        return self._timeout.total_seconds()
+
     def _check_devices(self) -> None:
         super()._check_devices()
         agents.check("param_server")
@@ -104,14 +111,12 @@ class ParamServer(DataParallel):
     def setup(self, trainer: Trainer) -> None:
         """Set the module up, and for a fit the way to the server."""
         assert self.lightning_module is not None
-        assert self._timeout is not None
         self.check_module(self.lightning_module)
         if trainer.state.fn == TrainerFn.FITTING and self.server:
-            seconds = self._timeout.total_seconds()
             if self._serves:
-                self._inbox = inbox.Inbox(self.server, seconds)
+                self._inbox = inbox.Inbox(self.server, self._seconds)
             inbox.opened(self._inbox)  # before anyone can call
-            agents.start(self.global_rank, self.server + 1, seconds)
+            agents.start(self.global_rank, self.server + 1, self._seconds)
         super().setup(trainer)
         if any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers):
             raise ValueError("strategy param_server: expected an optimizer other than LBFGS, which needs the loss")
@@ -161,7 +166,8 @@ class ParamServer(DataParallel):
     def _send(self, optimizer: Optimizer) -> None:
         parameters = _parameters(optimizer)
         push = inbox.Push(self.global_rank, self._steps, self._version, packed({p: p.grad for p in parameters}).cpu())
-        self._pending.append((self._steps + 1, rpc.rpc_async(agents.name(self.server), inbox.put, args=(push,))))
+        to, patience = agents.name(self.server), self._seconds + GRACE
+        self._pending.append((self._steps + 1, rpc.rpc_async(to, inbox.put, args=(push,), timeout=patience)))
         for p in parameters:
             p.grad = None
 

@@ -10,20 +10,20 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import LBFGS, Optimizer
-from torchmetrics import Metric
 
 from apprentice import keyed, replicas
 from strategies import checkpoints
+from strategies.agreeing import Agreeing
 from strategies.exact import SYNCHRONISE, Exact
 from strategies.staging import stages
 from strategies.staging.residence import Residence
 from strategies.staging.schedules import Place, Plan
 
 
-class Staged(Exact):
+class Staged(Agreeing, Exact):
     """Ranks in rows, each of which holds the module once, in stages.
 
     Parameters, optimizer states and gradients are where their stage is; clipping, what is logged, metrics and
@@ -113,7 +113,7 @@ class Staged(Exact):
             self._speak_for_all(module)
         elif self.data_parallel_size == 1:
             warnings.filterwarnings("ignore", SYNCHRONISE, UserWarning)
-        self._share_metrics(module, replicas.group())
+        self._share_metrics(replicas.group())
         self._interrupted = False
         self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
         Strategy.setup(self, trainer)
@@ -137,12 +137,6 @@ class Staged(Exact):
             expected = "expected apprentice.keyed.Dropout in a pipeline"
             raise ValueError(f"exact {self.exact}: {expected}; {noisy[0]} is torch's")
         self._groups(module, "parameters" if self.balance == "time" else self.balance)
-
-    def _share_metrics(self, module: LightningModule, group: dist.ProcessGroup | None) -> None:
-        """Have metrics count a replica's samples once, not once a rank."""
-        for metric in (m for m in module.modules() if isinstance(m, Metric)):
-            metric.process_group = group
-            metric.to(self.root_device)
 
     def _setup_model(self, model: nn.Module) -> Any:
         return model
@@ -216,22 +210,6 @@ class Staged(Exact):
         total = torch.linalg.vector_norm(norms[0, norms[1] > 0].to(dtype))
         nn.utils.clip_grads_with_norm_(parameters, clip_val, total)
 
-    # What is added up over replicas; ranks of one pipeline have the same values
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the replicas, unless another group is given."""
-        return super().reduce(tensor, replicas.group() if group is None else group, reduce_op)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather from the replicas, unless another group is given."""
-        return super().all_gather(tensor, replicas.group() if group is None else group, sync_grads)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 - Lightning's name
-        """Whether all, or any, of the ranks decide so."""
-        votes = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(votes)
-        return bool(votes == self.world_size) if all else bool(votes)
-
     # Checkpoints are those of one device
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -272,7 +250,7 @@ class Staged(Exact):
             if not self._interrupted:
                 self._residence.undo()
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
-        self._share_metrics(module, None)
+        self._share_metrics(None)
         replicas.among(None)
         self._residence = None
         super().teardown()

@@ -2,13 +2,16 @@
 
 import os
 import threading
+import time
 import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.distributed import rpc
 
-GRACE = 10.0  # seconds that a caller waits longer: who is asked finds out first, and knows whom it waited for itself
+ROUND = 1.0  # seconds after which those who are waited for are asked whether they are still there
 
 
 def check(name: str) -> None:
@@ -27,7 +30,7 @@ def start(rank: int, ranks: int, timeout: float) -> None:
         timeout: seconds that a call may take.
     """
     address = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    options = rpc.TensorPipeRpcBackendOptions(init_method=address, rpc_timeout=timeout + GRACE)
+    options = rpc.TensorPipeRpcBackendOptions(init_method=address, rpc_timeout=timeout)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # it is torch's own use of one
         rpc.init_rpc(name(rank), rank=rank, world_size=ranks, rpc_backend_options=options)
@@ -48,25 +51,50 @@ def answered(future: Any, rank: int) -> Any:
     """What a rank has answered, waited for such that signals are heard meanwhile.
 
     Raises:
-        RuntimeError: it has gone, or is too late; or, with its own words, it has failed.
+        RuntimeError: it has gone, or is too late.
     """
     done = threading.Event()
     future.add_done_callback(lambda _: done.set())
     done.wait()
-    try:
+    with lost(f"rank {rank}"):
         return future.wait()
+
+
+@contextmanager
+def lost(who: str) -> Iterator[None]:
+    """Inside, an error of RPC is raised as one that `roll_call` knows, which then finds who is missing."""
+    try:
+        yield
     except RuntimeError as error:
-        raise RuntimeError(told(error, rank)) from error
+        text = str(error)
+        if "ran for more than set timeout" in text:
+            raise RuntimeError(f"Timed out: no answer from {who}") from error
+        if "tensorpipe" in text:
+            raise RuntimeError(f"Connection closed by {who}") from error
+        raise
 
 
-def told(error: BaseException, rank: int) -> str:
-    """One line for an error that came instead of a rank's answer."""
-    text = str(error)
-    if "ran for more than set timeout" in text:
-        return f"Timed out: rank {rank} did not answer"
-    return f"Connection closed by rank {rank}"
+class Watch:
+    """Asks ranks that are waited for whether they are still there.
 
+    Args:
+        timeout: seconds they have.
+    """
 
-def ask(rank: int) -> Any:
-    """A future that fails once a rank has gone."""
-    return rpc.rpc_async(name(rank), torch.is_grad_enabled)
+    def __init__(self, timeout: float) -> None:
+        self._deadline = time.monotonic() + timeout
+        self._asked: dict[int, Any] = {}
+
+    def look(self, missing: Iterable[int]) -> None:
+        """To be called every `ROUND` seconds.
+
+        Raises:
+            RuntimeError: one has gone, or time is up.
+        """
+        for rank in missing:
+            if time.monotonic() > self._deadline:
+                raise RuntimeError(f"Timed out: nothing from rank {rank}")
+            if rank in self._asked and self._asked[rank].done():
+                answered(self._asked.pop(rank), rank)
+            if rank not in self._asked:
+                self._asked[rank] = rpc.rpc_async(name(rank), torch.is_grad_enabled)

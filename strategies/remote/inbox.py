@@ -1,16 +1,13 @@
 """Where gradients arrive at a parameter server, and wait until its main thread asks for them."""
 
 import threading
-import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.distributed.rpc.functions import async_execution
 from torch.futures import Future
 
 from strategies.remote import agents
-
-ROUND = 1.0  # seconds after which those who are missing are asked whether they are still there
 
 
 class Push(NamedTuple):
@@ -58,19 +55,11 @@ class Inbox:
         Raises:
             RuntimeError: a worker has gone, or is too late.
         """
-        deadline = time.monotonic() + self.timeout
-        asked: dict[int, Any] = {}
+        watch = agents.Watch(self.timeout)
         with self._arrived:
             while missing := self._missing(step):
-                if self._arrived.wait(ROUND):
-                    continue
-                if time.monotonic() > deadline:
-                    raise RuntimeError(f"Timed out: no gradient from rank {missing[0]}")
-                asked |= {rank: agents.ask(rank) for rank in missing if rank not in asked or asked[rank].done()}
-                self._arrived.wait(ROUND / 10)
-                for rank in missing:
-                    if asked[rank].done():
-                        agents.answered(asked[rank], rank)
+                if not self._arrived.wait(agents.ROUND):
+                    watch.look(missing)
             return [push for _, push in sorted(self._pushes.pop(step).items())]
 
     def _missing(self, step: int) -> list[int]:

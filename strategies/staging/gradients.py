@@ -33,7 +33,8 @@ def averaged(gradients: Mapping[nn.Parameter, Tensor | None]) -> dict[nn.Paramet
 @torch.no_grad()
 def packed(gradients: Mapping[nn.Parameter, Tensor | None]) -> Tensor:
     """(elements + parameters,) all gradients in one vector to add up, then how many there are of each: 1 or 0."""
-    parts = [torch.zeros_like(p) if g is None else g for p, g in gradients.items()]
+    here = next(iter(gradients)).device  # a split module has others, too
+    parts = [(torch.zeros_like(p) if g is None else g).to(here) for p, g in gradients.items()]
     there = torch.tensor([float(g is not None) for g in gradients.values()])
     return torch.cat([*(part.flatten() for part in parts), there.to(parts[0])])
 
