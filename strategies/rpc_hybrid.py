@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -118,6 +119,7 @@ class RPCHybrid(Agreeing):
         optimizers = self.optimizers if trainer.state.fn == TrainerFn.FITTING else []
         if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
             raise ValueError("strategy rpc_hybrid: expected an optimizer other than LBFGS, which needs the loss")
+        _distributed_optimizer()  # here, as a worker's calls come in other threads
         if not self.is_global_zero:
             self._desk = Desk(0, self._seconds)
             replica.employ(replica.Worker(self._desk, next(iter(optimizers), None)))
@@ -264,13 +266,12 @@ class RPCHybrid(Agreeing):
     def _distributed(self) -> Any:
         """The workers' optimizers as one; the master's own is not among them, as its thread waits for theirs."""
         if self._steps is None:
-            from torch.distributed.optim import DistributedOptimizer
-
             calls = [replica.call(replica.Worker.parameters, worker) for worker in self._workers]
             parameters = [p for rank, call in enumerate(calls, 1) for p in agents.answered(call, rank)]
-            log = logging.getLogger(DistributedOptimizer.__module__)
+            make = _distributed_optimizer()
+            log = logging.getLogger(make.__module__)
             log.addFilter(_no_news)
-            self._steps = DistributedOptimizer(replica.LocalStep, parameters)
+            self._steps = make(replica.LocalStep, parameters)
             log.removeFilter(_no_news)
         return self._steps
 
@@ -312,9 +313,17 @@ class RPCHybrid(Agreeing):
         super().teardown()
 
 
+def _distributed_optimizer() -> Any:
+    """Torch's class: loaded late, as that takes a while, and without what older versions say of their own insides."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch.distributed.optim import DistributedOptimizer
+    return DistributedOptimizer
+
+
 def _no_news(record: logging.LogRecord) -> bool:
     """Whether a record says more than that an optimizer is not one of torch's functional ones."""
-    return "without a functional optimizer" not in record.msg
+    return not record.msg.startswith("Creating the optimizer")
 
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
