@@ -16,14 +16,14 @@ from torch.utils._pytree import tree_map
 
 from apprentice import replicas
 from strategies import checkpoints
-from strategies.base import DataParallel
 from strategies.remote import agents, inbox
+from strategies.remote.calling import Calling
 from strategies.staging.gradients import packed, unpacked
 
 GRACE = 10.0  # seconds that workers wait longer than the server: it knows whom it waits for
 
 
-class ParamServer(DataParallel):
+class ParamServer(Calling):
     """The last rank holds parameters and optimizer and steps; the others send it gradients by RPC.
 
     With `max_staleness` 0 nobody goes on before the step is done, and the numbers are those of `ddp`. Else a worker
@@ -48,6 +48,8 @@ class ParamServer(DataParallel):
             LBFGS, which need gradients where the loss is.
     """
 
+    rpc_name = "param_server"
+
     def __init__(self, max_staleness: int = 0, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         if max_staleness < 0:
@@ -68,15 +70,6 @@ class ParamServer(DataParallel):
     @property
     def _serves(self) -> bool:
         return self.global_rank == self.server
-
-    @property
-    def _seconds(self) -> float:
-        assert self._timeout is not None
-        return self._timeout.total_seconds()
-
-    def _check_devices(self) -> None:
-        super()._check_devices()
-        agents.check("param_server")
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -116,7 +109,7 @@ class ParamServer(DataParallel):
             if self._serves:
                 self._inbox = inbox.Inbox(self.server, self._seconds)
             inbox.opened(self._inbox)  # before anyone can call
-            agents.start(self.global_rank, self.server + 1, self._seconds)
+            self._start_agents()
         super().setup(trainer)
         if any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers):
             raise ValueError("strategy param_server: expected an optimizer other than LBFGS, which needs the loss")
@@ -126,18 +119,12 @@ class ParamServer(DataParallel):
         assert self.lightning_module is not None
         _sync_module_states(self.lightning_module)
 
-    def on_exception(self, exception: BaseException) -> None:
-        """Hang up: others may wait for an answer."""
-        agents.stop(graceful=False)
-        super().on_exception(exception)
-
     def teardown(self) -> None:
-        """Hang up, when all are done."""
-        agents.stop()
+        """Close the inbox, when all are done."""
+        super().teardown()
         inbox.opened(None)
         replicas.among(None)
         self._inbox = None
-        super().teardown()
 
     # Training
 

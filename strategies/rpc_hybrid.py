@@ -23,13 +23,14 @@ from apprentice import keyed, replicas
 from strategies.agreeing import Agreeing
 from strategies.model_parallel import PLAIN, devices_of
 from strategies.remote import agents, replica
+from strategies.remote.calling import Calling
 from strategies.remote.desk import Desk
 from strategies.shards import bounds
 from strategies.staging import stages
 from strategies.staging.gradients import packed, unpacked
 
 
-class RPCHybrid(Agreeing):
+class RPCHybrid(Calling, Agreeing):
     """Rank zero cuts each batch for the others, which hold a replica each; torch.distributed.rpc takes it there.
 
     What is remote is the module's `forward`: wherever its hooks call it, with tensors that have the batch's rows first,
@@ -51,6 +52,8 @@ class RPCHybrid(Agreeing):
             backward of the module's own, a loss scale (16-mixed) or LBFGS.
     """
 
+    rpc_name = "rpc_hybrid"
+
     def __init__(self, devices_per_worker: int = 1, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         if devices_per_worker < 1:
@@ -68,15 +71,6 @@ class RPCHybrid(Agreeing):
     def num_workers(self) -> int:
         """Ranks that compute for the master."""
         return self.num_processes * self.num_nodes - 1
-
-    @property
-    def _seconds(self) -> float:
-        assert self._timeout is not None
-        return self._timeout.total_seconds()
-
-    def _check_devices(self) -> None:
-        super()._check_devices()
-        agents.check("rpc_hybrid")
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -123,7 +117,7 @@ class RPCHybrid(Agreeing):
         if not self.is_global_zero:
             self._desk = Desk(0, self._seconds)
             replica.employ(replica.Worker(self._desk, next(iter(optimizers), None)))
-        agents.start(self.global_rank, self.num_workers + 1, self._seconds)
+        self._start_agents()
         if self.is_global_zero:
             names = [agents.name(rank) for rank in range(1, self.num_workers + 1)]
             self._workers = [rpc.remote(name, replica.employed) for name in names]
@@ -293,16 +287,10 @@ class RPCHybrid(Agreeing):
         """End with the workers' buffers."""
         self._take_buffers()
 
-    def on_exception(self, exception: BaseException) -> None:
-        """Hang up: others may wait for an answer."""
-        agents.stop(graceful=False)
-        super().on_exception(exception)
-
     def teardown(self) -> None:
         """Hang up, when all are done, and give the module its own methods back."""
         self._forget()
         self._workers, self._steps = [], None
-        agents.stop()
         replica.employ(None)
         replicas.among(None)
         if self._replica is not None:

@@ -5,7 +5,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from apprentice.keyed import seeded
 from apprentice.progress import quiet
 from lit_modules.classifier import LitClassifier
 from strategies import DDP, DataParallel, ParamServer, ZeRO1
-from tests.processes import Run
+from tests.processes import Run, launch
 from tests.test_strategies import STEPS, Gathered, SaveAndStop, outcome, state_bytes
 from tests.training import LinesLogger, assert_same, classifier, digits, distillation, fit, net, trainer, weights
 
@@ -207,6 +207,22 @@ def test_a_rank_that_dies_in_mid_step_ends_the_run(does: Callable[[], Any], rank
     errors = [line for line in run.output.splitlines() if line.startswith("error: ")]
     assert len(errors) == (does is killed), run.output  # what users can do nothing about keeps its traceback
     assert "has gone" not in run.output, run.output
+
+
+def left_alone(rank: int, path: Path, dies: int = 0) -> None:
+    with cli.one_line_errors():
+        options: dict[str, Any] = {"callbacks": [At(dies, killed)], "strategy": ParamServer(timeout=100)}
+        fit(classifier(), digits(), 2, max_epochs=3, **options)
+
+
+@pytest.mark.parametrize("dies", [0, 1])
+def test_who_is_left_of_ranks_that_torchrun_started_ends_with_one_line(dies: int, tmp_path: Path) -> None:
+    begun = time.monotonic()
+    runs = launch(partial(left_alone, dies=dies), tmp_path)
+    assert [run.wait(30) for run in runs] == [-9 if rank == dies else 2 for rank in range(2)]
+    assert time.monotonic() - begun < 30
+    (line,) = [line for line in runs[1 - dies].output.splitlines() if line.startswith("error: ")]
+    assert line == f"error: rank {dies} has gone; its own message, if it left one, is above"
 
 
 def test_a_staleness_that_can_not_be_is_refused() -> None:

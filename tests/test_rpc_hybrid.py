@@ -24,7 +24,7 @@ from apprentice.progress import quiet
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import LightNN
 from strategies import DataParallel, ParamServer, RPCHybrid, ZeRO1
-from tests.processes import Run
+from tests.processes import Run, launch
 from tests.test_param_server import Plain, pairs
 from tests.test_strategies import STEPS, Gathered, SaveAndStop, norm, outcome
 from tests.training import LinesLogger, assert_same, classifier, digits, distillation, fit, net, trainer, weights
@@ -208,6 +208,22 @@ def test_a_master_that_is_killed_ends_the_run(tmp_path: Path) -> None:
     assert run.wait(30) == 2
     (line,) = [line for line in run.output.splitlines() if line.startswith("error: ")]
     assert "rank 0 was killed by SIGKILL" in line
+
+
+def two_fits(rank: int, path: Path) -> None:
+    for strategy in (hybrid(), ParamServer(timeout=60), hybrid()):
+        module = classifier()
+        with quiet():
+            trainer(2, strategy=strategy, precision="64-true").fit(module, digits())
+    torch.save(weights(module), path / f"{rank}.pt")
+
+
+def test_ranks_that_torchrun_started_fit_more_than_once(tmp_path: Path) -> None:
+    for run in launch(two_fits, tmp_path):
+        assert run.wait(60) == 0, run.output
+    right = weights(fit(classifier(), digits(), 1, precision="64-true"))
+    for rank in range(2):
+        assert_same(torch.load(tmp_path / f"{rank}.pt"), right, atol=1e-9)
 
 
 class Elsewhere(Plain):

@@ -1,16 +1,18 @@
 """The RPC agent of this process: its start and end, and answers that are waited for."""
 
+import atexit
 import os
 import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch.distributed import rpc
 
+PATIENCE = 10.0  # seconds in which all are done who end together
 ROUND = 1.0  # seconds after which those who are waited for are asked whether they are still there
 
 
@@ -22,24 +24,36 @@ def check(name: str) -> None:
 
 
 def start(rank: int, ranks: int, timeout: float) -> None:
-    """Start this rank's agent; every rank has to, once there is a process group.
+    """Start this rank's agent, where it is not running yet; every rank has to, once there is a process group.
 
     Args:
         rank: of this process.
         ranks: how many there are.
         timeout: seconds that a call may take.
     """
+    if rpc._is_current_rpc_agent_set():
+        rpc._set_rpc_timeout(timeout)
+        return
     address = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     options = rpc.TensorPipeRpcBackendOptions(init_method=address, rpc_timeout=timeout)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # it is torch's own use of one
         rpc.init_rpc(name(rank), rank=rank, world_size=ranks, rpc_backend_options=options)
+    atexit.register(_stop_at_last)
 
 
 def stop(graceful: bool = True) -> None:
-    """End this rank's agent, if there is one: with the others, or at once, where they may have gone."""
+    """End this rank's agent, if there is one: with the others, or at once, where they may have gone.
+
+    A process can't have another one afterwards: torch's remote references stay with the first.
+    """
     if rpc.is_available() and rpc._is_current_rpc_agent_set():
-        rpc.shutdown(graceful)
+        rpc.shutdown(graceful, timeout=PATIENCE if graceful else 0)
+
+
+def _stop_at_last() -> None:
+    with suppress(RuntimeError):  # others may have gone by now
+        stop()
 
 
 def name(rank: int) -> str:
