@@ -1,5 +1,6 @@
 """A parameter server gives the numbers of one process; asynchronously, workers are as late as they may be, no later."""
 
+import json
 import os
 import signal
 import tempfile
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 from apprentice import cli
 from apprentice.keyed import seeded
 from apprentice.progress import quiet
+from benchmarks import rpc_speed
 from lit_modules.classifier import LitClassifier
 from strategies import DDP, DataParallel, ParamServer, ZeRO1
 from tests.processes import Run, launch
@@ -256,3 +258,12 @@ def test_a_platform_without_rpc_is_told_before_anything_starts(monkeypatch: pyte
     monkeypatch.setattr(rpc, "is_available", lambda: False)
     with pytest.raises(ValueError, match="strategy param_server: expected a torch with"):
         trainer(2, strategy=server())
+
+
+def test_its_speed_is_measured_beside_ddp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rpc_speed.main(["--quick", "--devices", "2", "--out", str(tmp_path / "out.json")])
+    (figures,) = json.loads((tmp_path / "out.json").read_text())["nets"].values()
+    assert set(figures["ratios"]) == {"ddp", "param_server", "param_server, late", "rpc_hybrid"}
+    assert figures["ratios"]["ddp"] == 1
+    assert all(ratio > 0 for ratio in figures["ratios"].values())
+    assert "LightNN   param_server, late" in capsys.readouterr().out
