@@ -18,7 +18,7 @@ class Batch(NamedTuple):
         index: (b,) int64, each sample's place in its data set.
         rows: (b,) int64, each sample's row in the global batch.
         count: rows in the global batch.
-        replicas: ranks that share the batch; gradients are averaged over them.
+        replicas: ranks that share the batch; gradients are averaged over them, and a server is none of them.
         step: number of this global batch since training began.
     """
 
@@ -43,7 +43,7 @@ class Batch(NamedTuple):
         sizes = replicas.gathered(size).flatten().tolist() if shared else [len(inputs)]
         first = replicas.first_row() + sum(sizes[: replicas.rank()]) if shared else 0
         rows = torch.arange(len(inputs), device=inputs.device) + first
-        return cls(inputs, labels, rows, rows, sum(sizes), len(sizes), step)
+        return cls(inputs, labels, rows, rows, sum(sizes), replicas.averaged() if shared else 1, step)
 
     def part(self, start: int, stop: int) -> "Batch":
         """The rows from `start` to `stop` as a batch that stands for itself."""

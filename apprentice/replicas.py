@@ -1,8 +1,9 @@
 """Sums over the ranks that share a batch. Without a process group there is one replica and nothing is sent."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -10,12 +11,18 @@ from torch import Tensor
 
 _first_row: ContextVar[int | None] = ContextVar("first_row", default=None)
 _group: dist.ProcessGroup | None = None
+_idle = 0
 
 
-def among(ranks: dist.ProcessGroup | None) -> None:
-    """Say which processes hold a replica each, this one among them, where that is not all (None)."""
-    global _group  # noqa: PLW0603 - a process has one place among the others, as torch's default group is one
-    _group = ranks
+def among(ranks: dist.ProcessGroup | None, idle: int = 0) -> None:
+    """Say which processes hold a replica each, this one among them, where that is not all (None).
+
+    Args:
+        ranks: these processes.
+        idle: how many of them get no rows in training, such as a parameter server.
+    """
+    global _group, _idle
+    _group, _idle = ranks, idle
 
 
 def group() -> dist.ProcessGroup | None:
@@ -49,6 +56,11 @@ def count() -> int:
     return dist.get_world_size(_group) if dist.is_available() and dist.is_initialized() else 1
 
 
+def averaged() -> int:
+    """Number of ranks that gradients are averaged over: those that get rows."""
+    return max(count() - _idle, 1)
+
+
 def rank() -> int:
     """This process's place among them."""
     return dist.get_rank(_group) if count() > 1 else 0
@@ -63,6 +75,17 @@ def add_up(x: Tensor) -> Tensor:
     """`total`, in place of `x`."""
     if count() > 1:
         dist.all_reduce(x, group=_group)
+    return x
+
+
+def summing() -> Callable[[Tensor], Tensor]:
+    """`total` among those who are replicas now, for a backward that may run when or where others are."""
+    return partial(_summed, _group) if count() > 1 else torch.clone
+
+
+def _summed(ranks: dist.ProcessGroup | None, x: Tensor) -> Tensor:
+    x = x.clone()
+    dist.all_reduce(x, group=ranks)
     return x
 
 

@@ -6,11 +6,12 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
+from apprentice import keyed
 from apprentice.batch import Batch
 from apprentice.errors import BadInput
 from datamodules.loaders import ChunkLoader, NoLoaders, TrainLoader
-from datamodules.sampling import EpochOrder
-from datamodules.splits import Source, Split, check_sizes, tested, train_and_validation
+from datamodules.sampling import EpochOrder, PartitionedOrder
+from datamodules.splits import Source, Split, check_partition, check_sizes, tested, train_and_validation
 
 
 class InMemoryData(LightningDataModule):
@@ -31,6 +32,9 @@ class InMemoryData(LightningDataModule):
         validation_size: held out of the training samples for watching: a count, or a fraction of the training set;
             0 for none.
         seed: what splits and subsets are drawn from.
+        partition: fractions of the training samples, as [0.7, 0.2, 0.1]: each device trains on a fixed share of its
+            own. A batch is still of `batch_size` samples over all devices, of each in proportion, and an update still
+            the mean over them. When not given, each batch is cut anew.
 
     Raises:
         BadInput: a value can't be used.
@@ -47,13 +51,15 @@ class InMemoryData(LightningDataModule):
         test_size: int | None = None,
         validation_size: int | float = 0.1,  # noqa: PYI041 - a count or a fraction: the command line must keep them apart
         seed: int = 0,
+        partition: list[float] | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(batch_size, int) or batch_size < 1:
             raise BadInput("data.batch_size", batch_size, "a whole number of at least 1")
         check_sizes(train_size, test_size, validation_size)
+        check_partition(partition)
         self.batch_size, self.train_size, self.test_size = batch_size, train_size, test_size
-        self.validation_size, self.seed = validation_size, seed
+        self.validation_size, self.seed, self.partition = validation_size, seed, partition
         self.name = type(self).__name__
         self.order_seed = 0
         self._splits: dict[str, Split] = {}
@@ -114,14 +120,17 @@ class InMemoryData(LightningDataModule):
         """Global batches in the order of (order_seed, epoch), cut into contiguous shares for the ranks.
 
         Raises:
-            BadInput: a batch has fewer samples than there are ranks.
+            BadInput: a batch has fewer samples than there are ranks, or a partition other fractions.
         """
         rank, replicas = self._place()
-        self.check_replicas(replicas)
+        self.check_replicas(replicas, getattr(self.trainer and self.trainer.strategy, "exact", None))
         train = self._resident("train")
-        return TrainLoader(
-            train, self.batch_size, EpochOrder(len(train.labels), self.order_seed, self._position), rank, replicas
-        )
+        return TrainLoader(train, self.batch_size, self._order(len(train.labels)), rank, replicas)
+
+    def _order(self, size: int) -> EpochOrder:
+        if self.partition is None:
+            return EpochOrder(size, self.order_seed, self._position)
+        return PartitionedOrder(self.partition, keyed.fold(self.seed, 3), size, self.order_seed, self._position)
 
     def train_in_order(self, rank: int = 0, replicas: int = 1) -> ChunkLoader:
         """The training set once, in whole chunks in index order; `index` is that of `train_dataloader`'s batches."""
@@ -135,8 +144,9 @@ class InMemoryData(LightningDataModule):
         """The test samples, each exactly once."""
         return self._chunks("test")
 
-    def check_replicas(self, replicas: int) -> None:
-        """Raise BadInput when a batch can't be shared among so many ranks."""
+    def check_replicas(self, replicas: int, exact: int | None = None) -> None:
+        """Raise BadInput when a batch can't be shared among so many ranks, or not with `--exact`."""
+        check_partition(self.partition, replicas, exact)
         if self.batch_size < replicas:
             raise BadInput("data.batch_size", self.batch_size, f"at least {replicas}, one sample for each device")
 

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.utilities import CombinedLoader
 
 from apprentice.batch import Batch
-from datamodules.sampling import EpochOrder, share
+from datamodules.sampling import EpochOrder
 from datamodules.splits import Split
 
 
@@ -19,7 +19,7 @@ class TrainLoader:
     Args:
         split: the training set, on the device where batches are wanted.
         batch_size: samples in a global batch.
-        sampler: the order.
+        sampler: the order, and which rows of a batch are whose.
         rank: of this process among those that share a batch.
         replicas: how many share it.
     """
@@ -39,7 +39,7 @@ class TrainLoader:
         batches = self.sampler.indices().split(self.batch_size)
         for position in range(start, len(self)):
             whole = batches[position]
-            rows = share(len(whole), self.rank, self.replicas)
+            rows = self.sampler.share(position * self.batch_size, len(whole), self.rank, self.replicas)
             index = whole[rows].to(device, non_blocking=True)
             inputs, labels = self.split.take(index)
             rows = rows.to(device, non_blocking=True)

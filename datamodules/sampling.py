@@ -1,6 +1,7 @@
 """Which samples an epoch visits in which order, and which of them a rank sees."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -37,8 +38,55 @@ class EpochOrder:
         """(size,) int64, the order of the current epoch."""
         return keyed.permutation(self.size, self.seed, self.epoch)
 
+    def share(self, start: int, count: int, rank: int, replicas: int) -> Tensor:
+        """(b,) int64, the rows of a global batch that this rank sees; b may be 0.
+
+        Args:
+            start: the place of its first sample in the epoch's order.
+            count: its rows.
+            rank: of this process among those that share it.
+            replicas: how many share it.
+        """
+        return share(count, rank, replicas)
+
     def __len__(self) -> int:
         return self.size
+
+
+class PartitionedOrder(EpochOrder):
+    """One in which each rank has a fixed, seeded share of the samples, in an order of its own in each epoch.
+
+    Shares take turns in the global order in proportion to their sizes, so every global batch has as many samples as
+    without shares, and of each rank's as many as its share is of the whole, up to one; that can be none.
+
+    Args:
+        fractions: each rank's share of the whole.
+        chosen: seed of who has which samples.
+        size: samples in the training set.
+        seed: the training seed, of their orders.
+        position: EpochOrder's.
+    """
+
+    def __init__(
+        self, fractions: Sequence[float], chosen: int, size: int, seed: int, position: Callable[[], int] = lambda: 0
+    ) -> None:
+        super().__init__(size, seed, position)
+        cuts = [round(sum(fractions[:i]) * size) for i in range(len(fractions))]
+        self.parts = keyed.permutation(size, chosen).split([b - a for a, b in itertools.pairwise([*cuts, size])])
+        turns = [(torch.arange(len(part)) + 0.5) / max(len(part), 1) for part in self.parts]
+        owners = [torch.full((len(part),), rank) for rank, part in enumerate(self.parts)]
+        self._owners = torch.cat(owners)[torch.cat(turns).argsort(stable=True)]  # (size,) of each place in the order
+
+    def indices(self) -> Tensor:
+        """(size,) int64, the order of the current epoch."""
+        order = torch.empty(self.size, dtype=torch.int64)
+        for rank, part in enumerate(self.parts):
+            order[self._owners == rank] = part[keyed.permutation(len(part), self.seed, self.epoch, rank)]
+        return order
+
+    def share(self, start: int, count: int, rank: int, replicas: int) -> Tensor:
+        """(b,) int64, those rows of a global batch that belong to this rank; b may be 0."""
+        return (self._owners[start : start + count] == rank).nonzero().flatten()
 
 
 def share(count: int, rank: int, replicas: int) -> Tensor:

@@ -1,5 +1,7 @@
 """Which samples train, which are held out for watching, which are tested: class-balanced, seeded, disjoint."""
 
+import math
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -7,6 +9,8 @@ from torch import Tensor
 
 from apprentice import keyed
 from apprentice.errors import BadInput
+
+ROUNDING = 1e-6  # by which fractions may miss 1
 
 
 class Split(NamedTuple):
@@ -54,6 +58,25 @@ def check_sizes(train_size: int | None, test_size: int | None, validation_size: 
     whole = isinstance(validation_size, int)
     if not (whole and validation_size >= 0) and not (not whole and 0 <= validation_size < 1):
         raise BadInput("data.validation_size", validation_size, "a count (0, 1, 2, …) or a fraction (0.0 <= f < 1.0)")
+
+
+def check_partition(partition: Sequence[float] | None, replicas: int | None = None, exact: int | None = None) -> None:
+    """Raise BadInput for shares that ranks can't have.
+
+    Args:
+        partition: each rank's fraction of the training samples; None: there are no fixed shares.
+        replicas: how many ranks share a batch, where that is known.
+        exact: N of `--exact N`.
+    """
+    if partition is None:
+        return
+    if not partition or not all(math.isfinite(f) and f >= 0 for f in partition) or abs(sum(partition) - 1) > ROUNDING:
+        raise BadInput("data.partition", list(partition), "fractions of at least 0 that add up to 1, as [0.7,0.2,0.1]")
+    if exact is not None:
+        raise BadInput("data.partition", list(partition), "none with --exact, which cuts a batch whoever computes it")
+    if replicas not in {None, len(partition)}:
+        expected = f"{replicas} fractions, one for each device that trains" if replicas != 1 else "none on one device"
+        raise BadInput("data.partition", list(partition), expected)
 
 
 def held_out(validation_size: float, size: int) -> int:

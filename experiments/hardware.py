@@ -96,7 +96,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         data.prepare_data()
         data.setup()
         data.order_seed = config.seeds[0]
-        data.check_replicas(rows.devices)
+        for devices in (1, rows.devices):
+            data.check_replicas(devices)
         environment.keep_memory()
         torch.backends.cudnn.allow_tf32 = False  # float32 means float32
         classifier(config, data)  # refused now, if it can't be built

@@ -122,7 +122,8 @@ class Wiring:
     def check(self, data: Any) -> None:
         """Build everything once, so that what can't work is refused before anything is trained."""
         trainer = self.trainer()
-        data.check_replicas((trainer.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"])
+        place = trainer.distributed_sampler_kwargs or {"num_replicas": 1}
+        data.check_replicas(place["num_replicas"], self.config.exact)
         teacher, _ = self.teacher(self.config.seeds[0])
         students, _ = self.students(self.config.seeds[0], teacher.net)
         if isinstance(trainer.strategy, strategies.DataParallel):

@@ -13,7 +13,9 @@ from strategies.fsdp import FSDP
 from strategies.hsdp import HSDP
 from strategies.local_sgd import LocalSGD
 from strategies.model_parallel import ModelParallel
+from strategies.param_server import ParamServer
 from strategies.pipeline import PipelineStrategy
+from strategies.rpc_hybrid import RPCHybrid
 from strategies.zero1 import ZeRO1
 
 __all__ = [
@@ -28,7 +30,9 @@ __all__ = [
     "DataParallel",
     "LocalSGD",
     "ModelParallel",
+    "ParamServer",
     "PipelineStrategy",
+    "RPCHybrid",
     "ZeRO1",
     "register",
 ]
@@ -47,6 +51,8 @@ NAMES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "ddp_powersgd": (DDPPowerSGD, {}),
     "fsdp": (FSDP, {}),
     "hsdp": (HSDP, {}),
+    "param_server": (ParamServer, {}),
+    "rpc_hybrid": (RPCHybrid, {}),
     "pipeline": (PipelineStrategy, {}),
     "model_parallel": (PipelineStrategy, {"schedule": "GPipe", "num_microbatches": 1}),
 }

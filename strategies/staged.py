@@ -11,20 +11,20 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import LBFGS, Optimizer
-from torchmetrics import Metric
 
 from apprentice import keyed, replicas
 from strategies import checkpoints
+from strategies.agreeing import Agreeing
 from strategies.exact import SYNCHRONISE, Exact
 from strategies.staging import stages
 from strategies.staging.residence import Residence
 from strategies.staging.schedules import Place, Plan
 
 
-class Staged(Exact):
+class Staged(Agreeing, Exact):
     """Ranks in rows, each of which holds the module once, in stages.
 
     Parameters, optimizer states and gradients are where their stage is; clipping, what is logged, metrics and
@@ -117,7 +117,7 @@ class Staged(Exact):
             warnings.filterwarnings("ignore", SYNCHRONISE, UserWarning)
             # Every rank reads all; Lightning would put a sampler that shuffles in the place of the user's.
             trainer._accelerator_connector.use_distributed_sampler = False
-        self._share_metrics(module, replicas.group())
+        self._share_metrics(replicas.group())
         self._interrupted = False
         self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
         Strategy.setup(self, trainer)
@@ -157,12 +157,6 @@ class Staged(Exact):
         if averaging := [c for c in callbacks if isinstance(c, StochasticWeightAveraging | WeightAveraging)]:
             name = type(averaging[0]).__name__
             raise ValueError(f"callbacks {name}: expected none that averages weights, which no rank has all of")
-
-    def _share_metrics(self, module: LightningModule, group: dist.ProcessGroup | None) -> None:
-        """Have metrics count a replica's samples once, not once a rank."""
-        for metric in (m for m in module.modules() if isinstance(m, Metric)):
-            metric.process_group = group
-            metric.to(self.root_device)
 
     def _setup_model(self, model: nn.Module) -> Any:
         return model
@@ -238,22 +232,6 @@ class Staged(Exact):
         total = torch.linalg.vector_norm(norms[0, norms[1] > 0].to(dtype))
         nn.utils.clip_grads_with_norm_(parameters, clip_val, total)
 
-    # What is added up over replicas; ranks of one pipeline have the same values
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the replicas, unless another group is given."""
-        return super().reduce(tensor, _among(group), reduce_op)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather from the replicas, unless another group is given."""
-        return super().all_gather(tensor, _among(group), sync_grads)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 - Lightning's name
-        """Whether all, or any, of the ranks decide so."""
-        votes = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(votes)
-        return bool(votes == self.world_size) if all else bool(votes)
-
     # Checkpoints are those of one device
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -297,12 +275,7 @@ class Staged(Exact):
                 residence.give_up()
             elif residence is not None:
                 residence.undo()
-            self._share_metrics(module, None)
+            self._share_metrics(None)
         finally:
             replicas.among(None)
             super().teardown()
-
-
-def _among(group: Any) -> Any:
-    """The replicas, unless a group is named; Lightning names the world where its user named none."""
-    return replicas.group() if group is None or group is dist.group.WORLD else group

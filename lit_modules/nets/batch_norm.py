@@ -15,7 +15,7 @@ class _Normalize(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, mean: Tensor, invstd: Tensor, total: Tensor) -> Tensor:
         normal = (x - _like(mean, x)) * _like(invstd, x)
         ctx.save_for_backward(normal, invstd, total)
-        ctx.shared = replicas.count() > 1  # asked for here: on GPUs backward runs in a thread without this context
+        ctx.total = replicas.summing()  # asked for here: backward can run in a thread without this context
         return normal
 
     @staticmethod
@@ -23,7 +23,7 @@ class _Normalize(torch.autograd.Function):
         normal, invstd, total = ctx.saved_tensors
         axes = [d for d in range(grad.dim()) if d != 1]
         sums = torch.stack([grad.sum(axes), (grad * normal).sum(axes)])
-        sums = (replicas.total(sums) if ctx.shared else sums) / total
+        sums = ctx.total(sums) / total
         return _like(invstd, grad) * (grad - _like(sums[0], grad) - normal * _like(sums[1], grad)), None, None, None
 
 

@@ -1,6 +1,6 @@
 """Gradients that are known before Lightning asks for them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,22 +30,34 @@ def set_aside(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
             p.grad = grad
 
 
-@torch.no_grad()
 def averaged(gradients: Mapping[nn.Parameter, Tensor | None]) -> dict[nn.Parameter, Tensor | None]:
     """Gradients averaged over the replicas; one that a replica does not have counts as zeros, if another has it."""
     if replicas.count() == 1 or not gradients:
         return dict(gradients)
-    found: dict[nn.Parameter, Tensor | None] = {}
-    for dtype in dict.fromkeys(p.dtype for p in gradients):
-        chosen = {p: g for p, g in gradients.items() if p.dtype == dtype}
-        parts = [torch.zeros_like(p) if g is None else g for p, g in chosen.items()]
-        there = torch.stack([torch.tensor(float(g is not None)) for g in chosen.values()])
-        flat = torch.cat([*(part.flatten() for part in parts), there.to(parts[0])])
-        replicas.add_up(flat)
-        *sums, there = flat.split([*(part.numel() for part in parts), len(parts)])
-        for p, total, count in zip(chosen, sums, there.tolist(), strict=True):
-            found[p] = (total / replicas.count()).view(p.shape) if count else None
-    return {p: found[p] for p in gradients}
+    return unpacked(replicas.add_up(packed(gradients)), list(gradients), replicas.count())
+
+
+@torch.no_grad()
+def packed(gradients: Mapping[nn.Parameter, Tensor | None]) -> Tensor:
+    """(elements + parameters,) all gradients in one vector to add up, then how many there are of each: 1 or 0."""
+    here = next(iter(gradients)).device  # a split module has others, too
+    parts = [(torch.zeros_like(p) if g is None else g).to(here) for p, g in gradients.items()]
+    there = torch.tensor([float(g is not None) for g in gradients.values()])
+    return torch.cat([*(part.flatten() for part in parts), there.to(parts[0])])
+
+
+@torch.no_grad()
+def unpacked(total: Tensor, parameters: Sequence[nn.Parameter], replicas: int = 1) -> dict[nn.Parameter, Tensor | None]:
+    """The mean over replicas of what they have packed, None where none of them has a gradient.
+
+    Args:
+        total: (elements + parameters,), their sum.
+        parameters: in the order in which they were packed.
+        replicas: how many share the batch.
+    """
+    *sums, there = total.split([*(p.numel() for p in parameters), len(parameters)])
+    means = [(s / replicas).view(p.shape).to(p) for p, s in zip(parameters, sums, strict=True)]
+    return {p: mean if count else None for p, mean, count in zip(parameters, means, there.tolist(), strict=True)}
 
 
 def handed_over(loss: Tensor, gradients: Mapping[nn.Parameter, Tensor | None]) -> Tensor:

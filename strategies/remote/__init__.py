@@ -1,0 +1,1 @@
+"""What strategies over torch.distributed.rpc are made of: its agents, and who waits for whom."""
