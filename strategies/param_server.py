@@ -203,6 +203,7 @@ class ParamServer(Calling):
         """End with the newest parameters; tell how late gradients were."""
         self._catch_up()
         self.staleness = self.broadcast(self.staleness, self.server)
+        super().on_train_end()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state after every step that was made."""

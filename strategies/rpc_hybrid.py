@@ -286,6 +286,7 @@ class RPCHybrid(Calling, Agreeing):
     def on_train_end(self) -> None:
         """End with the workers' buffers."""
         self._take_buffers()
+        super().on_train_end()
 
     def teardown(self) -> None:
         """Hang up, when all are done, and give the module its own methods back."""

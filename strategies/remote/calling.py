@@ -25,6 +25,10 @@ class Calling(DataParallel):
         agents.start(self.global_rank, self.num_processes * self.num_nodes, self._seconds)
         self.barrier()  # an agent that has been running since an earlier fit is no sign that its rank is ready
 
+    def on_train_end(self) -> None:
+        """Wait until all have their last answers: a rank that ends sends none."""
+        self.barrier()
+
     def on_exception(self, exception: BaseException) -> None:
         """Hang up: others may wait for an answer."""
         agents.stop(graceful=False)
