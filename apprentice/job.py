@@ -41,7 +41,7 @@ def told(key: str) -> str:
             time.sleep(PAUSE)  # not in the store, where no signal is heard
         return store.get(f"apprentice/{key}").decode()
     except dist.DistError:
-        raise ConnectionError("rank 0 has gone; its own message, if it left one, is above") from None
+        raise ConnectionError("rank 0 has gone; its own message, if there is one, is above") from None
 
 
 @contextmanager

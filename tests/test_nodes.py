@@ -83,7 +83,7 @@ def test_two_nodes_train_as_one_and_the_end_of_one_is_soon_that_of_both(nodes: l
     assert time.monotonic() - begun < 30
     running[1].wait(10)
     lines = [line for line in running[0].output.splitlines() if line.startswith("error: ")]
-    assert lines == ["error: rank 1 has gone; its own message, if it left one, is above"]
+    assert lines == ["error: rank 1 has gone; its own message, if there is one, is above"]
     # The first node is there again, and so is the second.
     ended(ranks(by_hand(), [*argv, "--resume", "true"], tmp_path / "again", inside(nodes)))
     assert weights(tmp_path / "run") == weights(tmp_path / "whole")

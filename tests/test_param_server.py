@@ -224,7 +224,7 @@ def test_who_is_left_of_ranks_that_torchrun_started_ends_with_one_line(dies: int
     assert [run.wait(30) for run in runs] == [-9 if rank == dies else 2 for rank in range(2)]
     assert time.monotonic() - begun < 30
     (line,) = [line for line in runs[1 - dies].output.splitlines() if line.startswith("error: ")]
-    assert line == f"error: rank {dies} has gone; its own message, if it left one, is above"
+    assert line == f"error: rank {dies} has gone; its own message, if there is one, is above"
 
 
 def test_a_staleness_that_can_not_be_is_refused() -> None:
