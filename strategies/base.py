@@ -140,8 +140,8 @@ class DataParallel(DDPStrategy):
         world, device = (self.global_rank, self.world_size), self._bound_device()
         backend = self._process_group_backend
         dist.init_process_group(backend, None, self._timeout, world[1], world[0], store, device_id=device)
-        if backend == "nccl":
-            atexit.register(_destroy_dist_connection)
+        # A thread of gloo's that still runs when the interpreter has gone ends the process with a signal.
+        atexit.register(_destroy_dist_connection)
 
     def _meet(self) -> dist.Store:
         environment = self.cluster_environment
