@@ -69,7 +69,8 @@ def test_a_run_leaves_what_the_issue_names(run: Path) -> None:
     assert len(set(names)) == len(names)
     best = min(found["rows"][5:9], key=lambda row: statistics.mean(row["seconds_per_step"]))["name"][-1]
     for schedule in SCHEDULES:
-        assert f"{schedule} by time, split size {best}" in names
+        size = "2" if schedule == "DualPipeV" else best  # it needs four micro-batches
+        assert f"{schedule} by time, split size {size}" in names
     for name in ("config.yaml", "environment.json", "results.md", "results.png", "timeline.png"):
         assert (run / name).stat().st_size > 0
     page = (run / "results.md").read_text()
