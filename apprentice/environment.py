@@ -6,6 +6,7 @@ import math
 import os
 import platform
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,12 @@ def keep_memory() -> None:
         mmap_threshold, trim_threshold = -3, -1
         libc.mallopt(mmap_threshold, 2**30)
         libc.mallopt(trim_threshold, 2**31 - 1)
+
+
+def setting() -> dict[str, Any]:
+    """What a figure is told with: the date, how busy the machine is, hardware and versions."""
+    load = os.getloadavg()[0]
+    return {"date": time.strftime("%Y-%m-%d"), "load_before": load, "hardware": hardware(), "versions": versions()}
 
 
 def versions() -> dict[str, str]:

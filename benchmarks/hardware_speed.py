@@ -304,10 +304,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     strategies.register()
     environment.keep_memory()
     torch.set_num_threads(1)
-    header = {
-        "date": time.strftime("%Y-%m-%d"), "repeat": args.repeat, "load_before": os.getloadavg()[0],
-        "hardware": environment.hardware(), "versions": environment.versions(),
-    }  # fmt: skip
+    header = {"repeat": args.repeat, **environment.setting()}
     parts = {}
     with quiet():
         for name in args.parts:

@@ -314,10 +314,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     strategies.register()
     environment.keep_memory()
     torch.set_num_threads(1)
-    header = {
-        "date": time.strftime("%Y-%m-%d"), "rounds": args.rounds, "load_before": os.getloadavg()[0],
-        "hardware": environment.hardware(), "versions": environment.versions(),
-    }  # fmt: skip
+    header = {"rounds": args.rounds, **environment.setting()}
     with quiet():
         setting = Setting(args)
         parts = {name: PARTS[name](setting, args) for name in args.parts}

@@ -33,6 +33,7 @@ from apprentice.errors import BadInput
 from apprentice.keyed import seeded
 from apprentice.measuring import Bench, Log, Rows
 from apprentice.measuring.isolation import one_thread, usual_threads
+from apprentice.measuring.kept import Kept
 from apprentice.measuring.rows import default_devices
 from apprentice.progress import quiet
 from lit_modules import nets
@@ -106,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         bench = Bench(make, data, config.steps, accumulate, usual_threads(data.input_shape, threads))
         out = Path(config.out) if config.out else folders.new_folder("hardware")
         with folders.opened(out, config.resume, config.overwrite):
-            log = Log(out, command, config)
+            log = Log(Kept("hardware", "strategy", out, command, config))
             try:
                 log.run(bench, picked, skipped)
             except interrupts.Interrupted:

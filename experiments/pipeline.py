@@ -31,6 +31,7 @@ from apprentice import cli, environment, folders, interrupts
 from apprentice.errors import BadInput
 from apprentice.keyed import seeded
 from apprentice.measuring.isolation import one_thread
+from apprentice.measuring.kept import Kept
 from apprentice.measuring.pipeline import Bench, Cut, Noise, Options, Row, Rows, Study, Task
 from apprentice.measuring.pipeline.options import TUTORIALS_CUT
 from apprentice.measuring.rows import default_devices
@@ -95,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         bench = Bench(partial(module, layers), loader, config.batches, config.repeats)
         out = Path(config.out) if config.out else folders.new_folder("pipeline")
         with folders.opened(out, config.resume, config.overwrite):
-            study = Study(out, command, config)
+            study = Study(Kept("pipeline", "name", out, command, config))
             try:
                 study.run(bench, rows)
             except interrupts.Interrupted:

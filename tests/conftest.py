@@ -26,6 +26,14 @@ def data_root() -> Path:
     return root
 
 
+@pytest.fixture
+def one_thread() -> None:
+    """A fork that computes with more threads would wait for those that tests before have used here."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Where CI has the real data, a test that wants it and is skipped has failed."""

@@ -22,6 +22,7 @@ from apprentice.measuring.report import markdown, table
 from apprentice.measuring.rows import Rows
 from experiments import hardware
 from strategies import DDP, NAMES
+from tests.commands import refused, results
 from tests.processes import Run
 from tests.training import net
 
@@ -34,20 +35,11 @@ COLUMNS = {
 }  # fmt: skip
 DEEP = 4 * 201_642  # bytes of DeepNN's parameters for 1 x 8 x 8
 LITTLE = 3_000  # bytes a step of Lightning's flags and of logged means
-
-
-def results(out: Path) -> Any:
-    return json.loads((out / "results.json").read_text())
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def rows(out: Path) -> dict[str, Any]:
     return {row["strategy"]: row for row in results(out)["rows"]}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    """A fork that computes with more threads would wait for those that tests before have used here."""
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
@@ -143,18 +135,6 @@ def test_one_device_and_options_of_a_row(tmp_path: Path, capsys: pytest.CaptureF
     assert "0 bits" in capsys.readouterr().out
 
 
-def refused(flags: list[str], begins: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        hardware.main([*flags, "--out", str(tmp_path / "refused")])
-    assert stop.value.code == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: {begins}"), error
-    assert says in error
-    assert error.count("\n") == 1
-    assert not list(tmp_path.glob("refused/results*"))
-
-
 BAD = {
     "unknown row": (["--only", "ddp", "fspd"], "--only fspd", "near: fsdp"),
     "no GPUs": (["--only", "DataParallel"], "--only DataParallel", "2 GPUs"),
@@ -189,7 +169,7 @@ BAD = {
 def test_bad_input_is_one_line_before_anything_starts(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    refused(*BAD[kind], tmp_path, capsys)
+    refused(hardware.main, *BAD[kind], tmp_path, capsys)
 
 
 def test_a_folder_with_a_run_is_refused(two: Path, capsys: pytest.CaptureFixture[str]) -> None:

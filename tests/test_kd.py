@@ -1,7 +1,6 @@
 """The main job, end to end: on real data, on several processes, and with input that can't be used."""
 
 import errno
-import json
 import os
 import subprocess
 import sys
@@ -19,14 +18,11 @@ from apprentice.exports import load_net
 from datamodules import Digits
 from experiments import kd
 from lit_modules.nets import LightNN
+from tests.commands import refused, results
 from tests.processes import Run
 from tests.training import assert_same, net
 
 QUICK = ["--teacher", "LightNN", "--seeds", "1", "--trainer.max_epochs", "1", "--data.train_size", "150"]
-
-
-def results(out: Path) -> Any:
-    return json.loads((out / "results.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -259,20 +255,8 @@ def test_a_teacher_that_cannot_be_loaded_is_refused_in_one_line(
     write, said = CHECKPOINTS[kind]
     path = tmp_path / "teacher.pt"
     write(path)
-    refused([*QUICK, "--teacher_ckpt", str(path)], f"--teacher_ckpt {path}: expected", said, tmp_path, capsys)
+    refused(kd.main, [*QUICK, "--teacher_ckpt", str(path)], f"--teacher_ckpt {path}: expected", said, tmp_path, capsys)
     assert not Path("/tmp/apprentice_evil_ran").exists()
-
-
-def refused(flags: list[str], begins: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        kd.main([*flags, "--out", str(tmp_path / "refused")])
-    assert stop.value.code == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: {begins}"), error
-    assert says in error
-    assert error.count("\n") == 1
-    assert not list(tmp_path.glob("refused/seed*"))  # nothing was trained
 
 
 BAD = {
@@ -315,7 +299,7 @@ def test_bad_input_is_one_line_before_anything_is_trained(
 ) -> None:
     flags, begins, says = BAD[kind]
     base = [] if "--teacher" in flags or kind == "maps" else QUICK[:2]
-    refused([*base, *flags], begins, says, tmp_path, capsys)
+    refused(kd.main, [*base, *flags], begins, says, tmp_path, capsys)
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ from apprentice.measuring.pipeline.rows import bubble_bound
 from apprentice.progress import quiet
 from experiments import pipeline
 from strategies import NAMES
+from tests.commands import refused, results
 from tests.processes import Run
 from tests.training import trainer
 
@@ -33,19 +34,11 @@ KEYS = {"experiment", "hardware", "versions", "config", "rows"}
 COLUMNS = {
     "name", "schedule", "num_microbatches", "seconds_per_step", "speedup", "bubble_bound", "share_of_bound",
 }  # fmt: skip
-
-
-def results(out: Path) -> Any:
-    return json.loads((out / "results.json").read_text())
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def rows(out: Path) -> dict[str, Any]:
     return {row["name"]: row for row in results(out)["rows"]}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
@@ -184,16 +177,8 @@ def test_bad_input_is_one_line_before_anything_starts(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags, begins, says = BAD[kind]
-    with pytest.raises(SystemExit) as stop:
-        pipeline.main(
-            ["--quick", "true", *(() if "--net" in flags else NET), *flags, "--out", str(tmp_path / "refused")]
-        )
-    assert stop.value.code == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: {begins}"), error
-    assert says in error
-    assert error.count("\n") == 1
-    assert not list(tmp_path.glob("refused/results*"))
+    base = ["--quick", "true", *(() if "--net" in flags else NET)]
+    refused(pipeline.main, [*base, *flags], begins, says, tmp_path, capsys)
 
 
 def test_a_row_that_fails_costs_no_other(

@@ -1,12 +1,13 @@
 """results.json of a run that measures row by row: what is there is kept, and not measured again."""
 
 import json
+import sys
 from argparse import Namespace
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from apprentice import cli, environment
+from apprentice import cli, environment, interrupts
 from apprentice.cli.faults import one_line
 from apprentice.errors import BadInput
 from apprentice.files import write_json
@@ -19,6 +20,7 @@ class Kept:
 
     Attributes:
         rows: by name.
+        failed: by name of a row that failed, why, in one line.
 
     Args:
         experiment: its name.
@@ -35,6 +37,7 @@ class Kept:
         self.out, self.parser = out, command
         settings = command.as_dict(config)
         self.rows: dict[str, dict[str, Any]] = {}
+        self.failed: dict[str, str] = {}
         if config.resume and (out / "results.json").exists():
             before = json.loads((out / "results.json").read_text())
             _check_same(before["config"]["trainer"], settings["trainer"], out)
@@ -52,7 +55,35 @@ class Kept:
         write_json(self.out / "results.json", results)
         return results
 
-    def said(self, error: Exception) -> str:
+    def measure(self, names: Iterable[str], add: Callable[[str], None], needed: str) -> None:
+        """Measure the rows that are missing; one that fails costs no other.
+
+        Args:
+            names: of the rows, in order.
+            add: measures the row of a name and puts it among the rows.
+            needed: name of the row that others are compared with.
+
+        Raises:
+            Exception: what ended the row that is needed.
+            Interrupted: the user asked to stop.
+        """
+        for name in names:
+            if name in self.rows or name in self.failed:
+                continue
+            try:
+                add(name)
+            except Exception as error:  # whatever it is: the other rows don't depend on it
+                interrupts.stop_if_requested()
+                if name == needed:
+                    raise
+                self.failed[name] = self._said(error)
+                sys.stderr.write(f"{name} failed: {self.failed[name]}\n")
+
+    def missing(self, skipped: Mapping[str, str]) -> dict[str, str]:
+        """Names of rows that are not there, and why: those that were skipped, and those that failed."""
+        return {**skipped, **{name: f"failed: {line}" for name, line in self.failed.items()}}
+
+    def _said(self, error: Exception) -> str:
         """An error in one line."""
         line = one_line(error, self.parser)
         if line is not None:

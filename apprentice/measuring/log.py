@@ -1,12 +1,8 @@
 """A run of the comparison of strategies: the rows that are missing are measured, and all are told."""
 
-import sys
-from argparse import Namespace
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from apprentice import cli, interrupts
 from apprentice.measuring.bench import Bench
 from apprentice.measuring.kept import Kept
 from apprentice.measuring.report import save, text
@@ -17,16 +13,11 @@ class Log:
     """A run that is new or goes on.
 
     Args:
-        out: the run's folder, opened.
-        command: the command line.
-        config: what it said.
-
-    Raises:
-        BadInput: the run in the folder was started with other devices.
+        kept: what there is of it, by `strategy`.
     """
 
-    def __init__(self, out: Path, command: cli.Parser, config: Namespace) -> None:
-        self.kept = Kept("hardware", "strategy", out, command, config)
+    def __init__(self, kept: Kept) -> None:
+        self.kept = kept
 
     def run(self, bench: Bench, rows: Sequence[Row], skipped: Mapping[str, str]) -> None:
         """Measure the rows that are missing, print and save the table.
@@ -40,27 +31,16 @@ class Log:
             SystemExit: a row failed; the others are there.
             Exception: what ended the fit on one process: nothing can be compared then.
         """
-        failed = {}
-        for row in rows:
-            if row.name in self.kept.rows:
-                continue
-            try:
-                self._add(bench.measure(row), rows)
-            except Exception as error:  # whatever it is: the other strategies don't depend on it
-                interrupts.stop_if_requested()
-                if row.name == SINGLE:
-                    raise
-                failed[row.name] = self.kept.said(error)
-                sys.stderr.write(f"{row.name} failed: {failed[row.name]}\n")
-        missing = {**skipped, **{name: f"failed: {line}" for name, line in failed.items()}}
-        results, out = self.kept.write(row.name for row in rows), self.kept.out
+        by_name = {row.name: row for row in rows}
+        self.kept.measure(by_name, lambda name: self._add(bench.measure(by_name[name]), by_name), SINGLE)
+        results, out, missing = self.kept.write(by_name), self.kept.out, self.kept.missing(skipped)
         save(out, results, missing)
         print(f"{text(results, missing)}\n\n{out}/results.md, .png, .json")
-        if failed:
+        if self.kept.failed:
             raise SystemExit(1)
 
-    def _add(self, facts: dict[str, Any], rows: Sequence[Row]) -> None:
+    def _add(self, facts: dict[str, Any], names: Iterable[str]) -> None:
         self.kept.rows[facts["strategy"]] = facts
         facts["speedup"] = facts["images_per_second"] / self.kept.rows[SINGLE]["images_per_second"]
-        self.kept.write(row.name for row in rows)
+        self.kept.write(names)
         print(f"{facts['strategy']:16} {facts['images_per_second']:10,.0f} images/s", flush=True)

@@ -2,13 +2,9 @@
 
 import json
 import statistics
-import sys
-from argparse import Namespace
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
-from apprentice import cli, interrupts
 from apprentice.files import write_json
 from apprentice.measuring.kept import Kept
 from apprentice.measuring.pipeline.bench import Bench
@@ -22,22 +18,15 @@ class Study:
     """A run that is new or goes on.
 
     Args:
-        out: the run's folder, opened.
-        command: the command line.
-        config: what it said.
-
-    Raises:
-        BadInput: the run in the folder was started with other devices.
+        kept: what there is of it, by `name`.
     """
 
-    def __init__(self, out: Path, command: cli.Parser, config: Namespace) -> None:
-        self.kept = Kept("pipeline", "name", out, command, config)
-        self._file = out / "timelines.json"
+    def __init__(self, kept: Kept) -> None:
+        self.kept, self._file = kept, kept.out / "timelines.json"
         resumed = bool(self.kept.rows) and self._file.exists()
         self.timelines: dict[str, Facts] = json.loads(self._file.read_text()) if resumed else {}
         rows = self.kept.rows.items()
         self.kept.rows = {name: row for name, row in rows if row["schedule"] is None or name in self.timelines}
-        self.failed: dict[str, str] = {}
 
     def run(self, bench: Bench, rows: Rows) -> None:
         """Measure the rows that are missing, print and save what they say.
@@ -59,11 +48,10 @@ class Study:
             more = [*rows.side_by_side(best.size), *rows.inside(best.size)]
             every = [*first, *(row for row in more if row.name not in known)]
             self._measure(bench, every)
-        missing = {**rows.unfit, **{name: f"failed: {line}" for name, line in self.failed.items()}}
-        found = Found(self._write(every), self.timelines, every, best, missing)
+        found = Found(self._write(every), self.timelines, every, best, self.kept.missing(rows.unfit))
         save(self.kept.out, found)
         print(f"{text(found)}\n\n{self.kept.out}/results.md, .png, .json, timeline.png, timelines.json")
-        if self.failed:
+        if self.kept.failed:
             raise SystemExit(1)
 
     def _fastest(self, rows: Iterable[Row]) -> Row | None:
@@ -75,18 +63,13 @@ class Study:
         return self.kept.rows[name]["seconds_per_step"]
 
     def _measure(self, bench: Bench, rows: Sequence[Row]) -> None:
-        for row in rows:
-            if row.name in self.kept.rows or row.name in self.failed:
-                continue
-            try:
-                self._add(row, *bench.measure(row))
-                self._write(rows)
-            except Exception as error:  # whatever it is: the other rows don't depend on it
-                interrupts.stop_if_requested()
-                if row.name == ONE:
-                    raise
-                self.failed[row.name] = self.kept.said(error)
-                sys.stderr.write(f"{row.name} failed: {self.failed[row.name]}\n")
+        by_name = {row.name: row for row in rows}
+
+        def add(name: str) -> None:
+            self._add(by_name[name], *bench.measure(by_name[name]))
+            self._write(rows)
+
+        self.kept.measure(by_name, add, ONE)
 
     def _add(self, row: Row, facts: Facts, timeline: Facts) -> None:
         mean = statistics.mean(facts["seconds_per_step"])
