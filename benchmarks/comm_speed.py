@@ -162,10 +162,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.rounds, args.calls = 1, 2
     environment.keep_memory()
     torch.set_num_threads(1)
-    header = {
-        "date": time.strftime("%Y-%m-%d"), "rounds": args.rounds, "load_before": os.getloadavg()[0],
-        "hardware": environment.hardware(), "versions": environment.versions(),
-    }  # fmt: skip
+    header = {"rounds": args.rounds, **environment.setting()}
     found = measured(args)
     print(*(f"{key}: {value}" for key, value in header.items()), sep="\n")
     print(f"{'seconds over its rival':32}{'ratio':>8}   {'of all rounds':16}target")

@@ -108,10 +108,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.nets, args.steps, args.rounds = ["LightNN"], 4, 1
     environment.keep_memory()
     torch.set_num_threads(1)
-    header = {
-        "date": time.strftime("%Y-%m-%d"), "devices": args.devices, "rounds": args.rounds, "steps": args.steps,
-        "load_before": os.getloadavg()[0], "hardware": environment.hardware(), "versions": environment.versions(),
-    }  # fmt: skip
+    header = {"devices": args.devices, "rounds": args.rounds, "steps": args.steps, **environment.setting()}
     with quiet():
         nets = {net: compared(net, args.devices, args.steps, args.rounds) for net in args.nets}
     print(*(f"{key}: {value}" for key, value in header.items()), sep="\n")

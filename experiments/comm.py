@@ -20,6 +20,7 @@ from apprentice import cli, environment, folders, interrupts
 from apprentice.errors import BadInput
 from apprentice.measuring.comm import Backend, Bench, Options, Rows, Study
 from apprentice.measuring.isolation import one_thread
+from apprentice.measuring.kept import Kept
 from apprentice.measuring.rows import SEEN_TO, check_left_out, check_place, default_devices
 from apprentice.progress import quiet
 from apprentice.trainers import trainers
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         bench = Bench(size, config.repeats, ring.register, config.timeout, QUICK_BLOCK if config.quick else BLOCK)
         out = Path(config.out) if config.out else folders.new_folder("comm")
         with folders.opened(out, config.resume, config.overwrite):
-            study = Study(out, command, config)
+            study = Study(Kept("comm", "name", out, command, config))
             try:
                 study.run(bench, rows)
             except interrupts.Interrupted:

@@ -1,18 +1,29 @@
 """Several ranks that compute one replica between them, and know the same of it."""
 
+import warnings
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Trainer
 from torch import Tensor
 from torchmetrics import Metric
 
 from apprentice import replicas
 from strategies.base import DataParallel
 
+SYNCHRONISE = "It is recommended to use `self.log.*sync_dist=True"  # no need where all ranks have the same values
+
 
 class Agreeing(DataParallel):
     """Ranks of one replica have the same values: what is added up over replicas counts once, not once a rank."""
+
+    def _read_whole(self, trainer: Trainer) -> None:
+        """Have every rank read all batches, in the order of the user's own loader, drawn by one generator."""
+        warnings.filterwarnings("ignore", SYNCHRONISE, UserWarning)
+        # Lightning would put a sampler that shuffles in the place of the user's.
+        trainer._accelerator_connector.use_distributed_sampler = False
+        torch.set_rng_state(self.broadcast(torch.get_rng_state()))
 
     def _share_metrics(self, group: dist.ProcessGroup | None) -> None:
         """Have metrics count a replica's samples once."""

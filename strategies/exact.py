@@ -23,13 +23,12 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from apprentice import keyed, replicas
+from strategies.agreeing import SYNCHRONISE
 from strategies.base import DataParallel
 from strategies.fixed_point import FixedPointSum
 from strategies.shards import RunningStatistics, bounds, mean_over_rows, part, rows
 from strategies.speakers import Record, Speaker, caught, combined, log_metric, speaker_of
 from strategies.staging.gradients import handed_over, set_aside
-
-SYNCHRONISE = "It is recommended to use `self.log.*sync_dist=True"  # no need where all ranks have the same values
 
 
 class Shard(NamedTuple):

@@ -28,6 +28,7 @@ from strategies.remote.desk import Desk
 from strategies.shards import bounds
 from strategies.staging import stages
 from strategies.staging.gradients import packed, unpacked
+from strategies.staging.noise import OwnNoise
 
 
 class RPCHybrid(Calling, Agreeing):
@@ -106,6 +107,8 @@ class RPCHybrid(Calling, Agreeing):
         if not self.num_workers:
             super().setup(trainer)
             return
+        self._read_whole(trainer)
+        self._noise = OwnNoise(keyed.fold(torch.initial_seed(), self.global_rank))
         self._share_metrics(self._own)
         if plain := [name for name in stages.normalised(module) if type(module.get_submodule(name)) in PLAIN]:
             rank_zero_warn(f"{', '.join(plain)}: BatchNorm sees the rows of one worker, not the batch")
@@ -160,7 +163,7 @@ class RPCHybrid(Calling, Agreeing):
             assert self._replica is not None
             replicas.among(self._between)
             try:
-                with noise():
+                with noise(), self._noise():
                     return self._replica(*(x.to(self.root_device) for x in inputs))
             finally:
                 replicas.among(self._own)

@@ -1,6 +1,5 @@
 """A module cut into stages, each of which lives on one rank."""
 
-import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -18,7 +17,7 @@ from torch.optim import LBFGS, Optimizer
 from apprentice import keyed, replicas
 from strategies import checkpoints
 from strategies.agreeing import Agreeing
-from strategies.exact import SYNCHRONISE, Exact
+from strategies.exact import Exact
 from strategies.staging import stages
 from strategies.staging.residence import Residence
 from strategies.staging.schedules import Place, Plan
@@ -114,9 +113,7 @@ class Staged(Agreeing, Exact):
         if self.exact is not None:
             self._speak_for_all(module)
         elif self.data_parallel_size == 1:
-            warnings.filterwarnings("ignore", SYNCHRONISE, UserWarning)
-            # Every rank reads all; Lightning would put a sampler that shuffles in the place of the user's.
-            trainer._accelerator_connector.use_distributed_sampler = False
+            self._read_whole(trainer)
         self._share_metrics(replicas.group())
         self._interrupted = False
         self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]

@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from apprentice.progress import quiet
 from tests.pipelines import Plain, ended, pairs, pipeline
@@ -29,49 +29,6 @@ def test_a_stage_that_is_unfrozen_on_the_way_trains(schedule: Any) -> None:
     one, _ = ended(Plain, callbacks=[Thaws()])
     both, _ = ended(Plain, pipeline(schedule=schedule), callbacks=[Thaws()])
     assert_same(one, both, atol=1e-9)
-
-
-def test_batches_come_in_the_order_of_the_users_own_loader() -> None:
-    for shuffle in (False, True):
-        torch.manual_seed(3)
-        one, _ = ended(Plain, data=lambda: DataLoader(pairs(), batch_size=8, shuffle=shuffle))  # noqa: B023
-        torch.manual_seed(3)
-        both, _ = ended(Plain, pipeline(), data=lambda: DataLoader(pairs(), batch_size=8, shuffle=shuffle))  # noqa: B023
-        assert_same(one, both, atol=1e-9)
-
-
-class Mixed(Dataset):
-    """Draws a sample at random, by torch's generator."""
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> Any:
-        return pairs()[int(torch.randint(37, ()))]
-
-
-class Noisy(Plain):
-    """Its first stage draws noise and its last none; logs how far apart the ranks' batches are."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Dropout(0.5))
-
-    def training_step(self, batch: Any) -> torch.Tensor:
-        own = batch[0].sum().item()
-        self.log("apart", abs(own - self.of_rank_one(own)))
-        return super().training_step(batch)
-
-    def of_rank_one(self, own: float) -> float:
-        """Rank one's number, on both ranks."""
-        return self.trainer.strategy.broadcast(own, src=1)
-
-
-@pytest.mark.filterwarnings("ignore:net.1. noise from torch's generator")
-def test_what_layers_draw_does_not_part_the_ranks_batches(tmp_path: Path) -> None:
-    logger = LinesLogger(tmp_path / "lines")
-    mixed = DataLoader(Mixed(), batch_size=8)
-    ended(Noisy, pipeline(num_microbatches=3), lambda: mixed, max_epochs=1, logger=logger, log_every_n_steps=1)
-    assert logger.values("apart") == [0.0] * 8
 
 
 class Counts(Plain):

@@ -95,7 +95,6 @@ def test_anyones_module_trains_by_its_forward(tmp_path: Path) -> None:
         module, logger = seeded(0, Twice), LinesLogger(tmp_path / str(devices))
         strategy = hybrid() if devices > 1 else "auto"
         options: dict[str, Any] = {"strategy": strategy, "logger": logger, "log_every_n_steps": 1}
-        options |= {"use_distributed_sampler": False}  # Lightning's would shuffle
         with quiet():
             trainer(devices, precision="64-true", max_epochs=4, **options).fit(module, pairs(60))
         found[devices] = weights(module), logger.values("loss")

@@ -73,11 +73,20 @@ class Kept:
             try:
                 add(name)
             except Exception as error:  # whatever it is: the other rows don't depend on it
-                interrupts.stop_if_requested()
                 if name == needed:
+                    interrupts.stop_if_requested()
                     raise
-                self.failed[name] = self._said(error)
-                sys.stderr.write(f"{name} failed: {self.failed[name]}\n")
+                self.fail(name, error)
+
+    def fail(self, name: str, error: Exception) -> None:
+        """Tell that a row failed, and why.
+
+        Raises:
+            Interrupted: the user asked to stop, which may be why.
+        """
+        interrupts.stop_if_requested()
+        self.failed[name] = self._said(error)
+        sys.stderr.write(f"{name} failed: {self.failed[name]}\n")
 
     def missing(self, skipped: Mapping[str, str]) -> dict[str, str]:
         """Names of rows that are not there, and why: those that were skipped, and those that failed."""

@@ -1,34 +1,21 @@
 """A run of the study: the rows that are missing are measured, and all are told."""
 
-import sys
-from argparse import Namespace
-from pathlib import Path
-from typing import Any
-
-from apprentice import cli, interrupts
+from apprentice import interrupts
 from apprentice.measuring.comm.bench import Backend, Bench
 from apprentice.measuring.comm.report import save, text
 from apprentice.measuring.comm.rows import Row, Rows
 from apprentice.measuring.kept import Kept
-
-Facts = dict[str, Any]
 
 
 class Study:
     """A run that is new or goes on.
 
     Args:
-        out: the run's folder, opened.
-        command: the command line.
-        config: what it said.
-
-    Raises:
-        BadInput: the run in the folder was started with other devices.
+        kept: what there is of it, by `name`.
     """
 
-    def __init__(self, out: Path, command: cli.Parser, config: Namespace) -> None:
-        self.kept = Kept("comm", "name", out, command, config)
-        self.failed: dict[str, str] = {}
+    def __init__(self, kept: Kept) -> None:
+        self.kept = kept
 
     def run(self, bench: Bench, rows: Rows) -> None:
         """Measure the rows that are missing, print and save what they say.
@@ -45,15 +32,15 @@ class Study:
                 self._measure(bench, backend, missing)
         results = self.kept.write(row.name for row in rows.all())
         wrong = [name for name, row in self.kept.rows.items() if not row["correct"]]
-        notes = [f"{name}: failed: {line}." for name, line in self.failed.items()]
+        notes = [f"{name}: failed: {line}." for name, line in self.kept.failed.items()]
         notes += [f"{name}: the result is WRONG." for name in wrong]
         save(self.kept.out, results, notes)
         print(f"{text(results, notes)}\n\n{self.kept.out}/results.md, .png, .json")
-        if self.failed or wrong:
+        if self.kept.failed or wrong:
             raise SystemExit(1)
 
     def _has(self, row: Row) -> bool:
-        return row.name in self.kept.rows or row.name in self.failed
+        return row.name in self.kept.rows or row.name in self.kept.failed
 
     def _measure(self, bench: Bench, backend: Backend, missing: list[Row]) -> None:
         """Measure until all are there or one fails, which costs no other one."""
@@ -66,8 +53,7 @@ class Study:
                 print(f"{row.name:52} {facts['latency_us']:12,.1f} µs", flush=True)
                 under_way = next(left, row)
         except Exception as error:  # whatever it is: other rows don't depend on it
-            interrupts.stop_if_requested()
             if self._has(under_way):
+                interrupts.stop_if_requested()
                 raise
-            self.failed[under_way.name] = self.kept.said(error)
-            sys.stderr.write(f"{under_way.name} failed: {self.failed[under_way.name]}\n")
+            self.kept.fail(under_way.name, error)
