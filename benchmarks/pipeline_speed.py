@@ -306,7 +306,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=3, help="that are timed in each round")
     parser.add_argument("--pairs", type=int, default=8, help="for cost: steps of each of the two")
     parser.add_argument("--schedules", nargs="+", default=SCHEDULES, help="for fits")
-    parser.add_argument("--num_microbatches", nargs="+", type=int, default=[12], help="for fits: more, of the last schedule")
+    parser.add_argument("--num_microbatches", nargs="+", type=int, default=[12], help="more, of the last schedule")
     parser.add_argument("--balance", nargs=2, type=int, help="layers of the two stages; by time if not given")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     parser.add_argument("--out", type=Path, help="write all figures to this file, as JSON")
