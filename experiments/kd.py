@@ -143,7 +143,7 @@ def run(config: Namespace, wiring: Wiring, data: Any, out: Path, settings: dict[
             when = f"with seed {seed} its {fault['term']} is not finite at step {fault['step']}"
             raise BadInput("optimizer", config.optimizer.name, f"settings that train the teacher; {when}")
         students.append(bake_off.stage(seed, "students", partial(wiring.taught, seed, out / f"seed{seed}" / "teacher")))
-    if not folders.is_main_process():
+    if not job.is_main_process():
         return
     header = {
         "experiment": "kd", "data": {"name": data.name, **data.sizes}, "hardware": environment.hardware(),
@@ -175,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         wiring.check(data)
         out = Path(config.out) if config.out else folders.new_folder("kd")
         with folders.opened(out, config.resume, config.overwrite):
-            if folders.is_main_process():
+            if job.is_main_process():
                 command.save(config, out / "config.yaml")
                 write_json(out / "environment.json", environment.hardware() | environment.versions())
             try:

@@ -177,6 +177,17 @@ def test_a_wrong_result_and_a_row_that_fails_cost_no_other(
     assert "gloo reduce, world, 64 B: failed: " in (tmp_path / "results.md").read_text()
 
 
+def test_a_backend_that_does_not_start_fails_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(comm.ring, "register", lambda: os._exit(3))
+    with pytest.raises(SystemExit):
+        comm.main([*ONLY, "--only", "broadcast", "gather", "--out", str(tmp_path)])
+    assert capfd.readouterr().err.splitlines() == [
+        "gloo broadcast, world, 64 B and 3 more failed: rank 0 ended with exit code 3"
+    ]
+
+
 def slow(flags: list[str]) -> None:
     def made(place: Place, count: int) -> Case:
         return Case(lambda: time.sleep(60), list, [], [])

@@ -1,7 +1,7 @@
 """A run of the study: the rows that are missing are measured, and all are told."""
 
 from apprentice import interrupts
-from apprentice.measuring.comm.bench import Backend, Bench
+from apprentice.measuring.comm.bench import Backend, Bench, NeverMetError
 from apprentice.measuring.comm.report import save, text
 from apprentice.measuring.comm.rows import Row, Rows
 from apprentice.measuring.kept import Kept
@@ -56,4 +56,5 @@ class Study:
             if self._has(under_way):
                 interrupts.stop_if_requested()
                 raise
-            self.kept.fail(under_way.name, error)
+            lost = missing if isinstance(error, NeverMetError) else [under_way]
+            self.kept.fail(error, *(row.name for row in lost))
