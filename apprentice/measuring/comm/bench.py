@@ -25,7 +25,15 @@ MOST = 200  # calls in a block
 
 
 class NeverMetError(RuntimeError):
-    """The ranks never met."""
+    """The ranks never met.
+
+    Args:
+        why: what ended one of them.
+    """
+
+    def __init__(self, why: Exception) -> None:
+        super().__init__(f"the ranks never met: {why}")
+        self.why = why
 
 
 @dataclass(frozen=True)
@@ -69,7 +77,7 @@ class Bench:
             try:
                 received("they met")
             except Exception as error:
-                raise NeverMetError(*error.args) from error
+                raise NeverMetError(error) from error
             for row in rows:
                 yield row, received(row.name)
             while not ranks.join():

@@ -52,9 +52,10 @@ class Study:
                 self.kept.write(self.kept.rows)
                 print(f"{row.name:52} {facts['latency_us']:12,.1f} µs", flush=True)
                 under_way = next(left, row)
+        except NeverMetError as error:
+            self.kept.fail(error.why, *(row.name for row in missing))
         except Exception as error:  # whatever it is: other rows don't depend on it
             if self._has(under_way):
                 interrupts.stop_if_requested()
                 raise
-            lost = missing if isinstance(error, NeverMetError) else [under_way]
-            self.kept.fail(error, *(row.name for row in lost))
+            self.kept.fail(error, under_way.name)
