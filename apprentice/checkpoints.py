@@ -2,7 +2,7 @@
 
 import time
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -158,6 +158,26 @@ def load_weights(net: torch.nn.Module, path: str, flag: str) -> None:
             shapes = f"{key} is {tuple(value.shape)} there and {tuple(own[key].shape)} here"
             raise BadInput(flag, path, f"weights of {name}; {shapes}")
     net.load_state_dict(weights)
+
+
+def fitting(own: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor], path: str, flag: str) -> Tensors:
+    """The weights, if they are those that are wanted, no more and no less.
+
+    Raises:
+        BadInput: naming every key that does not fit.
+    """
+    faults = {
+        "missing": [key for key in own if key not in weights],
+        "unknown": [key for key in weights if key not in own],
+        "of another shape": [
+            f"{key} {tuple(value.shape)}, not {tuple(own[key].shape)}"
+            for key, value in weights.items() if key in own and value.shape != own[key].shape
+        ],
+    }  # fmt: skip
+    if any(faults.values()):
+        told = "; ".join(f"{what}: {', '.join(keys)}" for what, keys in faults.items() if keys)
+        raise BadInput(flag, path, f"weights that fit the net; {told}")
+    return dict(weights)
 
 
 def _shared(keys: Iterable[str]) -> str:

@@ -1,0 +1,37 @@
+"""What only some experiments need: the extras of pyproject.toml."""
+
+import importlib
+import logging
+
+from apprentice.errors import BadInput
+
+
+class Missing(BadInput):
+    """A package of an extra is not there; it has no flag."""
+
+    def __str__(self) -> str:
+        return f"{self.value}: expected {self.expected}"
+
+
+def install(extra: str) -> str:
+    """The command that installs an extra."""
+    return f"pip install --no-build-isolation -e '.[{extra}]'"
+
+
+def need(extra: str, *packages: str) -> None:
+    """Import the packages of an extra.
+
+    Raises:
+        Missing: one is not there; the message says how to install it.
+    """
+    log = logging.getLogger("torch.utils._pytree")
+    level = log.level
+    log.setLevel(logging.ERROR)  # torchao 0.18 registers an enum in a way that torch 2.15 calls old
+    try:
+        for package in packages:
+            importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        expected = f"it installed; the extra [{extra}] brings it: {install(extra)}"
+        raise Missing("", error.name or packages[0], expected) from None
+    finally:
+        log.setLevel(level)

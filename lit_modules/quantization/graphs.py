@@ -1,0 +1,211 @@
+"""A net as a graph of torch's operations, with what quantisation does to it."""
+
+import operator
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from apprentice import extras, replicas
+from lit_modules.nets.base import run
+from lit_modules.quantization.ranges import Range
+
+NET = "net"  # where the float net's parameters are in a graph: net.<name>
+ATEN = torch.ops.aten
+EXTRA = ("quant", "torchao")
+
+
+class _Tapped(nn.Module):
+    """A net that gives its logits and, after them, the outputs of some layers."""
+
+    def __init__(self, net: nn.Module, layers: Sequence[str]) -> None:
+        super().__init__()
+        self.net, self.layers = net, layers
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        logits, features = run(self.net, images, set(self.layers))
+        return logits, *(features[path] for path in self.layers)
+
+
+def captured(net: nn.Module, example: Tensor, layers: Sequence[str] = ()) -> GraphModule:
+    """The net's operations on inputs like `example` (b, ...) of any number of rows, in the mode that it is in.
+
+    It gives a tuple: logits (b, classes), and the outputs of the layers.
+    """
+    kinds = {module: type(module) for module in net.modules()}
+    try:
+        for module in net.modules():
+            if isinstance(module, nn.BatchNorm2d | nn.modules.batchnorm._BatchNorm):
+                module.__class__ = _plain(module)  # the quantiser knows torch's own by their names
+        example = example[:1].repeat(3, *[1] * (example.dim() - 1))
+        with replicas.shard(0):  # nothing of other ranks is captured
+            program = torch.export.export(
+                _Tapped(net, layers), (example,), dynamic_shapes=({0: torch.export.Dim("batch")},)
+            )
+    finally:
+        for module, kind in kinds.items():
+            module.__class__ = kind
+    graph = program.module(check_guards=False)
+    for node in graph.graph.nodes:  # what the quantiser fuses, by the names that it looks for
+        source = {ATEN.relu.default: nn.ReLU, ATEN.relu_.default: nn.ReLU, ATEN.add.Tensor: operator.add}
+        if node.target in source:
+            node.meta["source_fn_stack"] = [(node.name, source[node.target])]
+    return graph
+
+
+def _plain(module: nn.Module) -> type[nn.Module]:
+    return next(kind for kind in type(module).__mro__ if kind.__module__.startswith("torch.nn.modules"))
+
+
+def quantizer(training: bool) -> Any:
+    """What says which tensors become int8, for x86: activations uint8, weights int8 a channel.
+
+    Args:
+        training: whether ranges are learnt in training, or observed once after it.
+
+    Raises:
+        Missing: torchao is not there.
+    """
+    extras.need(*EXTRA)
+    from torchao.quantization.pt2e import FakeQuantize
+    from torchao.quantization.pt2e.quantizer import QuantizationSpec
+    from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
+
+    if not training:
+        return x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config())
+    activation = QuantizationSpec(
+        dtype=torch.uint8, quant_min=0, quant_max=255, qscheme=torch.per_tensor_affine,
+        observer_or_fake_quant_ctr=FakeQuantize.with_args(observer=Range),
+    )  # fmt: skip
+    weight = QuantizationSpec(
+        dtype=torch.int8, quant_min=-128, quant_max=127, qscheme=torch.per_channel_symmetric, ch_axis=0,
+        observer_or_fake_quant_ctr=FakeQuantize.with_args(observer=partial(Range, averaging_constant=1.0)),
+    )  # fmt: skip
+    config = x86.QuantizationConfig(activation, activation, weight, None, True)
+    return x86.X86InductorQuantizer().set_global(config)
+
+
+def prepared(net: nn.Module, example: Tensor, layers: Sequence[str] = ()) -> GraphModule:
+    """The net in training with fake quantisers in it, which compute in floats what int8 will give."""
+    spec = quantizer(training=True)
+    from torchao.quantization.pt2e.quantize_pt2e import prepare_qat_pt2e
+
+    graph = trainable(prepare_qat_pt2e(captured(net.train(), example, layers), spec))
+    for node in list(graph.graph.nodes):
+        if node.target is ATEN.add_.Tensor and str(node.args[0].target).endswith("num_batches_tracked"):
+            graph.graph.erase_node(node)  # the modules count
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return graph
+
+
+def trainable(graph: GraphModule) -> GraphModule:
+    """The graph with `train` and `eval` as every module has them; PT2E takes them away."""
+    for name in ("train", "eval"):
+        vars(graph).pop(name, None)
+    return graph
+
+
+def with_modules(graph: GraphModule, net: nn.Module) -> GraphModule:
+    """The graph with the net's own BatchNorm and dropout for torch's: over the global batch, with keyed noise.
+
+    Its parameters and buffers keep their names.
+    """
+    for node in list(graph.graph.nodes):
+        if node.target is ATEN.batch_norm.default:
+            path = str(node.args[3].target).rpartition(".")[0]
+        elif node.target is ATEN.dropout.default:
+            path = list(node.meta["nn_module_stack"].values())[-1][0]
+        else:
+            continue
+        module = net.get_submodule(path.removeprefix(f"{NET}."))
+        known = graph.get_submodule(path) if node.target is ATEN.batch_norm.default else nn.Module()
+        for name, value in [*known.named_parameters(recurse=False), *known.named_buffers(recurse=False)]:
+            setattr(module, name, value)
+        _put(graph, path, module)
+        with graph.graph.inserting_after(node):
+            new = graph.graph.call_module(path, (node.args[0],))
+        node.replace_all_uses_with(new)
+        graph.graph.erase_node(node)
+    graph.recompile()
+    return graph
+
+
+def _put(root: nn.Module, path: str, module: nn.Module) -> None:
+    *parents, name = path.split(".")
+    for parent in parents:
+        if not hasattr(root, parent):
+            root.add_module(parent, nn.Module())
+        root = getattr(root, parent)
+    root.add_module(name, module)
+
+
+def folded(graph: GraphModule) -> GraphModule:
+    """A prepared graph for inference: dropout is gone, and each BatchNorm is part of the convolution before it.
+
+    Source: Krishnamoorthi 2018, "Quantizing deep convolutional networks for efficient inference", section 3.2.2: what
+    training has simulated. torchao does the same by matching patterns, which takes it half a minute.
+    """
+    for node in list(graph.graph.nodes):
+        if node.target is ATEN.dropout.default:
+            node.replace_all_uses_with(node.args[0])
+        elif node.target is ATEN.batch_norm.default and not _fold(graph, node):
+            node.update_arg(5, False)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return graph
+
+
+def _fold(graph: GraphModule, norm: Node) -> bool:
+    """Make a BatchNorm's convolution do its work, if there is one that was scaled for it."""
+    x: Any = norm.args[0]
+    conv_bias = None
+    if x.target is ATEN.add.Tensor and x.args[1].target is ATEN.reshape.default:
+        x, conv_bias = x.args[0], x.args[1].args[0]
+    if x.target is not ATEN.div.Tensor or x.args[0].target is not ATEN.conv2d.default:
+        return False
+    conv = x.args[0]
+    fake = conv.args[1]
+    (scaled,) = fake.args
+    with torch.no_grad():
+        gamma, beta, mean, variance = (_tensor(graph, node) for node in norm.args[1:5])
+        factor = gamma / (variance + norm.args[7]).sqrt()
+        weight = _tensor(graph, scaled.args[0])
+        bias = 0 if conv_bias is None else _tensor(graph, conv_bias)
+        weight = weight * factor.reshape(-1, *[1] * (weight.dim() - 1))
+        bias = beta + (bias - mean) * factor
+    for name, value in ((f"{conv.name}_weight", weight), (f"{conv.name}_bias", bias)):
+        graph.register_parameter(name, nn.Parameter(value))
+    with graph.graph.inserting_before(fake):
+        fake.args = (graph.graph.get_attr(f"{conv.name}_weight"),)
+    with graph.graph.inserting_before(conv):
+        conv.update_arg(2, graph.graph.get_attr(f"{conv.name}_bias"))
+    norm.replace_all_uses_with(conv)
+    return True
+
+
+def _tensor(graph: GraphModule, node: Node) -> Tensor:
+    owner, _, name = str(node.target).rpartition(".")
+    return getattr(graph.get_submodule(owner), name)
+
+
+def converted(graph: GraphModule) -> nn.Module:
+    """The int8 net of a graph whose ranges are known: inputs (b, ...) -> logits (b, classes); in place."""
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e
+
+    graph = trainable(convert_pt2e(graph))
+    (output,) = (node for node in graph.graph.nodes if node.op == "output")
+    output.args = (output.args[0][0],)
+    graph.graph.eliminate_dead_code()
+    graph.graph.set_codegen(torch.fx.graph.CodeGen())
+    used = {node.target for node in graph.graph.nodes if node.op == "get_attr"}
+    for path in [*dict(graph.named_parameters()), *dict(graph.named_buffers())]:
+        if path not in used:  # the floats that the int8 weights were made of
+            owner, _, name = path.rpartition(".")
+            delattr(graph.get_submodule(owner), name)
+    graph.delete_all_unused_submodules()
+    graph.recompile()
+    return graph.requires_grad_(False).eval()

@@ -1,0 +1,94 @@
+"""Ranges of tensors, from which scales and zero points follow; in the place of torchao's observers.
+
+Those are not used in training as they see one rank's rows, and observe in evaluation, too.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from apprentice import replicas
+
+
+class Range(nn.Module):
+    """A moving average of the smallest and largest value of the global batch, observed in training only.
+
+    Source: Jacob et al. 2018, "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only
+    Inference", section 3.1. What torchao's FakeQuantize asks of an observer.
+
+    Args:
+        dtype: the integer type.
+        qscheme: `per_tensor_affine`, or `per_channel_symmetric` for a weight, which all ranks have alike.
+        quant_min: smallest integer.
+        quant_max: largest integer.
+        ch_axis: the axis of the channels.
+        averaging_constant: what a new batch counts; 1 takes the range of the last.
+        eps: the smallest scale.
+    """
+
+    low: Tensor
+    high: Tensor
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        qscheme: torch.qscheme,
+        quant_min: int,
+        quant_max: int,
+        ch_axis: int = 0,
+        averaging_constant: float = 0.01,
+        eps: float = 2**-12,
+        is_dynamic: bool = False,
+        **_more: Any,
+    ) -> None:
+        super().__init__()
+        self.dtype, self.qscheme, self.quant_min, self.quant_max = dtype, qscheme, quant_min, quant_max
+        self.ch_axis, self.averaging_constant, self.eps, self.is_dynamic = ch_axis, averaging_constant, eps, is_dynamic
+        self.per_channel = qscheme == torch.per_channel_symmetric
+        for name, value in (("low", torch.inf), ("high", -torch.inf)):
+            self.register_buffer(name, torch.tensor([value]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Observe x: activations (b, ...), where b may be 0, or a weight (channels, ...)."""
+        if self.training:
+            low, high = self._weights(x) if self.per_channel else self._activations(x)
+            first = not self.low.isfinite().all()
+            for own, seen in ((self.low, low), (self.high, high)):
+                own.resize_(seen.shape).copy_(seen if first else own.lerp(seen, self.averaging_constant))
+        return x
+
+    def forget(self) -> None:
+        """As if nothing had been observed."""
+        self.low.fill_(torch.inf)
+        self.high.fill_(-torch.inf)
+
+    def _weights(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        rows = x.detach().transpose(0, self.ch_axis).flatten(1).to(self.low.dtype)
+        return rows.amin(1), rows.amax(1)
+
+    def _activations(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        ends = self.low.new_full((2,), -torch.inf)
+        if x.numel():
+            low, high = torch.aminmax(x.detach())
+            ends = torch.stack([-low, high]).to(self.low.dtype)
+        ends = replicas.gathered(ends).amax(0)  # over the ranks
+        return -ends[:1], ends[1:]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *more: Any) -> None:
+        for name in ("low", "high"):
+            if f"{prefix}{name}" in state_dict:
+                getattr(self, name).resize_(state_dict[f"{prefix}{name}"].shape)  # one a channel, once observed
+        super()._load_from_state_dict(state_dict, prefix, *more)
+
+    def calculate_qparams(self) -> tuple[Tensor, Tensor]:
+        """Scale in float32 and zero point, (1,) or (channels,); 1 and 0 before anything was observed."""
+        if not self.low.isfinite().all():
+            return torch.ones_like(self.low).float(), torch.zeros_like(self.low, dtype=torch.int64)
+        low, high = self.low.clamp(max=0), self.high.clamp(min=0)
+        if self.per_channel:
+            scale = torch.maximum(-low, high) / ((self.quant_max - self.quant_min) / 2)
+            return scale.clamp(min=self.eps).float(), torch.zeros_like(scale, dtype=torch.int64)
+        scale = ((high - low) / (self.quant_max - self.quant_min)).clamp(min=self.eps)
+        zero = (self.quant_min - (low / scale).round()).clamp(self.quant_min, self.quant_max)
+        return scale.float(), zero.long()

@@ -1,0 +1,120 @@
+"""Quantisation-aware training of a trained student, by its labels alone or still distilling."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from apprentice.errors import BadInput
+from lit_modules.distillation import Distillation
+from lit_modules.learner import MakeOptimizer, MakeScheduler, adam
+from lit_modules.objectives import CrossEntropy, Objective
+from lit_modules.quantization.fake_quantized import FakeQuantized
+
+NAME = "int8-qat"
+
+
+class Quantized(Distillation):
+    """Trains a student that computes as its int8 form will (Jacob et al. 2018), over torchao's PT2E.
+
+    It is a distillation of one student, `int8-qat`, and so works with every objective. What is evaluated is int8: a
+    copy is converted, the net in training stays as it is. The int8 form of the validated epoch with the most correct
+    answers is kept, of the first of several; where there is no validation, the last one.
+
+    Args:
+        net: the trained student, in floats; it is copied.
+        objective: what it learns by; cross-entropy when not given.
+        teacher: a trained net, for objectives that ask it.
+        input_shape: of one input, as (C, H, W).
+        num_classes: number of logits.
+        optimizer: makes the optimizer from parameter groups.
+        scheduler: makes a learning-rate scheduler, stepped once an epoch.
+        seed: keys the dropout's noise and the objective's initial weights.
+        teacher_cache_mb: as of `Distillation`.
+        freeze_epoch: from this epoch on, counted from 0, ranges and BatchNorm's statistics stay as they are.
+
+    Raises:
+        BadInput: the objective needs a teacher or refuses the pair; the net can't be captured.
+        Missing: torchao is not there.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        objective: Objective | None = None,
+        teacher: nn.Module | None = None,
+        input_shape: tuple[int, ...] = (3, 32, 32),
+        num_classes: int = 10,
+        optimizer: MakeOptimizer = adam,
+        scheduler: MakeScheduler | None = None,
+        seed: int = 0,
+        teacher_cache_mb: int = 1024,
+        freeze_epoch: int | None = None,
+    ) -> None:
+        objective = objective or CrossEntropy()
+        if objective.uses_teacher and teacher is None:
+            raise BadInput("objective", type(objective).__name__, "CrossEntropy, or a teacher to distil from")
+        example = torch.zeros(1, *input_shape, dtype=next(net.parameters()).dtype)
+        fake = FakeQuantized(net, example, objective.student_layers)
+        super().__init__(
+            teacher or nn.Identity(), {NAME: (fake, objective)}, input_shape, num_classes, optimizer, scheduler, seed,
+            teacher_cache_mb,
+        )  # fmt: skip
+        self.freeze_epoch = freeze_epoch
+        self.best: dict[str, Any] | None = None
+        self._int8: list[nn.Module] = []
+
+    @property
+    def net(self) -> FakeQuantized:
+        """The net in training."""
+        net = self._student(NAME).net
+        assert isinstance(net, FakeQuantized)
+        return net
+
+    def int8(self) -> nn.Module:
+        """The int8 net of the best epoch."""
+        return self.net.int8(self.best["state"] if self.best else None)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """This rank's part of the loss; freezes first if it is time, after a resume in mid-epoch, too."""
+        if self.freeze_epoch is not None and self.current_epoch >= self.freeze_epoch and not self.net.frozen:
+            self.net.freeze()
+        return super().training_step(batch, batch_idx)
+
+    def predict(self, inputs: Tensor) -> dict[str, Tensor]:
+        """The int8 net's logits."""
+        if NAME in self.failed:
+            return {}
+        return {NAME: self._int8[0](inputs.float())}
+
+    def on_validation_epoch_start(self) -> None:
+        """Convert what there is now."""
+        super().on_validation_epoch_start()
+        self._int8[:] = [self.net.int8()]
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the int8 net's scores; keep its state if it is the best so far."""
+        super().on_validation_epoch_end()
+        if NAME in self.failed:
+            return
+        values, _ = self.scores[0].compute()  # type: ignore[operator]
+        correct = int(values["correct"])
+        if self.best is None or correct > self.best["correct"]:
+            self.best = {"epoch": self.current_epoch, "correct": correct, "acc": float(values["acc"])}
+            self.best["state"] = copy.deepcopy(self.net.state_dict())
+
+    def on_test_epoch_start(self) -> None:
+        """Convert the best epoch's state."""
+        super(Distillation, self).on_validation_epoch_start()
+        self._int8[:] = [self.int8()]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the best epoch, too."""
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["best_int8"] = self.best
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take it up again."""
+        super().on_load_checkpoint(checkpoint)
+        self.best = checkpoint["best_int8"]
