@@ -72,9 +72,9 @@ class Quantized(Distillation):
         assert isinstance(net, FakeQuantized)
         return net
 
-    def int8(self) -> nn.Module:
-        """The int8 net of the best epoch."""
-        return self.net.int8(self.best["state"] if self.best else None)
+    def best_state(self) -> dict[str, Tensor]:
+        """The state of `net` in the best epoch, for its `int8`; where nothing was validated, as it is now."""
+        return self.best["state"] if self.best else self.net.state_dict()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """This rank's part of the loss; freezes first if it is time, after a resume in mid-epoch, too."""
@@ -107,7 +107,7 @@ class Quantized(Distillation):
     def on_test_epoch_start(self) -> None:
         """Convert the best epoch's state."""
         super(Distillation, self).on_validation_epoch_start()
-        self._int8[:] = [self.int8()]
+        self._int8[:] = [self.net.int8(self.best_state())]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the best epoch, too."""

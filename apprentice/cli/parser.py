@@ -110,6 +110,10 @@ class Parser:
         options = Options(Trainer, OWNED, types)
         self._add("trainer", Fixed("lightning.pytorch.Trainer", options, {"logger": True, **defaults}))
 
+    def add_group(self, key: str, target: type) -> None:
+        """Add `--KEY.OPTION VALUE` for each argument of a class."""
+        self._add(key, Fixed(f"{target.__module__}.{target.__qualname__}", Options(target), {}))
+
     def _add(self, key: str, entry: Entry) -> None:
         self.entries[key] = entry
         if isinstance(entry, One | Many):

@@ -1,0 +1,93 @@
+"""Whether an exported file, run elsewhere, answers as the net that was exported."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from apprentice.deploying import answer
+from apprentice.deploying.formats import WEIGHTS
+
+PROJECT = Path(__file__).parents[2]
+FLOAT_MARGIN = 1e-4  # of the top two logits
+INT8_SHARE, INT8_MARGIN = 1e-3, 0.02  # of predictions; of the logits' range: kernels round differently
+
+
+class Agreement(NamedTuple):
+    """How a file's logits compare with the net's.
+
+    Attributes:
+        differing: predictions that are others.
+        samples: of so many.
+        largest: difference of a logit.
+        fault: what is wrong with that; empty if nothing is.
+    """
+
+    differing: int
+    samples: int
+    largest: float
+    fault: str
+
+
+def agreement(expected: Tensor, found: Tensor, exact: bool) -> Agreement:
+    """Compare logits (N, classes): the net's and a file's.
+
+    Args:
+        expected: of the net.
+        found: of the file.
+        exact: whether predictions may differ only where the top two logits are closer than 1e-4; else one in a thousand
+            may, where they are closer than 2 % of the logits' range.
+    """
+    differ = expected.argmax(1) != found.argmax(1)
+    top = expected.topk(2, 1).values
+    margins = (top[:, 0] - top[:, 1])[differ]
+    allowed = FLOAT_MARGIN if exact else INT8_MARGIN * float(expected.max() - expected.min())
+    count, largest = int(differ.sum()), float((expected - found).abs().max())
+    fault = ""
+    if not found.isfinite().all():
+        fault = "its logits are not finite"
+    elif count and float(margins.max()) >= allowed:
+        fault = (
+            f"a prediction differs whose top two logits are {float(margins.max()):.2g} apart, not below {allowed:.2g}"
+        )
+    elif not exact and count > INT8_SHARE * len(expected):
+        fault = f"{count} of {len(expected)} predictions differ, more than {INT8_SHARE:.1%}"
+    return Agreement(count, len(expected), largest, fault)
+
+
+def answers(files: Sequence[Path], images: Tensor) -> dict[Path, Tensor]:
+    """Logits (N, classes) of images (N, C, H, W) by each file, read in a fresh process without this project.
+
+    Weights alone need their net's class; they are read in another fresh process, with it.
+
+    Raises:
+        RuntimeError: a file can't be read or run; the message is that process's last line.
+    """
+    weights = [path for path in files if path.name == WEIGHTS]
+    with tempfile.TemporaryDirectory() as folder:
+        stored = Path(folder) / "images.npy"
+        np.save(stored, images.numpy())
+        found = _ask([path for path in files if path not in weights], stored, {})
+        return found | _ask(weights, stored, {"paths": [str(PROJECT), str(Path.cwd())]})
+
+
+def _ask(files: Sequence[Path], images: Path, more: Mapping[str, object]) -> dict[Path, Tensor]:
+    if not files:
+        return {}
+    where = {path: images.with_name(f"{number}{'w' * bool(more)}.npy") for number, path in enumerate(files)}
+    job = {"images": str(images), "files": {str(path.resolve()): str(out) for path, out in where.items()}, **more}
+    told = images.with_name("job.json")
+    told.write_text(json.dumps(job))
+    command = [sys.executable, "-I", answer.__file__, str(told)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    if run.returncode:
+        last = [line for line in run.stderr.splitlines() if line.strip()] or [f"exit code {run.returncode}"]
+        raise RuntimeError(f"{', '.join(path.name for path in files)} in a fresh process: {last[-1]}")
+    return {path: torch.from_numpy(np.load(out)) for path, out in where.items()}
