@@ -13,11 +13,11 @@ from lightning.pytorch.plugins.environments import (
     TorchElasticEnvironment,
 )
 
-from apprentice import job
+from apprentice import extras, job
 from apprentice.errors import BadInput
 from apprentice.stages import MakeTrainer
 
-INSTALL = "pip install --no-build-isolation -e '.[mpi]'"
+INSTALL = extras.install("mpi")
 
 
 class Started(BadInput):

@@ -35,7 +35,7 @@ class Quantized(Distillation):
         freeze_epoch: from this epoch on, counted from 0, ranges and BatchNorm's statistics stay as they are.
 
     Raises:
-        BadInput: the objective needs a teacher or refuses the pair; the net can't be captured.
+        BadInput: the objective needs a teacher or refuses the pair; `freeze_epoch` is 0, when no range is known.
         Missing: torchao is not there.
     """
 
@@ -52,6 +52,8 @@ class Quantized(Distillation):
         teacher_cache_mb: int = 1024,
         freeze_epoch: int | None = None,
     ) -> None:
+        if freeze_epoch is not None and freeze_epoch < 1:
+            raise BadInput("freeze_epoch", freeze_epoch, "at least 1, as ranges are learnt before")
         objective = objective or CrossEntropy()
         if objective.uses_teacher and teacher is None:
             raise BadInput("objective", type(objective).__name__, "CrossEntropy, or a teacher to distil from")

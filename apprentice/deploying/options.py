@@ -37,6 +37,5 @@ class Options(cli.RunOptions):
         if self.exact is not None:
             raise BadInput("exact", self.exact, "it left out: ranges are the global batch's, not a shard's")
         for name in ("student_epochs", "freeze_epoch", "evaluate_every", "calibration_size"):
-            least = int(name != "freeze_epoch")
-            if getattr(self, name) < least:
-                raise BadInput(name, getattr(self, name), f"at least {least}")
+            if getattr(self, name) < 1:
+                raise BadInput(name, getattr(self, name), "a whole number, at least 1")
