@@ -20,24 +20,24 @@ import copy
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import datamodules
 import strategies
 from apprentice import cli, environment, extras, folders, interrupts, job, launches
-from apprentice.bake_off import BakeOff, Contestant
 from apprentice.checkpoints import fitting, read, read_weights
 from apprentice.cli.imports import imported
 from apprentice.cli.sources import flags, load
 from apprentice.deploying import Latency, Options, Study, formats
 from apprentice.errors import BadInput
-from apprentice.exports import Spec, load_net, read_spec, spec
+from apprentice.exports import Spec, load_net, read_spec, save_net, spec
 from apprentice.files import atomic
 from apprentice.keyed import seeded
 from apprentice.measuring.kept import Kept
@@ -46,6 +46,7 @@ from apprentice.stages import MakeTrainer, fit_and_test
 from apprentice.trainers import trainers
 from lit_modules import nets, objectives
 from lit_modules.classifier import LitClassifier
+from lit_modules.learner import Learner
 from lit_modules.quantization import EXTRA, post_training
 from lit_modules.quantized import NAME, Quantized
 
@@ -69,6 +70,10 @@ def with_data_of_run(argv: Sequence[str]) -> list[str]:
     if settings is None or not settings.is_file():
         return list(argv)
     return ["--data", json.dumps(load(settings, "run").get("data", "Digits")), *argv]
+
+
+Save = Callable[[Any, Path], None]
+DONE = "weights.pt"  # what a fit leaves last
 
 
 class Wiring:
@@ -121,55 +126,61 @@ class Wiring:
         )  # fmt: skip
 
 
+def fitted(wiring: Wiring, out: Path, name: str, make: Callable[[], Learner], save: Save, **settings: Any) -> Path:
+    """The folder of what a fit has left, which is not done twice.
+
+    No backward runs in this process where ranks are forked from it: after torch.export they could run none.
+    """
+    config, folder = wiring.config, out / f"seed{wiring.seed}" / name
+    if not (folder / DONE).exists():
+        wiring.data.order_seed = wiring.seed
+        module, checkpoint = make(), folder.with_suffix(".ckpt")
+        fit_and_test(
+            module, wiring.data, partial(wiring.trainer, **settings), checkpoint, runs=[name],
+            every=config.checkpoint_every, tensorboard=config.trainer.init_args["logger"] is not False, label=name,
+        )  # fmt: skip
+        if module.failed:
+            raise BadInput("optimizer", config.optimizer.name, f"settings that train {name}; its loss is not finite")
+        if job.is_main_process():
+            folder.mkdir(exist_ok=True)
+            save(module, folder)
+            checkpoint.unlink(missing_ok=True)
+    if dist.is_initialized():
+        dist.barrier()  # ranks of a launcher's go on to read what the first has written
+    return folder
+
+
 def trained(wiring: Wiring, out: Path) -> tuple[nn.Module, Spec]:
     """The student to quantise: the run's, or one that is trained now, in the run's folder."""
     if wiring.config.run is not None:
         return wiring.student()
-    config = wiring.config
-    trainer = partial(wiring.trainer, max_epochs=config.student_epochs)
-    bake_off = BakeOff(out, wiring.data, trainer, config.checkpoint_every, _tensorboard(config))
-
-    def make() -> tuple[LitClassifier, dict[str, Contestant]]:
-        net, rebuilt = wiring.fresh()
-        module = LitClassifier(net, wiring.data.num_classes, seed=wiring.seed)
-        return module, {"student": Contestant(net, rebuilt, "CrossEntropy", {"net": config.student.name})}
-
-    facts = bake_off.stage(wiring.seed, "student", make)
-    if facts["runs"]["student"]["failed"]:
-        raise BadInput("student", config.student.name, "a net that Adam trains; its loss is not finite")
-    folder = out / f"seed{wiring.seed}" / "student"
-    return load_net(folder), read_spec(folder, "out")
+    net, rebuilt = wiring.fresh()
+    folder = fitted(
+        wiring, out, "student", lambda: LitClassifier(net, wiring.data.num_classes, seed=wiring.seed),
+        lambda _module, folder: save_net(net, rebuilt, folder), max_epochs=wiring.config.student_epochs,
+    )  # fmt: skip
+    return load_net(folder), rebuilt
 
 
-def quantised(wiring: Wiring, net: nn.Module, out: Path) -> nn.Module | None:
-    """The int8 net of quantisation-aware training, which is not done twice; None on ranks that write nothing."""
-    config, folder = wiring.config, out / f"seed{wiring.seed}"
-    module, kept, checkpoint = wiring.aware(net), folder / NAME / "best.pt", folder / f"{NAME}.ckpt"
-    if not kept.exists():
-        wiring.data.order_seed = wiring.seed
-        fit_and_test(
-            module, wiring.data, partial(wiring.trainer, check_val_every_n_epoch=config.evaluate_every), checkpoint,
-            runs=[NAME], every=config.checkpoint_every, tensorboard=_tensorboard(config), label=NAME,
-        )  # fmt: skip
-        if NAME in module.failed:
-            raise BadInput("optimizer", config.optimizer.name, "settings that train int8; its loss is not finite")
-        if job.is_main_process():
-            kept.parent.mkdir(exist_ok=True)
-            with atomic(kept) as temporary:
-                torch.save(module.best_state(), temporary)
-            checkpoint.unlink(missing_ok=True)
-    return module.net.int8(read(kept)) if job.is_main_process() else None
+def quantised(wiring: Wiring, net: nn.Module, out: Path) -> nn.Module:
+    """The int8 net of quantisation-aware training."""
 
+    def save(module: Quantized, folder: Path) -> None:
+        with atomic(folder / DONE) as temporary:
+            torch.save(module.best_state(), temporary)
 
-def _tensorboard(config: Namespace) -> bool:
-    return config.trainer.init_args["logger"] is not False
+    module = wiring.aware(net)
+    folder = fitted(
+        wiring, out, NAME, lambda: module, save, check_val_every_n_epoch=wiring.config.evaluate_every
+    )  # fmt: skip
+    return module.net.int8(read(folder / DONE))
 
 
 def run(config: Namespace, wiring: Wiring, kept: Kept | None, out: Path) -> None:
     """Train what is to be trained, then export, check and measure."""
     net, rebuilt = trained(wiring, out)
     int8 = quantised(wiring, net, out)
-    if kept is None or int8 is None:
+    if kept is None:
         return
     latency, net = cli.build(config.latency, "latency"), net.float().cpu().eval()
     test = wiring.data.split("test")

@@ -1,0 +1,265 @@
+"""From a run's folder to files that answer elsewhere: the page that tells how, what it leaves, what is refused."""
+
+import itertools
+import os
+import re
+import shutil
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from apprentice import extras
+from apprentice.deploying.agreement import agreement, answers
+from apprentice.deploying.latency import Latency
+from apprentice.errors import BadInput
+from experiments import kd, quantize
+from tests.commands import refused, results
+from tests.processes import Run
+
+ROOT = Path(__file__).parents[1]
+FORMATS = ["float32", "bfloat16", "int8-ptq", "int8-qat"]
+COLUMNS = {
+    "format", "test_acc", "test_correct", "bytes", "latency_ms", "images_per_second", "max_logit_difference", "files",
+}  # fmt: skip
+LEFT = {
+    "float32": {"weights.safetensors", "model.pt2", "model.onnx"},
+    "bfloat16": {"weights.safetensors", "model.pt2"},
+    "int8-ptq": {"model.pt2", "model.onnx"},
+    "int8-qat": {"model.pt2", "model.onnx"},
+}
+MAINS = {"kd": kd.main, "quantize": quantize.main}
+QUICK = ["--latency.repeats", "3", "--latency.batch_sizes", "1", "16"]
+pytestmark = pytest.mark.usefixtures("one_thread")
+needs_extras = pytest.mark.extras
+
+
+def blocks(language: str) -> list[str]:
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+
+
+def follow(folder: Path) -> None:
+    """The page's commands, in their order; latency is measured less often than it should be."""
+    os.chdir(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for line in "".join(blocks("bash")).splitlines():
+            if line.startswith("python experiments/"):
+                script, *flags = line.removeprefix("python experiments/").split()
+                MAINS[script.removesuffix(".py")]([*flags, *(QUICK if script == "quantize.py" else [])])
+        for block in blocks("python"):
+            variables: dict[str, Any] = {}
+            exec(compile(block, "deploy.md", "exec"), variables)
+            assert tuple(variables["logits"].shape) == (5, 10)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("deploy")
+    command = Run(follow, folder, log=folder / "log")
+    assert command.wait(280) == 0, command.output
+    return folder
+
+
+@needs_extras
+@pytest.mark.slow
+def test_the_page_leaves_what_it_says(run: Path) -> None:
+    found = results(run / "runs" / "int8")
+    assert found["experiment"] == "quantize"
+    assert [row["format"] for row in found["rows"]] == FORMATS
+    for row in found["rows"]:
+        assert set(row) == COLUMNS
+        assert {Path(file).name for file in row["files"]} == LEFT[row["format"]]
+        assert all((run / "runs" / "int8" / file).is_file() for file in row["files"])
+        assert row["test_acc"] == row["test_correct"] / 360
+        assert set(row["latency_ms"]) == {"1", "16"}
+        assert all(0 < times["median"] <= times["p95"] for times in row["latency_ms"].values())
+        assert row["images_per_second"] == pytest.approx(16e3 / row["latency_ms"]["16"]["median"])
+        assert (row["max_logit_difference"] > 0) == (row["format"] != "float32")
+        counted = "weights.safetensors" if row["format"] == "bfloat16" else "model.onnx"
+        assert row["bytes"] == (run / "runs" / "int8" / row["format"] / counted).stat().st_size
+    sizes = {row["format"]: row["bytes"] for row in found["rows"]}
+    assert sizes["int8-qat"] <= 0.375 * sizes["float32"]
+    taught = results(run / "runs" / "digits")["students"]["kd"]
+    assert found["rows"][0]["test_correct"] == taught["test_correct"][0]
+    for name in ("results.md", "results.png", "config.yaml", "environment.json", "seed0/int8-qat/weights.pt"):
+        assert (run / "runs" / "int8" / name).stat().st_size > 0
+    page = (run / "runs" / "int8" / "results.md").read_text()
+    assert all(f"| {name} |" in page for name in FORMATS)
+
+
+@needs_extras
+@pytest.mark.slow
+def test_int8_files_have_int8_weights_and_qdq(run: Path) -> None:
+    import onnx
+
+    model = onnx.load(run / "runs" / "int8" / "int8-qat" / "model.onnx")
+    kinds = [node.op_type for node in model.graph.node]
+    assert "QuantizeLinear" in kinds
+    assert "DequantizeLinear" in kinds
+    stored = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
+    weights = [t for t in model.graph.initializer if t.data_type == onnx.TensorProto.INT8 and len(t.dims) > 1]
+    assert len(weights) == 4, stored
+    (images,) = model.graph.input
+    assert images.type.tensor_type.elem_type == onnx.TensorProto.FLOAT
+    assert images.type.tensor_type.shape.dim[0].dim_param
+
+
+@needs_extras
+@pytest.mark.slow
+def test_a_finished_run_is_told_again(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(run / "runs" / "int8", out)
+    before = results(out)
+    again = Run(resume, run, out, log=tmp_path / "log")
+    assert again.wait() == 0, again.output
+    assert results(out)["rows"] == before["rows"]
+    assert "epoch" not in again.output
+
+
+def resume(run: Path, out: Path) -> None:
+    os.chdir(run)
+    quantize.main(["--out", str(out), "--resume", "true"])
+
+
+@needs_extras
+@pytest.mark.slow
+def test_a_fresh_student_on_two_processes(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = Run(two, out, log=tmp_path / "log")
+    assert command.wait(200) == 0, command.output
+    assert [row["format"] for row in results(out)["rows"]] == FORMATS
+    assert (out / "seed0" / "student" / "weights.pt").is_file()
+
+
+def two(out: Path) -> None:
+    sizes = ["--data.train_size", "100", "--data.test_size", "100", "--data.validation_size", "20"]
+    epochs = ["--student_epochs", "1", "--trainer.max_epochs", "2", "--freeze_epoch", "1"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        quantize.main([
+            *sizes, *epochs, "--trainer.devices", "2", "--latency.repeats", "1", "--latency.batch_sizes", "1",
+            "--out", str(out),
+        ])  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder as kd.py leaves it, untrained."""
+    from apprentice.exports import save_net
+    from lit_modules.nets import LightNN
+    from tests.training import net
+
+    folder = tmp_path_factory.mktemp("run") / "seed0" / "kd"
+    arguments = {"input_shape": [1, 8, 8], "num_classes": 10, "dropout": 0.1}
+    save_net(net(LightNN), {"class_path": "lit_modules.nets.LightNN", "init_args": arguments}, folder)
+    return folder
+
+
+REFUSALS: list[tuple[list[str], str, str]] = [
+    (["--run", "nowhere"], "--run nowhere", "a net's folder"),
+    (["--objective", "Hinton"], "--objective Hinton", "a teacher to distil from"),
+    (["--evaluate_every", "9"], "--evaluate_every 9", "at most --trainer.max_epochs, 5"),
+    (["--freeze_epoch", "0"], "--freeze_epoch 0", "at least 1"),
+    (["--latency.threads", "0"], "--latency.threads 0", "at least 1"),
+    (["--latency.batch_sizes", "[]"], "--latency.batch_sizes []", "numbers of images"),
+    (["--exact", "2"], "--exact 2", "left out"),
+    (["--seeds", "2"], "--seeds 2", "one seed"),
+]
+
+
+@needs_extras
+@pytest.mark.parametrize(("flags", "begins", "says"), REFUSALS, ids=[" ".join(flags) for flags, _, _ in REFUSALS])
+def test_what_can_not_be_done_is_refused(
+    flags: list[str], begins: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused(quantize.main, flags, begins, says, tmp_path, capsys)
+
+
+@needs_extras
+def test_weights_that_do_not_fit_are_refused(student: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(student, other)
+    spec = (other / "net.yaml").read_text()
+    (other / "net.yaml").write_text(spec.replace("LightNN", "DeepNN"))
+    flags = ["--run", str(other)]
+    refused(
+        quantize.main,
+        flags,
+        f"--run {other}",
+        "missing: features.2.weight, features.2.bias, features.5",
+        tmp_path,
+        capsys,
+    )
+    (other / "net.yaml").write_text(spec)
+    whole = (other / "weights.pt").read_bytes()
+    (other / "weights.pt").write_bytes(whole[: len(whole) // 2])
+    refused(quantize.main, flags, f"--run {other}", "cut short", tmp_path, capsys)
+    (other / "weights.pt").write_bytes(whole)
+    (other / "net.yaml").write_text(spec.replace("- 8", "- 16"))
+    refused(quantize.main, flags, "--data Digits", "images of (1, 16, 16)", tmp_path, capsys)
+
+
+def test_a_missing_extra_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    refused(quantize.main, [], "torchao", extras.install("quant"), tmp_path, capsys)
+
+
+@needs_extras
+def test_so_is_the_other_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    refused(quantize.main, [], "onnxscript", extras.install("export"), tmp_path, capsys)
+
+
+def test_agreement_allows_what_rounding_explains_and_no_more() -> None:
+    logits = torch.zeros(2000, 3)
+    logits[:, 0], logits[0, 1], logits[0, 2] = 10.0, 10.0 - 1e-5, -10.0
+    flipped = logits.clone()
+    flipped[0, 0] -= 1e-4
+    assert agreement(logits, flipped, exact=True)[:2] == (1, 2000)
+    assert not agreement(logits, flipped, exact=True).fault
+    assert not agreement(logits, flipped, exact=False).fault
+    logits[0, 1] = 10 - 0.3
+    flipped[0, 1] = 10.1
+    assert "0.3 apart, not below 0.0001" in agreement(logits, flipped, exact=True).fault
+    assert not agreement(logits, flipped, exact=False).fault  # 0.3 of a range of 20
+    logits[:3, 1] = 9.7
+    flipped[:3] = torch.tensor([9.7, 10.0, -10.0])
+    assert "3 of 2000 predictions differ" in agreement(logits, flipped, exact=False).fault
+    logits[0, 1] = 10 - 0.5
+    assert "not below 0.4" in agreement(logits, flipped, exact=False).fault
+    assert agreement(logits, logits * torch.nan, exact=False).fault == "its logits are not finite"
+
+
+def test_latency_is_told_of_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    from apprentice.deploying import latency
+
+    calls: list[tuple[str, int]] = []
+
+    def net(name: str) -> Any:
+        return lambda images: calls.append((name, len(images)))
+
+    monkeypatch.setattr(latency, "compiled", lambda net, batch: net)
+    found = Latency(threads=1, batch_sizes=[3], repeats=2).measure({"a": net("a"), "b": net("b")}, torch.zeros(2, 1))
+    turns = [name for name, _ in itertools.groupby(name for name, _ in calls)]
+    assert turns == ["a", "b"] * 3  # to warm up, and twice
+    assert {rows for _, rows in calls} == {3}
+    assert set(found["a"]["3"]) == {"median", "p95"}
+    with pytest.raises(BadInput, match="repeats"):
+        Latency(repeats=0)
+
+
+@needs_extras
+def test_a_broken_file_is_told(tmp_path: Path) -> None:
+    (tmp_path / "model.onnx").write_bytes(b"nothing")
+    with pytest.raises(RuntimeError, match=r"model\.onnx in a fresh process: .*"):
+        answers([tmp_path / "model.onnx"], torch.zeros(1, 1, 8, 8))
