@@ -35,10 +35,10 @@ def captured(net: nn.Module, example: Tensor, layers: Sequence[str] = ()) -> Gra
 
     It gives a tuple: logits (b, classes), and the outputs of the layers.
     """
-    kinds = {module: type(module) for module in net.modules()}
+    kinds: dict[nn.Module, Any] = {module: type(module) for module in net.modules()}
     try:
         for module in net.modules():
-            if isinstance(module, nn.BatchNorm2d | nn.modules.batchnorm._BatchNorm):
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 module.__class__ = _plain(module)  # the quantiser knows torch's own by their names
         example = example[:1].repeat(3, *[1] * (example.dim() - 1))
         with replicas.shard(0):  # nothing of other ranks is captured
@@ -56,7 +56,7 @@ def captured(net: nn.Module, example: Tensor, layers: Sequence[str] = ()) -> Gra
     return graph
 
 
-def _plain(module: nn.Module) -> type[nn.Module]:
+def _plain(module: nn.Module) -> Any:
     return next(kind for kind in type(module).__mro__ if kind.__module__.startswith("torch.nn.modules"))
 
 
@@ -161,7 +161,8 @@ def folded(graph: GraphModule) -> GraphModule:
 
 def _fold(graph: GraphModule, norm: Node) -> bool:
     """Make a BatchNorm's convolution do its work, if there is one that was scaled for it."""
-    x: Any = norm.args[0]
+    arguments: Any = norm.args
+    x, eps = arguments[0], arguments[7]
     conv_bias = None
     if x.target is ATEN.add.Tensor and x.args[1].target is ATEN.reshape.default:
         x, conv_bias = x.args[0], x.args[1].args[0]
@@ -171,8 +172,8 @@ def _fold(graph: GraphModule, norm: Node) -> bool:
     fake = conv.args[1]
     (scaled,) = fake.args
     with torch.no_grad():
-        gamma, beta, mean, variance = (_tensor(graph, node) for node in norm.args[1:5])
-        factor = gamma / (variance + norm.args[7]).sqrt()
+        gamma, beta, mean, variance = (_tensor(graph, node) for node in arguments[1:5])
+        factor = gamma / (variance + eps).sqrt()
         weight = _tensor(graph, scaled.args[0])
         bias = 0 if conv_bias is None else _tensor(graph, conv_bias)
         weight = weight * factor.reshape(-1, *[1] * (weight.dim() - 1))
