@@ -62,6 +62,7 @@ def setting() -> dict[str, Any]:
     return {"date": time.strftime("%Y-%m-%d"), "load_before": load, "hardware": hardware(), "versions": versions()}
 
 
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that numbers depend on."""
-    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PACKAGES}
+def versions(*more: str) -> dict[str, str]:
+    """Versions of Python, of the packages that numbers depend on, and of more."""
+    packages = (*PACKAGES, *more)
+    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}

@@ -27,6 +27,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
 import datamodules
@@ -36,6 +38,7 @@ from apprentice.checkpoints import fitting, read, read_weights
 from apprentice.cli.imports import imported
 from apprentice.cli.sources import flags, load
 from apprentice.deploying import Latency, Options, Study, formats
+from apprentice.deploying.latency import need_compiler
 from apprentice.errors import BadInput
 from apprentice.exports import Spec, load_net, read_spec, save_net, spec
 from apprentice.files import atomic
@@ -207,9 +210,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         config = command.parse(with_data_of_run(sys.argv[1:] if argv is None else argv))
         extras.need(*EXTRA)
         formats.need()
-        check(config)
         strategies.register()
         trainer = trainers(config.trainer, None, strategies.NAMES)
+        check(config, trainer())
         launches.join(trainer)
         data = cli.build(config.data, "data")
         with job.main_first("data"):
@@ -223,6 +226,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         out = Path(config.out) if config.out else folders.new_folder("quantize")
         with folders.opened(out, config.resume, config.overwrite):
             kept = Kept("quantize", "format", out, command, config) if job.is_main_process() else None
+            if kept is not None:
+                kept.header["versions"] = environment.versions(*EXTRA[1:], *formats.EXTRA[1:])
             try:
                 run(config, wiring, kept, out)
             except interrupts.Interrupted:
@@ -230,12 +235,16 @@ def main(argv: Sequence[str] | None = None) -> None:
                 raise
 
 
-def check(config: Namespace) -> None:
-    """Raise BadInput where latency can't be measured so, or int8 would never be evaluated."""
+def check(config: Namespace, trainer: Trainer) -> None:
+    """Raise BadInput where int8 can't be trained, would never be evaluated, or latency can't be measured so."""
     cli.build(config.latency, "latency")
-    epochs = config.trainer.init_args["max_epochs"]
+    need_compiler()
+    epochs, strategy = config.trainer.init_args["max_epochs"], trainer.strategy
     if epochs is not None and 0 <= epochs < config.evaluate_every:
         raise BadInput("evaluate_every", config.evaluate_every, f"at most --trainer.max_epochs, {epochs}")
+    forked = type(strategy) is strategies.DDP and strategy.start_method != "spawn"
+    if not (forked or isinstance(strategy, SingleDeviceStrategy)):
+        raise BadInput("trainer.strategy", type(strategy).__name__, "ddp, or a single device")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Quantisation-aware training of a trained student, by its labels alone or still distilling."""
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -85,15 +86,19 @@ class Quantized(Distillation):
         return super().training_step(batch, batch_idx)
 
     def predict(self, inputs: Tensor) -> dict[str, Tensor]:
-        """The int8 net's logits."""
+        """The int8 net's logits, in float32 whatever the precision of training."""
         if NAME in self.failed:
             return {}
-        return {NAME: self._int8[0](inputs.float())}
+        with torch.autocast(inputs.device.type, enabled=False):
+            return {NAME: self._int8[0](inputs.float())}
+
+    def _convert(self, state: Mapping[str, Tensor]) -> None:
+        self._int8[:] = [self.net.int8(state).to(self.device)]
 
     def on_validation_epoch_start(self) -> None:
         """Convert what there is now."""
         super().on_validation_epoch_start()
-        self._int8[:] = [self.net.int8()]
+        self._convert(self.net.state_dict())
 
     def on_validation_epoch_end(self) -> None:
         """Log the int8 net's scores; keep its state if it is the best so far."""
@@ -108,8 +113,8 @@ class Quantized(Distillation):
 
     def on_test_epoch_start(self) -> None:
         """Convert the best epoch's state."""
-        super(Distillation, self).on_validation_epoch_start()
-        self._int8[:] = [self.net.int8(self.best_state())]
+        super().on_test_epoch_start()
+        self._convert(self.best_state())
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the best epoch, too."""

@@ -1,13 +1,15 @@
 """The benchmarks run, and measure every phase; what they find is for a quiet machine."""
 
 import json
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks import kd_speed, local_sgd
+from benchmarks import int8_speed, kd_speed, local_sgd
+from tests.processes import Run
 
 
 @pytest.fixture
@@ -58,3 +60,22 @@ def test_local_sgd_is_compared_with_data_parallelism(tmp_path: Path, capsys: pyt
     ]
     assert all(row["losses"][-1][0] == 11 and row["seconds"] > 0 for row in rows)
     assert len(capsys.readouterr().out.splitlines()) == 7
+
+
+@pytest.mark.extras
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+def test_int8_is_compared_with_float32(tmp_path: Path) -> None:
+    run = Run(int8, tmp_path / "out.json", log=tmp_path / "log")
+    assert run.wait() in {0, 1}, run.output  # 1: not faster, as on so few images
+    found = json.loads((tmp_path / "out.json").read_text())
+    rates = [found[name]["images_per_second"] for name in ("int8", "float32")]
+    assert found["speedup"] == pytest.approx(rates[0] / rates[1])
+    assert found["size_ratio"] <= 0.3
+    assert "images/s" in run.output
+
+
+def int8(out: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        int8_speed.main(["--depth", "20", "--batch_size", "2", "--repeats", "1", "--out", str(out)])

@@ -168,6 +168,7 @@ REFUSALS: list[tuple[list[str], str, str]] = [
     (["--freeze_epoch", "0"], "--freeze_epoch 0", "at least 1"),
     (["--latency.threads", "0"], "--latency.threads 0", "at least 1"),
     (["--latency.batch_sizes", "[]"], "--latency.batch_sizes []", "numbers of images"),
+    (["--trainer.devices", "2", "--trainer.strategy", "fsdp"], "--trainer.strategy FSDP", "ddp, or a single device"),
     (["--exact", "2"], "--exact 2", "left out"),
     (["--seeds", "2"], "--seeds 2", "one seed"),
 ]

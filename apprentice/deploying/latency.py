@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from apprentice.errors import BadInput
+from apprentice.extras import Missing
 
 WARM_UP = 5  # calls
 
@@ -82,7 +83,7 @@ def compiled(net: nn.Module, batch: Tensor) -> Callable[[Tensor], Any]:
     """The net as Inductor compiles it for such a batch, its weights frozen: what makes int8 fast on x86.
 
     Raises:
-        RuntimeError: there is no C++ compiler.
+        Missing: there is no C++ compiler.
     """
     import warnings
 
@@ -93,3 +94,14 @@ def compiled(net: nn.Module, batch: Tensor) -> Callable[[Tensor], Any]:
         call = torch.compile(net, dynamic=False)
         call(batch)
     return call
+
+
+def need_compiler() -> None:
+    """Raise Missing where there is no C++ compiler."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler("cpu")
+    except (InvalidCxxCompiler, RuntimeError):
+        raise Missing("", "C++ compiler", "one, as g++, with which torch.compile makes what is timed") from None

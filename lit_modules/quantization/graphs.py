@@ -97,6 +97,10 @@ def prepared(net: nn.Module, example: Tensor, layers: Sequence[str] = ()) -> Gra
     for node in list(graph.graph.nodes):
         if node.target is ATEN.add_.Tensor and str(node.args[0].target).endswith("num_batches_tracked"):
             graph.graph.erase_node(node)  # the modules count
+        if node.target is ATEN.batch_norm.default:
+            eps = net.get_submodule(_owner(node)).eps
+            for user in list(node.args[4].users):
+                user.update_arg(7 if user is node else 1, eps)  # torchao 0.18 writes 1e-5 for any
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return graph
@@ -116,7 +120,7 @@ def with_modules(graph: GraphModule, net: nn.Module) -> GraphModule:
     """
     for node in list(graph.graph.nodes):
         if node.target is ATEN.batch_norm.default:
-            path = str(node.args[3].target).rpartition(".")[0]
+            path = f"{NET}.{_owner(node)}"
         elif node.target is ATEN.dropout.default:
             path = list(node.meta["nn_module_stack"].values())[-1][0]
         else:
@@ -132,6 +136,12 @@ def with_modules(graph: GraphModule, net: nn.Module) -> GraphModule:
         graph.graph.erase_node(node)
     graph.recompile()
     return graph
+
+
+def _owner(norm: Node) -> str:
+    """The path of a BatchNorm in its net."""
+    mean: Any = norm.args[3]
+    return str(mean.target).rpartition(".")[0].removeprefix(f"{NET}.")
 
 
 def _put(root: nn.Module, path: str, module: nn.Module) -> None:
