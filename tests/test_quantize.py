@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from apprentice import extras
 from apprentice.deploying.agreement import agreement, answers
@@ -180,6 +181,15 @@ def test_what_can_not_be_done_is_refused(
     flags: list[str], begins: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     refused(quantize.main, flags, begins, says, tmp_path, capsys)
+
+
+def test_a_student_is_quantised_on_the_data_of_its_run(student: Path) -> None:
+    settings = {"data": {"class_path": "datamodules.Digits", "init_args": {"train_size": 200, "partition": None}}}
+    (student.parent.parent / "config.yaml").write_text(yaml.safe_dump(settings))
+    flags = ["--run", str(student), "--data.test_size", "50"]
+    chosen = quantize.parser().parse(quantize.with_data_of_run(flags)).data.init_args
+    assert (chosen["train_size"], chosen["test_size"], chosen["partition"]) == (200, 50, None)
+    (student.parent.parent / "config.yaml").unlink()
 
 
 @needs_extras

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from apprentice import replicas
 from apprentice.checkpoints import fitting
 from lit_modules.nets.base import DEFAULT_LAYER, layer
 from lit_modules.quantization import graphs
@@ -51,7 +52,8 @@ class FakeQuantized(nn.Module):
         self.graph.eval()
         for module in self._ranges():
             module.train()
-        self.graph(example)
+        with replicas.shard(0):  # each rank by itself
+            self.graph(example)
         for module in self._ranges():
             if not module.per_channel:
                 module.forget()
