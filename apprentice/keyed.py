@@ -155,8 +155,8 @@ def unkeyed(module: nn.Module) -> list[str]:
 
 
 def _rate(layer: nn.Module) -> float:
-    if isinstance(layer, (nn.MultiheadAttention, nn.RNNBase)):
-        return float(layer.dropout)
+    if isinstance(rate := getattr(layer, "dropout", None), (int, float)):  # of attention and of recurrent layers
+        return float(rate)
     # torchvision's StochasticDepth goes by its name: to import torchvision takes longer than what is done here
     drops = isinstance(layer, _DropoutNd) or type(layer).__name__ == "StochasticDepth"
     return float(getattr(layer, "p", 0.0)) if drops else 0.0

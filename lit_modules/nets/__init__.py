@@ -1,5 +1,6 @@
 """Nets: pure torch, no trainer, no rank, no device."""
 
+from lit_modules.nets.attention import Cache, SelfAttention
 from lit_modules.nets.base import DEFAULT_LAYER, Net, Outputs, layer, run
 from lit_modules.nets.batch_norm import globalise
 from lit_modules.nets.plain import DeepNN, LightNN
@@ -10,12 +11,14 @@ from lit_modules.nets.torchvision import Torchvision
 
 __all__ = [
     "DEFAULT_LAYER",
+    "Cache",
     "DeepNN",
     "LightNN",
     "Net",
     "Outputs",
     "RNNClassifier",
     "ResNet",
+    "SelfAttention",
     "Torchvision",
     "globalise",
     "layer",
