@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from apprentice.batch import Batch
 from apprentice.errors import BadInput
@@ -269,7 +270,7 @@ def pairs() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 def test_anyones_net_learns_from_plain_pairs() -> None:
     module = LitLanguageModel(Bigrams())
     with quiet():
-        trainer(max_epochs=1).fit(module, list(pairs()), list(pairs()))
+        trainer(max_epochs=1).fit(module, *(DataLoader(list(pairs()), batch_size=None) for _ in range(2)))
     tokens, labels = next(pairs())
     loss, parts = module.losses(module(tokens), Batch.of((tokens, labels), 0))
     expected = F.cross_entropy(module(tokens).flatten(0, 1), labels.flatten())

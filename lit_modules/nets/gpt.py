@@ -1,6 +1,7 @@
 """A language model of characters, bytes or any tokens: GPT-2 (Radford et al. 2019)."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -127,7 +128,7 @@ class GPT(Net):
         rows, room = tokens.shape[0], self.block_size - tokens.shape[1]
         if not tokens.shape[1] or room < 0:
             raise ValueError(f"tokens {tuple(tokens.shape)}: expected prompts of 1 to {self.block_size} tokens")
-        caches = [Cache(self.block_size) for _ in self.blocks] if cached else None
+        caches = [Cache(self.block_size) if cached else None for _ in self.blocks]
         text = tokens.new_empty(rows, tokens.shape[1] + (room if length is None else min(room, length)))
         text[:, : tokens.shape[1]] = tokens
         training, first = self.training, 0
@@ -141,10 +142,10 @@ class GPT(Net):
             self.train(training)
         return text
 
-    def _last(self, tokens: Tensor, caches: list[Cache] | None) -> Tensor:
-        """Logits (B, V) after the last of tokens (B, T), which follow those in the caches."""
-        x = self.embedding(tokens, caches[0].length if caches else 0)
-        for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
+    def _last(self, tokens: Tensor, caches: Sequence[Cache | None]) -> Tensor:
+        """Logits (B, V) after the last of tokens (B, T), which follow those in the caches, if there are any."""
+        x = self.embedding(tokens, 0 if caches[0] is None else caches[0].length)
+        for block, cache in zip(self.blocks, caches, strict=True):
             x = block(x, cache)
         return self.head(self.norm(x[:, -1]))
 
