@@ -13,7 +13,6 @@ import os
 # Before torch is loaded: threads that spin while they wait cost small nets most of their time.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,12 +25,11 @@ from torch import nn
 
 import datamodules
 import strategies
-from apprentice import cli, environment, folders, interrupts, job, launches
+from apprentice import cli, environment, interrupts, invocation, job, launches
 from apprentice.bake_off import BakeOff, Contestant
 from apprentice.checkpoints import load_weights
 from apprentice.errors import BadInput
 from apprentice.exports import load_net, spec
-from apprentice.files import write_json
 from apprentice.keyed import seeded
 from apprentice.progress import quiet
 from apprentice.report import save_results, text
@@ -173,16 +171,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         torch.backends.cudnn.allow_tf32 = False  # float32 means float32
         wiring = Wiring(config, data, trainer)
         wiring.check(data)
-        out = Path(config.out) if config.out else folders.new_folder("kd")
-        with folders.opened(out, config.resume, config.overwrite):
-            if job.is_main_process():
-                command.save(config, out / "config.yaml")
-                write_json(out / "environment.json", environment.hardware() | environment.versions())
-            try:
-                run(config, wiring, data, out, command.as_dict(config))
-            except interrupts.Interrupted:
-                sys.stderr.write(f"stopped; go on with: python experiments/kd.py --out {out} --resume true\n")
-                raise
+        with invocation.opened("kd", command, config) as out:
+            run(config, wiring, data, out, command.as_dict(config))
 
 
 if __name__ == "__main__":

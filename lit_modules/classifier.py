@@ -2,14 +2,16 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from apprentice.batch import Batch
-from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, hits, prepared
+from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepared
 from lit_modules.nets import pipeline_stages
 from lit_modules.objectives.cross_entropy import cross_entropy
+from lit_modules.scores import ClassScores
 
 
 class LitClassifier(Learner):
@@ -33,7 +35,7 @@ class LitClassifier(Learner):
         scheduler: MakeScheduler | None = None,
         seed: int = 0,
     ) -> None:
-        super().__init__([""], num_classes, optimizer, scheduler, seed)
+        super().__init__([""], partial(ClassScores, num_classes), optimizer, scheduler, seed)
         self.net = prepared(net).to(memory_format=torch.channels_last)
 
     def parameter_groups(self) -> list[list[nn.Parameter]]:
@@ -47,7 +49,8 @@ class LitClassifier(Learner):
     def losses(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Cross-entropy of logits (b, classes), and what is logged of it."""
         losses = cross_entropy(outputs, batch.labels)
-        return self.loss_scales.scaled("", batch.mean(losses)), {"loss": losses, "acc": hits(outputs, batch.labels)}
+        parts = {"loss": losses, **self.scores_of("").of_each(outputs, batch.labels)}
+        return self.loss_scales.scaled("", batch.mean(losses)), parts
 
     def pipeline_stages(self) -> list[nn.Module]:
         """The net's."""

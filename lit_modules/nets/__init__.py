@@ -1,7 +1,9 @@
 """Nets: pure torch, no trainer, no rank, no device."""
 
+from lit_modules.nets.attention import Cache, SelfAttention
 from lit_modules.nets.base import DEFAULT_LAYER, Net, Outputs, layer, run
 from lit_modules.nets.batch_norm import globalise
+from lit_modules.nets.gpt import GPT
 from lit_modules.nets.plain import DeepNN, LightNN
 from lit_modules.nets.resnet import ResNet
 from lit_modules.nets.rnn import RNNClassifier
@@ -10,12 +12,15 @@ from lit_modules.nets.torchvision import Torchvision
 
 __all__ = [
     "DEFAULT_LAYER",
+    "GPT",
+    "Cache",
     "DeepNN",
     "LightNN",
     "Net",
     "Outputs",
     "RNNClassifier",
     "ResNet",
+    "SelfAttention",
     "Torchvision",
     "globalise",
     "layer",

@@ -17,5 +17,7 @@ class CrossEntropy(Objective):
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """(b,) cross-entropies of logits (b, classes) with labels (b,)."""
-    return F.cross_entropy(logits, labels, reduction="none")
+    """(b,) cross-entropies of logits (b, classes) with labels (b,), or of (b, T, V) with (b, T): means over tokens."""
+    if labels.dim() == 1:
+        return F.cross_entropy(logits, labels, reduction="none")
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape).mean(1)
