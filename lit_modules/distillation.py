@@ -94,13 +94,14 @@ class Distillation(Learner):
                 keyed.seeded(self.seed, partial(objective.build, outputs, teacher))
             except BadInput as fault:
                 raise BadInput(f"variants.{name}.{fault.flag}", fault.value, fault.expected) from None
-            objective.to(inputs.dtype)(objective.adapt(outputs), teacher, torch.zeros(1, dtype=torch.int64))
+            labels = torch.zeros(outputs.logits.shape[:-1], dtype=torch.int64)
+            objective.to(inputs.dtype)(objective.adapt(outputs), teacher, labels)
             student.train(mode)
 
     def _check_layers(self) -> None:
         for name, student in self._students(()):
             for path in student.objective.student_layers:
-                layer(student.net, path, f"variants.{name}.student_layer")
+                layer(student.net, path, f"variants.{name}.student_layer", student.objective.needs)
             for path in student.objective.teacher_layers:
                 layer(self.teacher, path, f"variants.{name}.teacher_layer")
 
