@@ -135,9 +135,9 @@ class Dropout(nn.Module):
         self.p, self.layer = p, layer
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
-        context = _noise.get()
         if not self.training or self.p == 0:
             return x
+        context = _noise.get()
         if context is None:
             return F.dropout(x, self.p, training=True)
         if len(x) != len(context.rows):

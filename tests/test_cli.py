@@ -334,7 +334,7 @@ REFUSED = {
     "--data.train_sise 3": "data.train_sise 3: expected an option of Digits; near: train_size",
     "--data.root X": "data.root X: expected an option of Digits: batch_size, augment, train_size",
     "--data MNISt":
-        "data MNISt: expected Digits, CIFAR10, MNIST, ImageFolder, LabelledText, Shakespeare "
+        "data MNISt: expected Digits, CIFAR10, MNIST, ImageFolder, LabelledText, Shakespeare, Text "
         "or the import path of a class; near: MNIST",
     "--data null": "data null: expected one class: Digits",
     "--data": "data (nothing): expected a value",

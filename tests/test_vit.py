@@ -191,7 +191,7 @@ def test_compiled_it_trains_to_eager_losses(devices: int, tmp_path: Path) -> Non
     found = []
     for compiled in (False, True):
         logger = LinesLogger(tmp_path / str(compiled))
-        module = classifier(tiny, dropout=0.1, distillation_token=True)
+        module = classifier(ViT, embed_dim=16, num_layers=1, num_heads=2, dropout=0.1)
         if compiled:
             module.net.compile(dynamic=False)
         strategy = DDP(timeout=120) if devices > 1 else "auto"
@@ -232,6 +232,7 @@ BAD = {
     "kind": ([*VIT, *TOKEN, *DEIT, "--variants.deit.kind", "warm"], "--variants.deit.kind warm", "soft"),
     "patches": ([*VIT, "--student.patch_size", "3"], "--student.patch_size 3", "8 x 8 pixels"),
     "heads": ([*VIT, "--student.num_heads", "3"], "--student.num_heads 3", "a divisor of embed_dim, 16"),
+    "kernel that is not here": ([*VIT, "--student.backend", "cudnn"], "--student.backend cudnn", "on cpu; torch says"),
     "kernel": ([*VIT, "--student.backend", "fast"], "--student.backend fast", "flash"),
 }
 

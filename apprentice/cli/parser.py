@@ -96,6 +96,17 @@ class Parser:
         self._add("optimizer", One(optimizers.optimizers(), default))
         self._add("scheduler", One(optimizers.schedulers(), None, optional=True))
 
+    def add_class(self, key: str, target: type, skip: Iterable[str] = (), **defaults: Any) -> None:
+        """Add `--KEY.OPTION VALUE`, the options of one class.
+
+        Args:
+            key: name in the configuration.
+            target: the class.
+            skip: arguments of its constructor that are no options.
+            defaults: those that are other than its own.
+        """
+        self._add(key, Fixed(f"{target.__module__}.{target.__qualname__}", Options(target, skip), defaults))
+
     def add_trainer(self, strategies: Names, **defaults: Any) -> None:
         """Add `--trainer.OPTION` for Lightning's Trainer, with its options below `--trainer.strategy` and `callbacks`.
 

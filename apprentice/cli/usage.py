@@ -57,8 +57,13 @@ def _variants(entry: Many, chosen: Mapping[str, Choice], key: str) -> Iterator[s
 
 
 def _fixed(catalogue: Catalogue, options: Options, chosen: Choice, key: str) -> Iterator[str]:
-    yield f"{key}: options of {chosen.class_path}, described at https://lightning.ai/docs/pytorch/stable/common/trainer.html"
     values = chosen.init_args
+    if chosen.name != "Trainer":
+        yield f"{key}: options of {chosen.class_path}"
+        for name in options:
+            yield from _line(f"--{key}.{name} {_shown(values[name])}", options.description(name))
+        return
+    yield f"{key}: options of {chosen.class_path}, described at https://lightning.ai/docs/pytorch/stable/common/trainer.html"
     inner = {name: family for name in options if values[name] and (family := catalogue.inner(options, name))}
     plain = (f"--{key}.{name} {_shown(values[name])}" for name in options if name not in inner)
     yield from _wrapped("  ".join(plain), "  ")

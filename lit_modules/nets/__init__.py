@@ -3,6 +3,7 @@
 from lit_modules.nets.attention import Cache, SelfAttention
 from lit_modules.nets.base import DEFAULT_LAYER, Net, Outputs, check_fits, layer, run
 from lit_modules.nets.batch_norm import globalise
+from lit_modules.nets.gpt import GPT
 from lit_modules.nets.plain import DeepNN, LightNN
 from lit_modules.nets.resnet import ResNet
 from lit_modules.nets.rnn import RNNClassifier
@@ -12,6 +13,7 @@ from lit_modules.nets.vit import ViT
 
 __all__ = [
     "DEFAULT_LAYER",
+    "GPT",
     "Cache",
     "DeepNN",
     "LightNN",

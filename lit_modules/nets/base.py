@@ -76,8 +76,8 @@ def check_fits(net: nn.Module, input_shape: Sequence[int], logits_shape: Sequenc
     try:
         with torch.no_grad():
             found = net.eval()(torch.zeros(2, *input_shape, dtype=next(net.parameters()).dtype))
-    except BadInput:
-        raise
+    except BadInput as fault:
+        raise BadInput(f"{flag}.{fault.flag}", fault.value, fault.expected) from None
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         wanted = f"a net that takes inputs {tuple(input_shape)}, as this data has them"
         raise BadInput(flag, name, f"{wanted}; it says: {str(error).splitlines()[0]}") from None
