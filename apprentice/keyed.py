@@ -135,8 +135,10 @@ class Dropout(nn.Module):
         self.p, self.layer = p, layer
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
-        if not self.training or self.p == 0:
-            return x
+        return self._dropped(x) if self.training and self.p else x
+
+    @torch.compiler.disable  # of each step's number a kernel of its own would be made, and a slow one
+    def _dropped(self, x: Tensor) -> Tensor:
         context = _noise.get()
         if context is None:
             return F.dropout(x, self.p, training=True)

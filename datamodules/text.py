@@ -44,7 +44,7 @@ class Windows(NamedTuple):
 
     def take(self, chosen: Tensor) -> Split:
         """The samples at these (k,) places, both (k, T) int64: one gather."""
-        windows = self.text.unfold(0, self.length + 1, 1)[chosen].long()
+        windows = self.text.unfold(0, self.length + 1, 1).index_select(0, chosen).long()
         return Split(windows[:, :-1], windows[:, 1:])
 
     def to(self, device: torch.device) -> "Windows":

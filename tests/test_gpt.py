@@ -181,11 +181,13 @@ def test_what_can_not_be_computed_is_refused() -> None:
 def test_compiled_it_gives_the_same_losses_and_gradients() -> None:
     found = []
     for compiled in (False, True):
-        net, texts = gpt(), tokens(4, 9)
+        net, texts = gpt(num_layers=1), tokens(4, 9)
         if compiled:
             net.compile(dynamic=False)
         loss = F.cross_entropy(net(texts[:, :-1]).flatten(0, 1), texts[:, 1:].flatten())
         loss.backward()
         found.append([loss.detach(), *(p.grad for p in net.parameters())])
-        assert [name for name, _ in net.named_parameters()] == [name for name, _ in gpt().named_parameters()]
+        assert [name for name, _ in net.named_parameters()] == [
+            name for name, _ in gpt(num_layers=1).named_parameters()
+        ]
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)

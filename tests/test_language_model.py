@@ -155,7 +155,8 @@ def test_resumed_in_mid_epoch_under_other_strategies_it_ends_the_same(
     assert_same(weights(module), alone[False][2], atol=1e-9)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own looking
+@pytest.mark.parametrize("devices", [1, 2])  # what is traced is the same with any backend; this one needs no compiler
 def test_compiled_it_trains_to_eager_losses(devices: int, tmp_path: Path) -> None:
     found = []
     for compiled in (False, True):
@@ -164,11 +165,11 @@ def test_compiled_it_trains_to_eager_losses(devices: int, tmp_path: Path) -> Non
         data, logger = text(path, batch_size=12), LinesLogger(path / "log")
         module = language_model(data, dropout=0.2)
         if compiled:
-            module.net.compile(dynamic=False)
+            module.net.compile(dynamic=False, backend="aot_eager")
         strategy = DDP(timeout=120) if devices > 1 else "auto"
         fit(module, data, devices, logger=logger, strategy=strategy, max_epochs=1, log_every_n_steps=1)
         found.append(logger.values("train/loss"))
-    assert found[0] == pytest.approx(found[1], abs=1e-4)
+    assert found[0] == pytest.approx(found[1], abs=1e-5)
 
 
 def test_scores_count_tokens(tmp_path: Path) -> None:
