@@ -22,6 +22,7 @@ class InMemoryData(LightningDataModule):
     Attributes:
         input_shape: of one sample, as nets take it.
         class_names: names of the classes, in the order of their labels.
+        tokens_per_character: where each token of a sample has a label, its tokens for one of the text's characters.
         order_seed: the training seed. Order and augmentation depend on it, splits and subsets on `seed` alone.
 
     Args:
@@ -42,6 +43,7 @@ class InMemoryData(LightningDataModule):
 
     input_shape: tuple[int, ...]
     class_names: tuple[str, ...]
+    tokens_per_character: float | None = None
 
     def __init__(
         self,

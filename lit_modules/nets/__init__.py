@@ -1,7 +1,7 @@
 """Nets: pure torch, no trainer, no rank, no device."""
 
 from lit_modules.nets.attention import Cache, SelfAttention
-from lit_modules.nets.base import DEFAULT_LAYER, Net, Outputs, layer, run
+from lit_modules.nets.base import DEFAULT_LAYER, Net, Outputs, check_fits, layer, run
 from lit_modules.nets.batch_norm import globalise
 from lit_modules.nets.gpt import GPT
 from lit_modules.nets.plain import DeepNN, LightNN
@@ -9,6 +9,7 @@ from lit_modules.nets.resnet import ResNet
 from lit_modules.nets.rnn import RNNClassifier
 from lit_modules.nets.stages import pipeline_stages, stage_of
 from lit_modules.nets.torchvision import Torchvision
+from lit_modules.nets.vit import ViT
 
 __all__ = [
     "DEFAULT_LAYER",
@@ -22,6 +23,8 @@ __all__ = [
     "ResNet",
     "SelfAttention",
     "Torchvision",
+    "ViT",
+    "check_fits",
     "globalise",
     "layer",
     "pipeline_stages",
