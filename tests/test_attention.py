@@ -7,8 +7,8 @@ import warnings
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import profiler
 from torch.nn import functional as F
-from torch.profiler import ProfilerActivity, profile
 
 from apprentice.errors import BadInput
 from apprentice.keyed import seeded
@@ -75,9 +75,9 @@ def test_in_less_precision_it_is_the_formula_up_to_rounding(backend: Backend, dt
 
 @pytest.mark.parametrize("backend", HERE)
 def test_the_kernel_that_runs_is_the_one_that_was_chosen(backend: Backend) -> None:
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with profiler.profile(use_kineto=False) as told:
         attention(True, backend)(noise(2, 7, D))
-    ran = {event.key for event in profiler.key_averages()}
+    ran = {event.key for event in told.key_averages()}
     flash = any("flash_attention" in name for name in ran)
     assert flash == (backend != "math")
     assert any("attention_math" in name for name in ran) == (backend == "math")
@@ -157,15 +157,30 @@ def test_a_cache_refuses_what_it_cannot_serve() -> None:
 # Compiled
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", HERE)
-def test_compiled_equals_eager(backend: Backend) -> None:
+def compiled_equals_eager(net: SelfAttention, compiler: str) -> None:
     torch.compiler.reset()
-    net, x = attention(True, backend), noise(2, 7, D).requires_grad_()
-    compiled = torch.compile(net, fullgraph=True)(x)
-    eager = net(x)
+    x = noise(2, 7, D).requires_grad_()
+    compiled, eager = torch.compile(net, fullgraph=True, backend=compiler)(x), net(x)
     assert_same([compiled, *gradients(net, x, compiled)], [eager, *gradients(net, x, eager)])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("backend", HERE)
+def test_traced_it_equals_eager(backend: Backend, causal: bool) -> None:
+    compiled_equals_eager(attention(causal, backend), "aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_compiled_it_equals_eager() -> None:
+    compiled_equals_eager(attention(True, "flash"), "inductor")
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # by the compiler, as it looks at the error
+def test_traced_it_refuses_what_a_kernel_cannot_serve() -> None:
+    torch.compiler.reset()
+    with pytest.raises(BadInput, match="No viable backend"):
+        torch.compile(attention(True, "efficient"), backend="aot_eager")(noise(2, 7, D))
 
 
 # What is refused
