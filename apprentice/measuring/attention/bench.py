@@ -18,7 +18,6 @@ import torch
 from torch import autograd
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.benchmark import Timer
 
 from apprentice.errors import BadInput
 from apprentice.files import atomic, write_json
@@ -54,9 +53,10 @@ class Bench:
 
     @staticmethod
     def prepare(rows: Iterable[Row]) -> None:
-        """Load the compiler once, not in the process of every row that needs it."""
-        if any(row.compiled for row in rows):
-            with _quiet():
+        """Load what takes time once, not in the process of every row."""
+        with _quiet():
+            importlib.import_module("torch.utils.benchmark")
+            if any(row.compiled for row in rows):
                 importlib.import_module("torch._inductor.compile_fx")
 
     def measure(self, row: Row, folder: Path) -> Facts:
@@ -107,6 +107,8 @@ class Bench:
                 torch.cuda.empty_cache()
 
     def _timed(self, called: Call, operations: float) -> Facts:
+        from torch.utils.benchmark import Timer  # which looks for a CUDA compiler, and tells if there is none
+
         timer = Timer("call()", globals={"call": called}, num_threads=torch.get_num_threads())
         found = timer.blocked_autorange(min_run_time=self.seconds)
         return {

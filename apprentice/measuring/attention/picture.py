@@ -34,7 +34,6 @@ def kernels(rows: Sequence[Facts], peaks: Mapping[str, float]) -> bytes:
             axes.set_ylim(0)
             axes.set_xlabel("tokens of a text", fontsize=8)
             axes.set_ylabel("TFLOP/s", fontsize=8)
-            axes.legend(frameon=False, fontsize=7)
     return buffer.getvalue()
 
 
@@ -51,7 +50,6 @@ def blocks(rows: Sequence[Facts], _peaks: Mapping[str, float]) -> bytes:
             axes.set_xticks(range(len(lengths)), [str(length) for length in lengths], fontsize=7)
             axes.set_xlabel("tokens of the longest text", fontsize=8)
             axes.set_ylabel("µs", fontsize=8)
-            axes.legend(frameon=False, fontsize=7)
     return buffer.getvalue()
 
 
@@ -86,4 +84,6 @@ def _panels(
                 mine = [row for row in rows if (row["dtype"], row["direction"]) == (dtype, direction)]
                 panels[dtype, direction] = axes, mine
         yield panels, buffer
+        handles, labels = grid[0][0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper right", ncols=len(labels), frameon=False, fontsize=8)
         figure.savefig(buffer, format="png")

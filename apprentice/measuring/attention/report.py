@@ -28,6 +28,10 @@ COUNTED = (
     "Operations: of attention 4 T² D forward, half of it if causal, 2.5 times as many backward (FlashAttention-2, "
     "section 4.1); of projections 8 T D², twice as many backward. Padding is counted."
 )
+ABOVE = (
+    "A share above 100 %: torch's product of matrices of that type is slower here than the kernel, which converts to "
+    "another type inside."
+)
 DRAWN = {
     "kernels": "what each kernel reaches against the length of texts",
     "blocks": "dense and jagged, eager and compiled",
@@ -39,7 +43,7 @@ def text(results: Facts, missing: Mapping[str, str]) -> str:
 
     Args:
         results: the content of results.json.
-        missing: names of rows that failed, and why.
+        missing: names of rows that were left out or failed, and why.
     """
     rows = results["rows"]
     told = [f"{table.plain()}\n\n{paragraph(note)}" for note, table in tables(rows)]
@@ -92,8 +96,8 @@ def timed(rows: Sequence[Facts], part: str) -> list[Facts]:
 
 
 def kernels(rows: Sequence[Facts]) -> Table:
-    """A line for a type, a direction and a length; a column a kernel."""
-    backends = list(dict.fromkeys(row["backend"] for row in rows))
+    """A line for a type, a direction and a length; a column a kernel that ran at all."""
+    backends = list(dict.fromkeys(row["backend"] for row in rows if row["refused"] is None))
     header = ["type", "pass", "texts", f"µs: {backends[0]}", *backends[1:], "fastest", "TFLOP/s", "share, %"]
     body = []
     for line in dict.fromkeys(_line(row) for row in rows):
@@ -107,7 +111,7 @@ def kernels(rows: Sequence[Facts]) -> Table:
 
 
 def _line(row: Facts) -> tuple[str, str, str]:
-    return row["dtype"], row["direction"], f"{row['batch']} x {row['length']}"
+    return row["dtype"], "+ backward" if row["backward"] else "forward", f"{row['batch']} x {row['length']}"
 
 
 def _microseconds(row: Facts | None, with_kernel: bool = False) -> str:
@@ -192,8 +196,20 @@ def _peaks(rows: Sequence[Facts]) -> dict[str, float]:
 
 
 def notes(rows: Sequence[Facts], missing: Mapping[str, str]) -> list[str]:
-    """How operations are counted; what can't be run here, with torch's reason; what failed."""
-    return [COUNTED, *refusals(rows), *(f"{name}: {reason}." for name, reason in missing.items())]
+    """How operations are counted; what can't be run here, with torch's reason; what was left out or failed."""
+    told = [COUNTED]
+    if any((row.get("share_of_peak") or 0) > 1 for row in rows):
+        told.append(ABOVE)
+    return [*told, *refusals(rows), *_grouped(missing)]
+
+
+def _grouped(missing: Mapping[str, str]) -> list[str]:
+    """A line a reason."""
+    names: dict[str, list[str]] = {}
+    for name, reason in missing.items():
+        names.setdefault(reason, []).append(name)
+    more = {reason: f" and {len(each) - 1} more" if len(each) > 1 else "" for reason, each in names.items()}
+    return [f"{each[0]}{more[reason]}: {reason}." for reason, each in names.items()]
 
 
 def refusals(rows: Sequence[Facts]) -> list[str]:
