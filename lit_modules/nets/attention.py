@@ -70,8 +70,8 @@ class SelfAttention(nn.Module):
     """Multi-head self-attention, softmax(q kᵀ / √(D / heads)) v, with queries, keys and values from one matrix.
 
     Dropout of attention weights happens inside torch's kernel, in training alone, and draws from torch's generator:
-    unlike the suite's own layers it is not keyed to rows. Under `torch.compile` a refusal is the same, but with
-    `fullgraph=True`, where it is the compiler's error, which quotes torch's.
+    unlike the suite's own layers it is not keyed to rows. Under `torch.compile` a refusal may be an error of the
+    compiler's, which quotes torch's.
 
     Args:
         embed_dim: D, width of tokens.
