@@ -40,7 +40,8 @@ class Kept:
         self.failed: dict[str, str] = {}
         if config.resume and (out / "results.json").exists():
             before = json.loads((out / "results.json").read_text())
-            _check_same(before["config"]["trainer"], settings["trainer"], out)
+            if "trainer" in settings:
+                _check_same(before["config"]["trainer"], settings["trainer"], out)
             self.rows = {row[key]: row for row in before["rows"]}
         self.header = {
             "experiment": experiment, "hardware": environment.hardware(), "versions": environment.versions(),

@@ -4,8 +4,8 @@ import logging
 import re
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Literal, get_args
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
 NO_KERNEL = re.compile("No available kernel|No viable backend")
+STRIDED = (
+    "The PyTorch API of nested tensors is in prototype stage"  # inside torch's math kernel jagged ones are strided
+)
 CHOOSES = ("cpu", "cuda", "xpu", "meta")  # devices on which torch heeds the choice of a kernel
 
 
@@ -67,8 +70,8 @@ class SelfAttention(nn.Module):
     """Multi-head self-attention, softmax(q kᵀ / √(D / heads)) v, with queries, keys and values from one matrix.
 
     Dropout of attention weights happens inside torch's kernel, in training alone, and draws from torch's generator:
-    unlike the suite's own layers it is not keyed to rows. Compiled, a backend that can't serve an input ends as an
-    error of the compiler's, which quotes torch's.
+    unlike the suite's own layers it is not keyed to rows. Under `torch.compile` a refusal may be an error of the
+    compiler's, which quotes torch's.
 
     Args:
         embed_dim: D, width of tokens.
@@ -137,12 +140,8 @@ class SelfAttention(nn.Module):
         call = (query, key, value, mask, p, causal)
         if self.backend == "auto" and not query.is_nested:
             return F.scaled_dot_product_attention(*call)
-        if torch.compiler.is_compiling():
-            if self.backend == "auto":
-                return F.scaled_dot_product_attention(*call)
-            with sdpa_kernel(KERNELS[self.backend]):
-                return F.scaled_dot_product_attention(*call)
-        with kernel(self.backend, query):
+        chosen = _chosen if torch.compiler.is_compiling() else kernel
+        with chosen(self.backend, query):
             return F.scaled_dot_product_attention(*call)
 
     def extra_repr(self) -> str:  # noqa: D102
@@ -155,39 +154,56 @@ def _check(backend: str) -> None:
 
 
 @contextmanager
-def kernel(backend: Backend, query: Tensor) -> Iterator[None]:
+def kernel(backend: str, query: Tensor) -> Iterator[None]:
     """Inside, `scaled_dot_product_attention` of this query takes this kernel, or refuses.
 
     Args:
         backend: the kernel; `auto` leaves the choice to torch.
-        query: (B, heads, T, D / heads), for what a refusal says.
+        query: (B, heads, T, D / heads), dense or jagged.
 
     Raises:
         BadInput: it can't serve the input; the message has torch's reasons.
         ValueError: the backend is unknown.
     """
     _check(backend)
-    kind = (
-        f"{str(query.dtype).removeprefix('torch.')} {'jagged' if query.is_nested else 'dense'} on {query.device.type}"
-    )
-    if backend not in {"auto", "math"} and query.device.type not in CHOOSES:
+    device = query.device.type
+    kind = f"{str(query.dtype).removeprefix('torch.')} {'jagged' if query.is_nested else 'dense'} on {device}"
+    if backend not in {"auto", "math"} and device not in CHOOSES:
         raise BadInput("backend", backend, f"auto or math: torch chooses the kernel itself for {kind}")
-    said: list[str] = []
+    warned: list[str] = []
+    logged: list[str] = []
     try:
-        with _heard(said), sdpa_kernel(list(KERNELS.values()) if backend == "auto" else KERNELS[backend]):
+        with _heard(warned, logged), _chosen(backend, query):
             yield
     except RuntimeError as error:
-        if not NO_KERNEL.search(str(error)):
+        asked_gpu = device == "cpu" and isinstance(error, torch.AcceleratorError)  # about jagged texts, where none is
+        if not asked_gpu and not NO_KERNEL.search(str(error)):
             raise
-        reasons = " ".join([str(error).split("\n")[0], *_of(said, backend)])
+        reasons = " ".join([str(error).split("\n")[0], *_against(backend, logged), *_against(backend, warned)])
         raise BadInput("backend", backend, f"a kernel that serves attention of {kind}; torch says: {reasons}") from None
 
 
+def _chosen(backend: str, query: Tensor) -> AbstractContextManager:
+    """Lets torch take this kernel alone."""
+    if backend == "auto" and query.is_nested and query.device.type == "cpu":
+        backend = "math"  # there is no other, and torch would ask a GPU about them
+    return nullcontext() if backend == "auto" else sdpa_kernel(KERNELS[backend])
+
+
 @contextmanager
-def _heard(said: list[str]) -> Iterator[None]:
-    """Gather in `said` why torch rejects kernels: of dense tensors it warns, of jagged ones it logs, too."""
+def _heard(warned: list[str], logged: list[str]) -> Iterator[None]:
+    """Gather why torch rejects kernels: of dense tensors it warns, of jagged ones it logs, too.
+
+    Warnings of what went well are given after all.
+    """
+    caught: list[tuple[Any, ...]] = []
+
+    def keep(message: Warning | str, *where: Any, **_rest: Any) -> None:
+        warned.append(str(message))
+        caught.append((message, *where[:3]))
+
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("torch.nested._internal.sdpa")
     spread = logger.propagate
     logger.addHandler(handler)
@@ -195,21 +211,24 @@ def _heard(said: list[str]) -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("always")
-            warnings.showwarning = lambda message, *_where: said.append(str(message))
+            warnings.filterwarnings("ignore", STRIDED)
+            warnings.showwarning = keep
             yield
     finally:
         logger.removeHandler(handler)
         logger.propagate = spread
+    for message, category, filename, line in caught:
+        warnings.warn_explicit(message, category, filename, line)
 
 
-def _of(said: list[str], backend: Backend) -> list[str]:
-    """Of torch's reasons those against this backend; all, where none is told apart."""
-    lines = [re.sub(r"\s*\(Triggered internally at .*", "", line, flags=re.DOTALL).strip() for line in said]
-    sections: dict[str, list[str]] = {}
-    for line in lines:
-        if line.endswith("not used because:"):
-            reasons = sections.setdefault(line.lower(), [])
-        elif sections:
-            reasons.append(line)
-    told = [reason for header, reasons in sections.items() if backend in header for reason in reasons]
-    return list(dict.fromkeys(told or lines))
+def _against(backend: str, said: list[str]) -> list[str]:
+    """Of what torch said the reasons against this backend; all of them, if it did not say against which they are."""
+    sections: list[tuple[str, list[str]]] = [("", [])]
+    for line in said:
+        reason = line.partition("(Triggered internally at")[0].strip()
+        if reason.endswith("not used because:"):
+            sections.append((reason.lower(), []))
+        elif "runtime disabled" not in reason:  # as all but this one are
+            sections[-1][1].append(reason)
+    mine = [reasons for header, reasons in sections if len(sections) == 1 or backend == "auto" or backend in header]
+    return list(dict.fromkeys(reason for reasons in mine for reason in reasons))
