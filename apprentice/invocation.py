@@ -12,7 +12,7 @@ from apprentice.files import write_json
 
 @contextmanager
 def opened(experiment: str, command: cli.Parser, config: Namespace) -> Iterator[Path]:
-    """The run's folder, locked, with its config.yaml and environment.json.
+    """The run's folder, locked.
 
     Args:
         experiment: its name.
@@ -25,11 +25,15 @@ def opened(experiment: str, command: cli.Parser, config: Namespace) -> Iterator[
     """
     out = Path(config.out) if config.out else folders.new_folder(experiment)
     with folders.opened(out, config.resume, config.overwrite):
-        if job.is_main_process():
-            command.save(config, out / "config.yaml")
-            write_json(out / "environment.json", environment.hardware() | environment.versions())
         try:
             yield out
         except interrupts.Interrupted:
             sys.stderr.write(f"stopped; go on with: python experiments/{command.prog} --out {out} --resume true\n")
             raise
+
+
+def describe(out: Path, command: cli.Parser, config: Namespace) -> None:
+    """Write config.yaml and environment.json into the run's folder."""
+    if job.is_main_process():
+        command.save(config, out / "config.yaml")
+        write_json(out / "environment.json", environment.hardware() | environment.versions())

@@ -16,13 +16,11 @@ import os
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch is loaded: its profiler reports on stderr otherwise
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
-from apprentice import cli, environment, folders, interrupts
+from apprentice import cli, environment, interrupts, invocation
 from apprentice.errors import BadInput
 from apprentice.measuring.attention import Bench, Options, Rows, Study
 from apprentice.measuring.attention.calls import Attention
@@ -58,14 +56,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows = Rows(config, device.type).all()
         environment.keep_memory()
         bench = Bench(Attention(SelfAttention, kernel), device, config.seconds, threads)
-        out = Path(config.out) if config.out else folders.new_folder("attention")
-        with folders.opened(out, config.resume, config.overwrite):
-            study = Study(Kept("attention", "name", out, command, config), config.longest)
-            try:
-                study.run(bench, rows)
-            except interrupts.Interrupted:
-                sys.stderr.write(f"stopped; go on with: python experiments/attention.py --out {out} --resume true\n")
-                raise
+        with invocation.opened("attention", command, config) as out:
+            Study(Kept("attention", "name", out, command, config), config.longest).run(bench, rows)
 
 
 if __name__ == "__main__":

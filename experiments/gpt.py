@@ -211,6 +211,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         wiring = Wiring(config, data, trainer)
         wiring.check()
         with invocation.opened(NAME, command, config) as out:
+            invocation.describe(out, command, config)
             run(config, wiring, out, command.as_dict(config))
 
 

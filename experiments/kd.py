@@ -183,6 +183,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         wiring = Wiring(config, data, trainer)
         wiring.check(data)
         with invocation.opened("kd", command, config) as out:
+            invocation.describe(out, command, config)
             run(config, wiring, data, out, command.as_dict(config))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from apprentice import cli, environment, interrupts
+from apprentice import cli, environment, interrupts, invocation
 from apprentice.cli.faults import one_line
 from apprentice.errors import BadInput
 from apprentice.files import write_json
@@ -47,8 +47,7 @@ class Kept:
             "experiment": experiment, "hardware": environment.hardware(), "versions": environment.versions(),
             "config": settings,
         }  # fmt: skip
-        command.save(config, out / "config.yaml")
-        write_json(out / "environment.json", environment.hardware() | environment.versions())
+        invocation.describe(out, command, config)
 
     def write(self, names: Iterable[str]) -> dict[str, Any]:
         """Write the rows that are there, in this order; the content of results.json."""
