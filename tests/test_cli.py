@@ -357,8 +357,8 @@ REFUSED = {
     "--variants.kd.tempature 3": "variants.kd.tempature 3: expected an option of Hinton; near: temperature",
     "--variants.hnt.hint_weight 3":
         "expected one of ce, kd, cosine, hint, or --variants.hnt CLASS beside it for a new one; near: hint",
-    "--variants.kd Hintn": "variants.kd Hintn: expected Cosine, CrossEntropy, Hint, Hinton, Sum or",
-    "--variants.x Objective": "variants.x Objective: expected Cosine, CrossEntropy, Hint, Hinton, Sum or",
+    "--variants.kd Hintn": "variants.kd Hintn: expected Cosine, CrossEntropy, DeiTToken, Hint, Hinton,",
+    "--variants.x Objective": "variants.x Objective: expected Cosine, CrossEntropy, DeiTToken, Hint, Hinton,",
     "--variants.teacher Hinton": "variants.teacher Hinton: expected a name of letters",
     "--variants.a/b Hinton": "variants.a/b Hinton: expected a name of letters",
     "--variants 3": "variants 3: expected a name and a class",
