@@ -117,10 +117,10 @@ class Wiring:
         trainer = self.trainer()
         place = trainer.distributed_sampler_kwargs or {"num_replicas": 1}
         self.data.check_replicas(place["num_replicas"], self.config.exact)
-        module, _ = self.module(self.config.seeds[0])
         if self.config.compile and isinstance(trainer.strategy, NOT_COMPILED):
             expected = "false with this --trainer.strategy, under which the net is not called as a whole"
             raise BadInput("compile", True, expected)
+        module, _ = self.module(self.config.seeds[0])
         if isinstance(trainer.strategy, strategies.PipelineStrategy):
             with cli.refusals(self.config.net, "net"):
                 module.pipeline_stages()

@@ -80,6 +80,23 @@ def test_a_finished_run_goes_on_from_prompts(finished: Path, capsys: pytest.Capt
     assert capsys.readouterr().out == "a" * 16 + "\n"
 
 
+@pytest.mark.parametrize("prompt", ["ROMEO:", "# a comment", "&x", "5", " spaced ", "a\nb", "[1, 2]", "", "true"])
+def test_a_prompt_is_taken_as_it_stands(prompt: str) -> None:
+    assert gpt.parser().parse(["--sample", prompt, "--run", "x"]).sample == prompt
+
+
+def test_help_tells_what_can_be_set(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpt.parser().parse(["--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    for line in (
+        "data: options of datamodules.text.Text", "--data.block_size 64 T, tokens of a sample",
+        "net: GPT, DeepNN, LightNN,", "--net.attention_dropout 0.0", "--model.lr 0.003 the highest learning rate",
+        "--trainer.max_steps 1000",
+    ):  # fmt: skip
+        assert line in told
+
+
 BAD: dict[str, tuple[list[str], str, str]] = {
     "unknown characters": (
         ["--sample", "Q∂ é", "--run", "RUN"],
