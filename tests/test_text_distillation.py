@@ -154,6 +154,15 @@ def test_an_exported_student_has_the_loss_of_the_table(finished: Path) -> None:
         assert sum(losses) / 49 == pytest.approx(entry["test_loss"][1], abs=1e-6)
 
 
+def test_a_loaded_teacher_is_tested_not_trained(finished: Path, tmp_path: Path) -> None:
+    ckpt = finished / "seed0" / "teacher" / "weights.pt"
+    kd.main([*flags(tmp_path, "--only", "kd"), "--teacher_ckpt", str(ckpt), "--out", str(tmp_path / "run")])
+    found, before = results(tmp_path / "run"), results(finished)
+    assert found["teacher"]["test_loss"] == before["teacher"]["test_loss"][:1]
+    assert found["teacher"]["fit_seconds"] == [None]
+    assert found["students"]["kd"]["test_loss"] == before["students"]["kd"]["test_loss"][:1]
+
+
 def test_tensorboard_has_the_runs(finished: Path) -> None:
     events = EventAccumulator(str(finished / "seed0" / "js"))
     events.Reload()
