@@ -86,10 +86,10 @@ class Wiring:
         self.double = config.trainer.init_args.get("precision") in {"64-true", "64", 64}
         self.given, self.metric = data.net_arguments, ACCURACY
         self.shape = {"input_shape": data.input_shape, "num_classes": data.num_classes}
-        self.logits = (data.num_classes,)
+        self.logits_shape = (data.num_classes,)
         self.learning: dict[str, Any] = {"optimizer": cli.factory(config.optimizer, "optimizer")}
         if data.tokens_per_character is not None:
-            self.metric, self.logits = BITS, (*data.input_shape, data.num_classes)
+            self.metric, self.logits_shape = BITS, (*data.input_shape, data.num_classes)
             self.learning["scores"] = partial(TokenScores, data.tokens_per_character)
         if config.scheduler is not None:
             self.learning["scheduler"] = cli.factory(config.scheduler, "scheduler")
@@ -131,7 +131,7 @@ class Wiring:
         place = trainer.distributed_sampler_kwargs or {"num_replicas": 1}
         data.check_replicas(place["num_replicas"], self.config.exact)
         for key in ("teacher", "student"):
-            nets.check_fits(self.net(key, self.config.seeds[0])[0], data.input_shape, self.logits, key)
+            nets.check_fits(self.net(key, self.config.seeds[0])[0], data.input_shape, self.logits_shape, key)
         teacher, _ = self.teacher(self.config.seeds[0])
         students, _ = self.students(self.config.seeds[0], teacher.net)
         if isinstance(trainer.strategy, strategies.DataParallel):
