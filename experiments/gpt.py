@@ -88,7 +88,7 @@ def parser() -> cli.Parser:
     parser.add_class("data", datamodules.Text)
     parser.add_choice("net", (nets.Net, nn.Module), nets, "GPT", skip={"vocab_size", "block_size"})
     parser.add_class("model", LitLanguageModel, skip={"net", "tokens_per_character", "seed"})
-    steps = {"max_epochs": -1, "max_steps": 1000, "val_check_interval": 250, "check_val_every_n_epoch": None}
+    steps = {"max_epochs": -1, "max_steps": 800, "val_check_interval": 200, "check_val_every_n_epoch": None}
     parser.add_trainer(strategies.NAMES, log_every_n_steps=50, **steps)
     return parser
 

@@ -92,7 +92,7 @@ def test_help_tells_what_can_be_set(capsys: pytest.CaptureFixture[str]) -> None:
     for line in (
         "data: options of datamodules.text.Text", "--data.block_size 64 T, tokens of a sample",
         "net: GPT, DeepNN, LightNN,", "--net.attention_dropout 0.0", "--model.lr 0.003 the highest learning rate",
-        "--trainer.max_steps 1000",
+        "--trainer.max_steps 800",
     ):  # fmt: skip
         assert line in told
 
@@ -176,6 +176,7 @@ def test_killed_and_resumed_it_ends_the_same(devices: str, tmp_path: Path) -> No
 
     whole = start("whole")
     assert whole.wait() == 0, whole.output
+    assert [f"step {step}/12" in whole.output for step in (4, 8, 12)] == [True] * 3
     killed = start("run", call=7)
     assert killed.wait() == -signal.SIGKILL, killed.output
     resumed = start("run", "--resume", "true")
