@@ -121,11 +121,28 @@ class Wiring:
             expected = "false with this --trainer.strategy, under which the net is not called as a whole"
             raise BadInput("compile", True, expected)
         module, _ = self.module(self.config.seeds[0])
+        if trainer.strategy.root_device.type == "cpu":  # asked in this process, a GPU could not be used in forked ranks
+            with trainer.strategy.precision_plugin.forward_context():
+                self._try_out(module)
         if isinstance(trainer.strategy, strategies.PipelineStrategy):
             with cli.refusals(self.config.net, "net"):
                 module.pipeline_stages()
         if isinstance(trainer.strategy, strategies.DataParallel):
             trainer.strategy.check_module(module)
+
+    def _try_out(self, module: LitLanguageModel) -> None:
+        """Let the net see a block."""
+        tokens, labels = self.data.split("train").take(torch.arange(1))
+        try:
+            with cli.refusals(self.config.net, "net"), torch.no_grad():
+                found: Any = tuple(module.eval()(tokens).shape)
+        except RuntimeError as error:
+            found = str(error).split("\n")[0]
+        module.train()
+        wanted = (*labels.shape, self.data.num_classes)
+        if found != wanted:
+            expected = f"a net that gives logits {wanted} of tokens {tuple(tokens.shape)}; this one: {found}"
+            raise BadInput("net", self.config.net.name, expected)
 
 
 def run(config: Namespace, wiring: Wiring, out: Path, settings: dict[str, Any]) -> None:

@@ -113,6 +113,9 @@ BAD: dict[str, tuple[list[str], str, str]] = {
     "samples": (["--samples", "0"], "--samples 0: expected a number of texts, at least 1", ""),
     "heads": (["--net.num_heads", "5"], "--net.num_heads 5: expected a divisor of embed_dim, 128", ""),
     "backend": (["--net.backend", "fast"], "--net.backend fast: expected auto, math", ""),
+    "no kernel": (["--net.backend", "cudnn"], "--net.backend cudnn: expected a kernel that serves", "torch says"),
+    "a net of images": (["--net", "LightNN"], "--net LightNN: expected a net that gives logits (1, 64, ", "this one: "),
+    "a classifier": (["--net", "RNNClassifier"], "--net RNNClassifier: expected a net that gives logits", "(1, 10)"),
     "rate": (["--model.lr", "0"], "--model.lr 0.0: expected a number above 0", ""),
     "another option": (["--model.rate", "1"], "--model.rate 1: expected an option of LitLanguageModel", ""),
     "no text": (["--data.path", "nowhere"], "--data.path nowhere: expected a file of text", ""),
@@ -122,6 +125,22 @@ BAD: dict[str, tuple[list[str], str, str]] = {
         "--net.tie_weights True: expected False in a pipeline",
         "tie_weights=False",
     ),
+    "noise in an exact pipeline": (
+        [
+            "--trainer.strategy",
+            "pipeline",
+            "--trainer.devices",
+            "2",
+            "--net.tie_weights",
+            "false",
+            "--exact",
+            "4",
+            "--net.attention_dropout",
+            "0.1",
+        ],
+        "--exact 4: expected apprentice.keyed.Dropout in a pipeline; net.blocks.0.attention is torch's",
+        "",
+    ),
     "compiled pipeline": (
         ["--trainer.strategy", "pipeline", "--trainer.devices", "2", "--net.tie_weights", "false", "--compile", "true"],
         "--compile True: expected false",
@@ -130,6 +149,7 @@ BAD: dict[str, tuple[list[str], str, str]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:GPT draws noise from torch's generator")
 @pytest.mark.parametrize("kind", BAD)
 def test_bad_input_is_one_line_before_anything_is_trained(
     kind: str, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
