@@ -121,6 +121,8 @@ class Wiring:
             expected = "false with this --trainer.strategy, under which the net is not called as a whole"
             raise BadInput("compile", True, expected)
         module, _ = self.module(self.config.seeds[0])
+        if not hasattr(module.net, "generate"):
+            raise BadInput("net", self.config.net.name, "a language model with generate(), as GPT")
         if trainer.strategy.root_device.type == "cpu":  # asked in this process, a GPU could not be used in forked ranks
             with trainer.strategy.precision_plugin.forward_context():
                 self._try_out(module)

@@ -1,6 +1,7 @@
 """gpt.py, end to end: what it leaves, how it goes on, what it writes, and what it refuses."""
 
 import json
+import math
 import signal
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,20 @@ def test_a_run_leaves_what_is_needed(finished: Path) -> None:
     for name in ("config.yaml", "environment.json", "results.md", "seed1/gpt/weights.pt", "seed1/gpt/vocabulary.json"):
         assert (finished / name).stat().st_size > 0
     assert found["samples"]["0"][0].split("\n")[0] in (finished / "results.md").read_text()
+
+
+def test_bytes_are_tokens_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, out = tmp_path / "text", tmp_path / "run"
+    path.write_text("naïve €uro 漢字 " * 60)
+    gpt.main([*QUICK, "--data.vocabulary", "bytes", "--data.path", str(path), "--out", str(out)])
+    (facts,) = results(out)["runs"]
+    data = Text(path, 16, "bytes")
+    data.setup()
+    assert facts["test_bpc"] == pytest.approx(facts["test_loss"] / math.log(2) * data.tokens_per_character)
+    assert data.tokens_per_character > 1.4
+    capsys.readouterr()
+    gpt.main(["--sample", "€ ∂", "--run", str(out)])
+    assert capsys.readouterr().out.startswith("€ ∂")
 
 
 def test_curves_and_texts_are_in_tensorboard(finished: Path) -> None:
@@ -114,8 +129,8 @@ BAD: dict[str, tuple[list[str], str, str]] = {
     "heads": (["--net.num_heads", "5"], "--net.num_heads 5: expected a divisor of embed_dim, 128", ""),
     "backend": (["--net.backend", "fast"], "--net.backend fast: expected auto, math", ""),
     "no kernel": (["--net.backend", "cudnn"], "--net.backend cudnn: expected a kernel that serves", "torch says"),
-    "a net of images": (["--net", "LightNN"], "--net LightNN: expected a net that gives logits (1, 64, ", "this one: "),
-    "a classifier": (["--net", "RNNClassifier"], "--net RNNClassifier: expected a net that gives logits", "(1, 10)"),
+    "a net of images": (["--net", "LightNN"], "--net LightNN: expected a language model with generate(), as GPT", ""),
+    "a net of one step": (["--net", "mynet.Steps"], "--net Steps: expected a net that gives logits (1, 64, ", "(1, 5)"),
     "rate": (["--model.lr", "0"], "--model.lr 0.0: expected a number above 0", ""),
     "another option": (["--model.rate", "1"], "--model.rate 1: expected an option of LitLanguageModel", ""),
     "no text": (["--data.path", "nowhere"], "--data.path nowhere: expected a file of text", ""),
@@ -156,6 +171,16 @@ def test_bad_input_is_one_line_before_anything_is_trained(
 ) -> None:
     flags, begins, says = BAD[kind]
     (tmp_path / "RUN").symlink_to(finished)
+    (tmp_path / "mynet.py").write_text(
+        "from torch import nn\n"
+        "class Steps(nn.Linear):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(64, 5)\n"
+        "    def forward(self, tokens):\n"
+        "        return super().forward(tokens.float())\n"
+        "    def generate(self):\n"
+        "        pass\n"
+    )
     monkeypatch.chdir(tmp_path)
     refused(gpt.main, flags, begins, says, tmp_path, capsys)
 
