@@ -5,10 +5,11 @@
 
 All train nanoGPT's small CPU recipe: 4 layers, 4 heads, 128 wide, blocks of 64, batches of 12, no dropout, AdamW,
 float32. `loop` is a plain loop with a plain net, both written out below, that gathers a batch slice by slice from a
-memory map, as nanoGPT does. `bare` is our net's forward, loss, backward, clipping and fused AdamW on one batch that is
-there already. `ours` is `experiments/gpt.py`, with logging, TensorBoard, checkpoints, without validation; so are
-`compiled` (`--compile true`) and `bfloat16` (`--trainer.precision bf16-mixed`). Each runs in processes of its own, in
-turn; a figure is the mean over steps from the 21st on, the median of all turns.
+memory map, as nanoGPT does; it has the machine's own settings of OpenMP and malloc, the others those of gpt.py. `bare`
+is our net's forward, loss, backward, clipping and fused AdamW on one batch that is there already. `ours` is
+`experiments/gpt.py`, with logging, TensorBoard, checkpoints, without validation; so are `compiled` (`--compile true`)
+and `bfloat16` (`--trainer.precision bf16-mixed`). Each runs in processes of its own, in turn; a figure is the mean over
+steps from the 21st on, the median of all turns.
 """
 
 import argparse
@@ -245,8 +246,9 @@ def in_a_process(side: str, path: Path | None, steps: int, threads: int | None) 
     with tempfile.NamedTemporaryFile("r") as answer:
         command = [sys.executable, __file__, "--side", side, "--steps", str(steps), "--out", answer.name]
         command += [] if path is None else ["--data", str(path)]
-        given = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
-        subprocess.run(command, env=os.environ | given, stdout=sys.stderr, check=True)
+        given = os.environ | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
+        ours = given if side == "loop" else {"OMP_WAIT_POLICY": "PASSIVE"} | given  # as gpt.py has it
+        subprocess.run(command, env=ours, stdout=sys.stderr, check=True)
         return json.load(answer)
 
 

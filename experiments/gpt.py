@@ -88,7 +88,7 @@ def parser() -> cli.Parser:
     parser.add_class("data", datamodules.Text)
     parser.add_choice("net", (nets.Net, nn.Module), nets, "GPT", skip={"vocab_size", "block_size"})
     parser.add_class("model", LitLanguageModel, skip={"net", "tokens_per_character", "seed"})
-    steps = {"max_epochs": -1, "max_steps": 1000, "val_check_interval": 250, "check_val_every_n_epoch": None}
+    steps = {"max_epochs": -1, "max_steps": 800, "val_check_interval": 200, "check_val_every_n_epoch": None}
     parser.add_trainer(strategies.NAMES, log_every_n_steps=50, **steps)
     return parser
 
@@ -121,11 +121,30 @@ class Wiring:
             expected = "false with this --trainer.strategy, under which the net is not called as a whole"
             raise BadInput("compile", True, expected)
         module, _ = self.module(self.config.seeds[0])
+        if not hasattr(module.net, "generate"):
+            raise BadInput("net", self.config.net.name, "a language model with generate(), as GPT")
+        if trainer.strategy.root_device.type == "cpu":  # asked in this process, a GPU could not be used in forked ranks
+            with trainer.strategy.precision_plugin.forward_context():
+                self._try_out(module)
         if isinstance(trainer.strategy, strategies.PipelineStrategy):
             with cli.refusals(self.config.net, "net"):
                 module.pipeline_stages()
         if isinstance(trainer.strategy, strategies.DataParallel):
             trainer.strategy.check_module(module)
+
+    def _try_out(self, module: LitLanguageModel) -> None:
+        """Let the net see a block."""
+        tokens, labels = self.data.split("train").take(torch.arange(1))
+        try:
+            with cli.refusals(self.config.net, "net"), torch.no_grad():
+                found: Any = tuple(module.eval()(tokens).shape)
+        except RuntimeError as error:
+            found = str(error).split("\n")[0]
+        module.train()
+        wanted = (*labels.shape, self.data.num_classes)
+        if found != wanted:
+            expected = f"a net that gives logits {wanted} of tokens {tuple(tokens.shape)}; this one: {found}"
+            raise BadInput("net", self.config.net.name, expected)
 
 
 def run(config: Namespace, wiring: Wiring, out: Path, settings: dict[str, Any]) -> None:

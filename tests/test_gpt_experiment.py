@@ -1,6 +1,7 @@
 """gpt.py, end to end: what it leaves, how it goes on, what it writes, and what it refuses."""
 
 import json
+import math
 import signal
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,20 @@ def test_a_run_leaves_what_is_needed(finished: Path) -> None:
     assert found["samples"]["0"][0].split("\n")[0] in (finished / "results.md").read_text()
 
 
+def test_bytes_are_tokens_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, out = tmp_path / "text", tmp_path / "run"
+    path.write_text("naïve €uro 漢字 " * 60)
+    gpt.main([*QUICK, "--data.vocabulary", "bytes", "--data.path", str(path), "--out", str(out)])
+    (facts,) = results(out)["runs"]
+    data = Text(path, 16, "bytes")
+    data.setup()
+    assert facts["test_bpc"] == pytest.approx(facts["test_loss"] / math.log(2) * data.tokens_per_character)
+    assert data.tokens_per_character > 1.4
+    capsys.readouterr()
+    gpt.main(["--sample", "€ ∂", "--run", str(out)])
+    assert capsys.readouterr().out.startswith("€ ∂")
+
+
 def test_curves_and_texts_are_in_tensorboard(finished: Path) -> None:
     events = EventAccumulator(str(finished / "seed0" / "gpt"), size_guidance={"scalars": 0})
     events.Reload()
@@ -92,7 +107,7 @@ def test_help_tells_what_can_be_set(capsys: pytest.CaptureFixture[str]) -> None:
     for line in (
         "data: options of datamodules.text.Text", "--data.block_size 64 T, tokens of a sample",
         "net: GPT, DeepNN, LightNN,", "--net.attention_dropout 0.0", "--model.lr 0.003 the highest learning rate",
-        "--trainer.max_steps 1000",
+        "--trainer.max_steps 800",
     ):  # fmt: skip
         assert line in told
 
@@ -113,6 +128,9 @@ BAD: dict[str, tuple[list[str], str, str]] = {
     "samples": (["--samples", "0"], "--samples 0: expected a number of texts, at least 1", ""),
     "heads": (["--net.num_heads", "5"], "--net.num_heads 5: expected a divisor of embed_dim, 128", ""),
     "backend": (["--net.backend", "fast"], "--net.backend fast: expected auto, math", ""),
+    "no kernel": (["--net.backend", "cudnn"], "--net.backend cudnn: expected a kernel that serves", "torch says"),
+    "a net of images": (["--net", "LightNN"], "--net LightNN: expected a language model with generate(), as GPT", ""),
+    "a net of one step": (["--net", "mynet.Steps"], "--net Steps: expected a net that gives logits (1, 64, ", "(1, 5)"),
     "rate": (["--model.lr", "0"], "--model.lr 0.0: expected a number above 0", ""),
     "another option": (["--model.rate", "1"], "--model.rate 1: expected an option of LitLanguageModel", ""),
     "no text": (["--data.path", "nowhere"], "--data.path nowhere: expected a file of text", ""),
@@ -122,6 +140,22 @@ BAD: dict[str, tuple[list[str], str, str]] = {
         "--net.tie_weights True: expected False in a pipeline",
         "tie_weights=False",
     ),
+    "noise in an exact pipeline": (
+        [
+            "--trainer.strategy",
+            "pipeline",
+            "--trainer.devices",
+            "2",
+            "--net.tie_weights",
+            "false",
+            "--exact",
+            "4",
+            "--net.attention_dropout",
+            "0.1",
+        ],
+        "--exact 4: expected apprentice.keyed.Dropout in a pipeline; net.blocks.0.attention is torch's",
+        "",
+    ),
     "compiled pipeline": (
         ["--trainer.strategy", "pipeline", "--trainer.devices", "2", "--net.tie_weights", "false", "--compile", "true"],
         "--compile True: expected false",
@@ -130,12 +164,23 @@ BAD: dict[str, tuple[list[str], str, str]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:GPT draws noise from torch's generator")
 @pytest.mark.parametrize("kind", BAD)
 def test_bad_input_is_one_line_before_anything_is_trained(
     kind: str, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags, begins, says = BAD[kind]
     (tmp_path / "RUN").symlink_to(finished)
+    (tmp_path / "mynet.py").write_text(
+        "from torch import nn\n"
+        "class Steps(nn.Linear):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(64, 5)\n"
+        "    def forward(self, tokens):\n"
+        "        return super().forward(tokens.float())\n"
+        "    def generate(self):\n"
+        "        pass\n"
+    )
     monkeypatch.chdir(tmp_path)
     refused(gpt.main, flags, begins, says, tmp_path, capsys)
 
@@ -176,6 +221,7 @@ def test_killed_and_resumed_it_ends_the_same(devices: str, tmp_path: Path) -> No
 
     whole = start("whole")
     assert whole.wait() == 0, whole.output
+    assert [f"step {step}/12" in whole.output for step in (4, 8, 12)] == [True] * 3
     killed = start("run", call=7)
     assert killed.wait() == -signal.SIGKILL, killed.output
     resumed = start("run", "--resume", "true")
