@@ -14,7 +14,7 @@ from apprentice import costs
 from apprentice.batch import Batch
 from apprentice.exports import Spec, save_net
 from apprentice.files import write_json
-from apprentice.folders import is_main_process
+from apprentice.job import is_main_process
 from apprentice.stages import Fitted, MakeTrainer, fit_and_test
 from apprentice.tracking import log_run
 

@@ -19,18 +19,12 @@ OURS = ("config.yaml", "environment.json", "results.json", "results.md", "result
 AGENTS = ".agents"  # those of torchrun that have started the ranks, if it has
 
 
-def is_main_process() -> bool:
-    """Whether this process is the one that starts and writes: not a rank that a launcher or Lightning started."""
-    ranks = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "LOCAL_RANK")
-    return int(next((os.environ[name] for name in ranks if name in os.environ), "0")) == 0
-
-
 def new_folder(experiment: str) -> Path:
     """A fresh folder `runs/<experiment>/<time>`, the same for all processes of one invocation, restarted ones too."""
     parent, agents = Path("runs") / experiment, job.agents()
     if job.ranks() > 1:
         with job.main_first("new folder"):
-            if is_main_process():
+            if job.is_main_process():
                 job.tell("out", str(_restarted(parent, agents) or _fresh(parent)))
         return Path(job.told("out"))
     variable = f"APPRENTICE_OUT_{experiment.upper()}"
@@ -67,7 +61,7 @@ def opened(out: Path, resume: bool = False, overwrite: bool = False) -> Iterator
         BadInput: it can't be written, is in use, or holds a run and neither `resume` nor `overwrite` is set.
     """
     agents = job.agents()
-    if not is_main_process():
+    if not job.is_main_process():
         with job.main_first("folder"):
             yield out
         return

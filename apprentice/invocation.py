@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from apprentice import cli, environment, folders, interrupts
+from apprentice import cli, environment, folders, interrupts, job
 from apprentice.files import write_json
 
 
@@ -25,7 +25,7 @@ def opened(experiment: str, command: cli.Parser, config: Namespace) -> Iterator[
     """
     out = Path(config.out) if config.out else folders.new_folder(experiment)
     with folders.opened(out, config.resume, config.overwrite):
-        if folders.is_main_process():
+        if job.is_main_process():
             command.save(config, out / "config.yaml")
             write_json(out / "environment.json", environment.hardware() | environment.versions())
         try:

@@ -1,22 +1,56 @@
-"""What the ranks of one job tell each other outside training: through the store in which they have met."""
+"""Which rank of a job this process is, and what ranks tell each other outside training, by the store they met in."""
 
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 PAUSE = 0.02  # seconds between two looks
+_said, _heard = Counter[str](), Counter[str]()  # how often under each key
+
+
+class Variables(NamedTuple):
+    """By which a launcher tells a process of the rank, of how many there are, of both on this machine, of machines."""
+
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+    nodes: str
+
+
+TORCHRUN = Variables("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+# One may run inside another, mpirun in a job of SLURM's; srun sets MPICH's variables, too.
+LAUNCHERS = {
+    "torchrun": TORCHRUN,  # only with TORCHELASTIC_RUN_ID
+    "mpi": Variables(
+        "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", ""
+    ),
+    "slurm": Variables("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "", "SLURM_NNODES"),
+    "mpich": Variables("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ""),
+    "hand": TORCHRUN,
+}
+
+
+def is_main_process() -> bool:
+    """Whether this process is the one that starts and writes: not a rank that a launcher or Lightning started."""
+    return _first([*(variables.rank for variables in LAUNCHERS.values()), "LOCAL_RANK"]) == "0"
 
 
 def speaks() -> bool:
     """Whether this process tells what all ranks find wrong: the first on each machine does."""
-    variables = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
-    return next((os.environ[name] for name in variables if name in os.environ), "0") == "0"
+    return _first([variables.local_rank for variables in LAUNCHERS.values()]) == "0"
+
+
+def _first(names: Iterable[str]) -> str:
+    return next((os.environ[name] for name in names if name in os.environ), "0")
 
 
 def ranks() -> int:
@@ -25,21 +59,23 @@ def ranks() -> int:
 
 
 def tell(key: str, value: str) -> None:
-    """Leave something for the other ranks, once a job."""
-    _get_default_store().set(f"apprentice/{key}", value)
+    """Leave something for the other ranks; what is told again under a key is another thing."""
+    _said[key] += 1
+    _get_default_store().set(f"apprentice/{key}/{_said[key]}", value)
 
 
 def told(key: str) -> str:
-    """What another rank has left, as soon as it is there.
+    """What another rank has left, as soon as it is there; asked again, the next thing.
 
     Raises:
         ConnectionError: rank zero, which keeps it, has gone.
     """
-    store = _get_default_store()
+    _heard[key] += 1
+    store, entry = _get_default_store(), f"apprentice/{key}/{_heard[key]}"
     try:
-        while not store.check([f"apprentice/{key}"]):
+        while not store.check([entry]):
             time.sleep(PAUSE)  # not in the store, where no signal is heard
-        return store.get(f"apprentice/{key}").decode()
+        return store.get(entry).decode()
     except dist.DistError:
         raise ConnectionError("rank 0 has gone; its own message, if there is one, is above") from None
 

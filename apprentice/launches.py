@@ -13,6 +13,7 @@ from lightning.pytorch.plugins.environments import (
     TorchElasticEnvironment,
 )
 
+from apprentice import job
 from apprentice.errors import BadInput
 from apprentice.stages import MakeTrainer
 
@@ -42,16 +43,6 @@ class Launch(NamedTuple):
     nodes: int
 
 
-# For each launcher the variables of rank, number of ranks, number of ranks here, or else number of machines.
-VARIABLES = {
-    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
-    "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "", "SLURM_NNODES"),
-    "mpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", ""),
-    "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", ""),
-    "hand": ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
-}
-
-
 def launched() -> Launch | None:
     """Who started this process and the others; None where there are no others yet.
 
@@ -59,7 +50,7 @@ def launched() -> Launch | None:
         Started: the variables contradict each other.
     """
     interactive = os.environ.get("SLURM_JOB_NAME") in {"bash", "interactive"}
-    for by, (rank, size, here, machines) in VARIABLES.items():
+    for by, (rank, size, _, here, machines) in job.LAUNCHERS.items():
         if by == "torchrun" and "TORCHELASTIC_RUN_ID" not in os.environ:
             continue
         if rank not in os.environ or size not in os.environ or (by == "slurm" and interactive):
@@ -67,12 +58,11 @@ def launched() -> Launch | None:
         mine, total = _number(rank), _number(size)
         if not 0 <= mine < total:
             raise Started("", f"{rank} {mine}", f"a number from 0 to {total - 1}, as {size} is {total}")
-        nodes = (
-            _number(machines)
-            if machines in os.environ
-            else total // max(_number(here) if here in os.environ else total, 1)
-        )
-        if total > 1 or by != "mpi":
+        if machines in os.environ:
+            nodes = _number(machines)
+        else:
+            nodes = total // max(_number(here) if here in os.environ else total, 1)
+        if total > 1 or by not in {"mpi", "mpich"}:
             return Launch("mpi" if by == "mpich" else by, mine, total, max(nodes, 1))
     return None
 
@@ -91,6 +81,8 @@ def fitted(settings: dict[str, Any]) -> dict[str, Any]:
         Started: what was started can't be used; `[mpi]` may not be installed.
     """
     launch = launched()
+    if launch is not None and launch.by == "hand" and launch.nodes == 1:  # nobody has said on how many they are
+        launch = launch._replace(nodes=settings["num_nodes"])
     environments = [plugin for plugin in settings["plugins"] if isinstance(plugin, ClusterEnvironment)]
     if not environments:
         settings = settings | {"plugins": [*settings["plugins"], *_environment(launch)]}
@@ -114,9 +106,31 @@ def _environment(launch: Launch | None) -> list[ClusterEnvironment]:
     if launch.by == "slurm":  # Lightning wants to know, and `srun -n` does not tell
         os.environ.setdefault("SLURM_NTASKS_PER_NODE", str(launch.size // launch.nodes))
     if launch.by == "hand":
-        os.environ.setdefault("LOCAL_RANK", str(launch.rank % (launch.size // launch.nodes)))
-        return [TorchElasticEnvironment()]
+        return [ByHand(max(launch.size // launch.nodes, 1))]
     return [_mpi(launch.size)] if launch.by == "mpi" else []
+
+
+class ByHand(TorchElasticEnvironment):
+    """Torchrun's variables, set by the user, who may leave out those that follow from the others.
+
+    Attributes:
+        guesses: whether nobody has said which rank of this machine this is.
+
+    Args:
+        here: how many ranks there are on each machine.
+    """
+
+    def __init__(self, here: int) -> None:
+        super().__init__()
+        self._here, self.guesses = here, "LOCAL_RANK" not in os.environ
+
+    def local_rank(self) -> int:
+        """The rank's number on its machine."""
+        return int(os.environ.get("LOCAL_RANK", self.global_rank() % self._here))
+
+    def node_rank(self) -> int:
+        """The machine's number."""
+        return int(os.environ.get("GROUP_RANK", self.global_rank() // self._here))
 
 
 @lru_cache(1)
@@ -154,9 +168,14 @@ def join(make_trainer: MakeTrainer) -> None:
     """Meet the others where a launcher has started them; without one, ranks are started when they are needed.
 
     Raises:
+        BadInput: the Trainer has another number of devices than were started.
         TimeoutError: nobody answers, or someone has not come.
         ConnectionError: the port or the file can't be used, or a rank is there twice.
     """
-    strategy: Any = make_trainer().strategy
-    if launched() is not None and strategy.launcher is not None:
+    trainer, launch = make_trainer(), launched()
+    strategy: Any = trainer.strategy
+    if launch is not None and launch.size != trainer.num_devices * trainer.num_nodes:
+        each = f"{launch.size / trainer.num_nodes:g} on each of {trainer.num_nodes} nodes"
+        raise BadInput("trainer.devices", trainer.num_devices, f"{each}, as {launch.size} ranks were started")
+    if launch is not None and strategy.launcher is not None:
         getattr(strategy, "join", strategy.setup_environment)()

@@ -4,7 +4,7 @@
     python benchmarks/comm_speed.py --quick          # seconds: a small size, whose figures say nothing
 
 ring: an all-reduce of 16 MB by `ring`, and by the tutorial's unchunked ring, over that by gloo, on 2 and 3 processes.
-figures: what comm.py finds for gloo over a bare loop of the same calls, at several sizes, on 2 processes.
+figures: what comm.py tells of gloo over a bare loop of the same calls, at several sizes, on 2 processes.
 
 Rivals take turns in the same ranks: a ratio is of one round, and told is the median. It ends with exit code 1 where a
 target is missed.
@@ -31,14 +31,15 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
 from apprentice import environment
-from apprentice.measuring.comm import Bench
-from apprentice.measuring.comm.bench import block, warmed_up
+from apprentice.measuring.comm import Backend, Bench, Row
+from apprentice.measuring.comm.bench import block, timed
 from apprentice.measuring.comm.operations import ITEM, OPERATIONS, Place
+from apprentice.measuring.comm.rows import WORLD
 from apprentice.measuring.isolation import none_left
 from strategies import ring
 
 MB = 2**20
-BLOCKS = 5  # of comm.py's calls, and of a bare loop's, in a round
+BLOCKS = 5  # of calls, whose median counts
 Found = dict[str, list[float]]  # ratios, one a round, by what is compared
 
 
@@ -82,36 +83,44 @@ def rings(size: int, rounds: int, calls: int) -> Found:
         assert case.is_right()
         case.buffers[0].zero_()
     found: Found = {ring.NAME: [], ring.UNCHUNKED: []}
-    for _ in range(rounds):
-        seconds = {name: slowest(block(case, places[name], calls)) for name, case in cases.items()}
+    for number in range(rounds):
+        order = list(cases.items())[:: 1 if number % 2 else -1]  # the first is now and then the slower
+        seconds = {name: slowest(block(case, places[name], calls)) for name, case in order}
         for name, ratios in found.items():
             ratios.append(seconds[name] / seconds["gloo"])
     return found
 
 
 def figures(sizes: Sequence[int], rounds: int) -> Found:
-    """Seconds that comm.py finds over those of a bare loop, for each size; blocks of calls take turns."""
-    here, bench = place(None), Bench(2, 1, ring.register)
-    found: Found = {}
+    """Seconds that comm.py finds over those of a bare loop, for each size; they take turns."""
+    bench, found = Bench(2, BLOCKS, ring.register), {}
     for size in sizes:
-        case = OPERATIONS["all_reduce_sum"].make(here, size // ITEM)
-        x = case.buffers[0].zero_()
-        calls = warmed_up(case, here, bench.block)
+        row = Row(Backend("gloo"), "all_reduce_sum", WORLD, (0, 1), size // ITEM)
+        both = [partial(_ours, row, bench), partial(_bare, torch.zeros(row.count))]
         ratios = found[str(size)] = []
-        for number in range(rounds * BLOCKS):
-            both = [partial(block, case, here, calls), partial(_bare, x, calls)]
-            order = (0, 1) if number % 2 else (1, 0)  # the first of two is now and then the slower
-            seconds = {which: slowest(both[which]()) for which in order}
+        for number in range(rounds):
+            order = (0, 1) if number % 2 else (1, 0)
+            seconds = {which: both[which]() for which in order}
             ratios.append(seconds[0] / seconds[1])
     return found
 
 
-def _bare(x: torch.Tensor, calls: int) -> float:
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(calls):
-        dist.all_reduce(x)
-    return (time.perf_counter() - start) / calls
+def _ours(row: Row, bench: Bench) -> float:
+    """What comm.py tells of a row."""
+    _, seconds = timed(row, place(None), bench)
+    return median(slowest(each) for each in seconds)
+
+
+def _bare(x: torch.Tensor) -> float:
+    """What a loop of calls takes, with warm-up."""
+    calls, seconds = min(max(4 * MB // x.nbytes, 3), 100), []
+    for _ in range(1 + BLOCKS):
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(calls):
+            dist.all_reduce(x)
+        seconds.append(slowest((time.perf_counter() - start) / calls))
+    return median(seconds[1:])
 
 
 def measured(args: argparse.Namespace) -> dict[str, list[float]]:

@@ -54,6 +54,7 @@ from apprentice.measuring.pipeline.task import LEARNING_RATE
 from apprentice.progress import quiet
 from lit_modules import nets
 
+SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
 MICROBATCHES = 8  # in which schedules are compared
 WARMUP = 2  # pairs of steps that are not timed
 FULL = {"batch_size": 120, "image_size": 128, "num_classes": 1000}
@@ -116,7 +117,8 @@ def fits(setting: Setting, args: argparse.Namespace) -> dict[str, Any]:
     """Seconds a step of each rival, and their ratios."""
     whole, size = setting.whole, setting.size(MICROBATCHES)
     same = {f"{name} {MICROBATCHES}": setting.pipelined(name, MICROBATCHES) for name in args.schedules}
-    pipelines = same | {f"1F1B {count}": setting.pipelined("1F1B", count) for count in args.num_microbatches}
+    more = args.schedules[-1]
+    pipelines = same | {f"{more} {count}": setting.pipelined(more, count) for count in args.num_microbatches}
     rows = {"one": setting.rows.alone(setting.batch), f"one {MICROBATCHES}": setting.rows.alone(size)}
     rows |= {"split": setting.pipelined("GPipe", 1, split=True), **pipelines}
     rivals: dict[str, Callable[[], float]] = {name: partial(_seconds, whole, row) for name, row in rows.items()}
@@ -303,8 +305,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="in which rivals take turns")
     parser.add_argument("--steps", type=int, default=3, help="that are timed in each round")
     parser.add_argument("--pairs", type=int, default=8, help="for cost: steps of each of the two")
-    parser.add_argument("--schedules", nargs="+", default=["GPipe", "1F1B", "Interleaved1F1B"], help="for fits")
-    parser.add_argument("--num_microbatches", nargs="+", type=int, default=[15], help="for fits: more of 1F1B's")
+    parser.add_argument("--schedules", nargs="+", default=SCHEDULES, help="for fits")
+    parser.add_argument("--num_microbatches", nargs="+", type=int, default=[12], help="more, of the last schedule")
     parser.add_argument("--balance", nargs=2, type=int, help="layers of the two stages; by time if not given")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     parser.add_argument("--out", type=Path, help="write all figures to this file, as JSON")

@@ -58,7 +58,7 @@ class PartitionedOrder(EpochOrder):
     """One in which each rank has a fixed, seeded share of the samples, in an order of its own in each epoch.
 
     Shares take turns in the global order in proportion to their sizes, so every global batch has as many samples as
-    without shares, and of each rank's as many as its share is of the whole, up to one; that can be none.
+    without shares, and of each rank's as many as its share is of the whole, about; that can be none.
 
     Args:
         fractions: each rank's share of the whole.

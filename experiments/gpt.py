@@ -27,7 +27,7 @@ from torch import nn
 
 import datamodules
 import strategies
-from apprentice import cli, environment, folders, interrupts, invocation, job, launches
+from apprentice import cli, environment, interrupts, invocation, job, launches
 from apprentice.bake_off import BakeOff, Contestant, Facts
 from apprentice.errors import BadInput
 from apprentice.exports import load_net, spec
@@ -157,7 +157,7 @@ def run(config: Namespace, wiring: Wiring, out: Path, settings: dict[str, Any]) 
         if fault := stages[-1]["runs"].get(NAME, {}).get("failed"):
             when = f"with seed {seed} its {fault['term']} is not finite at step {fault['step']}"
             raise BadInput("model.lr", config.model.init_args["lr"], f"settings that train the net; {when}")
-    if not folders.is_main_process():
+    if not job.is_main_process():
         return
     texts = {}
     for seed in config.seeds:

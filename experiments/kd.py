@@ -25,7 +25,7 @@ from torch import nn
 
 import datamodules
 import strategies
-from apprentice import cli, environment, folders, interrupts, invocation, job, launches
+from apprentice import cli, environment, interrupts, invocation, job, launches
 from apprentice.bake_off import BakeOff, Contestant
 from apprentice.checkpoints import load_weights
 from apprentice.errors import BadInput
@@ -141,7 +141,7 @@ def run(config: Namespace, wiring: Wiring, data: Any, out: Path, settings: dict[
             when = f"with seed {seed} its {fault['term']} is not finite at step {fault['step']}"
             raise BadInput("optimizer", config.optimizer.name, f"settings that train the teacher; {when}")
         students.append(bake_off.stage(seed, "students", partial(wiring.taught, seed, out / f"seed{seed}" / "teacher")))
-    if not folders.is_main_process():
+    if not job.is_main_process():
         return
     header = {
         "experiment": "kd", "data": {"name": data.name, **data.sizes}, "hardware": environment.hardware(),

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch.distributed as dist
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -69,10 +68,10 @@ class AllReduce(DataParallel):
         return self.precision_plugin.post_backward(loss, self.lightning_module)
 
     def on_validation_start(self) -> None:
-        """Evaluate with rank zero's statistics."""
-        assert self.lightning_module is not None
-        for buffer in self.lightning_module.buffers():
-            dist.broadcast(buffer, 0)
+        """Validate with rank zero's statistics."""
+        self._share_buffers()
+
+    on_test_start = on_predict_start = on_validation_start
 
     def teardown(self) -> None:
         """Let go of the gradients' room."""

@@ -132,16 +132,21 @@ class DataParallel(DDPStrategy):
             return
         try:
             store = self._meet()
-        except OSError:
+        except OSError as error:
             self._end_children()
-            if isinstance(self._launcher, _SubprocessScriptLauncher) and self.local_rank:
-                raise SystemExit(2) from None  # one on each machine tells
+            if self._another_tells() and not isinstance(error, meeting.StartedTwiceError):
+                raise SystemExit(2) from None
             raise
         world, device = (self.global_rank, self.world_size), self._bound_device()
         backend = self._process_group_backend
         dist.init_process_group(backend, None, self._timeout, world[1], world[0], store, device_id=device)
         # A thread of gloo's that still runs when the interpreter has gone ends the process with a signal.
         atexit.register(_destroy_dist_connection)
+
+    def _another_tells(self) -> bool:
+        """Whether a rank on this machine tells what all of them find, and it is not this one."""
+        knows = not getattr(self.cluster_environment, "guesses", False)
+        return isinstance(self._launcher, _SubprocessScriptLauncher) and self.local_rank > 0 and knows
 
     def _meet(self) -> dist.Store:
         environment = self.cluster_environment
@@ -158,6 +163,14 @@ class DataParallel(DDPStrategy):
     def _bound_device(self) -> torch.device | None:
         """The only device of this rank, which spares NCCL to find it out."""
         return self.root_device if self.root_device.type != "cpu" else None
+
+    # What is each rank's own
+
+    def _share_buffers(self, rank: int = 0) -> None:
+        """Have all ranks hold that one's statistics, as plain BatchNorm's."""
+        assert self.lightning_module is not None
+        for buffer in self.lightning_module.buffers():
+            dist.broadcast(buffer, rank)
 
     # Ending
 

@@ -17,6 +17,10 @@ PAUSE = 0.02  # seconds between two looks
 FAREWELL = 1.0  # seconds in which others hear why a meeting has failed, before the store goes
 
 
+class StartedTwiceError(ConnectionError):
+    """This rank is there already, and perhaps nobody else will notice."""
+
+
 def meet(
     method: str | None,
     address: tuple[str, int],
@@ -42,7 +46,11 @@ def meet(
     deadline = time.monotonic() + timeout
     try:
         store = stores.reach(method, address, rank, timeout, listening)
-        token = _receive(store, world_size, deadline, timeout) if rank == 0 else _ask(store, rank, deadline, timeout)
+        token = (
+            _receive(store, world_size, deadline, timeout)
+            if rank == 0
+            else _ask(store, rank, world_size, deadline, timeout)
+        )
     except dist.DistError:
         told = "expected rank 0 to stay until all ranks have come; it has gone"
         raise ConnectionError(f"--trainer.strategy.timeout {timeout:g}: {told}") from None
@@ -83,14 +91,15 @@ def _late(missing: list[int], world_size: int, timeout: float) -> str:
     return f"--trainer.strategy.timeout {timeout:g}: expected {world_size} ranks within that time; {names} not come"
 
 
-def _ask(store: dist.Store, rank: int, deadline: float, timeout: float) -> str:
+def _ask(store: dist.Store, rank: int, world_size: int, deadline: float, timeout: float) -> str:
     """Another rank's part: ask for the token, tell that it is here, and wait for all."""
     request = secrets.token_hex(8)
     while (token := _read(store, f"answer/{request}")) is None:
         if _read(store, f"request/{rank}") != request:
             store.set(f"request/{rank}", request)  # again, where another one of this number has put its own there
         _pause(deadline, timeout)
-    store.add(f"here/{token}/{rank}", 1)
+    if store.add(f"here/{token}/{rank}", 1) > 1:  # the first one may be under way already
+        raise StartedTwiceError(_twice(rank, world_size))
     while (outcome := _read(store, f"outcome/{token}")) is None:
         _pause(deadline + 2 * FAREWELL, timeout)  # rank 0 knows better who is missing
     if outcome:

@@ -5,19 +5,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed import rpc
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from apprentice import replicas
 from strategies import checkpoints
 from strategies.remote import agents, inbox
-from strategies.remote.calling import Calling
+from strategies.remote.calling import Calling, trained
 from strategies.staging.gradients import packed, unpacked
 
 GRACE = 10.0  # seconds that workers wait longer than the server: it knows whom it waits for
@@ -88,14 +87,6 @@ class ParamServer(Calling):
 
     # Starting and ending
 
-    def check_module(self, module: LightningModule) -> None:
-        """Raise ValueError where the module can't be trained so."""
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        if not module.automatic_optimization:
-            raise ValueError(f"strategy param_server: expected automatic optimization of {type(module).__name__}")
-        if scaler is not None and scaler.is_enabled():
-            raise ValueError("precision 16-mixed: expected one without a loss scale, as bf16-mixed, for a param_server")
-
     def setup_environment(self) -> None:
         """Join the process group; the server is in it, but gets no rows."""
         super().setup_environment()
@@ -111,8 +102,7 @@ class ParamServer(Calling):
             inbox.opened(self._inbox)  # before anyone can call
             self._start_agents()
         super().setup(trainer)
-        if any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers):
-            raise ValueError("strategy param_server: expected an optimizer other than LBFGS, which needs the loss")
+        self._check_optimizers()
 
     def configure_ddp(self) -> None:
         """Begin with rank zero's states; nothing is wrapped."""
@@ -145,13 +135,13 @@ class ParamServer(Calling):
         result = super().optimizer_step(optimizer, exchanged, model, **kwargs)
         self._steps += 1
         if self._inbox:
-            self._inbox.answer(self._steps - 1, torch.cat([p.detach().flatten().cpu() for p in _parameters(optimizer)]))
+            self._inbox.answer(self._steps - 1, torch.cat([p.detach().flatten().cpu() for p in trained(optimizer)]))
         else:
             self._receive(optimizer, self.max_staleness)
         return result
 
     def _send(self, optimizer: Optimizer) -> None:
-        parameters = _parameters(optimizer)
+        parameters = trained(optimizer)
         push = inbox.Push(self.global_rank, self._steps, self._version, packed({p: p.grad for p in parameters}).cpu())
         to, patience = agents.name(self.server), self._seconds + GRACE
         self._pending.append((self._steps + 1, rpc.rpc_async(to, inbox.put, args=(push,), timeout=patience)))
@@ -169,7 +159,7 @@ class ParamServer(Calling):
         total = pushes[0].gradients
         for push in pushes[1:]:
             total = total + push.gradients
-        for p, mean in unpacked(total, _parameters(optimizer), len(pushes)).items():
+        for p, mean in unpacked(total, trained(optimizer), len(pushes)).items():
             p.grad = mean
 
     @torch.no_grad()
@@ -180,7 +170,7 @@ class ParamServer(Calling):
             self._version, reply = self._pending.popleft()
             newest = agents.answered(reply, self.server)
         if newest is not None:
-            parameters = _parameters(optimizer)
+            parameters = trained(optimizer)
             for p, values in zip(parameters, newest.split([p.numel() for p in parameters]), strict=True):
                 p.copy_(values.view_as(p))
 
@@ -196,8 +186,7 @@ class ParamServer(Calling):
         self._catch_up()
         assert self.lightning_module is not None
         if self.server and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            for buffer in self.lightning_module.buffers():
-                dist.broadcast(buffer, 0)
+            self._share_buffers()
 
     def on_train_end(self) -> None:
         """End with the newest parameters; tell how late gradients were."""
@@ -221,7 +210,3 @@ class ParamServer(Calling):
         if not self._serves:
             for optimizer in self.optimizers:
                 optimizer.state.clear()
-
-
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"]]

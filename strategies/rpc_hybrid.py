@@ -16,14 +16,14 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed import rpc
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from apprentice import keyed, replicas
 from strategies.agreeing import Agreeing
 from strategies.model_parallel import PLAIN, devices_of
 from strategies.remote import agents, replica
-from strategies.remote.calling import Calling
+from strategies.remote.calling import Calling, trained
 from strategies.remote.desk import Desk
 from strategies.shards import bounds
 from strategies.staging import stages
@@ -90,12 +90,9 @@ class RPCHybrid(Calling, Agreeing):
 
     def check_module(self, module: LightningModule) -> None:
         """Raise ValueError where the module can't be trained so."""
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        if not module.automatic_optimization or is_overridden("backward", module, LightningModule):
-            kind = type(module).__name__
-            raise ValueError(f"strategy rpc_hybrid: expected automatic optimization and Lightning's backward of {kind}")
-        if scaler is not None and scaler.is_enabled():
-            raise ValueError("precision 16-mixed: expected one without a loss scale, as bf16-mixed, for rpc_hybrid")
+        super().check_module(module)
+        if is_overridden("backward", module, LightningModule):
+            raise ValueError(f"strategy rpc_hybrid: expected Lightning's backward of {type(module).__name__}")
         if self.devices_per_worker > 1:
             replica.cut(module, self.devices_per_worker)
 
@@ -114,8 +111,7 @@ class RPCHybrid(Calling, Agreeing):
             rank_zero_warn(f"{', '.join(plain)}: BatchNorm sees the rows of one worker, not the batch")
         super().setup(trainer)
         optimizers = self.optimizers if trainer.state.fn == TrainerFn.FITTING else []
-        if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
-            raise ValueError("strategy rpc_hybrid: expected an optimizer other than LBFGS, which needs the loss")
+        self._check_optimizers()
         _distributed_optimizer()  # here, as a worker's calls come in other threads
         if not self.is_global_zero:
             self._desk = Desk(0, self._seconds)
@@ -236,7 +232,7 @@ class RPCHybrid(Calling, Agreeing):
             return loss
 
         loss = self.precision_plugin._wrap_closure(self.lightning_module, optimizer, summed)  # type: ignore[arg-type]
-        gradients = [(p, p.grad) for p in _parameters(optimizer)]
+        gradients = [(p, p.grad) for p in trained(optimizer)]
         self.barrier()  # hooks and clipping have changed them; DistributedOptimizer will set what autograd has found
 
         def step() -> None:
@@ -254,7 +250,7 @@ class RPCHybrid(Calling, Agreeing):
 
     def _sum(self, optimizer: Optimizer) -> None:
         """Add up the parts of all ranks."""
-        parameters = _parameters(optimizer)
+        parameters = trained(optimizer)
         total = packed({p: p.grad for p in parameters}).to(self.root_device)
         dist.all_reduce(total)
         for p, gradient in unpacked(total, parameters).items():
@@ -275,11 +271,14 @@ class RPCHybrid(Calling, Agreeing):
     # What others see
 
     def _take_buffers(self) -> None:
-        """Have the master's buffers, which see no batch, be those of the first worker."""
+        """Have all buffers be the first worker's: the master's see no batch."""
         assert self.lightning_module is not None
         if self.num_workers and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            for buffer in self.lightning_module.buffers():
-                dist.broadcast(buffer, 1)
+            self._share_buffers(1)
+
+    def on_validation_start(self) -> None:
+        """Validate with the first worker's buffers."""
+        self._take_buffers()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state; every rank has to ask."""
@@ -316,7 +315,3 @@ def _distributed_optimizer() -> Any:
 def _no_news(record: logging.LogRecord) -> bool:
     """Whether a record says more than that an optimizer is not one of torch's functional ones."""
     return not record.msg.startswith("Creating the optimizer")
-
-
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"]]

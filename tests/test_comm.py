@@ -177,6 +177,18 @@ def test_a_wrong_result_and_a_row_that_fails_cost_no_other(
     assert "gloo reduce, world, 64 B: failed: " in (tmp_path / "results.md").read_text()
 
 
+def test_a_backend_that_does_not_start_fails_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(comm.ring, "register", lambda: os._exit(3))
+    with pytest.raises(SystemExit):
+        comm.main([*ONLY, "--only", "broadcast", "gather", "--out", str(tmp_path)])
+    failed = [line for line in capfd.readouterr().err.splitlines() if " failed: " in line]
+    assert len(failed) == 1
+    assert failed[0].startswith("gloo broadcast, world, 64 B and 3 more failed: rank ")
+    assert failed[0].endswith(" ended with exit code 3")
+
+
 def slow(flags: list[str]) -> None:
     def made(place: Place, count: int) -> Case:
         return Case(lambda: time.sleep(60), list, [], [])
@@ -226,8 +238,8 @@ def test_rows_of_any_number_of_ranks() -> None:
     names = [row.name for row in found.all()]
     assert len(set(names)) == len(names)
     assert names[:4] == [
-        "gloo all_reduce_max, world, 20 B", "gloo all_reduce_max, world, 4 KB",
-        "gloo all_reduce_max, sub-group, 16 B", "gloo all_reduce_max, sub-group, 4 KB",
+        "gloo all_reduce_max, world, 20 B", "gloo all_reduce_max, world, 4,100 B",
+        "gloo all_reduce_max, sub-group, 16 B", "gloo all_reduce_max, sub-group, 4,096 B",
     ]  # fmt: skip
     assert all(row.count % len(row.ranks) == 0 for row in found.all())
     assert {row.ranks for row in found.all()} == {(0, 1, 2, 3, 4), (0, 1, 2, 3)}

@@ -120,11 +120,8 @@ def test_readme_begins_with_two_blocks_of_commands() -> None:
     assert second.strip() in (ROOT / ".ci" / "run").read_text(), "CI runs what the README says"
 
 
-@pytest.mark.parametrize(
-    "name", ["README.md", "CONTRIBUTING.md", "docs/distillation.md", "docs/hardware.md", "docs/clusters.md"]
-)
-def test_links_lead_to_files(name: str) -> None:
-    page = ROOT / name
+@pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")], ids=lambda page: page.name)
+def test_links_lead_to_files(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
         assert (page.parent / target).exists(), target
 

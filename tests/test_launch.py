@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from apprentice import launches
+from apprentice import job, launches
 from experiments import kd
 from strategies import stores
 from tests.launching import ROOT, TINY, Command, by_hand, ended, free_port, ranks, weights
@@ -55,6 +55,26 @@ def test_slurms_variables_give_the_ranks(monkeypatch: pytest.MonkeyPatch) -> Non
     assert launches.launched() == launches.Launch("slurm", 1, 2, 2)
     monkeypatch.setenv("SLURM_JOB_NAME", "interactive")
     assert launches.launched() is None
+
+
+def test_one_launcher_inside_another_is_the_one_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    mpirun = {"OMPI_COMM_WORLD_RANK": 1, "OMPI_COMM_WORLD_SIZE": 2, "OMPI_COMM_WORLD_LOCAL_SIZE": 2}
+    mpich = {"PMI_RANK": 0, "PMI_SIZE": 1}
+    for key, value in (slurm(0) | mpirun | mpich).items():
+        monkeypatch.setenv(key, str(value))
+    assert launches.launched() == launches.Launch("mpi", 1, 2, 1)
+    assert not job.is_main_process()
+    for key in (*mpirun, *slurm(0)):
+        monkeypatch.delenv(key)
+    assert launches.launched() is None
+
+
+def test_a_rank_by_hand_knows_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "192.0.2.1"}.items():
+        monkeypatch.setenv(key, value)
+    settings = launches.fitted({"plugins": [], "num_nodes": 2, "devices": "auto"})
+    (place,) = settings["plugins"]
+    assert (settings["num_nodes"], settings["devices"], place.node_rank(), place.local_rank()) == (2, 2, 1, 1)
 
 
 SRUN = """#!/bin/bash
@@ -194,12 +214,24 @@ def test_a_world_that_never_gets_complete(tmp_path: Path) -> None:
     assert lines == ["error: --trainer.strategy.timeout 2: expected 3 ranks within that time; rank 1 has not come"]
 
 
-def test_a_rank_that_is_there_twice(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_that_is_there_twice(size: int, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    lines = told(
-        ranks(by_hand(3, [0, 1, 1]), [*TINY, *MEET, f"file://{tmp_path}/f", "--out", out], tmp_path / "log"), out
-    )
-    assert lines == ["error: rank 1: expected each of the 3 ranks once; this one was started twice"]
+    given = [{"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"} for rank in (0, 1, 1)]
+    runs = ranks(given, [*TINY, *MEET, f"file://{tmp_path}/f", "--out", out], tmp_path / "log")
+    codes = [run.wait(60) for run in runs]
+    said = f"error: rank 1: expected each of the {size} ranks once; this one was started twice\n"
+    outputs = [run.output for run in runs]
+    if codes == [2, 2, 2]:  # before the others had met
+        assert set(outputs) <= {said, ""}
+        assert outputs[0] == said
+        assert not list(out.glob("seed*"))
+    else:  # the others train
+        assert size == 2
+        assert sorted(codes) == [0, 0, 2], "".join(outputs)
+        own = outputs[codes.index(2)]
+        assert own == said or own.endswith("it has not come, or has all its ranks\n")  # once the others had met
+        assert (out / "results.json").exists()
 
 
 BAD: dict[str, tuple[dict[str, Any], list[str], str]] = {
@@ -214,6 +246,10 @@ BAD: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "another number than was started": (
         {"RANK": 0, "WORLD_SIZE": 2}, ["--trainer.devices", "3"],
         "--trainer.devices 3: expected 2 on each of 1 nodes, as 2 ranks were started",
+    ),
+    "one device for several that were started": (
+        {"RANK": 1, "WORLD_SIZE": 2}, ["--trainer.devices", "1"],
+        "--trainer.devices 1: expected 2 on each of 1 nodes, as 2 ranks were started",
     ),
     "no such way to meet": (
         {}, [*MEET, "udp://x"],

@@ -23,7 +23,8 @@ from apprentice.keyed import seeded
 from apprentice.progress import quiet
 from benchmarks import rpc_speed
 from lit_modules.classifier import LitClassifier
-from strategies import DDP, DataParallel, ParamServer, ZeRO1
+from strategies import DDP, DataParallel, ParamServer, RPCHybrid, ZeRO1
+from tests.launching import free_port
 from tests.processes import Run, launch
 from tests.test_strategies import STEPS, Gathered, SaveAndStop, outcome, state_bytes
 from tests.training import LinesLogger, assert_same, classifier, digits, distillation, fit, net, trainer, weights
@@ -258,6 +259,17 @@ def test_a_platform_without_rpc_is_told_before_anything_starts(monkeypatch: pyte
     monkeypatch.setattr(rpc, "is_available", lambda: False)
     with pytest.raises(ValueError, match="strategy param_server: expected a torch with"):
         trainer(2, strategy=server())
+
+
+@pytest.mark.parametrize("strategy", [ParamServer, RPCHybrid])
+@pytest.mark.parametrize("method", ["file", "tcp"])
+def test_ranks_may_meet_anywhere(strategy: Any, method: str, tmp_path: Path) -> None:
+    where = f"file://{tmp_path}/meeting" if method == "file" else f"tcp://127.0.0.1:{free_port()}"
+    ended = [
+        weights(fit(classifier(), digits(), 2, strategy=strategy(timeout=60, init_method=name), max_steps=3))
+        for name in (None, where)
+    ]
+    assert_same(*ended, atol=0)
 
 
 def test_its_speed_is_measured_beside_ddp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

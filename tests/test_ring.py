@@ -421,12 +421,31 @@ def refusals() -> None:
         dist.all_reduce(torch.ones(1, device="meta"))
     with pytest.raises(ValueError, match="expected one of the operations SUM, AVG"):
         dist.all_reduce(torch.ones(1), dist._make_nccl_premul_sum(2.0))  # type: ignore[attr-defined]
-    with pytest.raises(RuntimeError, match="size of tensor"):
-        dist.all_gather_into_tensor(torch.zeros(5), torch.zeros(2))
+    n = dist.get_world_size()
+    large, one, wide = torch.arange(1e6), torch.ones(1), [torch.zeros(3) for _ in range(n)]
+    with pytest.raises(ValueError, match=f"expected {n} x torch.float32 for all_gather_into_tensor, got {3 * n} x"):
+        dist.all_gather_into_tensor(torch.zeros(3 * n), one)
+    with pytest.raises(ValueError, match=r"expected 1 x torch.float32 for all_gather, got 3 x"):
+        dist.all_gather(wide, one)
+    with pytest.raises(ValueError, match=r"expected 1 x torch.float32 for reduce_scatter, got 3 x"):
+        dist.reduce_scatter(one, wide)
+    with pytest.raises(ValueError, match="for reduce_scatter_tensor, got"):
+        dist.reduce_scatter_tensor(one, torch.zeros(3 * n))
+    with pytest.raises(ValueError, match="the part that stays here"):
+        dist.all_to_all_single(torch.zeros(3 * n), torch.zeros(n))
+    with pytest.raises(ValueError, match=f"expected {n} rows in all for all_to_all_single, got {2 * n}"):
+        dist.all_to_all_single(torch.zeros(n), torch.zeros(n), [2] * n, [2] * n)
+    with pytest.raises(ValueError, match=r"expected another operation than BAND for torch.float32"):
+        dist.all_reduce(large, dist.ReduceOp.BAND)
+    with pytest.raises(ValueError, match=r"expected another operation than AVG for torch.int64"):
+        dist.all_reduce(torch.arange(3), dist.ReduceOp.AVG)
+    dist.all_reduce(large)  # nothing of what was refused is under way
+    assert torch.equal(large, n * torch.arange(1e6))
 
 
-def test_what_it_can_not_do_is_said() -> None:
-    ranks(1, refusals)
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_it_can_not_do_is_said(size: int) -> None:
+    ranks(size, refusals)
 
 
 def test_it_is_there_only_when_it_is_registered() -> None:

@@ -76,17 +76,19 @@ class Kept:
                 if name == needed:
                     interrupts.stop_if_requested()
                     raise
-                self.fail(name, error)
+                self.fail(error, name)
 
-    def fail(self, name: str, error: Exception) -> None:
-        """Tell that a row failed, and why.
+    def fail(self, error: Exception, name: str, *more: str) -> None:
+        """Tell that a row failed, or several for one reason, and why.
 
         Raises:
             Interrupted: the user asked to stop, which may be why.
         """
         interrupts.stop_if_requested()
-        self.failed[name] = self._said(error)
-        sys.stderr.write(f"{name} failed: {self.failed[name]}\n")
+        said = self._said(error)
+        self.failed |= dict.fromkeys([name, *more], said)
+        others = f" and {len(more)} more" if more else ""
+        sys.stderr.write(f"{name}{others} failed: {said}\n")
 
     def missing(self, skipped: Mapping[str, str]) -> dict[str, str]:
         """Names of rows that are not there, and why: those that were skipped, and those that failed."""

@@ -1,7 +1,6 @@
 """The RPC agent of this process: its start and end, and answers that are waited for."""
 
 import atexit
-import os
 import threading
 import time
 import warnings
@@ -10,8 +9,11 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import rpc
+from torch.distributed.distributed_c10d import _get_default_store
 
+SCHEME = "apprentice"  # of an init_method that stands for the store in which ranks have met
 PATIENCE = 10.0  # seconds in which all are done who end together
 ROUND = 1.0  # seconds after which those who are waited for are asked whether they are still there
 
@@ -34,12 +36,18 @@ def start(rank: int, ranks: int, timeout: float) -> None:
     if rpc._is_current_rpc_agent_set():
         rpc._set_rpc_timeout(timeout)
         return
-    address = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    options = rpc.TensorPipeRpcBackendOptions(init_method=address, rpc_timeout=timeout)
+    with suppress(RuntimeError):  # it is registered already
+        dist.register_rendezvous_handler(SCHEME, _where_ranks_have_met)
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"{SCHEME}://", rpc_timeout=timeout)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # it is torch's own use of one
         rpc.init_rpc(name(rank), rank=rank, world_size=ranks, rpc_backend_options=options)
     atexit.register(_stop_at_last)
+
+
+def _where_ranks_have_met(*_args: Any, **_options: Any) -> Iterator[tuple[dist.Store, int, int]]:
+    """The process group's store: another address might be taken by now, or be that of ranks that are dead."""
+    yield dist.PrefixStore("rpc", _get_default_store()), dist.get_rank(), dist.get_world_size()
 
 
 def stop(graceful: bool = True) -> None:

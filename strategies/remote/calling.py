@@ -1,5 +1,9 @@
 """What strategies share whose ranks call one another."""
 
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+
 from strategies.base import DataParallel
 from strategies.launchers import ForkLauncher
 from strategies.remote import agents
@@ -13,6 +17,20 @@ class Calling(DataParallel):
     def _check_devices(self) -> None:
         super()._check_devices()
         agents.check(self.rpc_name)
+
+    def check_module(self, module: LightningModule) -> None:
+        """Raise ValueError where the module can't be trained so."""
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if not module.automatic_optimization:
+            raise ValueError(f"strategy {self.rpc_name}: expected automatic optimization of {type(module).__name__}")
+        if scaler is not None and scaler.is_enabled():
+            kind = self.rpc_name
+            raise ValueError(f"precision 16-mixed: expected one without a loss scale, as bf16-mixed, for {kind}")
+
+    def _check_optimizers(self) -> None:
+        """Raise ValueError where one of them would call for gradients again and again."""
+        if any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers):
+            raise ValueError(f"strategy {self.rpc_name}: expected an optimizer other than LBFGS, which needs the loss")
 
     @property
     def _seconds(self) -> float:
@@ -39,3 +57,8 @@ class Calling(DataParallel):
         if isinstance(self._launcher, ForkLauncher):
             agents.stop()
         super().teardown()
+
+
+def trained(optimizer: Optimizer) -> list[nn.Parameter]:
+    """All that it steps."""
+    return [p for group in optimizer.param_groups for p in group["params"]]

@@ -103,7 +103,7 @@ class RingGroup(ProcessGroup):
 
     def allreduce(self, tensors: list[Tensor], opts: Options = None) -> dist.Work:
         """Every tensor combined over the ranks, in place."""
-        found = reduction(dist.ReduceOp.SUM if opts is None else opts.reduceOp)
+        found = reduction(dist.ReduceOp.SUM if opts is None else opts.reduceOp, tensors[0])
 
         def run() -> None:
             with flat(tensors) as xs:
@@ -128,7 +128,7 @@ class RingGroup(ProcessGroup):
 
     def reduce(self, tensors: list[Tensor], opts: Options) -> dist.Work:
         """The tensor combined over the ranks, in place of the root's."""
-        found = reduction(opts.reduceOp)
+        found = reduction(opts.reduceOp, tensors[0])
 
         def run() -> None:
             with flat(tensors) as (x,):
@@ -141,6 +141,7 @@ class RingGroup(ProcessGroup):
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Options = None) -> dist.Work:
         """Each rank's tensor."""
         (parts,), (own,) = outputs, inputs
+        self._check("all_gather", parts, own)
 
         def run() -> None:
             parts[self.links.rank].copy_(own)
@@ -151,6 +152,8 @@ class RingGroup(ProcessGroup):
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Options = None) -> dist.Work:
         """Each rank's tensors: `outputs[rank][i]`."""
+        for own, *parts in zip(inputs, *outputs, strict=True):
+            self._check("all_gather", parts, own)
 
         def run() -> None:
             for own, *parts in zip(inputs, *outputs, strict=True):
@@ -164,6 +167,8 @@ class RingGroup(ProcessGroup):
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Options = None
     ) -> dist.Work:
         """Each rank's tensors, one after the other in each output."""
+        for whole, own in zip(outputs, inputs, strict=True):
+            self._check("all_gather_into_tensor", [whole], own, self.links.size)
 
         def run() -> None:
             with flat(outputs) as wholes:
@@ -184,8 +189,9 @@ class RingGroup(ProcessGroup):
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Options) -> dist.Work:
         """The inputs' part of this rank's number, combined over the ranks."""
-        found = reduction(opts.reduceOp)
         (output,), (parts,) = outputs, inputs
+        found = reduction(opts.reduceOp, output)
+        self._check("reduce_scatter", parts, output)
 
         def run() -> None:
             self._reduce_scatter(output, [part.flatten().clone() for part in parts], found)
@@ -194,7 +200,9 @@ class RingGroup(ProcessGroup):
 
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Options) -> dist.Work:
         """The part of each input that has this rank's number, combined over the ranks."""
-        found = reduction(opts.reduceOp)
+        found = reduction(opts.reduceOp, outputs[0])
+        for output, x in zip(outputs, inputs, strict=True):
+            self._check("reduce_scatter_tensor", [x], output, self.links.size)
 
         def run() -> None:
             for output, x in zip(outputs, inputs, strict=True):
@@ -219,6 +227,7 @@ class RingGroup(ProcessGroup):
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Options) -> dist.Work:
         """Each rank's tensor, on the root."""
         parts = outputs[0] if outputs else []
+        self._check("gather", parts, inputs[0])
 
         def run() -> None:
             with flat(inputs) as (own,), flat(parts) as chunks:
@@ -229,6 +238,7 @@ class RingGroup(ProcessGroup):
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Options) -> dist.Work:
         """The root's part of this rank's number."""
         parts = inputs[0] if inputs else []
+        self._check("scatter", parts, outputs[0])
 
         def run() -> None:
             with flat(outputs) as (own,), flat(parts) as chunks:
@@ -238,6 +248,7 @@ class RingGroup(ProcessGroup):
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Options = None) -> dist.Work:
         """A part from each rank."""
+        self._check("all_to_all", [outputs[self.links.rank]], inputs[self.links.rank])
 
         def run() -> None:
             with flat(outputs) as received, flat(inputs) as parts:
@@ -249,11 +260,13 @@ class RingGroup(ProcessGroup):
         self, output: Tensor, x: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Options = None
     ) -> dist.Work:
         """A part from each rank, one after the other; sizes count rows, and none stand for equal ones."""
+        coming, leaving = self._numbers(output, output_sizes), self._numbers(x, input_sizes)
+        if coming[self.links.rank] != leaving[self.links.rank] or output.dtype != x.dtype:
+            raise ValueError("backend ring: expected the part that stays here to have one size in all_to_all_single")
 
         def run() -> None:
             with flat([output]) as (whole,), flat([x]) as (own,):
-                received = whole.split(self._numbers(output, output_sizes))
-                algorithms.all_to_all(self.links, received, own.split(self._numbers(x, input_sizes)))
+                algorithms.all_to_all(self.links, whole.split(coming), own.split(leaving))
 
         return self._add("all_to_all_single", run, [output], opts, [x])
 
@@ -262,13 +275,23 @@ class RingGroup(ProcessGroup):
     def _numbers(self, x: Tensor, rows: Sequence[int]) -> list[int]:
         """How many numbers each part has."""
         row = x.numel() // max(len(x), 1)
-        return [count * row for count in rows or [len(x) // self.links.size] * self.links.size]
+        counts = rows or [len(x) // self.links.size] * self.links.size
+        if sum(counts) != len(x):
+            raise ValueError(f"backend ring: expected {len(x)} rows in all for all_to_all_single, got {sum(counts)}")
+        return [count * row for count in counts]
 
     def barrier(self, opts: Options = None) -> dist.Work:
         """Done when all ranks have called it."""
         return self._add("barrier", partial(algorithms.barrier, self.links), [], opts)
 
     # Running
+
+    def _check(self, name: str, parts: Sequence[Tensor], own: Tensor, share: int = 1) -> None:
+        """Raise ValueError where a part is not of a rank's size, so many times, and type: messages carry neither."""
+        for part in parts:
+            if part.numel() != share * own.numel() or part.dtype != own.dtype:
+                expected = f"expected {share * own.numel()} x {own.dtype} for {name}"
+                raise ValueError(f"backend ring: {expected}, got {part.numel()} x {part.dtype}")
 
     def _add(
         self, name: str, run: Callable[[], None], outputs: list[Tensor], opts: Options, inputs: Sequence[Tensor] = ()

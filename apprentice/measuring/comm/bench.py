@@ -24,6 +24,18 @@ WARMUP = 2  # calls: the first makes connections
 MOST = 200  # calls in a block
 
 
+class NeverMetError(RuntimeError):
+    """The ranks never met.
+
+    Args:
+        why: what ended one of them.
+    """
+
+    def __init__(self, why: Exception) -> None:
+        super().__init__(f"the ranks never met: {why}")
+        self.why = why
+
+
 @dataclass(frozen=True)
 class Bench:
     """Measures.
@@ -46,6 +58,7 @@ class Bench:
         """What results.json has of each row, as soon as it is there.
 
         Raises:
+            NeverMetError: the ranks never met.
             Exception: a rank failed, at the row after the last that is there.
         """
         context = multiprocessing.get_context("fork" if can_fork() else "spawn")
@@ -54,11 +67,19 @@ class Bench:
             call = (self, backend, rows, str(Path(folder) / "store"), sender)
             method: Any = context.get_start_method()
             ranks: Any = start_processes(_rank, args=call, nprocs=self.world_size, join=False, start_method=method)
-            for row in rows:
+
+            def received(before: str) -> Any:
                 while not receiver.poll(0.02):
                     if ranks.join(timeout=0) and not receiver.poll():
-                        raise RuntimeError(f"the ranks ended before {row.name}")
-                yield row, receiver.recv()
+                        raise RuntimeError(f"the ranks ended before {before}")
+                return receiver.recv()
+
+            try:
+                received("they met")
+            except Exception as error:
+                raise NeverMetError(error) from error
+            for row in rows:
+                yield row, received(row.name)
             while not ranks.join():
                 pass
 
@@ -75,6 +96,9 @@ def _rank(rank: int, bench: Bench, backend: Backend, rows: Sequence[Row], store:
         timeout=timedelta(seconds=bench.timeout),
     )  # fmt: skip
     places = places_of(rows, rank, device)
+    dist.barrier()
+    if rank == 0:
+        sender.send(None)
     for row in rows:
         facts = _measured(row, places[row.group], bench)
         if facts is not None:

@@ -55,7 +55,7 @@ class Row:
     @property
     def name(self) -> str:
         """Its own among the rows."""
-        size = f", {words(self.size)}" if self.count else ""
+        size = f", {self.size:,} B" if self.count else ""
         return f"{self.backend.name} {self.operation}, {self.group}{size}"
 
 

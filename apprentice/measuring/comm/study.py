@@ -1,7 +1,7 @@
 """A run of the study: the rows that are missing are measured, and all are told."""
 
 from apprentice import interrupts
-from apprentice.measuring.comm.bench import Backend, Bench
+from apprentice.measuring.comm.bench import Backend, Bench, NeverMetError
 from apprentice.measuring.comm.report import save, text
 from apprentice.measuring.comm.rows import Row, Rows
 from apprentice.measuring.kept import Kept
@@ -52,8 +52,10 @@ class Study:
                 self.kept.write(self.kept.rows)
                 print(f"{row.name:52} {facts['latency_us']:12,.1f} µs", flush=True)
                 under_way = next(left, row)
+        except NeverMetError as error:
+            self.kept.fail(error.why, *(row.name for row in missing))
         except Exception as error:  # whatever it is: other rows don't depend on it
             if self._has(under_way):
                 interrupts.stop_if_requested()
                 raise
-            self.kept.fail(under_way.name, error)
+            self.kept.fail(error, under_way.name)
