@@ -121,7 +121,15 @@ def test_readme_begins_with_two_blocks_of_commands() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["README.md", "CONTRIBUTING.md", "docs/distillation.md", "docs/hardware.md", "docs/clusters.md"]
+    "name",
+    [
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/attention.md",
+        "docs/distillation.md",
+        "docs/hardware.md",
+        "docs/clusters.md",
+    ],
 )
 def test_links_lead_to_files(name: str) -> None:
     page = ROOT / name
