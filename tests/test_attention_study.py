@@ -171,7 +171,15 @@ def test_a_row_that_fails_costs_no_other(
     }  # fmt: skip
     name = "kernels: math, float32, 4 x 16, forward"
     assert f"{name} failed: " in capfd.readouterr().err
-    assert f"{name}: failed: " in (tmp_path / "results.md").read_text()
+    assert f"{name}; {name} + backward: failed: " in (tmp_path / "results.md").read_text()
+
+
+def test_blocks_that_take_too_long_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    attention.main([*QUICK, "--parts", "blocks", "--longest", "1e-12", "--out", str(tmp_path)])
+    assert list(rows(tmp_path)) == ["matmul: float32"]
+    told = " ".join(capsys.readouterr().out.split())
+    assert "blocks: jagged compiled, float32, 2 x 32, forward + backward: left out: at its best" in told
+    assert "--longest 1e-12 s." in told
 
 
 @pytest.mark.skipif(not LINUX, reason="only there a process's memory is limited")

@@ -116,6 +116,7 @@ class Bench:
             "iqr_microseconds": 1e6 * found.iqr,
             "calls": found.number_per_run * len(found.raw_times),
             "tflops_per_second": operations / found.median / 1e12,
+            "threads": torch.get_num_threads(),
         }
 
     def _matrices(self, dtype: str) -> Facts:
@@ -127,7 +128,7 @@ class Bench:
             if facts["microseconds"] > 1e6 * LONG:
                 break
         best, n = max(found)
-        return {"tflops_per_second": best, "matrix": n}
+        return {"tflops_per_second": best, "matrix": n, "threads": torch.get_num_threads()}
 
     def _profiled(self, called: Call, row: Row, folder: Path) -> list[Facts]:
         """The operators that take longest by themselves, over some calls, whose Chrome trace is written."""

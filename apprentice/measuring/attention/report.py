@@ -29,8 +29,8 @@ COUNTED = (
     "section 4.1); of projections 8 T D², twice as many backward. Padding is counted."
 )
 ABOVE = (
-    "A share above 100 %: torch's product of matrices of that type is slower here than the kernel, which converts to "
-    "another type inside."
+    "A share above 100 %: the kernel was faster than torch's product of matrices of that type, as where the processor "
+    "has none for it (float16 on many CPUs) and the kernel converts inside, or as the machine was busy meanwhile."
 )
 DRAWN = {
     "kernels": "what each kernel reaches against the length of texts",
@@ -183,12 +183,15 @@ def every(rows: Sequence[Facts]) -> Table:
 
 
 def peaks(rows: Sequence[Facts]) -> str:
-    """What the machine reaches in a product of two square matrices."""
+    """What the machine reaches in a product of two square matrices, with how many threads of its processor."""
     told = [
         f"{short(row['tflops_per_second'])} TFLOP/s in {row['dtype']} ({row['matrix']} x {row['matrix']})"
         for row in _of(rows, "matmul")
     ]
-    return f"Product of two matrices at its best: {listed(told) or NONE}."
+    threads = {row["threads"] for row in _of(rows, "matmul")}
+    return (
+        f"Product of two matrices at its best: {listed(told) or NONE}. Threads: {', '.join(map(str, sorted(threads)))}."
+    )
 
 
 def _peaks(rows: Sequence[Facts]) -> dict[str, float]:
@@ -208,8 +211,7 @@ def _grouped(missing: Mapping[str, str]) -> list[str]:
     names: dict[str, list[str]] = {}
     for name, reason in missing.items():
         names.setdefault(reason, []).append(name)
-    more = {reason: f" and {len(each) - 1} more" if len(each) > 1 else "" for reason, each in names.items()}
-    return [f"{each[0]}{more[reason]}: {reason}." for reason, each in names.items()]
+    return [f"{'; '.join(each)}: {reason}." for reason, each in names.items()]
 
 
 def refusals(rows: Sequence[Facts]) -> list[str]:

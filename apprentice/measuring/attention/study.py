@@ -58,8 +58,9 @@ class Study:
     def _too_long(self, row: Row) -> str | None:
         """Why it is left out."""
         peak = self.kept.rows.get(_peak(row.dtype))
-        seconds = row.projections / (1e12 * peak["tflops_per_second"]) if peak is not None else 0.0
-        if seconds <= self.longest:
+        if peak is None or row.part != "blocks":
+            return None
+        if row.projections / (1e12 * peak["tflops_per_second"]) <= self.longest:
             return None
         return f"left out: at its best the machine takes longer for the projections than --longest {self.longest} s"
 
