@@ -17,6 +17,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
 
 
+def pytest_sessionstart() -> None:
+    """Have autograd count devices before a compiler registers more: with threads of its own no fork goes backward."""
+    import torch
+
+    torch.ones(1, requires_grad=True).sum().backward()
+
+
 @pytest.fixture(scope="session")
 def data_root() -> Path:
     """The folder of real data sets: `$APPRENTICE_DATA`, else `../shared/data` beside the checkout."""
