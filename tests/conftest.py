@@ -3,6 +3,7 @@
 import os
 
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # the same tests everywhere, before torch looks
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # its pool of compilers hangs in a fork of its process
 
 from collections.abc import Generator
 from pathlib import Path
