@@ -102,16 +102,17 @@ class BakeOff:
     def _facts(self, module: Any, run: str, contestant: Contestant, found: Fitted) -> Facts:
         scores = found.scores
         prefix = f"{run}/test" if run else "test"
-        failed = module.failed.get(run)
+        failed, names = module.failed.get(run), module.scores_of(run).names
         facts: Facts = {
             "objective": contestant.objective,
             "parameters": costs.parameters(contestant.net),
-            "test_acc": None if failed else scores[f"{prefix}/acc"],
-            "test_correct": None if failed else round(scores[f"{prefix}/correct"]),
+            **{f"test_{name}": None if failed else scores[f"{prefix}/{name}"] for name in names},
             "step_ms": None,
             "train_flops": None,
             "failed": failed,
         }
+        if "test_correct" in facts and not failed:
+            facts["test_correct"] = round(facts["test_correct"])
         if module.samples and not failed:  # a loaded net's training was paid for elsewhere
             batch = self._batch(module)
             with found.autocast():
@@ -132,7 +133,8 @@ class BakeOff:
 
     def _track(self, folder: Path, contestant: Contestant, facts: Facts) -> None:
         if self.tensorboard:
-            shown = {"test/acc": "test_acc", "cost/parameters": "parameters"}
+            scores = [key for key in facts if key.startswith("test_") and key != "test_correct"]
+            shown = {key.replace("_", "/", 1): key for key in scores} | {"cost/parameters": "parameters"}
             shown |= {"cost/train_flops": "train_flops", "cost/step_ms": "step_ms"}
             options = {"objective": contestant.objective, **contestant.options}
             log_run(folder, options, {tag: facts[key] for tag, key in shown.items()})

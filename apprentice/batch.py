@@ -14,7 +14,7 @@ class Batch(NamedTuple):
 
     Attributes:
         inputs: (b, ...), images as stored uint8 (b, C, H, W) or floats once normalised, or token numbers (b, T).
-        labels: (b,) int64.
+        labels: (b,) int64, or (b, T) where each token has one.
         index: (b,) int64, each sample's place in its data set.
         rows: (b,) int64, each sample's row in the global batch.
         count: rows in the global batch.

@@ -9,10 +9,11 @@ from typing import Any
 
 from apprentice.errors import BadInput
 from apprentice.files import write_bytes, write_json, write_text
-from apprentice.plots import Dot, accuracy_picture
+from apprentice.metrics import METRICS, Metric
+from apprentice.plots import Dot, metric_picture
 from apprentice.report import cost_axis, failures, starred
 from apprentice.results import BASELINE, Facts, load_results, paired_differences, paired_interval
-from apprentice.tables import NONE, Table, count, flops_unit, listed, paragraph, percent, points, short
+from apprentice.tables import NONE, Table, count, flops_unit, listed, paragraph, short
 from apprentice.verdict import verdict
 
 # Settings of data that choose no other samples, or choose them by a number that stands in `data`.
@@ -47,8 +48,9 @@ def load_runs(folders: Sequence[str | Path]) -> list[Run]:
             raise BadInput(
                 "RUN", given, f"a run that has students; this one is of the experiment {found['experiment']}"
             )
-        if found["metric"].get("name") != "test_acc":
-            raise BadInput("RUN", given, f"a run measured by test_acc; this one has {found['metric'].get('name')}")
+        wanted = [results[0]["metric"].get("name")] if found is not results[0] else [*METRICS]
+        if (name := found["metric"].get("name")) not in wanted:
+            raise BadInput("RUN", given, f"a run measured by {' or '.join(wanted)}; this one has {name}")
     return [Run(*entry) for entry in zip(_names(paths), paths, results, strict=True)]
 
 
@@ -64,8 +66,8 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 def compare(runs: Sequence[Run]) -> Facts:
-    """The content of compare.json: `runs`, `baseline`, `rows` (one for each run's student) and `notes`."""
-    first = runs[0]
+    """The content of compare.json: `metric`, `runs`, `baseline`, `rows` (one for each run's student) and `notes`."""
+    first, metric = runs[0], runs[0].results["metric"]["name"]
     baseline = f"{first.name}/{BASELINE}" if BASELINE in first.results["students"] else None
     rows: list[Facts] = []
     notes = [] if baseline else [f"{first.name}, the first run, has no student called ce: no differences are given."]
@@ -80,10 +82,12 @@ def compare(runs: Sequence[Run]) -> Facts:
     if baseline and any(set(run.results["seeds"]) != set(first.results["seeds"]) for run in runs):
         notes.append("Differences are paired over the seeds that a run has in common with the first.")
     if baseline:
-        notes.append(verdict(baseline, {row["name"]: row["differences"] for row in rows if row["name"] != baseline}))
+        others = {row["name"]: row["differences"] for row in rows if row["name"] != baseline}
+        notes.append(verdict(baseline, others, METRICS[metric]))
     sources = [{"name": run.name, "folder": str(run.folder)} for run in runs]
     return {
         "experiment": "compare",
+        "metric": metric,
         "runs": sources,
         "baseline": baseline,
         "rows": rows,
@@ -92,7 +96,7 @@ def compare(runs: Sequence[Run]) -> Facts:
 
 
 def _row(run: Run, student: str, first: Run, comparable: bool) -> Facts:
-    entry, data = run.results["students"][student], run.results["data"]
+    entry, data, metric = run.results["students"][student], run.results["data"], first.results["metric"]["name"]
     differences = _differences(run, student, first) if comparable else []
     return {
         "name": f"{run.name}/{student}",
@@ -100,7 +104,7 @@ def _row(run: Run, student: str, first: Run, comparable: bool) -> Facts:
         "student": student,
         "data": data,
         "seeds": run.results["seeds"],
-        **{key: entry[key] for key in ("objective", "parameters", "test_acc", "step_ms", "train_flops")},
+        **{key: entry[key] for key in ("objective", "parameters", metric, "step_ms", "train_flops")},
         "failed": entry.get("failed"),
         "differences": differences,
         "delta": paired_interval(differences),
@@ -108,9 +112,10 @@ def _row(run: Run, student: str, first: Run, comparable: bool) -> Facts:
 
 
 def _differences(run: Run, student: str, first: Run) -> list[float]:
-    """Over the common seeds, in the first run's order: accuracy less that of the first run's `ce`."""
-    own = dict(zip(run.results["seeds"], run.results["students"][student]["test_acc"], strict=True))
-    base = dict(zip(first.results["seeds"], first.results["students"][BASELINE]["test_acc"], strict=True))
+    """Over the common seeds, in the first run's order: the metric less that of the first run's `ce`."""
+    metric = first.results["metric"]["name"]
+    own = dict(zip(run.results["seeds"], run.results["students"][student][metric], strict=True))
+    base = dict(zip(first.results["seeds"], first.results["students"][BASELINE][metric], strict=True))
     common = [seed for seed in base if seed in own]
     return paired_differences([own[seed] for seed in common], [base[seed] for seed in common])
 
@@ -138,17 +143,19 @@ def _samples(results: Facts) -> Facts:
 
 def table(comparison: Facts) -> Table:
     """One line for each run's student, in the order in which the runs were given."""
-    rows = comparison["rows"]
+    rows, metric = comparison["rows"], _metric(comparison)
     size, unit = flops_unit([row["train_flops"] for row in rows])
-    delta = f"Δ to {comparison['baseline']}, points" if len(comparison["baseline"] or "") < 12 else "Δ, points"
-    header = ["run/student", "data", "seeds", "accuracy, %", delta, "parameters", "step, ms", f"cost, {unit}"]
+    baseline = f" to {comparison['baseline']}" if len(comparison["baseline"] or "") < 12 else ""
+    title = metric.columns[metric.name].removeprefix("test ")
+    header = ["run/student", "data", "seeds", title, f"Δ{baseline}, {metric.unit}", "parameters", "step, ms"]
+    header.append(f"cost, {unit}")
     cells = [
         [
             starred(row["name"], row),
             f"{row['data'].get('name')} {count(row['data'].get('train'))}",
             str(len(row["seeds"])),
-            percent(row["test_acc"]),
-            NONE if row["name"] == comparison["baseline"] else points(row["delta"]),
+            metric.mean(row[metric.name]),
+            NONE if row["name"] == comparison["baseline"] else metric.difference(row["delta"]),
             count(row["parameters"]),
             short(row["step_ms"]),
             short(row["train_flops"] and row["train_flops"] / size),
@@ -158,8 +165,13 @@ def table(comparison: Facts) -> Table:
     return Table(header, cells, left=2)
 
 
+def _metric(comparison: Facts) -> Metric:
+    return METRICS[comparison["metric"]]
+
+
 def _notes(comparison: Facts) -> list[str]:
-    legend = "Accuracy: mean ± standard deviation over the seeds, on the test set."
+    word = _metric(comparison).word.capitalize()
+    legend = f"{word}: mean ± standard deviation over the seeds, on the test set."
     if comparison["baseline"]:
         legend += f" Δ: paired difference to {comparison['baseline']}, with its 95 % interval."
     return [legend, *comparison["notes"]]
@@ -178,12 +190,14 @@ def save(comparison: Facts, out: str | Path | None = None) -> Path:
     """
     folder = Path(out) if out else Path("runs", "compare", _short([run["name"] for run in comparison["runs"]]))
     sources = "\n".join(f"- {run['name']}: `{run['folder']}`" for run in comparison["runs"])
-    page = ["# Runs compared", sources, table(comparison).markdown(), *_notes(comparison), "![accuracy](compare.png)"]
+    page = ["# Runs compared", sources, table(comparison).markdown(), *_notes(comparison)]
+    metric = _metric(comparison)
+    page.append(f"![{metric.word}](compare.png)")
     label, costs = cost_axis(comparison["rows"])
     groups = [run["name"] for run in comparison["runs"]]
     lines = zip(comparison["rows"], costs, strict=True)
-    dots = [Dot(row["name"], row["test_acc"], cost, groups.index(row["run"])) for row, cost in lines]
-    picture = accuracy_picture(dots, label)
+    dots = [Dot(row["name"], row[metric.name], cost, groups.index(row["run"]), metric) for row, cost in lines]
+    picture = metric_picture(dots, label)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / "compare.md", "\n\n".join(page) + "\n")

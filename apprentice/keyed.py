@@ -135,9 +135,11 @@ class Dropout(nn.Module):
         self.p, self.layer = p, layer
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        return self._dropped(x) if self.training and self.p else x
+
+    @torch.compiler.disable  # of each step's number a kernel of its own would be made, and a slow one
+    def _dropped(self, x: Tensor) -> Tensor:
         context = _noise.get()
-        if not self.training or self.p == 0:
-            return x
         if context is None:
             return F.dropout(x, self.p, training=True)
         if len(x) != len(context.rows):
@@ -155,8 +157,8 @@ def unkeyed(module: nn.Module) -> list[str]:
 
 
 def _rate(layer: nn.Module) -> float:
-    if isinstance(layer, (nn.MultiheadAttention, nn.RNNBase)):
-        return float(layer.dropout)
+    if isinstance(rate := getattr(layer, "dropout", None), (int, float)):  # of attention and of recurrent layers
+        return float(rate)
     # torchvision's StochasticDepth goes by its name: to import torchvision takes longer than what is done here
     drops = isinstance(layer, _DropoutNd) or type(layer).__name__ == "StochasticDepth"
     return float(getattr(layer, "p", 0.0)) if drops else 0.0

@@ -1,4 +1,4 @@
-"""Pictures of accuracies, drawn with Agg on figures of their own: no backend, style or figure of the caller changes."""
+"""Pictures of results, drawn with Agg on figures of their own: no backend, style or figure of the caller changes."""
 
 import io
 import statistics
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from apprentice.metrics import ACCURACY, Metric
 from apprentice.results import t_interval
 
 if TYPE_CHECKING:
@@ -22,23 +23,25 @@ class Dot:
 
     Attributes:
         name: as in the table.
-        values: test accuracy of each seed, a fraction; None where it failed.
+        values: the metric of each seed; None where it failed.
         cost: its place on the axis of costs, if known.
         group: students of one group share a colour.
+        metric: what the values are.
     """
 
     name: str
     values: Sequence[float | None]
     cost: float | None
     group: int
+    metric: Metric = ACCURACY
     known: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.known = [100 * value for value in self.values if value is not None]
+        self.known = self.metric.scaled(self.values)
 
     @property
     def mean(self) -> float:
-        """Mean accuracy in percent, of the seeds that finished."""
+        """Mean in the metric's unit, of the seeds that finished."""
         return statistics.mean(self.known)
 
     @property
@@ -47,13 +50,13 @@ class Dot:
         return {"color": f"C{self.group % 10}", "marker": MARKERS[self.group // 10 % len(MARKERS)]}
 
 
-def accuracy_picture(dots: Sequence[Dot], cost: str, teacher: float | None = None) -> bytes:
-    """A PNG: left each student's accuracy, its seeds and its 95 % interval; right accuracy against cost.
+def metric_picture(dots: Sequence[Dot], cost: str, teacher: float | None = None) -> bytes:
+    """A PNG: left each student's metric, its seeds and its 95 % interval; right the metric against cost.
 
     Args:
-        dots: the students, from top to bottom.
+        dots: the students, from top to bottom, all of one metric.
         cost: label of the axis of costs.
-        teacher: the teacher's mean accuracy, a fraction, drawn as a line.
+        teacher: the teacher's mean in the metric's unit, drawn as a line.
     """
     import warnings
 
@@ -70,14 +73,15 @@ def accuracy_picture(dots: Sequence[Dot], cost: str, teacher: float | None = Non
             axes.spines[["top", "right"]].set_visible(False)
             axes.grid(alpha=0.25, linewidth=0.6)
             axes.ticklabel_format(useOffset=False)  # 94.2, not 0.2 and a "+94" in the corner
-        _accuracies(left, dots, teacher)
-        _against_cost(right, [dot for dot in dots if dot.known and dot.cost is not None], cost, teacher)
+        metric = dots[0].metric
+        _values(left, dots, metric, teacher)
+        _against_cost(right, [dot for dot in dots if dot.known and dot.cost is not None], metric, cost, teacher)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png")
     return buffer.getvalue()
 
 
-def _accuracies(axes: "Axes", dots: Sequence[Dot], teacher: float | None) -> None:
+def _values(axes: "Axes", dots: Sequence[Dot], metric: Metric, teacher: float | None) -> None:
     for row, dot in enumerate(dots):
         if not dot.known:
             axes.annotate("failed", (0.02, row), xycoords=("axes fraction", "data"), va="center", color=GREY)
@@ -86,32 +90,33 @@ def _accuracies(axes: "Axes", dots: Sequence[Dot], teacher: float | None) -> Non
         axes.scatter(dot.known, offsets, s=14, alpha=0.45, linewidths=0, **dot.look)
         interval = t_interval(dot.known)
         if interval["low"] is not None and interval["high"] is not None:
-            bounds = max(interval["low"], 0), min(interval["high"], 100)  # two seeds can give an interval past 100 %
+            least, most = metric.limits  # two seeds can give an interval past 100 %
+            bounds = max(interval["low"], least), min(interval["high"], most)
             axes.plot(bounds, (row, row), color=dot.look["color"], linewidth=2, solid_capstyle="butt")
         axes.scatter([dot.mean], [row], s=46, zorder=3, edgecolors="white", **dot.look)
     _teacher(axes.axvline, teacher)
     axes.set_yticks(range(len(dots)), [dot.name for dot in dots], parse_math=False)
     axes.set_ylim(len(dots) - 0.4, -0.6)
-    axes.set_xlabel("test accuracy, %")
+    axes.set_xlabel(metric.title)
     axes.set_title("mean, 95 % interval, each seed", fontsize=10, color=GREY)
     if teacher is not None:
         axes.legend(loc="best", frameon=False, fontsize=9)
 
 
-def _against_cost(axes: "Axes", dots: Sequence[Dot], cost: str, teacher: float | None) -> None:
+def _against_cost(axes: "Axes", dots: Sequence[Dot], metric: Metric, cost: str, teacher: float | None) -> None:
     _teacher(axes.axhline, teacher)
     for dot in dots:
         axes.scatter([dot.cost or 0.0], [dot.mean], s=46, zorder=3, edgecolors="white", **dot.look)
     axes.set_xlabel(cost)
-    axes.set_ylabel("mean test accuracy, %")
+    axes.set_ylabel(f"mean {metric.title}")
     axes.margins(x=0.15, y=0.12)
     _name(axes, sorted(dots, key=lambda dot: dot.mean))
-    axes.set_title("accuracy against cost" if dots else "no cost was measured", fontsize=10, color=GREY)
+    axes.set_title(f"{metric.word} against cost" if dots else "no cost was measured", fontsize=10, color=GREY)
 
 
 def _teacher(draw: Any, teacher: float | None) -> None:
     if teacher is not None:
-        draw(100 * teacher, color=GREY, linestyle="--", linewidth=1.2, label="teacher")
+        draw(teacher, color=GREY, linestyle="--", linewidth=1.2, label="teacher")
 
 
 def _name(axes: "Axes", dots: Sequence[Dot]) -> None:

@@ -44,9 +44,14 @@ EXPECTED = (
     r"The number of training batches \(\d+\) is smaller than the logging interval",
 )
 
+TAGS = ("val/acc", "val/loss", "train/acc", "train/loss")
+
 
 class Lines(Callback):
-    """One line an epoch: loss, and each run's validation accuracy where there is one, else its training accuracy."""
+    """One line an epoch; one a validation where training is counted in steps.
+
+    It has the loss, and each run's accuracy, or loss where it has none: validation's, else training's.
+    """
 
     def __init__(self, label: str) -> None:
         self.label = label
@@ -54,17 +59,25 @@ class Lines(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the epoch's clock."""
-        self._start = time.monotonic()
+        if trainer.max_epochs != -1 or not trainer.current_epoch:
+            self._start = time.monotonic()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print the line of the steps so far."""
+        if trainer.max_epochs == -1 and not trainer.sanity_checking:
+            self._print(trainer, f"step {trainer.global_step}/{trainer.max_steps}")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the line of the epoch that ends."""
+        if trainer.max_epochs != -1:
+            self._print(trainer, f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}")
+
+    def _print(self, trainer: Trainer, place: str) -> None:
         if not trainer.is_global_zero:
             return
         values = trainer.callback_metrics
-        tag = "val/acc" if any(name.endswith("val/acc") for name in values) else "train/acc"
+        tag = next((tag for tag in TAGS if any(name.endswith(tag) for name in values)), TAGS[-1])
         found = {name.removesuffix(tag).rstrip("/"): float(v) for name, v in values.items() if name.endswith(tag)}
-        accuracies = "  ".join(f"{name} {value:.4f}".strip() for name, value in found.items())
+        shown = "  ".join(f"{name} {value:.4f}".strip() for name, value in found.items())
         loss = f"loss {float(values['loss']):.4f}  " if "loss" in values else ""
-        seconds = time.monotonic() - self._start
-        epoch = f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}"
-        print(f"{self.label}  {epoch}  {seconds:.1f} s  {loss}{tag} {accuracies}", flush=True)
+        print(f"{self.label}  {place}  {time.monotonic() - self._start:.1f} s  {loss}{tag} {shown}", flush=True)

@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from apprentice.files import write_bytes, write_json, write_text
-from apprentice.plots import Dot, accuracy_picture
+from apprentice.metrics import METRICS, Metric
+from apprentice.plots import Dot, metric_picture
 from apprentice.results import BASELINE, Facts, paired_differences
-from apprentice.tables import NONE, Table, count, flops_unit, listed, paragraph, percent, points, short
+from apprentice.tables import NONE, Table, count, flops_unit, listed, paragraph, short
 from apprentice.verdict import verdict
 
 SETTINGS = (
@@ -53,23 +54,24 @@ def markdown(results: Facts) -> str:
         header,
         table(results).markdown(),
         *notes(results),
-        "![accuracy, and accuracy against cost](results.png)",
+        "![{0}, and {0} against cost](results.png)".format(_metric(results).word),
     ]
     return "\n\n".join(parts) + "\n"
 
 
 def table(results: Facts) -> Table:
     """One line for the teacher and one for each student."""
-    teacher, students = results["teacher"], results["students"]
+    teacher, students, metric = results["teacher"], results["students"], _metric(results)
     size, unit = flops_unit([entry["train_flops"] for entry in (teacher, *students.values())])
-    header = ["variant", "objective", "parameters", "test accuracy, %", "Δ to ce, points", "step, ms", f"cost, {unit}"]
+    header = ["variant", "objective", "parameters", *metric.columns.values()]
+    header += [f"Δ to ce, {metric.unit}", "step, ms", f"cost, {unit}"]
     rows = [
         [
             starred(name, entry),
             entry.get("objective", NONE),
             count(entry["parameters"]),
-            percent(entry["test_acc"]),
-            NONE if name == BASELINE or "delta_vs_ce" not in entry else points(entry["delta_vs_ce"]),
+            *(metric.mean(entry[key]) for key in metric.columns),
+            NONE if name == BASELINE or "delta_vs_ce" not in entry else metric.difference(entry["delta_vs_ce"]),
             short(entry["step_ms"]),
             short(entry["train_flops"] and entry["train_flops"] / size),
         ]
@@ -80,13 +82,13 @@ def table(results: Facts) -> Table:
 
 def notes(results: Facts) -> list[str]:
     """What stands beneath the table: what it means, which students failed, what the intervals support."""
-    students, seeds = results["students"], results["seeds"]
+    students, seeds, metric = results["students"], results["seeds"], _metric(results)
     spread = f" ± standard deviation over {len(seeds)} seeds" if len(seeds) > 1 else ""
-    lines = [f"Accuracy: mean{spread}." if spread else "", *failures(results)]
+    lines = [f"{metric.word.capitalize()}: mean{spread}." if spread else "", *failures(results)]
     if BASELINE in students:
-        baseline = students[BASELINE]["test_acc"]
-        others = {n: paired_differences(e["test_acc"], baseline) for n, e in students.items() if n != BASELINE}
-        lines.append(verdict(BASELINE, others))
+        baseline, key = students[BASELINE][metric.name], metric.name
+        others = {n: paired_differences(e[key], baseline) for n, e in students.items() if n != BASELINE}
+        lines.append(verdict(BASELINE, others, metric))
     elif len(students) > 1:
         lines.append("No student is called ce, so no differences are given.")
     return [line for line in lines if line]
@@ -112,13 +114,17 @@ def starred(name: str, entry: Facts) -> str:
 
 
 def picture(results: Facts) -> bytes:
-    """results.png: accuracy with intervals, and accuracy against the cost of training."""
-    teacher, students = results["teacher"], results["students"]
+    """results.png: the metric with intervals, and against the cost of training."""
+    teacher, students, metric = results["teacher"], results["students"], _metric(results)
     label, costs = cost_axis(list(students.values()), teacher)
     entries = zip(students.items(), costs, strict=True)
-    dots = [Dot(name, entry["test_acc"], cost, group) for group, ((name, entry), cost) in enumerate(entries)]
-    known = [value for value in teacher["test_acc"] if value is not None]
-    return accuracy_picture(dots, label, sum(known) / len(known) if known else None)
+    dots = [Dot(name, e[metric.name], cost, group, metric) for group, ((name, e), cost) in enumerate(entries)]
+    known = metric.scaled(teacher[metric.name])
+    return metric_picture(dots, label, sum(known) / len(known) if known else None)
+
+
+def _metric(results: Facts) -> Metric:
+    return METRICS[results["metric"]["name"]]
 
 
 def cost_axis(entries: list[Facts], *others: Facts) -> tuple[str, list[float | None]]:

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from apprentice.errors import BadInput
+from apprentice.metrics import ACCURACY, METRICS, Metric
 
 Facts = dict[str, Any]
 Interval = dict[str, float | None]
 BASELINE = "ce"
 CONFIDENCE = 0.95
-STUDENT_KEYS = ("objective", "parameters", "test_acc", "test_correct", "step_ms", "train_flops")
+STUDENT_KEYS = ("objective", "parameters", "step_ms", "train_flops")
 
 
 def t_interval(values: Sequence[float]) -> Interval:
@@ -49,17 +50,22 @@ def paired_differences(values: Sequence[float | None], baseline: Sequence[float 
 
 
 def bake_off_results(
-    header: Facts, teacher: list[Facts], students: dict[str, list[Facts]], students_fit_seconds: list[float]
+    header: Facts,
+    teacher: list[Facts],
+    students: dict[str, list[Facts]],
+    students_fit_seconds: list[float],
+    metric: Metric = ACCURACY,
 ) -> Facts:
     """The content of results.json. What can't be computed is None.
 
     Args:
         header: `experiment`, `data`, `hardware`, `versions`, `config`, `seeds`.
-        teacher: for each seed `parameters`, `test_acc`, `test_correct`, `fit_seconds`, `step_ms`, `train_flops`; the
-            last three None for a loaded teacher.
-        students: by name, for each seed `objective`, `parameters`, `test_acc`, `test_correct`, `step_ms`, `train_flops`
-            and `failed`: None, or {"step", "term"} where and in which term the loss stopped being finite.
+        teacher: for each seed `parameters`, what the metric says is tested (`test_acc` and `test_correct`),
+            `fit_seconds`, `step_ms`, `train_flops`; the last three None for a loaded teacher.
+        students: by name, for each seed `objective`, `parameters`, what is tested, `step_ms`, `train_flops` and
+            `failed`: None, or {"step", "term"} where and in which term the loss stopped being finite.
         students_fit_seconds: for each seed, of all students together.
+        metric: what they are judged by.
 
     Raises:
         ValueError: a list has not one entry a seed.
@@ -69,19 +75,18 @@ def bake_off_results(
     for name, length in {**lengths, **{name: len(rows) for name, rows in students.items()}}.items():
         if length != seeds:
             raise ValueError(f"{name}: expected {seeds} entries, one a seed, got {length}")
-    entries = {name: _student(rows) for name, rows in students.items()}
+    entries = {name: _student(rows, metric) for name, rows in students.items()}
     for entry in entries.values():
-        differences = (
-            paired_differences(entry["test_acc"], entries[BASELINE]["test_acc"]) if BASELINE in entries else []
-        )
+        baseline = entries[BASELINE][metric.name] if BASELINE in entries else None
+        differences = paired_differences(entry[metric.name], baseline) if baseline is not None else []
         entry["delta_vs_ce"] = paired_interval(differences)
     return {
         **{key: header[key] for key in ("experiment", "data", "hardware", "versions", "config", "seeds")},
-        "metric": {"name": "test_acc", "higher_is_better": True},
+        "metric": {"name": metric.name, "higher_is_better": metric.higher_is_better},
         "students_fit_seconds": students_fit_seconds,
         "teacher": {
             "parameters": teacher[0]["parameters"],
-            **{key: [facts[key] for facts in teacher] for key in ("test_acc", "test_correct", "fit_seconds")},
+            **{key: [facts[key] for facts in teacher] for key in (*metric.tested, "fit_seconds")},
             "step_ms": _median(facts["step_ms"] for facts in teacher),
             "train_flops": next((f["train_flops"] for f in teacher if f["train_flops"] is not None), None),
         },
@@ -89,12 +94,12 @@ def bake_off_results(
     }
 
 
-def _student(rows: list[Facts]) -> Facts:
+def _student(rows: list[Facts], metric: Metric) -> Facts:
     finished = [facts for facts in rows if not facts["failed"]]
     return {
         "objective": rows[0]["objective"],
         "parameters": rows[0]["parameters"],
-        **{key: [None if f["failed"] else f[key] for f in rows] for key in ("test_acc", "test_correct")},
+        **{key: [None if f["failed"] else f[key] for f in rows] for key in metric.tested},
         "step_ms": _median(facts["step_ms"] for facts in rows),
         # A student that failed was frozen then: what it cost is no measure of the method.
         "train_flops": next((f["train_flops"] for f in finished if f["train_flops"] is not None), None),
@@ -155,18 +160,21 @@ def _fault(results: Any) -> str:
     for key, kind in {"data": dict, "seeds": list, "metric": dict, "teacher": dict, "students": dict}.items():
         if not isinstance(results.get(key), kind):
             return f"{key} is missing or of another type"
-    faults = (_student_fault(entry, len(results["seeds"])) for entry in results["students"].values())
+    metric = METRICS.get(results["metric"].get("name"))
+    faults = (_student_fault(entry, len(results["seeds"]), metric) for entry in results["students"].values())
     return next(
         (f"student {name} {fault}" for name, fault in zip(results["students"], faults, strict=True) if fault), ""
     )
 
 
-def _student_fault(entry: Any, seeds: int) -> str:
-    if not isinstance(entry, dict) or any(key not in entry for key in STUDENT_KEYS):
+def _student_fault(entry: Any, seeds: int, metric: Metric | None) -> str:
+    """What is wrong with a student's entry; its values are not looked at where the metric is none of ours."""
+    tested = [] if metric is None else [*metric.tested]
+    if not isinstance(entry, dict) or any(key not in entry for key in (*STUDENT_KEYS, *tested)):
         return "is incomplete"
-    accuracies = entry["test_acc"]
-    if not isinstance(accuracies, list) or len(accuracies) != seeds:
-        return "has not one test_acc a seed"
-    if not all(value is None or isinstance(value, int | float) for value in accuracies):
-        return "has a test_acc that is no number"
+    for key in tested:
+        if not isinstance(entry[key], list) or len(entry[key]) != seeds:
+            return f"has not one {key} a seed"
+        if not all(value is None or isinstance(value, int | float) for value in entry[key]):
+            return f"has a {key} that is no number"
     return ""

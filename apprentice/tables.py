@@ -1,13 +1,10 @@
 """Tables as plain text and as Markdown, and how numbers are written in them."""
 
 import re
-import statistics
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-
-from apprentice.results import Interval
 
 WIDTH = 110
 NONE = "—"
@@ -70,31 +67,6 @@ def _wrap(cell: str, width: int) -> list[str]:
 def paragraph(text: str, width: int = WIDTH) -> str:
     """The text in lines of at most `width` characters."""
     return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
-
-
-def percent(values: Sequence[float | None]) -> str:
-    """Mean ± standard deviation of fractions, in percent, over the seeds that have one."""
-    known = [100 * value for value in values if value is not None]
-    if not known:
-        return "failed"
-    spread = f" ± {statistics.stdev(known):.2f}" if len(known) > 1 else ""
-    return f"{statistics.mean(known):.2f}{spread}"
-
-
-def points(interval: Interval) -> str:
-    """A difference of fractions and its interval, in percentage points: `+1.20 [+0.31, +2.09]`."""
-    if interval["mean"] is None:
-        return NONE
-    mean = signed(interval["mean"])
-    if interval["low"] is None or interval["high"] is None:
-        return mean
-    return f"{mean} [{signed(interval['low'])}, {signed(interval['high'])}]"
-
-
-def signed(fraction: float) -> str:
-    """A fraction in percentage points with its sign; what rounds to nothing has none."""
-    value = round(100 * fraction, 2)
-    return f"{value:+.2f}" if value else "0.00"
 
 
 def count(value: int | None) -> str:

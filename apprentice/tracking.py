@@ -107,6 +107,17 @@ def log_run(folder: Path, options: Mapping[str, Any], values: Mapping[str, float
             writer._get_file_writer().add_summary(summary)
 
 
+def log_text(folder: Path, tag: str, text: str) -> None:
+    """Show a text as it stands, in the TEXT tab of a finished run."""
+    with SummaryWriter(str(folder)) as writer:
+        writer.add_text(tag, indented(text))
+
+
+def indented(text: str) -> str:
+    """The text as Markdown shows it to the letter."""
+    return "".join(f"    {line}\n" for line in text.split("\n"))
+
+
 def confusion_figure(confusion: Tensor, names: Sequence[str] | None) -> Figure:
     """A picture of counts (classes, classes), rows the true class, coloured by share of the row."""
     classes = len(confusion)

@@ -2,17 +2,19 @@
 
 from collections.abc import Mapping, Sequence
 
+from apprentice.metrics import ACCURACY, Metric
 from apprentice.results import Interval, paired_interval
-from apprentice.tables import listed, signed
+from apprentice.tables import listed
 
 
-def verdict(baseline: str, differences: Mapping[str, Sequence[float]]) -> str:
+def verdict(baseline: str, differences: Mapping[str, Sequence[float]], metric: Metric = ACCURACY) -> str:
     """One line that says which students differ from the baseline beyond the noise between seeds.
 
     Args:
         baseline: name of the student that the others are compared with.
-        differences: by the other students' names, paired differences of a fraction where higher is better, one a seed;
-            empty where a student can't be compared.
+        differences: by the other students' names, paired differences of the metric, one a seed; empty where a student
+            can't be compared.
+        metric: what was measured.
     """
     pairs = {name: len(values) for name, values in differences.items() if values}
     tested = {name: paired_interval(differences[name]) for name, number in pairs.items() if number > 1}
@@ -22,8 +24,9 @@ def verdict(baseline: str, differences: Mapping[str, Sequence[float]]) -> str:
         return f"One seed gives no interval: {claim}. Use --seeds 3 or more." if single else ""
     groups: dict[str, list[str]] = {"better": [], "worse": [], "level": [], "flat": []}
     for name, interval in tested.items():
-        groups[_kind(interval)].append(name)
-    said = [_beyond(word, groups[word], tested, baseline) for word in ("better", "worse") if groups[word]]
+        groups[_kind(interval, metric)].append(name)
+    figures = {name: metric.signed(interval["mean"] or 0.0) for name, interval in tested.items()}
+    said = [_beyond(word, groups[word], figures, baseline) for word in ("better", "worse") if groups[word]]
     if groups["level"]:
         said.append(f"{listed(groups['level'])} can't be told apart from {'it' if said else baseline}")
     if groups["flat"]:
@@ -36,17 +39,17 @@ def verdict(baseline: str, differences: Mapping[str, Sequence[float]]) -> str:
     return f"With {seeds} seeds, {'; '.join(said)}. A 95 % interval stands for its own comparison{caution}."
 
 
-def _kind(interval: Interval) -> str:
+def _kind(interval: Interval, metric: Metric) -> str:
     low, high = interval["low"], interval["high"]
     assert low is not None
     assert high is not None
     if low == high:  # few seeds and a small test set: the same number of samples each time
         return "level" if low == 0 else "flat"
-    return "better" if low > 0 else "worse" if high < 0 else "level"
+    if low <= 0 <= high:
+        return "level"
+    return "better" if (low > 0) == metric.higher_is_better else "worse"
 
 
-def _beyond(word: str, names: list[str], tested: Mapping[str, Interval], baseline: str) -> str:
-    figures = [f"{name} ({signed(tested[name]['mean'] or 0.0)})" for name in names]
-    return (
-        f"{listed(figures)} {'is' if len(names) == 1 else 'are'} {word} than {baseline} beyond the noise between seeds"
-    )
+def _beyond(word: str, names: list[str], figures: Mapping[str, str], baseline: str) -> str:
+    told = [f"{name} ({figures[name]})" for name in names]
+    return f"{listed(told)} {'is' if len(names) == 1 else 'are'} {word} than {baseline} beyond the noise between seeds"

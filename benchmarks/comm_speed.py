@@ -39,7 +39,7 @@ from apprentice.measuring.isolation import none_left
 from strategies import ring
 
 MB = 2**20
-BLOCKS = 5  # of calls, whose median counts
+PAIRS = 5  # of what comm.py tells and a bare loop, in a round
 Found = dict[str, list[float]]  # ratios, one a round, by what is compared
 
 
@@ -93,12 +93,12 @@ def rings(size: int, rounds: int, calls: int) -> Found:
 
 def figures(sizes: Sequence[int], rounds: int) -> Found:
     """Seconds that comm.py finds over those of a bare loop, for each size; they take turns."""
-    bench, found = Bench(2, BLOCKS, ring.register), {}
+    bench, found = Bench(2, 1, ring.register), {}
     for size in sizes:
         row = Row(Backend("gloo"), "all_reduce_sum", WORLD, (0, 1), size // ITEM)
         both = [partial(_ours, row, bench), partial(_bare, torch.zeros(row.count))]
         ratios = found[str(size)] = []
-        for number in range(rounds):
+        for number in range(rounds * PAIRS):
             order = (0, 1) if number % 2 else (1, 0)
             seconds = {which: both[which]() for which in order}
             ratios.append(seconds[0] / seconds[1])
@@ -106,21 +106,21 @@ def figures(sizes: Sequence[int], rounds: int) -> Found:
 
 
 def _ours(row: Row, bench: Bench) -> float:
-    """What comm.py tells of a row."""
-    _, seconds = timed(row, place(None), bench)
-    return median(slowest(each) for each in seconds)
+    """What comm.py tells of a row, from one repeat."""
+    _, (seconds,) = timed(row, place(None), bench)
+    return slowest(seconds)
 
 
 def _bare(x: torch.Tensor) -> float:
     """What a loop of calls takes, with warm-up."""
-    calls, seconds = min(max(4 * MB // x.nbytes, 3), 100), []
-    for _ in range(1 + BLOCKS):
-        dist.barrier()
-        start = time.perf_counter()
-        for _ in range(calls):
-            dist.all_reduce(x)
-        seconds.append(slowest((time.perf_counter() - start) / calls))
-    return median(seconds[1:])
+    calls = min(max(4 * MB // x.nbytes, 3), 100)
+    for _ in range(3):
+        dist.all_reduce(x)
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(calls):
+        dist.all_reduce(x)
+    return slowest((time.perf_counter() - start) / calls)
 
 
 def measured(args: argparse.Namespace) -> dict[str, list[float]]:

@@ -5,6 +5,11 @@ from datamodules.digits import Digits
 from datamodules.downloaded import CIFAR10, MNIST
 from datamodules.folder import ImageFolder
 from datamodules.images import ImageData
-from datamodules.text import LabelledText, Shakespeare
+from datamodules.labelled_text import LabelledText, Shakespeare
+from datamodules.text import Text
+from datamodules.vocabulary import Vocabulary
 
-__all__ = ["CIFAR10", "MNIST", "Digits", "ImageData", "ImageFolder", "InMemoryData", "LabelledText", "Shakespeare"]
+__all__ = [
+    "CIFAR10", "MNIST", "Digits", "ImageData", "ImageFolder", "InMemoryData", "LabelledText", "Shakespeare", "Text",
+    "Vocabulary",
+]  # fmt: skip

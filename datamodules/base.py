@@ -11,7 +11,7 @@ from apprentice.batch import Batch
 from apprentice.errors import BadInput
 from datamodules.loaders import ChunkLoader, NoLoaders, TrainLoader
 from datamodules.sampling import EpochOrder, PartitionedOrder
-from datamodules.splits import Source, Split, check_partition, check_sizes, tested, train_and_validation
+from datamodules.splits import Samples, Source, check_partition, check_sizes, tested, train_and_validation
 
 
 class InMemoryData(LightningDataModule):
@@ -22,6 +22,7 @@ class InMemoryData(LightningDataModule):
     Attributes:
         input_shape: of one sample, as nets take it.
         class_names: names of the classes, in the order of their labels.
+        tokens_per_character: where each token of a sample has a label, its tokens for one of the text's characters.
         order_seed: the training seed. Order and augmentation depend on it, splits and subsets on `seed` alone.
 
     Args:
@@ -42,6 +43,7 @@ class InMemoryData(LightningDataModule):
 
     input_shape: tuple[int, ...]
     class_names: tuple[str, ...]
+    tokens_per_character: float | None = None
 
     def __init__(
         self,
@@ -62,8 +64,8 @@ class InMemoryData(LightningDataModule):
         self.validation_size, self.seed, self.partition = validation_size, seed, partition
         self.name = type(self).__name__
         self.order_seed = 0
-        self._splits: dict[str, Split] = {}
-        self._moved: dict[tuple[str, torch.device], Split] = {}
+        self._splits: dict[str, Samples] = {}
+        self._moved: dict[tuple[str, torch.device], Samples] = {}
 
     # Reading
 
@@ -92,7 +94,7 @@ class InMemoryData(LightningDataModule):
             "test": testing.take(test),
         }
 
-    def split(self, part: str) -> Split:
+    def split(self, part: str) -> Samples:
         """The samples of `train`, `validation` or `test`, in memory; read first if need be, as in a notebook."""
         if not self._splits:
             self.prepare_data()
@@ -108,6 +110,11 @@ class InMemoryData(LightningDataModule):
     def num_classes(self) -> int:
         """The number of classes."""
         return len(self.class_names)
+
+    @property
+    def net_arguments(self) -> dict[str, Any]:
+        """What a net's constructor is told of the data."""
+        return {"input_shape": self.input_shape, "num_classes": self.num_classes}
 
     @property
     def train_inputs_repeat(self) -> bool:
@@ -164,14 +171,14 @@ class InMemoryData(LightningDataModule):
             return 0
         return self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
-    def _resident(self, part: str) -> Split:
+    def _resident(self, part: str) -> Samples:
         """A split where its batches are wanted: on the fit's GPU, else in the memory where it was read."""
         split = self.split(part)
         device = torch.device("cpu") if self.trainer is None else self.trainer.strategy.root_device
         if device.type != "cuda":
             return split
         if (part, device) not in self._moved:
-            self._moved[part, device] = Split(*(tensor.to(device) for tensor in split))
+            self._moved[part, device] = split.to(device)
         return self._moved[part, device]
 
     # From stored samples to inputs

@@ -8,7 +8,7 @@ from lightning.pytorch.utilities import CombinedLoader
 
 from apprentice.batch import Batch
 from datamodules.sampling import EpochOrder
-from datamodules.splits import Split
+from datamodules.splits import Samples
 
 
 class TrainLoader:
@@ -24,22 +24,23 @@ class TrainLoader:
         replicas: how many share it.
     """
 
-    def __init__(self, split: Split, batch_size: int, sampler: EpochOrder, rank: int = 0, replicas: int = 1) -> None:
+    def __init__(self, split: Samples, batch_size: int, sampler: EpochOrder, rank: int = 0, replicas: int = 1) -> None:
         self.split, self.batch_size, self.sampler = split, batch_size, sampler
         self.rank, self.replicas = rank, replicas
 
     def __len__(self) -> int:
-        return math.ceil(len(self.split.labels) / self.batch_size)
+        return math.ceil(len(self.sampler) / self.batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
         # A generator: the position is asked for with the first batch, not at iter(), which Lightning calls long before.
         first_step = self.sampler.epoch * len(self)
         start = self.sampler.start()
         device = self.split.labels.device
-        batches = self.sampler.indices().split(self.batch_size)
+        order = self.sampler.indices()
         for position in range(start, len(self)):
-            whole = batches[position]
-            rows = self.sampler.share(position * self.batch_size, len(whole), self.rank, self.replicas)
+            first = position * self.batch_size
+            whole = order[first : first + self.batch_size]
+            rows = self.sampler.share(first, len(whole), self.rank, self.replicas)
             index = whole[rows].to(device, non_blocking=True)
             inputs, labels = self.split.take(index)
             rows = rows.to(device, non_blocking=True)
@@ -64,7 +65,7 @@ class ChunkLoader:
     `step` 0.
     """
 
-    def __init__(self, split: Split, batch_size: int, rank: int = 0, replicas: int = 1) -> None:
+    def __init__(self, split: Samples, batch_size: int, rank: int = 0, replicas: int = 1) -> None:
         self.split, self.batch_size, self.rank, self.replicas = split, batch_size, rank, replicas
 
     def __len__(self) -> int:

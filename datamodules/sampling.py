@@ -1,5 +1,6 @@
 """Which samples an epoch visits in which order, and which of them a rank sees."""
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -89,6 +90,8 @@ class PartitionedOrder(EpochOrder):
         return (self._owners[start : start + count] == rank).nonzero().flatten()
 
 
+@functools.lru_cache(64)
 def share(count: int, rank: int, replicas: int) -> Tensor:
-    """(b,) int64, the rows of a global batch of `count` that this rank sees: contiguous, b may be 0."""
-    return torch.arange(count).tensor_split(replicas)[rank]
+    """(b,) int64, the rows of a global batch of `count` that this rank sees: contiguous, b may be 0; it is shared."""
+    with torch.inference_mode(False):  # may be first asked for in an evaluation, and then be wanted in training
+        return torch.arange(count).tensor_split(replicas)[rank]

@@ -13,8 +13,26 @@ from apprentice.errors import BadInput
 ROUNDING = 1e-6  # by which fractions may miss 1
 
 
+class Samples(Protocol):
+    """Samples in memory."""
+
+    @property
+    def inputs(self) -> Tensor:
+        """(n, ...), as stored."""
+
+    @property
+    def labels(self) -> Tensor:
+        """(n,), or (n, T) where each token has one."""
+
+    def take(self, chosen: Tensor) -> "Split":
+        """The samples at these (k,) places."""
+
+    def to(self, device: torch.device) -> "Samples":
+        """The same on that device."""
+
+
 class Split(NamedTuple):
-    """Samples in memory: inputs (n, ...) uint8, such as images (n, C, H, W), and labels (n,) int64."""
+    """Samples one by one: inputs (n, ...) uint8, such as images (n, C, H, W), and labels (n,) or (n, T) int64."""
 
     inputs: Tensor
     labels: Tensor
@@ -22,6 +40,10 @@ class Split(NamedTuple):
     def take(self, chosen: Tensor) -> "Split":
         """The samples at these (k,) places."""
         return Split(self.inputs[chosen], self.labels[chosen])
+
+    def to(self, device: torch.device) -> "Split":
+        """The same on that device."""
+        return Split(self.inputs.to(device), self.labels.to(device))
 
 
 class Source(Protocol):

@@ -1,131 +1,199 @@
-"""Labelled lines of text: which class is a line from?"""
+"""One text to learn a language from: which token comes next?"""
 
-from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from apprentice import keyed
 from apprentice.errors import BadInput
 from datamodules.base import InMemoryData
+from datamodules.loaders import ChunkLoader
+from datamodules.memory import available_bytes
+from datamodules.sampling import EpochOrder
 from datamodules.splits import Split
+from datamodules.vocabulary import Vocabulary
 
-Line = tuple[str, bytes]  # a label, and the text
+IGNORED = -100  # the label of a token that is not to be predicted, as torch's cross_entropy has it
+EVALUATED = 8192  # tokens that are evaluated at a time, about
+NEEDED = 16  # bytes of memory that reading takes for one of the file's
 
-TEST_EVERY = 10
 
+class Windows(NamedTuple):
+    """All windows of `length` tokens in a text: the sample at place i is tokens i to i + length, the labels one later.
 
-class LabelledText(InMemoryData):
-    """Lines of text with a label each; tokens are the bytes of UTF-8, so English letters, and 0 fills up.
-
-    Every tenth line of a class tests, so classes have in testing the shares that they have; that split is fixed and
-    depends on no seed. A line may occur more than once, in training and testing, too.
-
-    Args:
-        root: a file of lines `label<TAB>text`, or a folder with a file `<label>.txt` of lines for each label.
-        length: tokens of a sample; what is longer is cut off.
-        options: those of InMemoryData.
-
-    Raises:
-        BadInput: `root` is not as described, or a class has fewer than ten lines.
+    Attributes:
+        text: (n,) of any integer type.
+        length: T.
     """
 
-    def __init__(self, root: str | Path = "data", length: int = 64, **options: Any) -> None:
-        super().__init__(**options)
-        if length < 1:
-            raise BadInput("data.length", length, "at least 1 token")
-        self.root, self.length, self.input_shape = Path(root).expanduser(), length, (length,)
+    text: Tensor
+    length: int
 
-    def lines(self) -> list[Line]:
-        """All lines that have text, with their labels.
+    @property
+    def inputs(self) -> Tensor:
+        """(n - T, T), a view."""
+        return self.text[:-1].unfold(0, self.length, 1)
 
-        Raises:
-            BadInput: `root` is not as described.
-        """
-        if self.root.is_dir():
-            files = sorted(self.root.glob("*.txt"))
-            return [(file.stem, text) for file in files for text in file.read_bytes().splitlines() if text.strip()]
-        if not self.root.is_file():
-            raise BadInput("data.root", self.root, "a file of lines `label<TAB>text`, or a folder of <label>.txt")
-        found = []
-        for number, line in enumerate(self.root.read_bytes().splitlines(), 1):
-            label, tab, text = line.partition(b"\t")
-            if line.strip() and not (tab and label.strip() and text.strip()):
-                raise BadInput("data.root", self.root, f"lines `label<TAB>text`; line {number} is another")
-            if tab:
-                found.append((label.decode(errors="replace").strip(), text))
-        return found
+    @property
+    def labels(self) -> Tensor:
+        """(n - T, T), a view."""
+        return self.text[1:].unfold(0, self.length, 1)
 
-    def read(self) -> tuple[Split, Split]:
-        """Both sets; classes in the order of their names."""
-        lines = self.lines()
-        counts = Counter(label for label, _ in lines)
-        self.class_names = tuple(sorted(counts))
-        if len(counts) < 2:
-            raise BadInput("data.root", self.root, f"lines of at least 2 classes; there are {len(counts)}")
-        for name, count in counts.items():
-            if count < TEST_EVERY:
-                raise BadInput("data.root", self.root, f"at least {TEST_EVERY} lines of each class; {name} has {count}")
-        numbers = {name: number for number, name in enumerate(self.class_names)}
-        labels = torch.tensor([numbers[label] for label, _ in lines])
-        whole = Split(tokens((text for _, text in lines), self.length), labels)
-        tested = torch.zeros(len(labels), dtype=torch.bool)
-        for number in numbers.values():
-            tested[(labels == number).nonzero().flatten()[TEST_EVERY - 1 :: TEST_EVERY]] = True
-        return whole.take((~tested).nonzero().flatten()), whole.take(tested.nonzero().flatten())
+    def take(self, chosen: Tensor) -> Split:
+        """The samples at these (k,) places, both (k, T) int64: one gather."""
+        windows = self.text.unfold(0, self.length + 1, 1).index_select(0, chosen).long()
+        return Split(windows[:, :-1], windows[:, 1:])
+
+    def to(self, device: torch.device) -> "Windows":
+        """The same on that device."""
+        return Windows(self.text.to(device), self.length)
+
+
+class BlockOrder(EpochOrder):
+    """Cuts a text into blocks, in each epoch from another place on: windows are new, no token is predicted twice.
+
+    Args:
+        tokens: of the text, at least 2 T.
+        length: T, tokens of a block.
+        options: EpochOrder's `seed` and `position`.
+    """
+
+    def __init__(self, tokens: int, length: int, *options: Any) -> None:
+        super().__init__((tokens - length) // length, *options)
+        self.length = length
+
+    def indices(self) -> Tensor:
+        """(size,) int64, where the current epoch's blocks begin, in its order."""
+        return super().indices() * self.length + keyed.fold(self.seed, self.epoch, 1) % self.length
+
+
+class Text(InMemoryData):
+    """A text whose last tenth is held out: training is watched, and the result tested, on all of it.
+
+    A sample is a block of tokens, its labels are the tokens that follow each. An epoch cuts the training text into
+    blocks from a place that depends on seed and epoch. Held out, each token but the first is predicted once, in
+    blocks that follow one another; the last overlaps the one before it, and labels there are -100.
+
+    Attributes:
+        vocabulary: what tokens stand for; known when the text is read.
+        tokens_per_character: of the held-out text: 1 but for bytes.
+
+    Args:
+        path: any file of text; the documentation that Python itself ships (`pydoc_data.topics`) when not given.
+        block_size: T, tokens of a sample.
+        vocabulary: tokens are the `characters` that occur in the text, or its `bytes`, 256 of them.
+        batch_size: samples in a batch over all devices together, whatever their number.
+
+    Raises:
+        BadInput: a value can't be used; when read, the file is not there, empty, no UTF-8 (bytes can be anything), too
+            short for a block in each part, or too large for memory.
+    """
+
+    def __init__(
+        self,
+        path: str | Path | None = None,
+        block_size: int = 64,
+        vocabulary: Literal["characters", "bytes"] = "characters",
+        batch_size: int = 12,
+    ) -> None:
+        super().__init__(batch_size)
+        if block_size < 1:
+            raise BadInput("data.block_size", block_size, "at least 1 token")
+        self.path, self.input_shape = None if path is None else Path(path).expanduser(), (block_size,)
+        self.unit, self.tokens_per_character = vocabulary, 1.0
+        self.vocabulary: Vocabulary
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read the text, once."""
+        if self._splits:
+            return
+        tokens, held_out = self._parts(self._read())
+        (block_size,) = self.input_shape
+        if len(held_out) <= block_size:
+            expected = f"fewer tokens than the {len(held_out)} of the text's last tenth, or a longer --data.path"
+            raise BadInput("data.block_size", block_size, expected)
+        blocks = _consecutive(held_out, block_size)
+        self._splits = {"train": Windows(tokens, block_size), "validation": blocks, "test": blocks}
+
+    def _read(self) -> bytes:
+        if self.path is None:
+            from pydoc_data.topics import topics
+
+            return "\n".join(topics.values()).encode()
+        try:
+            if self.path.stat().st_size * NEEDED > available_bytes():
+                raise BadInput("data.path", self.path, "a text that fits in memory")
+            return self.path.read_bytes()
+        except OSError as error:
+            raise BadInput("data.path", self.path, f"a file of text ({error.strerror})") from error
+
+    def _parts(self, content: bytes) -> tuple[Tensor, Tensor]:
+        """Tokens of the first nine tenths and of the last, in the smallest type that holds them."""
+        if not content:
+            raise BadInput("data.path", self.path, "a file of text; this one is empty")
+        if self.unit == "bytes":
+            self.vocabulary = Vocabulary()
+            parts = _tenths(torch.from_numpy(np.frombuffer(content, np.uint8).copy()))
+            held_out = bytes(parts[1].tolist())
+            self.tokens_per_character = len(held_out) / max(len(held_out.decode(errors="replace")), 1)
+            return parts
+        try:
+            text = content.decode()
+        except UnicodeDecodeError as error:
+            expected = f"text in UTF-8; byte {error.start} is not. --data.vocabulary bytes takes any file"
+            raise BadInput("data.path", self.path, expected) from None
+        self.vocabulary = Vocabulary(text)
+        kind = torch.uint8 if len(self.vocabulary) <= 256 else torch.int32
+        return _tenths(self.vocabulary.encode(text).to(kind))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Tokens: of the training text, and those that are predicted of the held-out one."""
+        held_out = int((self.split("test").labels != IGNORED).sum())
+        return {"train": len(cast("Windows", self.split("train")).text), "validation": held_out, "test": held_out}
+
+    @property
+    def num_classes(self) -> int:
+        """The size of the vocabulary."""
+        self.split("train")
+        return len(self.vocabulary)
+
+    @property
+    def net_arguments(self) -> dict[str, Any]:
+        """Those of a language model."""
+        return {"vocab_size": self.num_classes, "block_size": self.input_shape[0]}
+
+    @property
+    def train_inputs_repeat(self) -> bool:
+        """No: each epoch has blocks of its own."""
+        return False
+
+    def _order(self, size: int) -> EpochOrder:
+        (block_size,) = self.input_shape
+        return BlockOrder(size + block_size, block_size, self.order_seed, self._position)
+
+    def _chunks(self, part: str) -> ChunkLoader:
+        return ChunkLoader(self._resident(part), max(EVALUATED // self.input_shape[0], 1), *self._place())
 
     def normalize(self, inputs: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Stored tokens (B, T) uint8 as embeddings take them: int64, whatever the module's type."""
+        """Stored tokens (B, T) as embeddings take them: int64, whatever the module's type."""
         return inputs.long()
 
 
-def tokens(texts: Iterable[bytes], length: int) -> Tensor:
-    """(n, length) uint8, the texts' bytes, cut off or filled up with 0."""
-    rows = b"".join(text[:length].ljust(length, b"\0") for text in texts)
-    return torch.frombuffer(bytearray(rows), dtype=torch.uint8).view(-1, length)
+def _tenths(tokens: Tensor) -> tuple[Tensor, Tensor]:
+    cut = len(tokens) * 9 // 10
+    return tokens[:cut], tokens[cut:]
 
 
-class Shakespeare(LabelledText):
-    """Whose line is it? The speakers with the most lines in tiny Shakespeare (40,000 lines, Karpathy 2015).
-
-    Args:
-        root: the file, or a folder with `tinyshakespeare/input.txt`; nothing is downloaded.
-        speakers: how many of them; Gloucester, who says the most, has 902 lines.
-        length: tokens of a sample; what is longer is cut off.
-        options: those of InMemoryData.
-
-    Raises:
-        BadInput: the file is not there or holds no plays, or there are not so many speakers of ten lines or more.
-    """
-
-    def __init__(self, root: str | Path = "data", speakers: int = 8, length: int = 64, **options: Any) -> None:
-        super().__init__(root, length, **options)
-        self.speakers = speakers
-
-    def lines(self) -> list[Line]:
-        """The chosen speakers' lines, in the order of the plays."""
-        said = _speeches(self._file())
-        counts = Counter(speaker for speaker, _ in said)
-        known = [name for name, count in counts.most_common() if count >= TEST_EVERY]
-        if not 2 <= self.speakers <= len(known):
-            expected = f"2 to {len(known)}, the speakers of at least {TEST_EVERY} lines"
-            raise BadInput("data.speakers", self.speakers, expected)
-        return [line for line in said if line[0] in set(known[: self.speakers])]
-
-    def _file(self) -> Path:
-        file = self.root if self.root.is_file() else self.root / "tinyshakespeare" / "input.txt"
-        if not file.is_file():
-            raise BadInput("data.root", self.root, f"tiny Shakespeare; {file} is not there")
-        return file
-
-
-def _speeches(file: Path) -> list[Line]:
-    """Speakers and lines of plays: after an empty line there is `Speaker:`, below it what is said."""
-    found: list[Line] = []
-    for speech in file.read_bytes().replace(b"\r\n", b"\n").split(b"\n\n"):
-        name, *lines = speech.strip().split(b"\n")
-        if name.endswith(b":"):
-            found += [(name[:-1].decode(errors="replace"), line) for line in lines if line.strip()]
-    return found
+def _consecutive(tokens: Tensor, length: int) -> Split:
+    """Blocks (k, T) and labels (k, T) int64, in which each token but the first is predicted once."""
+    last = len(tokens) - 1 - length
+    starts = torch.tensor([*range(0, last + 1, length), *([last] if last % length else [])])
+    inputs, labels = Windows(tokens, length).take(starts)
+    if last % length:
+        labels = labels.clone()
+        labels[-1, : length - last % length] = IGNORED
+    return Split(inputs.to(tokens.dtype), labels)

@@ -11,12 +11,10 @@ define them, and every result checked to the bit. `ring` is strategies/ring; `ri
 distributed tutorial, in which each of n ranks sends n / 2 times as much. OUT/ holds results.json, .md and .png.
 """
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import strategies
-from apprentice import cli, environment, folders, interrupts
+from apprentice import cli, environment, interrupts, invocation
 from apprentice.errors import BadInput
 from apprentice.measuring.comm import Backend, Bench, Options, Rows, Study
 from apprentice.measuring.isolation import one_thread
@@ -62,14 +60,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows = Rows(size, [*cli.pick(known, config.backends, "backends").values()], config.only, config.sizes)
         environment.keep_memory()
         bench = Bench(size, config.repeats, ring.register, config.timeout, QUICK_BLOCK if config.quick else BLOCK)
-        out = Path(config.out) if config.out else folders.new_folder("comm")
-        with folders.opened(out, config.resume, config.overwrite):
-            study = Study(Kept("comm", "name", out, command, config))
-            try:
-                study.run(bench, rows)
-            except interrupts.Interrupted:
-                sys.stderr.write(f"stopped; go on with: python experiments/comm.py --out {out} --resume true\n")
-                raise
+        with invocation.opened("comm", command, config) as out:
+            Study(Kept("comm", "name", out, command, config)).run(bench, rows)
 
 
 if __name__ == "__main__":

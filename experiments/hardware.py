@@ -15,12 +15,10 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
-import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +26,7 @@ from torch import nn
 
 import datamodules
 import strategies
-from apprentice import cli, environment, folders, interrupts
+from apprentice import cli, environment, interrupts, invocation
 from apprentice.errors import BadInput
 from apprentice.keyed import seeded
 from apprentice.measuring import Bench, Log, Rows
@@ -105,14 +103,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         accumulate = config.trainer.init_args["accumulate_grad_batches"]
         make = partial(classifier, config, data)
         bench = Bench(make, data, config.steps, accumulate, usual_threads(data.input_shape, threads))
-        out = Path(config.out) if config.out else folders.new_folder("hardware")
-        with folders.opened(out, config.resume, config.overwrite):
-            log = Log(Kept("hardware", "strategy", out, command, config))
-            try:
-                log.run(bench, picked, skipped)
-            except interrupts.Interrupted:
-                sys.stderr.write(f"stopped; go on with: python experiments/hardware.py --out {out} --resume true\n")
-                raise
+        with invocation.opened("hardware", command, config) as out:
+            Log(Kept("hardware", "strategy", out, command, config)).run(bench, picked, skipped)
 
 
 if __name__ == "__main__":

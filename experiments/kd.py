@@ -2,6 +2,7 @@
 
     python experiments/kd.py                        # Digits, embedded: three seeds in under a minute on 2 cores
     python experiments/kd.py --trainer.devices 8    # the same, up to rounding, from 8 processes
+    python experiments/kd.py --data Text --teacher GPT --student GPT --only ce kd    # a language model's tokens
     python experiments/kd.py --help
 
 For each seed a teacher is trained (or loaded), every student is distilled from it in one pass over the data, and each
@@ -13,7 +14,6 @@ import os
 # Before torch is loaded: threads that spin while they wait cost small nets most of their time.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,13 +26,13 @@ from torch import nn
 
 import datamodules
 import strategies
-from apprentice import cli, environment, folders, interrupts, job, launches
+from apprentice import cli, environment, interrupts, invocation, job, launches
 from apprentice.bake_off import BakeOff, Contestant
 from apprentice.checkpoints import load_weights
 from apprentice.errors import BadInput
 from apprentice.exports import load_net, spec
-from apprentice.files import write_json
 from apprentice.keyed import seeded
+from apprentice.metrics import ACCURACY, BITS
 from apprentice.progress import quiet
 from apprentice.report import save_results, text
 from apprentice.results import bake_off_results
@@ -41,6 +41,7 @@ from apprentice.trainers import trainers
 from lit_modules import nets, objectives
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
+from lit_modules.scores import TokenScores
 
 
 @dataclass
@@ -66,7 +67,7 @@ class Options(cli.RunOptions):
 def parser() -> cli.Parser:
     """What can be chosen: data, nets, distillation methods, optimizer, trainer."""
     parser = cli.Parser("kd.py", (__doc__ or "").split("\n", 1)[0], Options)
-    given_by_data = {"input_shape", "num_classes"}
+    given_by_data = {"input_shape", "num_classes", "vocab_size", "block_size"}
     parser.add_choice("data", (datamodules.InMemoryData, datamodules.ImageData), datamodules, "Digits")
     parser.add_choice("teacher", (nets.Net, nn.Module), nets, "DeepNN", skip=given_by_data)
     parser.add_choice("student", (nets.Net, nn.Module), nets, "LightNN", skip=given_by_data)
@@ -83,16 +84,21 @@ class Wiring:
     def __init__(self, config: Namespace, data: Any, trainer: MakeTrainer) -> None:
         self.config, self.trainer, self.variants = config, trainer, cli.pick(config.variants, config.only)
         self.double = config.trainer.init_args.get("precision") in {"64-true", "64", 64}
+        self.given, self.metric = data.net_arguments, ACCURACY
         self.shape = {"input_shape": data.input_shape, "num_classes": data.num_classes}
+        self.logits_shape = (data.num_classes,)
         self.learning: dict[str, Any] = {"optimizer": cli.factory(config.optimizer, "optimizer")}
+        if data.tokens_per_character is not None:
+            self.metric, self.logits_shape = BITS, (*data.input_shape, data.num_classes)
+            self.learning["scores"] = partial(TokenScores, data.tokens_per_character)
         if config.scheduler is not None:
             self.learning["scheduler"] = cli.factory(config.scheduler, "scheduler")
 
     def net(self, key: str, seed: int) -> tuple[nn.Module, dict[str, Any]]:
         """A fresh net, its first weights from the seed alone, and how to rebuild it."""
         choice = getattr(self.config, key)
-        net = seeded(seed, lambda: cli.build(choice, key, **self.shape))
-        arguments = cli.arguments(choice, key, **self.shape)
+        net = seeded(seed, lambda: cli.build(choice, key, **self.given))
+        arguments = cli.arguments(choice, key, **self.given)
         return net.double() if self.double else net, spec(choice.class_path, arguments)
 
     def teacher(self, seed: int) -> tuple[LitClassifier, dict[str, Contestant]]:
@@ -124,6 +130,8 @@ class Wiring:
         trainer = self.trainer()
         place = trainer.distributed_sampler_kwargs or {"num_replicas": 1}
         data.check_replicas(place["num_replicas"], self.config.exact)
+        for key in ("teacher", "student"):
+            nets.check_fits(self.net(key, self.config.seeds[0])[0], data.input_shape, self.logits_shape, key)
         teacher, _ = self.teacher(self.config.seeds[0])
         students, _ = self.students(self.config.seeds[0], teacher.net)
         if isinstance(trainer.strategy, strategies.DataParallel):
@@ -151,7 +159,8 @@ def run(config: Namespace, wiring: Wiring, data: Any, out: Path, settings: dict[
     }  # fmt: skip
     taught = [{**stage["runs"]["teacher"], "fit_seconds": stage["fit_seconds"]} for stage in teachers]
     learned = {name: [stage["runs"][name] for stage in students] for name in wiring.variants}
-    results = bake_off_results(header, taught, learned, [stage["fit_seconds"] for stage in students])
+    seconds = [stage["fit_seconds"] for stage in students]
+    results = bake_off_results(header, taught, learned, seconds, wiring.metric)
     save_results(out, results)
     print(f"{text(results)}\n\n{out}/results.md, .png, .json; curves: tensorboard --logdir {out}")
 
@@ -173,16 +182,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         torch.backends.cudnn.allow_tf32 = False  # float32 means float32
         wiring = Wiring(config, data, trainer)
         wiring.check(data)
-        out = Path(config.out) if config.out else folders.new_folder("kd")
-        with folders.opened(out, config.resume, config.overwrite):
-            if job.is_main_process():
-                command.save(config, out / "config.yaml")
-                write_json(out / "environment.json", environment.hardware() | environment.versions())
-            try:
-                run(config, wiring, data, out, command.as_dict(config))
-            except interrupts.Interrupted:
-                sys.stderr.write(f"stopped; go on with: python experiments/kd.py --out {out} --resume true\n")
-                raise
+        with invocation.opened("kd", command, config) as out:
+            invocation.describe(out, command, config)
+            run(config, wiring, data, out, command.as_dict(config))
 
 
 if __name__ == "__main__":

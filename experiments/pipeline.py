@@ -17,17 +17,15 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded
 
 import copy
-import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import get_args
 
 import torch
 from torch import nn
 
 import strategies
-from apprentice import cli, environment, folders, interrupts
+from apprentice import cli, environment, interrupts, invocation
 from apprentice.errors import BadInput
 from apprentice.keyed import seeded
 from apprentice.measuring.isolation import one_thread
@@ -94,14 +92,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows = Rows(config.trainer, strategies.NAMES, get_args(Schedule), config.batch_size, config.split_sizes, cut)
         loader = partial(Noise, config.batch_size, shape, config.num_classes, seed=config.seeds[0])
         bench = Bench(partial(module, layers), loader, config.batches, config.repeats)
-        out = Path(config.out) if config.out else folders.new_folder("pipeline")
-        with folders.opened(out, config.resume, config.overwrite):
-            study = Study(Kept("pipeline", "name", out, command, config))
-            try:
-                study.run(bench, rows)
-            except interrupts.Interrupted:
-                sys.stderr.write(f"stopped; go on with: python experiments/pipeline.py --out {out} --resume true\n")
-                raise
+        with invocation.opened("pipeline", command, config) as out:
+            Study(Kept("pipeline", "name", out, command, config)).run(bench, rows)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from torch import nn
 
 import datamodules
 import strategies
-from apprentice import cli, environment, extras, folders, interrupts, job, launches
+from apprentice import cli, environment, extras, interrupts, invocation, job, launches
 from apprentice.checkpoints import fitting, read, read_weights
 from apprentice.cli.imports import imported
 from apprentice.cli.sources import flags, load
@@ -60,7 +60,7 @@ def parser() -> cli.Parser:
     parser.add_choice("data", datamodules.ImageData, datamodules, "Digits")
     parser.add_choice("student", (nets.Net, nn.Module), nets, "LightNN", skip={"input_shape", "num_classes"})
     parser.add_choice("objective", (objectives.Objective, objectives.FeatureObjective), objectives, "CrossEntropy")
-    parser.add_group("latency", Latency)
+    parser.add_class("latency", Latency)
     parser.add_optimizer({"class_path": "Adam", "init_args": {"lr": 1e-4}})
     parser.add_trainer(strategies.NAMES, max_epochs=5, log_every_n_steps=10)
     return parser
@@ -223,16 +223,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         torch.backends.cudnn.allow_tf32 = False  # float32 means float32
         wiring = Wiring(config, data, trainer)
         wiring.aware(wiring.fresh()[0] if config.run is None else wiring.student()[0])  # refused now, if it can't be
-        out = Path(config.out) if config.out else folders.new_folder("quantize")
-        with folders.opened(out, config.resume, config.overwrite):
+        with invocation.opened("quantize", command, config) as out:
             kept = Kept("quantize", "format", out, command, config) if job.is_main_process() else None
             if kept is not None:
                 kept.header["versions"] = environment.versions(*EXTRA[1:], *formats.EXTRA[1:])
-            try:
-                run(config, wiring, kept, out)
-            except interrupts.Interrupted:
-                sys.stderr.write(f"stopped; go on with: python experiments/quantize.py --out {out} --resume true\n")
-                raise
+            run(config, wiring, kept, out)
 
 
 def check(config: Namespace, trainer: Trainer) -> None:

@@ -1,15 +1,17 @@
-"""A classifier trained with cross-entropy: the teacher, or any net of its own."""
+"""A classifier of samples, or of the tokens of texts, trained with cross-entropy: the teacher, or a net of its own."""
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from apprentice.batch import Batch
-from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, hits, prepared
+from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepared
 from lit_modules.nets import pipeline_stages
 from lit_modules.objectives.cross_entropy import cross_entropy
+from lit_modules.scores import ClassScores, MakeScores
 
 
 class LitClassifier(Learner):
@@ -23,6 +25,7 @@ class LitClassifier(Learner):
         optimizer: makes the optimizer from parameter groups.
         scheduler: makes a learning-rate scheduler, stepped once an epoch.
         seed: keys the dropout's noise.
+        scores: makes what evaluation counts; `partial(TokenScores, ...)` where a net gives logits (B, T, classes).
     """
 
     def __init__(
@@ -32,8 +35,9 @@ class LitClassifier(Learner):
         optimizer: MakeOptimizer = adam,
         scheduler: MakeScheduler | None = None,
         seed: int = 0,
+        scores: MakeScores | None = None,
     ) -> None:
-        super().__init__([""], num_classes, optimizer, scheduler, seed)
+        super().__init__([""], scores or partial(ClassScores, num_classes), optimizer, scheduler, seed)
         self.net = prepared(net).to(memory_format=torch.channels_last)
 
     def parameter_groups(self) -> list[list[nn.Parameter]]:
@@ -47,7 +51,8 @@ class LitClassifier(Learner):
     def losses(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Cross-entropy of logits (b, classes), and what is logged of it."""
         losses = cross_entropy(outputs, batch.labels)
-        return self.loss_scales.scaled("", batch.mean(losses)), {"loss": losses, "acc": hits(outputs, batch.labels)}
+        parts = {"loss": losses, **self.scores_of("").of_each(outputs, batch.labels)}
+        return self.loss_scales.scaled("", batch.mean(losses)), parts
 
     def pipeline_stages(self) -> list[nn.Module]:
         """The net's."""

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from apprentice import keyed, replicas
 from apprentice.batch import Batch
 from apprentice.errors import BadInput
-from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, hits, prepared
+from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepared
 from lit_modules.nets import Outputs, layer, run
 from lit_modules.objectives import Objective, Term
+from lit_modules.scores import ClassScores, MakeScores
 from lit_modules.side_by_side import side_by_side
 from lit_modules.teacher_cache import TeacherCache
 
@@ -51,6 +52,8 @@ class Distillation(Learner):
         seed: keys the dropout's noise and the objectives' initial weights.
         teacher_cache_mb: MiB a rank may spend on the teacher's outputs, which are stored where inputs repeat (a data
             module without augmentation, more than one epoch); 0, or outputs too large, runs the teacher every batch.
+        scores: makes what evaluation counts of a student; `partial(TokenScores, ...)` where nets give logits
+            (b, T, classes), a distribution for each token.
 
     Raises:
         BadInput: an objective refuses its pair of nets; a name or layer can't be used.
@@ -66,8 +69,9 @@ class Distillation(Learner):
         scheduler: MakeScheduler | None = None,
         seed: int = 0,
         teacher_cache_mb: int = 1024,
+        scores: MakeScores | None = None,
     ) -> None:
-        super().__init__(students, num_classes, optimizer, scheduler, seed)
+        super().__init__(students, scores or partial(ClassScores, num_classes), optimizer, scheduler, seed)
         for name in students:
             if hasattr(nn.ModuleDict, name) or "." in name:
                 raise BadInput("variants", name, "a name without dots that is no attribute of torch's ModuleDict")
@@ -94,13 +98,14 @@ class Distillation(Learner):
                 keyed.seeded(self.seed, partial(objective.build, outputs, teacher))
             except BadInput as fault:
                 raise BadInput(f"variants.{name}.{fault.flag}", fault.value, fault.expected) from None
-            objective.to(inputs.dtype)(objective.adapt(outputs), teacher, torch.zeros(1, dtype=torch.int64))
+            labels = torch.zeros(outputs.logits.shape[:-1], dtype=torch.int64)
+            objective.to(inputs.dtype)(objective.adapt(outputs), teacher, labels)
             student.train(mode)
 
     def _check_layers(self) -> None:
         for name, student in self._students(()):
             for path in student.objective.student_layers:
-                layer(student.net, path, f"variants.{name}.student_layer")
+                layer(student.net, path, f"variants.{name}.student_layer", student.objective.needs)
             for path in student.objective.teacher_layers:
                 layer(self.teacher, path, f"variants.{name}.teacher_layer")
 
@@ -191,7 +196,8 @@ class Distillation(Learner):
             total = _loss(terms)
             loss = loss + self.loss_scales.scaled(name, batch.mean(total))
             parts |= {f"{name}/{term}": values for term, (values, _) in terms.items()}
-            parts |= {f"{name}/loss": total, f"{name}/acc": hits(found.logits, batch.labels)}
+            measured = self.scores_of(name).of_each(found.logits, batch.labels)
+            parts |= {f"{name}/loss": total, **{f"{name}/{what}": values for what, values in measured.items()}}
         return loss, parts
 
     def predict(self, inputs: Tensor) -> dict[str, Tensor]:

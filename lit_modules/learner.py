@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning import LightningModule
@@ -11,15 +11,13 @@ from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torchmetrics.classification import MulticlassConfusionMatrix
 
 from apprentice import keyed, replicas
 from apprentice.batch import Batch
 from apprentice.keyed import Dropout, unkeyed
-from lit_modules.exact_mean import ExactMean
 from lit_modules.loss_scale import LossScales
 from lit_modules.nets import globalise
-from lit_modules.objectives.cross_entropy import cross_entropy
+from lit_modules.scores import ClassScores, MakeScores, Scores
 
 MakeOptimizer = Callable[[Iterable], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler]
@@ -30,32 +28,6 @@ def adam(params: Iterable) -> Optimizer:
     return Adam(params, lr=1e-3)
 
 
-class Scores(nn.Module):
-    """What evaluation says of one classifier: each sample counts once, on any number of ranks."""
-
-    def __init__(self, num_classes: int) -> None:
-        super().__init__()
-        self.confusion = MulticlassConfusionMatrix(num_classes, validate_args=False)
-        self.loss = ExactMean()
-
-    def update(self, logits: Tensor, labels: Tensor) -> None:
-        """Count b samples: logits (b, classes), labels (b,)."""
-        self.confusion.update(logits, labels)
-        self.loss.update(cross_entropy(logits, labels))
-
-    def compute(self) -> tuple[dict[str, Tensor], Tensor]:
-        """{"loss", "acc", "correct"} over all ranks; the confusion matrix (classes, classes), rows the truth."""
-        confusion = self.confusion.compute()
-        correct, samples = confusion.trace(), confusion.sum()
-        values = {"loss": self.loss.compute(), "acc": correct.double() / samples, "correct": correct.double()}
-        return values, confusion
-
-    def reset(self) -> None:
-        """Count from zero."""
-        self.confusion.reset()
-        self.loss.reset()
-
-
 class Learner(LightningModule):
     """A module that trains one or several runs side by side and logs each under its own name.
 
@@ -63,7 +35,7 @@ class Learner(LightningModule):
 
     Args:
         runs: names of the runs; "" for a module that is one run.
-        num_classes: number of logits.
+        scores: makes what evaluation counts of a run.
         optimizer: makes the optimizer from parameter groups, one a run.
         scheduler: makes the learning-rate scheduler from the optimizer; stepped once an epoch.
         seed: keys all noise in training.
@@ -72,7 +44,7 @@ class Learner(LightningModule):
     def __init__(
         self,
         runs: Iterable[str],
-        num_classes: int,
+        scores: MakeScores,
         optimizer: MakeOptimizer = adam,
         scheduler: MakeScheduler | None = None,
         seed: int = 0,
@@ -81,7 +53,7 @@ class Learner(LightningModule):
         self.runs = list(runs)
         self.make_optimizer, self.make_scheduler, self.seed = optimizer, scheduler, seed
         # In the order of the runs: "" can't be the name of a submodule.
-        self.scores = nn.ModuleList(Scores(num_classes) for _ in self.runs)
+        self.scores = nn.ModuleList(scores() for _ in self.runs)
         self.train_sums: dict[str, float] = {}
         self.samples = 0  # seen in training
         self.failed: dict[str, dict[str, Any]] = {}
@@ -93,10 +65,14 @@ class Learner(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """One optimizer with a group a run: each run's update depends on its own gradients alone, and its own scale."""
-        if self._trainer is not None:
-            self.loss_scales.take_over(self.trainer.precision_plugin, self.runs)
+        self.take_over_scales()
         optimizer = self.make_optimizer([{"params": group} for group in self.parameter_groups()])
         return [optimizer], [self.make_scheduler(optimizer)] if self.make_scheduler else []
+
+    def take_over_scales(self) -> None:
+        """Scale each run's loss by itself, where the Trainer's precision wants losses to be scaled."""
+        if self._trainer is not None:
+            self.loss_scales.take_over(self.trainer.precision_plugin, self.runs)
 
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
@@ -105,8 +81,8 @@ class Learner(LightningModule):
         if not gradient_clip_val:
             return
         clip = self.trainer.precision_plugin.clip_gradients  # which a strategy may replace, where it cuts the module
-        for group in optimizer.param_groups:
-            run: Any = SimpleNamespace(param_groups=[group])  # what it asks of an optimizer
+        for parameters in self.parameter_groups():
+            run: Any = SimpleNamespace(param_groups=[{"params": parameters}])  # what it asks of an optimizer
             clip(run, gradient_clip_val, GradClipAlgorithmType(gradient_clip_algorithm or "norm"))
 
     def on_global_batch(self, means: Mapping[str, float], count: int) -> list[nn.Parameter]:
@@ -169,12 +145,11 @@ class Learner(LightningModule):
         self.samples += count
         for name, value in {**values, "rows": 1.0}.items():
             self.train_sums[name] = self.train_sums.get(name, 0.0) + value * count
-        losses = [v for k, v in values.items() if k.endswith("loss")]
-        accuracies = [v for k, v in values.items() if k.endswith("acc")]
         # Every value costs 0.2 ms of Lightning's time: nothing is handed over that it would not write.
         if (self.global_step + 1) % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
             self.log_dict(_tags(values, "train"), batch_size=count)
-            bar = {"loss": sum(losses) / len(losses), "acc": sum(accuracies) / len(accuracies)}
+            shown = {what: [v for k, v in values.items() if k.endswith(what)] for what in ("loss", "acc")}
+            bar = {what: sum(found) / len(found) for what, found in shown.items() if found}
             self.log_dict(bar, prog_bar=True, logger=False, batch_size=count)
 
     def on_train_epoch_end(self) -> None:
@@ -198,15 +173,20 @@ class Learner(LightningModule):
 
     def log_scores(self, stage: str) -> None:
         """Log each run's scores of a whole evaluation, and draw its confusion matrix after the test."""
-        for run, scores in zip(self.runs, self.scores, strict=True):
+        for run in self.runs:
             if run in self.failed:
                 continue
-            values, confusion = scores.compute()  # type: ignore[operator]
+            scores = self.scores_of(run)
+            values = scores.compute()
             if stage != "test":
-                values.pop("correct")
+                values.pop("correct", None)
             self._log_epoch({f"{run}/{k}" if run else k: v for k, v in values.items()}, stage)
-            if stage == "test":
-                self._report_classes(run, confusion)
+            if stage == "test" and isinstance(scores, ClassScores):
+                self._report_classes(run, scores.confusion.compute())
+
+    def scores_of(self, run: str) -> Scores:
+        """What evaluation counts of a run."""
+        return cast("Scores", self.scores[self.runs.index(run)])
 
     def _log_epoch(self, values: Mapping[str, Any], stage: str) -> None:
         # The values are the same on all ranks: the maximum is each of them, to the bit, where a mean would round.
@@ -267,7 +247,7 @@ class Learner(LightningModule):
         return self.losses(output, Batch.of(batch, self.global_step))[0]
 
     def predict(self, inputs: Tensor) -> dict[str, Tensor]:
-        """Logits (b, classes) of each run that is still in the race, for inputs (b, ...)."""
+        """Logits (b, ..., classes) of each run that is still in the race, for inputs (b, ...)."""
         raise NotImplementedError
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -281,7 +261,7 @@ class Learner(LightningModule):
     def _count(self, batch: Any) -> None:
         batch = Batch.of(batch, 0, shared=False)
         for run, logits in self.predict(batch.inputs).items():
-            self.scores[self.runs.index(run)].update(logits, batch.labels)  # type: ignore[operator]
+            self.scores_of(run).update(logits, batch.labels)
 
     def on_validation_epoch_end(self) -> None:
         """Log what validation counted."""
@@ -307,7 +287,7 @@ def prepared(net: nn.Module) -> nn.Module:
             module.layer = number  # else two layers of one width would draw one mask
     if names := unkeyed(net):
         listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        advice = "numbers will move with the device count and a resume; apprentice.keyed.Dropout's do not"
+        advice = "without --exact numbers move with the device count and a resume; apprentice.keyed.Dropout's do not"
         rank_zero_warn(f"{type(net).__name__} draws noise from torch's generator in {listed}: {advice}")
     return globalise(net)
 
@@ -323,8 +303,3 @@ def global_means(parts: Mapping[str, Tensor], batch: Batch) -> dict[str, float]:
         return {}
     sums = replicas.total(torch.stack([values.detach().double().sum() for values in parts.values()]))
     return dict(zip(parts, (sums / batch.count).tolist(), strict=True))
-
-
-def hits(logits: Tensor, labels: Tensor) -> Tensor:
-    """(b,) whether the largest logit is the label's."""
-    return logits.detach().argmax(1) == labels

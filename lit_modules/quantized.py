@@ -105,7 +105,7 @@ class Quantized(Distillation):
         super().on_validation_epoch_end()
         if NAME in self.failed:
             return
-        values, _ = self.scores[0].compute()  # type: ignore[operator]
+        values = self.scores_of(NAME).compute()
         correct = int(values["correct"])
         if self.best is None or correct > self.best["correct"]:
             self.best = {"epoch": self.current_epoch, "correct": correct, "acc": float(values["acc"])}

@@ -3,6 +3,7 @@
 import os
 
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # the same tests everywhere, before torch looks
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # its pool of compilers hangs in a fork of its process
 
 import importlib.util
 from collections.abc import Generator
@@ -16,6 +17,13 @@ SHARED = Path(__file__).parents[2] / "shared" / "data"
 def pytest_configure(config: pytest.Config) -> None:
     """Warnings are errors, but for Lightning's own: its CombinedLoader still asks torch for a LeafSpec."""
     config.addinivalue_line("filterwarnings", "ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
+
+
+def pytest_sessionstart() -> None:
+    """Have autograd count devices before a compiler registers more: with threads of its own no fork goes backward."""
+    import torch
+
+    torch.ones(1, requires_grad=True).sum().backward()
 
 
 @pytest.fixture(scope="session")

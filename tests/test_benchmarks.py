@@ -6,9 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
-from benchmarks import int8_speed, kd_speed, local_sgd
+from benchmarks import gpt_speed, int8_speed, kd_speed, local_sgd
+from tests.language import written
 from tests.processes import Run
 
 
@@ -60,6 +62,25 @@ def test_local_sgd_is_compared_with_data_parallelism(tmp_path: Path, capsys: pyt
     ]
     assert all(row["losses"][-1][0] == 11 and row["seconds"] > 0 for row in rows)
     assert len(capsys.readouterr().out.splitlines()) == 7
+
+
+def test_a_language_models_step_is_timed_beside_a_plain_loop(tmp_path: Path) -> None:
+    path = written(tmp_path, 2000)
+    steps = {side: gpt_speed.milliseconds(gpt_speed.STEPS[side](path, 22)) for side in ("loop", "bare", "ours")}
+    assert min(steps.values()) > 0
+    data = gpt_speed.text(path)
+    sizes = gpt_speed.BLOCK, gpt_speed.LAYERS, gpt_speed.HEADS, gpt_speed.WIDTH
+    plain, ours = gpt_speed.PlainGPT(data.num_classes), gpt_speed.net_of(data, *sizes)
+    assert sum(p.numel() for p in plain.parameters()) == sum(p.numel() for p in ours.parameters())
+    x, y = gpt_speed.slices(gpt_speed.written(data, tmp_path))
+    assert x.shape == y.shape == (12, 64)
+    assert torch.equal(x[:, 1:], y[:, :-1])
+    found = {"steps": steps | {"compiled": 1.0, "bfloat16": 1.0}, "fetching": gpt_speed.fetching(path)}
+    found["generation"] = {"recomputed": 3.0, "cached": 1.0}
+    found["ratios"] = gpt_speed.ratios(*found.values())
+    told = gpt_speed.table(found)
+    assert "ours / bare" in told
+    assert "1/3.0   target: at most 0.333" in told
 
 
 @pytest.mark.extras

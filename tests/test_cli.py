@@ -334,7 +334,7 @@ REFUSED = {
     "--data.train_sise 3": "data.train_sise 3: expected an option of Digits; near: train_size",
     "--data.root X": "data.root X: expected an option of Digits: batch_size, augment, train_size",
     "--data MNISt":
-        "data MNISt: expected Digits, CIFAR10, MNIST, ImageFolder, LabelledText, Shakespeare "
+        "data MNISt: expected Digits, CIFAR10, MNIST, ImageFolder, LabelledText, Shakespeare, Text "
         "or the import path of a class; near: MNIST",
     "--data null": "data null: expected one class: Digits",
     "--data": "data (nothing): expected a value",
@@ -357,8 +357,8 @@ REFUSED = {
     "--variants.kd.tempature 3": "variants.kd.tempature 3: expected an option of Hinton; near: temperature",
     "--variants.hnt.hint_weight 3":
         "expected one of ce, kd, cosine, hint, or --variants.hnt CLASS beside it for a new one; near: hint",
-    "--variants.kd Hintn": "variants.kd Hintn: expected Cosine, CrossEntropy, Hint, Hinton, Sum or",
-    "--variants.x Objective": "variants.x Objective: expected Cosine, CrossEntropy, Hint, Hinton, Sum or",
+    "--variants.kd Hintn": "variants.kd Hintn: expected Cosine, CrossEntropy, DeiTToken, Hint, Hinton,",
+    "--variants.x Objective": "variants.x Objective: expected Cosine, CrossEntropy, DeiTToken, Hint, Hinton,",
     "--variants.teacher Hinton": "variants.teacher Hinton: expected a name of letters",
     "--variants.a/b Hinton": "variants.a/b Hinton: expected a name of letters",
     "--variants 3": "variants 3: expected a name and a class",

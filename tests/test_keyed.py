@@ -6,6 +6,7 @@ from torch import nn
 from torchvision.ops import StochasticDepth
 
 from apprentice import keyed
+from lit_modules.nets import SelfAttention
 
 ROWS = torch.arange(128)
 
@@ -80,6 +81,7 @@ def test_layers_with_noise_of_torchs_own_are_named() -> None:
     layers = {
         "dropout": nn.Dropout2d(0.1), "attention": nn.MultiheadAttention(4, 2, dropout=0.1),
         "rnn": nn.GRU(3, 3, 2, dropout=0.2), "depth": StochasticDepth(0.1, "row"),
+        "ours": SelfAttention(4, 2, dropout=0.1),
         "none": nn.Dropout(0.0), "quiet": nn.LSTM(3, 3), "frozen": nn.Dropout(0.2).eval(), "keyed": keyed.Dropout(0.1),
     }  # fmt: skip
-    assert keyed.unkeyed(nn.ModuleDict(layers)) == ["dropout", "attention", "rnn", "depth"]
+    assert keyed.unkeyed(nn.ModuleDict(layers)) == ["dropout", "attention", "rnn", "depth", "ours"]

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from apprentice import job, launches
 from experiments import kd
 from strategies import stores
 from tests.launching import ROOT, TINY, Command, by_hand, ended, free_port, ranks, weights
 from tests.processes import Run
+from tests.ranks import ranks as process_group
 
 EXACT = [*TINY, "--exact", "2"]
 
@@ -137,6 +139,27 @@ def test_mpirun_without_mpi4py_names_the_extra(tmp_path: Path) -> None:
     assert line.startswith("error: mpirun -n 2: expected mpi4py")
     assert "the extra [mpi]" in line
     assert launches.INSTALL in line
+
+
+@pytest.mark.parametrize("given", [["--local-rank", "1"], ["--local_rank", "1"], ["--local_rank=1"]])
+def test_the_rank_that_the_old_launch_module_gives_is_ignored(given: list[str]) -> None:
+    assert vars(kd.parser().parse(given)) == vars(kd.parser().parse([]))
+
+
+def first_by_turns(folder: Path) -> None:
+    for turn in range(2):
+        with job.main_first("task"):
+            file = folder / str(turn)
+            if dist.get_rank():
+                assert file.exists()
+            else:
+                time.sleep(0.2)
+                file.touch()
+
+
+def test_rank_zero_goes_first_each_time(tmp_path: Path) -> None:
+    process_group(2, first_by_turns, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
 
 
 # Where ranks meet

@@ -1,5 +1,7 @@
 """Each objective equals a formula written out independently in float64, gradients included."""
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -8,20 +10,33 @@ from torch.nn import functional as F
 from apprentice.errors import BadInput
 from apprentice.keyed import seeded
 from lit_modules.nets import Outputs
-from lit_modules.objectives import Cosine, CrossEntropy, Hint, Hinton, Objective, Sum, Term
+from lit_modules.objectives import (
+    Cosine,
+    CrossEntropy,
+    DeiTToken,
+    Hint,
+    Hinton,
+    JensenShannon,
+    Objective,
+    ReverseKL,
+    Sum,
+    Term,
+)
 
-B, C = 7, 10
+B, C, T = 7, 10, 5
+HEADS = ("head", "head_dist")
 
 
-def outputs(seed: int, channels: int, size: int = 4, scale: float = 3.0) -> Outputs:
+def outputs(seed: int, channels: int, size: int = 4, scale: float = 3.0, heads: Sequence[str] = ()) -> Outputs:
     g = torch.Generator().manual_seed(seed)
     logits = (torch.randn(B, C, generator=g, dtype=torch.float64) * scale).requires_grad_()
     features = torch.randn(B, channels, size, size, generator=g, dtype=torch.float64).requires_grad_()
-    return Outputs(logits, {"default": features})
+    found = {head: torch.randn(B, C, generator=g, dtype=torch.float64).requires_grad_() for head in heads}
+    return Outputs(logits, {"default": features, **found})
 
 
-def labels() -> torch.Tensor:
-    return torch.randint(C, (B,), generator=torch.Generator().manual_seed(9))
+def labels(*shape: int) -> torch.Tensor:
+    return torch.randint(C, shape or (B,), generator=torch.Generator().manual_seed(9))
 
 
 def loss(terms: dict[str, Term]) -> torch.Tensor:
@@ -44,6 +59,18 @@ def by_hand(name: str, s: Outputs, t: Outputs, y: torch.Tensor, regressor: torch
         temperature = 2
         p = log_softmax(t.logits / temperature).exp()
         soft = temperature**2 * (p * (p.log() - log_softmax(s.logits / temperature))).sum() / B
+    if name in {"reverse", "js"}:
+        p, q = (log_softmax(z / 2).exp() for z in (t.logits, s.logits))
+        soft = 4 * (q * (q.log() - p.log())).sum() / B
+    if name == "js":
+        m = 0.3 * p + 0.7 * q
+        soft = 4 * (0.3 * (p * (p / m).log()).sum() + 0.7 * (q * (q / m).log()).sum()) / B
+    if name.startswith("deit"):
+        token = s.features["head_dist"]
+        p = log_softmax(t.logits / 3).exp()
+        soft = 9 * (p * (p.log() - log_softmax(token / 3))).sum() / B
+        soft = cross_entropy(token, t.logits.max(1).indices) if name == "deit hard" else soft
+        return 0.5 * soft + 0.5 * cross_entropy(s.features["head"], y) + 0 * s.logits.sum()
     if name == "cosine":
         f_s = s.features["default"].reshape(B, -1)
         f_t = t.features["default"].reshape(B, -1, 2).mean(2)  # 2:1, as the tutorial pools
@@ -57,15 +84,25 @@ def by_hand(name: str, s: Outputs, t: Outputs, y: torch.Tensor, regressor: torch
     return 0.25 * soft + 0.75 * cross_entropy(s.logits, y)
 
 
-@pytest.mark.parametrize(
-    ("name", "make"), [("ce", CrossEntropy), ("kd", Hinton), ("cosine", Cosine), ("hint", Hint)], ids=str
-)
-def test_equals_the_formula_and_its_gradients(name: str, make: type[Objective]) -> None:
-    student, teacher, y = outputs(1, 3), outputs(2, 6), labels()
-    objective = make()
+METHODS: dict[str, Callable[[], Objective]] = {
+    "ce": CrossEntropy,
+    "kd": Hinton,
+    "cosine": Cosine,
+    "hint": Hint,
+    "reverse": ReverseKL,
+    "js": lambda: JensenShannon(beta=0.3),
+    "deit hard": DeiTToken,
+    "deit soft": lambda: DeiTToken("soft"),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_equals_the_formula_and_its_gradients(name: str) -> None:
+    student, teacher, y = outputs(1, 3, heads=HEADS), outputs(2, 6), labels()
+    objective = METHODS[name]()
     objective.build(student, teacher)
     objective.double()
-    wanted = [student.logits, student.features["default"], *objective.parameters()]
+    wanted = [student.logits, *student.features.values(), *objective.parameters()]
     ours = loss(objective(objective.adapt(student), teacher, y))
     grads = torch.autograd.grad(ours, wanted, allow_unused=True)
     theirs = by_hand(name, student, teacher, y, getattr(objective, "regressor", None))
@@ -77,18 +114,54 @@ def test_equals_the_formula_and_its_gradients(name: str, make: type[Objective]) 
             torch.testing.assert_close(g, e, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("make", [CrossEntropy, Hinton, Cosine, Hint])
-def test_extreme_teachers_give_finite_losses_and_gradients(make: type[Objective]) -> None:
-    student = outputs(1, 6)
+@pytest.mark.parametrize("name", METHODS)
+def test_extreme_teachers_give_finite_losses_and_gradients(name: str) -> None:
+    student = outputs(1, 6, heads=HEADS)
     signs = torch.where(torch.rand(B, C, generator=torch.Generator().manual_seed(3)) < 0.5, -1e4, 1e4).double()
     teacher = Outputs(signs, {"default": torch.full((B, 6, 4, 4), 1e4, dtype=torch.float64)})
-    objective = make()
+    objective = METHODS[name]()
     objective.build(student, teacher)
     objective.double()
     total = loss(objective(objective.adapt(student), teacher, labels()))
     total.backward()
     assert torch.isfinite(total)
-    assert torch.isfinite(student.logits.grad).all()
+    for x in (student.logits, *student.features.values()):
+        assert x.grad is None or torch.isfinite(x.grad).all()
+
+
+@pytest.mark.parametrize("name", ["ce", "kd", "reverse", "js"])
+def test_a_samples_term_is_the_mean_of_its_tokens(name: str) -> None:
+    g = torch.Generator().manual_seed(4)
+    s, t = (Outputs(torch.randn(B, T, C, generator=g, dtype=torch.float64), {}) for _ in range(2))
+    y = labels(B, T)
+    for key, term in METHODS[name]()(s, t, y).items():
+        each = [METHODS[name]()(Outputs(s.logits[b], {}), Outputs(t.logits[b], {}), y[b])[key] for b in range(B)]
+        expected = torch.stack([one.values.mean() for one in each])
+        torch.testing.assert_close(term.values, expected, rtol=0, atol=1e-14)
+        assert term.values.shape == (B,)
+        assert {one.weight for one in each} == {term.weight}
+    none = METHODS[name]()(Outputs(s.logits[:0], {}), Outputs(t.logits[:0], {}), y[:0])
+    assert {term.values.shape for term in none.values()} == {(0,)}
+
+
+def test_jensen_shannon_lies_between_the_two_directions() -> None:
+    """Paper, section 3: its ends, divided by beta or 1 - beta, are the two KL divergences."""
+    student, teacher, y = outputs(1, 3, scale=1.0), outputs(2, 3, scale=1.0), labels()
+    ends = {1e-7: (Hinton(), "kd"), 1 - 1e-7: (ReverseKL(), "reverse")}
+    for beta, (other, name) in ends.items():
+        ours = JensenShannon(beta)(student, teacher, y)["js"].values / min(beta, 1 - beta)
+        torch.testing.assert_close(ours, other(student, teacher, y)[name].values, rtol=1e-5, atol=0)
+    forth, back = (JensenShannon(0.5)(*pair, y)["js"].values for pair in ((student, teacher), (teacher, student)))
+    torch.testing.assert_close(forth, back, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("path", ["default", "head"])
+def test_a_distillation_head_gives_logits(path: str) -> None:
+    name = "student_layer" if path == "default" else "class_layer"
+    student = outputs(1, 3, heads=HEADS)
+    student.features["head"] = student.features["head"][:, :3]
+    with pytest.raises(BadInput, match=rf"^--{name} {path}: expected a head that gives logits \(7, 10\); .* \(7, 3"):
+        DeiTToken(student_layer="default" if path == "default" else "head_dist").build(student, outputs(2, 6))
 
 
 def test_kd_is_the_divergence_and_zero_for_equal_logits() -> None:
@@ -155,6 +228,14 @@ def test_hint_refuses_maps_of_other_sizes_naming_both() -> None:
         (Hinton, {"kd_weight": -1}),
         (Cosine, {"cosine_weight": -0.1}),
         (Hint, {"hint_weight": float("inf")}),
+        (ReverseKL, {"temperature": -1}),
+        (ReverseKL, {"reverse_weight": -1}),
+        (JensenShannon, {"beta": 0}),
+        (JensenShannon, {"beta": 1.0}),
+        (JensenShannon, {"js_weight": float("nan")}),
+        (DeiTToken, {"kind": "both"}),
+        (DeiTToken, {"token_weight": -1}),
+        (DeiTToken, {"kind": "soft", "temperature": 0}),
         (Sum, {"objectives": []}),
         (Sum, {"objectives": [Hinton()], "weights": [1.0, 2.0]}),
         (Sum, {"objectives": [Hinton()], "weights": [-1.0]}),

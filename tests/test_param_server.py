@@ -14,20 +14,16 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import nn
-from torch.distributed import rpc
-from torch.multiprocessing import ProcessRaisedException
 from torch.nn import functional as F
 
 from apprentice import cli
 from apprentice.keyed import seeded
 from apprentice.progress import quiet
 from benchmarks import rpc_speed
-from lit_modules.classifier import LitClassifier
-from strategies import DDP, DataParallel, ParamServer, RPCHybrid, ZeRO1
-from tests.launching import free_port
+from strategies import DDP, DataParallel, ParamServer
 from tests.processes import Run, launch
-from tests.test_strategies import STEPS, Gathered, SaveAndStop, outcome, state_bytes
-from tests.training import LinesLogger, assert_same, classifier, digits, distillation, fit, net, trainer, weights
+from tests.test_strategies import STEPS, Gathered, outcome, state_bytes
+from tests.training import LinesLogger, assert_same, classifier, digits, fit, trainer, weights
 
 CLIPPED: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
 
@@ -115,26 +111,6 @@ def test_only_the_server_has_the_optimizers_state(tmp_path: Path) -> None:
     told = Gathered(tmp_path / "bytes", state_bytes)
     module = fit(classifier(), digits(), 3, strategy=server(), callbacks=[told], max_epochs=1)
     assert told.lines()[-1] == [0.0, 0.0, 8.0 * sum(p.numel() for p in module.parameters())]
-
-
-CHAIN: list[tuple[Callable[..., DataParallel], int]] = [
-    (ParamServer, 3),
-    (ZeRO1, 2),
-    (ParamServer, 2),
-    (ParamServer, 1),
-]
-
-
-def test_a_run_goes_on_under_another_strategy_and_number_of_devices(tmp_path: Path) -> None:
-    right = weights(fit(distillation(["ce", "hint"]), digits(), 1, **STEPS | {"max_steps": 16}))
-    path = tmp_path / "saved.ckpt"
-    for part, (strategy, devices) in enumerate(CHAIN, 1):
-        module = distillation(["ce", "hint"])
-        resumed = {"ckpt_path": path, "weights_only": True} if path.exists() else {}
-        options = STEPS | {"callbacks": [SaveAndStop(path, 4 * part)], "strategy": strategy(timeout=60)}
-        with quiet():
-            trainer(devices, **options | {"max_steps": 16}).fit(module, digits(), **resumed)
-    assert_same(weights(module), right, atol=1e-9)
 
 
 class Late(Callback):
@@ -231,45 +207,6 @@ def test_who_is_left_of_ranks_that_torchrun_started_ends_with_one_line(dies: int
 def test_a_staleness_that_can_not_be_is_refused() -> None:
     with pytest.raises(ValueError, match="max_staleness -1: expected 0"):
         ParamServer(max_staleness=-1)
-
-
-def test_a_loss_scale_and_lbfgs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = trainer(2, strategy=server())
-    monkeypatch.setattr(made.precision_plugin, "scaler", torch.amp.GradScaler("cpu"), raising=False)
-    with quiet(), pytest.raises(ValueError, match="precision 16-mixed: expected one without a loss scale"):
-        made.fit(plain(), pairs())
-    with quiet(), pytest.raises(ProcessRaisedException, match="expected an optimizer other than LBFGS"):
-        fit(LitClassifier(net(), optimizer=torch.optim.LBFGS), digits(), 2, strategy=server())
-
-
-class Manual(Plain):
-    """Steps by itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
-def test_manual_optimization_is_refused() -> None:
-    with quiet(), pytest.raises(ValueError, match="strategy param_server: expected automatic optimization of Manual"):
-        trainer(2, strategy=server()).fit(Manual(), pairs())
-
-
-def test_a_platform_without_rpc_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="strategy param_server: expected a torch with"):
-        trainer(2, strategy=server())
-
-
-@pytest.mark.parametrize("strategy", [ParamServer, RPCHybrid])
-@pytest.mark.parametrize("method", ["file", "tcp"])
-def test_ranks_may_meet_anywhere(strategy: Any, method: str, tmp_path: Path) -> None:
-    where = f"file://{tmp_path}/meeting" if method == "file" else f"tcp://127.0.0.1:{free_port()}"
-    ended = [
-        weights(fit(classifier(), digits(), 2, strategy=strategy(timeout=60, init_method=name), max_steps=3))
-        for name in (None, where)
-    ]
-    assert_same(*ended, atol=0)
 
 
 def test_its_speed_is_measured_beside_ddp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

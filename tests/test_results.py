@@ -13,9 +13,10 @@ import scipy.stats
 
 from apprentice.errors import BadInput
 from apprentice.files import atomic, write_bytes, write_json, write_text
+from apprentice.metrics import ACCURACY
 from apprentice.report import markdown, picture, save_results, settings, table, text
 from apprentice.results import bake_off_results, load_results, paired_interval, t_interval
-from apprentice.tables import Table, flops_unit, listed, points, short
+from apprentice.tables import Table, flops_unit, listed, short
 from apprentice.verdict import verdict
 from tests.bake_off_facts import CE, FAILED, HINT, KD, TEST, header, results, student, teacher
 
@@ -222,7 +223,7 @@ def test_numbers_and_words():
         "TFLOPs",
         "PFLOPs",
     ]
-    assert points({"mean": -1e-9, "low": None, "high": None}) == "0.00"
+    assert ACCURACY.difference({"mean": -1e-9, "low": None, "high": None}) == "0.00"
     assert (listed(["a"]), listed(["a", "b", "c"])) == ("a", "a, b and c")
     assert "a\\|b" in Table(["x"], [["a|b"]]).markdown()
 
@@ -260,8 +261,8 @@ def test_importing_and_drawing_leave_matplotlib_alone():
         import matplotlib
         names = set(matplotlib.rcParams) - {"backend"}  # reading which would load pyplot
         before = {name: matplotlib.rcParams[name] for name in names}
-        from apprentice.plots import Dot, accuracy_picture
-        accuracy_picture([Dot("ce", [0.9, 0.8], 1.0, 0)], "cost")
+        from apprentice.plots import Dot, metric_picture
+        metric_picture([Dot("ce", [0.9, 0.8], 1.0, 0)], "cost")
         assert "matplotlib.pyplot" not in sys.modules
         assert {name: matplotlib.rcParams[name] for name in names} == before
     """

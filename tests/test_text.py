@@ -1,160 +1,202 @@
-"""Labelled lines of text: read as they stand, split by a rule, and trained on like images."""
+"""A text as data: read as it stands, cut into blocks by seed and epoch, held out as a whole."""
 
-from functools import partial
+import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch.optim import Adam
 
-from apprentice import cli
 from apprentice.errors import BadInput
-from apprentice.keyed import seeded
-from datamodules import LabelledText, Shakespeare
-from experiments import kd
-from lit_modules.classifier import LitClassifier
-from lit_modules.distillation import Distillation
-from lit_modules.nets import RNNClassifier
-from lit_modules.objectives import Cosine, CrossEntropy, Hinton
-from tests.training import LinesLogger, assert_same, fit, weights
-
-LINES = [f"{name}\t{name} says {n:02}" for n in range(20) for name in ("ada", "bob")]
+from datamodules import Text, Vocabulary
+from datamodules import text as module
+from tests.language import text, written
 
 
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path / "lines.tsv"
-    path.write_text("\n".join([*LINES, ""]))
-    return path
+def strings(data: Text, tokens: torch.Tensor) -> list[str]:
+    return [data.vocabulary.decode(row) for row in tokens]
 
 
-def texts(data: LabelledText, part: str) -> list[str]:
-    return [bytes(row).rstrip(b"\0").decode() for row in data.split(part).inputs.tolist()]
+def test_a_sample_is_a_block_and_its_labels_are_one_later(tmp_path: Path) -> None:
+    data, whole = text(tmp_path), written(tmp_path).read_text()
+    train = data.split("train")
+    assert train.inputs.shape == train.labels.shape == (442, 8)
+    assert train.inputs.untyped_storage().nbytes() == 500  # bytes, once, for both
+    taken = train.take(torch.tensor([3, 0, 441]))
+    assert strings(data, taken.inputs) == [whole[3:11], whole[:8], whole[441:449]]
+    assert strings(data, taken.labels) == [whole[4:12], whole[1:9], whole[442:450]]
+    assert torch.equal(taken.inputs, train.inputs[[3, 0, 441]].long())
+    assert torch.equal(taken.labels, train.labels[[3, 0, 441]].long())
+    assert data.net_arguments == {"vocab_size": len(set(whole)), "block_size": 8}
+    assert data.sizes == {"train": 450, "validation": 49, "test": 49}
 
 
-def test_every_tenth_line_of_a_class_tests(file: Path) -> None:
-    data = LabelledText(file, length=11, validation_size=0)
-    assert texts(data, "test") == ["ada says 09", "bob says 09", "ada says 19", "bob says 19"]
-    assert data.split("test").labels.tolist() == [0, 1, 0, 1]
-    assert (data.class_names, data.input_shape, data.num_classes) == (("ada", "bob"), (11,), 2)
-    assert sorted([*texts(data, "train"), *texts(data, "test")]) == sorted(line.partition("\t")[2] for line in LINES)
-    subset = LabelledText(file, length=11, train_size=8, validation_size=4)
-    assert subset.sizes == {"train": 8, "validation": 4, "test": 4}
-    assert subset.split("train").labels.bincount().tolist() == [4, 4]
+@pytest.mark.parametrize("characters", [500, 491, 160, 2000])
+def test_held_out_each_token_is_predicted_once(characters: int, tmp_path: Path) -> None:
+    path = written(tmp_path, characters)
+    data, whole = Text(path, 8), path.read_text()
+    held_out = whole[characters * 9 // 10 :]
+    batches = list(data.val_dataloader())
+    inputs, labels = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("inputs", "labels"))
+    counted = labels != -100
+    assert counted[:-1].all()
+    assert "".join(data.vocabulary.decode(row[mask]) for row, mask in zip(labels, counted, strict=True)) == held_out[1:]
+    for row, label in zip(inputs, labels, strict=True):
+        assert torch.equal(row[1:][label[:-1] != -100].long(), label[:-1][label[:-1] != -100])
+    tested = torch.cat([batch.labels for batch in data.test_dataloader()])
+    assert torch.equal(tested, labels)
+    assert data.sizes["test"] == len(held_out) - 1
 
 
-def test_a_folder_has_a_file_for_each_label(file: Path, tmp_path: Path) -> None:
-    for name in ("ada", "bob"):
-        told = [line.partition("\t")[2] for line in LINES if line.startswith(name)]
-        (tmp_path / f"{name}.txt").write_text("\n".join(told))
-    one, other = LabelledText(file, validation_size=0), LabelledText(tmp_path, validation_size=0)
-    assert sorted(texts(one, "train")) == sorted(texts(other, "train"))
-    assert one.class_names == other.class_names
+def starts(data: Text, epoch: int) -> list[list[int]]:
+    loader = data.train_dataloader()
+    loader.sampler.set_epoch(epoch)
+    return [batch.index.tolist() for batch in loader]
 
 
-def test_lines_are_cut_off_or_filled_up(file: Path) -> None:
-    file.write_text("".join(f"{name}\tgr\u00fcn\n" for name in "ab" for _ in range(10)))
-    assert LabelledText(file, length=7).split("test").inputs[0].tolist() == [103, 114, 195, 188, 110, 0, 0]
-    short = LabelledText(file, length=2)
-    assert short.split("test").inputs[0].tolist() == [103, 114]
-    batch = next(iter(short.test_dataloader()))
-    assert batch.inputs.dtype == torch.uint8
-    assert short.on_after_batch_transfer(batch, 0).inputs.dtype == torch.int64
+def test_an_epoch_cuts_the_text_into_blocks_from_a_place_of_its_own(tmp_path: Path) -> None:
+    data = text(tmp_path)
+    shifts = set()
+    for epoch in range(20):
+        batches = starts(data, epoch)
+        assert [len(batch) for batch in batches] == [13, 13, 13, 13, 3]
+        places = sorted(itertools.chain(*batches))
+        shift = places[0]
+        assert places == list(range(shift, shift + 55 * 8, 8))
+        assert 0 <= shift < 8
+        assert places[-1] + 8 < 450
+        assert starts(data, epoch) == batches
+        shifts.add(shift)
+    assert len(shifts) > 4
+    data.order_seed = 1
+    assert starts(data, 0) != starts(text(tmp_path), 0)
 
 
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        (None, "a file of lines `label<TAB>text`, or a folder"),
-        ("", "lines of at least 2 classes; there are 0"),
-        ("a\tone\ntwo\n", "lines `label<TAB>text`; line 2 is another"),
-        ("a\tone\n" * 10 + "b\ttwo\n" * 9, "at least 10 lines of each class; b has 9"),
-    ],
-)
-def test_what_is_no_labelled_text_is_refused(content: str | None, expected: str, tmp_path: Path) -> None:
-    path = tmp_path / "lines"
-    if content is not None:
-        path.write_text(content)
+@pytest.mark.parametrize("characters", [90, 93, 97, 170])
+def test_every_block_of_a_short_text_fits(characters: int, tmp_path: Path) -> None:
+    data = Text(written(tmp_path, characters), 8)
+    tokens = characters * 9 // 10
+    for epoch in range(12):
+        places = sorted(itertools.chain(*starts(data, epoch)))
+        assert len(places) == (tokens - 8) // 8
+        assert max(places) + 8 < tokens
+
+
+class Place:
+    """What a data module asks of a trainer."""
+
+    training = True
+
+    def __init__(self, rank: int, replicas: int, behind: int) -> None:
+        self.distributed_sampler_kwargs = {"rank": rank, "num_replicas": replicas}
+        self.strategy = type("Strategy", (), {"root_device": torch.device("cpu"), "exact": None})()
+        ready = type("Ready", (), {"ready": behind})()
+        progress = type("Progress", (), {"current": ready})()
+        self.fit_loop = type("Fit", (), {"epoch_loop": type("Epoch", (), {"batch_progress": progress})()})()
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 5])
+def test_ranks_have_slices_of_one_global_batch(replicas: int, tmp_path: Path) -> None:
+    alone, ranks = text(tmp_path), []
+    for rank in range(replicas):
+        data = text(tmp_path)
+        data.trainer = Place(rank, replicas, 2)  # in mid-epoch: two batches are behind
+        loader = data.train_dataloader()
+        loader.sampler.set_epoch(3)
+        ranks.append(list(loader))
+    loader = alone.train_dataloader()
+    loader.sampler.set_epoch(3)
+    for whole, *parts in zip(list(loader)[2:], *ranks, strict=True):
+        for name in ("inputs", "labels", "index", "rows"):
+            assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name)), name
+        assert {(part.count, part.step) for part in parts} == {(whole.count, whole.step)}
+
+
+def test_characters_and_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_text("naïve €uro 漢字 " * 20)
+    characters, bytewise = Text(path, 4), Text(path, 4, "bytes")
+    for data in (characters, bytewise):
+        data.setup()
+    assert characters.vocabulary.characters == "".join(sorted(set("naïve €uro 漢字 ")))
+    assert (characters.num_classes, bytewise.num_classes) == (len(set("naïve €uro 漢字 ")), 256)
+    content = path.read_bytes()
+    held_out = content[len(content) * 9 // 10 :]
+    assert bytewise.tokens_per_character == len(held_out) / len(held_out.decode(errors="replace"))
+    assert bytes(bytewise.split("train").inputs[5].tolist()) == content[5:9]
+    assert characters.tokens_per_character == 1
+    path.write_bytes(bytes(range(256)) * 2)
+    anything = Text(path, 4, "bytes")
+    assert anything.split("train").inputs[100].tolist() == [100, 101, 102, 103]
+
+
+def test_more_than_256_characters(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_text("".join(map(chr, range(0x4E00, 0x4E00 + 700))))
+    data = Text(path, 4)
+    assert data.split("train").take(torch.tensor([300])).labels.tolist() == [[301, 302, 303, 304]]
+    assert data.num_classes == 700
+
+
+def test_a_vocabulary_there_and_back() -> None:
+    for vocabulary in (Vocabulary("hello €"), Vocabulary()):
+        assert vocabulary.decode(vocabulary.encode("hole €")) == "hole €"
+        assert len(vocabulary.encode("")) == 0
+    assert Vocabulary("ba").encode("abba").tolist() == [0, 1, 1, 0]
+    assert Vocabulary().decode(torch.tensor([226, 130])) == "�"
+    assert (Vocabulary("b\na").start, Vocabulary("ba").start, Vocabulary().start) == ("\n", "a", "\n")
     with pytest.raises(BadInput) as refused:
-        LabelledText(path).setup()
-    assert str(refused.value).startswith(f"--data.root {path}: expected {expected}")
-    with pytest.raises(BadInput, match=r"^--data\.length 0: expected at least 1"):
-        LabelledText(path, length=0)
+        Vocabulary("hello").encode("hellö wörld", "sample")
+    assert str(refused.value).startswith("--sample 'hellö wörld': expected the 4 characters that were trained on;")
+    assert str(refused.value).endswith("unknown: ' ' 'd' 'r' 'w' 'ö'")
 
 
-PLAY = "Ada:\n{}\nBob:\n{}\nCarl:\nAlone: I said.\n".format("One.\n" * 30, "Two.\n" * 20)
-
-
-def test_speakers_of_plays(tmp_path: Path) -> None:
-    file = tmp_path / "tinyshakespeare" / "input.txt"
-    with pytest.raises(BadInput, match=rf"^--data.root {tmp_path}: expected tiny Shakespeare; {file} is not there"):
-        Shakespeare(tmp_path).setup()
-    file.parent.mkdir()
-    file.write_text(PLAY)
-    for root in (tmp_path, file):
-        data = Shakespeare(root, speakers=2)
-        assert data.split("test").labels.bincount().tolist() == [3, 2]
-        assert data.class_names == ("Ada", "Bob")
-    for speakers in (1, 3):
-        with pytest.raises(BadInput, match=rf"^--data.speakers {speakers}: expected 2 to 2, the speakers of at least"):
-            Shakespeare(tmp_path, speakers=speakers).setup()
-
-
-def shakespeare(root: Path) -> Shakespeare:
-    data = Shakespeare(root, speakers=4, length=24, batch_size=37, train_size=101, test_size=100, validation_size=0)
+def test_the_default_is_pythons_own_documentation() -> None:
+    data = Text()
     data.setup()
-    return data
-
-
-def rnn(seed: int = 0, hidden: int = 16) -> RNNClassifier:
-    return seeded(seed, lambda: RNNClassifier(8, hidden, dropout=0.1, num_classes=4))
+    assert data.sizes["train"] > 100_000
+    assert "assert" in data.vocabulary.decode(data.split("train").inputs[::64].flatten())
 
 
 @pytest.mark.real_data
-def test_the_most_frequent_speakers(data_root: Path) -> None:
-    data = Shakespeare(data_root, speakers=4, validation_size=0)
-    data.setup()
-    assert data.class_names == ("DUKE VINCENTIO", "GLOUCESTER", "KING RICHARD II", "LEONTES")
-    lines = data.split("train").labels.bincount() + data.split("test").labels.bincount()
-    assert lines.tolist() == [822, 902, 758, 679]
-    assert sorted(shakespeare(data_root).split("train").labels.bincount().tolist()) == [25, 25, 25, 26]
+def test_tiny_shakespeare_is_split_as_is_the_custom(data_root: Path) -> None:
+    data = Text(data_root / "tinyshakespeare" / "input.txt")
+    assert data.num_classes == 65
+    assert data.sizes == {"train": 1_003_854, "validation": 111_539, "test": 111_539}
+    assert data.vocabulary.decode(data.split("train").inputs[0])[:14] == "First Citizen:"
 
 
-@pytest.mark.real_data
-def test_text_is_classified_alike_on_one_and_two_processes(data_root: Path, tmp_path: Path) -> None:
-    found = []
-    for devices in (1, 2):
-        logger = LinesLogger(tmp_path / f"{devices}.jsonl")
-        options = {"max_epochs": 4, "log_every_n_steps": 1, "precision": "64-true", "logger": logger}
-        module = fit(LitClassifier(rnn(), 4, partial(Adam, lr=0.01)), shakespeare(data_root), devices, **options)
-        found.append((logger.values("train/loss"), weights(module)))
-    (one, ended), (two, other) = found
-    assert len(one) == 12
-    assert sum(one[-3:]) < sum(one[:3])
-    assert one == pytest.approx(two, abs=1e-9, rel=0)
-    assert_same(ended, other, atol=1e-9)
+BAD: dict[str, tuple[bytes | None, dict[str, Any], str]] = {
+    "absent": (None, {}, "--data.path {path}: expected a file of text (No such file"),
+    "empty": (b"", {}, "--data.path {path}: expected a file of text; this one is empty"),
+    "undecodable": (
+        b"abc\xff" * 50,
+        {},
+        "--data.path {path}: expected text in UTF-8; byte 3 is not. --data.vocabulary b",
+    ),
+    "short": (b"abcd" * 20, {}, "--data.block_size 8: expected fewer tokens than the 8 of the text's last tenth"),
+    "no block": (b"abcd" * 90, {"block_size": 0}, "--data.block_size 0: expected at least 1 token"),
+    "no batch": (b"abcd" * 90, {"batch_size": 0}, "--data.batch_size 0: expected a whole number of at least 1"),
+}
 
 
-@pytest.mark.real_data
-def test_text_classifiers_are_distilled(data_root: Path) -> None:
-    students = {"ce": (rnn(), CrossEntropy()), "kd": (rnn(), Hinton()), "cosine": (rnn(), Cosine())}
-    module = Distillation(rnn(1, hidden=24), students, input_shape=(24,), num_classes=4)
-    before = weights(module)
-    fit(module, shakespeare(data_root), max_epochs=1)
-    assert not module.failed
-    moved = {key.split(".")[1] for key, value in weights(module).items() if not torch.equal(value, before[key])}
-    assert moved >= set(students)
+@pytest.mark.parametrize("kind", BAD)
+def test_what_is_no_text_is_refused(kind: str, tmp_path: Path) -> None:
+    content, options, message = BAD[kind]
+    path = tmp_path / "text"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(BadInput) as refused:
+        Text(path, **{"block_size": 8} | options).setup()
+    assert str(refused.value).startswith(message.format(path=path))
 
 
-def test_the_bake_off_takes_text_and_tells_nets_of_images_apart() -> None:
-    line = "--data Shakespeare --data.root X --teacher RNNClassifier --teacher.hidden 32 --student.dropout 0.2"
-    config = kd.parser().parse(line.split())
-    assert cli.build(config.data, "data").speakers == 8
-    built = cli.build(config.teacher, "teacher", input_shape=(64,), num_classes=8)
-    assert built(torch.zeros(2, 64, dtype=torch.int64)).shape == (2, 8)
-    with pytest.raises(BadInput, match=r"^--teacher RNNClassifier: .*input_shape \(1, 8, 8\): expected \(T,\), texts"):
-        cli.build(config.teacher, "teacher", input_shape=(1, 8, 8))
-    for name in ("LightNN", "ResNet", "Torchvision"):
-        choice = kd.parser().parse(["--student", name]).student
-        with pytest.raises(BadInput, match=rf"^--student {name}: .*input_shape \(64,\): expected \(C, H, W\), images"):
-            cli.build(choice, "student", input_shape=(64,), num_classes=8)
+def test_a_text_too_large_for_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "available_bytes", lambda: 1000)
+    with pytest.raises(BadInput, match="a text that fits in memory"):
+        text(tmp_path)
+
+
+def test_a_folder_is_no_text(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=rf"--data.path {tmp_path}: expected a file of text"):
+        Text(tmp_path).setup()

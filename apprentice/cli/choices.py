@@ -43,7 +43,7 @@ class Family:
     """Classes of one kind: those of a package by their short names, and any other by its import path.
 
     Attributes:
-        bases: what they derive from.
+        bases: what they derive from; those that are known by short names from the first.
         package: where short names are looked up.
         skip: arguments of their constructors that are no options.
         refused: classes that can't be used, with what would do.
@@ -60,7 +60,7 @@ class Family:
         return {
             name: value
             for name, value in vars(self.package).items()
-            if inspect.isclass(value) and issubclass(value, self.bases) and not inspect.isabstract(value)
+            if inspect.isclass(value) and issubclass(value, self.bases[0]) and not inspect.isabstract(value)
             and value not in self.bases and not name.startswith("_") and not issubclass(value, tuple(self.refused))
         }  # fmt: skip
 

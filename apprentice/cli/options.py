@@ -19,6 +19,7 @@ from apprentice.errors import BadInput
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 WORDS[timedelta] = "a time, as 0:30:00"
 ANYTHING = "a value"
+TEXT = (str, str | None)
 
 
 class Options:
@@ -90,6 +91,8 @@ class Options:
             if accepts_null(self.hint(name)):
                 return None
             raise BadInput(flag, "null", words(self.hint(name)))
+        if isinstance(value, str) and value != "null" and self.hint(name) in TEXT:
+            return value  # as it stands: to YAML it may be a comment, which is null
         for candidate in (value, [value]) if isinstance(value, str) else (value,):  # `--only ce` is a list of one
             try:
                 return self._parser.parse_object({name: candidate}, defaults=False)[name]

@@ -96,6 +96,17 @@ class Parser:
         self._add("optimizer", One(optimizers.optimizers(), default))
         self._add("scheduler", One(optimizers.schedulers(), None, optional=True))
 
+    def add_class(self, key: str, target: type, skip: Iterable[str] = (), **defaults: Any) -> None:
+        """Add `--KEY.OPTION VALUE`, the options of one class.
+
+        Args:
+            key: name in the configuration.
+            target: the class.
+            skip: arguments of its constructor that are no options.
+            defaults: those that are other than its own.
+        """
+        self._add(key, Fixed(f"{target.__module__}.{target.__qualname__}", Options(target, skip), defaults))
+
     def add_trainer(self, strategies: Names, **defaults: Any) -> None:
         """Add `--trainer.OPTION` for Lightning's Trainer, with its options below `--trainer.strategy` and `callbacks`.
 
@@ -109,10 +120,6 @@ class Parser:
         self.catalogue.families += [Family((Callback,), callbacks), Strategies(names=strategies)]
         options = Options(Trainer, OWNED, types)
         self._add("trainer", Fixed("lightning.pytorch.Trainer", options, {"logger": True, **defaults}))
-
-    def add_group(self, key: str, target: type) -> None:
-        """Add `--KEY.OPTION VALUE` for each argument of a class."""
-        self._add(key, Fixed(f"{target.__module__}.{target.__qualname__}", Options(target), {}))
 
     def _add(self, key: str, entry: Entry) -> None:
         self.entries[key] = entry

@@ -58,7 +58,8 @@ def _variants(entry: Many, chosen: Mapping[str, Choice], key: str) -> Iterator[s
 
 def _fixed(catalogue: Catalogue, options: Options, chosen: Choice, key: str) -> Iterator[str]:
     values = chosen.init_args
-    if not chosen.class_path.startswith("lightning."):
+    if chosen.name != "Trainer":
+        yield f"{key}: options of {chosen.class_path}"
         for name in options:
             yield from _line(f"--{key}.{name} {_shown(values[name])}", options.description(name))
         return

@@ -69,11 +69,15 @@ def alone(function: Callable[[], object], threads: int) -> None:
         threads: with which torch computes there; more than one only if this process has kept to one.
 
     Raises:
+        Interrupted: the user asked to stop, and it is not one that sees to that itself.
         ProcessRaisedException: it raised.
         ProcessExitedException: its process died.
     """
     if can_fork():
-        start_processes(_call, args=(function, threads), nprocs=1, start_method="fork")
+        process = start_processes(_call, args=(function, threads), nprocs=1, join=False, start_method="fork")
+        while not process.join(timeout=0.1):
+            if not interrupts.deferring():
+                interrupts.stop_if_requested()  # an exception that a signal raises inside a fork is lost
     else:
         function()
 

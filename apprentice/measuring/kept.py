@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from apprentice import cli, environment, interrupts
+from apprentice import cli, environment, interrupts, invocation
 from apprentice.cli.faults import one_line
 from apprentice.errors import BadInput
 from apprentice.files import write_json
@@ -40,14 +40,14 @@ class Kept:
         self.failed: dict[str, str] = {}
         if config.resume and (out / "results.json").exists():
             before = json.loads((out / "results.json").read_text())
-            _check_same(before["config"]["trainer"], settings["trainer"], out)
+            if "trainer" in settings:
+                _check_same(before["config"]["trainer"], settings["trainer"], out)
             self.rows = {row[key]: row for row in before["rows"]}
         self.header = {
             "experiment": experiment, "hardware": environment.hardware(), "versions": environment.versions(),
             "config": settings,
         }  # fmt: skip
-        command.save(config, out / "config.yaml")
-        write_json(out / "environment.json", environment.hardware() | environment.versions())
+        invocation.describe(out, command, config)
 
     def write(self, names: Iterable[str]) -> dict[str, Any]:
         """Write the rows that are there, in this order; the content of results.json."""

@@ -1,22 +1,30 @@
 """Nets: pure torch, no trainer, no rank, no device."""
 
-from lit_modules.nets.base import DEFAULT_LAYER, Net, Outputs, layer, run
+from lit_modules.nets.attention import Cache, SelfAttention
+from lit_modules.nets.base import DEFAULT_LAYER, Net, Outputs, check_fits, layer, run
 from lit_modules.nets.batch_norm import globalise
+from lit_modules.nets.gpt import GPT
 from lit_modules.nets.plain import DeepNN, LightNN
 from lit_modules.nets.resnet import ResNet
 from lit_modules.nets.rnn import RNNClassifier
 from lit_modules.nets.stages import pipeline_stages, stage_of
 from lit_modules.nets.torchvision import Torchvision
+from lit_modules.nets.vit import ViT
 
 __all__ = [
     "DEFAULT_LAYER",
+    "GPT",
+    "Cache",
     "DeepNN",
     "LightNN",
     "Net",
     "Outputs",
     "RNNClassifier",
     "ResNet",
+    "SelfAttention",
     "Torchvision",
+    "ViT",
+    "check_fits",
     "globalise",
     "layer",
     "pipeline_stages",

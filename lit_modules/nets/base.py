@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from apprentice.errors import BadInput
@@ -12,7 +13,7 @@ DEFAULT_LAYER = "default"
 
 
 class Outputs(NamedTuple):
-    """What a net computed for b inputs: logits (b, classes) and the features of the layers that were asked for."""
+    """What a net computed for b inputs: logits (b, ..., classes) and the features of the layers that were asked for."""
 
     logits: Tensor
     features: dict[str, Tensor]
@@ -43,8 +44,8 @@ def of_images(input_shape: Sequence[int]) -> tuple[int, int, int]:
     return channels, height, width
 
 
-def layer(net: nn.Module, path: str, flag: str = "layer") -> nn.Module:
-    """The submodule at `path`; "default" is the net's own feature layer.
+def layer(net: nn.Module, path: str, flag: str = "layer", needs: str = "") -> nn.Module:
+    """The submodule at `path`; "default" is the net's own feature layer, `needs` what else the message should say.
 
     Raises:
         BadInput: the net has no such layer; the message lists those it has.
@@ -53,8 +54,39 @@ def layer(net: nn.Module, path: str, flag: str = "layer") -> nn.Module:
     layers = dict(net.named_modules())
     if not name or name not in layers:
         known = ", ".join(n for n in list(layers)[1:40])
-        raise BadInput(flag, path, f"a layer of {type(net).__name__} that objectives can compare; it has {known}")
+        wanted = f"a layer of {type(net).__name__} that objectives can compare{f' ({needs})' if needs else ''}"
+        raise BadInput(flag, path, f"{wanted}; it has {known}")
     return layers[name]
+
+
+def check_fits(net: nn.Module, input_shape: Sequence[int], logits_shape: Sequence[int], flag: str = "net") -> None:
+    """Try the net on two inputs of zeros.
+
+    Args:
+        net: the net; left as it is.
+        input_shape: of one input.
+        logits_shape: what the net has to give for it.
+        flag: where it was chosen.
+
+    Raises:
+        BadInput: it can't take such inputs, or gives something else; or what the net itself refuses.
+    """
+    name, modes = type(net).__name__, {module: module.training for module in net.modules()}
+    found: Any = None
+    try:
+        with torch.no_grad():
+            found = net.eval()(torch.zeros(2, *input_shape, dtype=next(net.parameters()).dtype))
+    except BadInput as fault:
+        raise BadInput(f"{flag}.{fault.flag}", fault.value, fault.expected) from None
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        wanted = f"a net that takes inputs {tuple(input_shape)}, as this data has them"
+        raise BadInput(flag, name, f"{wanted}; it says: {str(error).splitlines()[0]}") from None
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    if not isinstance(found, Tensor) or tuple(found.shape) != (2, *logits_shape):
+        given = tuple(found.shape[1:]) if isinstance(found, Tensor) else type(found).__name__
+        raise BadInput(flag, name, f"a net that gives logits {tuple(logits_shape)} for an input; it gives {given}")
 
 
 @contextmanager

@@ -3,8 +3,23 @@
 from lit_modules.objectives.base import FeatureObjective, Objective, Term
 from lit_modules.objectives.cosine import Cosine
 from lit_modules.objectives.cross_entropy import CrossEntropy
+from lit_modules.objectives.deit_token import DeiTToken
 from lit_modules.objectives.hint import Hint
 from lit_modules.objectives.hinton import Hinton
+from lit_modules.objectives.jensen_shannon import JensenShannon
+from lit_modules.objectives.reverse_kl import ReverseKL
 from lit_modules.objectives.sum import Sum
 
-__all__ = ["Cosine", "CrossEntropy", "FeatureObjective", "Hint", "Hinton", "Objective", "Sum", "Term"]
+__all__ = [
+    "Cosine",
+    "CrossEntropy",
+    "DeiTToken",
+    "FeatureObjective",
+    "Hint",
+    "Hinton",
+    "JensenShannon",
+    "Objective",
+    "ReverseKL",
+    "Sum",
+    "Term",
+]

@@ -25,11 +25,13 @@ class Objective(nn.Module):
         uses_teacher: whether the teacher's outputs are needed at all.
         student_layers: submodule paths whose outputs are wanted in `student.features`; "default" is the net's own.
         teacher_layers: the same for the teacher.
+        needs: in words, what student has the layers; told of one that lacks them.
     """
 
     uses_teacher: bool = True
     student_layers: tuple[str, ...] = ()
     teacher_layers: tuple[str, ...] = ()
+    needs: str = ""
 
     def build(self, student: Outputs, teacher: Outputs | None) -> None:
         """Make trainable parts, or refuse the pair, given the outputs for one example image."""
@@ -50,9 +52,9 @@ class Objective(nn.Module):
         """The terms of b samples.
 
         Args:
-            student: logits (b, classes) and the student's features, adapted.
+            student: logits (b, classes), or of T tokens each (b, T, vocabulary), and the student's features, adapted.
             teacher: the same of the teacher, without gradients; None where `uses_teacher` is false.
-            labels: (b,) int64.
+            labels: (b,) int64, or (b, T).
         """
         raise NotImplementedError
 
@@ -71,6 +73,11 @@ class FeatureObjective(Objective):
         return student.features[self.student_layer], teacher.features[self.teacher_layer]
 
 
+def per_sample(values: Tensor) -> Tensor:
+    """(b,) of values (b,), one a sample, or (b, T), one a token: then the mean over a sample's tokens."""
+    return values.flatten(1).mean(1) if values.dim() > 1 else values
+
+
 def positive(name: str, value: float) -> float:
     """The value, if it is above zero; raises BadInput otherwise."""
     if not 0 < value < float("inf"):
@@ -82,4 +89,11 @@ def weight(name: str, value: float) -> float:
     """The value, if it is zero or more; raises BadInput otherwise."""
     if not 0 <= value < float("inf"):
         raise BadInput(name, value, "a number of 0 or more")
+    return value
+
+
+def inside(name: str, value: float) -> float:
+    """The value, if it is between zero and one, both excluded; raises BadInput otherwise."""
+    if not 0 < value < 1:
+        raise BadInput(name, value, "a number above 0 and below 1")
     return value

@@ -1,6 +1,5 @@
 """Directions of flattened features: the tutorial's CosineLoss."""
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -35,7 +34,7 @@ class Cosine(FeatureObjective):
         f_s, f_t = (f.flatten(1) for f in self.features(student, teacher))
         size = min(f_s.shape[1], f_t.shape[1])
         f_s, f_t = (F.adaptive_avg_pool1d(f[:, None], size)[:, 0] if f.shape[1] > size else f for f in (f_s, f_t))
-        distance = F.cosine_embedding_loss(f_s, f_t, torch.ones_like(labels), reduction="none")  # (b,)
+        distance = F.cosine_embedding_loss(f_s, f_t, f_s.new_ones(len(f_s)), reduction="none")  # (b,)
         return {
             "cosine": Term(distance, self.cosine_weight),
             "ce": Term(cross_entropy(student.logits, labels), self.ce_weight),

@@ -4,7 +4,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Objective, Term
+from lit_modules.objectives.base import Objective, Term, per_sample
 
 
 class CrossEntropy(Objective):
@@ -17,5 +17,6 @@ class CrossEntropy(Objective):
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """(b,) cross-entropies of logits (b, classes) with labels (b,)."""
-    return F.cross_entropy(logits, labels, reduction="none")
+    """(b,) cross-entropies of logits (b, classes) with labels (b,); of (b, T, classes) with (b, T) a sample's mean."""
+    losses = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none")
+    return per_sample(losses.view_as(labels))

@@ -6,6 +6,7 @@ from torch.nn import functional as F
 from lit_modules.nets.base import Outputs
 from lit_modules.objectives.base import Objective, Term, positive, weight
 from lit_modules.objectives.cross_entropy import cross_entropy
+from lit_modules.objectives.divergence import kl
 
 
 class Hinton(Objective):
@@ -24,10 +25,8 @@ class Hinton(Objective):
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
         assert teacher is not None
-        log_p_s = F.log_softmax(student.logits / self.temperature, 1)
-        log_p_t = F.log_softmax(teacher.logits / self.temperature, 1)
-        divergence = F.kl_div(log_p_s, log_p_t, reduction="none", log_target=True).sum(1)  # (b,)
+        log_p_s, log_p_t = (F.log_softmax(z / self.temperature, -1) for z in (student.logits, teacher.logits))
         return {
-            "kd": Term(divergence * self.temperature**2, self.kd_weight),
+            "kd": Term(kl(log_p_t, log_p_s) * self.temperature**2, self.kd_weight),
             "ce": Term(cross_entropy(student.logits, labels), self.ce_weight),
         }

@@ -30,6 +30,7 @@ class Sum(Objective):
         self.uses_teacher = any(o.uses_teacher for o in objectives)
         self.student_layers = tuple(path for o in objectives for path in o.student_layers)
         self.teacher_layers = tuple(path for o in objectives for path in o.teacher_layers)
+        self.needs = "; ".join(o.needs for o in objectives if o.needs)
 
     def build(self, student: Outputs, teacher: Outputs | None) -> None:  # noqa: D102
         for objective in self.objectives:

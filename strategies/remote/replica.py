@@ -76,12 +76,17 @@ class Worker:
             output = self.desk.call("forward", *inputs)
         except Exception as error:  # noqa: BLE001 - it is raised on both sides, here by the main thread
             return None, f"{type(error).__name__}: {error}"
-        return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, output), ""
+        return tree_map(lambda leaf: _sendable(leaf) if isinstance(leaf, Tensor) else leaf, output), ""
 
     def parameters(self) -> list[Any]:
         """Remote references to what is trained."""
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         return [rpc.RRef(p) for group in groups for p in group["params"]]
+
+
+def _sendable(tensor: Tensor) -> Tensor:
+    """The tensor on the CPU; a view of no rows as a tensor of its own, as its offset would abort who receives it."""
+    return (tensor if tensor.numel() else tensor.clone()).cpu()
 
 
 def call(method: Callable[..., Any], worker: Any, *args: Any) -> Any:

@@ -1,0 +1,64 @@
+"""Attention measured: which of torch's kernels is fastest on this machine, for which type and length.
+
+    python experiments/attention.py                                        # all of it: minutes on 2 CPU cores
+    python experiments/attention.py --parts kernels --lengths 1024 4096 --dtypes bfloat16
+    python experiments/attention.py --backends math flash --head_dim 128
+    python experiments/attention.py --out FOLDER --resume true             # go on; measured rows are kept
+    python experiments/attention.py --quick true                           # small sizes, to see what comes out
+
+The experiment of PyTorch's tutorial on scaled dot product attention, as a study: kernels by themselves, forward and
+backward; a block of self-attention, dense and jagged, eager and compiled; the tutorial's own shapes beside the figures
+it prints; a profile of the causal block. What the machine can't run is listed with torch's reason. OUT/ holds
+results.json and .md, kernels.png, blocks.png, and Chrome traces of the block, eager and compiled.
+"""
+
+import os
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch is loaded: its profiler reports on stderr otherwise
+
+from collections.abc import Sequence
+
+import torch
+
+from apprentice import cli, environment, interrupts, invocation
+from apprentice.errors import BadInput
+from apprentice.measuring.attention import Bench, Options, Rows, Study
+from apprentice.measuring.attention.calls import Attention
+from apprentice.measuring.isolation import one_thread
+from apprentice.measuring.kept import Kept
+from apprentice.progress import quiet
+from lit_modules.nets import SelfAttention
+from lit_modules.nets.attention import kernel
+
+
+def parser() -> cli.Parser:
+    """What can be chosen: parts, kernels, types and sizes."""
+    return cli.Parser("attention.py", (__doc__ or "").split("\n", 1)[0], Options)
+
+
+def place(device: str) -> torch.device:
+    """Where it is measured; a GPU is asked for its name, so that the results have it."""
+    there = torch.cuda.is_available()
+    if device == "cuda" and not there:
+        raise BadInput("device", device, "auto or cpu: torch sees no GPU here")
+    if device == "cpu" or not there:
+        return torch.device("cpu")
+    torch.cuda.init()
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure what the command line describes."""
+    command = parser()
+    with cli.one_line_errors(command), interrupts.handled(), quiet(), one_thread() as threads:
+        config = command.parse(argv)
+        device = place(config.device)
+        rows = Rows(config, device.type).all()
+        environment.keep_memory()
+        bench = Bench(Attention(SelfAttention, kernel), device, config.seconds, threads)
+        with invocation.opened("attention", command, config) as out:
+            Study(Kept("attention", "name", out, command, config), config.longest).run(bench, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""A small GPT learns to write from one text: train, validate, sample.
+
+    python experiments/gpt.py                                                     # Python's own documentation, embedded
+    python experiments/gpt.py --data.path input.txt --trainer.max_steps 2000      # nanoGPT's CPU recipe
+    python experiments/gpt.py --sample "ROMEO:" --run runs/gpt/RUN                # go on from a prompt
+    python experiments/gpt.py --help
+
+Nine tenths of the text train, the last one is validated on, all of it. OUT/ holds results.json and .md, and for each
+seed a TensorBoard run, the weights and the vocabulary.
+"""
+
+import os
+
+# Before torch is loaded: threads that spin while they wait cost small nets most of their time.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import json
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import datamodules
+import strategies
+from apprentice import cli, environment, interrupts, invocation, job, launches
+from apprentice.bake_off import BakeOff, Contestant, Facts
+from apprentice.errors import BadInput
+from apprentice.exports import load_net, spec
+from apprentice.files import write_json, write_text
+from apprentice.keyed import seeded
+from apprentice.progress import quiet
+from apprentice.results import load_results
+from apprentice.stages import MakeTrainer
+from apprentice.tables import Table, count, short
+from apprentice.tracking import indented, log_text
+from apprentice.trainers import trainers
+from lit_modules import nets
+from lit_modules.language_model import LitLanguageModel
+
+NAME = "gpt"  # of the net's folder
+NOT_COMPILED = strategies.PipelineStrategy, strategies.FSDP, strategies.RPCHybrid
+
+
+@dataclass
+class Options(cli.RunOptions):
+    """Options of the language model.
+
+    Args:
+        compile: let torch.compile make kernels for the net, on one device or under ddp.
+        sample: a prompt; nothing is trained, the net in --run goes on from it.
+        run: the folder of a finished run.
+        samples: how many texts to write, after training too.
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_k: draw from so many of the likeliest tokens; from all when not given.
+        sample_seed: of the draws.
+    """
+
+    seeds: int | list[int] = 1
+    compile: bool = False
+    sample: str | None = None
+    run: str | None = None
+    samples: int = 1
+    temperature: float = 0.8
+    top_k: int | None = None
+    sample_seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.sample is None) != (self.run is None):
+            flag, other = ("sample", "--run FOLDER") if self.run is None else ("run", "--sample PROMPT")
+            raise BadInput(flag, getattr(self, flag), f"{other} beside it")
+        if self.samples < 1:
+            raise BadInput("samples", self.samples, "a number of texts, at least 1")
+        if not 0 <= self.temperature < float("inf"):
+            raise BadInput("temperature", self.temperature, "0 or more")
+        if self.top_k is not None and self.top_k < 1:
+            raise BadInput("top_k", self.top_k, "at least 1")
+
+
+def parser() -> cli.Parser:
+    """What can be chosen: text, net, how it is trained."""
+    parser = cli.Parser("gpt.py", (__doc__ or "").split("\n", 1)[0], Options)
+    parser.add_class("data", datamodules.Text)
+    parser.add_choice("net", (nets.Net, nn.Module), nets, "GPT", skip={"vocab_size", "block_size"})
+    parser.add_class("model", LitLanguageModel, skip={"net", "tokens_per_character", "seed"})
+    steps = {"max_epochs": -1, "max_steps": 800, "val_check_interval": 200, "check_val_every_n_epoch": None}
+    parser.add_trainer(strategies.NAMES, log_every_n_steps=50, **steps)
+    return parser
+
+
+class Wiring:
+    """What is made of the configuration, for each seed anew."""
+
+    def __init__(self, config: Namespace, data: datamodules.Text, trainer: MakeTrainer) -> None:
+        self.config, self.data, self.trainer = config, data, trainer
+
+    def module(self, seed: int) -> tuple[LitLanguageModel, dict[str, Contestant]]:
+        """The module, its net's first weights from the seed alone, and how to rebuild that."""
+        config, given = self.config, self.data.net_arguments
+        net = seeded(seed, lambda: cli.build(config.net, "net", **given))
+        if config.trainer.init_args.get("precision") in {"64-true", "64", 64}:
+            net = net.double()
+        if config.compile:
+            net.compile(dynamic=False)
+        rebuilt = spec(config.net.class_path, cli.arguments(config.net, "net", **given))
+        tokens = self.data.tokens_per_character
+        module = cli.build(config.model, "model", net=net, tokens_per_character=tokens, seed=seed)
+        return module, {NAME: Contestant(net, rebuilt, "CrossEntropy", config.net.init_args)}
+
+    def check(self) -> None:
+        """Build everything once, so that what can't work is refused before anything is trained."""
+        trainer = self.trainer()
+        place = trainer.distributed_sampler_kwargs or {"num_replicas": 1}
+        self.data.check_replicas(place["num_replicas"], self.config.exact)
+        if self.config.compile and isinstance(trainer.strategy, NOT_COMPILED):
+            expected = "false with this --trainer.strategy, under which the net is not called as a whole"
+            raise BadInput("compile", True, expected)
+        module, _ = self.module(self.config.seeds[0])
+        if not hasattr(module.net, "generate"):
+            raise BadInput("net", self.config.net.name, "a language model with generate(), as GPT")
+        if trainer.strategy.root_device.type == "cpu":  # asked in this process, a GPU could not be used in forked ranks
+            with trainer.strategy.precision_plugin.forward_context():
+                self._try_out(module)
+        if isinstance(trainer.strategy, strategies.PipelineStrategy):
+            with cli.refusals(self.config.net, "net"):
+                module.pipeline_stages()
+        if isinstance(trainer.strategy, strategies.DataParallel):
+            trainer.strategy.check_module(module)
+
+    def _try_out(self, module: LitLanguageModel) -> None:
+        """Let the net see a block."""
+        tokens, labels = self.data.split("train").take(torch.arange(1))
+        try:
+            with cli.refusals(self.config.net, "net"), torch.no_grad():
+                found: Any = tuple(module.eval()(tokens).shape)
+        except RuntimeError as error:
+            found = str(error).split("\n")[0]
+        module.train()
+        wanted = (*labels.shape, self.data.num_classes)
+        if found != wanted:
+            expected = f"a net that gives logits {wanted} of tokens {tuple(tokens.shape)}; this one: {found}"
+            raise BadInput("net", self.config.net.name, expected)
+
+
+def run(config: Namespace, wiring: Wiring, out: Path, settings: dict[str, Any]) -> None:
+    """Train, test, write."""
+    tensorboard = config.trainer.init_args["logger"] is not False
+    bake_off = BakeOff(out, wiring.data, wiring.trainer, config.checkpoint_every, tensorboard)
+    stages = []
+    for seed in config.seeds:
+        stages.append(bake_off.stage(seed, NAME, partial(wiring.module, seed)))
+        if fault := stages[-1]["runs"].get(NAME, {}).get("failed"):
+            when = f"with seed {seed} its {fault['term']} is not finite at step {fault['step']}"
+            raise BadInput("model.lr", config.model.init_args["lr"], f"settings that train the net; {when}")
+    if not job.is_main_process():
+        return
+    texts = {}
+    for seed in config.seeds:
+        folder = out / f"seed{seed}" / NAME
+        write_json(folder / "vocabulary.json", {"characters": wiring.data.vocabulary.characters})
+        texts[str(seed)] = written(folder, wiring.data.vocabulary.start, config)
+        if tensorboard:
+            log_text(folder, "sample", "\n\n".join(texts[str(seed)]))
+    results = {
+        "experiment": NAME, "data": {"name": wiring.data.name, **wiring.data.sizes},
+        "hardware": environment.hardware(), "versions": environment.versions(),
+        "config": settings, "seeds": list(config.seeds), "metric": {"name": "test_loss", "higher_is_better": False},
+        "runs": [stage["runs"][NAME] | {"fit_seconds": stage["fit_seconds"]} for stage in stages], "samples": texts,
+    }  # fmt: skip
+    first = texts[str(config.seeds[0])][0]
+    told = f"# {NAME} on {wiring.data.name}\n\n{table(results).markdown()}\n\n{indented(first)}"
+    write_text(out / "results.md", told)
+    write_json(out / "results.json", results)
+    print(f"{first}\n\n{table(results).plain()}\n\n{out}/results.md, .json; curves: tensorboard --logdir {out}")
+
+
+def table(results: Facts) -> Table:
+    """A line for each seed."""
+    header = ["seed", "parameters", "held-out loss", "bits a character", "perplexity", "step, ms", "training, s"]
+    keys = ("test_loss", "test_bpc", "test_perplexity")
+    rows = [
+        [str(seed), count(facts["parameters"]), *(f"{facts[key]:.4f}" for key in keys), short(facts["step_ms"]),
+         short(facts["fit_seconds"])]
+        for seed, facts in zip(results["seeds"], results["runs"], strict=True)
+    ]  # fmt: skip
+    return Table(header, rows)
+
+
+def written(folder: Path, prompt: str, config: Namespace) -> list[str]:
+    """Texts by the net in this folder, each until its block is full."""
+    net: Any = load_net(folder)
+    vocabulary = datamodules.Vocabulary(**json.loads((folder / "vocabulary.json").read_text("utf-8")))
+    tokens = vocabulary.encode(prompt, "sample")
+    if not 1 <= len(tokens) <= net.block_size:
+        raise BadInput("sample", repr(prompt), f"1 to {net.block_size} tokens, the net's block size; not {len(tokens)}")
+    drawing = {"temperature": config.temperature, "top_k": config.top_k, "seed": config.sample_seed}
+    return [vocabulary.decode(text) for text in net.generate(tokens.expand(config.samples, -1), **drawing)]
+
+
+def sample(config: Namespace) -> None:
+    """Print what a finished run's net, of its first seed, makes of the prompt."""
+    results = load_results(config.run)
+    if results["experiment"] != NAME:
+        raise BadInput("run", config.run, f"a run of gpt.py; this one is of {results['experiment']}.py")
+    folder = Path(config.run) / f"seed{results['seeds'][0]}" / NAME
+    print(*written(folder, config.sample, config), sep="\n\n")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train, or write, as the command line says."""
+    command = parser()
+    with cli.one_line_errors(command), interrupts.handled(), quiet():
+        config = command.parse(argv)
+        if config.sample is not None:
+            sample(config)
+            return
+        strategies.register()
+        trainer = trainers(config.trainer, config.exact, strategies.NAMES)
+        launches.join(trainer)
+        data = cli.build(config.data, "data")
+        with job.main_first("data"):
+            data.setup()
+        environment.keep_memory()
+        torch.backends.cudnn.allow_tf32 = False  # float32 means float32
+        wiring = Wiring(config, data, trainer)
+        wiring.check()
+        with invocation.opened(NAME, command, config) as out:
+            invocation.describe(out, command, config)
+            run(config, wiring, out, command.as_dict(config))
+
+
+if __name__ == "__main__":
+    main()

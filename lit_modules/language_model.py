@@ -1,0 +1,124 @@
+"""A language model trained to predict the next token."""
+
+import copy
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from apprentice.batch import Batch
+from apprentice.errors import BadInput
+from lit_modules.learner import Learner, prepared
+from lit_modules.nets import pipeline_stages
+from lit_modules.objectives.cross_entropy import cross_entropy
+from lit_modules.scores import TokenScores
+
+
+class LitLanguageModel(Learner):
+    """Trains a net, tokens (B, T) -> logits (B, T, V), as GPT-2 is; equal numbers on any number of devices.
+
+    AdamW, whose weight decay is for matrices alone; a learning rate that rises for `warmup_steps` and then falls along
+    a half cosine to a tenth, at the Trainer's last step; gradients clipped by their norm. Batches are
+    `apprentice.batch.Batch` with labels (b, T), or plain (tokens, labels) pairs.
+
+    Args:
+        net: the net.
+        lr: the highest learning rate.
+        warmup_steps: steps in which it rises.
+        weight_decay: of parameters with two dimensions or more.
+        betas: AdamW's.
+        clip_norm: the largest norm of gradients, unless the Trainer has a `gradient_clip_val`; 0 for none.
+        tokens_per_character: 1 where tokens are characters; for bits per character.
+        seed: keys the dropout's noise.
+
+    Raises:
+        BadInput: a value can't be used.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        lr: float = 3e-3,
+        warmup_steps: int = 100,
+        weight_decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.99),
+        clip_norm: float = 1.0,
+        tokens_per_character: float = 1.0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__([""], partial(TokenScores, tokens_per_character), seed=seed)
+        for name, value in {"warmup_steps": warmup_steps, "weight_decay": weight_decay, "clip_norm": clip_norm}.items():
+            if not 0 <= value < math.inf:
+                raise BadInput(name, value, "a number of 0 or more")
+        if not 0 < lr < math.inf:
+            raise BadInput("lr", lr, "a number above 0")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise BadInput("betas", list(betas), "two numbers of at least 0 and below 1")
+        self.net = prepared(net)
+        self.lr, self.warmup_steps, self.weight_decay, self.betas = lr, warmup_steps, weight_decay, betas
+        self.clip_norm = clip_norm
+
+    def parameter_groups(self) -> list[list[nn.Parameter]]:
+        """The net's trainable parameters."""
+        return [[p for p in self.net.parameters() if p.requires_grad]]
+
+    def configure_optimizers(self) -> Any:
+        """AdamW, with a group that decays and one that does not; its rate changes with every step."""
+        self.take_over_scales()
+        (parameters,) = self.parameter_groups()
+        groups = [
+            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": self.weight_decay},
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        optimizer = AdamW(groups, self.lr, self.betas, fused=True)
+        steps = self.trainer.estimated_stepping_batches
+        schedule = LambdaLR(optimizer, partial(share_of_rate, self.warmup_steps, steps))
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    def configure_gradient_clipping(
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        """Clip by the Trainer's value, where it has one, else by the module's."""
+        clip = self.clip_norm if gradient_clip_val is None else gradient_clip_val
+        super().configure_gradient_clipping(optimizer, clip, gradient_clip_algorithm)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits (B, T, V) of tokens (B, T)."""
+        return self.net(tokens)
+
+    def losses(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Cross-entropy of logits (b, T, V), and what is logged of it."""
+        losses = cross_entropy(outputs, batch.labels)
+        parts = {"loss": losses, "bpc": losses.detach() * cast("TokenScores", self.scores_of("")).bits}
+        return self.loss_scales.scaled("", batch.mean(losses)), parts
+
+    def pipeline_stages(self) -> list[nn.Module]:
+        """The net's."""
+        return pipeline_stages(self.net)
+
+    def predict(self, inputs: Tensor) -> dict[str, Tensor]:
+        """The net's logits."""
+        return {"": self(inputs)}
+
+    def step_alone(self, run: str, batch: Batch) -> Callable[[], Tensor]:
+        """Forward and loss of a copy of the net."""
+        net = copy.deepcopy(self.net).train()
+        return lambda: batch.mean(cross_entropy(net(batch.inputs), batch.labels))
+
+
+def share_of_rate(warmup_steps: int, steps: float, step: int) -> float:
+    """What the learning rate of a step is, of its highest: rising, then a half cosine from 1 to a tenth.
+
+    Args:
+        warmup_steps: steps in which it rises.
+        steps: of the whole training.
+        step: the number of this one, from 0.
+    """
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    done = min((step - warmup_steps) / max(steps - warmup_steps, 1), 1.0)
+    return 0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2

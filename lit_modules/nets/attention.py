@@ -1,0 +1,234 @@
+"""Multi-head self-attention (Vaswani et al. 2017) over torch's kernels, chosen by name."""
+
+import logging
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from apprentice.errors import BadInput
+
+Backend = Literal["auto", "math", "flash", "efficient", "cudnn"]
+KERNELS = {
+    "math": SDPBackend.MATH,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+NO_KERNEL = re.compile("No available kernel|No viable backend")
+STRIDED = (
+    "The PyTorch API of nested tensors is in prototype stage"  # inside torch's math kernel jagged ones are strided
+)
+CHOOSES = ("cpu", "cuda", "xpu", "meta")  # devices on which torch heeds the choice of a kernel
+
+
+class Cache:
+    """Keys and values of the tokens that one causal attention has seen, so that each is computed once.
+
+    For generation: a cache belongs to one layer and one batch of texts, begins empty, and grows with each call of
+    `SelfAttention.forward(x, cache)` by the tokens of x. It holds no gradients: generate under `torch.no_grad()`.
+
+    Attributes:
+        length: number of tokens it holds, which is the position of the next.
+
+    Args:
+        max_length: tokens there is room for.
+    """
+
+    def __init__(self, max_length: int) -> None:
+        self.max_length, self.length = max_length, 0
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add keys and values (B, heads, t, D / heads); those of all tokens, (B, heads, length, D / heads).
+
+        Raises:
+            ValueError: there is no room for them, or they ask for gradients.
+        """
+        if keys.requires_grad:
+            raise ValueError("a cache holds no gradients: expected a call under torch.no_grad()")
+        end = self.length + keys.shape[2]
+        if end > self.max_length:
+            raise ValueError(f"max_length {self.max_length}: expected at least {end}, the tokens to be cached")
+        if self._keys is None or self._values is None:
+            shape = (*keys.shape[:2], self.max_length, keys.shape[3])
+            self._keys, self._values = keys.new_empty(shape), values.new_empty(shape)
+        self._keys[:, :, self.length : end] = keys
+        self._values[:, :, self.length : end] = values
+        self.length = end
+        return self._keys[:, :, :end], self._values[:, :, :end]
+
+
+class SelfAttention(nn.Module):
+    """Multi-head self-attention, softmax(q kᵀ / √(D / heads)) v, with queries, keys and values from one matrix.
+
+    Dropout of attention weights happens inside torch's kernel, in training alone, and draws from torch's generator:
+    unlike the suite's own layers it is not keyed to rows. Under `torch.compile` a refusal may be an error of the
+    compiler's, which quotes torch's.
+
+    Args:
+        embed_dim: D, width of tokens.
+        num_heads: heads, each of width D / heads.
+        causal: whether a token sees only itself and those before it.
+        dropout: probability with which a weight is zero.
+        bias: whether the projections have one.
+        backend: the kernel; `auto` leaves the choice to torch, any other is taken or refused, never replaced.
+
+    Raises:
+        ValueError: `num_heads` does not divide `embed_dim`, `dropout` is not in [0, 1), or the backend is unknown.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        causal: bool = False,
+        dropout: float = 0.0,
+        bias: bool = True,
+        backend: Backend = "auto",
+    ) -> None:
+        super().__init__()
+        if num_heads < 1 or embed_dim % num_heads:
+            raise ValueError(f"num_heads {num_heads}: expected a divisor of embed_dim, {embed_dim}")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout {dropout}: expected 0 <= dropout < 1")
+        _check(backend)
+        self.embed_dim, self.num_heads, self.causal = embed_dim, num_heads, causal
+        self.dropout, self.backend = float(dropout), backend
+        self.qkv = nn.Linear(embed_dim, 3 * embed_dim, bias)
+        self.out = nn.Linear(embed_dim, embed_dim, bias)
+
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+        """(B, T, D) of tokens (B, T, D), which may be a jagged nested tensor: texts of unequal lengths, no padding.
+
+        With a cache, x are the tokens after those that it holds, and see these, too.
+
+        Raises:
+            BadInput: the backend has no kernel for this input; the message has torch's reasons.
+            ValueError: a cache is given though tokens see later ones, texts are jagged or gradients are on, or it is
+                full.
+        """
+        query, key, value = self._heads(x)
+        mask, causal = None, self.causal
+        if cache is not None:
+            if not self.causal or x.is_nested:
+                raise ValueError("a cache serves causal attention over texts of one length (B, T, D)")
+            past = cache.length
+            key, value = cache.append(key, value)
+            if past:  # query t of these sees keys up to past + t; torch's `is_causal` would count from the first
+                causal = False
+                if x.shape[1] > 1:
+                    mask = torch.ones(x.shape[1], cache.length, dtype=torch.bool, device=x.device).tril(past)
+        return self.out(self._attended(query, key, value, mask, causal).transpose(1, 2).flatten(-2))
+
+    def _heads(self, x: Tensor) -> list[Tensor]:
+        """Queries, keys and values (B, heads, T, D / heads) of tokens (B, T, D)."""
+        parts = self.qkv(x).chunk(3, -1)
+        if x.is_nested and not (x.is_cuda and x.dtype != torch.float64 and self.backend != "math"):
+            parts = [part.contiguous() for part in parts]  # for jagged texts torch's math kernel takes nothing else
+        return [part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in parts]
+
+    def _attended(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        p = self.dropout if self.training else 0.0
+        call = (query, key, value, mask, p, causal)
+        if self.backend == "auto" and not query.is_nested:
+            return F.scaled_dot_product_attention(*call)
+        chosen = _chosen if torch.compiler.is_compiling() else kernel
+        with chosen(self.backend, query):
+            return F.scaled_dot_product_attention(*call)
+
+    def extra_repr(self) -> str:  # noqa: D102
+        return f"num_heads={self.num_heads}, causal={self.causal}, dropout={self.dropout}, backend={self.backend}"
+
+
+def _check(backend: str) -> None:
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend {backend}: expected one of {', '.join(get_args(Backend))}")
+
+
+@contextmanager
+def kernel(backend: str, query: Tensor) -> Iterator[None]:
+    """Inside, `scaled_dot_product_attention` of this query takes this kernel, or refuses.
+
+    Args:
+        backend: the kernel; `auto` leaves the choice to torch.
+        query: (B, heads, T, D / heads), dense or jagged.
+
+    Raises:
+        BadInput: it can't serve the input; the message has torch's reasons.
+        ValueError: the backend is unknown.
+    """
+    _check(backend)
+    device = query.device.type
+    kind = f"{str(query.dtype).removeprefix('torch.')} {'jagged' if query.is_nested else 'dense'} on {device}"
+    if backend not in {"auto", "math"} and device not in CHOOSES:
+        raise BadInput("backend", backend, f"auto or math: torch chooses the kernel itself for {kind}")
+    warned: list[str] = []
+    logged: list[str] = []
+    try:
+        with _heard(warned, logged), _chosen(backend, query):
+            yield
+    except RuntimeError as error:
+        asked_gpu = device == "cpu" and isinstance(error, torch.AcceleratorError)  # about jagged texts, where none is
+        if not asked_gpu and not NO_KERNEL.search(str(error)):
+            raise
+        reasons = " ".join([str(error).split("\n")[0], *_against(backend, logged), *_against(backend, warned)])
+        raise BadInput("backend", backend, f"a kernel that serves attention of {kind}; torch says: {reasons}") from None
+
+
+def _chosen(backend: str, query: Tensor) -> AbstractContextManager:
+    """Lets torch take this kernel alone."""
+    if backend == "auto" and query.is_nested and query.device.type == "cpu":
+        backend = "math"  # there is no other, and torch would ask a GPU about them
+    return nullcontext() if backend == "auto" else sdpa_kernel(KERNELS[backend])
+
+
+@contextmanager
+def _heard(warned: list[str], logged: list[str]) -> Iterator[None]:
+    """Gather why torch rejects kernels: of dense tensors it warns, of jagged ones it logs, too.
+
+    Warnings of what went well are given after all.
+    """
+    caught: list[tuple[Any, ...]] = []
+
+    def keep(message: Warning | str, *where: Any, **_rest: Any) -> None:
+        warned.append(str(message))
+        caught.append((message, *where[:3]))
+
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("torch.nested._internal.sdpa")
+    spread = logger.propagate
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.filterwarnings("ignore", STRIDED)
+            warnings.showwarning = keep
+            yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = spread
+    for message, category, filename, line in caught:
+        warnings.warn_explicit(message, category, filename, line)
+
+
+def _against(backend: str, said: list[str]) -> list[str]:
+    """Of what torch said the reasons against this backend; all of them, if it did not say against which they are."""
+    sections: list[tuple[str, list[str]]] = [("", [])]
+    for line in said:
+        reason = line.partition("(Triggered internally at")[0].strip()
+        if reason.endswith("not used because:"):
+            sections.append((reason.lower(), []))
+        elif "runtime disabled" not in reason:  # as all but this one are
+            sections[-1][1].append(reason)
+    mine = [reasons for header, reasons in sections if len(sections) == 1 or backend == "auto" or backend in header]
+    return list(dict.fromkeys(reason for reasons in mine for reason in reasons))

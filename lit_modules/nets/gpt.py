@@ -1,0 +1,195 @@
+"""A language model of characters, bytes or any tokens: GPT-2 (Radford et al. 2019)."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from apprentice import keyed
+from apprentice.errors import BadInput
+from apprentice.keyed import Dropout
+from lit_modules.nets.attention import Backend, Cache
+from lit_modules.nets.base import Net
+from lit_modules.nets.transformer import Block
+
+STD = 0.02  # of GPT-2's first weights
+
+
+class GPT(Net):
+    """Tokens (B, T) to logits (B, T, V) of the token after each; pre-norm blocks, learned positions.
+
+    First weights are GPT-2's: normal of deviation 0.02, in what a block adds to its input less by √(2 · num_layers).
+
+    Args:
+        vocab_size: V, number of tokens.
+        block_size: the longest text, in tokens.
+        num_layers: blocks.
+        num_heads: attention heads of a block, a divisor of `embed_dim`.
+        embed_dim: D, width of tokens.
+        dropout: probability of a zero in embeddings and in what attention and MLP add; keyed.
+        bias: whether projections and norms have one; the head has none.
+        tie_weights: whether the head's weight is the tokens' embedding. A pipeline needs False.
+        attention_dropout: probability of a zero among attention's weights; drawn in the kernel, so not keyed.
+        backend: the attention's kernel, as `SelfAttention` takes it.
+
+    Raises:
+        ValueError: a size is below 1, or what `Block` refuses.
+    """
+
+    feature_layer = "norm"
+
+    def __init__(
+        self,
+        vocab_size: int,
+        block_size: int,
+        num_layers: int = 4,
+        num_heads: int = 4,
+        embed_dim: int = 128,
+        dropout: float = 0.0,
+        bias: bool = True,
+        tie_weights: bool = True,
+        attention_dropout: float = 0.0,
+        backend: Backend = "auto",
+    ) -> None:
+        super().__init__()
+        sizes = {"vocab_size": vocab_size, "block_size": block_size, "num_layers": num_layers, "embed_dim": embed_dim}
+        for name, value in sizes.items():
+            if value < 1:
+                raise ValueError(f"{name} {value}: expected at least 1")
+        self.block_size, self.tie_weights = block_size, tie_weights
+        self.embedding = _Embedding(vocab_size, block_size, embed_dim, dropout)
+        self.blocks = nn.ModuleList(
+            Block(
+                embed_dim, num_heads, causal=True, dropout=dropout, bias=bias, backend=backend,
+                attention_dropout=attention_dropout, layer=1 + 2 * number,
+            )
+            for number in range(num_layers)
+        )  # fmt: skip
+        self.norm = nn.LayerNorm(embed_dim, bias=bias)
+        self.head = nn.Linear(embed_dim, vocab_size, bias=False)
+        self.apply(_initialise)
+        for name, parameter in self.blocks.named_parameters():
+            if name.endswith(("attention.out.weight", "mlp.2.weight")):
+                nn.init.normal_(parameter, std=STD / math.sqrt(2 * num_layers))
+        if tie_weights:
+            self.head.weight = self.embedding.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits (B, T, V) of tokens (B, T) of any integer type.
+
+        Raises:
+            ValueError: T is more than the block size.
+        """
+        x = self.embedding(tokens)  # (B, T, D)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    def pipeline_stages(self) -> list[nn.Module]:
+        """Embedding, each block, norm and head.
+
+        Raises:
+            BadInput: embedding and head, the first stage and the last, share a weight.
+        """
+        if self.tie_weights:
+            raise BadInput("tie_weights", True, "False in a pipeline: tie_weights=False gives the last stage its own")
+        return [self.embedding, *self.blocks, self.norm, self.head]
+
+    @torch.no_grad()
+    def generate(
+        self,
+        tokens: Tensor,
+        length: int | None = None,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        seed: int = 0,
+        cached: bool = True,
+    ) -> Tensor:
+        """Texts that go on from prompts, until they are as long as the block.
+
+        What is drawn depends on seed, row and position alone: a row is what it is in any company, up to rounding.
+
+        Args:
+            tokens: (B, t) int64, the prompts, 1 to `block_size` tokens.
+            length: new tokens at most; as many as the block has room for when not given.
+            temperature: divides the logits; 0 takes the likeliest token.
+            top_k: draw from so many of the likeliest tokens; from all when not given.
+            seed: of the draws.
+            cached: keep keys and values of what has been seen, rather than compute all anew for each token.
+
+        Returns:
+            (B, t + new) int64, prompts included.
+
+        Raises:
+            ValueError: a prompt is empty or longer than the block, or an option's value can't be used.
+        """
+        _check_drawing(length, temperature, top_k)
+        rows, room = tokens.shape[0], self.block_size - tokens.shape[1]
+        if not tokens.shape[1] or room < 0:
+            raise ValueError(f"tokens {tuple(tokens.shape)}: expected prompts of 1 to {self.block_size} tokens")
+        caches = [Cache(self.block_size) if cached else None for _ in self.blocks]
+        text = tokens.new_empty(rows, tokens.shape[1] + (room if length is None else min(room, length)))
+        text[:, : tokens.shape[1]] = tokens
+        training, first = self.training, 0
+        self.eval()
+        try:
+            for end in range(tokens.shape[1], text.shape[1]):
+                logits = self._last(text[:, first:end], caches)
+                text[:, end] = _drawn(logits, temperature, top_k, keyed.fold(seed, end))
+                first = end if cached else 0
+        finally:
+            self.train(training)
+        return text
+
+    def _last(self, tokens: Tensor, caches: Sequence[Cache | None]) -> Tensor:
+        """Logits (B, V) after the last of tokens (B, T), which follow those in the caches, if there are any."""
+        x = self.embedding(tokens, 0 if caches[0] is None else caches[0].length)
+        for block, cache in zip(self.blocks, caches, strict=True):
+            x = block(x, cache)
+        return self.head(self.norm(x[:, -1]))
+
+
+class _Embedding(nn.Module):
+    def __init__(self, vocab_size: int, block_size: int, embed_dim: int, dropout: float) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocab_size, embed_dim)
+        self.positions = nn.Embedding(block_size, embed_dim)
+        self.noise = Dropout(dropout, 0)
+
+    def forward(self, tokens: Tensor, start: int = 0) -> Tensor:
+        """(B, T) -> (B, T, D), the first of them at position `start`."""
+        end, block_size = start + tokens.shape[1], self.positions.num_embeddings
+        if end > block_size:
+            raise ValueError(f"tokens {tuple(tokens.shape)}: expected texts of at most {block_size}, the block size")
+        places = torch.arange(start, end, device=tokens.device)
+        return self.noise(self.tokens(tokens.long()) + self.positions(places))
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=STD)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
+
+
+def _check_drawing(length: int | None, temperature: float, top_k: int | None) -> None:
+    if length is not None and length < 0:
+        raise ValueError(f"length {length}: expected 0 or more tokens")
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature {temperature}: expected 0 or more")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k {top_k}: expected at least 1")
+
+
+def _drawn(logits: Tensor, temperature: float, top_k: int | None, key: int) -> Tensor:
+    """(B,) tokens drawn from softmax(logits / temperature), logits (B, V): the largest when Gumbel noise is added."""
+    if temperature == 0:
+        return logits.argmax(1)
+    rows, count = logits.shape
+    uniform = (keyed.bits(key, torch.arange(rows, device=logits.device), count).double() + 0.5) / 2**32
+    scores, noise = logits.double() / temperature, -(-uniform.log()).log()
+    if top_k is None:
+        return (scores + noise).argmax(1)
+    scores, places = scores.topk(min(top_k, count))
+    return places.gather(1, (scores + noise.gather(1, places)).argmax(1, keepdim=True))[:, 0]

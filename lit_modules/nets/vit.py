@@ -1,0 +1,154 @@
+"""A vision transformer for small images (Dosovitskiy et al. 2021), with DeiT's distillation token if that is wanted."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from apprentice.keyed import Dropout
+from lit_modules.nets.attention import Backend
+from lit_modules.nets.base import Net, of_images
+from lit_modules.nets.transformer import Block
+
+STD = 0.02  # of initial weights, as in DeiT
+
+
+class ViT(Net):
+    """Patches of an image as tokens, behind a class token; learned positions, pre-norm blocks (arXiv:2010.11929).
+
+    With a distillation token (DeiT, Touvron et al. 2021, arXiv:2012.12877) a second head, `head_dist`, reads that
+    token, and the logits are the mean of both heads', in training, too. An objective that trains each head by itself,
+    as `DeiTToken` does, asks for the layers `head` and `head_dist`.
+
+    The feature layer is what the last block receives of the patches, as maps (B, D, H / patch_size, W / patch_size).
+
+    Args:
+        patch_size: pixels of a patch's side, a divisor of height and width.
+        embed_dim: D, width of tokens.
+        num_layers: number of blocks.
+        num_heads: attention heads, a divisor of `embed_dim`.
+        mlp_ratio: the hidden width of the blocks' MLPs, in widths of a token.
+        dropout: probability of a zero in the embedding, and in what attention and MLP add; keyed.
+        distillation_token: whether there is one.
+        backend: the attention's kernel, as `SelfAttention` takes it.
+        input_shape: (C, H, W).
+        num_classes: number of logits.
+
+    Raises:
+        ValueError: the patches don't fit, the heads don't, or there is no block.
+    """
+
+    feature_layer = "maps"
+
+    def __init__(
+        self,
+        patch_size: int = 4,
+        embed_dim: int = 64,
+        num_layers: int = 4,
+        num_heads: int = 4,
+        mlp_ratio: int = 4,
+        dropout: float = 0.0,
+        distillation_token: bool = False,
+        backend: Backend = "auto",
+        input_shape: tuple[int, int, int] = (3, 32, 32),
+        num_classes: int = 10,
+    ) -> None:
+        super().__init__()
+        channels, height, width = of_images(input_shape)
+        if patch_size < 1 or height % patch_size or width % patch_size:
+            raise ValueError(f"patch_size {patch_size}: expected a divisor of the images' {height} x {width} pixels")
+        if num_layers < 1:
+            raise ValueError(f"num_layers {num_layers}: expected at least 1")
+        rows, columns, self.num_tokens = height // patch_size, width // patch_size, 1 + distillation_token
+        self.embedding = _Embedding(channels, patch_size, self.num_tokens, rows * columns, embed_dim, dropout)
+        self.blocks = nn.ModuleList(
+            Block(embed_dim, num_heads, mlp_ratio, dropout=dropout, backend=backend, layer=1 + 2 * number)
+            for number in range(num_layers)
+        )
+        self.maps = _Maps(rows, columns)
+        self.norm = nn.LayerNorm(embed_dim)
+        self.head = nn.Linear(embed_dim, num_classes)
+        if distillation_token:
+            self.head_dist = nn.Linear(embed_dim, num_classes)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=STD)
+                nn.init.zeros_(module.bias)
+
+    @property
+    def heads(self) -> list[nn.Module]:
+        """A head for each token before the patches."""
+        return [self.head, self.head_dist] if self.num_tokens == 2 else [self.head]
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits (B, classes) of images (B, C, H, W)."""
+        *blocks, last = self.blocks
+        x = self.embedding(images)
+        for block in blocks:
+            x = block(x)
+        return _logits(self.norm, self.heads, _last(self.maps, last, x))
+
+    def pipeline_stages(self) -> list[nn.Module]:
+        """The embedding, each block, and the heads with the norm before them."""
+        *blocks, last = self.blocks
+        return [self.embedding, *blocks, _Last(self.maps, last), _Heads(self.norm, self.heads)]
+
+
+class _Embedding(nn.Module):
+    """Images (B, C, H, W) to tokens (B, extra + patches, D)."""
+
+    def __init__(self, channels: int, size: int, extra: int, patches: int, embed_dim: int, dropout: float) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(channels, embed_dim, size, size)
+        self.tokens = nn.Parameter(nn.init.trunc_normal_(torch.empty(1, extra, embed_dim), std=STD))
+        self.positions = nn.Parameter(nn.init.trunc_normal_(torch.empty(1, extra + patches, embed_dim), std=STD))
+        self.dropout = Dropout(dropout)
+
+    def forward(self, images: Tensor) -> Tensor:
+        patches = self.patches(images).flatten(2).transpose(1, 2)  # (B, patches, D)
+        tokens = self.tokens.expand(len(patches), -1, -1)
+        return self.dropout(torch.cat([tokens, patches], 1) + self.positions)
+
+
+class _Maps(nn.Module):
+    """The patches' tokens where they are in the image: (B, T, D) -> (B, D, rows, columns). For objectives alone."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.rows, self.columns = rows, columns
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, -self.rows * self.columns :].transpose(1, 2).unflatten(2, (self.rows, self.columns))
+
+
+class _Last(nn.Module):
+    """The last block as a stage."""
+
+    def __init__(self, maps: nn.Module, block: nn.Module) -> None:
+        super().__init__()
+        self.maps, self.block = maps, block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _last(self.maps, self.block, x)
+
+
+class _Heads(nn.Module):
+    """Norm and heads as a stage."""
+
+    def __init__(self, norm: nn.Module, heads: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.norm, self.heads = norm, nn.ModuleList(heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _logits(self.norm, self.heads, x)
+
+
+def _last(maps: nn.Module, block: nn.Module, x: Tensor) -> Tensor:
+    maps(x)  # whoever asks for this layer sees it by a hook
+    return block(x)
+
+
+def _logits(norm: nn.Module, heads: Sequence[nn.Module] | nn.ModuleList, x: Tensor) -> Tensor:
+    """(B, classes), the mean of what the heads read from the first tokens of (B, T, D)."""
+    x = norm(x[:, : len(heads)])
+    return torch.stack([head(x[:, number]) for number, head in enumerate(heads)]).mean(0)

@@ -1,0 +1,71 @@
+"""DeiT's distillation token (Touvron et al. 2021, arXiv:2012.12877): what its head learns from the teacher."""
+
+from typing import Literal
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from apprentice.errors import BadInput
+from lit_modules.nets.base import Outputs
+from lit_modules.objectives.base import Objective, Term, positive, weight
+from lit_modules.objectives.cross_entropy import cross_entropy
+from lit_modules.objectives.divergence import kl
+
+
+class DeiTToken(Objective):
+    """ce_weight * CE(z_class, label) + token_weight * what the distillation head z_token learns from the teacher.
+
+    Hard (the paper's equation 3): CE(z_token, argmax z_t). Soft (equation 2): T^2 * KL(softmax(z_t / T) ||
+    softmax(z_token / T)). For a student with two heads, whose logits are the mean of both, as the paper predicts: `ViT`
+    with `distillation_token`, or timm's distilled models. A third term, of weight 0, is the logits' cross-entropy.
+
+    Args:
+        kind: what is learned from the teacher: its decisions, or its distribution.
+        token_weight: weight of the distillation head's term; the paper has 0.5 for hard, 0.1 for soft.
+        ce_weight: weight of the class head's cross-entropy; the paper has 0.5 and 0.9.
+        temperature: T, for soft only.
+        student_layer: path of the distillation head, which gives (b, classes).
+        class_layer: path of the class head.
+    """
+
+    needs = "DeiTToken needs a distillation head, as ViT has it with distillation_token"
+
+    def __init__(
+        self,
+        kind: Literal["hard", "soft"] = "hard",
+        token_weight: float = 0.5,
+        ce_weight: float = 0.5,
+        temperature: float = 3.0,
+        student_layer: str = "head_dist",
+        class_layer: str = "head",
+    ) -> None:
+        super().__init__()
+        if kind not in {"hard", "soft"}:
+            raise BadInput("kind", kind, "hard or soft")
+        self.kind, self.temperature = kind, positive("temperature", temperature)
+        self.token_weight, self.ce_weight = weight("token_weight", token_weight), weight("ce_weight", ce_weight)
+        self.student_layer, self.class_layer = student_layer, class_layer
+        self.student_layers = (student_layer, class_layer)
+
+    def build(self, student: Outputs, teacher: Outputs | None) -> None:
+        """Refuse a layer that gives no logits."""
+        for flag, path in (("student_layer", self.student_layer), ("class_layer", self.class_layer)):
+            if (found := student.features[path].shape) != student.logits.shape:
+                expected = f"a head that gives logits {tuple(student.logits.shape)}; this layer gives {tuple(found)}"
+                raise BadInput(flag, path, expected)
+
+    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
+        assert teacher is not None
+        z_token, z_class = (student.features[path] for path in self.student_layers)
+        return {
+            "token": Term(self._learned(z_token, teacher.logits), self.token_weight),
+            "ce": Term(cross_entropy(z_class, labels), self.ce_weight),
+            # What the net predicts is watched; not to use a net's output would leave FSDP waiting for its gradient.
+            "mean": Term(cross_entropy(student.logits, labels), 0.0),
+        }
+
+    def _learned(self, z_token: Tensor, z_t: Tensor) -> Tensor:
+        if self.kind == "hard":
+            return cross_entropy(z_token, z_t.argmax(-1))
+        log_p_s, log_p_t = (F.log_softmax(z / self.temperature, -1) for z in (z_token, z_t))
+        return kl(log_p_t, log_p_s) * self.temperature**2

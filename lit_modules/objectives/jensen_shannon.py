@@ -1,0 +1,46 @@
+"""Between the two directions of the divergence: generalised Jensen-Shannon (GKD, Agarwal et al. 2024)."""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lit_modules.nets.base import Outputs
+from lit_modules.objectives.base import Objective, Term, inside, positive, weight
+from lit_modules.objectives.cross_entropy import cross_entropy
+from lit_modules.objectives.divergence import kl
+
+
+class JensenShannon(Objective):
+    """js_weight * T^2 * (beta KL(p_t || m) + (1 - beta) KL(p_s || m)) + ce_weight * CE, m = beta p_t + (1 - beta) p_s.
+
+    p = softmax(z / T). Divided by beta it tends to KL(p_t || p_s) as beta goes to 0, divided by 1 - beta to
+    KL(p_s || p_t) as it goes to 1.
+
+    Source: Agarwal et al. 2024, "On-Policy Distillation of Language Models" (GKD, arXiv:2306.13649). This is its loss
+    on the data's own texts (the paper's lambda 0); left out are texts that the student writes.
+
+    Args:
+        beta: the teacher's part of the mixture.
+        temperature: T, which softens both distributions; the factor T^2 keeps the gradients' size.
+        js_weight: weight of the divergence.
+        ce_weight: weight of the cross-entropy with the labels.
+    """
+
+    def __init__(
+        self, beta: float = 0.5, temperature: float = 2.0, js_weight: float = 0.25, ce_weight: float = 0.75
+    ) -> None:
+        super().__init__()
+        self.beta, self.temperature = inside("beta", beta), positive("temperature", temperature)
+        self.js_weight, self.ce_weight = weight("js_weight", js_weight), weight("ce_weight", ce_weight)
+
+    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
+        assert teacher is not None
+        log_p_s, log_p_t = (F.log_softmax(z / self.temperature, -1) for z in (student.logits, teacher.logits))
+        log_m = torch.logaddexp(log_p_t + math.log(self.beta), log_p_s + math.log1p(-self.beta))
+        divergence = self.beta * kl(log_p_t, log_m) + (1 - self.beta) * kl(log_p_s, log_m)
+        return {
+            "js": Term(divergence * self.temperature**2, self.js_weight),
+            "ce": Term(cross_entropy(student.logits, labels), self.ce_weight),
+        }

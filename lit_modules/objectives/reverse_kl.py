@@ -1,0 +1,35 @@
+"""The divergence the other way round, by which a small student may leave out what it can't have (MiniLLM)."""
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from lit_modules.nets.base import Outputs
+from lit_modules.objectives.base import Objective, Term, positive, weight
+from lit_modules.objectives.cross_entropy import cross_entropy
+from lit_modules.objectives.divergence import kl
+
+
+class ReverseKL(Objective):
+    """reverse_weight * T^2 * KL(softmax(z_s / T) || softmax(z_t / T)) + ce_weight * CE.
+
+    Source: Gu et al. 2024, "MiniLLM: Knowledge Distillation of Large Language Models" (arXiv:2306.08543). This is its
+    divergence for each token of the data; left out is the paper's sampling of texts from the student.
+
+    Args:
+        temperature: T, which softens both distributions; the factor T^2 keeps the gradients' size.
+        reverse_weight: weight of the divergence.
+        ce_weight: weight of the cross-entropy with the labels.
+    """
+
+    def __init__(self, temperature: float = 2.0, reverse_weight: float = 0.25, ce_weight: float = 0.75) -> None:
+        super().__init__()
+        self.temperature = positive("temperature", temperature)
+        self.reverse_weight, self.ce_weight = weight("reverse_weight", reverse_weight), weight("ce_weight", ce_weight)
+
+    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
+        assert teacher is not None
+        log_p_s, log_p_t = (F.log_softmax(z / self.temperature, -1) for z in (student.logits, teacher.logits))
+        return {
+            "reverse": Term(kl(log_p_s, log_p_t) * self.temperature**2, self.reverse_weight),
+            "ce": Term(cross_entropy(student.logits, labels), self.ce_weight),
+        }

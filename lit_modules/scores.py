@@ -1,0 +1,100 @@
+"""What evaluation says of a run: each sample counts once, on any number of ranks."""
+
+import math
+from collections.abc import Callable
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics.classification import MulticlassConfusionMatrix
+
+from lit_modules.exact_mean import ExactMean
+from lit_modules.objectives.cross_entropy import cross_entropy
+
+
+class Scores(nn.Module):
+    """The scores of one run.
+
+    Attributes:
+        names: of the values that a test's result has, the one that counts first.
+    """
+
+    names: tuple[str, ...]
+
+    def update(self, logits: Tensor, labels: Tensor) -> None:
+        """Count b samples: logits (b, ..., classes), labels (b, ...)."""
+        raise NotImplementedError
+
+    def compute(self) -> dict[str, Tensor]:
+        """Values over all ranks, among them those of `names`."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Count from zero."""
+        for metric in self.children():
+            metric.reset()  # type: ignore[operator]
+
+    def of_each(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Values (b,) by name, of which training logs the means beside the loss."""
+        raise NotImplementedError
+
+
+MakeScores = Callable[[], Scores]
+
+
+class ClassScores(Scores):
+    """A classifier's: loss, accuracy, and the confusion matrix (classes, classes), rows the truth.
+
+    Args:
+        num_classes: number of logits.
+    """
+
+    names = ("acc", "correct")
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.confusion = MulticlassConfusionMatrix(num_classes, validate_args=False)
+        self.loss = ExactMean()
+
+    def update(self, logits: Tensor, labels: Tensor) -> None:
+        """Count b samples: logits (b, classes), labels (b,)."""
+        self.confusion.update(logits, labels)
+        self.loss.update(cross_entropy(logits, labels))
+
+    def compute(self) -> dict[str, Tensor]:
+        """{"loss", "acc", "correct"} over all ranks."""
+        confusion = self.confusion.compute()
+        correct, samples = confusion.trace(), confusion.sum()
+        return {"loss": self.loss.compute(), "acc": correct.double() / samples, "correct": correct.double()}
+
+    def of_each(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Whether the largest logit is the label's."""
+        return {"acc": logits.detach().argmax(1) == labels}
+
+
+class TokenScores(Scores):
+    """A language model's: loss of a token in nats, bits per character, and perplexity; a label of -100 does not count.
+
+    Args:
+        tokens_per_character: 1 where tokens are characters.
+    """
+
+    names = ("loss", "bpc", "perplexity")
+
+    def __init__(self, tokens_per_character: float = 1.0) -> None:
+        super().__init__()
+        self.bits = tokens_per_character / math.log(2)  # a character, of a nat a token
+        self.loss = ExactMean()
+
+    def update(self, logits: Tensor, labels: Tensor) -> None:
+        """Count the tokens of b texts: logits (b, T, V), labels (b, T)."""
+        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        self.loss.update(losses[labels.flatten() >= 0])
+
+    def compute(self) -> dict[str, Tensor]:
+        """{"loss", "bpc", "perplexity"} over all ranks."""
+        loss = self.loss.compute()
+        return {"loss": loss, "bpc": loss * self.bits, "perplexity": loss.exp()}
+
+    def of_each(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Bits per character."""
+        return {"bpc": cross_entropy(logits.detach(), labels) * self.bits}

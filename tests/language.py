@@ -1,0 +1,37 @@
+"""Small language models for tests, and a text for them."""
+
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+from apprentice.keyed import seeded
+from datamodules import Text
+from lit_modules.language_model import LitLanguageModel
+from lit_modules.nets import GPT
+
+SMALL: dict[str, Any] = {"num_layers": 3, "num_heads": 2, "embed_dim": 12}
+
+
+def written(folder: Path, characters: int = 500) -> Path:
+    """A file of English."""
+    path = folder / "text"
+    path.write_text(" ".join(topics["import"].split())[:characters])
+    assert len(path.read_text()) == characters
+    return path
+
+
+def text(folder: Path, **options: Any) -> Text:
+    """450 characters to train on, 50 held out: an epoch has 55 blocks in batches of 13, the last of 3."""
+    data = Text(written(folder), **{"block_size": 8, "batch_size": 13} | options)
+    data.setup()
+    return data
+
+
+def gpt(vocab_size: int = 11, block_size: int = 16, seed: int = 0, **options: Any) -> GPT:
+    return seeded(seed, lambda: GPT(vocab_size, block_size, **SMALL | options))
+
+
+def language_model(data: Text, **options: Any) -> LitLanguageModel:
+    """A model of this text; what is not the net's in `options` is the module's."""
+    of_module = {name: options.pop(name) for name in ("lr", "warmup_steps", "clip_norm", "seed") if name in options}
+    return LitLanguageModel(gpt(**data.net_arguments, **options), **{"warmup_steps": 5} | of_module)

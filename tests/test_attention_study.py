@@ -1,0 +1,294 @@
+"""The study of attention: what it measures and tells, what it refuses and what it keeps."""
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from apprentice.measuring.attention import Bench, Row, Rows
+from apprentice.measuring.attention import bench as benches
+from apprentice.measuring.attention.calls import Attention, call
+from apprentice.measuring.attention.report import kernels, refusals
+from apprentice.measuring.attention.rows import PARTS, half_padded, tutorials_lengths
+from apprentice.measuring.meters import LINUX
+from experiments import attention
+from lit_modules.nets import SelfAttention
+from lit_modules.nets.attention import kernel
+from tests.commands import refused, results
+from tests.processes import Run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+QUICK = ["--quick", "true", "--device", "cpu"]
+OURS = Attention(SelfAttention, kernel)
+CPU = torch.device("cpu")
+NO_COMPILER = shutil.which("g++") is None
+
+
+def rows(out: Path) -> dict[str, Any]:
+    return {row["name"]: row for row in results(out)["rows"]}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    out = tmp_path_factory.mktemp("attention") / "run"
+    attention.main([*QUICK, "--parts", "kernels", "--out", str(out)])
+    return out
+
+
+def test_a_run_leaves_what_the_issue_names(run: Path) -> None:
+    found = results(run)
+    assert set(found) == {"experiment", "hardware", "versions", "config", "rows"}
+    assert found["experiment"] == "attention"
+    peak, *measured = found["rows"]
+    assert (peak["name"], peak["dtype"]) == ("matmul: float32", "float32")
+    assert [row["name"] for row in measured] == [
+        f"kernels: {backend}, float32, {batch} x {length}, {direction}"
+        for direction in ("forward", "forward + backward")
+        for batch, length in ((4, 16), (2, 32))
+        for backend in ("auto", "math", "flash", "efficient", "cudnn")
+    ]
+    for row in measured:
+        if row["backend"] in {"efficient", "cudnn"}:
+            assert "No viable backend" in row["refused"]
+            assert "microseconds" not in row
+            continue
+        seconds = row["microseconds"] / 1e6
+        assert row["kernel"] == ("math" if row["backend"] == "math" else "flash")
+        assert row["tflops_per_second"] == pytest.approx(counted(row) / seconds / 1e12)
+        assert row["share_of_peak"] == pytest.approx(row["tflops_per_second"] / peak["tflops_per_second"])
+        assert min(row["peak_bytes"] + 1, row["calls"], row["iqr_microseconds"] + 1) > 0
+    page = (run / "results.md").read_text()
+    for row in measured:
+        assert (f"| {row['name']} |" in page) == (row["refused"] is None)
+    assert "Not run: kernels: efficient and kernels: cudnn in float32, 8 rows: No viable backend" in page
+    for name in ("config.yaml", "environment.json", "kernels.png"):
+        assert (run / name).stat().st_size > 0
+
+
+def counted(row: dict[str, Any]) -> float:
+    """Products and sums of causal attention, one by one: q kᵀ and weights v, and 2.5 times that backward."""
+    pairs = row["batch"] * row["heads"] * row["length"] ** 2 / 2
+    return pairs * row["head_dim"] * 2 * 2 * (3.5 if row["backward"] else 1)
+
+
+def test_what_is_measured_is_not_measured_again(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = results(run)["rows"]
+    monkeypatch.setattr(Bench, "measure", None)
+    attention.main(["--out", str(run), "--resume", "true"])
+    assert results(run)["rows"] == before
+    with pytest.raises(SystemExit) as stop:
+        attention.main(["--out", str(run), "--resume", "true", "--heads", "4"])
+    assert stop.value.code == 2
+    assert "--heads 4: expected 2, as the run in" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(NO_COMPILER, reason="torch.compile needs a C++ compiler")
+def test_blocks_dense_and_jagged_eager_and_compiled(tmp_path: Path) -> None:
+    attention.main([*QUICK, "--parts", "blocks", "profile", "--out", str(tmp_path)])
+    found = rows(tmp_path)
+    for direction in ("forward", "forward + backward"):
+        for layout in ("dense", "jagged"):
+            for mode in ("eager", "compiled"):
+                row = found[f"blocks: {layout} {mode}, float32, 2 x 32, {direction}"]
+                assert row["lengths"] == (None if layout == "dense" else [1, 32])
+                assert row["refused"] is not None or row["microseconds"] > 0
+    for mode in ("eager", "compiled"):
+        row = found[f"profile: dense {mode}, float32, 2 x 16, forward"]
+        assert len(row["operators"]) <= 10
+        shares = [each["share"] for each in row["operators"]]
+        assert shares == sorted(shares, reverse=True)
+        assert sum(shares) <= 1 + 1e-9
+        assert any("flash_attention" in each["operator"] for each in row["operators"])
+        trace = json.loads((tmp_path / f"trace_{mode}.json").read_text())
+        assert sum("flash_attention_for_cpu" in event.get("name", "") for event in trace["traceEvents"]) >= 25
+    page = (tmp_path / "results.md").read_text()
+    assert page.count("operators that take longest") == 2
+    assert (tmp_path / "blocks.png").stat().st_size > 0
+
+
+BAD = {
+    "part": (["--parts", "kernel"], "--parts kernel", "near: kernels"),
+    "backend": (["--backends", "fast"], "--backends fast", "cudnn"),
+    "type": (["--dtypes", "float64"], "--dtypes float64", "bfloat16"),
+    "no GPU": (["--device", "cuda"], "--device cuda", "no GPU"),
+    "length": (["--lengths", "1"], "--lengths 1", "at least 2"),
+    "twice": (["--block_lengths", "8", "8"], "--block_lengths 8 8", "twice"),
+    "tokens": (["--tokens", "0"], "--tokens 0", "at least 1"),
+    "heads": (["--heads", "0"], "--heads 0", "at least 1"),
+    "seconds": (["--seconds", "0"], "--seconds 0", "above 0"),
+    "exact": (["--exact", "4"], "--exact 4", "left out"),
+    "seeds": (["--seeds", "2"], "--seeds 2", "one seed"),
+    "flag": (["--length", "4"], "--length 4", "--lengths"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_input_is_one_line_before_anything_starts(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags, begins, says = BAD[kind]
+    refused(attention.main, ["--quick", "true", *flags], begins, says, tmp_path, capsys)
+
+
+# What goes wrong
+
+
+ONLY = [*QUICK, "--parts", "kernels", "--lengths", "16"]
+
+
+def with_math(monkeypatch: pytest.MonkeyPatch, instead: Callable[[], object]) -> None:
+    """Rows of the math kernel do something else."""
+    whole = Bench._row
+
+    def row(self: Bench, row: Row, folder: Path) -> Any:
+        return instead() if row.backend == "math" else whole(self, row, folder)
+
+    monkeypatch.setattr(Bench, "_row", row)
+
+
+def test_a_row_that_fails_costs_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with_math(monkeypatch, lambda: os._exit(3))
+    with pytest.raises(SystemExit) as stop:
+        attention.main([*ONLY, "--out", str(tmp_path)])
+    assert stop.value.code == 1
+    assert {row["backend"] for row in rows(tmp_path).values() if row["part"] == "kernels"} == {
+        "auto", "flash", "efficient", "cudnn",
+    }  # fmt: skip
+    name = "kernels: math, float32, 4 x 16, forward"
+    assert f"{name} failed: " in capfd.readouterr().err
+    assert f"{name}; {name} + backward: failed: " in (tmp_path / "results.md").read_text()
+
+
+def test_blocks_that_take_too_long_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    attention.main([*QUICK, "--parts", "blocks", "--longest", "1e-12", "--out", str(tmp_path)])
+    assert list(rows(tmp_path)) == ["matmul: float32"]
+    told = " ".join(capsys.readouterr().out.split())
+    assert "blocks: jagged compiled, float32, 2 x 32, forward + backward: left out: at its best" in told
+    assert "--longest 1e-12 s." in told
+
+
+@pytest.mark.skipif(not LINUX, reason="only there a process's memory is limited")
+def test_too_little_memory_is_torchs_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = benches._kilobytes(Path("/proc/meminfo").read_text(), "MemAvailable")
+    monkeypatch.setattr(benches, "SPARE", free - 2**27)
+    bench = Bench(OURS, CPU, 0.001, 1)
+    fits, large = (Row("kernels", "float32", 1, length, 4, 8, backend="math") for length in (256, 4096))
+    assert bench.measure(fits, Path())["refused"] is None
+    assert (
+        "can't allocate memory: you tried to allocate" in bench.measure(large, Path())["refused"]
+    )  # 268 MB of weights
+
+
+def slow(flags: list[str]) -> None:
+    with_math(pytest.MonkeyPatch(), lambda: time.sleep(60))
+    attention.main(flags)
+
+
+def test_a_signal_ends_the_run_and_keeps_its_rows(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run = Run(slow, [*ONLY, "--out", str(out)], log=tmp_path / "log")
+    deadline = time.monotonic() + 60
+    while not ((out / "results.json").exists() and len(rows(out)) == 2) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.killpg(run.process.pid, signal.SIGINT)
+    assert run.wait() == 128 + signal.SIGINT, run.output
+    assert "--resume true" in run.output
+    assert set(rows(out)) == {"matmul: float32", "kernels: auto, float32, 4 x 16, forward"}
+
+
+# Its parts
+
+
+def test_rows_of_a_gpu() -> None:
+    config = attention.parser().parse([])
+    found = Rows(config, "cuda").all()
+    assert len({row.name for row in found}) == len(found)
+    assert {row.part for row in found} == set(PARTS)
+    assert {row.length for row in found if row.part == "kernels"} == {2**n for n in range(7, 15)}
+    assert all(row.batch * row.length == 2**14 for row in found if row.part in {"kernels", "blocks"})
+    shapes = {row.tutorial_us: row for row in found if row.tutorial_us is not None}
+    assert set(shapes) == {19_254, 4_143, 2_263, 939, 560, 407.8, 521.2}
+    assert {(row.batch, row.dtype, row.causal) for row in shapes.values()} == {(32, "float16", False)}
+    assert {(shapes[us].heads, shapes[us].length, shapes[us].head_dim) for us in (19_254, 4_143, 2_263)} == {
+        (32, 1024, 32)
+    }
+    assert [shapes[us].length for us in (939, 560, 407.8, 521.2)] == [512, 512, 256, 256]
+    assert [shapes[us].compiled for us in (939, 560, 407.8, 521.2)] == [False, False, False, True]
+
+
+def test_texts_of_unequal_length() -> None:
+    assert half_padded(4, 100) == (1, 34, 67, 100)
+    assert half_padded(1, 101) == (51,)
+    for seed in range(20):
+        lengths = tutorials_lengths(32, 512, seed)
+        assert max(lengths) == 512
+        assert sorted(lengths)[-2] < 512
+        assert sum(sorted(lengths)[:-1]) / 31 == pytest.approx(256, abs=3)
+    assert tutorials_lengths(32, 512, 3) == tutorials_lengths(32, 512, 3)
+
+
+def test_operations_of_a_block() -> None:
+    row = Row("blocks", "float32", 2, 4, 2, 3, block=True, causal=False, lengths=(4, 2))
+    assert row.operations == 4 * 6 * (16 + 4) + 2 * 6 * 18 * 6 + 2 * 6 * 6 * 6
+    assert replace(row, backward=True).operations == 3.5 * 4 * 6 * 20 + 3 * (2 * 6 * 18 * 6 + 2 * 6 * 6 * 6)
+    assert replace(row, lengths=None, causal=True).operations == 2 * 6 * 32 + (2 * 6 * 18 + 2 * 6 * 6) * 8
+
+
+@pytest.mark.parametrize("block", [False, True])
+def test_what_is_called_has_the_gradients_of_everything(block: bool) -> None:
+    row = Row("kernels", "float32", 2, 8, 2, 4, block=block, backward=True)
+    with call(row, OURS, CPU) as called:
+        gradients = called()
+        assert [tuple(x.shape) for x in gradients] == (
+            [(2, 8, 8), (24, 8), (24,), (8, 8), (8,)] if block else [(2, 2, 8, 4)] * 3
+        )
+        assert all(x.abs().sum() > 0 for x in gradients)
+        for again, x in zip(called(), gradients, strict=True):
+            assert torch.equal(again, x)
+
+
+def test_dropout_of_the_tutorials_block_is_off() -> None:
+    row = Row("tutorial", "float32", 2, 8, 2, 4, block=True, dropout=0.9)
+    with call(row, OURS, CPU) as called:
+        assert torch.equal(called(), called())
+
+
+def test_the_fused_kernel_is_told_by_its_name() -> None:
+    assert benches.fused(["aten::mm", "aten::_scaled_dot_product_flash_attention_for_cpu"]) == "flash"
+    assert benches.fused(["aten::_efficient_attention_forward"]) == "efficient"
+    assert benches.fused(["aten::_scaled_dot_product_cudnn_attention"]) == "cudnn"
+    assert benches.fused(["aten::_scaled_dot_product_attention_math", "aten::bmm"]) == "math"
+
+
+def test_tables_name_the_fastest_and_group_refusals() -> None:
+    def fact(backend: str, us: float | None, refused: str | None = None) -> dict[str, Any]:
+        row = Row("kernels", "float32", 4, 512, 8, 64, backend=backend)
+        facts = {"name": row.name, **vars(row), "direction": row.direction, "refused": refused}
+        timed = {"microseconds": us, "kernel": backend, "tflops_per_second": 0.5, "share_of_peak": 0.25}
+        return facts if us is None else facts | timed
+
+    found = [
+        fact("math", 400.0),
+        fact("flash", 100.0),
+        fact("cudnn", None, "No GPU."),
+        fact("efficient", None, "No GPU."),
+    ]
+    shown = kernels(found)
+    assert shown.header[3:] == ["µs: math", "flash", "fastest", "TFLOP/s", "share, %"]
+    assert shown.rows == [["float32", "forward", "4 x 512", "400", "100", "flash", "0.500", "25"]]
+    assert refusals(found) == ["Not run: kernels: cudnn and kernels: efficient in float32, 2 rows: No GPU."]
