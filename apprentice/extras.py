@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+import warnings
 
 from apprentice.errors import BadInput
 
@@ -28,8 +29,10 @@ def need(extra: str, *packages: str) -> None:
     level = log.level
     log.setLevel(logging.ERROR)  # torchao 0.18 registers an enum in a way that torch 2.15 calls old
     try:
-        for package in packages:
-            importlib.import_module(package)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of others' source, where Python compiles it now
+            for package in packages:
+                importlib.import_module(package)
     except ModuleNotFoundError as error:
         expected = f"it installed; the extra [{extra}] brings it: {install(extra)}"
         raise Missing("", error.name or packages[0], expected) from None

@@ -17,30 +17,28 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import copy
-import json
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from torch import nn
+from torch import Tensor, nn
 
 import datamodules
 import strategies
 from apprentice import cli, environment, extras, interrupts, invocation, job, launches
-from apprentice.checkpoints import fitting, read, read_weights
-from apprentice.cli.imports import imported
-from apprentice.cli.sources import flags, load
+from apprentice.bake_off import BakeOff, Contestant
+from apprentice.checkpoints import read
 from apprentice.deploying import Latency, Options, Study, formats
 from apprentice.deploying.latency import need_compiler
+from apprentice.deploying.source import read_net, with_data_of_run
 from apprentice.errors import BadInput
-from apprentice.exports import Spec, load_net, read_spec, save_net, spec
+from apprentice.exports import Spec, spec
 from apprentice.files import atomic
 from apprentice.keyed import seeded
 from apprentice.measuring.kept import Kept
@@ -49,15 +47,16 @@ from apprentice.stages import MakeTrainer, fit_and_test
 from apprentice.trainers import trainers
 from lit_modules import nets, objectives
 from lit_modules.classifier import LitClassifier
-from lit_modules.learner import Learner
 from lit_modules.quantization import EXTRA, post_training
 from lit_modules.quantized import NAME, Quantized
+
+DATA, STUDENT = "Digits", "student"
 
 
 def parser() -> cli.Parser:
     """What can be chosen: data, a fresh student, what quantisation-aware training learns by, optimizer, trainer."""
     parser = cli.Parser("quantize.py", (__doc__ or "").split("\n", 1)[0], Options)
-    parser.add_choice("data", datamodules.ImageData, datamodules, "Digits")
+    parser.add_choice("data", datamodules.ImageData, datamodules, DATA)
     parser.add_choice("student", (nets.Net, nn.Module), nets, "LightNN", skip={"input_shape", "num_classes"})
     parser.add_choice("objective", (objectives.Objective, objectives.FeatureObjective), objectives, "CrossEntropy")
     parser.add_class("latency", Latency)
@@ -66,46 +65,37 @@ def parser() -> cli.Parser:
     return parser
 
 
-def with_data_of_run(argv: Sequence[str]) -> list[str]:
-    """The flags, and before them the data that the student's run was on: what is given beside it changes that."""
-    run = flags(argv).get("run")
-    settings = Path(run).parent.parent / "config.yaml" if isinstance(run, str) else None
-    if settings is None or not settings.is_file():
-        return list(argv)
-    return ["--data", json.dumps(load(settings, "run").get("data", "Digits")), *argv]
-
-
-Save = Callable[[Any, Path], None]
-DONE = "weights.pt"  # what a fit leaves last
-
-
 class Wiring:
     """What is made of the configuration."""
 
     def __init__(self, config: Namespace, data: Any, trainer: MakeTrainer) -> None:
         self.config, self.data, self.trainer, self.seed = config, data, trainer, config.seeds[0]
         self.shape = {"input_shape": data.input_shape, "num_classes": data.num_classes}
-        self.learning: dict[str, Any] = {"optimizer": cli.factory(config.optimizer, "optimizer")}
-        if config.scheduler is not None:
-            self.learning["scheduler"] = cli.factory(config.scheduler, "scheduler")
+        self.fits = {"every": config.checkpoint_every, "tensorboard": config.trainer.init_args["logger"] is not False}
 
-    def fresh(self) -> tuple[nn.Module, Spec]:
+    def fresh(self) -> tuple[LitClassifier, dict[str, Contestant]]:
         """A student that is still to be trained."""
         choice = self.config.student
         net = seeded(self.seed, lambda: cli.build(choice, "student", **self.shape))
-        return net, spec(choice.class_path, cli.arguments(choice, "student", **self.shape))
+        rebuilt = spec(choice.class_path, cli.arguments(choice, "student", **self.shape))
+        contestant = Contestant(net, rebuilt, "CrossEntropy", {"net": choice.name, **choice.init_args})
+        return LitClassifier(net, self.data.num_classes, seed=self.seed), {STUDENT: contestant}
 
-    def student(self) -> tuple[nn.Module, Spec]:
-        """The run's student, in float32."""
-        folder = Path(self.config.run)
-        found = read_spec(folder, "run")
-        shape = found["init_args"].get("input_shape", list(self.data.input_shape))
-        if tuple(shape) != tuple(self.data.input_shape):
-            raise BadInput("data", self.data.name, f"images of {tuple(shape)}, as the student in {folder} takes")
-        net = imported(found["class_path"], "run", (nn.Module,))(**found["init_args"])
-        path = str(folder / "weights.pt")
-        net.load_state_dict(fitting(net.state_dict(), read_weights(path, "run"), path, "run"))
-        return net.eval(), found
+    def student(self, out: Path) -> tuple[nn.Module, Spec]:
+        """The run's student, or one that is trained now, in the run's folder."""
+        if self.config.run is not None:
+            return self.read(self.config.run, "run")
+        trainer = partial(self.trainer, max_epochs=self.config.student_epochs)
+        stage = BakeOff(out, self.data, trainer, **self.fits).stage(self.seed, STUDENT, self.fresh)
+        if any(facts["failed"] for facts in stage["runs"].values()):
+            raise BadInput("student", self.config.student.name, "a net that Adam trains; its loss is not finite")
+        return read_net(out / f"seed{self.seed}" / STUDENT, "out")
+
+    def read(self, folder: str | Path, flag: str) -> tuple[nn.Module, Spec]:
+        """The net in a user's folder, which fits the data, and how to rebuild it."""
+        net, rebuilt = read_net(folder, flag)
+        nets.check_fits(net, self.data.input_shape, (self.data.num_classes,), flag)
+        return net, rebuilt
 
     def teacher(self) -> nn.Module | None:
         """The net that goes on teaching, if one is named or stands beside the student."""
@@ -113,106 +103,92 @@ class Wiring:
         if folder is None and self.config.run is not None:
             beside = Path(self.config.run).parent / "teacher"
             folder = beside if beside.is_dir() else None
-        if folder is None:
-            return None
-        read_spec(Path(folder), "teacher")
-        read_weights(str(Path(folder) / "weights.pt"), "teacher")
-        return load_net(folder).float()
+        return None if folder is None else self.read(folder, "teacher")[0]
 
     def aware(self, net: nn.Module) -> Quantized:
         """The module of quantisation-aware training."""
-        objective = cli.build(self.config.objective, "objective")
+        config = self.config
+        objective = cli.build(config.objective, "objective")
+        learning: dict[str, Any] = {"optimizer": cli.factory(config.optimizer, "optimizer")}
+        if config.scheduler is not None:
+            learning["scheduler"] = cli.factory(config.scheduler, "scheduler")
         teacher = self.teacher() if objective.uses_teacher else None
         return Quantized(
-            net, objective, teacher, **self.shape, **self.learning, seed=self.seed,
-            freeze_epoch=self.config.freeze_epoch,
-        )  # fmt: skip
+            net, objective, teacher, **self.shape, **learning, seed=self.seed, freeze_epoch=config.freeze_epoch
+        )
+
+    def int8(self, net: nn.Module, out: Path) -> nn.Module:
+        """The int8 net of quantisation-aware training, which is not done twice."""
+        module, folder = self.aware(net), out / f"seed{self.seed}" / NAME
+        weights, checkpoint = folder / "weights.pt", folder.with_suffix(".ckpt")
+        if not weights.exists():
+            self.data.order_seed = self.seed
+            trainer = partial(self.trainer, check_val_every_n_epoch=self.config.evaluate_every)
+            fit_and_test(module, self.data, trainer, checkpoint, runs=[NAME], label=NAME, **self.fits)
+            if module.failed:
+                raise BadInput(
+                    "optimizer", self.config.optimizer.name, f"settings that train {NAME}; its loss is not finite"
+                )
+            if job.is_main_process():
+                folder.mkdir(exist_ok=True)
+                with atomic(weights) as temporary:
+                    torch.save(module.best_state(), temporary)
+                checkpoint.unlink(missing_ok=True)
+        if dist.is_initialized():
+            dist.barrier()  # ranks of a launcher's go on to read what the first has written
+        return module.net.int8(read(weights))
+
+    def check(self) -> None:
+        """Build everything once, so that what can't work is refused before anything is trained."""
+        config, trainer = self.config, self.trainer()
+        cli.build(config.latency, "latency")
+        epochs, strategy = config.trainer.init_args["max_epochs"], trainer.strategy
+        if epochs is not None and 0 <= epochs < config.evaluate_every:
+            raise BadInput("evaluate_every", config.evaluate_every, f"at most --trainer.max_epochs, {epochs}")
+        forked = type(strategy) is strategies.DDP and strategy.start_method != "spawn"
+        if not (forked or isinstance(strategy, SingleDeviceStrategy)):
+            raise BadInput("trainer.strategy", type(strategy).__name__, "ddp, or a single device")
+        self.data.check_replicas(trainer.world_size)
+        if config.run is None:
+            net = self.fresh()[0].net
+            nets.check_fits(net, self.data.input_shape, (self.data.num_classes,), "student")
+        else:
+            net = self.read(config.run, "run")[0]
+        self.aware(net)
+
+    def images(self, split: str, count: int | None = None) -> tuple[Tensor, Tensor]:
+        """The first images of a split, normalised, float32 (N, C, H, W), and their labels (N,)."""
+        samples = self.data.split(split)
+        images, labels = samples.take(torch.arange(len(samples.labels))[:count])
+        return self.data.normalize(images.cpu(), torch.float32), labels.cpu()
 
 
-def fitted(wiring: Wiring, out: Path, name: str, make: Callable[[], Learner], save: Save, **settings: Any) -> Path:
-    """The folder of what a fit has left, which is not done twice.
-
-    No backward runs in this process where ranks are forked from it: after torch.export they could run none.
-    """
-    config, folder = wiring.config, out / f"seed{wiring.seed}" / name
-    if not (folder / DONE).exists():
-        wiring.data.order_seed = wiring.seed
-        module, checkpoint = make(), folder.with_suffix(".ckpt")
-        fit_and_test(
-            module, wiring.data, partial(wiring.trainer, **settings), checkpoint, runs=[name],
-            every=config.checkpoint_every, tensorboard=config.trainer.init_args["logger"] is not False, label=name,
-        )  # fmt: skip
-        if module.failed:
-            raise BadInput("optimizer", config.optimizer.name, f"settings that train {name}; its loss is not finite")
-        if job.is_main_process():
-            folder.mkdir(exist_ok=True)
-            save(module, folder)
-            checkpoint.unlink(missing_ok=True)
-    if dist.is_initialized():
-        dist.barrier()  # ranks of a launcher's go on to read what the first has written
-    return folder
-
-
-def trained(wiring: Wiring, out: Path) -> tuple[nn.Module, Spec]:
-    """The student to quantise: the run's, or one that is trained now, in the run's folder."""
-    if wiring.config.run is not None:
-        return wiring.student()
-    net, rebuilt = wiring.fresh()
-    folder = fitted(
-        wiring, out, "student", lambda: LitClassifier(net, wiring.data.num_classes, seed=wiring.seed),
-        lambda _module, folder: save_net(net, rebuilt, folder), max_epochs=wiring.config.student_epochs,
-    )  # fmt: skip
-    return load_net(folder), rebuilt
-
-
-def quantised(wiring: Wiring, net: nn.Module, out: Path) -> nn.Module:
-    """The int8 net of quantisation-aware training."""
-
-    def save(module: Quantized, folder: Path) -> None:
-        with atomic(folder / DONE) as temporary:
-            torch.save(module.best_state(), temporary)
-
-    module = wiring.aware(net)
-    folder = fitted(
-        wiring, out, NAME, lambda: module, save, check_val_every_n_epoch=wiring.config.evaluate_every
-    )  # fmt: skip
-    return module.net.int8(read(folder / DONE))
-
-
-def run(config: Namespace, wiring: Wiring, kept: Kept | None, out: Path) -> None:
+def run(wiring: Wiring, kept: Kept | None, out: Path) -> None:
     """Train what is to be trained, then export, check and measure."""
-    net, rebuilt = trained(wiring, out)
-    int8 = quantised(wiring, net, out)
+    config = wiring.config
+    net, rebuilt = wiring.student(out)
+    int8 = wiring.int8(net, out)
     if kept is None:
         return
-    latency, net = cli.build(config.latency, "latency"), net.float().cpu().eval()
-    test = wiring.data.split("test")
-    images = wiring.data.normalize(test.take(torch.arange(len(test.labels)))[0].cpu(), torch.float32)
-    train = wiring.data.split("train")
-    rows = torch.arange(min(config.calibration_size, len(train.labels)))
-    calibration = wiring.data.normalize(train.take(rows)[0].cpu(), torch.float32)
 
     def make() -> dict[str, nn.Module]:
-        return {
-            "float32": net,
-            "bfloat16": formats.Rounded(copy.deepcopy(net), torch.bfloat16),
-            "int8-ptq": post_training(net, calibration.split(128)),
-            NAME: int8,
-        }
+        after = post_training(net, wiring.images("train", config.calibration_size)[0].split(128))
+        rounded = formats.Rounded(copy.deepcopy(net), torch.bfloat16)
+        return {"float32": net, "bfloat16": rounded, "int8-ptq": after, NAME: int8}
 
-    Study(kept, rebuilt, images, test.labels.cpu()).run(make, latency)
+    Study(kept, rebuilt, *wiring.images("test")).run(make, cli.build(config.latency, "latency"))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Do what the command line describes."""
     command = parser()
     with cli.one_line_errors(command), interrupts.handled(), quiet():
-        config = command.parse(with_data_of_run(sys.argv[1:] if argv is None else argv))
+        config = command.parse(with_data_of_run(sys.argv[1:] if argv is None else argv, DATA))
         extras.need(*EXTRA)
         formats.need()
+        need_compiler()
         strategies.register()
         trainer = trainers(config.trainer, None, strategies.NAMES)
-        check(config, trainer())
         launches.join(trainer)
         data = cli.build(config.data, "data")
         with job.main_first("data"):
@@ -222,24 +198,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         environment.keep_memory()
         torch.backends.cudnn.allow_tf32 = False  # float32 means float32
         wiring = Wiring(config, data, trainer)
-        wiring.aware(wiring.fresh()[0] if config.run is None else wiring.student()[0])  # refused now, if it can't be
+        wiring.check()
         with invocation.opened("quantize", command, config) as out:
             kept = Kept("quantize", "format", out, command, config) if job.is_main_process() else None
             if kept is not None:
                 kept.header["versions"] = environment.versions(*EXTRA[1:], *formats.EXTRA[1:])
-            run(config, wiring, kept, out)
-
-
-def check(config: Namespace, trainer: Trainer) -> None:
-    """Raise BadInput where int8 can't be trained, would never be evaluated, or latency can't be measured so."""
-    cli.build(config.latency, "latency")
-    need_compiler()
-    epochs, strategy = config.trainer.init_args["max_epochs"], trainer.strategy
-    if epochs is not None and 0 <= epochs < config.evaluate_every:
-        raise BadInput("evaluate_every", config.evaluate_every, f"at most --trainer.max_epochs, {epochs}")
-    forked = type(strategy) is strategies.DDP and strategy.start_method != "spawn"
-    if not (forked or isinstance(strategy, SingleDeviceStrategy)):
-        raise BadInput("trainer.strategy", type(strategy).__name__, "ddp, or a single device")
+            run(wiring, kept, out)
 
 
 if __name__ == "__main__":

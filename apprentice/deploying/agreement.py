@@ -62,13 +62,11 @@ def agreement(expected: Tensor, found: Tensor, exact: bool) -> Agreement:
     return Agreement(count, len(expected), largest, fault)
 
 
-def answers(files: Sequence[Path], images: Tensor) -> dict[Path, Tensor]:
+def answers(files: Sequence[Path], images: Tensor) -> dict[Path, Tensor | str]:
     """Logits (N, classes) of images (N, C, H, W) by each file, read in a fresh process without this project.
 
-    Weights alone need their net's class; they are read in another fresh process, with it.
-
-    Raises:
-        RuntimeError: a file can't be read or run; the message is that process's last line.
+    Weights alone need their net's class; they are read in another fresh process, with it. Of a file that can't be read
+    or run it is said why, in one line; the others stand alone.
     """
     weights = [path for path in files if path.name == WEIGHTS]
     with tempfile.TemporaryDirectory() as folder:
@@ -78,16 +76,32 @@ def answers(files: Sequence[Path], images: Tensor) -> dict[Path, Tensor]:
         return found | _ask(weights, stored, {"paths": [str(PROJECT), str(Path.cwd())]})
 
 
-def _ask(files: Sequence[Path], images: Path, more: Mapping[str, object]) -> dict[Path, Tensor]:
-    if not files:
-        return {}
-    where = {path: images.with_name(f"{number}{'w' * bool(more)}.npy") for number, path in enumerate(files)}
-    job = {"images": str(images), "files": {str(path.resolve()): str(out) for path, out in where.items()}, **more}
-    told = images.with_name("job.json")
-    told.write_text(json.dumps(job))
-    command = [sys.executable, "-I", answer.__file__, str(told)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    if run.returncode:
-        last = [line for line in run.stderr.splitlines() if line.strip()] or [f"exit code {run.returncode}"]
-        raise RuntimeError(f"{', '.join(path.name for path in files)} in a fresh process: {last[-1]}")
-    return {path: torch.from_numpy(np.load(out)) for path, out in where.items()}
+def _ask(files: Sequence[Path], images: Path, more: Mapping[str, object]) -> dict[Path, Tensor | str]:
+    """Their answers; a file at which the process dies costs the others a new one."""
+    found: dict[Path, Tensor | str] = {}
+    while missing := [path for path in files if path not in found]:
+        with tempfile.TemporaryDirectory() as folder:
+            where = {path: Path(folder) / f"{number}.npy" for number, path in enumerate(missing)}
+            job = {
+                "images": str(images),
+                "files": {str(path.resolve()): str(out) for path, out in where.items()},
+                **more,
+            }
+            told = Path(folder) / "job.json"
+            told.write_text(json.dumps(job))
+            command = [sys.executable, "-I", answer.__file__, str(told)]
+            run = subprocess.run(command, capture_output=True, text=True, check=False)
+            for path, out in where.items():
+                if out.exists():
+                    found[path] = torch.from_numpy(np.load(out))
+                elif out.with_suffix(".txt").exists():
+                    found[path] = _line(out.with_suffix(".txt").read_text())
+                else:
+                    last = ["", *filter(str.strip, run.stderr.splitlines())][-1]
+                    found[path] = f"its process ended with exit code {run.returncode}: {_line(last)}"
+                    break
+    return found
+
+
+def _line(told: str) -> str:
+    return " ".join(told.split())[:200]

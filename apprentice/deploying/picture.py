@@ -16,7 +16,8 @@ def picture(rows: Sequence[dict[str, Any]]) -> bytes:
     from matplotlib.figure import Figure
 
     sizes = sorted(rows[0]["latency_ms"], key=int)
-    largest = max(row["bytes"] for row in rows)
+    rows = [row for row in rows if row["bytes"] is not None]
+    largest = max((row["bytes"] for row in rows), default=1)
     with matplotlib.style.context("default"):
         figure = Figure(figsize=(5.5 * len(sizes), 4), dpi=120, layout="constrained")
         FigureCanvasAgg(figure)

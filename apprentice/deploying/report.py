@@ -7,7 +7,7 @@ from typing import Any
 from apprentice.deploying.picture import picture
 from apprentice.files import write_bytes, write_text
 from apprentice.measuring.report import words
-from apprentice.tables import Table, count, paragraph, short
+from apprentice.tables import NONE, Table, count, paragraph, short
 
 Facts = dict[str, Any]
 COLUMNS = (
@@ -49,7 +49,7 @@ def table(rows: Sequence[Facts]) -> Table:
             row["format"],
             f"{100 * row['test_acc']:.2f}",
             count(row["test_correct"]),
-            f"{row['bytes'] / 2**10:,.1f}",
+            NONE if row["bytes"] is None else f"{row['bytes'] / 2**10:,.1f}",
             *(f"{short(times['median'])} ({short(times['p95'])})" for _, times in sorted(_times(row))),
             short(row["images_per_second"]),
             f"{row['max_logit_difference']:.2g}",

@@ -1,5 +1,6 @@
 """A student in each format: exported, answered for elsewhere, measured, told."""
 
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,12 @@ from apprentice.deploying.report import save, text
 from apprentice.exports import Spec, write_spec
 from apprentice.measuring.kept import Kept
 
-FORMATS = ("float32", "bfloat16", "int8-ptq", "int8-qat")
+FILES = {  # of each format; its size is that of the last
+    "float32": (formats.PROGRAM, formats.WEIGHTS, formats.ONNX),
+    "bfloat16": (formats.PROGRAM, formats.WEIGHTS),
+    "int8-ptq": (formats.PROGRAM, formats.ONNX),
+    "int8-qat": (formats.PROGRAM, formats.ONNX),
+}
 BATCH = 256
 
 
@@ -43,12 +49,12 @@ class Study:
             latency: how to measure it.
 
         Raises:
-            SystemExit: a file does not answer as its net does; its format has no row.
+            SystemExit: a file can't be written, or does not answer as its net does; all else is there.
         """
-        if set(self.kept.rows) != set(FORMATS):
+        if any(len(self.kept.rows.get(name, {"files": ()})["files"]) < len(files) for name, files in FILES.items()):
             self._measure(make(), latency)
-        results = self.kept.write(FORMATS)
-        notes = [f"{name}: left out: {fault}." for name, fault in self.kept.failed.items()]
+        results = self.kept.write(FILES)
+        notes = [f"{file} is left out: {fault}" for file, fault in self.kept.failed.items()]
         save(self.kept.out, results, notes)
         print(f"{text(results, notes)}\n\n{self.kept.out}/results.md, .png, .json")
         if notes:
@@ -56,50 +62,54 @@ class Study:
 
     def _measure(self, nets: Mapping[str, nn.Module], latency: Latency) -> None:
         logits = {name: logits_of(net, self.images) for name, net in nets.items()}
-        files = {name: self._export(name, net) for name, net in nets.items()}
-        found = answers([path for paths in files.values() for path in paths], self.images)
-        checks = {
-            path: agreement(logits[name], found[path], exact=name == "float32")
-            for name, paths in files.items()
-            for path in paths
-        }
+        written = [path for name, net in nets.items() for path in self._export(name, net)]
+        good = [path for path, found in answers(written, self.images).items() if self._agrees(path, logits, found)]
         times = latency.measure(nets, self.images)
-        for name, paths in files.items():
-            if faults := [f"{path.name}: {checks[path].fault}" for path in paths if checks[path].fault]:
-                self.kept.failed[name] = "; ".join(faults)
-            else:
-                self.kept.rows[name] = self._row(name, logits, paths, times[name])
+        for name in nets:
+            files = [path for path in good if path.parent.name == name]
+            self.kept.rows[name] = self._row(name, logits, files, times[name])
+
+    def _export(self, name: str, net: nn.Module) -> list[Path]:
+        """Write a format's files; those that are there then, as each stands alone."""
+        folder = self.kept.out / name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        for file in FILES[name]:
+            try:
+                if file == formats.PROGRAM:
+                    formats.write_program(net, self.images, folder)
+                elif file == formats.ONNX:
+                    formats.write_onnx(net, self.images, folder)
+                else:
+                    write_spec(self.spec, folder)
+                    formats.write_weights(net.net if isinstance(net, formats.Rounded) else net, folder)
+            except Exception as error:  # noqa: BLE001 - whatever an exporter makes of a net that it can't write
+                self.kept.fail(error, f"{name}/{file}")
+        return [folder / file for file in FILES[name] if (folder / file).exists()]
+
+    def _agrees(self, path: Path, logits: Mapping[str, Tensor], found: Tensor | str) -> bool:
+        """Whether a file answers as its net does; if not, why is kept."""
+        name = path.parent.name
+        fault = found if isinstance(found, str) else agreement(logits[name], found, exact=name == "float32").fault
+        if fault:
+            self.kept.failed[f"{name}/{path.name}"] = fault
+        return not fault
 
     def _row(
         self, name: str, logits: Mapping[str, Tensor], files: list[Path], times: dict[str, dict[str, float]]
     ) -> dict[str, Any]:
         correct = int((logits[name].argmax(1) == self.labels).sum())
-        counted = next(path for path in files if path.name == (formats.WEIGHTS if name == "bfloat16" else formats.ONNX))
-        largest = max(times, key=int)
+        sized, largest = self.kept.out / name / FILES[name][-1], max(times, key=int)
         return {
             "format": name,
             "test_acc": correct / len(self.labels),
             "test_correct": correct,
-            "bytes": counted.stat().st_size,
+            "bytes": sized.stat().st_size if sized.exists() else None,
             "latency_ms": times,
             "images_per_second": int(largest) / times[largest]["median"] * 1e3,
             "max_logit_difference": float((logits[name] - logits["float32"]).abs().max()),
             "files": [str(path.relative_to(self.kept.out)) for path in files],
         }
-
-    def _export(self, name: str, net: nn.Module) -> list[Path]:
-        folder = self.kept.out / name
-        folder.mkdir(exist_ok=True)
-        written = [formats.PROGRAM]
-        formats.write_program(net, self.images, folder)
-        if not name.startswith("int8"):
-            write_spec(self.spec, folder)
-            formats.write_weights(net.net if isinstance(net, formats.Rounded) else net, folder)
-            written.append(formats.WEIGHTS)
-        if name != "bfloat16":  # onnxruntime has no kernels for it on CPUs
-            formats.write_onnx(net, self.images, folder)
-            written.append(formats.ONNX)
-        return [folder / file for file in written]
 
 
 @torch.no_grad()

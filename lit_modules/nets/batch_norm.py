@@ -73,12 +73,31 @@ class _Global(nn.modules.batchnorm._BatchNorm):
         self.running_var.lerp_(variance.to(self.running_var.dtype), momentum)
 
 
+class _Global1d(_Global, nn.BatchNorm1d):
+    pass
+
+
+class _Global2d(_Global, nn.BatchNorm2d):
+    pass
+
+
+class _Global3d(_Global, nn.BatchNorm3d):
+    pass
+
+
+GLOBAL: dict[type[nn.Module], type[_Global]] = {
+    nn.BatchNorm1d: _Global1d,
+    nn.BatchNorm2d: _Global2d,
+    nn.BatchNorm3d: _Global3d,
+}
+
+
 def globalise(net: nn.Module) -> nn.Module:
     """Let every BatchNorm inside `net` use the global batch; parameters, buffers and their names stay as they are.
 
     The layers' class is changed in place, so that a weight shared or watched from elsewhere stays the same object.
     """
     for module in net.modules():
-        if type(module) in {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d}:
-            module.__class__ = _Global
+        if (kind := type(module)) in GLOBAL:
+            module.__class__ = GLOBAL[kind]
     return net

@@ -16,6 +16,7 @@ from lit_modules.quantization.ranges import Range
 NET = "net"  # where the float net's parameters are in a graph: net.<name>
 ATEN = torch.ops.aten
 EXTRA = ("quant", "torchao")
+PT2E = [f"torchao.quantization.pt2e.{name}" for name in ("quantize_pt2e", "quantizer.x86_inductor_quantizer")]
 
 
 class _Tapped(nn.Module):
@@ -35,6 +36,10 @@ def captured(net: nn.Module, example: Tensor, layers: Sequence[str] = ()) -> Gra
 
     It gives a tuple: logits (b, classes), and the outputs of the layers.
     """
+    # Autograd counts devices at the first backward, and export registers one more: with threads for it no fork of this
+    # process could go backward.
+    with torch.enable_grad():
+        torch.ones(1, requires_grad=True).sum().backward()
     kinds: dict[nn.Module, Any] = {module: type(module) for module in net.modules()}
     try:
         for module in net.modules():
@@ -69,7 +74,7 @@ def quantizer(training: bool) -> Any:
     Raises:
         Missing: torchao is not there.
     """
-    extras.need(*EXTRA)
+    extras.need(*EXTRA, *PT2E)
     from torchao.quantization.pt2e import FakeQuantize
     from torchao.quantization.pt2e.quantizer import QuantizationSpec
     from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
