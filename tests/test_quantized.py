@@ -1,7 +1,8 @@
 """Quantisation-aware training: what it simulates is what int8 computes, on any number of processes, resumed or not."""
 
+import copy
+import functools
 import multiprocessing
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -9,18 +10,26 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import nn
+from torch.optim import Adam
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from apprentice import extras
+from apprentice.checkpoints import SafePoints, read
+from apprentice.deploying.study import logits_of
 from apprentice.errors import BadInput
+from apprentice.keyed import seeded
 from apprentice.progress import quiet
+from datamodules import MNIST
+from lit_modules.classifier import LitClassifier
 from lit_modules.nets import DeepNN, LightNN, ResNet
 from lit_modules.objectives import CrossEntropy, Hint, Hinton
-from lit_modules.quantization import FakeQuantized, post_training
+from lit_modules.quantization import EXTRA, FakeQuantized, post_training
 from lit_modules.quantization.ranges import Range
 from lit_modules.quantized import NAME, Quantized
-from tests.processes import Run
 from tests.ranks import ranks
+from tests.test_strategies import SaveAndStop
 from tests.training import SHAPE, assert_same, digits, fit, net, trainer, weights
 
 pytestmark = [pytest.mark.extras, pytest.mark.usefixtures("one_thread")]
@@ -30,102 +39,99 @@ TOLERANCE = 1e-12  # of float64: what sums in another order differ by
 
 @pytest.fixture(scope="module", autouse=True)
 def torchao() -> None:
-    """Imported before anything is forked."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        extras.need("quant", "torchao.quantization.pt2e.quantize_pt2e")
-        extras.need("quant", "torchao.quantization.pt2e.quantizer.x86_inductor_quantizer")
+    """Imported without the warnings of its source."""
+    extras.need(*EXTRA)
 
 
-def apart(function: Callable[..., None], *args: Any, log: Path) -> None:
-    """Call it in a child: once torch.export was used, a process that runs backward can't be forked any more."""
-    run = Run(function, *args, log=log)
-    assert run.wait() == 0, run.output
+def module(make: Callable[..., nn.Module] = LightNN, distil: bool = False) -> Quantized:
+    """One to train, frozen from the second epoch on."""
+    return copy.deepcopy(made(make, distil))
 
 
-def module(make: Callable[..., nn.Module] = LightNN, distil: bool = False, **kwargs: Any) -> Quantized:
+@functools.cache
+def made(make: Callable[..., nn.Module], distil: bool) -> Quantized:
+    """Preparing a ResNet takes torchao seconds."""
     objective, teacher = (Hint(), net(DeepNN, seed=1)) if distil else (CrossEntropy(), None)
-    return Quantized(net(make), objective, teacher, SHAPE, **{"freeze_epoch": 1, **kwargs})
+    return Quantized(net(make), objective, teacher, SHAPE, freeze_epoch=1)
 
 
 def inputs(rows: int = 16) -> torch.Tensor:
     return torch.randn(rows, *SHAPE, generator=torch.Generator().manual_seed(3))
 
 
-def fits(path: Path, make: Callable[..., nn.Module], distil: bool, devices: int) -> None:
-    trained = module(make, distil).double()
-    fit(trained, digits(validation_size=40), devices, precision="64-true")
-    torch.save(weights(trained), path)
-
-
 @pytest.mark.parametrize(("make", "distil"), [(LightNN, True), (SMALL, False)], ids=["LightNN distilled", "ResNet"])
-def test_any_number_of_processes_trains_the_same_net(make: Any, distil: bool, tmp_path: Path) -> None:
-    for devices in (1, 2, 3):
-        apart(fits, tmp_path / f"{devices}.pt", make, distil, devices, log=tmp_path / "log")
-    one = torch.load(tmp_path / "1.pt")
-    for devices in (2, 3):
-        assert_same(torch.load(tmp_path / f"{devices}.pt"), one, TOLERANCE)
+def test_any_number_of_processes_trains_the_same_net(make: Any, distil: bool) -> None:
+    one, *more = (
+        weights(fit(module(make, distil).double(), digits(validation_size=40), devices, precision="64-true"))
+        for devices in (1, 2, 3)
+    )
+    for found in more:
+        assert_same(found, one, TOLERANCE)
 
 
-def simulated(make: Callable[..., nn.Module]) -> None:
+@pytest.mark.parametrize("make", [LightNN, SMALL], ids=["LightNN", "ResNet"])
+def test_int8_computes_what_training_has_simulated(make: Any) -> None:
     from torchao.quantization.pt2e import FakeQuantize
 
-    student = net(make)
+    student = LitClassifier(net(make)).net  # as one that was trained in this process
     for norm in student.modules():
         if isinstance(norm, nn.BatchNorm2d):
             norm.eps = 1e-3  # not torch's default
+    layers = [layer for layer in net(make).modules() if isinstance(layer, nn.Conv2d | nn.Linear)]
     fake = FakeQuantized(student, inputs(1))
-    assert sum(isinstance(m, FakeQuantize) for m in fake.modules()) > len([m for m in net(make).modules() if conv(m)])
+    assert sum(isinstance(m, FakeQuantize) for m in fake.modules()) > len(layers)
     for _ in range(3):
         fake.train()(inputs())
     before = weights(fake.eval())
     int8 = fake.int8()
     with torch.no_grad():
-        torch.testing.assert_close(int8(inputs()), fake(inputs()), rtol=0, atol=1e-5)
+        found, simulated = int8(inputs(500)), fake(inputs(500))
+    off = (found - simulated).abs().amax(1)
+    assert (off > 1e-5).sum() <= 10  # rows in which a sum falls just beside the edge of two steps of int8
+    assert off.max() < 0.02 * (simulated.max() - simulated.min())
     assert_same(weights(fake), before)
     stored = [value for name, value in int8.state_dict().items() if name.startswith("_frozen_param")]
-    assert len(stored) == len([m for m in net(make).modules() if conv(m)])
+    assert len(stored) == len(layers)
     assert {value.dtype for value in stored} == {torch.int8}
     assert not any("batch_norm" in str(node.target) for node in int8.graph.nodes)
-    after = post_training(net(make).eval(), [inputs(100)])
+    after = post_training(student.eval(), [inputs(100)])
     assert torch.int8 in {value.dtype for value in after.state_dict().values()}
 
 
-def conv(module: nn.Module) -> bool:
-    return isinstance(module, nn.Conv2d | nn.Linear)
-
-
-@pytest.mark.parametrize("make", [LightNN, SMALL], ids=["LightNN", "ResNet"])
-def test_int8_computes_what_training_has_simulated(make: Any, tmp_path: Path) -> None:
-    apart(simulated, make, log=tmp_path / "log")
-
-
-def watched(folder: Path) -> None:
-    """Trains with and without validation in int8, and stopped in mid-epoch."""
-    data = digits(validation_size=40)
-    through = fit(module(SMALL), data, max_epochs=3)
-    unwatched = fit(module(SMALL), digits(validation_size=40), max_epochs=3, check_val_every_n_epoch=4)
+def test_validation_in_int8_leaves_the_net_in_training_as_it_is() -> None:
+    watched, unwatched = (
+        fit(module(SMALL), digits(validation_size=40), max_epochs=3, check_val_every_n_epoch=every) for every in (1, 4)
+    )
+    assert watched.best is not None
     assert unwatched.best is None
-    assert_same(weights(unwatched), weights(through))
-    with quiet():
-        first = trainer(max_steps=3, max_epochs=None)
-        first.fit(module(SMALL), digits(validation_size=40))
-        first.save_checkpoint(folder / "mid.ckpt")
-        resumed = module(SMALL)
-        again = digits(validation_size=40)
-        trainer(max_epochs=3).fit(resumed, again, ckpt_path=folder / "mid.ckpt", weights_only=True)
-    assert_same(weights(resumed), weights(through))
-    assert resumed.best is not None
-    assert through.best is not None
-    assert_same(resumed.best.pop("state"), through.best.pop("state"))
-    assert resumed.best == through.best
+    assert_same(weights(watched), weights(unwatched))
 
 
-def test_validation_changes_nothing_and_a_resumed_run_ends_alike(tmp_path: Path) -> None:
-    apart(watched, tmp_path, log=tmp_path / "log")
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_run_that_is_resumed_in_mid_epoch_ends_as_if_undisturbed(devices: int, tmp_path: Path) -> None:
+    stopped = tmp_path / "stopped.ckpt"
+
+    def ended(*callbacks: Callback) -> dict[str, Any]:
+        found = tmp_path / "ended.ckpt"
+        resumed = {"ckpt_path": stopped, "weights_only": True} if stopped.exists() else {}
+        with quiet():
+            points = SafePoints(found, every=1000)
+            fitting = trainer(devices, max_epochs=3, enable_checkpointing=True, callbacks=[points, *callbacks])
+            fitting.fit(module(SMALL), digits(validation_size=40), **resumed)
+        return read(found)
+
+    right = ended()
+    ended(SaveAndStop(stopped, 4))  # of three steps an epoch: in the second, whose ranges are frozen
+    state = ended()
+    assert read(stopped)["global_step"] == 4
+    assert_same(state["state_dict"], right["state_dict"])
+    for kept in (state, right):
+        assert kept["best_int8"]["epoch"] < 3
+    assert_same(state["best_int8"].pop("state"), right["best_int8"].pop("state"))
+    assert state["best_int8"] == right["best_int8"]
 
 
-def frozen() -> None:
+def test_ranges_and_statistics_stay_once_frozen() -> None:
     trained = module(SMALL)
     seen = []
     trained.on_train_epoch_end = lambda: seen.append(observed(trained.net))
@@ -141,12 +147,8 @@ def observed(fake: FakeQuantized) -> dict[str, torch.Tensor]:
     return {key: value for key, value in weights(fake).items() if key.endswith(wanted)}
 
 
-def test_ranges_and_statistics_stay_once_frozen(tmp_path: Path) -> None:
-    apart(frozen, log=tmp_path / "log")
-
-
-def loads() -> None:
-    fake, other = FakeQuantized(net(SMALL), inputs(1)), net(SMALL, seed=5)
+def test_a_float_net_is_loaded_whole_or_every_fault_is_named() -> None:
+    fake, other = module(SMALL).net, net(SMALL, seed=5)
     fake.load_float(other.state_dict())
     assert_same(fake.float_state(), other.state_dict())
     state = other.state_dict()
@@ -157,10 +159,6 @@ def loads() -> None:
         fake.load_float(state, "FILE")
     for word in ("FILE", "missing: stem.1.running_mean, head.bias;", "unknown: strange;", "head.weight (3, 64)"):
         assert word in str(refused.value)
-
-
-def test_a_float_net_is_loaded_whole_or_every_fault_is_named(tmp_path: Path) -> None:
-    apart(loads, log=tmp_path / "log")
 
 
 def test_what_can_not_be_trained_is_refused() -> None:
@@ -219,34 +217,24 @@ def test_scales_are_those_of_torchao(per_channel: bool) -> None:
 
 @pytest.mark.real_data
 @pytest.mark.slow
-@pytest.mark.parametrize(("make", "epochs"), [(LightNN, 5), (ResNet, 2)], ids=["LightNN", "ResNet-20"])
-def test_int8_is_as_good_as_float_on_mnist(make: Any, epochs: int, data_root: Path, tmp_path: Path) -> None:
-    apart(on_mnist, make, epochs, data_root, log=tmp_path / "log")
-
-
-def on_mnist(make: Callable[..., nn.Module], epochs: int, root: Path) -> None:
-    from apprentice.deploying.study import logits_of
-    from apprentice.keyed import seeded
-    from datamodules import MNIST
-    from lit_modules.classifier import LitClassifier
-
-    data = MNIST(root=str(root), train_size=1500, test_size=1000, validation_size=100, batch_size=64)
+@pytest.mark.parametrize(("make", "epochs"), [(LightNN, 8), (ResNet, 6)], ids=["LightNN", "ResNet-20"])
+def test_int8_is_as_good_as_float_on_mnist(make: Any, epochs: int, data_root: Path) -> None:
+    data = MNIST(root=str(data_root), train_size=1000, test_size=2000, validation_size=100, batch_size=50)
     data.setup()
     student = seeded(0, lambda: make(input_shape=data.input_shape))
-    fit(LitClassifier(student), data, max_epochs=epochs)
-    from torch.optim import Adam
-
-    module = Quantized(
-        student, None, None, data.input_shape, optimizer=partial(Adam, lr=1e-4), freeze_epoch=1
-    )  # fmt: skip
-    fit(module, data, max_epochs=2)
-    rows, labels = data.split("test").take(torch.arange(1000))
-    train = data.split("train").take(torch.arange(256))[0]
-    after = post_training(student, data.normalize(train, torch.float32).split(128))
-    nets = {"float32": student.eval(), "int8-ptq": after, "int8-qat": module.net.int8(module.best_state())}
-    images = data.normalize(rows, torch.float32)
-    correct = {name: int((logits_of(n, images).argmax(1) == labels).sum()) for name, n in nets.items()}
-    print(correct)
-    assert correct["float32"] > 700
-    assert correct["int8-qat"] >= correct["float32"] - 3
-    assert correct["int8-qat"] >= correct["int8-ptq"] - 1
+    falling = partial(CosineAnnealingLR, T_max=epochs)  # what is compared has learnt what it can
+    fit(LitClassifier(student, optimizer=partial(Adam, lr=5e-3), scheduler=falling), data, max_epochs=epochs)
+    aware = Quantized(student, None, None, data.input_shape, optimizer=partial(Adam, lr=1e-5), freeze_epoch=1)
+    fit(aware, data, max_epochs=2)
+    images, labels = data.split("test").take(torch.arange(2000))
+    calibration = data.normalize(data.split("train").take(torch.arange(256))[0], torch.float32)
+    nets = {
+        "float32": student.eval(),
+        "int8-ptq": post_training(student, calibration.split(128)),
+        "int8-qat": aware.net.int8(aware.best_state()),
+    }
+    images = data.normalize(images, torch.float32)
+    correct = {name: int((logits_of(each, images).argmax(1) == labels).sum()) for name, each in nets.items()}
+    assert correct["float32"] > 0.9 * 2000
+    assert abs(correct["int8-qat"] - correct["float32"]) <= 0.003 * 2000, correct
+    assert correct["int8-qat"] >= correct["int8-ptq"] - 0.001 * 2000, correct
