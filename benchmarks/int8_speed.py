@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from apprentice.deploying import Latency, formats
 from apprentice.environment import setting
@@ -33,19 +34,29 @@ def vnni() -> bool:
     return info.exists() and "vnni" in info.read_text()
 
 
-def measured(depth: int, batch_size: int, threads: int, repeats: int) -> dict[str, Any]:
-    """Milliseconds, images/s and bytes of both, and their ratios."""
+def both(depth: int, batch_size: int) -> tuple[dict[str, nn.Module], Tensor]:
+    """The net in float32 and int8, and images (batch_size, 3, 32, 32) of noise."""
     net = seeded(0, lambda: ResNet(depth, SHAPE)).eval()
     images = torch.randn(batch_size, *SHAPE, generator=torch.Generator().manual_seed(0))
-    nets = {"float32": net, "int8": post_training(net, [images])}
+    return {"float32": net, "int8": post_training(net, [images])}, images
+
+
+def onnx_bytes(net: nn.Module, images: Tensor) -> int:
+    """Size of its ONNX file."""
+    with tempfile.TemporaryDirectory() as folder:
+        formats.write_onnx(net, images, Path(folder))
+        return (Path(folder) / formats.ONNX).stat().st_size
+
+
+def measured(depth: int, batch_size: int, threads: int, repeats: int) -> dict[str, Any]:
+    """Milliseconds, images/s and bytes of both, and their ratios."""
+    nets, images = both(depth, batch_size)
     times = Latency(threads, [batch_size], repeats).measure(nets, images)
     found: dict[str, Any] = {"vnni": vnni(), "threads": threads, "batch_size": batch_size, "depth": depth}
     for name, each in nets.items():
-        with tempfile.TemporaryDirectory() as folder:
-            formats.write_onnx(each, images, Path(folder))
-            size = (Path(folder) / formats.ONNX).stat().st_size
         milliseconds = times[name][str(batch_size)]
         speed = batch_size / milliseconds["median"] * 1e3
+        size = onnx_bytes(each, images)
         found[name] = {"latency_ms": milliseconds, "images_per_second": speed, "onnx_bytes": size}
     found["speedup"] = found["int8"]["images_per_second"] / found["float32"]["images_per_second"]
     found["size_ratio"] = found["int8"]["onnx_bytes"] / found["float32"]["onnx_bytes"]

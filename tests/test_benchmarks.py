@@ -88,15 +88,20 @@ def test_a_language_models_step_is_timed_beside_a_plain_loop(tmp_path: Path) -> 
 @pytest.mark.usefixtures("one_thread")
 def test_int8_is_compared_with_float32(tmp_path: Path) -> None:
     run = Run(int8, tmp_path / "out.json", log=tmp_path / "log")
-    assert run.wait() in {0, 1}, run.output  # 1: not faster, as on so few images
+    run.wait()  # not faster on so few images, it ends with 1
+    assert (tmp_path / "out.json").exists(), run.output
     found = json.loads((tmp_path / "out.json").read_text())
     rates = [found[name]["images_per_second"] for name in ("int8", "float32")]
     assert found["speedup"] == pytest.approx(rates[0] / rates[1])
-    assert found["size_ratio"] <= 0.3
+    assert found["size_ratio"] == found["int8"]["onnx_bytes"] / found["float32"]["onnx_bytes"]
     assert "images/s" in run.output
 
 
 def int8(out: Path) -> None:
+    """What it measures, of a net that is compiled quickly; of ResNet-20 the sizes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        int8_speed.main(["--depth", "20", "--batch_size", "2", "--repeats", "1", "--out", str(out)])
+        nets, images = int8_speed.both(20, 2)
+        sizes = {name: int8_speed.onnx_bytes(net, images) for name, net in nets.items()}
+        assert sizes["int8"] <= 0.3 * sizes["float32"], sizes
+        int8_speed.main(["--depth", "8", "--batch_size", "2", "--repeats", "1", "--out", str(out)])
