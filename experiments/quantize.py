@@ -154,7 +154,11 @@ class Wiring:
             nets.check_fits(net, self.data.input_shape, (self.data.num_classes,), "student")
         else:
             net = self.read(config.run, "run")[0]
-        self.aware(net)
+        try:
+            self.aware(net)
+        except BadInput as fault:
+            flag = {"net": "student" if config.run is None else "run"}.get(fault.flag, fault.flag)
+            raise BadInput(flag, fault.value, fault.expected) from None
 
     def images(self, split: str, count: int | None = None) -> tuple[Tensor, Tensor]:
         """The first images of a split, normalised, float32 (N, C, H, W), and their labels (N,)."""

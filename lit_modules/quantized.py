@@ -36,7 +36,8 @@ class Quantized(Distillation):
         freeze_epoch: from this epoch on, counted from 0, ranges and BatchNorm's statistics stay as they are.
 
     Raises:
-        BadInput: the objective needs a teacher or refuses the pair; `freeze_epoch` is 0, when no range is known.
+        BadInput: the objective needs a teacher or refuses the pair; the net can't be captured as a graph;
+            `freeze_epoch` is 0, when no range is known.
         Missing: torchao is not there.
     """
 

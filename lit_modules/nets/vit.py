@@ -106,7 +106,7 @@ class _Embedding(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         patches = self.patches(images).flatten(2).transpose(1, 2)  # (B, patches, D)
-        tokens = self.tokens.expand(len(patches), -1, -1)
+        tokens = self.tokens.expand(patches.shape[0], -1, -1)
         return self.dropout(torch.cat([tokens, patches], 1) + self.positions)
 
 

@@ -27,7 +27,7 @@ class FakeQuantized(nn.Module):
 
     Raises:
         Missing: torchao is not there.
-        BadInput: the net has no such layer.
+        BadInput: the net has no such layer, or can't be captured.
     """
 
     def __init__(self, net: nn.Module, example: Tensor, layers: Sequence[str] = ()) -> None:
@@ -137,6 +137,7 @@ def post_training(net: nn.Module, batches: Iterator[Tensor] | Sequence[Tensor]) 
 
     Raises:
         Missing: torchao is not there.
+        BadInput: the net can't be captured.
     """
     spec: Any = graphs.quantizer(training=False)
     from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e

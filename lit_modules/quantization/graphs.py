@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from apprentice import extras, replicas
+from apprentice.errors import BadInput
 from lit_modules.nets.base import run
 from lit_modules.quantization.ranges import Range
 
@@ -35,6 +36,9 @@ def captured(net: nn.Module, example: Tensor, layers: Sequence[str] = ()) -> Gra
     """The net's operations on inputs like `example` (b, ...) of any number of rows, in the mode that it is in.
 
     It gives a tuple: logits (b, classes), and the outputs of the layers.
+
+    Raises:
+        BadInput: torch.export can't capture it.
     """
     # Autograd counts devices at the first backward, and export registers one more: with threads for it no fork of this
     # process could go backward.
@@ -50,6 +54,9 @@ def captured(net: nn.Module, example: Tensor, layers: Sequence[str] = ()) -> Gra
             program = torch.export.export(
                 _Tapped(net, layers), (example,), dynamic_shapes=({0: torch.export.Dim("batch")},)
             )
+    except RuntimeError as error:
+        said = f"a net that torch.export can capture for batches of any size; it says: {str(error).splitlines()[0]}"
+        raise BadInput("net", type(net).__name__, said) from error
     finally:
         for module, kind in kinds.items():
             module.__class__ = kind
