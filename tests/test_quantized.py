@@ -23,7 +23,7 @@ from apprentice.keyed import seeded
 from apprentice.progress import quiet
 from datamodules import MNIST
 from lit_modules.classifier import LitClassifier
-from lit_modules.nets import DeepNN, LightNN, ResNet
+from lit_modules.nets import DeepNN, LightNN, ResNet, ViT
 from lit_modules.objectives import CrossEntropy, Hint, Hinton
 from lit_modules.quantization import EXTRA, FakeQuantized, post_training
 from lit_modules.quantization.ranges import Range
@@ -34,6 +34,7 @@ from tests.training import SHAPE, assert_same, digits, fit, net, trainer, weight
 
 pytestmark = [pytest.mark.extras, pytest.mark.usefixtures("one_thread")]
 SMALL = partial(ResNet, depth=8)
+VISION = partial(ViT, patch_size=4, embed_dim=32, num_layers=1, num_heads=2)
 TOLERANCE = 1e-12  # of float64: what sums in another order differ by
 
 
@@ -69,7 +70,7 @@ def test_any_number_of_processes_trains_the_same_net(make: Any, distil: bool) ->
         assert_same(found, one, TOLERANCE)
 
 
-@pytest.mark.parametrize("make", [LightNN, SMALL], ids=["LightNN", "ResNet"])
+@pytest.mark.parametrize("make", [LightNN, SMALL, VISION], ids=["LightNN", "ResNet", "ViT"])
 def test_int8_computes_what_training_has_simulated(make: Any) -> None:
     from torchao.quantization.pt2e import FakeQuantize
 
@@ -161,7 +162,21 @@ def test_a_float_net_is_loaded_whole_or_every_fault_is_named() -> None:
         assert word in str(refused.value)
 
 
+class Branching(nn.Module):
+    """It looks at its input's values, which a graph can't."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits = self.head(images.flatten(1))
+        return logits if logits.sum() > 0 else -logits
+
+
 def test_what_can_not_be_trained_is_refused() -> None:
+    with pytest.raises(BadInput, match=r"--net Branching: expected a net that torch.export can capture .*; it says: "):
+        Quantized(Branching(), input_shape=SHAPE)
     with pytest.raises(BadInput, match="--objective Hinton: expected CrossEntropy, or a teacher"):
         Quantized(net(), Hinton(), None, SHAPE)
     with pytest.raises(BadInput, match="--freeze_epoch 0"):
