@@ -87,7 +87,7 @@ def parser() -> cli.Parser:
     parser = cli.Parser("gpt.py", (__doc__ or "").split("\n", 1)[0], Options)
     parser.add_class("data", datamodules.Text)
     parser.add_choice("net", (nets.Net, nn.Module), nets, "GPT", skip={"vocab_size", "block_size"})
-    parser.add_class("model", LitLanguageModel, skip={"net", "tokens_per_character", "seed"})
+    parser.add_class("model", LitLanguageModel, skip={"net", "tokens_per_character", "compiled", "seed"})
     steps = {"max_epochs": -1, "max_steps": 800, "val_check_interval": 200, "check_val_every_n_epoch": None}
     parser.add_trainer(strategies.NAMES, log_every_n_steps=50, **steps)
     return parser
@@ -105,11 +105,10 @@ class Wiring:
         net = seeded(seed, lambda: cli.build(config.net, "net", **given))
         if config.trainer.init_args.get("precision") in {"64-true", "64", 64}:
             net = net.double()
-        if config.compile:
-            net.compile(dynamic=False)
         rebuilt = spec(config.net.class_path, cli.arguments(config.net, "net", **given))
         tokens = self.data.tokens_per_character
-        module = cli.build(config.model, "model", net=net, tokens_per_character=tokens, seed=seed)
+        learning = {"tokens_per_character": tokens, "compiled": config.compile, "seed": seed}
+        module = cli.build(config.model, "model", net=net, **learning)
         return module, {NAME: Contestant(net, rebuilt, "CrossEntropy", config.net.init_args)}
 
     def check(self) -> None:

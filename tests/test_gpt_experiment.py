@@ -3,12 +3,14 @@
 import json
 import math
 import signal
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
 
 from apprentice.checkpoints import SafePoints
 from apprentice.exports import load_net
@@ -244,6 +246,22 @@ def test_exact_runs_leave_equal_weights_on_one_process_two_and_a_pipeline(tmp_pa
         assert_same(weights, found[0][0][0])
         assert told == found[0][0][1]
         assert content == found[0][1]
+
+
+def test_compiled_on_two_processes_it_ends_as_eager_on_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
+    flags, found = [*QUICK, "--data.path", str(written(tmp_path))], []
+    for devices, compiled in (("1", "false"), ("2", "true")):
+        out = tmp_path / devices
+        run = Run(
+            gpt.main,
+            [*flags, "--trainer.devices", devices, "--compile", compiled, "--out", str(out)],
+            log=tmp_path / "log",
+        )
+        assert run.wait() == 0, run.output
+        found.append((ended(out)[0], results(out)["runs"][0]["test_loss"]))
+    assert_same(found[0][0], found[1][0], atol=1e-4)
+    assert found[0][1] == pytest.approx(found[1][1], abs=1e-5)
 
 
 @pytest.mark.real_data

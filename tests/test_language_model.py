@@ -1,12 +1,16 @@
 """A language model trains to the same numbers wherever it is trained."""
 
 import math
+import pickle
 from collections.abc import Callable, Iterator
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
+import torch._inductor.config
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
@@ -155,21 +159,60 @@ def test_resumed_in_mid_epoch_under_other_strategies_it_ends_the_same(
     assert_same(weights(module), alone[False][2], atol=1e-9)
 
 
+class Traced(Callback):
+    """Fails in a rank that has compiled nothing, or whose compiler would wait for the pool of another process."""
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not torch._dynamo.utils.counters["frames"]["ok"]:
+            raise AssertionError("nothing was compiled")
+        if trainer.world_size > 1 and torch._inductor.config.compile_threads != 1:
+            raise AssertionError("not compiled alone")
+
+
+@pytest.fixture
+def tracing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What is traced is the same with any backend; this one needs no compiler."""
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with torch._inductor.config.patch(compile_threads=4):
+        yield
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own looking
-@pytest.mark.parametrize("devices", [1, 2])  # what is traced is the same with any backend; this one needs no compiler
+@pytest.mark.usefixtures("tracing")
+@pytest.mark.parametrize("devices", [1, 2])
 def test_compiled_it_trains_to_eager_losses(devices: int, tmp_path: Path) -> None:
     found = []
     for compiled in (False, True):
         path = tmp_path / str(compiled)
         path.mkdir()
         data, logger = text(path, batch_size=12), LinesLogger(path / "log")
-        module = language_model(data, dropout=0.2)
-        if compiled:
-            module.net.compile(dynamic=False, backend="aot_eager")
-        strategy = DDP(timeout=120) if devices > 1 else "auto"
-        fit(module, data, devices, logger=logger, strategy=strategy, max_epochs=1, log_every_n_steps=1)
+        module = language_model(data, dropout=0.2, compiled=compiled)
+        strategy, callbacks = DDP(timeout=120) if devices > 1 else "auto", [Traced()] if compiled else []
+        fit(
+            module,
+            data,
+            devices,
+            logger=logger,
+            strategy=strategy,
+            callbacks=callbacks,
+            max_epochs=1,
+            log_every_n_steps=1,
+        )
         found.append(logger.values("train/loss"))
     assert found[0] == pytest.approx(found[1], abs=1e-5)
+
+
+@pytest.mark.usefixtures("tracing")
+def test_what_a_spawned_rank_receives_compiles_and_so_does_the_step_alone(tmp_path: Path) -> None:
+    data = text(tmp_path)
+    module = pickle.loads(pickle.dumps(language_model(data, compiled=True)))
+    module.on_fit_start()
+    assert module.net._compiled_call_impl is not None
+    batch = next(iter(data.train_dataloader()))
+    module.step_alone("", batch)().backward()
+    assert torch._dynamo.utils.counters["frames"]["ok"] == 1
 
 
 def test_scores_count_tokens(tmp_path: Path) -> None:
