@@ -33,7 +33,9 @@ from apprentice.errors import BadInput
 from apprentice.exports import load_net, spec
 from apprentice.files import write_json, write_text
 from apprentice.keyed import seeded
+from apprentice.metrics import BITS
 from apprentice.progress import quiet
+from apprentice.report import header
 from apprentice.results import load_results
 from apprentice.stages import MakeTrainer
 from apprentice.tables import Table, count, short
@@ -165,15 +167,13 @@ def run(config: Namespace, wiring: Wiring, out: Path, settings: dict[str, Any]) 
         texts[str(seed)] = written(folder, wiring.data.vocabulary.start, config)
         if tensorboard:
             log_text(folder, "sample", "\n\n".join(texts[str(seed)]))
-    results = {
-        "experiment": NAME, "data": {"name": wiring.data.name, **wiring.data.sizes},
-        "hardware": environment.hardware(), "versions": environment.versions(),
-        "config": settings, "seeds": list(config.seeds), "metric": {"name": "test_loss", "higher_is_better": False},
-        "runs": [stage["runs"][NAME] | {"fit_seconds": stage["fit_seconds"]} for stage in stages], "samples": texts,
-    }  # fmt: skip
+    results = invocation.header(NAME, wiring.data, settings, config.seeds) | {
+        "metric": {"name": BITS.name, "higher_is_better": False},
+        "runs": [stage["runs"][NAME] | {"fit_seconds": stage["fit_seconds"]} for stage in stages],
+        "samples": texts,
+    }
     first = texts[str(config.seeds[0])][0]
-    told = f"# {NAME} on {wiring.data.name}\n\n{table(results).markdown()}\n\n{indented(first)}"
-    write_text(out / "results.md", told)
+    write_text(out / "results.md", "\n\n".join([header(results), table(results).markdown(), indented(first)]))
     write_json(out / "results.json", results)
     print(f"{first}\n\n{table(results).plain()}\n\n{out}/results.md, .json; curves: tensorboard --logdir {out}")
 

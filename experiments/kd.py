@@ -153,10 +153,7 @@ def run(config: Namespace, wiring: Wiring, data: Any, out: Path, settings: dict[
         students.append(bake_off.stage(seed, "students", partial(wiring.taught, seed, out / f"seed{seed}" / "teacher")))
     if not job.is_main_process():
         return
-    header = {
-        "experiment": "kd", "data": {"name": data.name, **data.sizes}, "hardware": environment.hardware(),
-        "versions": environment.versions(), "config": settings, "seeds": list(config.seeds),
-    }  # fmt: skip
+    header = invocation.header("kd", data, settings, config.seeds)
     taught = [{**stage["runs"]["teacher"], "fit_seconds": stage["fit_seconds"]} for stage in teachers]
     learned = {name: [stage["runs"][name] for stage in students] for name in wiring.variants}
     seconds = [stage["fit_seconds"] for stage in students]

@@ -54,7 +54,11 @@ def test_a_run_leaves_what_is_needed(finished: Path) -> None:
         assert [len(text) for text in found["samples"][str(seed)]] == [16, 16]
     for name in ("config.yaml", "environment.json", "results.md", "seed1/gpt/weights.pt", "seed1/gpt/vocabulary.json"):
         assert (finished / name).stat().st_size > 0
-    assert found["samples"]["0"][0].split("\n")[0] in (finished / "results.md").read_text()
+    told = (finished / "results.md").read_text()
+    assert told.startswith("# gpt on Text\n\n- Data: Text: 450 train, 49 validation, 49 test tokens\n- Seeds: 0, 1\n")
+    assert "net GPT(num_layers=2, num_heads=2" in told
+    assert "trainer.max_steps 12" in told
+    assert found["samples"]["0"][0].split("\n")[0] in told
 
 
 def test_bytes_are_tokens_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
