@@ -5,7 +5,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -150,7 +150,7 @@ def _check(backend: str) -> None:
 
 
 @contextmanager
-def kernel(backend: str, query: Tensor, *others: Tensor | float | None) -> Iterator[None]:
+def kernel(backend: str, query: Tensor, *others: Any) -> Iterator[None]:
     """Inside, `scaled_dot_product_attention(query, *others)` takes this kernel, or refuses.
 
     The choice is torch's own and the process's: two threads can't choose differently at a time.
@@ -187,7 +187,7 @@ def _chosen(backend: str, query: Tensor) -> AbstractContextManager:
     return nullcontext() if backend == "auto" else sdpa_kernel(KERNELS[backend])
 
 
-def _reasons(backend: str, query: Tensor, *others: Tensor | float | None) -> list[str]:
+def _reasons(backend: str, query: Tensor, *others: Any) -> list[str]:
     """Why torch rejects this kernel for a call, which is made once more: it warns, and of jagged texts it logs, too."""
     logged: list[str] = []
     handler = logging.Handler()
