@@ -28,6 +28,7 @@ from apprentice.measuring.meters import LINUX, PeakMemory
 
 Facts = dict[str, Any]
 MATRICES = {"cpu": (256, 512, 1024, 2048), "cuda": (1024, 2048, 4096, 8192)}
+LONG = 3  # times the seconds of a row: products of matrices that take longer are left out
 TIMES, SLOW, TIMES_IF_SLOW = 5, 1.0, 3  # times taken of a call at least; seconds of one that is slow
 CALLS, HEAVIEST = 25, 10  # as the tutorial profiles
 FUSED = ("flash", "efficient", "cudnn")
@@ -42,7 +43,7 @@ class Bench:
     Attributes:
         attention: what is measured.
         device: where.
-        seconds: for which a row is timed at least; of matrices that take half of it no larger ones are multiplied.
+        seconds: for which a row is timed at least.
         threads: of a process on a CPU.
     """
 
@@ -128,7 +129,7 @@ class Bench:
         for n in MATRICES[self.device.type]:
             a, b = torch.randn(2, n, n).to(self.device, getattr(torch, dtype)).unbind()
             found.append({"matrix": n, **self._timed(partial(torch.mm, a, b), 2 * n**3)})
-            if found[-1]["microseconds"] > 1e6 * self.seconds / 2:
+            if 8 * found[-1]["microseconds"] > 1e6 * LONG * self.seconds:  # what the next would take
                 break
         return max(found, key=lambda facts: facts["tflops_per_second"])
 
