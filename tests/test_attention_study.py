@@ -113,6 +113,17 @@ def test_threads_are_those_that_torch_has(run: Path, tmp_path: Path, capsys: pyt
     assert "measured: threads 1, not 2; or take another --out" in capsys.readouterr().err
 
 
+def test_the_peak_is_the_best_of_all_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reached = iter([2.0, 5.0, 3.0])
+    monkeypatch.setattr(Bench, "peak", lambda *_: {"tflops_per_second": next(reached), "matrix": 4})
+    flags = ["--parts", "kernels", "blocks", "--longest", "1e-12", "--lengths", "16", "--backends", "math"]
+    attention.main([*QUICK, *flags, "--out", str(tmp_path)])
+    found = results(tmp_path)
+    assert found["peak"]["tflops_per_second"] == {"float32": 5}
+    assert all(row["share_of_peak"] == row["tflops_per_second"] / 5 for row in found["rows"])
+    assert "5.00 in float32 (4 x 4, the best of 3 from 2.00 on)" in (tmp_path / "results.md").read_text()
+
+
 def test_what_is_measured_is_not_measured_again(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
