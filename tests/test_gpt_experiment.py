@@ -17,7 +17,7 @@ from apprentice.exports import load_net
 from datamodules import Text
 from experiments import gpt
 from lit_modules.scores import TokenScores
-from tests.commands import refused, results
+from tests.commands import left_by_overwriting, refused, results
 from tests.language import written
 from tests.processes import Run
 from tests.test_resume import kill_at
@@ -36,7 +36,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_a_run_leaves_what_is_needed(finished: Path) -> None:
+def test_a_run_leaves_what_is_needed(finished: Path, tmp_path: Path) -> None:
     found = results(finished)
     assert (found["experiment"], found["seeds"]) == ("gpt", [0, 1])
     assert found["data"] == {"name": "Text", "train": 450, "validation": 49, "test": 49}
@@ -59,6 +59,7 @@ def test_a_run_leaves_what_is_needed(finished: Path) -> None:
     assert "net GPT(num_layers=2, num_heads=2" in told
     assert "trainer.max_steps 12" in told
     assert found["samples"]["0"][0].split("\n")[0] in told
+    assert not left_by_overwriting(finished, tmp_path)
 
 
 def test_bytes_are_tokens_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from apprentice.exports import load_net
 from datamodules import Digits
 from experiments import kd
 from lit_modules.nets import LightNN
-from tests.commands import refused, results
+from tests.commands import left_by_overwriting, refused, results
 from tests.processes import Run
 from tests.training import assert_same, net
 
@@ -32,7 +32,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_a_run_leaves_what_the_issue_names(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_leaves_what_the_issue_names(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = results(finished)
     assert found["experiment"] == "kd"
     assert found["data"] == {"name": "Digits", "train": 150, "validation": 15, "test": 360}
@@ -53,6 +53,7 @@ def test_a_run_leaves_what_the_issue_names(finished: Path, capsys: pytest.Captur
     test = data.split("test")
     predicted = load_net(finished / "seed1" / "kd")(data.normalize(test.inputs)).argmax(1)
     assert int((predicted == test.labels).sum()) == found["students"]["kd"]["test_correct"][1]
+    assert not left_by_overwriting(finished, tmp_path)
 
 
 def test_a_teachers_costs_are_those_of_its_layers(finished: Path) -> None:
