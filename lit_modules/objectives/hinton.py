@@ -5,7 +5,7 @@ from torch.nn import functional as F
 
 from lit_modules.nets.base import Outputs
 from lit_modules.objectives.base import Objective, Term, positive, weight
-from lit_modules.objectives.cross_entropy import cross_entropy
+from lit_modules.objectives.cross_entropy import learned
 from lit_modules.objectives.divergence import kl
 
 
@@ -28,5 +28,5 @@ class Hinton(Objective):
         log_p_s, log_p_t = (F.log_softmax(z / self.temperature, -1) for z in (student.logits, teacher.logits))
         return {
             "kd": Term(kl(log_p_t, log_p_s) * self.temperature**2, self.kd_weight),
-            "ce": Term(cross_entropy(student.logits, labels), self.ce_weight),
+            "ce": learned(student, labels, self.ce_weight),
         }
