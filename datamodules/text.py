@@ -105,7 +105,7 @@ class Text(InMemoryData):
     ) -> None:
         super().__init__(batch_size)
         if not isinstance(block_size, int) or block_size < 1:
-            raise BadInput("data.block_size", block_size, "a whole number of at least 1 token")
+            raise BadInput("data.block_size", block_size, "a whole number of tokens, at least 1")
         if vocabulary not in get_args(Unit):
             raise BadInput("data.vocabulary", vocabulary, " or ".join(get_args(Unit)))
         self.path = None if path is None else Path(path).expanduser()

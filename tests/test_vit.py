@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +14,14 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torchvision.models import VisionTransformer
 
+from apprentice.cli.faults import one_line
+from apprentice.errors import BadInput
 from apprentice.exports import load_net
 from apprentice.keyed import noise, seeded
 from experiments import kd
 from lit_modules.distillation import Distillation
 from lit_modules.nets import ViT, run
-from lit_modules.objectives import DeiTToken, Hint
+from lit_modules.objectives import CrossEntropy, DeiTToken, Hint
 from strategies import DDP, FSDP, HSDP, AllReduce, DDPRing, LocalSGD, ParamServer, PipelineStrategy, RPCHybrid, ZeRO1
 from tests.commands import refused, results
 from tests.training import SHAPE, LinesLogger, assert_same, classifier, digits, fit, net, weights
@@ -221,6 +224,7 @@ def test_compiled_it_trains_to_eager_losses(devices: int, tmp_path: Path) -> Non
 QUICK = ["--teacher", "LightNN", "--seeds", "1", "--trainer.max_epochs", "1", "--data.train_size", "150"]
 VIT = ["--student", "ViT", "--student.embed_dim", "16", "--student.num_layers", "2", "--student.num_heads", "2"]
 DEIT = ["--variants.deit", "DeiTToken"]
+BOTH = ["--variants.both", "Sum", "--variants.both.objectives"]
 TOKEN = ["--student.distillation_token", "true"]
 
 
@@ -241,6 +245,26 @@ def test_a_vit_is_distilled_by_every_method(tmp_path: Path) -> None:
 
 BAD = {
     "no token": ([*VIT, *DEIT], "--variants.deit.student_layer head_dist", "as ViT has it with distillation_token"),
+    "no class head": (
+        [*VIT, *TOKEN, *DEIT, "--variants.deit.class_layer", "heads"],
+        "--variants.deit.class_layer heads",
+        "head_dist",
+    ),
+    "no logits": (
+        [*VIT, *TOKEN, *DEIT, "--variants.deit.class_layer", "norm"],
+        "--variants.deit.class_layer norm",
+        "(1, 10)",
+    ),
+    "a part's layer": (
+        [*VIT, *BOTH, "[Hinton,DeiTToken]"],
+        "--variants.both.objectives.1.student_layer head_dist",
+        "as ViT has it",
+    ),
+    "a part's maps": (
+        [*VIT, *BOTH, "[Hinton,Hint]", "--variants.both.objectives.1.student_layer", "norm"],
+        "--variants.both.objectives.1.student_layer norm",
+        "maps of one height",
+    ),
     "another net": (DEIT, "--variants.deit.student_layer head_dist", "a layer of LightNN"),
     "kind": ([*VIT, *TOKEN, *DEIT, "--variants.deit.kind", "warm"], "--variants.deit.kind warm", "soft"),
     "patches": ([*VIT, "--student.patch_size", "3"], "--student.patch_size 3", "8 x 8 pixels"),
@@ -254,3 +278,26 @@ BAD = {
 def test_bad_input_is_one_line(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags, begins, says = BAD[kind]
     refused(kd.main, [*QUICK, *flags], begins, says, tmp_path, capsys)
+
+
+def test_the_kernels_of_another_device_are_not_asked_for_here() -> None:
+    flags = ["--teacher", "ViT", "--teacher.backend", "efficient", *VIT, *TOKEN, *DEIT, "--student.backend", "cudnn"]
+    config, data = kd.parser().parse(flags), digits()
+
+    def check(device: str) -> None:
+        strategy = SimpleNamespace(root_device=torch.device(device))
+        trainer = SimpleNamespace(strategy=strategy, distributed_sampler_kwargs=None)
+        kd.Wiring(config, data, lambda: trainer).check(data)
+
+    check("cuda")
+    with pytest.raises(BadInput, match=r"^--teacher\.backend efficient: expected a kernel"):
+        check("cpu")
+
+
+def test_a_kernel_that_does_not_serve_is_refused_in_the_first_step() -> None:
+    command = kd.parser()
+    command.parse([*VIT, "--student.backend", "cudnn"])
+    module = Distillation(net(), {"ce": (net(tiny, backend="cudnn"), CrossEntropy())}, input_shape=SHAPE)
+    with pytest.raises(BadInput) as refused:
+        fit(module, digits())
+    assert one_line(refused.value, command).startswith("--student.backend cudnn: expected a kernel that serves")
