@@ -331,7 +331,9 @@ def test_data_and_nets_have_to_fit(tmp_path: Path, capsys: pytest.CaptureFixture
         "RNNClassifier": "a net that gives logits",
     }.items():
         refused(kd.main, flags(tmp_path, student=student), f"--student {student}", says, tmp_path, capsys)
-    refused(kd.main, ["--student", "GPT"], "--student GPT", "vocab_size", tmp_path, capsys)
+    refused(kd.main, ["--student", "GPT"], "--student.vocab_size (nothing)", "GPT can't do", tmp_path, capsys)
+    sizes = ["--student.vocab_size", "9", "--student.block_size", "8"]
+    refused(kd.main, ["--student", "GPT", *sizes], "--student GPT", "inputs (1, 8, 8)", tmp_path, capsys)
 
 
 BIGRAMS = """
@@ -344,13 +346,17 @@ class Bigrams(nn.Sequential):
 """
 
 
-@pytest.mark.parametrize("strategy", [[], PIPELINE])
-def test_a_net_of_ones_own_may_begin_with_an_embedding(
-    strategy: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_net_of_ones_own_may_begin_with_an_embedding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bigrams.py").write_text(BIGRAMS)
     monkeypatch.chdir(tmp_path)
-    given = flags(tmp_path, "--teacher.tie_weights", "false", *strategy, student="bigrams.Bigrams")
-    kd.main([*given, "--only", "ce", "kd", "--trainer.max_epochs", "1", "--out", "run"])
-    student = load_net(tmp_path / "run" / "seed0" / "kd")
-    assert student(torch.zeros(2, 8, dtype=torch.int64)).shape == (2, 8, student[1].out_features)
+    kd.main([*flags(tmp_path, student="bigrams.Bigrams"), "--only", "ce", "--out", "run"])
+    student = load_net(tmp_path / "run" / "seed0" / "ce")
+    tokens = torch.arange(8)[None]
+    assert student(tokens).shape == (1, 8, student[1].out_features)
+    students = {"kd": (student, Hinton())}
+    teacher = gpt(student[1].out_features, tie_weights=False)
+    module = Distillation(teacher, students, input_shape=(8,), input_dtype=torch.int64)
+    x: Any = (tokens,)
+    for stage in module.train().pipeline_stages():
+        x = stage(*x)
+    assert torch.equal(x[1]["kd"].logits, student(tokens))

@@ -14,6 +14,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torchvision.models import VisionTransformer
 
+import strategies
 from apprentice.cli.faults import one_line
 from apprentice.errors import BadInput
 from apprentice.exports import load_net
@@ -22,8 +23,22 @@ from experiments import kd
 from lit_modules.distillation import Distillation
 from lit_modules.nets import ViT, run
 from lit_modules.objectives import CrossEntropy, DeiTToken, Hint
-from strategies import DDP, FSDP, HSDP, AllReduce, DDPRing, LocalSGD, ParamServer, PipelineStrategy, RPCHybrid, ZeRO1
+from strategies import (
+    DDP,
+    DDPFP16,
+    FSDP,
+    HSDP,
+    AllReduce,
+    DDPPowerSGD,
+    DDPRing,
+    LocalSGD,
+    ParamServer,
+    PipelineStrategy,
+    RPCHybrid,
+    ZeRO1,
+)
 from tests.commands import refused, results
+from tests.test_language_model import SAME, slow_if_spawned
 from tests.training import SHAPE, LinesLogger, assert_same, classifier, digits, fit, net, weights
 
 TINY: dict[str, Any] = {"embed_dim": 16, "num_layers": 2, "num_heads": 2}
@@ -144,7 +159,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 
 
 def ended(devices: int = 1, optimizer: Any = None, **options: Any) -> LightningModule:
-    steps = {"max_epochs": -1, "max_steps": 20, "precision": "64-true"}
+    steps = {"max_epochs": -1, "max_steps": 12, "precision": "64-true"}
     module = students(optimizer=optimizer) if optimizer else students()
     return fit(module, digits(train_size=112), devices, **steps | options)
 
@@ -156,6 +171,7 @@ def alone(optimizer: Any = None) -> dict[str, torch.Tensor]:
 
 PLACES: dict[str, tuple[int, Callable[..., Any], dict[str, Any]]] = {
     "ddp": (3, DDP, {}),
+    "ddp_spawn": (2, DDP, {"start_method": "spawn"}),
     "ddp_ring": (2, DDPRing, {}),
     "ddp_allreduce": (2, AllReduce, {}),
     "ddp_zero1": (2, ZeRO1, {}),
@@ -165,18 +181,28 @@ PLACES: dict[str, tuple[int, Callable[..., Any], dict[str, Any]]] = {
     "param_server": (3, ParamServer, {}),
     "rpc_hybrid": (3, RPCHybrid, {}),
     "pipeline": (2, PipelineStrategy, {}),
-    "three stages": (3, PipelineStrategy, {"schedule": "1F1B"}),
+    "pipeline, three stages": (3, PipelineStrategy, {"schedule": "1F1B"}),
     "model_parallel": (2, PipelineStrategy, {"schedule": "GPipe", "num_microbatches": 1}),
-    "exact": (3, DDP, {"exact": 4}),
+    "ddp, exact": (3, DDP, {"exact": 4}),
 }
 
 
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("name", slow_if_spawned(PLACES))
 def test_float64_agrees_with_one_process_under_every_strategy(name: str) -> None:
     devices, strategy, options = PLACES[name]
     optimizer = sgd if name == "local_sgd" else None  # averaged moments are not those of averaged gradients
     module = ended(devices, optimizer, strategy=strategy(timeout=60, **options))
     assert_same(alone(optimizer), weights(module), atol=1e-9)
+
+
+@pytest.mark.parametrize("strategy", [DDPFP16, partial(DDPPowerSGD, start_step=4)], ids=["fp16", "powersgd"])
+def test_compressed_gradients_lead_near(strategy: Callable[..., Any]) -> None:
+    found, right = weights(ended(2, sgd, strategy=strategy(timeout=60))), alone(sgd)
+    assert 1e-9 < max(float((found[key] - right[key]).abs().max()) for key in right) < 0.01
+
+
+def test_every_strategy_is_tried() -> None:
+    assert {*(name.split(",")[0] for name in PLACES), "ddp_fp16", "ddp_powersgd"} == strategies.NAMES.keys() - SAME
 
 
 def test_exact_bits_are_those_of_one_process() -> None:
@@ -207,7 +233,7 @@ def test_compiled_it_trains_to_eager_losses(devices: int, tmp_path: Path) -> Non
     found = []
     for compiled in (False, True):
         logger = LinesLogger(tmp_path / str(compiled))
-        module = classifier(tiny, dropout=0.1, distillation_token=True)
+        module = classifier(tiny, num_layers=1, dropout=0.1, distillation_token=True)
         if compiled:  # what is traced is the same with any backend; this one needs no compiler
             module.net.compile(dynamic=False, backend="aot_eager")
         strategy = DDP(timeout=120) if devices > 1 else "auto"
