@@ -13,10 +13,10 @@ class CrossEntropy(Objective):
     uses_teacher = False
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
-        return {"ce": learned(student, labels, 1.0)}
+        return {"ce": ce_term(student, labels, 1.0)}
 
 
-def learned(student: Outputs, labels: Tensor, weight: float) -> Term:
+def ce_term(student: Outputs, labels: Tensor, weight: float) -> Term:
     """The term that learns from the labels: the cross-entropy of the student's logits."""
     return Term(cross_entropy(student.logits, labels), weight, is_ce=True)
 

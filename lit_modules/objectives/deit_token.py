@@ -3,13 +3,12 @@
 from typing import Literal
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from apprentice.errors import BadInput
 from lit_modules.nets.base import Outputs
 from lit_modules.objectives.base import Objective, Term, positive, weight
-from lit_modules.objectives.cross_entropy import cross_entropy, learned
-from lit_modules.objectives.divergence import kl
+from lit_modules.objectives.cross_entropy import ce_term, cross_entropy
+from lit_modules.objectives.divergence import softened_kl
 
 
 class DeiTToken(Objective):
@@ -60,11 +59,10 @@ class DeiTToken(Objective):
             "token": Term(self._learned(z_token, teacher.logits), self.token_weight),
             "ce": Term(cross_entropy(z_class, labels), self.ce_weight),
             # What the net predicts is watched; not to use a net's output would leave FSDP waiting for its gradient.
-            "mean": learned(student, labels, 0.0),
+            "mean": ce_term(student, labels, 0.0),
         }
 
     def _learned(self, z_token: Tensor, z_t: Tensor) -> Tensor:
         if self.kind == "hard":
             return cross_entropy(z_token, z_t.argmax(-1))
-        log_p_s, log_p_t = (F.log_softmax(z / self.temperature, -1) for z in (z_token, z_t))
-        return kl(log_p_t, log_p_s) * self.temperature**2
+        return softened_kl(z_t, z_token, self.temperature)
