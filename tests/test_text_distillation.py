@@ -333,7 +333,7 @@ def test_data_and_nets_have_to_fit(tmp_path: Path, capsys: pytest.CaptureFixture
         refused(kd.main, flags(tmp_path, student=student), f"--student {student}", says, tmp_path, capsys)
     refused(kd.main, ["--student", "GPT"], "--student.vocab_size (nothing)", "GPT can't do", tmp_path, capsys)
     sizes = ["--student.vocab_size", "9", "--student.block_size", "8"]
-    refused(kd.main, ["--student", "GPT", *sizes], "--student GPT", "inputs (1, 8, 8)", tmp_path, capsys)
+    refused(kd.main, ["--student", "GPT", *sizes], "--student GPT", "a net that gives logits (10,)", tmp_path, capsys)
 
 
 BIGRAMS = """

@@ -175,15 +175,13 @@ PLACES: dict[str, tuple[int, Callable[..., Any], dict[str, Any]]] = {
     "ddp_ring": (2, DDPRing, {}),
     "ddp_allreduce": (2, AllReduce, {}),
     "ddp_zero1": (2, ZeRO1, {}),
-    "fsdp": (3, FSDP, {}),
+    "fsdp": (2, FSDP, {}),
     "hsdp": (4, HSDP, {"shard_size": 2}),
     "local_sgd": (2, LocalSGD, {"period": 1}),
     "param_server": (3, ParamServer, {}),
     "rpc_hybrid": (3, RPCHybrid, {}),
     "pipeline": (2, PipelineStrategy, {}),
-    "pipeline, three stages": (3, PipelineStrategy, {"schedule": "1F1B"}),
     "model_parallel": (2, PipelineStrategy, {"schedule": "GPipe", "num_microbatches": 1}),
-    "ddp, exact": (3, DDP, {"exact": 4}),
 }
 
 
@@ -202,7 +200,7 @@ def test_compressed_gradients_lead_near(strategy: Callable[..., Any]) -> None:
 
 
 def test_every_strategy_is_tried() -> None:
-    assert {*(name.split(",")[0] for name in PLACES), "ddp_fp16", "ddp_powersgd"} == strategies.NAMES.keys() - SAME
+    assert {*PLACES, "ddp_fp16", "ddp_powersgd"} == strategies.NAMES.keys() - SAME
 
 
 def test_exact_bits_are_those_of_one_process() -> None:
@@ -210,7 +208,7 @@ def test_exact_bits_are_those_of_one_process() -> None:
         return weights(fit(students(), digits(), devices, strategy=strategy(timeout=60, exact=4)))
 
     one = bits(1)
-    for other in (bits(2), bits(3), bits(2, PipelineStrategy)):
+    for other in (bits(3), bits(2, PipelineStrategy)):
         assert_same(one, other)
 
 
