@@ -17,6 +17,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import json
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -122,30 +123,17 @@ class Wiring:
             expected = "false with this --trainer.strategy, under which the net is not called as a whole"
             raise BadInput("compile", True, expected)
         module, _ = self.module(self.config.seeds[0])
-        if not hasattr(module.net, "generate"):
-            raise BadInput("net", self.config.net.name, "a language model with generate(), as GPT")
-        if trainer.strategy.root_device.type == "cpu":  # asked in this process, a GPU could not be used in forked ranks
-            with trainer.strategy.precision_plugin.forward_context():
-                self._try_out(module)
+        if not all(hasattr(module.net, name) for name in ("generate", "block_size")):
+            raise BadInput("net", self.config.net.name, "a language model with generate() and block_size, as GPT")
+        logits = (*self.data.input_shape, self.data.num_classes)
+        # A GPU that this process has asked could not be used in forked ranks.
+        with nullcontext() if trainer.strategy.root_device.type == "cpu" else nets.any_kernel(module.net):
+            nets.check_fits(module.net, self.data.example, logits)
         if isinstance(trainer.strategy, strategies.PipelineStrategy):
             with cli.refusals(self.config.net, "net"):
                 module.pipeline_stages()
         if isinstance(trainer.strategy, strategies.DataParallel):
             trainer.strategy.check_module(module)
-
-    def _try_out(self, module: LitLanguageModel) -> None:
-        """Let the net see a block."""
-        tokens, labels = self.data.split("train").take(torch.arange(1))
-        try:
-            with cli.refusals(self.config.net, "net"), torch.no_grad():
-                found: Any = tuple(module.eval()(tokens).shape)
-        except RuntimeError as error:
-            found = str(error).split("\n")[0]
-        module.train()
-        wanted = (*labels.shape, self.data.num_classes)
-        if found != wanted:
-            expected = f"a net that gives logits {wanted} of tokens {tuple(tokens.shape)}; this one: {found}"
-            raise BadInput("net", self.config.net.name, expected)
 
 
 def run(config: Namespace, wiring: Wiring, out: Path, settings: dict[str, Any]) -> None:
@@ -198,7 +186,8 @@ def written(folder: Path, prompt: str, config: Namespace) -> list[str]:
     if not 1 <= len(tokens) <= net.block_size:
         raise BadInput("sample", repr(prompt), f"1 to {net.block_size} tokens, the net's block size; not {len(tokens)}")
     drawing = {"temperature": config.temperature, "top_k": config.top_k, "seed": config.sample_seed}
-    return [vocabulary.decode(text) for text in net.generate(tokens.expand(config.samples, -1), **drawing)]
+    with nets.any_kernel(net):  # here is the CPU, wherever it was trained
+        return [vocabulary.decode(text) for text in net.generate(tokens.expand(config.samples, -1), **drawing)]
 
 
 def sample(config: Namespace) -> None:

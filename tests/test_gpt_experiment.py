@@ -136,8 +136,16 @@ BAD: dict[str, tuple[list[str], str, str]] = {
     "heads": (["--net.num_heads", "5"], "--net.num_heads 5: expected a divisor of embed_dim, 128", ""),
     "backend": (["--net.backend", "fast"], "--net.backend fast: expected auto, math", ""),
     "no kernel": (["--net.backend", "cudnn"], "--net.backend cudnn: expected a kernel that serves", "torch says"),
-    "a net of images": (["--net", "LightNN"], "--net LightNN: expected a language model with generate(), as GPT", ""),
-    "a net of one step": (["--net", "mynet.Steps"], "--net Steps: expected a net that gives logits (1, 64, ", "(1, 5)"),
+    "a net of images": (
+        ["--net", "LightNN"],
+        "--net LightNN: expected a language model with generate() and block_size, as GPT",
+        "",
+    ),
+    "a net of one step": (
+        ["--net", "mynet.Steps"],
+        "--net Steps: expected a net that gives logits (64, ",
+        "it gives (5,)",
+    ),
     "rate": (["--model.lr", "0"], "--model.lr 0.0: expected a number above 0", ""),
     "another option": (["--model.rate", "1"], "--model.rate 1: expected an option of LitLanguageModel", ""),
     "no text": (["--data.path", "nowhere"], "--data.path nowhere: expected a file of text", ""),
@@ -185,6 +193,7 @@ def test_bad_input_is_one_line_before_anything_is_trained(
         "        super().__init__(64, 5)\n"
         "    def forward(self, tokens):\n"
         "        return super().forward(tokens.float())\n"
+        "    block_size = 64\n"
         "    def generate(self):\n"
         "        pass\n"
     )
