@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import signal
 from functools import partialmethod
 from pathlib import Path
@@ -100,6 +101,20 @@ def test_a_finished_run_goes_on_from_prompts(finished: Path, capsys: pytest.Capt
     assert told("--top_k", "1") == told("--temperature", "0")
     gpt.main(["--sample", "a" * 16, "--run", str(finished)])
     assert capsys.readouterr().out == "a" * 16 + "\n"
+
+
+def test_what_was_trained_with_a_gpus_kernel_writes_here(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    told = run / "seed0" / "gpt" / "net.yaml"
+    told.write_text(told.read_text().replace("backend: auto", "backend: cudnn"))
+    assert load_net(told.parent).blocks[0].attention.backend == "cudnn"
+    capsys.readouterr()
+    for folder in (finished, run):
+        gpt.main(["--sample", "the ", "--run", str(folder)])
+    told_by = capsys.readouterr().out.splitlines()
+    assert told_by[: len(told_by) // 2] == told_by[len(told_by) // 2 :]
 
 
 @pytest.mark.parametrize("prompt", ["ROMEO:", "# a comment", "&x", "5", " spaced ", "a\nb", "[1, 2]", "", "true"])
