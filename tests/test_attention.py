@@ -228,8 +228,9 @@ def test_other_errors_pass() -> None:
 def test_a_call_that_is_served_leaves_the_processs_warnings_alone(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(warnings, "catch_warnings")
-    assert attention(True, backend)(noise(2, 7, D)).shape == (2, 7, D)
+    with monkeypatch.context() as patch:
+        patch.delattr(warnings, "catch_warnings")
+        assert attention(True, backend)(noise(2, 7, D)).shape == (2, 7, D)
 
 
 def test_an_experiment_tells_a_refusal_once(capfd: pytest.CaptureFixture[str]) -> None:
