@@ -41,7 +41,7 @@ def markdown(results: Facts) -> str:
         f"{count(data[part])} {part}" for part in ("train", "validation", "test") if data.get(part) is not None
     )
     facts = {
-        "Data": f"{data['name']}: {sizes} samples",
+        "Data": f"{data['name']}: {sizes} {_metric(results).counted}",
         "Seeds": ", ".join(map(str, seeds)),
         "Settings": "; ".join(settings(results["config"])),
         "Hardware": _words(results["hardware"]),

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from apprentice.checkpoints import load_weights
+from apprentice.environment import limit_threads
 from apprentice.errors import BadInput
 from apprentice.exports import load_net
 from datamodules import Digits
@@ -43,6 +44,7 @@ def test_a_run_leaves_what_the_issue_names(finished: Path, capsys: pytest.Captur
         assert entry["step_ms"] > 0
         assert entry["train_flops"] > 0
     assert found["students"]["ce"]["objective"] == "CrossEntropy"
+    assert "- Data: Digits: 150 train, 15 validation, 360 test samples\n" in (finished / "results.md").read_text()
     assert len(found["students_fit_seconds"]) == 2
     for name in ("config.yaml", "environment.json", "results.md", "results.png"):
         assert (finished / name).stat().st_size > 0
@@ -61,6 +63,15 @@ def test_a_teachers_costs_are_those_of_its_layers(finished: Path) -> None:
     dense = 16 * 4 * 256 + 256 * 10
     per_sample = 2 * (2 * first + 3 * second + 3 * dense)
     assert results(finished)["teacher"]["train_flops"] == per_sample * 150
+
+
+@pytest.mark.parametrize(("shape", "limit"), [((1, 8, 8), [1]), ((3, 32, 32), []), ((64,), [])])
+def test_one_thread_is_for_tiny_images(shape: tuple[int, ...], limit: list[int], monkeypatch: Any) -> None:
+    found: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", found.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    limit_threads(shape)
+    assert found == limit
 
 
 def test_a_loaded_teacher_is_tested_not_trained(finished: Path, tmp_path: Path) -> None:

@@ -154,6 +154,19 @@ def _check(backend: str) -> None:
 
 
 @contextmanager
+def any_kernel(module: nn.Module) -> Iterator[None]:
+    """Inside, attention in this module takes any kernel: to learn shapes on another device than it will train on."""
+    chosen = {m: m.backend for m in module.modules() if isinstance(m, SelfAttention)}
+    for attention in chosen:
+        attention.backend = "auto"
+    try:
+        yield
+    finally:
+        for attention, backend in chosen.items():
+            attention.backend = backend
+
+
+@contextmanager
 def kernel(backend: str, query: Tensor) -> Iterator[None]:
     """Inside, `scaled_dot_product_attention` of this query takes this kernel, or refuses.
 
