@@ -2,7 +2,7 @@
 
 import math
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,6 @@ STRATEGIES: dict[str, tuple[Make, int, dict[str, Any]]] = {
     "ddp 1": (DDP, 1, {}),
     "ddp 2": (DDP, 2, {}),
     "ddp 3": (DDP, 3, {}),
-    "ddp_spawn": (DDP, 2, {"start_method": "spawn"}),
     "fsdp 1": (FSDP, 1, {}),
     "fsdp 2": (FSDP, 2, {}),
     "fsdp 3": (FSDP, 3, {}),
@@ -102,12 +101,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Outcome]:
     return found
 
 
-def slow_if_spawned(names: Iterable[str]) -> list[Any]:
-    """The names as parameters; to spawn ranks is to import all there is in each."""
-    return [pytest.param(name, marks=pytest.mark.slow) if name == "ddp_spawn" else name for name in names]
-
-
-@pytest.mark.parametrize("name", slow_if_spawned(STRATEGIES))
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_float64_losses_are_those_of_one_process(name: str, alone: dict[bool, Outcome], tmp_path: Path) -> None:
     make, devices, options = STRATEGIES[name]
     tied = make is not PipelineStrategy

@@ -38,7 +38,7 @@ from strategies import (
     ZeRO1,
 )
 from tests.commands import refused, results
-from tests.test_language_model import SAME, slow_if_spawned
+from tests.test_language_model import SAME
 from tests.training import SHAPE, LinesLogger, assert_same, classifier, digits, fit, net, weights
 
 TINY: dict[str, Any] = {"embed_dim": 16, "num_layers": 2, "num_heads": 2}
@@ -171,7 +171,6 @@ def alone(optimizer: Any = None) -> dict[str, torch.Tensor]:
 
 PLACES: dict[str, tuple[int, Callable[..., Any], dict[str, Any]]] = {
     "ddp": (3, DDP, {}),
-    "ddp_spawn": (2, DDP, {"start_method": "spawn"}),
     "ddp_ring": (2, DDPRing, {}),
     "ddp_allreduce": (2, AllReduce, {}),
     "ddp_zero1": (2, ZeRO1, {}),
@@ -185,7 +184,7 @@ PLACES: dict[str, tuple[int, Callable[..., Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", slow_if_spawned(PLACES))
+@pytest.mark.parametrize("name", PLACES)
 def test_float64_agrees_with_one_process_under_every_strategy(name: str) -> None:
     devices, strategy, options = PLACES[name]
     optimizer = sgd if name == "local_sgd" else None  # averaged moments are not those of averaged gradients
