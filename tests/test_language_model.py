@@ -115,7 +115,7 @@ def test_float64_losses_are_those_of_one_process(name: str, alone: dict[bool, Ou
     assert_same(ended, other, atol=1e-9)
 
 
-SAME = {"ddp_fork", "ddp_notebook"}  # as ddp starts its ranks on a CPU
+SAME = {"ddp_fork", "ddp_notebook", "ddp_spawn"}  # ddp, its ranks started otherwise
 LOSSY: dict[str, tuple[Make, int, float]] = {
     "ddp_fp16": (DDPFP16, 1, 1e-3),
     "ddp_powersgd": (DDPPowerSGD, 11, 0.1),  # ten steps' gradients travel whole
