@@ -33,12 +33,12 @@ def _processor() -> str:
 
 
 def limit_threads(input_shape: Sequence[int]) -> None:
-    """Use one thread for tiny inputs, unless OMP_NUM_THREADS says otherwise: there, threads wait longer than they work.
+    """Use one thread for tiny images (C, H, W), unless OMP_NUM_THREADS says otherwise: there, threads mostly wait.
 
     A step of LightNN on 8 x 8 images takes 2 ms with one thread, and up to 34 ms with two on a busy machine. The rule
     depends on the inputs alone, as the number of threads changes the bits of a kernel.
     """
-    if "OMP_NUM_THREADS" not in os.environ and math.prod(input_shape[-2:]) <= 256:
+    if "OMP_NUM_THREADS" not in os.environ and len(input_shape) == 3 and math.prod(input_shape[1:]) <= 256:
         torch.set_num_threads(1)
 
 

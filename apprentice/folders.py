@@ -14,7 +14,10 @@ from apprentice import job
 from apprentice.errors import BadInput
 from apprentice.files import write_json
 
-OURS = ("config.yaml", "environment.json", "results.json", "results.md", "results.png", "seed*")
+OURS = (  # what experiments leave, and --overwrite takes away
+    "config.yaml", "environment.json", "results.json", "results.md", "results.png", "seed*",
+    "timeline.png", "timelines.json", "kernels.png", "blocks.png", "trace_*.json",
+)  # fmt: skip
 
 AGENTS = ".agents"  # those of torchrun that have started the ranks, if it has
 

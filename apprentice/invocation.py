@@ -2,9 +2,10 @@
 
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from apprentice import cli, environment, folders, interrupts, job
 from apprentice.files import write_json
@@ -37,3 +38,18 @@ def describe(out: Path, command: cli.Parser, config: Namespace) -> None:
     if job.is_main_process():
         command.save(config, out / "config.yaml")
         write_json(out / "environment.json", environment.hardware() | environment.versions())
+
+
+def header(experiment: str, data: Any, settings: dict[str, Any], seeds: Sequence[int]) -> dict[str, Any]:
+    """How results.json begins.
+
+    Args:
+        experiment: its name.
+        data: the data module, set up.
+        settings: the configuration, plain.
+        seeds: the training seeds.
+    """
+    return {
+        "experiment": experiment, "data": {"name": data.name, **data.sizes}, "hardware": environment.hardware(),
+        "versions": environment.versions(), "config": settings, "seeds": list(seeds),
+    }  # fmt: skip

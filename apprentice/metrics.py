@@ -22,6 +22,7 @@ class Metric:
         higher_is_better: whether more of it is better.
         scale: by which a value is multiplied to be in its unit.
         digits: how many stand after the point.
+        counted: what a data set's sizes count.
         limits: the least and the most that a value can be, in its unit.
     """
 
@@ -34,6 +35,7 @@ class Metric:
     higher_is_better: bool
     scale: float
     digits: int
+    counted: str
     limits: tuple[float, float]
 
     def mean(self, values: Sequence[float | None]) -> str:
@@ -73,6 +75,7 @@ ACCURACY = Metric(
     higher_is_better=True,
     scale=100.0,
     digits=2,
+    counted="samples",
     limits=(0.0, 100.0),
 )
 BITS = Metric(
@@ -85,6 +88,7 @@ BITS = Metric(
     higher_is_better=False,
     scale=1.0,
     digits=3,
+    counted="tokens",
     limits=(0.0, float("inf")),
 )
 METRICS = {metric.name: metric for metric in (ACCURACY, BITS)}

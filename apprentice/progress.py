@@ -14,12 +14,13 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Inside the block Lightning keeps its advertisements to itself, and what it warns of that is meant to be so."""
+    """Inside the block Lightning keeps its advertisements to itself, and what is warned of that is meant to be so."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
         for message in EXPECTED:
             warnings.filterwarnings("ignore", message)
+        warnings.filterwarnings("ignore", module=r"lit_modules\.nets\.attention$")  # the refusal has torch's reasons
         for logger in loggers:
             logger.setLevel(logging.WARNING)
         try:

@@ -11,9 +11,9 @@ from apprentice.tables import NONE, Table, count, flops_unit, listed, paragraph,
 from apprentice.verdict import verdict
 
 SETTINGS = (
-    *("teacher", "teacher_ckpt", "student", "optimizer", "scheduler"),
+    *("teacher", "teacher_ckpt", "student", "optimizer", "scheduler", "net", "model"),
     *("data.batch_size", "data.augment", "data.seed"),
-    *("trainer.max_epochs", "trainer.precision", "trainer.strategy", "trainer.devices", "exact"),
+    *("trainer.max_epochs", "trainer.max_steps", "trainer.precision", "trainer.strategy", "trainer.devices", "exact"),
 )
 
 
@@ -36,27 +36,25 @@ def text(results: Facts) -> str:
 
 def markdown(results: Facts) -> str:
     """results.md: what was run, the table, what it says, the picture."""
+    drawn = "![{0}, and {0} against cost](results.png)".format(_metric(results).word)
+    return "\n\n".join([header(results), table(results).markdown(), *notes(results), drawn]) + "\n"
+
+
+def header(results: Facts) -> str:
+    """How results.md begins: what was run, on what."""
     data, seeds = results["data"], results["seeds"]
     sizes = ", ".join(
         f"{count(data[part])} {part}" for part in ("train", "validation", "test") if data.get(part) is not None
     )
     facts = {
-        "Data": f"{data['name']}: {sizes} samples",
+        "Data": f"{data['name']}: {sizes} {_metric(results).counted}",
         "Seeds": ", ".join(map(str, seeds)),
         "Settings": "; ".join(settings(results["config"])),
         "Hardware": _words(results["hardware"]),
         "Versions": _words(results["versions"]),
     }
-    header = "\n".join(f"- {name}: {value}" for name, value in facts.items() if value)
-    title = f"# {results['experiment']} on {data['name']}"
-    parts = [
-        title,
-        header,
-        table(results).markdown(),
-        *notes(results),
-        "![{0}, and {0} against cost](results.png)".format(_metric(results).word),
-    ]
-    return "\n\n".join(parts) + "\n"
+    lines = "\n".join(f"- {name}: {value}" for name, value in facts.items() if value)
+    return f"# {results['experiment']} on {data['name']}\n\n{lines}"
 
 
 def table(results: Facts) -> Table:
@@ -144,7 +142,7 @@ def cost_axis(entries: list[Facts], *others: Facts) -> tuple[str, list[float | N
 def settings(config: Facts) -> list[str]:
     """The few settings that decide most, as `name value`; those that a configuration lacks are left out."""
     found = {name: _look_up(config, name.split(".")) for name in SETTINGS}
-    return [f"{name} {_call(value)}" for name, value in found.items() if value not in (None, False)]
+    return [f"{name} {_call(value)}" for name, value in found.items() if value not in (None, False, -1)]  # -1: no limit
 
 
 def _look_up(value: Any, names: list[str]) -> Any:

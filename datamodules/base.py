@@ -22,6 +22,7 @@ class InMemoryData(LightningDataModule):
     Attributes:
         input_shape: of one sample, as nets take it.
         class_names: names of the classes, in the order of their labels.
+        given_to_nets: what a net's constructor is told of the data: attributes, by name.
         tokens_per_character: where each token of a sample has a label, its tokens for one of the text's characters.
         order_seed: the training seed. Order and augmentation depend on it, splits and subsets on `seed` alone.
 
@@ -43,6 +44,7 @@ class InMemoryData(LightningDataModule):
 
     input_shape: tuple[int, ...]
     class_names: tuple[str, ...]
+    given_to_nets: tuple[str, ...] = ("input_shape", "num_classes")
     tokens_per_character: float | None = None
 
     def __init__(
@@ -114,7 +116,12 @@ class InMemoryData(LightningDataModule):
     @property
     def net_arguments(self) -> dict[str, Any]:
         """What a net's constructor is told of the data."""
-        return {"input_shape": self.input_shape, "num_classes": self.num_classes}
+        return {name: getattr(self, name) for name in self.given_to_nets}
+
+    @property
+    def example(self) -> Tensor:
+        """(2, ...), inputs of a net as it takes them; all zeros as they are stored."""
+        return self.normalize(torch.zeros(2, *self.input_shape, dtype=torch.uint8))
 
     @property
     def train_inputs_repeat(self) -> bool:

@@ -1,7 +1,7 @@
 """One text to learn a language from: which token comes next?"""
 
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from datamodules.sampling import EpochOrder
 from datamodules.splits import Split
 from datamodules.vocabulary import Vocabulary
 
+Unit = Literal["characters", "bytes"]
 IGNORED = -100  # the label of a token that is not to be predicted, as torch's cross_entropy has it
 EVALUATED = 8192  # tokens that are evaluated at a time, about
 NEEDED = 16  # bytes of memory that reading takes for one of the file's
@@ -78,6 +79,7 @@ class Text(InMemoryData):
     blocks that follow one another; the last overlaps the one before it, and labels there are -100.
 
     Attributes:
+        block_size: T.
         vocabulary: what tokens stand for; known when the text is read.
         tokens_per_character: of the held-out text: 1 but for bytes.
 
@@ -92,17 +94,22 @@ class Text(InMemoryData):
             short for a block in each part, or too large for memory.
     """
 
+    given_to_nets = ("vocab_size", "block_size")
+
     def __init__(
         self,
         path: str | Path | None = None,
         block_size: int = 64,
-        vocabulary: Literal["characters", "bytes"] = "characters",
+        vocabulary: Unit = "characters",
         batch_size: int = 12,
     ) -> None:
         super().__init__(batch_size)
-        if block_size < 1:
-            raise BadInput("data.block_size", block_size, "at least 1 token")
-        self.path, self.input_shape = None if path is None else Path(path).expanduser(), (block_size,)
+        if not isinstance(block_size, int) or block_size < 1:
+            raise BadInput("data.block_size", block_size, "a whole number of tokens, at least 1")
+        if vocabulary not in get_args(Unit):
+            raise BadInput("data.vocabulary", vocabulary, " or ".join(get_args(Unit)))
+        self.path = None if path is None else Path(path).expanduser()
+        self.block_size, self.input_shape = block_size, (block_size,)
         self.unit, self.tokens_per_character = vocabulary, 1.0
         self.vocabulary: Vocabulary
 
@@ -111,12 +118,11 @@ class Text(InMemoryData):
         if self._splits:
             return
         tokens, held_out = self._parts(self._read())
-        (block_size,) = self.input_shape
-        if len(held_out) <= block_size:
+        if len(held_out) <= self.block_size:
             expected = f"fewer tokens than the {len(held_out)} of the text's last tenth, or a longer --data.path"
-            raise BadInput("data.block_size", block_size, expected)
-        blocks = _consecutive(held_out, block_size)
-        self._splits = {"train": Windows(tokens, block_size), "validation": blocks, "test": blocks}
+            raise BadInput("data.block_size", self.block_size, expected)
+        blocks = _consecutive(held_out, self.block_size)
+        self._splits = {"train": Windows(tokens, self.block_size), "validation": blocks, "test": blocks}
 
     def _read(self) -> bytes:
         if self.path is None:
@@ -162,9 +168,9 @@ class Text(InMemoryData):
         return len(self.vocabulary)
 
     @property
-    def net_arguments(self) -> dict[str, Any]:
-        """Those of a language model."""
-        return {"vocab_size": self.num_classes, "block_size": self.input_shape[0]}
+    def vocab_size(self) -> int:
+        """The number of classes, as language models call it."""
+        return self.num_classes
 
     @property
     def train_inputs_repeat(self) -> bool:
@@ -172,11 +178,10 @@ class Text(InMemoryData):
         return False
 
     def _order(self, size: int) -> EpochOrder:
-        (block_size,) = self.input_shape
-        return BlockOrder(size + block_size, block_size, self.order_seed, self._position)
+        return BlockOrder(size + self.block_size, self.block_size, self.order_seed, self._position)
 
     def _chunks(self, part: str) -> ChunkLoader:
-        return ChunkLoader(self._resident(part), max(EVALUATED // self.input_shape[0], 1), *self._place())
+        return ChunkLoader(self._resident(part), max(EVALUATED // self.block_size, 1), *self._place())
 
     def normalize(self, inputs: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Stored tokens (B, T) as embeddings take them: int64, whatever the module's type."""

@@ -57,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         environment.keep_memory()
         bench = Bench(Attention(SelfAttention, kernel), device, config.seconds, threads)
         with invocation.opened("attention", command, config) as out:
-            Study(Kept("attention", "name", out, command, config), config.longest).run(bench, rows)
+            kept = Kept("attention", "name", out, command, config, device=device.type, threads=threads)
+            Study(kept, config.longest).run(bench, rows)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import json
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,9 @@ from apprentice.errors import BadInput
 from apprentice.exports import load_net, spec
 from apprentice.files import write_json, write_text
 from apprentice.keyed import seeded
+from apprentice.metrics import BITS
 from apprentice.progress import quiet
+from apprentice.report import header
 from apprentice.results import load_results
 from apprentice.stages import MakeTrainer
 from apprentice.tables import Table, count, short
@@ -87,7 +90,7 @@ def parser() -> cli.Parser:
     parser = cli.Parser("gpt.py", (__doc__ or "").split("\n", 1)[0], Options)
     parser.add_class("data", datamodules.Text)
     parser.add_choice("net", (nets.Net, nn.Module), nets, "GPT", skip={"vocab_size", "block_size"})
-    parser.add_class("model", LitLanguageModel, skip={"net", "tokens_per_character", "seed"})
+    parser.add_class("model", LitLanguageModel, skip={"net", "tokens_per_character", "compiled", "seed"})
     steps = {"max_epochs": -1, "max_steps": 800, "val_check_interval": 200, "check_val_every_n_epoch": None}
     parser.add_trainer(strategies.NAMES, log_every_n_steps=50, **steps)
     return parser
@@ -105,11 +108,10 @@ class Wiring:
         net = seeded(seed, lambda: cli.build(config.net, "net", **given))
         if config.trainer.init_args.get("precision") in {"64-true", "64", 64}:
             net = net.double()
-        if config.compile:
-            net.compile(dynamic=False)
         rebuilt = spec(config.net.class_path, cli.arguments(config.net, "net", **given))
         tokens = self.data.tokens_per_character
-        module = cli.build(config.model, "model", net=net, tokens_per_character=tokens, seed=seed)
+        learning = {"tokens_per_character": tokens, "compiled": config.compile, "seed": seed}
+        module = cli.build(config.model, "model", net=net, **learning)
         return module, {NAME: Contestant(net, rebuilt, "CrossEntropy", config.net.init_args)}
 
     def check(self) -> None:
@@ -121,30 +123,17 @@ class Wiring:
             expected = "false with this --trainer.strategy, under which the net is not called as a whole"
             raise BadInput("compile", True, expected)
         module, _ = self.module(self.config.seeds[0])
-        if not hasattr(module.net, "generate"):
-            raise BadInput("net", self.config.net.name, "a language model with generate(), as GPT")
-        if trainer.strategy.root_device.type == "cpu":  # asked in this process, a GPU could not be used in forked ranks
-            with trainer.strategy.precision_plugin.forward_context():
-                self._try_out(module)
+        if not all(hasattr(module.net, name) for name in ("generate", "block_size")):
+            raise BadInput("net", self.config.net.name, "a language model with generate() and block_size, as GPT")
+        logits = (*self.data.input_shape, self.data.num_classes)
+        # A GPU that this process has asked could not be used in forked ranks.
+        with nullcontext() if trainer.strategy.root_device.type == "cpu" else nets.any_kernel(module.net):
+            nets.check_fits(module.net, self.data.example, logits)
         if isinstance(trainer.strategy, strategies.PipelineStrategy):
             with cli.refusals(self.config.net, "net"):
                 module.pipeline_stages()
         if isinstance(trainer.strategy, strategies.DataParallel):
             trainer.strategy.check_module(module)
-
-    def _try_out(self, module: LitLanguageModel) -> None:
-        """Let the net see a block."""
-        tokens, labels = self.data.split("train").take(torch.arange(1))
-        try:
-            with cli.refusals(self.config.net, "net"), torch.no_grad():
-                found: Any = tuple(module.eval()(tokens).shape)
-        except RuntimeError as error:
-            found = str(error).split("\n")[0]
-        module.train()
-        wanted = (*labels.shape, self.data.num_classes)
-        if found != wanted:
-            expected = f"a net that gives logits {wanted} of tokens {tuple(tokens.shape)}; this one: {found}"
-            raise BadInput("net", self.config.net.name, expected)
 
 
 def run(config: Namespace, wiring: Wiring, out: Path, settings: dict[str, Any]) -> None:
@@ -166,15 +155,13 @@ def run(config: Namespace, wiring: Wiring, out: Path, settings: dict[str, Any]) 
         texts[str(seed)] = written(folder, wiring.data.vocabulary.start, config)
         if tensorboard:
             log_text(folder, "sample", "\n\n".join(texts[str(seed)]))
-    results = {
-        "experiment": NAME, "data": {"name": wiring.data.name, **wiring.data.sizes},
-        "hardware": environment.hardware(), "versions": environment.versions(),
-        "config": settings, "seeds": list(config.seeds), "metric": {"name": "test_loss", "higher_is_better": False},
-        "runs": [stage["runs"][NAME] | {"fit_seconds": stage["fit_seconds"]} for stage in stages], "samples": texts,
-    }  # fmt: skip
+    results = invocation.header(NAME, wiring.data, settings, config.seeds) | {
+        "metric": {"name": BITS.name, "higher_is_better": False},
+        "runs": [stage["runs"][NAME] | {"fit_seconds": stage["fit_seconds"]} for stage in stages],
+        "samples": texts,
+    }
     first = texts[str(config.seeds[0])][0]
-    told = f"# {NAME} on {wiring.data.name}\n\n{table(results).markdown()}\n\n{indented(first)}"
-    write_text(out / "results.md", told)
+    write_text(out / "results.md", "\n\n".join([header(results), table(results).markdown(), indented(first)]))
     write_json(out / "results.json", results)
     print(f"{first}\n\n{table(results).plain()}\n\n{out}/results.md, .json; curves: tensorboard --logdir {out}")
 
@@ -199,7 +186,8 @@ def written(folder: Path, prompt: str, config: Namespace) -> list[str]:
     if not 1 <= len(tokens) <= net.block_size:
         raise BadInput("sample", repr(prompt), f"1 to {net.block_size} tokens, the net's block size; not {len(tokens)}")
     drawing = {"temperature": config.temperature, "top_k": config.top_k, "seed": config.sample_seed}
-    return [vocabulary.decode(text) for text in net.generate(tokens.expand(config.samples, -1), **drawing)]
+    with nets.any_kernel(net):  # here is the CPU, wherever it was trained
+        return [vocabulary.decode(text) for text in net.generate(tokens.expand(config.samples, -1), **drawing)]
 
 
 def sample(config: Namespace) -> None:

@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         make = partial(classifier, config, data)
         bench = Bench(make, data, config.steps, accumulate, usual_threads(data.input_shape, threads))
         with invocation.opened("hardware", command, config) as out:
-            Log(Kept("hardware", "strategy", out, command, config)).run(bench, picked, skipped)
+            Log(Kept("hardware", "strategy", out, command, config, threads=bench.threads)).run(bench, picked, skipped)
 
 
 if __name__ == "__main__":

@@ -16,13 +16,15 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor, nn
 
 import datamodules
 import strategies
@@ -67,10 +69,9 @@ class Options(cli.RunOptions):
 def parser() -> cli.Parser:
     """What can be chosen: data, nets, distillation methods, optimizer, trainer."""
     parser = cli.Parser("kd.py", (__doc__ or "").split("\n", 1)[0], Options)
-    given_by_data = {"input_shape", "num_classes", "vocab_size", "block_size"}
     parser.add_choice("data", (datamodules.InMemoryData, datamodules.ImageData), datamodules, "Digits")
-    parser.add_choice("teacher", (nets.Net, nn.Module), nets, "DeepNN", skip=given_by_data)
-    parser.add_choice("student", (nets.Net, nn.Module), nets, "LightNN", skip=given_by_data)
+    parser.add_choice("teacher", (nets.Net, nn.Module), nets, "DeepNN", given=("data", "given_to_nets"))
+    parser.add_choice("student", (nets.Net, nn.Module), nets, "LightNN", given=("data", "given_to_nets"))
     variants = {"ce": "CrossEntropy", "kd": "Hinton", "cosine": "Cosine", "hint": "Hint"}
     parser.add_variants("variants", (objectives.Objective, objectives.FeatureObjective), objectives, variants)
     parser.add_optimizer()
@@ -86,6 +87,7 @@ class Wiring:
         self.double = config.trainer.init_args.get("precision") in {"64-true", "64", 64}
         self.given, self.metric = data.net_arguments, ACCURACY
         self.shape = {"input_shape": data.input_shape, "num_classes": data.num_classes}
+        self.dtype = data.example.dtype
         self.logits_shape = (data.num_classes,)
         self.learning: dict[str, Any] = {"optimizer": cli.factory(config.optimizer, "optimizer")}
         if data.tokens_per_character is not None:
@@ -117,9 +119,8 @@ class Wiring:
             students[name] = net, cli.build(choice, f"variants.{name}")
             shown = {"net": self.config.student.name, **choice.init_args}
             contestants[name] = Contestant(net, rebuilt, choice.name, shown)
-        cache = self.config.teacher_cache_mb
-        module = Distillation(teacher, students, **self.shape, **self.learning, seed=seed, teacher_cache_mb=cache)
-        return module, contestants
+        options = {"seed": seed, "teacher_cache_mb": self.config.teacher_cache_mb, "input_dtype": self.dtype}
+        return Distillation(teacher, students, **self.shape, **self.learning, **options), contestants
 
     def taught(self, seed: int, teacher: Path) -> tuple[Distillation, dict[str, Contestant]]:
         """All students' module, with the teacher in that folder."""
@@ -131,12 +132,22 @@ class Wiring:
         place = trainer.distributed_sampler_kwargs or {"num_replicas": 1}
         data.check_replicas(place["num_replicas"], self.config.exact)
         for key in ("teacher", "student"):
-            nets.check_fits(self.net(key, self.config.seeds[0])[0], data.input_shape, self.logits_shape, key)
+            self.check_net(key, data.example, trainer.strategy)
         teacher, _ = self.teacher(self.config.seeds[0])
         students, _ = self.students(self.config.seeds[0], teacher.net)
         if isinstance(trainer.strategy, strategies.DataParallel):
             trainer.strategy.check_module(teacher)
             trainer.strategy.check_module(students)
+
+    def check_net(self, key: str, example: Tensor, strategy: Strategy) -> None:
+        """Try a net out here, with its own kernels if it will train on the CPU, and see whether it can be cut."""
+        net, _ = self.net(key, self.config.seeds[0])
+        trained = key == "student" or self.config.teacher_ckpt is None
+        with nullcontext() if strategy.root_device.type == "cpu" else nets.any_kernel(net):
+            nets.check_fits(net, example, self.logits_shape, key, trained)
+        if isinstance(strategy, strategies.PipelineStrategy) or getattr(strategy, "devices_per_worker", 1) > 1:
+            with cli.refusals(getattr(self.config, key), key):
+                nets.pipeline_stages(net, key)
 
 
 def run(config: Namespace, wiring: Wiring, data: Any, out: Path, settings: dict[str, Any]) -> None:
@@ -153,10 +164,7 @@ def run(config: Namespace, wiring: Wiring, data: Any, out: Path, settings: dict[
         students.append(bake_off.stage(seed, "students", partial(wiring.taught, seed, out / f"seed{seed}" / "teacher")))
     if not job.is_main_process():
         return
-    header = {
-        "experiment": "kd", "data": {"name": data.name, **data.sizes}, "hardware": environment.hardware(),
-        "versions": environment.versions(), "config": settings, "seeds": list(config.seeds),
-    }  # fmt: skip
+    header = invocation.header("kd", data, settings, config.seeds)
     taught = [{**stage["runs"]["teacher"], "fit_seconds": stage["fit_seconds"]} for stage in teachers]
     learned = {name: [stage["runs"][name] for stage in students] for name in wiring.variants}
     seconds = [stage["fit_seconds"] for stage in students]

@@ -45,13 +45,13 @@ class LitClassifier(Learner):
         return [[p for p in self.net.parameters() if p.requires_grad]]
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Logits (B, classes) of inputs (B, ...)."""
+        """Logits (B, ..., classes) of inputs (B, ...)."""
         return self.net(inputs)
 
     def losses(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Cross-entropy of logits (b, classes), and what is logged of it."""
+        """Cross-entropy of logits (b, ..., classes), and what is logged of it."""
         losses = cross_entropy(outputs, batch.labels)
-        parts = {"loss": losses, **self.scores_of("").of_each(outputs, batch.labels)}
+        parts = {"loss": losses, **self.scores_of("").of_each(outputs, batch.labels, losses)}
         return self.loss_scales.scaled("", batch.mean(losses)), parts
 
     def pipeline_stages(self) -> list[nn.Module]:

@@ -12,7 +12,7 @@ from apprentice import keyed, replicas
 from apprentice.batch import Batch
 from apprentice.errors import BadInput
 from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepared
-from lit_modules.nets import Outputs, layer, run
+from lit_modules.nets import Outputs, any_kernel, layer, run, typed
 from lit_modules.objectives import Objective, Term
 from lit_modules.scores import ClassScores, MakeScores
 from lit_modules.side_by_side import side_by_side
@@ -32,7 +32,7 @@ class Student(nn.Module):
 
     def raw(self, inputs: Tensor) -> Outputs:
         """Logits (b, classes), and the features that the objective asks for."""
-        return run(self.net, inputs, set(self.objective.student_layers))
+        return run(self.net, inputs, set(self.objective.student_layers.values()))
 
 
 class Distillation(Learner):
@@ -54,6 +54,7 @@ class Distillation(Learner):
             module without augmentation, more than one epoch); 0, or outputs too large, runs the teacher every batch.
         scores: makes what evaluation counts of a student; `partial(TokenScores, ...)` where nets give logits
             (b, T, classes), a distribution for each token.
+        input_dtype: int64 where inputs are tokens.
 
     Raises:
         BadInput: an objective refuses its pair of nets; a name or layer can't be used.
@@ -70,6 +71,7 @@ class Distillation(Learner):
         seed: int = 0,
         teacher_cache_mb: int = 1024,
         scores: MakeScores | None = None,
+        input_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__(students, scores or partial(ClassScores, num_classes), optimizer, scheduler, seed)
         for name in students:
@@ -80,8 +82,9 @@ class Distillation(Learner):
         self.teacher_cache_bytes = teacher_cache_mb * 2**20
         self.cache: TeacherCache | None = None
         self._storing = False
-        self._example = torch.zeros(1, *input_shape)
-        self._build(self._example)
+        self._example = torch.zeros(1, *input_shape, dtype=input_dtype)
+        with any_kernel(self):
+            self._build(self._example)
         self.to(memory_format=torch.channels_last)
         self.register_state_dict_post_hook(_without_teacher)
         self.register_load_state_dict_post_hook(_teacher_not_missing)
@@ -90,24 +93,24 @@ class Distillation(Learner):
     def _build(self, example: Tensor) -> None:
         """Let each objective make its parts, from the seed and the shapes alone, and try it once."""
         self._check_layers()
-        teacher = self._ask_teacher(_as(self.teacher, example)) if self.uses_teacher else None
+        teacher = self._ask_teacher(typed(self.teacher, example)) if self.uses_teacher else None
         for name, student in self._students(()):
-            mode, inputs = student.training, _as(student.net, example)
-            outputs, objective = student.eval().raw(inputs), student.objective
+            mode, objective = student.training, student.objective
+            outputs = student.eval().raw(typed(student.net, example))
             try:
                 keyed.seeded(self.seed, partial(objective.build, outputs, teacher))
             except BadInput as fault:
                 raise BadInput(f"variants.{name}.{fault.flag}", fault.value, fault.expected) from None
             labels = torch.zeros(outputs.logits.shape[:-1], dtype=torch.int64)
-            objective.to(inputs.dtype)(objective.adapt(outputs), teacher, labels)
+            objective.to(outputs.logits.dtype)(objective.adapt(outputs), teacher, labels)
             student.train(mode)
 
     def _check_layers(self) -> None:
         for name, student in self._students(()):
-            for path in student.objective.student_layers:
-                layer(student.net, path, f"variants.{name}.student_layer", student.objective.needs)
-            for path in student.objective.teacher_layers:
-                layer(self.teacher, path, f"variants.{name}.teacher_layer")
+            for flag, path in student.objective.student_layers.items():
+                layer(student.net, path, f"variants.{name}.{flag}", student.objective.needs)
+            for flag, path in student.objective.teacher_layers.items():
+                layer(self.teacher, path, f"variants.{name}.{flag}")
 
     @property
     def uses_teacher(self) -> bool:
@@ -126,7 +129,7 @@ class Distillation(Learner):
         return [(name, self._student(name)) for name in self.runs if name not in but]
 
     def _ask_teacher(self, inputs: Tensor) -> Outputs:
-        layers = {path for _, s in self._students(()) for path in s.objective.teacher_layers}
+        layers = {path for _, s in self._students(()) for path in s.objective.teacher_layers.values()}
         with torch.no_grad():
             return run(self.teacher, inputs, layers)
 
@@ -195,8 +198,9 @@ class Distillation(Learner):
             terms = student.objective(found, teacher, batch.labels)
             total = _loss(terms)
             loss = loss + self.loss_scales.scaled(name, batch.mean(total))
-            parts |= {f"{name}/{term}": values for term, (values, _) in terms.items()}
-            measured = self.scores_of(name).of_each(found.logits, batch.labels)
+            parts |= {f"{name}/{what}": term.values for what, term in terms.items()}
+            ce = next((term.values for term in terms.values() if term.is_ce), None)
+            measured = self.scores_of(name).of_each(found.logits, batch.labels, ce)
             parts |= {f"{name}/loss": total, **{f"{name}/{what}": values for what, values in measured.items()}}
         return loss, parts
 
@@ -221,10 +225,6 @@ class Distillation(Learner):
 def _loss(terms: dict[str, Term]) -> Tensor:
     """(b,) weighted sum of the terms."""
     return sum((term.values * term.weight for term in terms.values()), start=torch.zeros(()))
-
-
-def _as(net: nn.Module, inputs: Tensor) -> Tensor:
-    return inputs.to(next(net.parameters()).dtype)
 
 
 def _without_teacher(_module: nn.Module, state: dict[str, Tensor], prefix: str, _metadata: Any) -> None:

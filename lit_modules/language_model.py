@@ -4,7 +4,7 @@ import copy
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
@@ -12,13 +12,12 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from apprentice.batch import Batch
 from apprentice.errors import BadInput
-from lit_modules.learner import Learner, prepared
-from lit_modules.nets import pipeline_stages
+from lit_modules.classifier import LitClassifier
 from lit_modules.objectives.cross_entropy import cross_entropy
 from lit_modules.scores import TokenScores
 
 
-class LitLanguageModel(Learner):
+class LitLanguageModel(LitClassifier):
     """Trains a net, tokens (B, T) -> logits (B, T, V), as GPT-2 is; equal numbers on any number of devices.
 
     AdamW, whose weight decay is for matrices alone; a learning rate that rises for `warmup_steps` and then falls along
@@ -33,6 +32,7 @@ class LitLanguageModel(Learner):
         betas: AdamW's.
         clip_norm: the largest norm of gradients, unless the Trainer has a `gradient_clip_val`; 0 for none.
         tokens_per_character: 1 where tokens are characters; for bits per character.
+        compiled: let torch.compile make the net's kernels, in each rank when it begins to fit.
         seed: keys the dropout's noise.
 
     Raises:
@@ -48,9 +48,10 @@ class LitLanguageModel(Learner):
         betas: tuple[float, float] = (0.9, 0.99),
         clip_norm: float = 1.0,
         tokens_per_character: float = 1.0,
+        compiled: bool = False,
         seed: int = 0,
     ) -> None:
-        super().__init__([""], partial(TokenScores, tokens_per_character), seed=seed)
+        super().__init__(net, seed=seed, scores=partial(TokenScores, tokens_per_character))
         for name, value in {"warmup_steps": warmup_steps, "weight_decay": weight_decay, "clip_norm": clip_norm}.items():
             if not 0 <= value < math.inf:
                 raise BadInput(name, value, "a number of 0 or more")
@@ -58,13 +59,13 @@ class LitLanguageModel(Learner):
             raise BadInput("lr", lr, "a number above 0")
         if not all(0 <= beta < 1 for beta in betas):
             raise BadInput("betas", list(betas), "two numbers of at least 0 and below 1")
-        self.net = prepared(net)
         self.lr, self.warmup_steps, self.weight_decay, self.betas = lr, warmup_steps, weight_decay, betas
-        self.clip_norm = clip_norm
+        self.clip_norm, self.compiled = clip_norm, compiled
 
-    def parameter_groups(self) -> list[list[nn.Parameter]]:
-        """The net's trainable parameters."""
-        return [[p for p in self.net.parameters() if p.requires_grad]]
+    def on_fit_start(self) -> None:
+        """Compile the net: here, as what is compiled is neither pickled nor of use in a fork."""
+        if self.compiled:
+            self.net.compile(dynamic=False)
 
     def configure_optimizers(self) -> Any:
         """AdamW, with a group that decays and one that does not; its rate changes with every step."""
@@ -86,27 +87,11 @@ class LitLanguageModel(Learner):
         clip = self.clip_norm if gradient_clip_val is None else gradient_clip_val
         super().configure_gradient_clipping(optimizer, clip, gradient_clip_algorithm)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (B, T, V) of tokens (B, T)."""
-        return self.net(tokens)
-
-    def losses(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Cross-entropy of logits (b, T, V), and what is logged of it."""
-        losses = cross_entropy(outputs, batch.labels)
-        parts = {"loss": losses, "bpc": losses.detach() * cast("TokenScores", self.scores_of("")).bits}
-        return self.loss_scales.scaled("", batch.mean(losses)), parts
-
-    def pipeline_stages(self) -> list[nn.Module]:
-        """The net's."""
-        return pipeline_stages(self.net)
-
-    def predict(self, inputs: Tensor) -> dict[str, Tensor]:
-        """The net's logits."""
-        return {"": self(inputs)}
-
     def step_alone(self, run: str, batch: Batch) -> Callable[[], Tensor]:
-        """Forward and loss of a copy of the net."""
+        """Forward and loss of a copy of the net, compiled where this one is."""
         net = copy.deepcopy(self.net).train()
+        if self.compiled:
+            net.compile(dynamic=False)
         return lambda: batch.mean(cross_entropy(net(batch.inputs), batch.labels))
 
 

@@ -33,8 +33,14 @@ class Scores(nn.Module):
         for metric in self.children():
             metric.reset()  # type: ignore[operator]
 
-    def of_each(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Values (b,) by name, of which training logs the means beside the loss."""
+    def of_each(self, logits: Tensor, labels: Tensor, ce: Tensor | None = None) -> dict[str, Tensor]:
+        """Values (b,) by name, of which training logs the means beside the loss.
+
+        Args:
+            logits: (b, ..., classes).
+            labels: (b, ...).
+            ce: their cross-entropies (b,), where they are known already.
+        """
         raise NotImplementedError
 
 
@@ -66,7 +72,7 @@ class ClassScores(Scores):
         correct, samples = confusion.trace(), confusion.sum()
         return {"loss": self.loss.compute(), "acc": correct.double() / samples, "correct": correct.double()}
 
-    def of_each(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    def of_each(self, logits: Tensor, labels: Tensor, ce: Tensor | None = None) -> dict[str, Tensor]:
         """Whether the largest logit is the label's."""
         return {"acc": logits.detach().argmax(1) == labels}
 
@@ -95,6 +101,6 @@ class TokenScores(Scores):
         loss = self.loss.compute()
         return {"loss": loss, "bpc": loss * self.bits, "perplexity": loss.exp()}
 
-    def of_each(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    def of_each(self, logits: Tensor, labels: Tensor, ce: Tensor | None = None) -> dict[str, Tensor]:
         """Bits per character."""
-        return {"bpc": cross_entropy(logits.detach(), labels) * self.bits}
+        return {"bpc": (cross_entropy(logits, labels) if ce is None else ce).detach() * self.bits}

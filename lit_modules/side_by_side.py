@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lit_modules.nets import Outputs, pipeline_stages, stage_of
+from lit_modules.nets import Outputs, any_kernel, pipeline_stages, stage_of, typed
 
 Cast = Callable[[], tuple[bool, Sequence[str]]]
 
@@ -42,27 +42,31 @@ def side_by_side(teacher: nn.Module, students: Mapping[str, Any], cast: Cast, ex
     Raises:
         BadInput: a net can't be cut.
     """
-    asked = {path for student in students.values() for path in student.objective.teacher_layers}
-    nets = [(teacher, asked), *((s.net, set(s.objective.student_layers)) for s in students.values())]
+    asked: dict[str, str] = {}  # of the teacher, by path the flag that names it
+    nets = [(teacher, asked)]
+    for name, student in students.items():
+        objective = student.objective
+        asked |= {path: f"variants.{name}.{flag}" for flag, path in objective.teacher_layers.items()}
+        nets.append((student.net, {p: f"variants.{name}.{flag}" for flag, p in objective.student_layers.items()}))
     modules = [pipeline_stages(net) for net, _ in nets]
     count = max(map(len, modules))
-    tracks = [_track(net, paths, own, count, example) for (net, paths), own in zip(nets, modules, strict=True)]
+    tracks = [_track(net, layers, own, count, example) for (net, layers), own in zip(nets, modules, strict=True)]
     named = dict(zip(students, tracks[1:], strict=True))
     return [Stage(number, count, tracks[0], named, students, cast) for number in range(count)]
 
 
-def _track(net: nn.Module, paths: set[str], modules: list[nn.Module], count: int, example: Tensor) -> Track:
+def _track(net: nn.Module, layers: Mapping[str, str], modules: list[nn.Module], count: int, example: Tensor) -> Track:
     slots = [number * count // len(modules) for number in range(len(modules))]
     pieces = [[m for m, slot in zip(modules, slots, strict=True) if slot == stage] for stage in range(count)]
-    found = {path: stage_of(net, modules, path) for path in sorted(paths)}
+    found = {path: stage_of(net, modules, path, layers[path]) for path in sorted(layers)}
     features = {path: (slots[number], module) for path, (number, module) in found.items()}
     return Track(pieces, features, list(_widths(net, pieces, example)))
 
 
 def _widths(net: nn.Module, pieces: list[list[nn.Module]], x: Any) -> Iterator[int]:
     modes = {m: m.training for m in net.modules()}
-    x = x.to(next(net.parameters()).dtype)
-    with torch.no_grad():
+    x = typed(net, x)
+    with torch.no_grad(), any_kernel(net):
         net.eval()
         for piece in pieces:
             for module in piece:

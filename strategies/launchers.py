@@ -48,6 +48,7 @@ class ForkLauncher(_MultiProcessingLauncher):
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # keeps Lightning from choosing a number
         # A child hangs in OpenMP with more threads than one once its parent has used them.
         torch.set_num_threads(1)
+        _compile_alone()
         if args[0] is not None:
             # Told to go, as when another rank has died, it goes: Lightning's own handler would talk to the others.
             args[0]._signal_connector._sigterm_notifier_fn = lambda *_: os._exit(128 + signal.SIGTERM)
@@ -71,6 +72,13 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         if not self.cluster_environment.creates_processes_externally:
             self._strategy.listen()
         return super().launch(function, *args, trainer=trainer, **kwargs)
+
+
+def _compile_alone() -> None:
+    """Have torch.compile compile in this process: the pool of compilers that its parent may have hangs in a fork."""
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    if inductor := sys.modules.get("torch._inductor.config"):  # it has read the variable
+        inductor.compile_threads = 1  # type: ignore[attr-defined]
 
 
 def _die_with_parent() -> None:

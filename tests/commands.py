@@ -1,11 +1,14 @@
 """An experiment's command line, called here, and what it leaves."""
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from apprentice import folders
 
 
 def results(out: Path) -> Any:
@@ -30,3 +33,33 @@ def refused(
     assert says in error
     assert error.count("\n") == 1
     assert not [*tmp_path.glob("refused/seed*"), *tmp_path.glob("refused/results*")]
+
+
+def left_by_overwriting(out: Path, tmp_path: Path) -> set[str]:
+    """What a run with --overwrite true finds of this one in its folder."""
+    copy = shutil.copytree(out, tmp_path / "overwritten")
+    with folders.opened(copy, overwrite=True):
+        return {path.name for path in copy.iterdir() if not path.name.startswith(".")}
+
+
+def refused_elsewhere(
+    main: Callable[[Sequence[str]], None],
+    out: Path,
+    changes: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The run, had it been measured on hardware with these changes, does not go on here, and stays as it was."""
+    copy = shutil.copytree(out, tmp_path / "elsewhere")
+    found = results(copy)
+    now = {key: found["hardware"][key] for key in changes}
+    (copy / "results.json").write_text(json.dumps(found | {"hardware": found["hardware"] | changes}))
+    before = {path.name: path.read_bytes() for path in copy.iterdir() if path.suffix}
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        main(["--out", str(copy), "--resume", "true"])
+    assert stop.value.code == 2
+    differ = "; ".join(f"{key} {changes[key]}, not {now[key]}" for key in changes)
+    expected = f"the machine on which the rows in {copy} were measured: {differ}; or take another --out"
+    assert capsys.readouterr().err == f"error: --resume true: expected {expected}\n"
+    assert {path.name: path.read_bytes() for path in copy.iterdir() if path.suffix} == before

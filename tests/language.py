@@ -33,5 +33,6 @@ def gpt(vocab_size: int = 11, block_size: int = 16, seed: int = 0, **options: An
 
 def language_model(data: Text, **options: Any) -> LitLanguageModel:
     """A model of this text; what is not the net's in `options` is the module's."""
-    of_module = {name: options.pop(name) for name in ("lr", "warmup_steps", "clip_norm", "seed") if name in options}
+    names = ("lr", "warmup_steps", "clip_norm", "compiled", "seed")
+    of_module = {name: options.pop(name) for name in names if name in options}
     return LitLanguageModel(gpt(**data.net_arguments, **options), **{"warmup_steps": 5} | of_module)

@@ -11,15 +11,20 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import profiler
 from torch.nn import functional as F
+from torch.utils.flop_counter import flop_registry
 
+from apprentice import costs
 from apprentice.errors import BadInput
 from apprentice.keyed import seeded
+from apprentice.progress import quiet
 from lit_modules.nets import Cache, SelfAttention
 from lit_modules.nets.attention import Backend, kernel
 
 HERE: list[Backend] = ["auto", "math", "flash"]  # on a CPU
 D, HEADS = 12, 3
 LENGTHS = (4, 1, 7)
+# torch's math kernel says so of jagged texts, once a process
+pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 
 
 def attention(causal: bool = False, backend: Backend = "auto", bias: bool = True) -> SelfAttention:
@@ -212,12 +217,39 @@ def test_what_a_kernel_cannot_serve_is_refused_with_torchs_reason(kind: str) -> 
         assert "\n" not in str(error.value)
 
 
-def test_other_errors_and_warnings_pass() -> None:
+def test_other_errors_pass() -> None:
     x = noise(1, HEADS, 4, 4)
-    with pytest.raises(RuntimeError, match="size"), kernel("math", x):
-        F.scaled_dot_product_attention(x, x[..., :2], x)
-    with pytest.warns(UserWarning, match="by the way"), kernel("math", x):
-        warnings.warn("by the way", stacklevel=1)
+    call = x, x[..., :2], x
+    with pytest.raises(RuntimeError, match="size"), kernel("math", *call):
+        F.scaled_dot_product_attention(*call)
+
+
+@pytest.mark.parametrize("backend", HERE)
+def test_a_call_that_is_served_leaves_the_processs_warnings_alone(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.delattr(warnings, "catch_warnings")
+        assert attention(True, backend)(noise(2, 7, D)).shape == (2, 7, D)
+
+
+def test_an_experiment_tells_a_refusal_once(capfd: pytest.CaptureFixture[str]) -> None:
+    with quiet(), pytest.raises(BadInput, match="non-zero dropout"):
+        SelfAttention(D, HEADS, dropout=0.1, backend="flash")(noise(2, 7, D).float())
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("backend", ["math", "flash"])
+@pytest.mark.parametrize("known", [True, False])
+def test_its_operations_are_counted(backend: Backend, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not known:  # by the counter of torch 2.11
+        for operator in costs.FLASH_ON_CPU:
+            monkeypatch.delitem(flop_registry, operator, raising=False)
+    net, x = attention(True, backend), noise(2, 7, D).requires_grad_()
+    products = 2 * (2 * 2 * 7**2 * D)  # q kᵀ, and weights times v, for two texts; no kernel's mask is counted
+    projections = 2 * 2 * 7 * D * (3 * D + D)
+    backward = {"math": 2, "flash": 2.5}[backend]  # flash computes q kᵀ once more
+    assert costs.flops(lambda: net(x).sum()) == (1 + backward) * products + 3 * projections
 
 
 def test_arguments_that_cannot_be_used() -> None:

@@ -17,6 +17,7 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 import datamodules
 import strategies
 from apprentice import cli
+from apprentice.cli.faults import one_line
 from apprentice.errors import BadInput
 from apprentice.trainers import trainers
 from lit_modules import nets, objectives
@@ -619,6 +620,41 @@ def raised(line):
 ])  # fmt: skip
 def test_one_line(capsys, error, expected):
     assert told(capsys, raiser(error)) == expected
+
+
+@pytest.mark.parametrize("where", [lambda error: error, lambda error: raised(f"apprentice.errors.BadInput: {error}")])
+def test_an_option_alone_is_told_with_its_flag(kd, where):
+    parse(kd, "--data.batch_size 3")
+    said = {
+        BadInput("batch_size", 3, "more"): "--data.batch_size 3: expected more",
+        BadInput("only", "ce", "more"): "--only ce: expected more",
+        BadInput("ce_weight", 0.75, "more"): "--ce_weight 0.75: expected more",  # of which variant, nobody knows
+        BadInput("data.batch_size", 3, "more"): "--data.batch_size 3: expected more",
+    }
+    for error, line in said.items():
+        assert one_line(where(error), kd) == line
+
+
+@pytest.mark.parametrize("line", [
+    "--data Text --teacher GPT --student RNNClassifier --student.num_classes 20",
+    "--student.num_classes 20 --student RNNClassifier --teacher GPT --data Text",
+    "--data Shakespeare --student RNNClassifier --teacher RNNClassifier --student.vocab_size 128",
+])  # fmt: skip
+def test_what_the_data_does_not_give_is_an_option_of_nets(kd, line, tmp_path):
+    config = parse(kd, line)
+    assert {"num_classes": 20, "vocab_size": 128}.items() & config.student.init_args.items()
+    (tmp_path / "config.yaml").write_text(kd.dump(config))
+    assert parse(kd, f"--config {tmp_path}/config.yaml") == config
+
+
+@pytest.mark.parametrize(("line", "flag"), [
+    ("--data Text --teacher GPT --student GPT --student.block_size 9", "student.block_size 9"),
+    ("--teacher GPT --teacher.vocab_size 9 --data Text", "teacher.vocab_size 9"),
+    ("--student.num_classes 9", "student.num_classes 9"),
+    ("--data Shakespeare --student RNNClassifier --student.num_classes 9", "student.num_classes 9"),
+])  # fmt: skip
+def test_what_the_data_gives_is_no_option_of_nets(kd, line, flag):
+    assert refused(kd, line).startswith(f"{flag}: expected an option of")
 
 
 def test_a_full_disk_under_torch_save(capsys):

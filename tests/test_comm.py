@@ -20,7 +20,7 @@ from apprentice.measuring.comm.report import every, table
 from apprentice.measuring.comm.rows import words
 from experiments import comm
 from strategies import ring
-from tests.commands import refused, results
+from tests.commands import left_by_overwriting, refused, refused_elsewhere, results
 from tests.processes import Run
 from tests.ranks import ranks
 
@@ -51,7 +51,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_a_run_leaves_what_the_issue_names(run: Path) -> None:
+def test_a_run_leaves_what_the_issue_names(run: Path, tmp_path: Path) -> None:
     found = results(run)
     assert set(found) == {"experiment", "hardware", "versions", "config", "rows"}
     assert found["experiment"] == "comm"
@@ -66,6 +66,13 @@ def test_a_run_leaves_what_the_issue_names(run: Path) -> None:
     page = (run / "results.md").read_text()
     assert all(f"| {name} | {group} | {backend} |" in page
                for backend in kinds for name in kinds[backend] for group in ("world", "sub-group"))  # fmt: skip
+    assert not left_by_overwriting(run, tmp_path)
+
+
+def test_a_run_that_was_measured_elsewhere_does_not_go_on(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused_elsewhere(comm.main, run, {"cores": 1000, "gpus": ["GPU"]}, tmp_path, capsys)
 
 
 RINGS = ("ring", "ring_unchunked")

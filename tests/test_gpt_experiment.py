@@ -2,20 +2,23 @@
 
 import json
 import math
+import shutil
 import signal
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
 
 from apprentice.checkpoints import SafePoints
 from apprentice.exports import load_net
 from datamodules import Text
 from experiments import gpt
 from lit_modules.scores import TokenScores
-from tests.commands import refused, results
+from tests.commands import left_by_overwriting, refused, results
 from tests.language import written
 from tests.processes import Run
 from tests.test_resume import kill_at
@@ -34,7 +37,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_a_run_leaves_what_is_needed(finished: Path) -> None:
+def test_a_run_leaves_what_is_needed(finished: Path, tmp_path: Path) -> None:
     found = results(finished)
     assert (found["experiment"], found["seeds"]) == ("gpt", [0, 1])
     assert found["data"] == {"name": "Text", "train": 450, "validation": 49, "test": 49}
@@ -52,7 +55,12 @@ def test_a_run_leaves_what_is_needed(finished: Path) -> None:
         assert [len(text) for text in found["samples"][str(seed)]] == [16, 16]
     for name in ("config.yaml", "environment.json", "results.md", "seed1/gpt/weights.pt", "seed1/gpt/vocabulary.json"):
         assert (finished / name).stat().st_size > 0
-    assert found["samples"]["0"][0].split("\n")[0] in (finished / "results.md").read_text()
+    told = (finished / "results.md").read_text()
+    assert told.startswith("# gpt on Text\n\n- Data: Text: 450 train, 49 validation, 49 test tokens\n- Seeds: 0, 1\n")
+    assert "net GPT(num_layers=2, num_heads=2" in told
+    assert "trainer.max_steps 12" in told
+    assert found["samples"]["0"][0].split("\n")[0] in told
+    assert not left_by_overwriting(finished, tmp_path)
 
 
 def test_bytes_are_tokens_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,6 +103,20 @@ def test_a_finished_run_goes_on_from_prompts(finished: Path, capsys: pytest.Capt
     assert capsys.readouterr().out == "a" * 16 + "\n"
 
 
+def test_what_was_trained_with_a_gpus_kernel_writes_here(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    told = run / "seed0" / "gpt" / "net.yaml"
+    told.write_text(told.read_text().replace("backend: auto", "backend: cudnn"))
+    assert load_net(told.parent).blocks[0].attention.backend == "cudnn"
+    capsys.readouterr()
+    for folder in (finished, run):
+        gpt.main(["--sample", "the ", "--run", str(folder)])
+    told_by = capsys.readouterr().out.splitlines()
+    assert told_by[: len(told_by) // 2] == told_by[len(told_by) // 2 :]
+
+
 @pytest.mark.parametrize("prompt", ["ROMEO:", "# a comment", "&x", "5", " spaced ", "a\nb", "[1, 2]", "", "true"])
 def test_a_prompt_is_taken_as_it_stands(prompt: str) -> None:
     assert gpt.parser().parse(["--sample", prompt, "--run", "x"]).sample == prompt
@@ -129,8 +151,16 @@ BAD: dict[str, tuple[list[str], str, str]] = {
     "heads": (["--net.num_heads", "5"], "--net.num_heads 5: expected a divisor of embed_dim, 128", ""),
     "backend": (["--net.backend", "fast"], "--net.backend fast: expected auto, math", ""),
     "no kernel": (["--net.backend", "cudnn"], "--net.backend cudnn: expected a kernel that serves", "torch says"),
-    "a net of images": (["--net", "LightNN"], "--net LightNN: expected a language model with generate(), as GPT", ""),
-    "a net of one step": (["--net", "mynet.Steps"], "--net Steps: expected a net that gives logits (1, 64, ", "(1, 5)"),
+    "a net of images": (
+        ["--net", "LightNN"],
+        "--net LightNN: expected a language model with generate() and block_size, as GPT",
+        "",
+    ),
+    "a net of one step": (
+        ["--net", "mynet.Steps"],
+        "--net Steps: expected a net that gives logits (64, ",
+        "it gives (5,)",
+    ),
     "rate": (["--model.lr", "0"], "--model.lr 0.0: expected a number above 0", ""),
     "another option": (["--model.rate", "1"], "--model.rate 1: expected an option of LitLanguageModel", ""),
     "no text": (["--data.path", "nowhere"], "--data.path nowhere: expected a file of text", ""),
@@ -178,6 +208,7 @@ def test_bad_input_is_one_line_before_anything_is_trained(
         "        super().__init__(64, 5)\n"
         "    def forward(self, tokens):\n"
         "        return super().forward(tokens.float())\n"
+        "    block_size = 64\n"
         "    def generate(self):\n"
         "        pass\n"
     )
@@ -244,6 +275,23 @@ def test_exact_runs_leave_equal_weights_on_one_process_two_and_a_pipeline(tmp_pa
         assert_same(weights, found[0][0][0])
         assert told == found[0][0][1]
         assert content == found[0][1]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own looking
+def test_compiled_on_two_processes_it_ends_as_eager_on_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
+    flags, found = [*QUICK, "--data.path", str(written(tmp_path))], []
+    for devices, compiled in (("1", "false"), ("2", "true")):
+        out = tmp_path / devices
+        run = Run(
+            gpt.main,
+            [*flags, "--trainer.devices", devices, "--compile", compiled, "--out", str(out)],
+            log=tmp_path / "log",
+        )
+        assert run.wait() == 0, run.output
+        found.append((ended(out)[0], results(out)["runs"][0]["test_loss"]))
+    assert_same(found[0][0], found[1][0], atol=1e-4)
+    assert found[0][1] == pytest.approx(found[1][1], abs=1e-5)
 
 
 @pytest.mark.real_data

@@ -22,7 +22,7 @@ from apprentice.measuring.report import markdown, table
 from apprentice.measuring.rows import Rows
 from experiments import hardware
 from strategies import DDP, NAMES
-from tests.commands import refused, results
+from tests.commands import left_by_overwriting, refused, refused_elsewhere, results
 from tests.processes import Run
 from tests.training import net
 
@@ -51,7 +51,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_a_run_leaves_what_the_issue_names(two: Path) -> None:
+def test_a_run_leaves_what_the_issue_names(two: Path, tmp_path: Path) -> None:
     found = results(two)
     assert set(found) == KEYS
     assert found["experiment"] == "hardware"
@@ -72,6 +72,13 @@ def test_a_run_leaves_what_the_issue_names(two: Path) -> None:
         assert (two / name).stat().st_size > 0
     page = (two / "results.md").read_text()
     assert all(f"| {name} |" in page for name in names)
+    assert not left_by_overwriting(two, tmp_path)
+
+
+def test_a_run_that_was_measured_elsewhere_does_not_go_on(
+    two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused_elsewhere(hardware.main, two, {"threads": 7}, tmp_path, capsys)
 
 
 def test_state_is_what_a_rank_holds(two: Path) -> None:

@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from apprentice.checkpoints import load_weights
+from apprentice.environment import limit_threads
 from apprentice.errors import BadInput
 from apprentice.exports import load_net
 from datamodules import Digits
 from experiments import kd
 from lit_modules.nets import LightNN
-from tests.commands import refused, results
+from tests.commands import left_by_overwriting, refused, results
 from tests.processes import Run
 from tests.training import assert_same, net
 
@@ -32,7 +33,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_a_run_leaves_what_the_issue_names(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_leaves_what_the_issue_names(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = results(finished)
     assert found["experiment"] == "kd"
     assert found["data"] == {"name": "Digits", "train": 150, "validation": 15, "test": 360}
@@ -43,6 +44,7 @@ def test_a_run_leaves_what_the_issue_names(finished: Path, capsys: pytest.Captur
         assert entry["step_ms"] > 0
         assert entry["train_flops"] > 0
     assert found["students"]["ce"]["objective"] == "CrossEntropy"
+    assert "- Data: Digits: 150 train, 15 validation, 360 test samples\n" in (finished / "results.md").read_text()
     assert len(found["students_fit_seconds"]) == 2
     for name in ("config.yaml", "environment.json", "results.md", "results.png"):
         assert (finished / name).stat().st_size > 0
@@ -53,6 +55,7 @@ def test_a_run_leaves_what_the_issue_names(finished: Path, capsys: pytest.Captur
     test = data.split("test")
     predicted = load_net(finished / "seed1" / "kd")(data.normalize(test.inputs)).argmax(1)
     assert int((predicted == test.labels).sum()) == found["students"]["kd"]["test_correct"][1]
+    assert not left_by_overwriting(finished, tmp_path)
 
 
 def test_a_teachers_costs_are_those_of_its_layers(finished: Path) -> None:
@@ -61,6 +64,15 @@ def test_a_teachers_costs_are_those_of_its_layers(finished: Path) -> None:
     dense = 16 * 4 * 256 + 256 * 10
     per_sample = 2 * (2 * first + 3 * second + 3 * dense)
     assert results(finished)["teacher"]["train_flops"] == per_sample * 150
+
+
+@pytest.mark.parametrize(("shape", "limit"), [((1, 8, 8), [1]), ((3, 32, 32), []), ((64,), [])])
+def test_one_thread_is_for_tiny_images(shape: tuple[int, ...], limit: list[int], monkeypatch: Any) -> None:
+    found: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", found.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    limit_threads(shape)
+    assert found == limit
 
 
 def test_a_loaded_teacher_is_tested_not_trained(finished: Path, tmp_path: Path) -> None:

@@ -1,18 +1,23 @@
 """A language model trains to the same numbers wherever it is trained."""
 
 import math
+import pickle
 from collections.abc import Callable, Iterator
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
+import torch._inductor.config
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+import strategies
 from apprentice.batch import Batch
 from apprentice.errors import BadInput
 from apprentice.progress import quiet
@@ -21,11 +26,14 @@ from lit_modules.language_model import LitLanguageModel, share_of_rate
 from lit_modules.scores import TokenScores
 from strategies import (
     DDP,
+    DDPFP16,
     FSDP,
     HSDP,
     AllReduce,
     DataParallel,
+    DDPPowerSGD,
     DDPRing,
+    LocalSGD,
     ParamServer,
     PipelineStrategy,
     RPCHybrid,
@@ -57,11 +65,29 @@ STRATEGIES: dict[str, tuple[Make, int, dict[str, Any]]] = {
 Outcome = tuple[list[float], list[float], dict[str, torch.Tensor]]
 
 
+class Watched(Callback):
+    """Learning rates and norms of gradients, as each step takes them."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+        self.norms: list[float] = []
+
+    def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        if any(p.grad is not None for p in pl_module.parameters()):
+            self.norms.append(math.sqrt(sum(float(p.grad.double().square().sum()) for p in pl_module.parameters())))
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+CLIP = 0.05  # which each of these steps comes up against
+
+
 def outcome(path: Path, devices: int = 1, strategy: Any = "auto", tied: bool = True, **options: Any) -> Outcome:
-    """Losses and bits per character of 20 steps, four epochs, with dropout; weights at their end."""
+    """Losses and bits per character of 20 steps, four epochs, with dropout, clipped; weights at their end."""
     path.mkdir()
     data, logger = text(path), LinesLogger(path / "log")
-    module = language_model(data, dropout=0.2, tie_weights=tied, lr=0.01)
+    module = language_model(data, dropout=0.2, tie_weights=tied, lr=0.01, clip_norm=CLIP)
     fit(module, data, devices, logger=logger, strategy=strategy, **STEPS | options)
     return logger.values("train/loss"), logger.values("val/bpc"), weights(module)
 
@@ -69,7 +95,10 @@ def outcome(path: Path, devices: int = 1, strategy: Any = "auto", tied: bool = T
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Outcome]:
     folder = tmp_path_factory.mktemp("alone")
-    return {tied: outcome(folder / str(tied), tied=tied) for tied in (True, False)}
+    seen = Watched()
+    found = {tied: outcome(folder / str(tied), tied=tied, callbacks=[seen]) for tied in (True, False)}
+    assert (min(seen.norms), max(seen.norms)) == pytest.approx((CLIP, CLIP), rel=1e-4)
+    return found
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -86,6 +115,28 @@ def test_float64_losses_are_those_of_one_process(name: str, alone: dict[bool, Ou
     assert_same(ended, other, atol=1e-9)
 
 
+SAME = {"ddp_fork", "ddp_notebook", "ddp_spawn"}  # ddp, its ranks started otherwise
+LOSSY: dict[str, tuple[Make, int, float]] = {
+    "ddp_fp16": (DDPFP16, 1, 1e-3),
+    "ddp_powersgd": (DDPPowerSGD, 11, 0.1),  # ten steps' gradients travel whole
+    "local_sgd": (LocalSGD, 1, 0.2),
+}
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_what_compresses_or_averages_begins_alike_and_stays_near(
+    name: str, alone: dict[bool, Outcome], tmp_path: Path
+) -> None:
+    make, same, near = LOSSY[name]
+    losses, theirs = alone[True][0], outcome(tmp_path / "run", 2, make(timeout=60))[0]
+    assert theirs[:same] == pytest.approx(losses[:same], abs=1e-9, rel=0)
+    assert 1e-6 < max(abs(a - b) for a, b in zip(losses, theirs, strict=True)) < near
+
+
+def test_every_strategy_is_tried() -> None:
+    assert {name.split()[0].rstrip(",") for name in [*STRATEGIES, *LOSSY]} == strategies.NAMES.keys() - SAME
+
+
 def bits(path: Path, devices: int, make: Make = DDP, **options: Any) -> tuple[dict[str, torch.Tensor], bytes]:
     """Weights and log of a float32 run in which every layer of keyed dropout is on."""
     exact, steps = options.pop("exact", 4), {"max_epochs": 2, "log_every_n_steps": 1}
@@ -99,13 +150,16 @@ def bits(path: Path, devices: int, make: Make = DDP, **options: Any) -> tuple[di
 
 
 def test_exact_bits_are_those_of_one_process(tmp_path: Path) -> None:
-    one = bits(tmp_path, 1)
+    one, tied = bits(tmp_path, 1), bits(tmp_path, 1, tie_weights=True)
     assert len(one[1].splitlines()) > 10
+    other = bits(tmp_path, 2, tie_weights=True)
+    assert_same(tied[0], other[0])
+    assert tied[1] == other[1] != one[1]
     pipelines: list[tuple[int, Make, dict[str, Any]]] = [
         (2, PipelineStrategy, {}),
         (4, PipelineStrategy, {"data_parallel_size": 2, "schedule": "GPipe"}),
     ]
-    for devices, make, options in [(2, DDP, {}), (3, DDP, {}), (4, DDP, {}), *pipelines]:
+    for devices, make, options in [(2, DDP, {}), (3, DDP, {}), *pipelines]:
         other = bits(tmp_path, devices, make, **options)
         assert_same(one[0], other[0])
         assert one[1] == other[1]
@@ -147,7 +201,7 @@ def test_resumed_in_mid_epoch_under_other_strategies_it_ends_the_same(
     ]
     for strategy, devices, until in chain:
         data = text(tmp_path)
-        module = language_model(data, dropout=0.2, tie_weights=False, lr=0.01)
+        module = language_model(data, dropout=0.2, tie_weights=False, lr=0.01, clip_norm=CLIP)
         resumed = {"ckpt_path": path, "weights_only": True} if path.exists() else {}
         with quiet():
             made = trainer(devices, **STEPS | {"callbacks": [SaveAndStop(path, until)], "strategy": strategy})
@@ -155,21 +209,51 @@ def test_resumed_in_mid_epoch_under_other_strategies_it_ends_the_same(
     assert_same(weights(module), alone[False][2], atol=1e-9)
 
 
+class Traced(Callback):
+    """Fails in a rank that has compiled nothing, or whose compiler would wait for the pool of another process."""
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not torch._dynamo.utils.counters["frames"]["ok"]:
+            raise AssertionError("nothing was compiled")
+        if trainer.world_size > 1 and torch._inductor.config.compile_threads != 1:
+            raise AssertionError("not compiled alone")
+
+
+@pytest.fixture
+def tracing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What is traced is the same with any backend; this one needs no compiler."""
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with torch._inductor.config.patch(compile_threads=4):
+        yield
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own looking
-@pytest.mark.parametrize("devices", [1, 2])  # what is traced is the same with any backend; this one needs no compiler
+@pytest.mark.usefixtures("tracing")
+@pytest.mark.parametrize("devices", [1, 2])
 def test_compiled_it_trains_to_eager_losses(devices: int, tmp_path: Path) -> None:
     found = []
     for compiled in (False, True):
         path = tmp_path / str(compiled)
         path.mkdir()
         data, logger = text(path, batch_size=12), LinesLogger(path / "log")
-        module = language_model(data, dropout=0.2)
-        if compiled:
-            module.net.compile(dynamic=False, backend="aot_eager")
-        strategy = DDP(timeout=120) if devices > 1 else "auto"
-        fit(module, data, devices, logger=logger, strategy=strategy, max_epochs=1, log_every_n_steps=1)
+        module = language_model(data, dropout=0.2, compiled=compiled, num_layers=1)
+        options = {"callbacks": [Traced()] if compiled else [], "strategy": DDP(timeout=120) if devices > 1 else "auto"}
+        fit(module, data, devices, logger=logger, max_epochs=1, log_every_n_steps=1, **options)
         found.append(logger.values("train/loss"))
     assert found[0] == pytest.approx(found[1], abs=1e-5)
+
+
+@pytest.mark.usefixtures("tracing")
+def test_what_a_spawned_rank_receives_compiles_and_so_does_the_step_alone(tmp_path: Path) -> None:
+    data = text(tmp_path)
+    module = pickle.loads(pickle.dumps(language_model(data, compiled=True)))
+    module.on_fit_start()
+    assert module.net._compiled_call_impl is not None
+    batch = next(iter(data.train_dataloader()))
+    module.step_alone("", batch)().backward()
+    assert torch._dynamo.utils.counters["frames"]["ok"] == 1
 
 
 def test_scores_count_tokens(tmp_path: Path) -> None:
@@ -190,21 +274,6 @@ def test_scores_count_tokens(tmp_path: Path) -> None:
     assert scores.compute()["loss"].item() == pytest.approx(-log_p[0].mean().item(), abs=1e-6)
     each = scores.of_each(logits[:4], labels[:4])["bpc"]
     torch.testing.assert_close(each.double(), -log_p[:4].mean(1) * 1.5 / math.log(2), atol=1e-5, rtol=0)
-
-
-class Watched(Callback):
-    """Learning rates and norms of gradients, as each step takes them."""
-
-    def __init__(self) -> None:
-        self.rates: list[float] = []
-        self.norms: list[float] = []
-
-    def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        if any(p.grad is not None for p in pl_module.parameters()):
-            self.norms.append(math.sqrt(sum(float(p.grad.double().square().sum()) for p in pl_module.parameters())))
-
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
 
 
 def watched(data: Text, **options: Any) -> tuple[Watched, LitLanguageModel]:

@@ -1,5 +1,8 @@
 """The nets are what their papers and tutorials say they are."""
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -13,8 +16,11 @@ from lit_modules.nets import (
     Outputs,
     ResNet,
     RNNClassifier,
+    SelfAttention,
     Torchvision,
     ViT,
+    any_kernel,
+    check_fits,
     globalise,
     pipeline_stages,
     run,
@@ -261,3 +267,39 @@ class _Odd(nn.Module):
 def test_a_model_that_is_no_chain_of_its_children_is_found_out(way: str) -> None:
     with pytest.raises(ValueError, match=r"a child is called twice|something unknown is done between"):
         seeded(0, lambda: chain(_Odd(way), torch.randn(8, 4)))
+
+
+class _Noisy(nn.Module):
+    """BatchNorm and torch's dropout; what it gives in training is one's own affair."""
+
+    def __init__(self, pair: bool = False) -> None:
+        super().__init__()
+        self.pair = pair
+        self.layers = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 3))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        logits = self.layers(x)
+        return (logits, logits) if self.pair and self.training else logits
+
+
+def test_whether_a_net_fits_is_seen_in_training_too_and_changes_nothing() -> None:
+    net, example = _Noisy(), torch.ones(2, 1, 2, 2)
+    net.layers[3].eval()
+    before = copy.deepcopy(net.state_dict()), [m.training for m in net.modules()], torch.get_rng_state()
+    check_fits(net.double(), example, (3,))
+    assert all(torch.equal(value, net.state_dict()[name]) for name, value in before[0].items())
+    assert [m.training for m in net.modules()] == before[1]
+    assert torch.equal(torch.get_rng_state(), before[2])
+    with pytest.raises(BadInput, match=r"^--student _Noisy: expected a net that gives logits \(3,\).*; it gives tuple"):
+        check_fits(_Noisy(pair=True), example, (3,), "student")
+    check_fits(_Noisy(pair=True), example, (3,), trained=False)
+
+
+def test_shapes_can_be_learned_where_another_device_s_kernel_is_missing() -> None:
+    net = ViT(backend="cudnn", embed_dim=16, num_layers=2, num_heads=2)
+    images = torch.zeros(2, 3, 32, 32)
+    with any_kernel(net):
+        assert net(images).shape == (2, 10)
+    assert {m.backend for m in net.modules() if isinstance(m, SelfAttention)} == {"cudnn"}
+    with pytest.raises(BadInput, match=r"^--backend cudnn: expected a kernel that serves"):
+        net(images)

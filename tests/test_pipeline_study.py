@@ -23,7 +23,7 @@ from apprentice.measuring.pipeline.rows import bubble_bound
 from apprentice.progress import quiet
 from experiments import pipeline
 from strategies import NAMES
-from tests.commands import refused, results
+from tests.commands import left_by_overwriting, refused, refused_elsewhere, results
 from tests.processes import Run
 from tests.training import trainer
 
@@ -49,7 +49,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_a_run_leaves_what_the_issue_names(run: Path) -> None:
+def test_a_run_leaves_what_the_issue_names(run: Path, tmp_path: Path) -> None:
     found = results(run)
     assert set(found) == KEYS
     assert found["experiment"] == "pipeline"
@@ -69,6 +69,13 @@ def test_a_run_leaves_what_the_issue_names(run: Path) -> None:
     page = (run / "results.md").read_text()
     assert all(f"| {name} |" in page for name in names)
     assert all(figure in page for figure in ("3.75", "4.02", "2.51", "2.43"))
+    assert not left_by_overwriting(run, tmp_path)
+
+
+def test_a_run_that_was_measured_elsewhere_does_not_go_on(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused_elsewhere(pipeline.main, run, {"cpu": "Another"}, tmp_path, capsys)
 
 
 def test_rows_have_the_figures_that_their_seconds_give(run: Path) -> None:

@@ -28,6 +28,7 @@ def test_a_sample_is_a_block_and_its_labels_are_one_later(tmp_path: Path) -> Non
     assert torch.equal(taken.inputs, train.inputs[[3, 0, 441]].long())
     assert torch.equal(taken.labels, train.labels[[3, 0, 441]].long())
     assert data.net_arguments == {"vocab_size": len(set(whole)), "block_size": 8}
+    assert data.example.equal(torch.zeros(2, 8, dtype=torch.int64))
     assert data.sizes == {"train": 450, "validation": 49, "test": 49}
 
 
@@ -175,7 +176,9 @@ BAD: dict[str, tuple[bytes | None, dict[str, Any], str]] = {
         "--data.path {path}: expected text in UTF-8; byte 3 is not. --data.vocabulary b",
     ),
     "short": (b"abcd" * 20, {}, "--data.block_size 8: expected fewer tokens than the 8 of the text's last tenth"),
-    "no block": (b"abcd" * 90, {"block_size": 0}, "--data.block_size 0: expected at least 1 token"),
+    "no block": (b"abcd" * 90, {"block_size": 0}, "--data.block_size 0: expected a whole number of tokens, at least 1"),
+    "half a block": (b"abcd" * 90, {"block_size": 8.5}, "--data.block_size 8.5: expected a whole number of tokens"),
+    "vocabulary": (b"abcd" * 90, {"vocabulary": "byte"}, "--data.vocabulary byte: expected characters or bytes"),
     "no batch": (b"abcd" * 90, {"batch_size": 0}, "--data.batch_size 0: expected a whole number of at least 1"),
 }
 

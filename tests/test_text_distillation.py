@@ -19,31 +19,50 @@ from apprentice.results import load_results
 from apprentice.verdict import verdict
 from datamodules import Text
 from experiments import compare, kd
+from lit_modules import scores
+from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
-from lit_modules.objectives import Cosine, CrossEntropy, Hinton, JensenShannon, ReverseKL
+from lit_modules.nets import Outputs
+from lit_modules.objectives import Cosine, CrossEntropy, Hinton, JensenShannon, Objective, ReverseKL, Sum, Term
+from lit_modules.objectives.cross_entropy import cross_entropy
 from lit_modules.scores import TokenScores
-from strategies import DDP, FSDP, PipelineStrategy
+from strategies import DDP, FSDP, LocalSGD, PipelineStrategy
 from tests.commands import refused, results
 from tests.language import gpt, text, written
 from tests.processes import Run
 from tests.test_resume import kill_at
 from tests.training import LinesLogger, assert_same, fit, weights
 
+
+class Unmarked(Objective):
+    """Someone's method, which does not say that a term is the cross-entropy, and calls another one so."""
+
+    uses_teacher = False
+
+    def forward(self, student: Outputs, teacher: Outputs | None, labels: torch.Tensor) -> dict[str, Term]:
+        return {"ce": Term(2 * cross_entropy(student.logits, labels), 1.0)}
+
+
 OBJECTIVES = {"ce": CrossEntropy, "kd": Hinton, "reverse": ReverseKL, "js": JensenShannon, "cosine": Cosine}
 SMALL = {"num_layers": 2, "embed_dim": 8, "tie_weights": False}
 
 
-def distillation(data: Text, *names: str) -> Distillation:
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05)
+
+
+def distillation(data: Text, *names: str, **options: Any) -> Distillation:
     nets = {name: (gpt(**data.net_arguments, **SMALL, dropout=0.1), OBJECTIVES[name]()) for name in names or OBJECTIVES}
     teacher = gpt(**data.net_arguments, seed=1, tie_weights=False)
     shape = {"input_shape": data.input_shape, "num_classes": data.num_classes}
-    return Distillation(teacher, nets, **shape, scores=partial(TokenScores, data.tokens_per_character))
+    return Distillation(teacher, nets, **shape, scores=partial(TokenScores, data.tokens_per_character), **options)
 
 
 def ended(folder: Path, devices: int = 1, names: tuple[str, ...] = (), **options: Any) -> LightningModule:
     """After two epochs, each of four batches of 13 and one of 3."""
     data = text(folder)
-    return fit(distillation(data, *names), data, devices, **{"precision": "64-true"} | options)
+    made = {"optimizer": options.pop("optimizer")} if "optimizer" in options else {}
+    return fit(distillation(data, *names, **made), data, devices, **{"precision": "64-true"} | options)
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +84,11 @@ def test_float64_agrees_with_one_process(name: str, alone: Distillation, tmp_pat
     devices, strategy, options = PLACES[name]
     module = ended(tmp_path, devices, strategy=strategy(timeout=60, **options))
     assert_same(weights(alone), weights(module), atol=1e-9)
+
+
+def test_local_sgd_of_every_step_is_one_process_sgd(tmp_path: Path) -> None:
+    one, two = (ended(tmp_path, n, ("js",), optimizer=sgd, strategy=LocalSGD(timeout=60, period=1)) for n in (1, 2))
+    assert_same(weights(one), weights(two), atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["js", "cosine"])
@@ -100,6 +124,27 @@ def test_the_first_losses_are_the_formulas(alone: Distillation, tmp_path: Path) 
     )
 
 
+def test_a_students_cross_entropy_is_computed_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    data = text(tmp_path)
+    module = distillation(data, "ce", "cosine")
+    module.students["ce"].objective = Sum([Hinton(), Unmarked()])
+    batch = next(iter(data.train_dataloader()))
+    outputs = module(batch.inputs)
+    expected = module.losses(outputs, batch)[1]
+    calls = []
+    monkeypatch.setattr(scores, "cross_entropy", lambda *given: calls.append(given) or cross_entropy(*given))
+    found = module.losses(outputs, batch)[1]
+    assert not calls
+    module.students["ce"].objective = Unmarked()
+    assert torch.equal(module.losses(outputs, batch)[1]["ce/bpc"], found["ce/bpc"])
+    assert len(calls) == 1
+    torch.testing.assert_close(found["ce/bpc"], expected["ce/0.ce"] / math.log(2))
+    classifier = LitClassifier(module.teacher, data.num_classes, scores=TokenScores)
+    losses, bits = (classifier.losses(outputs[1]["ce"].logits, batch)[1][name] for name in ("loss", "bpc"))
+    torch.testing.assert_close(bits, losses.detach() / math.log(2))
+    assert len(calls) == 1
+
+
 # By the command
 
 TEACHER = ["--teacher.num_layers", "2", "--teacher.num_heads", "2", "--teacher.embed_dim", "16"]
@@ -132,6 +177,7 @@ def test_a_run_leaves_loss_and_bits_in_place_of_accuracy(finished: Path) -> None
         assert entry["train_flops"] > 0
     page = (finished / "results.md").read_text()
     assert "| test loss | bits per char | Δ to ce, bits |" in page
+    assert "- Data: Text: 450 train, 49 validation, 49 test tokens\n" in page
     assert "Bits per character: mean ± standard deviation over 2 seeds." in page
     assert (finished / "results.png").stat().st_size > 0
     kd_bits = found["students"]["kd"]["test_bpc"]
@@ -253,12 +299,23 @@ def test_a_killed_run_goes_on_and_ends_the_same(folder: Path) -> None:
     assert outcome(folder / "again") == exact(folder)
 
 
+PIPELINE = ["--trainer.strategy", "pipeline", "--trainer.devices", "2"]
 BAD = {
     "heads": (["--student.num_heads", "3"], "--student.num_heads 3", "a divisor of embed_dim, 8"),
     "given by the data": (["--student.block_size", "9"], "--student.block_size 9", "an option of GPT"),
     "maps": (["--only", "hint"], "--variants.hint.student_layer default", "maps of one height and width"),
     "beta": (["--variants.js.beta", "1"], "--variants.js.beta 1", "above 0 and below 1"),
-    "tied": (["--trainer.strategy", "pipeline", "--trainer.devices", "2"], "--tie_weights True", "tie_weights=False"),
+    "tied": (PIPELINE, "--teacher.tie_weights True", "tie_weights=False"),
+    "tied student": (
+        [*PIPELINE, "--teacher.tie_weights", "false"],
+        "--student.tie_weights True",
+        "tie_weights=False",
+    ),
+    "dropout in a kernel without": (
+        ["--student.backend", "flash", "--student.attention_dropout", "0.1"],
+        "--student.backend flash",
+        "torch says",
+    ),
 }
 
 
@@ -274,4 +331,32 @@ def test_data_and_nets_have_to_fit(tmp_path: Path, capsys: pytest.CaptureFixture
         "RNNClassifier": "a net that gives logits",
     }.items():
         refused(kd.main, flags(tmp_path, student=student), f"--student {student}", says, tmp_path, capsys)
-    refused(kd.main, ["--student", "GPT"], "--student GPT", "vocab_size", tmp_path, capsys)
+    refused(kd.main, ["--student", "GPT"], "--student.vocab_size (nothing)", "GPT can't do", tmp_path, capsys)
+    sizes = ["--student.vocab_size", "9", "--student.block_size", "8"]
+    refused(kd.main, ["--student", "GPT", *sizes], "--student GPT", "a net that gives logits (10,)", tmp_path, capsys)
+
+
+BIGRAMS = """
+from torch import nn
+
+
+class Bigrams(nn.Sequential):
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(nn.Embedding(vocab_size, 8), nn.Linear(8, vocab_size))
+"""
+
+
+def test_a_net_of_ones_own_may_begin_with_an_embedding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bigrams.py").write_text(BIGRAMS)
+    monkeypatch.chdir(tmp_path)
+    kd.main([*flags(tmp_path, student="bigrams.Bigrams"), "--only", "ce", "--out", "run"])
+    student = load_net(tmp_path / "run" / "seed0" / "ce")
+    tokens = torch.arange(8)[None]
+    assert student(tokens).shape == (1, 8, student[1].out_features)
+    students = {"kd": (student, Hinton())}
+    teacher = gpt(student[1].out_features, tie_weights=False)
+    module = Distillation(teacher, students, input_shape=(8,), input_dtype=torch.int64)
+    x: Any = (tokens,)
+    for stage in module.train().pipeline_stages():
+        x = stage(*x)
+    assert torch.equal(x[1]["kd"].logits, student(tokens))

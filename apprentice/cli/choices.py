@@ -47,12 +47,14 @@ class Family:
         package: where short names are looked up.
         skip: arguments of their constructors that are no options.
         refused: classes that can't be used, with what would do.
+        given: more arguments that are no options, as what is chosen elsewhere gives them.
     """
 
     bases: tuple[type, ...]
     package: ModuleType
     skip: frozenset[str] = frozenset()
     refused: Mapping[Any, str] = field(default_factory=dict)
+    given: set[str] = field(default_factory=set)
 
     @property
     def known(self) -> dict[str, type]:
@@ -109,7 +111,7 @@ class Family:
 
     def options_of(self, found: type) -> Options:
         """What a class takes."""
-        return options_of(found, self.skip)
+        return options_of(found, self.skip.union(self.given))
 
     def label(self, chosen: Chosen) -> str:
         """What a choice is called."""

@@ -44,7 +44,7 @@ def one_line_errors(parser: "Parser | None" = None) -> Iterator[None]:
 def one_line(error: Exception, parser: "Parser | None" = None) -> str | None:
     """The message of an error that users can do something about, None for others."""
     if isinstance(error, BadInput) or str(error).startswith("--"):
-        return str(error)
+        return _told(str(error), parser)
     if isinstance(error, OSError):
         return _disk(error)
     if isinstance(error, ValueError):
@@ -64,7 +64,12 @@ def _rank(error: ProcessRaisedException | ProcessExitedException, parser: "Parse
         return f"rank {error.error_index} {how}; --out FOLDER --resume true goes on from its checkpoint, if it left one"
     told = FROM_RANK.fullmatch(str(error).strip().splitlines()[-1])
     refused = told and told["kind"] == "ValueError" and not told["told"].startswith("--")
-    return told and (_option(told["told"], parser) if refused else told["told"])
+    return told and (_option(told["told"], parser) if refused else _told(told["told"], parser))
+
+
+def _told(message: str, parser: "Parser | None") -> str:
+    """A message that begins with a flag; where that is an option alone, with the whole flag if it can be known."""
+    return _option(message.removeprefix("--"), parser) or message
 
 
 def _option(message: str, parser: "Parser | None") -> str | None:

@@ -13,6 +13,7 @@ from apprentice.cli import optimizers, usage
 from apprentice.cli.building import arguments, build
 from apprentice.cli.choices import Catalogue, Family, leaf
 from apprentice.cli.entries import Entry, Fixed, Many, One
+from apprentice.cli.imports import imported
 from apprentice.cli.layers import Layer, as_given, flat, layers_of
 from apprentice.cli.options import Options, near
 from apprentice.cli.run_options import RunOptions
@@ -52,6 +53,7 @@ class Parser:
         self.options = Options(options)
         self.entries: dict[str, Entry] = {}
         self.catalogue = Catalogue()
+        self._given: list[tuple[Family, str, str]] = []
         self._parsed: dict[str, Any] = {}
 
     # What there is
@@ -64,6 +66,7 @@ class Parser:
         default: Any,
         skip: Iterable[str] = (),
         optional: bool = False,
+        given: tuple[str, str] | None = None,
     ) -> None:
         """Add `--KEY CLASS` and `--KEY.OPTION VALUE`.
 
@@ -74,8 +77,13 @@ class Parser:
             default: short name, or class_path and init_args.
             skip: arguments of constructors that are no options.
             optional: whether `null` is a choice.
+            given: key of a choice that was added before, and the attribute in which the class chosen there has the
+                names of more arguments that are no options.
         """
-        self._add(key, One(_family(bases, package, skip), default, optional))
+        family = _family(bases, package, skip)
+        if given is not None:
+            self._given.append((family, *given))
+        self._add(key, One(family, default, optional))
 
     def add_variants(
         self,
@@ -159,21 +167,37 @@ class Parser:
 
     def flag(self, name: str, value: str) -> str | None:
         """The only flag of what was parsed for an option of this name, or the only one that has this value too."""
+        if name in self._parsed:
+            return name
         named = [flag for flag in self._parsed if flag.rpartition(".")[2] == name]
         same = [flag for flag in named if str(self._parsed[flag]) == value] if len(named) > 1 else named
         return same[0] if len(same) == 1 else None
 
     def _start(self) -> dict[str, Any]:
-        start = {key: entry.start(self.catalogue, key) for key, entry in self.entries.items()}
+        start: dict[str, Any] = {}
+        for key, entry in self.entries.items():
+            start[key] = entry.start(self.catalogue, key)
+            self._give(start)
         return {**start, **self.options.defaults}
 
     def _changed(self, settings: dict[str, Any], layers: Iterable[Layer]) -> dict[str, Any]:
-        settings = dict(settings)
-        for layer in layers:
-            with as_given([layer]):
-                for key, given in layer.given.items():
-                    settings[key] = self._change(settings, key, given)
+        settings, layers = dict(settings), list(layers)
+        givers = {giver for _, giver, _ in self._given}
+        for first in (True, False):
+            for layer in layers:
+                with as_given([layer]):
+                    for key, given in layer.given.items():
+                        if (key in givers) is first:
+                            settings[key] = self._change(settings, key, given)
+            self._give(settings)
         return settings
+
+    def _give(self, settings: Mapping[str, Any]) -> None:
+        """Tell families what is no option beside these settings."""
+        for family, giver, attribute in self._given:
+            if giver in settings:
+                family.given.clear()
+                family.given.update(getattr(imported(settings[giver].class_path, giver), attribute))
 
     def _change(self, settings: dict[str, Any], key: str, given: Any) -> Any:
         if key in self.entries:

@@ -13,6 +13,7 @@ from apprentice.errors import BadInput
 from apprentice.files import write_json
 
 FIXED = ("devices", "strategy", "accelerator")  # of the Trainer: a resumed fit may change them, figures may not mix
+MACHINE = ("cpu", "cores", "gpus")
 
 
 class Kept:
@@ -28,25 +29,29 @@ class Kept:
         out: the run's folder, opened.
         command: the command line.
         config: what it said.
+        how: with what else of the machine its rows are measured, as `threads`.
 
     Raises:
-        BadInput: the run in the folder was started with other devices.
+        BadInput: the run in the folder was started with other devices, or on another machine.
     """
 
-    def __init__(self, experiment: str, key: str, out: Path, command: cli.Parser, config: Namespace) -> None:
+    def __init__(
+        self, experiment: str, key: str, out: Path, command: cli.Parser, config: Namespace, **how: int | str
+    ) -> None:
         self.out, self.parser = out, command
         settings = command.as_dict(config)
         self.rows: dict[str, dict[str, Any]] = {}
         self.failed: dict[str, str] = {}
+        self.header = {
+            "experiment": experiment, "hardware": environment.hardware() | how, "versions": environment.versions(),
+            "config": settings,
+        }  # fmt: skip
         if config.resume and (out / "results.json").exists():
             before = json.loads((out / "results.json").read_text())
             if "trainer" in settings:
                 _check_same(before["config"]["trainer"], settings["trainer"], out)
+            _check_machine(_machine(before, how), _machine(self.header, how), out)
             self.rows = {row[key]: row for row in before["rows"]}
-        self.header = {
-            "experiment": experiment, "hardware": environment.hardware(), "versions": environment.versions(),
-            "config": settings,
-        }  # fmt: skip
         invocation.describe(out, command, config)
 
     def write(self, names: Iterable[str]) -> dict[str, Any]:
@@ -111,6 +116,18 @@ def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], out: Path) ->
             shown = {each: _name(value[key]) for each, value in (("before", before), ("now", now))}
             expected = f"{shown['before']}, as the rows in {out} were measured; leave it out, or take another --out"
             raise BadInput(f"trainer.{key}", shown["now"], expected)
+
+
+def _machine(header: Mapping[str, Any], how: Iterable[str]) -> dict[str, Any]:
+    """What figures depend on that no flag says."""
+    machine = {name: header["hardware"].get(name) for name in (*MACHINE, *how)}
+    return {**machine, "torch": header["versions"]["torch"]}
+
+
+def _check_machine(before: Mapping[str, Any], now: Mapping[str, Any], out: Path) -> None:
+    if differ := [f"{name} {before[name]}, not {now[name]}" for name in before if before[name] != now[name]]:
+        expected = f"the machine on which the rows in {out} were measured: {'; '.join(differ)}; or take another --out"
+        raise BadInput("resume", "true", expected)
 
 
 def _name(value: Any) -> Any:

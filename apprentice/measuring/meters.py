@@ -48,7 +48,7 @@ class Stamps:
 
 
 class PeakMemory:
-    """The most memory that tensors take from here on.
+    """The most memory that tensors take from here on, beyond what they hold now.
 
     On a GPU it is what torch's allocator hands out at most. On Linux it is the growth of the process's peak resident
     memory, without pages of files: a fork has not read the libraries' code yet, which is no cost of training.
@@ -62,6 +62,7 @@ class PeakMemory:
         if device.type == "cuda":
             torch.cuda.init()
             torch.cuda.reset_peak_memory_stats(device)
+            self._start = torch.cuda.memory_allocated(device)
         elif LINUX:
             _give_back()
             with suppress(OSError):
@@ -71,7 +72,7 @@ class PeakMemory:
     def bytes(self) -> int | None:
         """The peak so far; None where it can't be told."""
         if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
+            return torch.cuda.max_memory_allocated(self._device) - self._start
         if not LINUX:
             return None
         now = _status()

@@ -1,7 +1,7 @@
 """Nets: pure torch, no trainer, no rank, no device."""
 
-from lit_modules.nets.attention import Cache, SelfAttention
-from lit_modules.nets.base import DEFAULT_LAYER, Net, Outputs, check_fits, layer, run
+from lit_modules.nets.attention import Cache, SelfAttention, any_kernel
+from lit_modules.nets.base import DEFAULT_LAYER, Net, Outputs, check_fits, layer, run, typed
 from lit_modules.nets.batch_norm import globalise
 from lit_modules.nets.gpt import GPT
 from lit_modules.nets.plain import DeepNN, LightNN
@@ -24,10 +24,12 @@ __all__ = [
     "SelfAttention",
     "Torchvision",
     "ViT",
+    "any_kernel",
     "check_fits",
     "globalise",
     "layer",
     "pipeline_stages",
     "run",
     "stage_of",
+    "typed",
 ]

@@ -4,7 +4,7 @@ import logging
 import re
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Literal, get_args
 
 import torch
@@ -22,9 +22,6 @@ KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
 NO_KERNEL = re.compile("No available kernel|No viable backend")
-STRIDED = (
-    "The PyTorch API of nested tensors is in prototype stage"  # inside torch's math kernel jagged ones are strided
-)
 CHOOSES = ("cpu", "cuda", "xpu", "meta")  # devices on which torch heeds the choice of a kernel
 
 
@@ -140,8 +137,7 @@ class SelfAttention(nn.Module):
         call = (query, key, value, mask, p, causal)
         if self.backend == "auto" and not query.is_nested:
             return F.scaled_dot_product_attention(*call)
-        chosen = _chosen if torch.compiler.is_compiling() else kernel
-        with chosen(self.backend, query):
+        with _chosen(self.backend, query) if torch.compiler.is_compiling() else kernel(self.backend, *call):
             return F.scaled_dot_product_attention(*call)
 
     def extra_repr(self) -> str:  # noqa: D102
@@ -154,12 +150,28 @@ def _check(backend: str) -> None:
 
 
 @contextmanager
-def kernel(backend: str, query: Tensor) -> Iterator[None]:
-    """Inside, `scaled_dot_product_attention` of this query takes this kernel, or refuses.
+def any_kernel(module: nn.Module) -> Iterator[None]:
+    """Inside, attention in this module takes any kernel: to learn shapes on another device than it will train on."""
+    chosen = {m: m.backend for m in module.modules() if isinstance(m, SelfAttention)}
+    for attention in chosen:
+        attention.backend = "auto"
+    try:
+        yield
+    finally:
+        for attention, backend in chosen.items():
+            attention.backend = backend
+
+
+@contextmanager
+def kernel(backend: str, query: Tensor, *others: Any) -> Iterator[None]:
+    """Inside, `scaled_dot_product_attention(query, *others)` takes this kernel, or refuses.
+
+    The choice is torch's own and the process's: two threads can't choose differently at a time.
 
     Args:
         backend: the kernel; `auto` leaves the choice to torch.
         query: (B, heads, T, D / heads), dense or jagged.
+        others: key, value, mask, dropout and whether it is causal.
 
     Raises:
         BadInput: it can't serve the input; the message has torch's reasons.
@@ -170,16 +182,14 @@ def kernel(backend: str, query: Tensor) -> Iterator[None]:
     kind = f"{str(query.dtype).removeprefix('torch.')} {'jagged' if query.is_nested else 'dense'} on {device}"
     if backend not in {"auto", "math"} and device not in CHOOSES:
         raise BadInput("backend", backend, f"auto or math: torch chooses the kernel itself for {kind}")
-    warned: list[str] = []
-    logged: list[str] = []
     try:
-        with _heard(warned, logged), _chosen(backend, query):
+        with _chosen(backend, query):
             yield
     except RuntimeError as error:
         asked_gpu = device == "cpu" and isinstance(error, torch.AcceleratorError)  # about jagged texts, where none is
         if not asked_gpu and not NO_KERNEL.search(str(error)):
             raise
-        reasons = " ".join([str(error).split("\n")[0], *_against(backend, logged), *_against(backend, warned)])
+        reasons = " ".join([str(error).split("\n")[0], *_reasons(backend, query, *others)])
         raise BadInput("backend", backend, f"a kernel that serves attention of {kind}; torch says: {reasons}") from None
 
 
@@ -190,35 +200,22 @@ def _chosen(backend: str, query: Tensor) -> AbstractContextManager:
     return nullcontext() if backend == "auto" else sdpa_kernel(KERNELS[backend])
 
 
-@contextmanager
-def _heard(warned: list[str], logged: list[str]) -> Iterator[None]:
-    """Gather why torch rejects kernels: of dense tensors it warns, of jagged ones it logs, too.
-
-    Warnings of what went well are given after all.
-    """
-    caught: list[tuple[Any, ...]] = []
-
-    def keep(message: Warning | str, *where: Any, **_rest: Any) -> None:
-        warned.append(str(message))
-        caught.append((message, *where[:3]))
-
+def _reasons(backend: str, query: Tensor, *others: Any) -> list[str]:
+    """Why torch rejects this kernel for a call, which is made once more: it warns, and of jagged texts it logs, too."""
+    logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("torch.nested._internal.sdpa")
-    spread = logger.propagate
+    spread, logger.propagate = logger.propagate, False
     logger.addHandler(handler)
-    logger.propagate = False
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(record=True) as warned, suppress(RuntimeError), _chosen(backend, query):
             warnings.simplefilter("always")
-            warnings.filterwarnings("ignore", STRIDED)
-            warnings.showwarning = keep
-            yield
+            F.scaled_dot_product_attention(query, *others)
     finally:
         logger.removeHandler(handler)
         logger.propagate = spread
-    for message, category, filename, line in caught:
-        warnings.warn_explicit(message, category, filename, line)
+    return [*_against(backend, logged), *_against(backend, [str(each.message) for each in warned])]
 
 
 def _against(backend: str, said: list[str]) -> list[str]:

@@ -1,13 +1,16 @@
 """What every net of the suite has in common, and what is asked of anyone else's."""
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from apprentice.errors import BadInput
+from apprentice.keyed import seeded
 
 DEFAULT_LAYER = "default"
 
@@ -59,34 +62,41 @@ def layer(net: nn.Module, path: str, flag: str = "layer", needs: str = "") -> nn
     return layers[name]
 
 
-def check_fits(net: nn.Module, input_shape: Sequence[int], logits_shape: Sequence[int], flag: str = "net") -> None:
-    """Try the net on two inputs of zeros.
+def check_fits(
+    net: nn.Module, example: Tensor, logits_shape: Sequence[int], flag: str = "net", trained: bool = True
+) -> None:
+    """Try a copy of the net on an example, as it is trained and as it is tested.
 
     Args:
-        net: the net; left as it is.
-        input_shape: of one input.
-        logits_shape: what the net has to give for it.
+        net: the net.
+        example: (b, ...) of its inputs, b at least 2.
+        logits_shape: what the net has to give for one of them.
         flag: where it was chosen.
+        trained: whether it is going to be trained.
 
     Raises:
         BadInput: it can't take such inputs, or gives something else; or what the net itself refuses.
     """
-    name, modes = type(net).__name__, {module: module.training for module in net.modules()}
-    found: Any = None
-    try:
-        with torch.no_grad():
-            found = net.eval()(torch.zeros(2, *input_shape, dtype=next(net.parameters()).dtype))
-    except BadInput as fault:
-        raise BadInput(f"{flag}.{fault.flag}", fault.value, fault.expected) from None
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        wanted = f"a net that takes inputs {tuple(input_shape)}, as this data has them"
-        raise BadInput(flag, name, f"{wanted}; it says: {str(error).splitlines()[0]}") from None
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-    if not isinstance(found, Tensor) or tuple(found.shape) != (2, *logits_shape):
-        given = tuple(found.shape[1:]) if isinstance(found, Tensor) else type(found).__name__
-        raise BadInput(flag, name, f"a net that gives logits {tuple(logits_shape)} for an input; it gives {given}")
+    name, shape = type(net).__name__, tuple(example.shape[1:])
+    tried = copy.deepcopy(net)  # training changes BatchNorm's statistics
+    for mode in (True, False) if trained else (False,):
+        found: Any = None
+        try:
+            with torch.no_grad():
+                found = seeded(0, partial(tried.train(mode), typed(tried, example)))
+        except BadInput as fault:
+            raise BadInput(f"{flag}.{fault.flag}", fault.value, fault.expected) from None
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            wanted = f"a net that takes inputs {shape}, as this data has them"
+            raise BadInput(flag, name, f"{wanted}; it says: {str(error).splitlines()[0]}") from None
+        if not isinstance(found, Tensor) or tuple(found.shape) != (len(example), *logits_shape):
+            given = tuple(found.shape[1:]) if isinstance(found, Tensor) else type(found).__name__
+            raise BadInput(flag, name, f"a net that gives logits {tuple(logits_shape)} for an input; it gives {given}")
+
+
+def typed(net: nn.Module, inputs: Tensor) -> Tensor:
+    """The inputs, floats in the type of the net's parameters."""
+    return inputs.to(next(net.parameters()).dtype) if inputs.is_floating_point() else inputs
 
 
 @contextmanager

@@ -8,8 +8,12 @@ from apprentice.errors import BadInput
 from lit_modules.nets.base import layer
 
 
-def pipeline_stages(net: nn.Module) -> list[nn.Module]:
+def pipeline_stages(net: nn.Module, flag: str = "net") -> list[nn.Module]:
     """Modules of the net, in order, whose composition is its forward: by its own `pipeline_stages()`, if it has that.
+
+    Args:
+        net: the net.
+        flag: where it was chosen.
 
     Raises:
         BadInput: the net has no such method and is no `nn.Sequential`.
@@ -19,7 +23,7 @@ def pipeline_stages(net: nn.Module) -> list[nn.Module]:
         return own()
     if _is_chain(net):
         return cuttable(net.children())
-    raise BadInput("net", type(net).__name__, "a net that can be cut: with pipeline_stages(), or an nn.Sequential")
+    raise BadInput(flag, type(net).__name__, "a net that can be cut: with pipeline_stages(), or an nn.Sequential")
 
 
 def cuttable(modules: Iterable[nn.Module]) -> list[nn.Module]:
@@ -45,13 +49,14 @@ def _is_chain(module: nn.Module) -> bool:
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and len(module) > 0
 
 
-def stage_of(net: nn.Module, stages: Sequence[nn.Module], path: str) -> tuple[int, nn.Module]:
+def stage_of(net: nn.Module, stages: Sequence[nn.Module], path: str, flag: str = "layer") -> tuple[int, nn.Module]:
     """Where a layer's output is to be had when the net runs stage by stage.
 
     Args:
         net: the net.
         stages: what `pipeline_stages(net)` gives.
         path: of the layer, as objectives name it: "default" is the net's own.
+        flag: where it was chosen.
 
     Returns:
         The number of the stage after which the output is there, and the module whose output it is: the layer, or, where
@@ -60,13 +65,13 @@ def stage_of(net: nn.Module, stages: Sequence[nn.Module], path: str) -> tuple[in
     Raises:
         BadInput: the net has no such layer, or its output is that of no module in a stage.
     """
-    module = layer(net, path)
+    module = layer(net, path, flag)
     while True:
         for number, stage in enumerate(stages):
             if module in set(stage.modules()):
                 return number, module
         if not _is_chain(module):
             raise BadInput(
-                "layer", path, f"a layer of {type(net).__name__} inside a pipeline stage, or a sequence of such"
+                flag, path, f"a layer of {type(net).__name__} inside a pipeline stage, or a sequence of such"
             )
         module = list(module.children())[-1]

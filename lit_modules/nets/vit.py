@@ -1,12 +1,14 @@
 """A vision transformer for small images (Dosovitskiy et al. 2021), with DeiT's distillation token if that is wanted."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from apprentice.keyed import Dropout
-from lit_modules.nets.attention import Backend
+from lit_modules.nets.attention import Backend, Cache
 from lit_modules.nets.base import Net, of_images
 from lit_modules.nets.transformer import Block
 
@@ -38,8 +40,6 @@ class ViT(Net):
         ValueError: the patches don't fit, the heads don't, or there is no block.
     """
 
-    feature_layer = "maps"
-
     def __init__(
         self,
         patch_size: int = 4,
@@ -61,11 +61,12 @@ class ViT(Net):
             raise ValueError(f"num_layers {num_layers}: expected at least 1")
         rows, columns, self.num_tokens = height // patch_size, width // patch_size, 1 + distillation_token
         self.embedding = _Embedding(channels, patch_size, self.num_tokens, rows * columns, embed_dim, dropout)
+        kinds: list[Callable[..., Block]] = [Block] * (num_layers - 1) + [partial(_Last, rows, columns)]
         self.blocks = nn.ModuleList(
-            Block(embed_dim, num_heads, mlp_ratio, dropout=dropout, backend=backend, layer=1 + 2 * number)
-            for number in range(num_layers)
+            kind(embed_dim, num_heads, mlp_ratio, dropout=dropout, backend=backend, layer=1 + 2 * number)
+            for number, kind in enumerate(kinds)
         )
-        self.maps = _Maps(rows, columns)
+        self.feature_layer = f"blocks.{num_layers - 1}.maps"
         self.norm = nn.LayerNorm(embed_dim)
         self.head = nn.Linear(embed_dim, num_classes)
         if distillation_token:
@@ -82,16 +83,14 @@ class ViT(Net):
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, classes) of images (B, C, H, W)."""
-        *blocks, last = self.blocks
         x = self.embedding(images)
-        for block in blocks:
+        for block in self.blocks:
             x = block(x)
-        return _logits(self.norm, self.heads, _last(self.maps, last, x))
+        return _logits(self.norm, self.heads, x)
 
     def pipeline_stages(self) -> list[nn.Module]:
         """The embedding, each block, and the heads with the norm before them."""
-        *blocks, last = self.blocks
-        return [self.embedding, *blocks, _Last(self.maps, last), _Heads(self.norm, self.heads)]
+        return [self.embedding, *self.blocks, _Heads(self.norm, self.heads)]
 
 
 class _Embedding(nn.Module):
@@ -121,15 +120,16 @@ class _Maps(nn.Module):
         return x[:, -self.rows * self.columns :].transpose(1, 2).unflatten(2, (self.rows, self.columns))
 
 
-class _Last(nn.Module):
-    """The last block as a stage."""
+class _Last(Block):
+    """The last block; `maps` gives what it receives to whoever asks for this layer by a hook."""
 
-    def __init__(self, maps: nn.Module, block: nn.Module) -> None:
-        super().__init__()
-        self.maps, self.block = maps, block
+    def __init__(self, rows: int, columns: int, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.maps = _Maps(rows, columns)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return _last(self.maps, self.block, x)
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+        self.maps(x)
+        return super().forward(x, cache)
 
 
 class _Heads(nn.Module):
@@ -141,11 +141,6 @@ class _Heads(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return _logits(self.norm, self.heads, x)
-
-
-def _last(maps: nn.Module, block: nn.Module, x: Tensor) -> Tensor:
-    maps(x)  # whoever asks for this layer sees it by a hook
-    return block(x)
 
 
 def _logits(norm: nn.Module, heads: Sequence[nn.Module] | nn.ModuleList, x: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """What an objective is: from outputs of student and teacher to named, weighted, per-sample terms."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -9,10 +11,15 @@ from lit_modules.nets.base import DEFAULT_LAYER, Outputs
 
 
 class Term(NamedTuple):
-    """One part of a loss: per-sample values (b,) and the weight with which their mean counts."""
+    """One part of a loss: per-sample values (b,) and the weight with which their mean counts.
+
+    Attributes:
+        is_ce: whether the values are the cross-entropies of the student's logits with the labels.
+    """
 
     values: Tensor
     weight: float
+    is_ce: bool = False
 
 
 class Objective(nn.Module):
@@ -23,14 +30,15 @@ class Objective(nn.Module):
 
     Attributes:
         uses_teacher: whether the teacher's outputs are needed at all.
-        student_layers: submodule paths whose outputs are wanted in `student.features`; "default" is the net's own.
+        student_layers: submodule paths whose outputs are wanted in `student.features`, by the options that name them;
+            "default" is the net's own.
         teacher_layers: the same for the teacher.
         needs: in words, what student has the layers; told of one that lacks them.
     """
 
     uses_teacher: bool = True
-    student_layers: tuple[str, ...] = ()
-    teacher_layers: tuple[str, ...] = ()
+    student_layers: Mapping[str, str] = MappingProxyType({})
+    teacher_layers: Mapping[str, str] = MappingProxyType({})
     needs: str = ""
 
     def build(self, student: Outputs, teacher: Outputs | None) -> None:
@@ -65,7 +73,7 @@ class FeatureObjective(Objective):
     def __init__(self, student_layer: str = DEFAULT_LAYER, teacher_layer: str = DEFAULT_LAYER) -> None:
         super().__init__()
         self.student_layer, self.teacher_layer = student_layer, teacher_layer
-        self.student_layers, self.teacher_layers = (student_layer,), (teacher_layer,)
+        self.student_layers, self.teacher_layers = {"student_layer": student_layer}, {"teacher_layer": teacher_layer}
 
     def features(self, student: Outputs, teacher: Outputs | None) -> tuple[Tensor, Tensor]:
         """The two layers' outputs, the student's first."""

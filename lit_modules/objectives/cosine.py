@@ -5,7 +5,7 @@ from torch.nn import functional as F
 
 from lit_modules.nets.base import DEFAULT_LAYER, Outputs
 from lit_modules.objectives.base import FeatureObjective, Term, weight
-from lit_modules.objectives.cross_entropy import cross_entropy
+from lit_modules.objectives.cross_entropy import ce_term
 
 
 class Cosine(FeatureObjective):
@@ -37,5 +37,5 @@ class Cosine(FeatureObjective):
         distance = F.cosine_embedding_loss(f_s, f_t, f_s.new_ones(len(f_s)), reduction="none")  # (b,)
         return {
             "cosine": Term(distance, self.cosine_weight),
-            "ce": Term(cross_entropy(student.logits, labels), self.ce_weight),
+            "ce": ce_term(student, labels, self.ce_weight),
         }

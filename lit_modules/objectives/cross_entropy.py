@@ -13,7 +13,12 @@ class CrossEntropy(Objective):
     uses_teacher = False
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
-        return {"ce": Term(cross_entropy(student.logits, labels), 1.0)}
+        return {"ce": ce_term(student, labels, 1.0)}
+
+
+def ce_term(student: Outputs, labels: Tensor, weight: float) -> Term:
+    """The term that learns from the labels: the cross-entropy of the student's logits."""
+    return Term(cross_entropy(student.logits, labels), weight, is_ce=True)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:

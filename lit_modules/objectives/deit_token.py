@@ -3,13 +3,12 @@
 from typing import Literal
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from apprentice.errors import BadInput
 from lit_modules.nets.base import Outputs
 from lit_modules.objectives.base import Objective, Term, positive, weight
-from lit_modules.objectives.cross_entropy import cross_entropy
-from lit_modules.objectives.divergence import kl
+from lit_modules.objectives.cross_entropy import ce_term, cross_entropy
+from lit_modules.objectives.divergence import softened_kl
 
 
 class DeiTToken(Objective):
@@ -44,28 +43,26 @@ class DeiTToken(Objective):
             raise BadInput("kind", kind, "hard or soft")
         self.kind, self.temperature = kind, positive("temperature", temperature)
         self.token_weight, self.ce_weight = weight("token_weight", token_weight), weight("ce_weight", ce_weight)
-        self.student_layer, self.class_layer = student_layer, class_layer
-        self.student_layers = (student_layer, class_layer)
+        self.student_layers = {"student_layer": student_layer, "class_layer": class_layer}
 
     def build(self, student: Outputs, teacher: Outputs | None) -> None:
         """Refuse a layer that gives no logits."""
-        for flag, path in (("student_layer", self.student_layer), ("class_layer", self.class_layer)):
+        for flag, path in self.student_layers.items():
             if (found := student.features[path].shape) != student.logits.shape:
                 expected = f"a head that gives logits {tuple(student.logits.shape)}; this layer gives {tuple(found)}"
                 raise BadInput(flag, path, expected)
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
         assert teacher is not None
-        z_token, z_class = (student.features[path] for path in self.student_layers)
+        z_token, z_class = (student.features[path] for path in self.student_layers.values())
         return {
             "token": Term(self._learned(z_token, teacher.logits), self.token_weight),
             "ce": Term(cross_entropy(z_class, labels), self.ce_weight),
             # What the net predicts is watched; not to use a net's output would leave FSDP waiting for its gradient.
-            "mean": Term(cross_entropy(student.logits, labels), 0.0),
+            "mean": ce_term(student, labels, 0.0),
         }
 
     def _learned(self, z_token: Tensor, z_t: Tensor) -> Tensor:
         if self.kind == "hard":
             return cross_entropy(z_token, z_t.argmax(-1))
-        log_p_s, log_p_t = (F.log_softmax(z / self.temperature, -1) for z in (z_token, z_t))
-        return kl(log_p_t, log_p_s) * self.temperature**2
+        return softened_kl(z_t, z_token, self.temperature)

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from apprentice.errors import BadInput
 from lit_modules.nets.base import DEFAULT_LAYER, Outputs
 from lit_modules.objectives.base import FeatureObjective, Term, weight
-from lit_modules.objectives.cross_entropy import cross_entropy
+from lit_modules.objectives.cross_entropy import ce_term
 
 
 class Hint(FeatureObjective):
@@ -50,5 +50,5 @@ class Hint(FeatureObjective):
         distance = (f_s - f_t).square().mean((1, 2, 3))  # (b,)
         return {
             "hint": Term(distance, self.hint_weight),
-            "ce": Term(cross_entropy(student.logits, labels), self.ce_weight),
+            "ce": ce_term(student, labels, self.ce_weight),
         }

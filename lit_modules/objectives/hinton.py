@@ -1,12 +1,11 @@
 """Soft targets: Hinton, Vinyals, Dean 2015, "Distilling the Knowledge in a Neural Network"."""
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from lit_modules.nets.base import Outputs
 from lit_modules.objectives.base import Objective, Term, positive, weight
-from lit_modules.objectives.cross_entropy import cross_entropy
-from lit_modules.objectives.divergence import kl
+from lit_modules.objectives.cross_entropy import ce_term
+from lit_modules.objectives.divergence import softened_kl
 
 
 class Hinton(Objective):
@@ -25,8 +24,7 @@ class Hinton(Objective):
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
         assert teacher is not None
-        log_p_s, log_p_t = (F.log_softmax(z / self.temperature, -1) for z in (student.logits, teacher.logits))
         return {
-            "kd": Term(kl(log_p_t, log_p_s) * self.temperature**2, self.kd_weight),
-            "ce": Term(cross_entropy(student.logits, labels), self.ce_weight),
+            "kd": Term(softened_kl(teacher.logits, student.logits, self.temperature), self.kd_weight),
+            "ce": ce_term(student, labels, self.ce_weight),
         }

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from lit_modules.nets.base import Outputs
 from lit_modules.objectives.base import Objective, Term, inside, positive, weight
-from lit_modules.objectives.cross_entropy import cross_entropy
+from lit_modules.objectives.cross_entropy import ce_term
 from lit_modules.objectives.divergence import kl
 
 
@@ -42,5 +42,5 @@ class JensenShannon(Objective):
         divergence = self.beta * kl(log_p_t, log_m) + (1 - self.beta) * kl(log_p_s, log_m)
         return {
             "js": Term(divergence * self.temperature**2, self.js_weight),
-            "ce": Term(cross_entropy(student.logits, labels), self.ce_weight),
+            "ce": ce_term(student, labels, self.ce_weight),
         }

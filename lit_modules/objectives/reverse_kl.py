@@ -1,12 +1,11 @@
 """The divergence the other way round, by which a small student may leave out what it can't have (MiniLLM)."""
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from lit_modules.nets.base import Outputs
 from lit_modules.objectives.base import Objective, Term, positive, weight
-from lit_modules.objectives.cross_entropy import cross_entropy
-from lit_modules.objectives.divergence import kl
+from lit_modules.objectives.cross_entropy import ce_term
+from lit_modules.objectives.divergence import softened_kl
 
 
 class ReverseKL(Objective):
@@ -28,8 +27,7 @@ class ReverseKL(Objective):
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
         assert teacher is not None
-        log_p_s, log_p_t = (F.log_softmax(z / self.temperature, -1) for z in (student.logits, teacher.logits))
         return {
-            "reverse": Term(kl(log_p_s, log_p_t) * self.temperature**2, self.reverse_weight),
-            "ce": Term(cross_entropy(student.logits, labels), self.ce_weight),
+            "reverse": Term(softened_kl(student.logits, teacher.logits, self.temperature), self.reverse_weight),
+            "ce": ce_term(student, labels, self.ce_weight),
         }

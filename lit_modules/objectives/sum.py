@@ -1,5 +1,7 @@
 """Several objectives at once."""
 
+from collections.abc import Iterable, Mapping
+
 from torch import Tensor, nn
 
 from apprentice.errors import BadInput
@@ -28,13 +30,16 @@ class Sum(Objective):
             raise BadInput("weights", weights, f"{len(objectives)} weights, one for each objective")
         self.objectives = nn.ModuleList(objectives)
         self.uses_teacher = any(o.uses_teacher for o in objectives)
-        self.student_layers = tuple(path for o in objectives for path in o.student_layers)
-        self.teacher_layers = tuple(path for o in objectives for path in o.teacher_layers)
+        self.student_layers = _of_parts(o.student_layers for o in objectives)
+        self.teacher_layers = _of_parts(o.teacher_layers for o in objectives)
         self.needs = "; ".join(o.needs for o in objectives if o.needs)
 
     def build(self, student: Outputs, teacher: Outputs | None) -> None:  # noqa: D102
-        for objective in self.objectives:
-            objective.build(student, teacher)  # type: ignore[operator]
+        for i, objective in enumerate(self.objectives):
+            try:
+                objective.build(student, teacher)  # type: ignore[operator]
+            except BadInput as fault:
+                raise BadInput(f"objectives.{i}.{fault.flag}", fault.value, fault.expected) from None
 
     def parts(self) -> list[nn.Module]:
         """Those of all objectives."""
@@ -51,10 +56,14 @@ class Sum(Objective):
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
         return {
-            f"{i}.{name}": Term(term.values, term.weight * part)
+            f"{i}.{name}": term._replace(weight=term.weight * part)
             for i, (objective, part) in enumerate(zip(self.objectives, self.weights, strict=True))
             for name, term in objective(_seen_by(i, student), teacher, labels).items()
         }
+
+
+def _of_parts(layers: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    return {f"objectives.{i}.{flag}": path for i, named in enumerate(layers) for flag, path in named.items()}
 
 
 def _seen_by(position: int, student: Outputs) -> Outputs:

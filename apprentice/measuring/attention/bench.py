@@ -28,7 +28,8 @@ from apprentice.measuring.meters import LINUX, PeakMemory
 
 Facts = dict[str, Any]
 MATRICES = {"cpu": (256, 512, 1024, 2048), "cuda": (1024, 2048, 4096, 8192)}
-LONG = 0.5  # seconds: after a product of matrices that takes so long no larger one is tried
+LONG = 3  # times the seconds of a row: products of matrices that take longer are left out
+TIMES, SLOW, TIMES_IF_SLOW = 5, 1.0, 3  # times taken of a call at least; seconds of one that is slow
 CALLS, HEAVIEST = 25, 10  # as the tutorial profiles
 FUSED = ("flash", "efficient", "cudnn")
 NO_MEMORY = "can't allocate memory"
@@ -73,7 +74,7 @@ class Bench:
         return {**facts, **self._isolated(partial(self._row, row, folder))}
 
     def peak(self, dtype: str) -> Facts:
-        """The machine's best product of two square matrices, in TFLOP/s."""
+        """The best of some products of two square matrices, by TFLOP/s."""
         return self._isolated(partial(self._matrices, dtype))
 
     def _isolated(self, measured: Callable[[], Facts]) -> Facts:
@@ -89,11 +90,11 @@ class Bench:
 
     def _row(self, row: Row, folder: Path) -> Facts:
         try:
-            memory = PeakMemory(self.device)
             with _quiet(), call(row, self.attention, self.device) as called:
+                facts: Facts = {"kernel": kernel_of(called)}  # the first call, in which a compiler has its memory, too
+                memory = PeakMemory(self.device)
                 called()
-                peak = memory.bytes()
-                facts = {**self._timed(called, row.operations), "peak_bytes": peak, "kernel": kernel_of(called)}
+                facts |= {"peak_bytes": memory.bytes(), **self._timed(called, row.operations)}
                 return facts | ({"operators": self._profiled(called, row, folder)} if row.part == "profile" else {})
         except BadInput as error:
             return {"refused": error.expected.partition("torch says: ")[2] or error.expected}
@@ -107,28 +108,30 @@ class Bench:
                 torch.cuda.empty_cache()
 
     def _timed(self, called: Call, operations: float) -> Facts:
-        from torch.utils.benchmark import Timer  # which looks for a CUDA compiler, and tells if there is none
+        # Loaded here, as it looks for a CUDA compiler, and tells if there is none
+        from torch.utils.benchmark import Measurement, Timer
 
         timer = Timer("call()", globals={"call": called}, num_threads=torch.get_num_threads())
         found = timer.blocked_autorange(min_run_time=self.seconds)
+        while (missing := (TIMES_IF_SLOW if found.median > SLOW else TIMES) - len(found.raw_times)) > 0:
+            more = timer.blocked_autorange(min_run_time=max(self.seconds, missing * found.median))
+            (found,) = Measurement.merge([found, more])
         return {
             "microseconds": 1e6 * found.median,
             "iqr_microseconds": 1e6 * found.iqr,
-            "calls": found.number_per_run * len(found.raw_times),
+            "times": len(found.raw_times),
             "tflops_per_second": operations / found.median / 1e12,
             "threads": torch.get_num_threads(),
         }
 
     def _matrices(self, dtype: str) -> Facts:
-        found: list[tuple[float, int]] = []
+        found: list[Facts] = []
         for n in MATRICES[self.device.type]:
             a, b = torch.randn(2, n, n).to(self.device, getattr(torch, dtype)).unbind()
-            facts = self._timed(partial(torch.mm, a, b), 2 * n**3)
-            found.append((facts["tflops_per_second"], n))
-            if facts["microseconds"] > 1e6 * LONG:
+            found.append({"matrix": n, **self._timed(partial(torch.mm, a, b), 2 * n**3)})
+            if 8 * found[-1]["microseconds"] > 1e6 * LONG * self.seconds:  # what the next would take
                 break
-        best, n = max(found)
-        return {"tflops_per_second": best, "matrix": n, "threads": torch.get_num_threads()}
+        return max(found, key=lambda facts: facts["tflops_per_second"])
 
     def _profiled(self, called: Call, row: Row, folder: Path) -> list[Facts]:
         """The operators that take longest by themselves, over some calls, whose Chrome trace is written."""

@@ -19,11 +19,11 @@ class Attention(NamedTuple):
 
     Attributes:
         block: makes a block of self-attention from embed_dim, num_heads, causal, dropout, bias and backend.
-        kernel: makes contexts in which `scaled_dot_product_attention` of a query takes a kernel, or refuses.
+        kernel: makes contexts in which `scaled_dot_product_attention` of what is given takes a kernel, or refuses.
     """
 
     block: Callable[..., nn.Module]
-    kernel: Callable[[str, Tensor], AbstractContextManager]
+    kernel: Callable[..., AbstractContextManager]
 
 
 @contextmanager
@@ -35,7 +35,7 @@ def call(row: Row, attention: Attention, device: torch.device) -> Iterator[Call]
             yield _block(row, attention, device)
         else:
             heads, grad = _heads(row, device)
-            with attention.kernel(row.backend, heads[0]):
+            with attention.kernel(row.backend, *heads, None, 0.0, row.causal):
                 yield _kernel(row, heads, grad)
 
 

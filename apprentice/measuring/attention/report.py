@@ -13,7 +13,7 @@ Facts = dict[str, Any]
 MIB = 2**20
 KERNELS = (
     "Kernels by themselves, causal. µs: median time of a call, by torch.utils.benchmark; auto names the kernel that "
-    "torch takes by itself. TFLOP/s of the fastest, and their share of the product of two matrices."
+    "torch takes by itself. TFLOP/s of the fastest, and their share of the peak."
 )
 BLOCKS = (
     "The block of self-attention with its projections, without a mask, µs a call. Half of the dense batch's tokens are "
@@ -26,11 +26,12 @@ TUTORIAL = (
 OPERATORS = "The ten operators that take longest by themselves in 25 calls of the causal block, {what}: µs a call."
 COUNTED = (
     "Operations: of attention 4 T² D forward, half of it if causal, 2.5 times as many backward (FlashAttention-2, "
-    "section 4.1); of projections 8 T D², twice as many backward. Padding is counted."
+    "section 4.1); of projections 8 T D², twice as many backward. Padding is counted. Peak, MiB: what a call that is "
+    "not the first takes beyond its inputs and weights."
 )
 ABOVE = (
     "A share above 100 %: the kernel was faster than torch's product of matrices of that type, as where the processor "
-    "has none for it (float16 on many CPUs) and the kernel converts inside, or as the machine was busy meanwhile."
+    "has none for it (float16 on many CPUs) and the kernel converts inside."
 )
 DRAWN = {
     "kernels": "what each kernel reaches against the length of texts",
@@ -47,7 +48,7 @@ def text(results: Facts, missing: Mapping[str, str]) -> str:
     """
     rows = results["rows"]
     told = [f"{table.plain()}\n\n{paragraph(note)}" for note, table in tables(rows)]
-    return "\n\n".join([paragraph(peaks(rows)), *told, *map(paragraph, notes(rows, missing))])
+    return "\n\n".join([paragraph(peaks(results)), *told, *map(paragraph, notes(rows, missing))])
 
 
 def save(folder: Path, results: Facts, missing: Mapping[str, str]) -> None:
@@ -60,7 +61,7 @@ def save(folder: Path, results: Facts, missing: Mapping[str, str]) -> None:
     draw = {"kernels": picture.kernels, "blocks": picture.blocks}
     drawn = {part: f"![{DRAWN[part]}]({part}.png)" for part, rows in there.items() if rows}
     for part in drawn:
-        write_bytes(folder / f"{part}.png", draw[part](there[part], _peaks(results["rows"])))
+        write_bytes(folder / f"{part}.png", draw[part](there[part], results["peak"]["tflops_per_second"]))
     write_text(folder / "results.md", markdown(results, missing, drawn))
 
 
@@ -69,7 +70,7 @@ def markdown(results: Facts, missing: Mapping[str, str], drawn: Mapping[str, str
     rows = results["rows"]
     header = "\n".join(f"- {name}: {words(results[name.lower()])}" for name in ("Hardware", "Versions"))
     told = [part for note, table in tables(rows) for part in (note, table.markdown())]
-    parts = ["# attention", header, peaks(rows), *told, *notes(rows, missing), *drawn.values()]
+    parts = ["# attention", header, peaks(results), *told, *notes(rows, missing), *drawn.values()]
     return "\n\n".join([*parts, "## All rows", every(rows).markdown()]) + "\n"
 
 
@@ -182,20 +183,14 @@ def every(rows: Sequence[Facts]) -> Table:
 # What stands beneath
 
 
-def peaks(rows: Sequence[Facts]) -> str:
-    """What the machine reaches in a product of two square matrices, with how many threads of its processor."""
-    told = [
-        f"{short(row['tflops_per_second'])} TFLOP/s in {row['dtype']} ({row['matrix']} x {row['matrix']})"
-        for row in _of(rows, "matmul")
-    ]
-    threads = {row["threads"] for row in _of(rows, "matmul")}
-    return (
-        f"Product of two matrices at its best: {listed(told) or NONE}. Threads: {', '.join(map(str, sorted(threads)))}."
-    )
-
-
-def _peaks(rows: Sequence[Facts]) -> dict[str, float]:
-    return {row["dtype"]: row["tflops_per_second"] for row in _of(rows, "matmul")}
+def peaks(results: Facts) -> str:
+    """What the peak is, of which shares are told."""
+    told = []
+    for dtype, peak in results["peak"]["tflops_per_second"].items():
+        reached = {row["tflops_per_second"]: row for row in _of(results["rows"], "matmul") if row["dtype"] == dtype}
+        size, count = f"{reached[peak]['matrix']} x {reached[peak]['matrix']}", len(reached)
+        told.append(f"{short(peak)} in {dtype} ({size}, the best of {count} from {short(min(reached))} on)")
+    return f"Peak in TFLOP/s: {listed(told) or NONE}; {results['peak']['is']}."
 
 
 def notes(rows: Sequence[Facts], missing: Mapping[str, str]) -> list[str]:

@@ -2,7 +2,6 @@
 
 import random
 from argparse import Namespace
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -146,10 +145,6 @@ class Rows:
         made = {"kernels": self._kernels, "blocks": self._blocks, "tutorial": self._tutorial, "profile": self._profile}
         return [row for part in self._parts for row in made[part]()]
 
-    def dtypes(self) -> list[str]:
-        """Those of any row."""
-        return list(dict.fromkeys(row.dtype for row in self.all()))
-
     def _kernels(self) -> list[Row]:
         return [
             replace(self._row("kernels", dtype, length), backend=backend, backward=backward)
@@ -213,8 +208,3 @@ def tutorials_lengths(batch: int, length: int, seed: int) -> tuple[int, ...]:
     lengths = [int(length * (1 - draw.gauss(PADDING, SPREAD))) for _ in range(batch)]
     lengths[draw.randrange(batch)] = length
     return tuple(lengths)
-
-
-def named(rows: Sequence[Row]) -> dict[str, Row]:
-    """The rows by name."""
-    return {row.name: row for row in rows}

@@ -1,15 +1,20 @@
 """A run of the study: the rows that are missing are measured, and all are told."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from apprentice.measuring.attention.bench import Bench
 from apprentice.measuring.attention.report import save, text
-from apprentice.measuring.attention.rows import Row, named
+from apprentice.measuring.attention.rows import Row
 from apprentice.measuring.kept import Kept
 from apprentice.tables import short
 
 Facts = dict[str, Any]
+PEAK = (
+    "by type the best TFLOP/s among all rows of the part matmul: products of two square matrices of several sizes, "
+    "measured before each part and at the end"
+)
 
 
 class Study:
@@ -22,6 +27,7 @@ class Study:
 
     def __init__(self, kept: Kept, longest: float) -> None:
         self.kept, self.longest = kept, longest
+        self.left_out: dict[str, str] = {}
 
     def run(self, bench: Bench, rows: Sequence[Row]) -> None:
         """Measure the rows that are missing, print and save what they say.
@@ -33,50 +39,74 @@ class Study:
         Raises:
             SystemExit: a row failed; the others are there. One that torch refuses has not failed.
         """
-        dtypes = {_peak(row.dtype): row.dtype for row in rows}
-        by_name = named(rows)
-        names = [*dtypes, *by_name]
-
-        def add_peak(name: str) -> None:
-            self._keep_peak(name, dtypes[name], bench)
-            self.kept.write(names)
+        bench.prepare(row for row in rows if row.name not in self.kept.rows)
+        measure = self._ways(bench, rows)
 
         def add(name: str) -> None:
-            self._keep(by_name[name], bench)
-            self.kept.write(names)
+            if (facts := measure[name]()) is None:
+                return
+            self.kept.rows[name] = facts
+            self._write(measure)
+            print(f"{name:72} {_said(facts):>20}", flush=True)
 
-        bench.prepare(row for row in rows if row.name not in self.kept.rows)
-        self.kept.measure(dtypes, add_peak, needed="")
-        left_out = {row.name: why for row in rows if (why := self._too_long(row))}
-        self.kept.measure([name for name in by_name if name not in left_out], add, needed="")
-        results, missing = self.kept.write(names), self.kept.missing(left_out)
+        self.kept.measure(measure, add, needed="")
+        results, missing = self._write(measure), self.kept.missing(self.left_out)
         save(self.kept.out, results, missing)
         print(f"{text(results, missing)}\n\n{self.kept.out}/results.md, .json, *.png, trace_*.json")
         if self.kept.failed:
             raise SystemExit(1)
 
-    def _too_long(self, row: Row) -> str | None:
-        """Why it is left out."""
-        peak = self.kept.rows.get(_peak(row.dtype))
-        if peak is None or row.part != "blocks":
-            return None
-        if row.projections / (1e12 * peak["tflops_per_second"]) <= self.longest:
-            return None
-        return f"left out: at its best the machine takes longer for the projections than --longest {self.longest} s"
+    def _ways(self, bench: Bench, rows: Sequence[Row]) -> dict[str, Callable[[], Facts | None]]:
+        """How each row is measured, by name, in order: products of matrices stand before each part and at the end."""
+        ways: dict[str, Callable[[], Facts | None]] = {}
 
-    def _keep_peak(self, name: str, dtype: str, bench: Bench) -> None:
-        facts = {"name": name, "part": "matmul", "dtype": dtype, **bench.peak(dtype)}
-        self.kept.rows[name] = facts
-        print(f"{name:72} {short(facts['tflops_per_second']):>10} TFLOP/s", flush=True)
+        def add_products(rows: Iterable[Row], when: str) -> None:
+            for dtype in dict.fromkeys(row.dtype for row in rows):
+                name = _product(dtype, when)
+                ways[name] = partial(self._multiplied, bench, {"name": name, "part": "matmul", "dtype": dtype})
 
-    def _keep(self, row: Row, bench: Bench) -> None:
-        facts = bench.measure(row, self.kept.out)
-        peak, reached = self.kept.rows.get(_peak(row.dtype)), facts.get("tflops_per_second")
-        share = reached / peak["tflops_per_second"] if peak is not None and reached is not None else None
-        self.kept.rows[row.name] = {**facts, "share_of_peak": share}
-        said = "refused" if facts["refused"] else f"{short(facts['microseconds'])} µs"
-        print(f"{row.name:72} {said:>13}", flush=True)
+        for part in dict.fromkeys(row.part for row in rows):
+            mine = [row for row in rows if row.part == part]
+            add_products(mine, f"before {part}")
+            ways |= {row.name: partial(self._measured, bench, row) for row in mine}
+        add_products(rows, "at the end")
+        return ways
+
+    @staticmethod
+    def _multiplied(bench: Bench, row: Facts) -> Facts:
+        return {**row, "refused": None, **bench.peak(row["dtype"])}
+
+    def _measured(self, bench: Bench, row: Row) -> Facts | None:
+        """None of a row that takes too long."""
+        product = self.kept.rows.get(_product(row.dtype, "before blocks"))
+        seconds = 0 if product is None else row.projections / (1e12 * product["tflops_per_second"])
+        if row.part != "blocks" or seconds <= self.longest:
+            return bench.measure(row, self.kept.out)
+        why = f"at its best the machine takes longer for the projections than --longest {self.longest} s"
+        self.left_out[row.name] = f"left out: {why}"
+        return None
+
+    def _write(self, names: Iterable[str]) -> Facts:
+        """Write what there is, each row with its share of the peak as known so far."""
+        rows = self.kept.rows.values()
+        peaks: dict[str, float] = {}
+        for row in rows:
+            if row["part"] == "matmul":
+                peaks[row["dtype"]] = max(peaks.get(row["dtype"], 0.0), row["tflops_per_second"])
+        for row in rows:
+            reached, peak = row.get("tflops_per_second"), peaks.get(row["dtype"])
+            row["share_of_peak"] = None if reached is None or peak is None else reached / peak
+        self.kept.header["peak"] = {"is": PEAK, "tflops_per_second": peaks}
+        return self.kept.write(names)
 
 
-def _peak(dtype: str) -> str:
-    return f"matmul: {dtype}"
+def _product(dtype: str, when: str) -> str:
+    return f"matmul: {dtype}, {when}"
+
+
+def _said(facts: Facts) -> str:
+    if facts["refused"]:
+        return "refused"
+    if facts["part"] == "matmul":
+        return f"{short(facts['tflops_per_second'])} TFLOP/s"
+    return f"{short(facts['microseconds'])} µs"
