@@ -17,6 +17,7 @@ from apprentice.files import write_json
 OURS = (  # what experiments leave, and --overwrite takes away
     "config.yaml", "environment.json", "results.json", "results.md", "results.png", "seed*",
     "timeline.png", "timelines.json", "kernels.png", "blocks.png", "trace_*.json",
+    "float32", "bfloat16", "int8-ptq", "int8-qat",
 )  # fmt: skip
 
 AGENTS = ".agents"  # those of torchrun that have started the ranks, if it has

@@ -19,7 +19,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import copy
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from torch import Tensor, nn
+from torch import nn
 
 import datamodules
 import strategies
@@ -36,7 +37,7 @@ from apprentice.bake_off import BakeOff, Contestant
 from apprentice.checkpoints import read
 from apprentice.deploying import Latency, Options, Study, formats
 from apprentice.deploying.latency import need_compiler
-from apprentice.deploying.source import read_net, with_data_of_run
+from apprentice.deploying.source import data_of_run, images_of, read_net
 from apprentice.errors import BadInput
 from apprentice.exports import Spec, spec
 from apprentice.files import atomic
@@ -48,15 +49,16 @@ from apprentice.trainers import trainers
 from lit_modules import nets, objectives
 from lit_modules.classifier import LitClassifier
 from lit_modules.quantization import EXTRA, post_training
+from lit_modules.quantization.graphs import captured
 from lit_modules.quantized import NAME, Quantized
 
 DATA, STUDENT = "Digits", "student"
 
 
-def parser() -> cli.Parser:
+def parser(data: Any = DATA) -> cli.Parser:
     """What can be chosen: data, a fresh student, what quantisation-aware training learns by, optimizer, trainer."""
     parser = cli.Parser("quantize.py", (__doc__ or "").split("\n", 1)[0], Options)
-    parser.add_choice("data", datamodules.ImageData, datamodules, DATA)
+    parser.add_choice("data", datamodules.ImageData, datamodules, data)
     parser.add_choice("student", (nets.Net, nn.Module), nets, "LightNN", skip={"input_shape", "num_classes"})
     parser.add_choice("objective", (objectives.Objective, objectives.FeatureObjective), objectives, "CrossEntropy")
     parser.add_class("latency", Latency)
@@ -70,6 +72,8 @@ class Wiring:
 
     def __init__(self, config: Namespace, data: Any, trainer: MakeTrainer) -> None:
         self.config, self.data, self.trainer, self.seed = config, data, trainer, config.seeds[0]
+        self.latency, self.flag = cli.build(config.latency, "latency"), "student" if config.run is None else "run"
+        self.checked: Quantized | None = None
         self.shape = {"input_shape": data.input_shape, "num_classes": data.num_classes}
         self.fits = {"every": config.checkpoint_every, "tensorboard": config.trainer.init_args["logger"] is not False}
 
@@ -89,19 +93,22 @@ class Wiring:
         stage = BakeOff(out, self.data, trainer, **self.fits).stage(self.seed, STUDENT, self.fresh)
         if any(facts["failed"] for facts in stage["runs"].values()):
             raise BadInput("student", self.config.student.name, "a net that Adam trains; its loss is not finite")
-        return read_net(out / f"seed{self.seed}" / STUDENT, "out")
+        return self.read(out / f"seed{self.seed}" / STUDENT, "out")
 
     def read(self, folder: str | Path, flag: str) -> tuple[nn.Module, Spec]:
         """The net in a user's folder, which fits the data, and how to rebuild it."""
-        net, rebuilt = read_net(folder, flag)
-        nets.check_fits(net, self.data.input_shape, (self.data.num_classes,), flag)
+        net, rebuilt = read_net(folder, flag, self.data.input_shape)
+        with named(flag, folder):
+            nets.check_fits(net, self.data.example, (self.data.num_classes,), flag)
         return net, rebuilt
 
-    def teacher(self) -> nn.Module | None:
-        """The net that goes on teaching, if one is named or stands beside the student."""
+    def teacher(self, objective: Any) -> nn.Module | None:
+        """The net that goes on teaching, if the objective asks one, and one is named or stands beside the student."""
         folder = self.config.teacher
-        if folder is None and self.config.run is not None:
-            beside = Path(self.config.run).parent / "teacher"
+        if not objective.uses_teacher and folder is not None:
+            raise BadInput("teacher", folder, f"none, as {self.config.objective.name} asks none; or --objective Hinton")
+        if objective.uses_teacher and folder is None and self.config.run is not None:
+            beside = Path(self.config.run).resolve().parent / "teacher"
             folder = beside if beside.is_dir() else None
         return None if folder is None else self.read(folder, "teacher")[0]
 
@@ -112,16 +119,14 @@ class Wiring:
         learning: dict[str, Any] = {"optimizer": cli.factory(config.optimizer, "optimizer")}
         if config.scheduler is not None:
             learning["scheduler"] = cli.factory(config.scheduler, "scheduler")
-        teacher = self.teacher() if objective.uses_teacher else None
-        return Quantized(
-            net, objective, teacher, **self.shape, **learning, seed=self.seed, freeze_epoch=config.freeze_epoch
-        )
+        learning |= {"seed": self.seed, "freeze_epoch": config.freeze_epoch}
+        return Quantized(net, objective, self.teacher(objective), **self.shape, **learning)
 
     def int8(self, net: nn.Module, out: Path) -> nn.Module:
         """The int8 net of quantisation-aware training, which is not done twice."""
-        module, folder = self.aware(net), out / f"seed{self.seed}" / NAME
-        weights, checkpoint = folder / "weights.pt", folder.with_suffix(".ckpt")
-        if not weights.exists():
+        module, folder = self.checked or self.aware(net), out / f"seed{self.seed}" / NAME
+        best, checkpoint = folder / "best.pt", folder.with_suffix(".ckpt")
+        if not best.exists():
             self.data.order_seed = self.seed
             trainer = partial(self.trainer, check_val_every_n_epoch=self.config.evaluate_every)
             fit_and_test(module, self.data, trainer, checkpoint, runs=[NAME], label=NAME, **self.fits)
@@ -131,18 +136,21 @@ class Wiring:
                 )
             if job.is_main_process():
                 folder.mkdir(exist_ok=True)
-                with atomic(weights) as temporary:
+                with atomic(best) as temporary:
                     torch.save(module.best_state(), temporary)
-                checkpoint.unlink(missing_ok=True)
+        if job.is_main_process():
+            checkpoint.unlink(missing_ok=True)
         if dist.is_initialized():
             dist.barrier()  # ranks of a launcher's go on to read what the first has written
-        return module.net.int8(read(weights))
+        return module.net.int8(read(best))
 
     def check(self) -> None:
         """Build everything once, so that what can't work is refused before anything is trained."""
         config, trainer = self.config, self.trainer()
-        cli.build(config.latency, "latency")
-        epochs, strategy = config.trainer.init_args["max_epochs"], trainer.strategy
+        strategy, chosen = trainer.strategy, config.trainer.init_args
+        if (every := chosen["check_val_every_n_epoch"]) != 1:
+            raise BadInput("trainer.check_val_every_n_epoch", every, "it left out; --evaluate_every says it")
+        epochs = chosen["max_epochs"]
         if epochs is not None and 0 <= epochs < config.evaluate_every:
             raise BadInput("evaluate_every", config.evaluate_every, f"at most --trainer.max_epochs, {epochs}")
         forked = type(strategy) is strategies.DDP and strategy.start_method != "spawn"
@@ -150,21 +158,28 @@ class Wiring:
             raise BadInput("trainer.strategy", type(strategy).__name__, "ddp, or a single device")
         self.data.check_replicas(trainer.world_size)
         if config.run is None:
-            net = self.fresh()[0].net
-            nets.check_fits(net, self.data.input_shape, (self.data.num_classes,), "student")
+            net, value = self.fresh()[0].net, config.student.name
+            nets.check_fits(net, self.data.example, (self.data.num_classes,), "student")
         else:
-            net = self.read(config.run, "run")[0]
-        try:
-            self.aware(net)
-        except BadInput as fault:
-            flag = {"net": "student" if config.run is None else "run"}.get(fault.flag, fault.flag)
-            raise BadInput(flag, fault.value, fault.expected) from None
+            net, value = self.read(config.run, "run")[0], config.run
+        with named(self.flag, value, "net"):
+            module = self.aware(net)
+            captured(copy.deepcopy(net).eval(), self.data.example.float())
+        self.checked = None if config.run is None else module
 
-    def images(self, split: str, count: int | None = None) -> tuple[Tensor, Tensor]:
-        """The first images of a split, normalised, float32 (N, C, H, W), and their labels (N,)."""
-        samples = self.data.split(split)
-        images, labels = samples.take(torch.arange(len(samples.labels))[:count])
-        return self.data.normalize(images.cpu(), torch.float32), labels.cpu()
+
+@contextmanager
+def named(flag: str, value: Any, *more: str) -> Iterator[None]:
+    """What is wrong with a net is said of the flag that names it; `more` are other names of that."""
+    try:
+        yield
+    except BadInput as fault:
+        if fault.flag.partition(".")[0] not in {flag, *more}:
+            raise
+        raise BadInput(flag, value, fault.expected) from None
+    except Exception as error:  # whatever torch.export and torchao make of a net that they don't take
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise BadInput(flag, value, f"a net that can be quantised; it says: {said[:200]}") from error
 
 
 def run(wiring: Wiring, kept: Kept | None, out: Path) -> None:
@@ -176,18 +191,22 @@ def run(wiring: Wiring, kept: Kept | None, out: Path) -> None:
         return
 
     def make() -> dict[str, nn.Module]:
-        after = post_training(net, wiring.images("train", config.calibration_size)[0].split(128))
+        after = post_training(net, images_of(wiring.data, "train", config.calibration_size)[0].split(128))
         rounded = formats.Rounded(copy.deepcopy(net), torch.bfloat16)
         return {"float32": net, "bfloat16": rounded, "int8-ptq": after, NAME: int8}
 
-    Study(kept, rebuilt, *wiring.images("test")).run(make, cli.build(config.latency, "latency"))
+    Study(kept, rebuilt, *images_of(wiring.data, "test")).run(make, wiring.latency)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Do what the command line describes."""
-    command = parser()
+    argv = sys.argv[1:] if argv is None else argv
+    with cli.one_line_errors():
+        command = parser(data_of_run(argv, DATA, datamodules.ImageData))
     with cli.one_line_errors(command), interrupts.handled(), quiet():
-        config = command.parse(with_data_of_run(sys.argv[1:] if argv is None else argv, DATA))
+        config = command.parse(argv)
+        if config.data is None:
+            raise BadInput("run", config.run, "a folder in its run's, with config.yaml; or --data, what it learnt from")
         extras.need(*EXTRA)
         formats.need()
         need_compiler()
@@ -204,8 +223,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         wiring = Wiring(config, data, trainer)
         wiring.check()
         with invocation.opened("quantize", command, config) as out:
-            kept = Kept("quantize", "format", out, command, config) if job.is_main_process() else None
-            if kept is not None:
+            kept = None
+            if job.is_main_process():
+                kept = Kept("quantize", "format", out, command, config, threads=wiring.latency.used)
                 kept.header["versions"] = environment.versions(*EXTRA[1:], *formats.EXTRA[1:])
             run(wiring, kept, out)
 

@@ -18,9 +18,10 @@ from apprentice import extras
 from apprentice.deploying import Study, answer, formats, latency
 from apprentice.deploying.agreement import agreement, answers
 from apprentice.deploying.latency import Latency
-from apprentice.deploying.source import with_data_of_run
+from apprentice.deploying.source import data_of_run
 from apprentice.errors import BadInput
 from apprentice.exports import save_net
+from datamodules import ImageData
 from experiments import kd, quantize
 from lit_modules.nets import LightNN
 from tests.commands import refused, results
@@ -94,7 +95,7 @@ def test_the_page_leaves_what_it_says(run: Path) -> None:
     assert sizes["int8-qat"] <= 0.375 * sizes["float32"]
     taught = results(run / "runs" / "digits")["students"]["kd"]
     assert found["rows"][0]["test_correct"] == taught["test_correct"][0]
-    for name in ("results.md", "results.png", "config.yaml", "environment.json", "seed0/int8-qat/weights.pt"):
+    for name in ("results.md", "results.png", "config.yaml", "environment.json", "seed0/int8-qat/best.pt"):
         assert (run / "runs" / "int8" / name).stat().st_size > 0
     page = (run / "runs" / "int8" / "results.md").read_text()
     assert all(f"| {name} |" in page for name in FORMATS)
@@ -140,7 +141,7 @@ def test_a_fresh_student_with_a_file_that_is_broken_and_one_that_can_not_be_writ
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, kept = tmp_path / "out", formats.write_onnx
-    monkeypatch.setattr(latency, "compiled", lambda net, batch: net)  # that takes seconds, and is done above
+    monkeypatch.setattr(latency, "compiled", lambda net, batch, exact: net)  # that takes seconds, and is done above
 
     def write_onnx(net: Any, example: torch.Tensor, folder: Path) -> None:
         if folder.name == "int8-ptq":
@@ -158,7 +159,7 @@ def test_a_fresh_student_with_a_file_that_is_broken_and_one_that_can_not_be_writ
     assert {name: {Path(file).name for file in row["files"]} for name, row in rows.items()} == {
         name: files - ({"model.onnx"} if name in {"float32", "int8-ptq"} else set()) for name, files in LEFT.items()
     }
-    assert rows["float32"]["bytes"] == 7
+    assert rows["float32"]["bytes"] is None
     assert rows["int8-ptq"]["bytes"] is None
     assert set(rows["int8-qat"]["latency_ms"]) == {"1", "2"}
     for fault in (
@@ -167,6 +168,8 @@ def test_a_fresh_student_with_a_file_that_is_broken_and_one_that_can_not_be_writ
     ):
         assert fault in command.output
         assert fault in (out / "results.md").read_text()
+        file, _, why = fault.partition(" is left out: ")
+        assert results(out)["failed"][file].startswith(why)
     assert (out / "seed0" / "student" / "weights.pt").is_file()
     monkeypatch.setattr(Study, "_measure", lambda _study, nets, _latency: print("once more:", *nets))
     again = Run(fresh, out, "--resume", "true", log=tmp_path / "again")
@@ -195,7 +198,10 @@ def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 REFUSALS: list[tuple[list[str], str, str]] = [
-    (["--run", "nowhere"], "--run nowhere", "a net's folder"),
+    (["--run", "nowhere"], "--run nowhere", "--data, what it learnt from"),
+    (["--run", "nowhere", "--data", "Digits"], "--run nowhere", "a net's folder"),
+    (["--teacher", "nowhere"], "--teacher nowhere", "CrossEntropy asks none"),
+    (["--trainer.check_val_every_n_epoch", "2"], "--trainer.check_val_every_n_epoch 2", "--evaluate_every says it"),
     (["--objective", "Hinton"], "--objective Hinton", "a teacher to distil from"),
     (["--evaluate_every", "9"], "--evaluate_every 9", "at most --trainer.max_epochs, 5"),
     (["--freeze_epoch", "0"], "--freeze_epoch 0", "at least 1"),
@@ -215,13 +221,28 @@ def test_what_can_not_be_done_is_refused(
     refused(quantize.main, flags, begins, says, tmp_path, capsys)
 
 
-def test_a_student_is_quantised_on_the_data_of_its_run(student: Path) -> None:
+def test_a_student_is_quantised_on_the_data_of_its_run(
+    student: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     settings = {"data": {"class_path": "datamodules.Digits", "init_args": {"train_size": 200, "partition": None}}}
     (student.parent.parent / "config.yaml").write_text(yaml.safe_dump(settings))
     flags = ["--run", str(student), "--data.test_size", "50"]
-    chosen = quantize.parser().parse(with_data_of_run(flags, "Digits")).data.init_args
+    chosen = parsed(flags).data.init_args
     assert (chosen["train_size"], chosen["test_size"], chosen["partition"]) == (200, 50, None)
+    own = tmp_path / "own.yaml"
+    own.write_text(yaml.safe_dump({"run": str(student), "data": {"test_size": 60}}))
+    chosen = parsed(["--config", str(own)]).data.init_args
+    assert (chosen["train_size"], chosen["test_size"]) == (200, 60)
+    monkeypatch.chdir(student)
+    assert parsed(["--run", "."]).data.init_args["train_size"] == 200
+    text = {"class_path": "datamodules.Text", "init_args": {"train_size": 5}}
+    (student.parent.parent / "config.yaml").write_text(yaml.safe_dump({"data": text}))
+    refused(quantize.main, ["--run", "."], "--run .", "its run's data is datamodules.Text\n", tmp_path, capsys)
     (student.parent.parent / "config.yaml").unlink()
+
+
+def parsed(flags: list[str]) -> Any:
+    return quantize.parser(data_of_run(flags, "Digits", ImageData)).parse(flags)
 
 
 @needs_extras
@@ -230,7 +251,7 @@ def test_weights_that_do_not_fit_are_refused(student: Path, tmp_path: Path, caps
     shutil.copytree(student, other)
     spec = (other / "net.yaml").read_text()
     (other / "net.yaml").write_text(spec.replace("LightNN", "DeepNN"))
-    flags = ["--run", str(other)]
+    flags = ["--run", str(other), "--data", "Digits"]
     refused(
         quantize.main,
         flags,
@@ -245,7 +266,9 @@ def test_weights_that_do_not_fit_are_refused(student: Path, tmp_path: Path, caps
     refused(quantize.main, flags, f"--run {other}", "cut short", tmp_path, capsys)
     larger = {"input_shape": [1, 16, 16], "num_classes": 10}
     save_net(LightNN(**larger), {"class_path": "lit_modules.nets.LightNN", "init_args": larger}, other)
-    refused(quantize.main, flags, "--run LightNN", "as this data has them", tmp_path, capsys)
+    refused(quantize.main, flags, f"--run {other}", "(1, 8, 8), as this data has them", tmp_path, capsys)
+    (other / "net.yaml").write_text(yaml.safe_dump({"class_path": "lit_modules.nets.ResNet", "init_args": [21]}))
+    refused(quantize.main, flags, f"--run {other}", "TypeError", tmp_path, capsys)
 
 
 def test_a_missing_extra_is_one_line(
@@ -289,7 +312,7 @@ def test_latency_is_told_of_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
     def net(name: str) -> Any:
         return lambda images: calls.append((name, len(images)))
 
-    monkeypatch.setattr(latency, "compiled", lambda net, batch: net)
+    monkeypatch.setattr(latency, "compiled", lambda net, batch, exact: net)
     found = Latency(threads=1, batch_sizes=[3], repeats=2).measure({"a": net("a"), "b": net("b")}, torch.zeros(2, 1))
     turns = [name for name, _ in itertools.groupby(name for name, _ in calls)]
     assert turns == ["a", "b"] * 3  # to warm up, and twice

@@ -18,6 +18,7 @@ from apprentice.deploying.formats import WEIGHTS
 PROJECT = Path(__file__).parents[2]
 FLOAT_MARGIN = 1e-4  # of the top two logits
 INT8_SHARE, INT8_MARGIN = 1e-3, 0.02  # of predictions; of the logits' range: kernels round differently
+SECONDS, LATE = 600.0, "took too long"  # for a file's answers
 
 
 class Agreement(NamedTuple):
@@ -36,14 +37,15 @@ class Agreement(NamedTuple):
     fault: str
 
 
-def agreement(expected: Tensor, found: Tensor, exact: bool) -> Agreement:
+def agreement(expected: Tensor, found: Tensor, exact: bool, share: float = INT8_SHARE) -> Agreement:
     """Compare logits (N, classes): the net's and a file's.
 
     Args:
         expected: of the net.
         found: of the file.
-        exact: whether predictions may differ only where the top two logits are closer than 1e-4; else one in a thousand
-            may, where they are closer than 2 % of the logits' range.
+        exact: whether predictions may differ only where the top two logits are closer than 1e-4; else some may, where
+            they are closer than 2 % of the logits' range.
+        share: of predictions, so many.
     """
     differ = expected.argmax(1) != found.argmax(1)
     top = expected.topk(2, 1).values
@@ -57,8 +59,8 @@ def agreement(expected: Tensor, found: Tensor, exact: bool) -> Agreement:
         fault = (
             f"a prediction differs whose top two logits are {float(margins.max()):.2g} apart, not below {allowed:.2g}"
         )
-    elif not exact and count > INT8_SHARE * len(expected):
-        fault = f"{count} of {len(expected)} predictions differ, more than {INT8_SHARE:.1%}"
+    elif not exact and count > share * len(expected):
+        fault = f"{count} of {len(expected)} predictions differ, more than {share:.1%}"
     return Agreement(count, len(expected), largest, fault)
 
 
@@ -66,7 +68,7 @@ def answers(files: Sequence[Path], images: Tensor) -> dict[Path, Tensor | str]:
     """Logits (N, classes) of images (N, C, H, W) by each file, read in a fresh process without this project.
 
     Weights alone need their net's class; they are read in another fresh process, with it. Of a file that can't be read
-    or run it is said why, in one line; the others stand alone.
+    or run, or takes ten minutes by itself, it is said why, in one line; the others stand alone.
     """
     weights = [path for path in files if path.name == WEIGHTS]
     with tempfile.TemporaryDirectory() as folder:
@@ -89,18 +91,27 @@ def _ask(files: Sequence[Path], images: Path, more: Mapping[str, object]) -> dic
             }
             told = Path(folder) / "job.json"
             told.write_text(json.dumps(job))
-            command = [sys.executable, "-I", answer.__file__, str(told)]
-            run = subprocess.run(command, capture_output=True, text=True, check=False)
+            end = _end([sys.executable, "-I", answer.__file__, str(told)])
             for path, out in where.items():
                 if out.exists():
                     found[path] = torch.from_numpy(np.load(out))
                 elif out.with_suffix(".txt").exists():
                     found[path] = _line(out.with_suffix(".txt").read_text())
                 else:
-                    last = ["", *filter(str.strip, run.stderr.splitlines())][-1]
-                    found[path] = f"its process ended with exit code {run.returncode}: {_line(last)}"
+                    if end != LATE or path == missing[0]:  # else those before it may have taken the time
+                        found[path] = f"its process {end}"
                     break
     return found
+
+
+def _end(command: Sequence[str]) -> str:
+    """How a process has ended."""
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        return LATE
+    last = ["", *filter(str.strip, run.stderr.splitlines())][-1]
+    return f"ended with exit code {run.returncode}: {_line(last)}"
 
 
 def _line(told: str) -> str:

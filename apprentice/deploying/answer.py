@@ -58,7 +58,9 @@ def main(job: dict[str, Any]) -> None:
             logits = np.concatenate([answer(images[i : i + BATCH]) for i in range(0, len(images), BATCH)])
             if "paths" not in job and (ours := OURS & {name.split(".")[0] for name in sys.modules}):
                 raise RuntimeError(f"it needs {', '.join(sorted(ours))}")
-            np.save(out, logits)
+            unfinished = Path(out).with_suffix(".part.npy")
+            np.save(unfinished, logits)
+            unfinished.rename(out)
         except Exception as error:  # noqa: BLE001 - whatever a library makes of a broken file; the others stand alone
             Path(out).with_suffix(".txt").write_text(f"{type(error).__name__}: {error}")
 

@@ -9,14 +9,19 @@ from apprentice.plots import GREY
 AREA = 1200  # points squared, of the largest file
 
 
+def batch_sizes(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Those at which there are latencies."""
+    return sorted({size for row in rows for size in row["latency_ms"]}, key=int)
+
+
 def picture(rows: Sequence[dict[str, Any]]) -> bytes:
     """A PNG: accuracy against the median latency of each batch size; areas are sizes on disk."""
     import matplotlib.style
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    sizes = sorted(rows[0]["latency_ms"], key=int)
-    rows = [row for row in rows if row["bytes"] is not None]
+    sizes = batch_sizes(rows)
+    rows = [row for row in rows if row["bytes"] is not None and row["latency_ms"]]
     largest = max((row["bytes"] for row in rows), default=1)
     with matplotlib.style.context("default"):
         figure = Figure(figsize=(5.5 * len(sizes), 4), dpi=120, layout="constrained")

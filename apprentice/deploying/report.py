@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from apprentice.deploying.picture import picture
+from apprentice.deploying.picture import batch_sizes, picture
 from apprentice.files import write_bytes, write_text
 from apprentice.measuring.report import words
 from apprentice.tables import NONE, Table, count, paragraph, short
@@ -29,7 +29,7 @@ def save(folder: Path, results: Facts, notes: Sequence[str]) -> None:
         OSError: the folder can't be written.
     """
     write_text(folder / "results.md", markdown(results, notes))
-    if results["rows"]:
+    if batch_sizes(results["rows"]):
         write_bytes(folder / "results.png", picture(results["rows"]))
 
 
@@ -42,7 +42,7 @@ def markdown(results: Facts, notes: Sequence[str]) -> str:
 
 def table(rows: Sequence[Facts]) -> Table:
     """One line a format."""
-    sizes = sorted(rows[0]["latency_ms"], key=int) if rows else []
+    sizes = batch_sizes(rows)
     header = ["format", "test accuracy, %", "correct", "size, KiB", *(f"ms, batch {size}" for size in sizes)]
     body = [
         [
@@ -50,8 +50,8 @@ def table(rows: Sequence[Facts]) -> Table:
             f"{100 * row['test_acc']:.2f}",
             count(row["test_correct"]),
             NONE if row["bytes"] is None else f"{row['bytes'] / 2**10:,.1f}",
-            *(f"{short(times['median'])} ({short(times['p95'])})" for _, times in sorted(_times(row))),
-            short(row["images_per_second"]),
+            *(_times(row["latency_ms"].get(size)) for size in sizes),
+            short(row["images_per_second"]) if row["latency_ms"] else NONE,
             f"{row['max_logit_difference']:.2g}",
         ]
         for row in rows
@@ -59,5 +59,5 @@ def table(rows: Sequence[Facts]) -> Table:
     return Table([*header, "images/s", "difference"], body)
 
 
-def _times(row: Facts) -> list[tuple[int, dict[str, float]]]:
-    return [(int(size), times) for size, times in row["latency_ms"].items()]
+def _times(times: dict[str, float] | None) -> str:
+    return f"{short(times['median'])} ({short(times['p95'])})" if times else NONE

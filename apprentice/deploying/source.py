@@ -1,34 +1,82 @@
-"""Where a student comes from: the folder that its run has left."""
+"""What a study starts from: the folder that a student's run has left, and the images of its data."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from apprentice.checkpoints import fitting, read_weights
 from apprentice.cli.imports import imported
+from apprentice.cli.layers import layers_of
 from apprentice.cli.sources import flags, load
+from apprentice.errors import BadInput
 from apprentice.exports import Spec, read_spec
 
 
-def with_data_of_run(argv: Sequence[str], default: str) -> list[str]:
-    """The flags, and before them the data that the student's run was on: what is given beside it changes that."""
-    run = flags(argv).get("run")
-    settings = Path(run).parent.parent / "config.yaml" if isinstance(run, str) else None
-    if settings is None or not settings.is_file():
-        return list(argv)
-    return ["--data", json.dumps(load(settings, "run").get("data", default)), *argv]
+def data_of_run(argv: Sequence[str], default: Any, kind: type) -> Any:
+    """What `--data` is when it is not given: what the student's run was on, `default` where no run is named.
 
+    Args:
+        argv: the flags; they or a file of theirs name the run.
+        default: a class by its short name.
+        kind: what the run's data has to be.
 
-def read_net(folder: str | Path, flag: str) -> tuple[nn.Module, Spec]:
-    """A user's net from `weights.pt` and `net.yaml`, in float32 and in eval mode, and how to rebuild it.
+    Returns:
+        As `config.yaml` has it; None where no such file says it.
 
     Raises:
-        BadInput: there are no such files, or they are broken; or the weights don't fit, when all that differs is named.
+        BadInput: the run was on another kind of data.
+    """
+    given: dict[str, Any] = {}
+    for layer in layers_of(flags(argv)):
+        given |= layer.given
+    run = given.get("run")
+    if not isinstance(run, str):
+        return default
+    settings = Path(run).resolve().parent.parent / "config.yaml"
+    data = load(settings, "run").get("data") if settings.is_file() else None
+    if isinstance(data, dict) and "class_path" in data:
+        try:
+            imported(data["class_path"], "data", (kind,))
+        except BadInput as fault:
+            raise BadInput("run", run, f"a student of images; its run's data is {fault.value}") from None
+    return data
+
+
+def read_net(folder: str | Path, flag: str, input_shape: tuple[int, ...]) -> tuple[nn.Module, Spec]:
+    """A user's net from `weights.pt` and `net.yaml`, in float32 and in eval mode, and how to rebuild it.
+
+    Args:
+        folder: where these are.
+        flag: that names it.
+        input_shape: of the data's images, for which the net has to be made.
+
+    Raises:
+        BadInput: there are no such files, or they are broken; they are of a net for other images; or the weights don't
+            fit, when all that differs is named.
     """
     spec = read_spec(Path(folder), flag)
-    net = imported(spec["class_path"], flag, (nn.Module,))(**spec["init_args"])
+    try:
+        net = imported(spec["class_path"], flag, (nn.Module,))(**spec["init_args"])
+        made = tuple(spec["init_args"].get("input_shape", input_shape))
+    except Exception as error:  # whatever a class makes of another's arguments
+        said = f"a net's folder, whose net.yaml its class takes; it says: {_line(error)}"
+        raise BadInput(flag, folder, said) from error
+    if made != tuple(input_shape):
+        raise BadInput(flag, folder, f"a net for inputs {tuple(input_shape)}, as this data has them; it is for {made}")
     path = str(Path(folder) / "weights.pt")
     net.load_state_dict(fitting(net.state_dict(), read_weights(path, flag), path, flag))
     return net.eval(), spec
+
+
+def _line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def images_of(data: Any, split: str, count: int | None = None) -> tuple[Tensor, Tensor]:
+    """The first images of a split, normalised, float32 (N, C, H, W), and their labels (N,)."""
+    samples = data.split(split)
+    images, labels = samples.take(torch.arange(len(samples.labels))[:count])
+    return data.normalize(images.cpu(), torch.float32), labels.cpu()

@@ -1,6 +1,5 @@
 """A student in each format: exported, answered for elsewhere, measured, told."""
 
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,8 +50,9 @@ class Study:
         Raises:
             SystemExit: a file can't be written, or does not answer as its net does; all else is there.
         """
-        if any(len(self.kept.rows.get(name, {"files": ()})["files"]) < len(files) for name, files in FILES.items()):
+        if not all(self._whole(name) for name in FILES):
             self._measure(make(), latency)
+        self.kept.header["failed"] = self.kept.failed
         results = self.kept.write(FILES)
         notes = [f"{file} is left out: {fault}" for file, fault in self.kept.failed.items()]
         save(self.kept.out, results, notes)
@@ -60,11 +60,15 @@ class Study:
         if notes:
             raise SystemExit(1)
 
+    def _whole(self, name: str) -> bool:
+        row = self.kept.rows.get(name, {"files": (), "latency_ms": {}})
+        return len(row["files"]) == len(FILES[name]) and bool(row["latency_ms"])
+
     def _measure(self, nets: Mapping[str, nn.Module], latency: Latency) -> None:
         logits = {name: logits_of(net, self.images) for name, net in nets.items()}
         written = [path for name, net in nets.items() for path in self._export(name, net)]
         good = [path for path, found in answers(written, self.images).items() if self._agrees(path, logits, found)]
-        times = latency.measure(nets, self.images)
+        times = latency.measure(nets, self.images, lambda error, name: self.kept.fail(error, f"{name}/latency"))
         for name in nets:
             files = [path for path in good if path.parent.name == name]
             self.kept.rows[name] = self._row(name, logits, files, times[name])
@@ -72,9 +76,9 @@ class Study:
     def _export(self, name: str, net: nn.Module) -> list[Path]:
         """Write a format's files; those that are there then, as each stands alone."""
         folder = self.kept.out / name
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         for file in FILES[name]:
+            (folder / file).unlink(missing_ok=True)
             try:
                 if file == formats.PROGRAM:
                     formats.write_program(net, self.images, folder)
@@ -99,14 +103,15 @@ class Study:
         self, name: str, logits: Mapping[str, Tensor], files: list[Path], times: dict[str, dict[str, float]]
     ) -> dict[str, Any]:
         correct = int((logits[name].argmax(1) == self.labels).sum())
-        sized, largest = self.kept.out / name / FILES[name][-1], max(times, key=int)
+        sized = self.kept.out / name / FILES[name][-1]
+        largest = max(times, key=int, default="")
         return {
             "format": name,
             "test_acc": correct / len(self.labels),
             "test_correct": correct,
-            "bytes": sized.stat().st_size if sized.exists() else None,
+            "bytes": sized.stat().st_size if sized in files else None,
             "latency_ms": times,
-            "images_per_second": int(largest) / times[largest]["median"] * 1e3,
+            "images_per_second": int(largest) / times[largest]["median"] * 1e3 if largest else None,
             "max_logit_difference": float((logits[name] - logits["float32"]).abs().max()),
             "files": [str(path.relative_to(self.kept.out)) for path in files],
         }
