@@ -19,8 +19,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import copy
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from apprentice.bake_off import BakeOff, Contestant
 from apprentice.checkpoints import read
 from apprentice.deploying import Latency, Options, Study, formats
 from apprentice.deploying.latency import need_compiler
-from apprentice.deploying.source import data_of_run, images_of, read_net
+from apprentice.deploying.source import data_of_run, images_of, of_net, read_net
 from apprentice.errors import BadInput
 from apprentice.exports import Spec, spec
 from apprentice.files import atomic
@@ -98,7 +97,7 @@ class Wiring:
     def read(self, folder: str | Path, flag: str) -> tuple[nn.Module, Spec]:
         """The net in a user's folder, which fits the data, and how to rebuild it."""
         net, rebuilt = read_net(folder, flag, self.data.input_shape)
-        with named(flag, folder):
+        with of_net(flag, folder):
             nets.check_fits(net, self.data.example, (self.data.num_classes,), flag)
         return net, rebuilt
 
@@ -162,24 +161,10 @@ class Wiring:
             nets.check_fits(net, self.data.example, (self.data.num_classes,), "student")
         else:
             net, value = self.read(config.run, "run")[0], config.run
-        with named(self.flag, value, "net"):
+        with of_net(self.flag, value, "net"):
             module = self.aware(net)
             captured(copy.deepcopy(net).eval(), self.data.example.float())
         self.checked = None if config.run is None else module
-
-
-@contextmanager
-def named(flag: str, value: Any, *more: str) -> Iterator[None]:
-    """What is wrong with a net is said of the flag that names it; `more` are other names of that."""
-    try:
-        yield
-    except BadInput as fault:
-        if fault.flag.partition(".")[0] not in {flag, *more}:
-            raise
-        raise BadInput(flag, value, fault.expected) from None
-    except Exception as error:  # whatever torch.export and torchao make of a net that they don't take
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        raise BadInput(flag, value, f"a net that can be quantised; it says: {said[:200]}") from error
 
 
 def run(wiring: Wiring, kept: Kept | None, out: Path) -> None:

@@ -8,23 +8,27 @@ import shutil
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import yaml
 
-from apprentice import extras
+from apprentice import extras, folders
 from apprentice.deploying import Study, answer, formats, latency
+from apprentice.deploying import agreement as agreement_module
 from apprentice.deploying.agreement import agreement, answers
 from apprentice.deploying.latency import Latency
 from apprentice.deploying.source import data_of_run
 from apprentice.errors import BadInput
 from apprentice.exports import save_net
+from apprentice.keyed import seeded
 from datamodules import ImageData
 from experiments import kd, quantize
-from lit_modules.nets import LightNN
-from tests.commands import refused, results
+from lit_modules.nets import LightNN, ResNet
+from lit_modules.quantization import FakeQuantized
+from tests.commands import left_by_overwriting, refused, results
 from tests.processes import Run
 from tests.training import net
 
@@ -97,6 +101,8 @@ def test_the_page_leaves_what_it_says(run: Path) -> None:
     assert found["rows"][0]["test_correct"] == taught["test_correct"][0]
     for name in ("results.md", "results.png", "config.yaml", "environment.json", "seed0/int8-qat/best.pt"):
         assert (run / "runs" / "int8" / name).stat().st_size > 0
+    assert found["failed"] == {}
+    assert found["hardware"]["threads"] == 1
     page = (run / "runs" / "int8" / "results.md").read_text()
     assert all(f"| {name} |" in page for name in FORMATS)
 
@@ -124,10 +130,14 @@ def test_a_finished_run_is_told_again(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     shutil.copytree(run / "runs" / "int8", out)
     before = results(out)
+    unfinished = out / "seed0" / "int8-qat.ckpt"  # as of a process that was killed before it took it away
+    unfinished.touch()
     again = Run(resume, run, out, log=tmp_path / "log")
     assert again.wait() == 0, again.output
     assert results(out)["rows"] == before["rows"]
     assert "epoch" not in again.output
+    assert not unfinished.exists()
+    assert left_by_overwriting(out, tmp_path) == set()
 
 
 def resume(run: Path, out: Path) -> None:
@@ -141,7 +151,14 @@ def test_a_fresh_student_with_a_file_that_is_broken_and_one_that_can_not_be_writ
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, kept = tmp_path / "out", formats.write_onnx
-    monkeypatch.setattr(latency, "compiled", lambda net, batch, exact: net)  # that takes seconds, and is done above
+
+    def compiled(net: Any, batch: torch.Tensor, exact: bool) -> Any:
+        """That takes seconds, and is done above."""
+        if isinstance(net, formats.Rounded) and len(batch) == 2:
+            raise RuntimeError("no such kernel")
+        return net
+
+    monkeypatch.setattr(latency, "compiled", compiled)
 
     def write_onnx(net: Any, example: torch.Tensor, folder: Path) -> None:
         if folder.name == "int8-ptq":
@@ -161,10 +178,12 @@ def test_a_fresh_student_with_a_file_that_is_broken_and_one_that_can_not_be_writ
     }
     assert rows["float32"]["bytes"] is None
     assert rows["int8-ptq"]["bytes"] is None
+    assert (rows["bfloat16"]["latency_ms"], rows["bfloat16"]["images_per_second"]) == ({}, None)
     assert set(rows["int8-qat"]["latency_ms"]) == {"1", "2"}
     for fault in (
         "float32/model.onnx is left out: ",
         "int8-ptq/model.onnx is left out: RuntimeError: no such operator",
+        "bfloat16/latency is left out: RuntimeError: no such kernel",
     ):
         assert fault in command.output
         assert fault in (out / "results.md").read_text()
@@ -197,10 +216,35 @@ def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+class Branching(torch.nn.Module):
+    """It looks at its input's values, which a graph can't."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(64, 10)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits = self.head(images.flatten(1))
+        return logits if logits.sum() > 0 else -logits
+
+
+class Stateless(Branching):
+    """Its BatchNorm has no statistics that could be folded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm2d(1, track_running_stats=False)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(images).flatten(1))
+
+
 REFUSALS: list[tuple[list[str], str, str]] = [
     (["--run", "nowhere"], "--run nowhere", "--data, what it learnt from"),
     (["--run", "nowhere", "--data", "Digits"], "--run nowhere", "a net's folder"),
     (["--teacher", "nowhere"], "--teacher nowhere", "CrossEntropy asks none"),
+    (["--student", f"{__name__}.Branching"], "--student Branching", "torch.export can capture"),
+    (["--student", f"{__name__}.Stateless"], "--student Stateless", "a net that"),
     (["--trainer.check_val_every_n_epoch", "2"], "--trainer.check_val_every_n_epoch 2", "--evaluate_every says it"),
     (["--objective", "Hinton"], "--objective Hinton", "a teacher to distil from"),
     (["--evaluate_every", "9"], "--evaluate_every 9", "at most --trainer.max_epochs, 5"),
@@ -233,6 +277,11 @@ def test_a_student_is_quantised_on_the_data_of_its_run(
     own.write_text(yaml.safe_dump({"run": str(student), "data": {"test_size": 60}}))
     chosen = parsed(["--config", str(own)]).data.init_args
     assert (chosen["train_size"], chosen["test_size"]) == (200, 60)
+    out = tmp_path / "out"
+    out.mkdir()
+    quantize.parser().save(parsed([*flags, "--data.validation_size", "9"]), out / "config.yaml")
+    chosen = parsed(["--run", str(student), "--out", str(out), "--resume", "true"]).data.init_args
+    assert (chosen["train_size"], chosen["test_size"], chosen["validation_size"]) == (200, 50, 9)
     monkeypatch.chdir(student)
     assert parsed(["--run", "."]).data.init_args["train_size"] == 200
     text = {"class_path": "datamodules.Text", "init_args": {"train_size": 5}}
@@ -264,8 +313,8 @@ def test_weights_that_do_not_fit_are_refused(student: Path, tmp_path: Path, caps
     whole = (other / "weights.pt").read_bytes()
     (other / "weights.pt").write_bytes(whole[: len(whole) // 2])
     refused(quantize.main, flags, f"--run {other}", "cut short", tmp_path, capsys)
-    larger = {"input_shape": [1, 16, 16], "num_classes": 10}
-    save_net(LightNN(**larger), {"class_path": "lit_modules.nets.LightNN", "init_args": larger}, other)
+    larger = {"depth": 8, "input_shape": [1, 16, 16], "num_classes": 10}  # it could take others, too
+    save_net(ResNet(**larger), {"class_path": "lit_modules.nets.ResNet", "init_args": larger}, other)
     refused(quantize.main, flags, f"--run {other}", "(1, 8, 8), as this data has them", tmp_path, capsys)
     (other / "net.yaml").write_text(yaml.safe_dump({"class_path": "lit_modules.nets.ResNet", "init_args": [21]}))
     refused(quantize.main, flags, f"--run {other}", "TypeError", tmp_path, capsys)
@@ -322,14 +371,104 @@ def test_latency_is_told_of_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
         Latency(repeats=0)
 
 
+class Awkward(torch.nn.Module):
+    """A graph can't hold it, or it answers otherwise where it is compiled."""
+
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        self.breaks = breaks
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return images.flip(1) if torch.compiler.is_compiling() and not self.breaks else images * 2
+
+
+def test_what_is_not_compiled_as_it_is_told_is_not_timed(tmp_path: Path) -> None:
+    run = Run(timed, log=tmp_path / "log")
+    assert run.wait() == 0, run.output
+
+
+def timed() -> None:
+    failed: dict[str, str] = {}
+    torch._dynamo.config.recompile_limit = 1  # as after 8 sizes
+    nets = {"good": torch.nn.ReLU(), "broken": Awkward(True), "wrong": Awkward(False)}
+    images = torch.eye(4).add(torch.tensor([0.0, 0.1, 0.2, 0.3]))
+    measure = Latency(threads=1, batch_sizes=[2, 3, 4], repeats=1).measure
+    found = measure(nets, images, lambda error, name: failed.update({name: str(error)}))
+    assert {name: list(times) for name, times in found.items()} == {"good": ["2", "3", "4"], "broken": [], "wrong": []}
+    assert failed["broken"].startswith("Inductor can't compile it as a whole: Unsupported: ")
+    assert failed["wrong"].startswith("compiled it answers otherwise: a prediction differs")
+    with pytest.raises(RuntimeError, match="as a whole"):
+        measure({"broken": nets["broken"]}, images)
+
+
+def test_a_missing_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import config
+
+    latency.need_compiler()
+    monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler",))
+    with pytest.raises(extras.Missing, match=r"C\+\+ compiler: expected one"):
+        latency.need_compiler()
+
+
+def test_only_our_own_files_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "bfloat16"
+    folder.mkdir()
+    for name in ("notes.txt", *LEFT["bfloat16"]):
+        (folder / name).touch()
+    with pytest.raises(BadInput, match="this one holds bfloat16"), folders.opened(tmp_path):
+        pass
+    monkeypatch.setattr(formats, "write_program", lambda net, example, folder: None)
+    monkeypatch.setattr(formats, "write_weights", lambda net, folder: None)
+    kept: Any = SimpleNamespace(out=tmp_path)
+    assert Study(kept, {}, torch.zeros(1), torch.zeros(1))._export("bfloat16", torch.nn.ReLU()) == []
+    assert {path.name for path in folder.iterdir()} == {"notes.txt", "net.yaml"}
+
+
+@needs_extras
+def test_files_of_a_net_with_folded_batch_norm_answer_as_it_does(tmp_path: Path) -> None:
+    images = torch.randn(64, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    fake = FakeQuantized(seeded(0, lambda: ResNet(8, (3, 8, 8))), images[:1]).train()
+    with torch.no_grad():
+        fake(images)
+        int8 = fake.eval().int8()
+        logits = int8(images)
+    formats.write_program(int8, images, tmp_path)
+    formats.write_onnx(int8, images, tmp_path)
+    found = answers([tmp_path / formats.PROGRAM, tmp_path / formats.ONNX], images)
+    assert len(found) == 2
+    for given in found.values():
+        assert isinstance(given, torch.Tensor), given
+        compared = agreement(logits, given, exact=False, share=0.1)  # untrained, it answers all images nearly alike
+        assert not compared.fault
+        assert compared.largest < 0.02 * float(logits.max() - logits.min())
+
+
 DYING = """
-import importlib.util, json, os, sys
+import importlib.util, json, os, sys, time
 
 spec = importlib.util.spec_from_file_location("answer", "{}")
 answer = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(answer)
 kept = answer.onnx
-answer.onnx = lambda path: os._exit(9) if "deadly" in path else kept(path)
+
+
+def killed(path, logits):
+    with open(path, "wb") as file:
+        file.write(b"half")
+    os._exit(9)
+
+
+def onnx(path):
+    if "hanging" in path:
+        time.sleep(60)
+    if "deadly" in path:
+        answer.np.save = killed
+    return kept(path.replace("deadly", "good"))
+
+
+answer.onnx = onnx
 with open(sys.argv[1]) as job:
     answer.main(json.load(job))
 """
@@ -338,21 +477,21 @@ with open(sys.argv[1]) as job:
 @needs_extras
 def test_each_file_stands_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     images, plain = torch.randn(3, 1, 8, 8), net(LightNN).eval()
-    files = [tmp_path / name / "model.onnx" for name in ("broken", "deadly", "bfloat16", "good")]
+    files = [tmp_path / name / "model.onnx" for name in ("broken", "deadly", "hanging", "bfloat16", "good")]
     for path in files:
         path.parent.mkdir()
     files[0].write_bytes(b"nothing")
     (tmp_path / "answer.py").write_text(DYING.format(answer.__file__))
     monkeypatch.setattr(answer, "__file__", str(tmp_path / "answer.py"))
-    formats.write_onnx(formats.Rounded(copy.deepcopy(plain), torch.bfloat16), images, files[2].parent)
-    formats.write_onnx(plain, images, files[3].parent)
+    monkeypatch.setattr(agreement_module, "SECONDS", 6.0)
+    formats.write_onnx(formats.Rounded(copy.deepcopy(plain), torch.bfloat16), images, files[3].parent)
+    formats.write_onnx(plain, images, files[4].parent)
     found = answers(files, images)
     assert list(found) == files
-    for path, said in zip(
-        files, ("InvalidProtobuf: ", "its process ended with exit code 9", "InvalidGraph: "), strict=False
-    ):
+    reasons = "InvalidProtobuf: ", "its process ended with exit code 9", "its process took too long", "InvalidGraph: "
+    for path, said in zip(files, reasons, strict=False):
         told = found[path]
         assert isinstance(told, str)
         assert told.startswith(said)
         assert len(told.splitlines()) == 1
-    torch.testing.assert_close(found[files[3]], plain(images).detach(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(found[files[4]], plain(images).detach(), rtol=0, atol=1e-5)

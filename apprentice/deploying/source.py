@@ -1,6 +1,10 @@
 """What a study starts from: the folder that a student's run has left, and the images of its data."""
 
-from collections.abc import Sequence
+import io
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +73,34 @@ def read_net(folder: str | Path, flag: str, input_shape: tuple[int, ...]) -> tup
     path = str(Path(folder) / "weights.pt")
     net.load_state_dict(fitting(net.state_dict(), read_weights(path, flag), path, flag))
     return net.eval(), spec
+
+
+@contextmanager
+def of_net(flag: str, value: object, *more: str) -> Iterator[None]:
+    """What is wrong with a net is said in one line, of the flag that names it.
+
+    Args:
+        flag: that one.
+        value: what it says.
+        more: other names under which faults are told of that net.
+
+    Raises:
+        BadInput: whatever torch.export and torchao say of a net that they don't take.
+    """
+    told = io.StringIO()
+    logging.disable(logging.ERROR)
+    try:
+        with redirect_stderr(told):  # where it fails, torch.export prints the whole graph
+            yield
+        sys.stderr.write(told.getvalue())
+    except BadInput as fault:
+        if fault.flag.partition(".")[0] not in {flag, *more}:
+            raise
+        raise BadInput(flag, value, fault.expected) from None
+    except Exception as error:
+        raise BadInput(flag, value, f"a net that can be quantised; it says: {_line(error)[:200]}") from error
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def _line(error: Exception) -> str:
