@@ -2,10 +2,10 @@
 
     python benchmarks/int8_speed.py --depth 20 --batch_size 128 --threads 1 --out int8_speed.json
 
-Both nets are compiled by Inductor with frozen weights and called in turn (`apprentice.deploying.Latency`); weights are
-random, which no time depends on, and int8 is post-training. Expected on a processor with VNNI: at least 2 times the
-throughput; elsewhere the ratio is told without a bound. The int8 ONNX file is expected to have at most 0.3 of the
-bytes. Ends with exit code 1 where it is not so. Run it on a quiet machine.
+Both nets are compiled by Inductor with frozen weights and called in turn (`apprentice.deploying.Latency`); one that
+then answers otherwise is an error. Weights are random, which no time depends on, and int8 is post-training. Expected on
+a processor with VNNI: at least 2 times the throughput; elsewhere the ratio is told without a bound. The int8 ONNX file
+is expected to have at most 0.3 of the bytes. Ends with exit code 1 where it is not so. Run it on a quiet machine.
 """
 
 import argparse
