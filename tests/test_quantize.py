@@ -20,7 +20,7 @@ from apprentice.deploying import Study, answer, formats, latency
 from apprentice.deploying import agreement as agreement_module
 from apprentice.deploying.agreement import agreement, answers
 from apprentice.deploying.latency import Latency
-from apprentice.deploying.source import data_of_run
+from apprentice.deploying.source import data_of_run, of_net
 from apprentice.errors import BadInput
 from apprentice.exports import save_net
 from apprentice.keyed import seeded
@@ -228,23 +228,11 @@ class Branching(torch.nn.Module):
         return logits if logits.sum() > 0 else -logits
 
 
-class Stateless(Branching):
-    """Its BatchNorm has no statistics that could be folded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = torch.nn.BatchNorm2d(1, track_running_stats=False)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(images).flatten(1))
-
-
 REFUSALS: list[tuple[list[str], str, str]] = [
     (["--run", "nowhere"], "--run nowhere", "--data, what it learnt from"),
     (["--run", "nowhere", "--data", "Digits"], "--run nowhere", "a net's folder"),
     (["--teacher", "nowhere"], "--teacher nowhere", "CrossEntropy asks none"),
     (["--student", f"{__name__}.Branching"], "--student Branching", "torch.export can capture"),
-    (["--student", f"{__name__}.Stateless"], "--student Stateless", "a net that"),
     (["--trainer.check_val_every_n_epoch", "2"], "--trainer.check_val_every_n_epoch 2", "--evaluate_every says it"),
     (["--objective", "Hinton"], "--objective Hinton", "a teacher to distil from"),
     (["--evaluate_every", "9"], "--evaluate_every 9", "at most --trainer.max_epochs, 5"),
@@ -318,6 +306,19 @@ def test_weights_that_do_not_fit_are_refused(student: Path, tmp_path: Path, caps
     refused(quantize.main, flags, f"--run {other}", "(1, 8, 8), as this data has them", tmp_path, capsys)
     (other / "net.yaml").write_text(yaml.safe_dump({"class_path": "lit_modules.nets.ResNet", "init_args": [21]}))
     refused(quantize.main, flags, f"--run {other}", "TypeError", tmp_path, capsys)
+
+
+def test_what_is_said_of_a_net_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with of_net("run", "FOLDER", "net"):
+        sys.stderr.write("noted\n")
+    said = "--run FOLDER: expected a net that can be quantised; it says: KeyError: 'a graph'"
+    with pytest.raises(BadInput, match=said), of_net("run", "FOLDER", "net"):
+        raise KeyError(sys.stderr.write("a whole graph\n") and "a graph")
+    with pytest.raises(BadInput, match="--run FOLDER: expected another"), of_net("run", "FOLDER", "net"):
+        raise BadInput("net", "LightNN", "another")
+    with pytest.raises(BadInput, match="--objective Hint: expected another"), of_net("run", "FOLDER", "net"):
+        raise BadInput("objective", "Hint", "another")
+    assert capsys.readouterr().err == "noted\n"
 
 
 def test_a_missing_extra_is_one_line(
