@@ -260,6 +260,8 @@ def test_what_can_not_be_trained_is_refused() -> None:
     for drop, where in ((nn.Sequential(Functional()), "drop.0"), (nn.RReLU(), "drop")):
         with pytest.raises(BadInput, match=rf"--net Noisy: expected a net whose noise is .*; {where} calls aten"):
             Quantized(Noisy(drop), input_shape=SHAPE)
+    with pytest.raises(BadInput, match=r"--net Noisy: expected a net whose BatchNorm has running .*; drop has none"):
+        Quantized(Noisy(nn.BatchNorm1d(32, track_running_stats=False)), input_shape=SHAPE)
     with pytest.raises(BadInput, match="--objective Hinton: expected CrossEntropy, or a teacher"):
         Quantized(net(), Hinton(), None, SHAPE)
     with pytest.raises(BadInput, match="--freeze_epoch 0"):

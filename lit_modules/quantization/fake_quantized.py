@@ -99,7 +99,9 @@ class FakeQuantized(nn.Module):
         return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
 
     def load_float(self, weights: Mapping[str, Tensor], path: str = "", flag: str = "run") -> None:
-        """Take over a float net's state, such as another seed's; ranges of activations stay as they are.
+        """Take over a float net's state, such as another seed's, as it takes seconds to prepare a net.
+
+        Ranges of activations stay as they are.
 
         Args:
             weights: all that the float net has.

@@ -42,7 +42,7 @@ def captured(net: nn.Module, example: Tensor, layers: Sequence[str] = ()) -> Gra
     `aten.dropout` there.
 
     Raises:
-        BadInput: torch.export can't capture it, or it draws noise outside of such layers.
+        BadInput: torch.export can't capture it; it draws noise outside of such layers; a BatchNorm has no statistics.
     """
     # Autograd counts devices at the first backward, and export registers one more: with threads for it no fork of this
     # process could go backward.
@@ -68,11 +68,13 @@ def captured(net: nn.Module, example: Tensor, layers: Sequence[str] = ()) -> Gra
             module.__class__ = kind
     graph = program.module(check_guards=False)
     for node in graph.graph.nodes:
+        wanted = ""
         if _draws(node) and not drops(net.get_submodule(_path(node))):
-            drawn = f"{_path(node) or 'its forward'} calls {node.target}"
-            raise BadInput(
-                "net", type(net).__name__, f"a net whose noise is all from layers such as nn.Dropout; {drawn}"
-            )
+            wanted = f"noise is all from layers such as nn.Dropout; {_path(node) or 'its forward'} calls {node.target}"
+        elif node.target is ATEN.batch_norm.default and node.args[3] is None:
+            wanted = f"BatchNorm has running statistics; {_path(node)} has none"
+        if wanted:
+            raise BadInput("net", type(net).__name__, f"a net whose {wanted}")
         # What the quantiser fuses, by the names that it looks for; it fails at the sum of a tensor and a number.
         source = {ATEN.relu.default: nn.ReLU, ATEN.relu_.default: nn.ReLU, ATEN.add.Tensor: operator.add}
         if node.target in source:
