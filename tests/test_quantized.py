@@ -251,9 +251,9 @@ def test_what_can_not_be_trained_is_refused() -> None:
     with pytest.raises(BadInput, match=r"--net Branching: expected a net that torch.export can capture .*; it says: "):
         Quantized(Branching(), input_shape=SHAPE)
     for drop, where in ((nn.functional.dropout, "its forward"), (nn.RReLU(), "drop")):
-        with pytest.raises(BadInput, match=rf"--net Noisy: expected a net whose noise is .*; {where} calls aten"):
+        with pytest.raises(BadInput, match=rf"--net Noisy: expected a net that draws noise in .*; {where} calls aten"):
             Quantized(Noisy(drop), input_shape=SHAPE)
-    with pytest.raises(BadInput, match=r"--net Noisy: expected a net whose BatchNorm has running .*; drop has none"):
+    with pytest.raises(BadInput, match=r"--net Noisy: expected a net that has BatchNorm with .*; drop has none"):
         Quantized(Noisy(nn.BatchNorm1d(32, track_running_stats=False)), input_shape=SHAPE)
     with pytest.raises(BadInput, match="--objective Hinton: expected CrossEntropy, or a teacher"):
         Quantized(net(), Hinton(), None, SHAPE)

@@ -70,11 +70,13 @@ def captured(net: nn.Module, example: Tensor, layers: Sequence[str] = ()) -> Gra
     for node in graph.graph.nodes:
         wanted = ""
         if _draws(node) and not drops(net.get_submodule(_path(node))):
-            wanted = f"noise is all from layers such as nn.Dropout; {_path(node) or 'its forward'} calls {node.target}"
+            wanted = (
+                f"draws noise in layers such as nn.Dropout only; {_path(node) or 'its forward'} calls {node.target}"
+            )
         elif node.target is ATEN.batch_norm.default and node.args[3] is None:
-            wanted = f"BatchNorm has running statistics; {_path(node)} has none"
+            wanted = f"has BatchNorm with running statistics; {_path(node)} has none"
         if wanted:
-            raise BadInput("net", type(net).__name__, f"a net whose {wanted}")
+            raise BadInput("net", type(net).__name__, f"a net that {wanted}")
         # What the quantiser fuses, by the names that it looks for; it fails at the sum of a tensor and a number.
         source = {ATEN.relu.default: nn.ReLU, ATEN.relu_.default: nn.ReLU, ATEN.add.Tensor: operator.add}
         if node.target in source:
