@@ -159,6 +159,10 @@ def unkeyed(module: nn.Module) -> list[str]:
 def _rate(layer: nn.Module) -> float:
     if isinstance(rate := getattr(layer, "dropout", None), (int, float)):  # of attention and of recurrent layers
         return float(rate)
+    return float(getattr(layer, "p", 0.0)) if drops(layer) and not isinstance(layer, Dropout) else 0.0
+
+
+def drops(layer: nn.Module) -> bool:
+    """Whether that is all it does: dropout of any kind, keyed or torch's."""
     # torchvision's StochasticDepth goes by its name: to import torchvision takes longer than what is done here
-    drops = isinstance(layer, _DropoutNd) or type(layer).__name__ == "StochasticDepth"
-    return float(getattr(layer, "p", 0.0)) if drops else 0.0
+    return isinstance(layer, Dropout | _DropoutNd) or type(layer).__name__ == "StochasticDepth"

@@ -1,10 +1,10 @@
 """Quantisation-aware training of a trained student, by its labels alone or still distilling."""
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from apprentice.errors import BadInput
@@ -13,7 +13,7 @@ from lit_modules.learner import MakeOptimizer, MakeScheduler, adam
 from lit_modules.objectives import CrossEntropy, Objective
 from lit_modules.quantization.fake_quantized import FakeQuantized
 
-NAME = "int8-qat"
+NAME, BEST = "int8-qat", "best."
 
 
 class Quantized(Distillation):
@@ -21,7 +21,8 @@ class Quantized(Distillation):
 
     It is a distillation of one student, `int8-qat`, and so works with every objective. What is evaluated is int8: a
     copy is converted, the net in training stays as it is. The int8 form of the validated epoch with the most correct
-    answers is kept, of the first of several; where there is no validation, the last one.
+    answers is kept, of the first of several; where there is no validation, the last one. It is part of this module's
+    state, and so comes back from ranks and checkpoints.
 
     Args:
         net: the trained student, in floats; it is copied.
@@ -60,13 +61,13 @@ class Quantized(Distillation):
         if objective.uses_teacher and teacher is None:
             raise BadInput("objective", type(objective).__name__, "CrossEntropy, or a teacher to distil from")
         example = torch.zeros(1, *input_shape, dtype=next(net.parameters()).dtype)
-        fake = FakeQuantized(net, example, objective.student_layers)
+        fake = FakeQuantized(net, example, list(objective.student_layers.values()))
         super().__init__(
             teacher or nn.Identity(), {NAME: (fake, objective)}, input_shape, num_classes, optimizer, scheduler, seed,
             teacher_cache_mb,
         )  # fmt: skip
         self.freeze_epoch = freeze_epoch
-        self.best: dict[str, Any] | None = None
+        self.best: dict[str, Tensor] = {}  # epoch and correct answers, () int64; the net's state under net.<name>
         self._int8: list[nn.Module] = []
 
     @property
@@ -78,7 +79,8 @@ class Quantized(Distillation):
 
     def best_state(self) -> dict[str, Tensor]:
         """The state of `net` in the best epoch, for its `int8`; where nothing was validated, as it is now."""
-        return self.best["state"] if self.best else self.net.state_dict()
+        found = {name.removeprefix("net."): value for name, value in self.best.items() if name.startswith("net.")}
+        return found or self.net.state_dict()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """This rank's part of the loss; freezes first if it is time, after a resume in mid-epoch, too."""
@@ -97,32 +99,26 @@ class Quantized(Distillation):
         self._int8[:] = [self.net.int8(state).to(self.device)]
 
     def on_validation_epoch_start(self) -> None:
-        """Convert what there is now."""
+        """Convert what there is now; the best epoch's state for a test."""
         super().on_validation_epoch_start()
-        self._convert(self.net.state_dict())
+        self._convert(self.best_state() if self.trainer.testing else self.net.state_dict())
 
     def on_validation_epoch_end(self) -> None:
-        """Log the int8 net's scores; keep its state if it is the best so far."""
+        """Log the int8 net's scores; keep its state if it is the best epoch of the fit so far."""
         super().on_validation_epoch_end()
-        if NAME in self.failed:
+        trainer = self.trainer
+        if NAME in self.failed or trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
             return
-        values = self.scores_of(NAME).compute()
-        correct = int(values["correct"])
-        if self.best is None or correct > self.best["correct"]:
-            self.best = {"epoch": self.current_epoch, "correct": correct, "acc": float(values["acc"])}
-            self.best["state"] = copy.deepcopy(self.net.state_dict())
+        correct = int(self.scores_of(NAME).compute()["correct"])
+        if not self.best or correct > self.best["correct"]:
+            state = {f"net.{name}": value.clone() for name, value in self.net.state_dict().items()}
+            self.best = {"epoch": torch.tensor(self.current_epoch), "correct": torch.tensor(correct), **state}
 
-    def on_test_epoch_start(self) -> None:
-        """Convert the best epoch's state."""
-        super().on_test_epoch_start()
-        self._convert(self.best_state())
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination |= {f"{prefix}{BEST}{name}": value for name, value in self.best.items()}
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the best epoch, too."""
-        super().on_save_checkpoint(checkpoint)
-        checkpoint["best_int8"] = self.best
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take it up again."""
-        super().on_load_checkpoint(checkpoint)
-        self.best = checkpoint["best_int8"]
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
+        names = [name for name in state_dict if name.startswith(f"{prefix}{BEST}")]
+        self.best = {name.removeprefix(f"{prefix}{BEST}"): state_dict.pop(name) for name in names}
+        super()._load_from_state_dict(state_dict, prefix, *more)

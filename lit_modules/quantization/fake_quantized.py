@@ -17,8 +17,8 @@ from lit_modules.quantization.ranges import Range
 class FakeQuantized(nn.Module):
     """A net, inputs (b, ...) -> logits (b, classes), with fake quantisers from torchao's PT2E.
 
-    Its BatchNorm is over the global batch, its ranges are the global batch's, its dropout is keyed, and objectives find
-    its layers where the net has them. Ranges are observed in training only.
+    Its BatchNorm is over the global batch, its ranges are the global batch's, its layers of dropout are the net's, and
+    objectives find its layers where the net has them. Ranges are observed in training only.
 
     Args:
         net: a float net, trained; it is copied.
@@ -27,7 +27,7 @@ class FakeQuantized(nn.Module):
 
     Raises:
         Missing: torchao is not there.
-        BadInput: the net has no such layer, or can't be captured.
+        BadInput: the net has no such layer, can't be captured, or draws noise outside of layers of dropout.
     """
 
     def __init__(self, net: nn.Module, example: Tensor, layers: Sequence[str] = ()) -> None:
@@ -44,7 +44,7 @@ class FakeQuantized(nn.Module):
         self._template, self._taps = [template], [_tap(self, path) for path in paths]
         self.graph = graph
         self._learn_shapes(example)
-        self.eval()
+        self.train()
 
     @torch.no_grad()
     def _learn_shapes(self, example: Tensor) -> None:
@@ -73,13 +73,16 @@ class FakeQuantized(nn.Module):
         super().train(mode)
         if self.frozen:
             for module in self.graph.modules():
-                if isinstance(module, Range | nn.modules.batchnorm._BatchNorm):
+                if isinstance(module, nn.modules.batchnorm._BatchNorm):
                     module.eval()
         return self
 
     def freeze(self) -> None:
         """From now on use the ranges and BatchNorm's statistics as they are (Krishnamoorthi 2018, section 3.2.3)."""
+        from torchao.quantization.pt2e import disable_observer
+
         self.frozen = True
+        self.apply(disable_observer)  # which its state tells
         self.train(self.training)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FakeQuantized":
@@ -96,7 +99,9 @@ class FakeQuantized(nn.Module):
         return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
 
     def load_float(self, weights: Mapping[str, Tensor], path: str = "", flag: str = "run") -> None:
-        """Take over a float net's state; ranges stay as they are.
+        """Take over a float net's state, such as another seed's, as it takes seconds to prepare a net.
+
+        Ranges of activations stay as they are.
 
         Args:
             weights: all that the float net has.
@@ -113,6 +118,8 @@ class FakeQuantized(nn.Module):
     def int8(self, state: Mapping[str, Tensor] | None = None) -> nn.Module:
         """What is deployed, in float32 where it is not int8; this net stays as it is, to the bit.
 
+        Weights are rounded by their ranges of now, or by those they had when the net was frozen.
+
         Args:
             state: one of this net's, as `state_dict` gave it; what it has now if none is given.
         """
@@ -120,7 +127,8 @@ class FakeQuantized(nn.Module):
         state = self.state_dict() if state is None else state
         graph.to(next(iter(self.parameters())).dtype)
         graph.load_state_dict({name.removeprefix("graph."): value for name, value in state.items()})
-        return graphs.converted(graphs.folded(graph).float())
+        graphs.observe_weights(graphs.folded(graph))
+        return graphs.converted(graph.float())
 
 
 def _tap(root: nn.Module, path: str) -> nn.Module:

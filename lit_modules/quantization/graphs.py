@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
+from torch.nn import functional as F
+from torch.nn.modules.dropout import _DropoutNd
 
 from apprentice import extras, replicas
 from apprentice.errors import BadInput
+from apprentice.keyed import drops
 from lit_modules.nets.base import run
 from lit_modules.quantization.ranges import Range
 
@@ -35,10 +38,11 @@ class _Tapped(nn.Module):
 def captured(net: nn.Module, example: Tensor, layers: Sequence[str] = ()) -> GraphModule:
     """The net's operations on inputs like `example` (b, ...) of any number of rows, in the mode that it is in.
 
-    It gives a tuple: logits (b, classes), and the outputs of the layers.
+    It gives a tuple: logits (b, classes), and the outputs of the layers. Layers of dropout, of any kind, are
+    `aten.dropout` there.
 
     Raises:
-        BadInput: torch.export can't capture it.
+        BadInput: torch.export can't capture it; it draws noise outside of such layers; a BatchNorm has no statistics.
     """
     # Autograd counts devices at the first backward, and export registers one more: with threads for it no fork of this
     # process could go backward.
@@ -49,6 +53,8 @@ def captured(net: nn.Module, example: Tensor, layers: Sequence[str] = ()) -> Gra
         for module in net.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 module.__class__ = _plain(module)  # the quantiser knows torch's own by their names
+            elif drops(module):
+                module.__class__ = _Drop
         example = example[:1].repeat(3, *[1] * (example.dim() - 1))
         with replicas.shard(0):  # nothing of other ranks is captured
             program = torch.export.export(
@@ -61,11 +67,45 @@ def captured(net: nn.Module, example: Tensor, layers: Sequence[str] = ()) -> Gra
         for module, kind in kinds.items():
             module.__class__ = kind
     graph = program.module(check_guards=False)
-    for node in graph.graph.nodes:  # what the quantiser fuses, by the names that it looks for
+    for node in graph.graph.nodes:
+        wanted = ""
+        if _draws(node) and not drops(net.get_submodule(_path(node))):
+            wanted = (
+                f"draws noise in layers such as nn.Dropout only; {_path(node) or 'its forward'} calls {node.target}"
+            )
+        elif node.target is ATEN.batch_norm.default and node.args[3] is None:
+            wanted = f"has BatchNorm with running statistics; {_path(node)} has none"
+        if wanted:
+            raise BadInput("net", type(net).__name__, f"a net that {wanted}")
+        # What the quantiser fuses, by the names that it looks for; it fails at the sum of a tensor and a number.
         source = {ATEN.relu.default: nn.ReLU, ATEN.relu_.default: nn.ReLU, ATEN.add.Tensor: operator.add}
         if node.target in source:
-            node.meta["source_fn_stack"] = [(node.name, source[node.target])]
+            tensors = all(isinstance(value, Node) for value in node.args)
+            node.meta["source_fn_stack"] = [(node.name, source[node.target] if tensors else node.target)]
     return graph
+
+
+class _Drop(nn.Module):
+    """What a layer of dropout is while it is captured, so that it can be told from other noise, and taken out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, training=self.training)
+
+
+def _draws(node: Node) -> bool:
+    """Whether an operation takes random numbers."""
+    operation: Any = node.target
+    if torch.Tag.nondeterministic_seeded not in getattr(operation, "tags", ()):
+        return False
+    arguments = operation._schema.arguments
+    given = {argument.name: argument.default_value for argument in arguments}
+    given |= dict(zip(given, node.args, strict=False)) | node.kwargs
+    return all(given.get(name, True) for name in ("p", "dropout_p", "dropout", "train", "training"))
+
+
+def _path(node: Node) -> str:
+    """Of the module, in its net, that asked for the operation; "" is the net itself."""
+    return list(node.meta["nn_module_stack"].values())[-1][0].removeprefix(NET).removeprefix(".")
 
 
 def _plain(module: nn.Module) -> Any:
@@ -131,14 +171,14 @@ def with_modules(graph: GraphModule, net: nn.Module) -> GraphModule:
     Its parameters and buffers keep their names.
     """
     for node in list(graph.graph.nodes):
-        if node.target is ATEN.batch_norm.default:
-            path = f"{NET}.{_owner(node)}"
-        elif node.target is ATEN.dropout.default:
-            path = list(node.meta["nn_module_stack"].values())[-1][0]
-        else:
+        norm = node.target is ATEN.batch_norm.default
+        if not norm and not _draws(node):
             continue
-        module = net.get_submodule(path.removeprefix(f"{NET}."))
-        known = graph.get_submodule(path) if node.target is ATEN.batch_norm.default else nn.Module()
+        own = _owner(node) if norm else _path(node)
+        module, path = net.get_submodule(own), f"{NET}.{own}"
+        if isinstance(module, _DropoutNd):
+            module.inplace = False  # in the graph others may use what it is given
+        known = graph.get_submodule(path) if norm else nn.Module()
         for name, value in [*known.named_parameters(recurse=False), *known.named_buffers(recurse=False)]:
             setattr(module, name, value)
         _put(graph, path, module)
@@ -172,27 +212,30 @@ def folded(graph: GraphModule) -> GraphModule:
     training has simulated. torchao does the same by matching patterns, which takes it half a minute.
     """
     for node in list(graph.graph.nodes):
-        if node.target is ATEN.dropout.default:
+        if _draws(node):
             node.replace_all_uses_with(node.args[0])
-        elif node.target is ATEN.batch_norm.default and not _fold(graph, node):
-            node.update_arg(5, False)
+            graph.graph.erase_node(node)  # no dead code to torch, which keeps what takes random numbers
+        elif node.target is ATEN.batch_norm.default:
+            _fold(graph, node)
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return graph
 
 
-def _fold(graph: GraphModule, norm: Node) -> bool:
+def _fold(graph: GraphModule, norm: Node) -> None:
     """Make a BatchNorm's convolution do its work, if there is one that was scaled for it."""
     arguments: Any = norm.args
     x, eps = arguments[0], arguments[7]
     conv_bias = None
-    if x.target is ATEN.add.Tensor and x.args[1].target is ATEN.reshape.default:
+    if x.target is ATEN.add.Tensor and getattr(x.args[1], "target", None) is ATEN.reshape.default:
         x, conv_bias = x.args[0], x.args[1].args[0]
     if x.target is not ATEN.div.Tensor or x.args[0].target is not ATEN.conv2d.default:
-        return False
+        return
     conv = x.args[0]
     fake = conv.args[1]
     (scaled,) = fake.args
+    if scaled.target is not ATEN.mul.Tensor:
+        return  # the net's own division
     with torch.no_grad():
         gamma, beta, mean, variance = (_tensor(graph, node) for node in arguments[1:5])
         factor = gamma / (variance + eps).sqrt()
@@ -207,7 +250,15 @@ def _fold(graph: GraphModule, norm: Node) -> bool:
     with graph.graph.inserting_before(conv):
         conv.update_arg(2, graph.graph.get_attr(f"{conv.name}_bias"))
     norm.replace_all_uses_with(conv)
-    return True
+    graph.graph.erase_node(norm)
+
+
+def observe_weights(graph: GraphModule) -> None:
+    """Give the weights of a folded graph their ranges of now; training knows those of the step before."""
+    for node in graph.graph.nodes:
+        quantiser: Any = graph.get_submodule(node.target) if node.op == "call_module" else None
+        if getattr(quantiser, "is_per_channel", False) and quantiser.observer_enabled:
+            quantiser.activation_post_process.train()(_tensor(graph, node.args[0]))
 
 
 def _tensor(graph: GraphModule, node: Node) -> Tensor:
@@ -219,6 +270,10 @@ def converted(graph: GraphModule) -> nn.Module:
     """The int8 net of a graph whose ranges are known: inputs (b, ...) -> logits (b, classes); in place."""
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e
 
+    for node in graph.graph.nodes:
+        if node.target is ATEN.batch_norm.default:  # torchao would look for its convolution, for half a minute
+            x, weight, bias, mean, variance, _, momentum, eps, _ = node.args
+            node.target, node.args = F.batch_norm, (x, mean, variance, weight, bias, False, momentum, eps)
     graph = trainable(convert_pt2e(graph))
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
     output.args = (output.args[0][0],)

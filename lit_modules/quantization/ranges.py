@@ -3,6 +3,7 @@
 Those are not used in training as they see one rank's rows, and observe in evaluation, too.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,6 +58,13 @@ class Range(nn.Module):
             for own, seen in ((self.low, low), (self.high, high)):
                 own.resize_(seen.shape).copy_(seen if first else own.lerp(seen, self.averaging_constant))
         return x
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Range":
+        def wide(x: Tensor) -> Tensor:  # in 16 bits a moving average of 0.01 would stand still
+            moved = fn(x)
+            return moved if moved.element_size() >= 4 else x.to(moved.device)
+
+        return super()._apply(wide, recurse)
 
     def forget(self) -> None:
         """As if nothing had been observed."""
