@@ -112,10 +112,11 @@ class Bench:
         from torch.utils.benchmark import Measurement, Timer
 
         timer = Timer("call()", globals={"call": called}, num_threads=torch.get_num_threads())
-        found = timer.blocked_autorange(min_run_time=self.seconds)
-        while (missing := (TIMES_IF_SLOW if found.median > SLOW else TIMES) - len(found.raw_times)) > 0:
-            more = timer.blocked_autorange(min_run_time=max(self.seconds, missing * found.median))
-            (found,) = Measurement.merge([found, more])
+        # Not blocked_autorange: for each time that it takes it may call a hundred times, however long a call is.
+        first = timer.timeit(1)
+        times = TIMES_IF_SLOW if first.median > SLOW else TIMES
+        number = max(round(self.seconds / times / first.median), 1)
+        (found,) = Measurement.merge([timer.timeit(number) for _ in range(times)])
         return {
             "microseconds": 1e6 * found.median,
             "iqr_microseconds": 1e6 * found.iqr,
