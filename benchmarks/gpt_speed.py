@@ -5,7 +5,7 @@
 
 All train nanoGPT's small CPU recipe: 4 layers, 4 heads, 128 wide, blocks of 64, batches of 12, no dropout, AdamW,
 float32. `loop` is a plain loop with a plain net, both written out below, that gathers a batch slice by slice from a
-memory map, as nanoGPT does; it has the machine's own settings of OpenMP and malloc, the others those of gpt.py. `bare`
+memory map, as nanoGPT does; it has the machine's own settings of malloc, the others those of gpt.py. `bare`
 is our net's forward, loss, backward, clipping and fused AdamW on one batch that is there already. `ours` is
 `experiments/gpt.py`, with logging, TensorBoard, checkpoints, without validation; so are `compiled` (`--compile true`)
 and `bfloat16` (`--trainer.precision bf16-mixed`). Each runs in processes of its own, in turn; a figure is the mean over
@@ -179,7 +179,7 @@ def experiment(*flags: str) -> Callable[[Path | None, int], list[float]]:
     """`experiments/gpt.py` with these flags; when each step began, and the end."""
 
     def measured(path: Path | None, steps: int) -> list[float]:
-        from experiments import gpt  # not above: it sets OMP_WAIT_POLICY, which is not the loop's
+        from experiments import gpt
         from lit_modules.language_model import LitLanguageModel
 
         stamps: list[float] = []
@@ -247,8 +247,7 @@ def in_a_process(side: str, path: Path | None, steps: int, threads: int | None) 
         command = [sys.executable, __file__, "--side", side, "--steps", str(steps), "--out", answer.name]
         command += [] if path is None else ["--data", str(path)]
         given = os.environ | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
-        ours = given if side == "loop" else {"OMP_WAIT_POLICY": "PASSIVE"} | given  # as gpt.py has it
-        subprocess.run(command, env=ours, stdout=sys.stderr, check=True)
+        subprocess.run(command, env=given, stdout=sys.stderr, check=True)
         return json.load(answer)
 
 

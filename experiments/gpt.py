@@ -9,11 +9,6 @@ Nine tenths of the text train, the last one is validated on, all of it. OUT/ hol
 seed a TensorBoard run, the weights and the vocabulary.
 """
 
-import os
-
-# Before torch is loaded: threads that spin while they wait cost small nets most of their time.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
 import json
 from argparse import Namespace
 from collections.abc import Sequence
