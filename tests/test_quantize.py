@@ -404,12 +404,12 @@ def timed() -> None:
         measure({"broken": nets["broken"]}, images)
 
 
-def test_a_missing_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_one_line() -> None:
     from torch._inductor import config
 
     latency.need_compiler()
-    monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler",))
-    with pytest.raises(extras.Missing, match=r"C\+\+ compiler: expected one"):
+    missing = config.patch("cpp.cxx", ("no-such-compiler",))  # monkeypatch would delete the setting in the end
+    with missing, pytest.raises(extras.Missing, match=r"C\+\+ compiler: expected one"):
         latency.need_compiler()
 
 
