@@ -39,25 +39,20 @@ from lit_modules.classifier import LitClassifier
 
 
 @dataclass
-class Options(cli.RunOptions):
+class Options(cli.OneSeedOptions):
     """Options of the comparison.
 
     Args:
-        seeds: the one seed, as [42].
         exact: number of shards of the rows called NAME-exact; when not given, 8 or the number of devices.
         only: measure just these, as in --only ddp fsdp; one process is measured in any case.
         steps: optimizer steps that are timed, at least.
     """
 
-    seeds: int | list[int] = 1
-    exact: int | None = None
     only: list[str] | None = None
     steps: int = 24
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.seeds, list) and len(self.seeds) > 1:
-            raise BadInput("seeds", self.seeds, "one seed, as [42]: it moves no figure")
         if self.steps < 1:
             raise BadInput("steps", self.steps, "a number of steps, at least 1")
 

@@ -147,6 +147,8 @@ class Wiring:
         """Build everything once, so that what can't work is refused before anything is trained."""
         config, trainer = self.config, self.trainer()
         strategy, chosen = trainer.strategy, config.trainer.init_args
+        if config.run is not None and config.student != parser().parse([]).student:
+            raise BadInput("student", config.student.name, "it left out: --run has the student")
         if (every := chosen["check_val_every_n_epoch"]) != 1:
             raise BadInput("trainer.check_val_every_n_epoch", every, "it left out; --evaluate_every says it")
         epochs = chosen["max_epochs"]

@@ -253,6 +253,15 @@ def test_what_can_not_be_done_is_refused(
     refused(quantize.main, flags, begins, says, tmp_path, capsys)
 
 
+@needs_extras
+@pytest.mark.parametrize("flags", [["--student", "DeepNN"], ["--student_epochs", "3"]])
+def test_a_run_has_its_student(
+    flags: list[str], student: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*flags, "--run", str(student), "--data", "Digits"]
+    refused(quantize.main, flags, " ".join(flags[:2]), "left out", tmp_path, capsys)
+
+
 def test_a_student_is_quantised_on_the_data_of_its_run(
     student: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

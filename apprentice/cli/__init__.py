@@ -9,10 +9,10 @@ from apprentice.cli.building import arguments, build, factory, refusals
 from apprentice.cli.choices import Choice
 from apprentice.cli.faults import one_line_errors
 from apprentice.cli.parser import Parser, pick
-from apprentice.cli.run_options import RunOptions
+from apprentice.cli.run_options import OneSeedOptions, RunOptions
 from apprentice.cli.strategies import Names, Strategies
 
 __all__ = [
-    "Choice", "Names", "Parser", "RunOptions", "Strategies", "arguments", "build", "factory", "one_line_errors", "pick",
-    "refusals",
+    "Choice", "Names", "OneSeedOptions", "Parser", "RunOptions", "Strategies", "arguments", "build", "factory",
+    "one_line_errors", "pick", "refusals",
 ]  # fmt: skip

@@ -1,6 +1,8 @@
-"""The options that every experiment has."""
+"""The options that every experiment has, and those of one that has a single seed."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from apprentice.errors import BadInput
 
@@ -46,3 +48,34 @@ class RunOptions:
             raise BadInput("resume", "true", "--out FOLDER beside it, the run to go on with")
         if self.resume and self.overwrite:
             raise BadInput("overwrite", "true", "either this or --resume true")
+
+
+@dataclass
+class OneSeedOptions(RunOptions):
+    """Options of an experiment that has one seed, and perhaps no exact mode.
+
+    Attributes:
+        why_one: seed is enough.
+        why_inexact: what --exact would be for is not there; empty where it is.
+
+    Args:
+        seeds: the one seed, as [42].
+    """
+
+    seeds: int | list[int] = 1
+    why_one: ClassVar[str] = "it moves no figure"
+    why_inexact: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.seeds, list) and len(self.seeds) > 1:
+            raise BadInput("seeds", self.seeds, f"one seed, as [42]: {self.why_one}")
+        if self.why_inexact and self.exact is not None:
+            raise BadInput("exact", self.exact, f"it left out: {self.why_inexact}")
+
+    def take(self, values: Mapping[str, Any]) -> None:
+        """Set these options, but for those that are given."""
+        usual = type(self)()
+        for name, value in values.items():
+            if getattr(self, name) == getattr(usual, name):
+                setattr(self, name, value)

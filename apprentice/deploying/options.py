@@ -1,17 +1,17 @@
 """The experiment's own options."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from apprentice import cli
 from apprentice.errors import BadInput
 
 
 @dataclass
-class Options(cli.RunOptions):
+class Options(cli.OneSeedOptions):
     """Options of quantising a student.
 
     Args:
-        seeds: the one seed, as [42].
         exact: none; int8 is another net than the one that was trained.
         run: a student's folder, as RUN/seed0/kd; when not given, one is trained.
         teacher: its teacher's folder, for an objective that asks it; RUN/seed0/teacher if that is there.
@@ -21,21 +21,21 @@ class Options(cli.RunOptions):
         calibration_size: training samples that post-training quantisation takes its ranges from.
     """
 
-    seeds: int | list[int] = 1
-    exact: int | None = None
     run: str | None = None
     teacher: str | None = None
     student_epochs: int = 10
     freeze_epoch: int = 2
     evaluate_every: int = 1
     calibration_size: int = 512
+    why_one: ClassVar[str] = "one student is deployed"
+    why_inexact: ClassVar[str] = "ranges are the global batch's, not a shard's"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.seeds, list) and len(self.seeds) > 1:
-            raise BadInput("seeds", self.seeds, "one seed, as [42]: one student is deployed")
-        if self.exact is not None:
-            raise BadInput("exact", self.exact, "it left out: ranges are the global batch's, not a shard's")
         for name in ("student_epochs", "freeze_epoch", "evaluate_every", "calibration_size"):
             if getattr(self, name) < 1:
                 raise BadInput(name, getattr(self, name), "a whole number, at least 1")
+        if self.run is not None and self.student_epochs != Options.student_epochs:
+            raise BadInput(
+                "student_epochs", self.student_epochs, "it left out: the student in --run is trained already"
+            )

@@ -1,7 +1,7 @@
 """The study's own options."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from apprentice import cli
 from apprentice.errors import BadInput
@@ -14,11 +14,10 @@ QUICK = {
 
 
 @dataclass
-class Options(cli.RunOptions):
+class Options(cli.OneSeedOptions):
     """Options of the study; sizes that are not given fit the device.
 
     Args:
-        seeds: the one seed, as [42].
         exact: none; nothing is trained.
         device: auto takes a GPU where there is one.
         parts: measure just these of kernels, blocks, tutorial, profile.
@@ -34,7 +33,6 @@ class Options(cli.RunOptions):
         quick: take small sizes wherever none are given, to see what comes out.
     """
 
-    seeds: int | list[int] = 1
     device: Literal["auto", "cpu", "cuda"] = "auto"
     parts: list[str] | None = None
     backends: list[str] | None = None
@@ -47,18 +45,12 @@ class Options(cli.RunOptions):
     seconds: float = 0.2
     longest: float = 1.0
     quick: bool = False
+    why_inexact: ClassVar[str] = "nothing is trained"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.seeds, list) and len(self.seeds) > 1:
-            raise BadInput("seeds", self.seeds, "one seed, as [42]: it moves no figure")
-        if self.exact is not None:
-            raise BadInput("exact", self.exact, "it left out: nothing is trained")
         if self.quick:
-            usual = Options()
-            for name, value in QUICK.items():
-                if getattr(self, name) == getattr(usual, name):
-                    setattr(self, name, value)
+            self.take(QUICK)
         for name in ("tokens", "heads", "head_dim"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise BadInput(name, value, "at least 1")

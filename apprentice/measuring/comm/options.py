@@ -1,6 +1,7 @@
 """The study's own options."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from apprentice import cli
 from apprentice.errors import BadInput
@@ -10,11 +11,10 @@ LARGEST = 2**32  # bytes: a rank has a few buffers of each size
 
 
 @dataclass
-class Options(cli.RunOptions):
+class Options(cli.OneSeedOptions):
     """Options of the study.
 
     Args:
-        seeds: the one seed, as [42].
         exact: none; what is sent is checked to the bit in any case.
         sizes: bytes of the largest buffer, as nccl-tests count them.
         repeats: blocks of calls that are timed; told is their median.
@@ -24,25 +24,18 @@ class Options(cli.RunOptions):
         quick: take two small sizes and fewer repeats, wherever none are given.
     """
 
-    seeds: int | list[int] = 1
     sizes: list[int] = field(default_factory=lambda: [2**power for power in range(10, 27, 2)])
     repeats: int = 7
     only: list[str] | None = None
     backends: list[str] | None = None
     timeout: float = 120.0
     quick: bool = False
+    why_inexact: ClassVar[str] = "what is sent is checked to the bit in any case"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.seeds, list) and len(self.seeds) > 1:
-            raise BadInput("seeds", self.seeds, "one seed, as [42]: it moves no figure")
-        if self.exact is not None:
-            raise BadInput("exact", self.exact, "it left out: what is sent is checked to the bit in any case")
         if self.quick:
-            usual = Options()
-            for name, value in QUICK.items():
-                if getattr(self, name) == getattr(usual, name):
-                    setattr(self, name, value)
+            self.take(QUICK)
         if self.repeats < 1:
             raise BadInput("repeats", self.repeats, "at least 1")
         if not self.timeout > 0:

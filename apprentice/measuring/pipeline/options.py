@@ -1,6 +1,7 @@
 """The study's own options."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from apprentice import cli
 from apprentice.errors import BadInput
@@ -10,11 +11,10 @@ TUTORIALS_CUT = "model.layer2"
 
 
 @dataclass
-class Options(cli.RunOptions):
+class Options(cli.OneSeedOptions):
     """Options of the study; sizes are the tutorial's.
 
     Args:
-        seeds: the one seed, as [42].
         exact: none; each row has other micro-batches, and no weights are compared.
         batch_size: images of a step.
         image_size: their height and width.
@@ -26,7 +26,6 @@ class Options(cli.RunOptions):
         quick: take small sizes wherever none are given.
     """
 
-    seeds: int | list[int] = 1
     batch_size: int = 120
     image_size: int = 128
     num_classes: int = 1000
@@ -35,18 +34,12 @@ class Options(cli.RunOptions):
     batches: int = 3
     cut_after: str | None = TUTORIALS_CUT
     quick: bool = False
+    why_inexact: ClassVar[str] = "each row has other micro-batches"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.seeds, list) and len(self.seeds) > 1:
-            raise BadInput("seeds", self.seeds, "one seed, as [42]: it moves no figure")
-        if self.exact is not None:
-            raise BadInput("exact", self.exact, "it left out: each row has other micro-batches")
         if self.quick:
-            usual = Options()
-            for name, value in QUICK.items():
-                if getattr(self, name) == getattr(usual, name):
-                    setattr(self, name, value)
+            self.take(QUICK)
         for name in ("batch_size", "image_size", "num_classes", "repeats", "batches"):
             if getattr(self, name) < 1:
                 raise BadInput(name, getattr(self, name), "at least 1")
