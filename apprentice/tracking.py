@@ -1,5 +1,6 @@
 """TensorBoard: one logger that gives each run of a module a folder of its own, and the HPARAMS tab its rows."""
 
+import time
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -47,8 +48,10 @@ class RunsLogger(Logger):
 
     def _writer(self, run: str) -> SummaryWriter:
         if run not in self._writers:
-            folder = str(self.root / run) if run else str(self.root)
-            self._writers[run] = SummaryWriter(folder, purge_step=self.purge_step)
+            folder = self.root / run
+            if self.purge_step is not None:
+                _let_the_second_pass(folder)
+            self._writers[run] = SummaryWriter(str(folder), purge_step=self.purge_step)
         return self._writers[run]
 
     def _split(self, name: str) -> tuple[str, str]:
@@ -90,6 +93,12 @@ class RunsLogger(Logger):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_writers": {}}
+
+
+def _let_the_second_pass(folder: Path) -> None:
+    """Wait until a new file of events is the folder's last to TensorBoard, which sorts them by second, then process."""
+    while any(folder.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
+        time.sleep(0.02)
 
 
 def log_run(folder: Path, options: Mapping[str, Any], values: Mapping[str, float | None]) -> None:

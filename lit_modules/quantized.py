@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from apprentice.errors import BadInput
 from lit_modules.distillation import Distillation
 from lit_modules.learner import MakeOptimizer, MakeScheduler, adam
+from lit_modules.nets.base import layer
 from lit_modules.objectives import CrossEntropy, Objective
 from lit_modules.quantization.fake_quantized import FakeQuantized
 
@@ -60,12 +61,17 @@ class Quantized(Distillation):
         objective = objective or CrossEntropy()
         if objective.uses_teacher and teacher is None:
             raise BadInput("objective", type(objective).__name__, "CrossEntropy, or a teacher to distil from")
+        for flag, path in objective.student_layers.items():
+            layer(net, path, f"objective.{flag}", objective.needs)
         example = torch.zeros(1, *input_shape, dtype=next(net.parameters()).dtype)
         fake = FakeQuantized(net, example, list(objective.student_layers.values()))
-        super().__init__(
-            teacher or nn.Identity(), {NAME: (fake, objective)}, input_shape, num_classes, optimizer, scheduler, seed,
-            teacher_cache_mb,
-        )  # fmt: skip
+        try:
+            super().__init__(
+                teacher or nn.Identity(), {NAME: (fake, objective)}, input_shape, num_classes, optimizer, scheduler,
+                seed, teacher_cache_mb,
+            )  # fmt: skip
+        except BadInput as fault:  # there is one objective, and no variants
+            raise BadInput(fault.flag.replace(f"variants.{NAME}", "objective"), fault.value, fault.expected) from None
         self.freeze_epoch = freeze_epoch
         self.best: dict[str, Tensor] = {}  # epoch and correct answers, () int64; the net's state under net.<name>
         self._int8: list[nn.Module] = []

@@ -253,6 +253,16 @@ def test_a_run_has_its_student(
     refused(quantize.main, flags, " ".join(flags[:2]), "left out", tmp_path, capsys)
 
 
+@needs_extras
+@pytest.mark.parametrize("whose", ["student", "teacher"])
+def test_a_layer_that_a_net_has_not_is_the_objectives(
+    whose: str, student: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layer = [f"--objective.{whose}_layer", "none"]
+    flags = ["--run", str(student), "--data", "Digits", "--teacher", str(student), "--objective", "Cosine", *layer]
+    refused(quantize.main, flags, " ".join(layer), "a layer of LightNN", tmp_path, capsys)
+
+
 def test_a_student_is_quantised_on_the_data_of_its_run(
     student: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,5 +1,6 @@
 """What TensorBoard shows is what was trained: read back from the event files."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from apprentice.progress import Lines, progress, quiet
+from apprentice.tracking import RunsLogger
 from experiments import kd
 from tests.training import classifier, digits, trainer
 
@@ -61,6 +63,18 @@ def test_hparams_lists_settings_and_what_they_led_to(out: Path) -> None:
         assert found.Scalars("test/acc")[-1].value == pytest.approx(facts["test_acc"][0], abs=1e-6)
         assert found.Scalars("cost/parameters")[-1].value == facts["parameters"]
         assert found.Scalars("cost/train_flops")[-1].value == pytest.approx(facts["train_flops"], rel=1e-6)
+
+
+def test_a_run_that_goes_on_within_the_second_is_read_in_order(tmp_path: Path) -> None:
+    root, run = tmp_path / "seed0", "ce"
+    for resumed_at in (None, 2):
+        for file in (root / run).glob("*"):
+            file.rename(str(file).replace(f".{os.getpid()}.", ".killed."))  # which sorts after any process
+        logger = RunsLogger(root, [run], run, resumed_at)
+        for step in range(resumed_at or 0, 4):
+            logger.log_metrics({f"{run}/train/loss": 1.0}, step)
+        logger.finalize("success")
+    assert [event.step for event in events(tmp_path, run).Scalars("train/loss")] == [0, 1, 2, 3]
 
 
 def test_the_terms_add_up_to_the_loss(out: Path) -> None:
