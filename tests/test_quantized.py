@@ -247,7 +247,22 @@ class Branching(nn.Module):
         return logits if logits.sum() > 0 else -logits
 
 
+class Templates(nn.Module):
+    """Logits without any layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.templates = nn.Parameter(torch.zeros(64, 10))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images.flatten(1) @ self.templates
+
+
 def test_what_can_not_be_trained_is_refused() -> None:
+    with pytest.raises(BadInput, match=r"--net Templates: expected a net with layers that torchao quantises"):
+        Quantized(Templates(), input_shape=SHAPE)
+    with pytest.raises(BadInput, match=r"--net Templates: expected a net with layers that torchao quantises"):
+        post_training(Templates(), [torch.zeros(2, *SHAPE)])
     with pytest.raises(BadInput, match=r"--net Branching: expected a net that torch.export can capture .*; it says: "):
         Quantized(Branching(), input_shape=SHAPE)
     for drop, where in ((nn.functional.dropout, "its forward"), (nn.RReLU(), "drop")):

@@ -27,7 +27,8 @@ class FakeQuantized(nn.Module):
 
     Raises:
         Missing: torchao is not there.
-        BadInput: the net has no such layer, can't be captured, or draws noise outside of layers of dropout.
+        BadInput: the net has no such layer or none that can be int8, can't be captured, or draws noise outside of
+            layers of dropout.
     """
 
     def __init__(self, net: nn.Module, example: Tensor, layers: Sequence[str] = ()) -> None:
@@ -145,13 +146,13 @@ def post_training(net: nn.Module, batches: Iterator[Tensor] | Sequence[Tensor]) 
 
     Raises:
         Missing: torchao is not there.
-        BadInput: the net can't be captured.
+        BadInput: the net can't be captured, or nothing in it can be int8.
     """
     spec: Any = graphs.quantizer(training=False)
     from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e
 
     batches = list(batches)
-    graph = prepare_pt2e(graphs.captured(copy.deepcopy(net).eval(), batches[0]), spec)
+    graph = graphs.observing(prepare_pt2e(graphs.captured(copy.deepcopy(net).eval(), batches[0]), spec), net)
     with torch.no_grad():
         for inputs in batches:
             graph(inputs)

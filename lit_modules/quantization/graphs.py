@@ -3,6 +3,7 @@
 import operator
 from collections.abc import Sequence
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -77,11 +78,8 @@ def captured(net: nn.Module, example: Tensor, layers: Sequence[str] = ()) -> Gra
             wanted = f"has BatchNorm with running statistics; {_path(node)} has none"
         if wanted:
             raise BadInput("net", type(net).__name__, f"a net that {wanted}")
-        # What the quantiser fuses, by the names that it looks for; it fails at the sum of a tensor and a number.
-        source = {ATEN.relu.default: nn.ReLU, ATEN.relu_.default: nn.ReLU, ATEN.add.Tensor: operator.add}
-        if node.target in source:
-            tensors = all(isinstance(value, Node) for value in node.args)
-            node.meta["source_fn_stack"] = [(node.name, source[node.target] if tensors else node.target)]
+        if node.op == "call_function" and (source := _source(node)):
+            node.meta["source_fn_stack"] = [source]
     return graph
 
 
@@ -101,6 +99,16 @@ def _draws(node: Node) -> bool:
     given = {argument.name: argument.default_value for argument in arguments}
     given |= dict(zip(given, node.args, strict=False)) | node.kwargs
     return all(given.get(name, True) for name in ("p", "dropout_p", "dropout", "train", "training"))
+
+
+def _source(node: Node) -> tuple[str, Any] | None:
+    """Where an operation comes from, as the quantiser looks for what it takes together."""
+    known: dict[Any, Any] = {ATEN.relu.default: nn.ReLU, ATEN.relu_.default: nn.ReLU, ATEN.add.Tensor: operator.add}
+    if node.target in known:
+        tensors = all(isinstance(value, Node) for value in node.args)  # it fails at the sum of a tensor and a number
+        return node.name, known[node.target] if tensors else node.target
+    path, module = list(node.meta["nn_module_stack"].values())[-1]  # where torch 2.11 does not look by itself
+    return (path, resolve_name(module)) if module.startswith("torch.nn.modules.") else None
 
 
 def _path(node: Node) -> str:
@@ -141,11 +149,15 @@ def quantizer(training: bool) -> Any:
 
 
 def prepared(net: nn.Module, example: Tensor, layers: Sequence[str] = ()) -> GraphModule:
-    """The net in training with fake quantisers in it, which compute in floats what int8 will give."""
+    """The net in training with fake quantisers in it, which compute in floats what int8 will give.
+
+    Raises:
+        BadInput: as of `captured` and `observing`.
+    """
     spec = quantizer(training=True)
     from torchao.quantization.pt2e.quantize_pt2e import prepare_qat_pt2e
 
-    graph = trainable(prepare_qat_pt2e(captured(net.train(), example, layers), spec))
+    graph = trainable(observing(prepare_qat_pt2e(captured(net.train(), example, layers), spec), net))
     for node in list(graph.graph.nodes):
         if node.target is ATEN.add_.Tensor and str(node.args[0].target).endswith("num_batches_tracked"):
             graph.graph.erase_node(node)  # the modules count
@@ -155,6 +167,18 @@ def prepared(net: nn.Module, example: Tensor, layers: Sequence[str] = ()) -> Gra
                 user.update_arg(7 if user is node else 1, eps)  # torchao 0.18 writes 1e-5 for any
     graph.graph.eliminate_dead_code()
     graph.recompile()
+    return graph
+
+
+def observing(graph: GraphModule, net: nn.Module) -> GraphModule:
+    """A prepared graph of the net.
+
+    Raises:
+        BadInput: nothing in it would be int8.
+    """
+    if not any(name.startswith("activation_post_process") for name, _ in graph.named_children()):
+        wanted = "a net with layers that torchao quantises, such as nn.Conv2d and nn.Linear"
+        raise BadInput("net", type(net).__name__, wanted)
     return graph
 
 
