@@ -27,7 +27,7 @@ class Overlap:
     def __init__(self, device: torch.device) -> None:
         self._gpu = device.type == "cuda"
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._gpu else [])]
-        self._profile = torch.profiler.profile(activities=activities)
+        self._profile = torch.profiler.profile(activities=activities, acc_events=True)
         self._profile.start()
 
     def share(self) -> float | None:
