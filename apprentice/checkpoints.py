@@ -141,14 +141,18 @@ def read_weights(path: str, flag: str) -> Tensors:
 
 
 def load_weights(net: torch.nn.Module, path: str, flag: str) -> None:
-    """Load a user's file of weights into a net.
+    """Load a user's file of weights into a net, which one of the two may have wrapped: `module.`, `model.`.
 
     Raises:
-        BadInput: the file can't be read, or its weights are another net's; the message names the first that differ.
+        BadInput: the file can't be read, or its weights are another net's or no numbers to compute with; the message
+            names the first of them.
     """
     weights, own = read_weights(path, flag), net.state_dict()
-    name, prefix = type(net).__name__, _shared(weights).removesuffix(_shared(own))
+    name, wrapper = type(net).__name__, _shared(own)
+    prefix = _shared(weights).removesuffix(wrapper)
     weights = {key.removeprefix(prefix): value for key, value in weights.items()}
+    if not any(key.startswith(wrapper) for key in weights):  # of the bare net
+        weights = {wrapper + key: value for key, value in weights.items()}
     if missing := [key for key in own if key not in weights]:
         raise BadInput(flag, path, f"weights of {name}; {missing[0]} is missing ({len(missing)} of {len(own)} are)")
     if extra := [key for key in weights if key not in own]:
@@ -157,6 +161,7 @@ def load_weights(net: torch.nn.Module, path: str, flag: str) -> None:
         if value.shape != own[key].shape:
             shapes = f"{key} is {tuple(value.shape)} there and {tuple(own[key].shape)} here"
             raise BadInput(flag, path, f"weights of {name}; {shapes}")
+    _check_values(own, weights, path, flag)
     net.load_state_dict(weights)
 
 
@@ -177,7 +182,21 @@ def fitting(own: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]
     if any(faults.values()):
         told = "; ".join(f"{what}: {', '.join(keys)}" for what, keys in faults.items() if keys)
         raise BadInput(flag, path, f"weights that fit the net; {told}")
+    _check_values(own, weights, path, flag)
     return dict(weights)
+
+
+def _check_values(own: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor], path: str, flag: str) -> None:
+    """Refuse integers and what is not finite where the net has finite floats: a mask of its own may hold infinities."""
+    for key, value in weights.items():
+        if not own[key].is_floating_point():
+            continue
+        if not value.is_floating_point():
+            raise BadInput(flag, path, f"floats as weights; {key} is {str(value.dtype).removeprefix('torch.')}")
+        if spoilt := int((own[key].cpu().isfinite() & ~value.float().isfinite()).sum()):
+            raise BadInput(
+                flag, path, f"finite weights; {key} has {spoilt} of {value.numel()} that are NaN or infinite"
+            )
 
 
 def _shared(keys: Iterable[str]) -> str:

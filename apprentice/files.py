@@ -8,10 +8,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from apprentice import manifest
+
 
 @contextmanager
 def atomic(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path in the same folder; what was written there replaces `path` when the block ends well.
+
+    In the folder of the run that is open, the file is recorded as the run's first.
 
     If the block fails, `path` stays as it was and the temporary file is removed. There is one temporary name for each
     path, so that a killed process leaves at most one behind and the next write reuses it; two processes must not write
@@ -21,7 +25,8 @@ def atomic(path: str | Path) -> Iterator[Path]:
         OSError: the folder is missing or can't be written, or the disk is full.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.tmp")
+    manifest.record(path)
+    temporary = manifest.temporary(path)
     try:
         yield temporary
         _sync(temporary)  # else a power cut may leave the new name on an empty file

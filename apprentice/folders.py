@@ -2,7 +2,7 @@
 
 import json
 import os
-import shutil
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,14 +10,18 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from apprentice import job
+from apprentice import job, manifest
 from apprentice.errors import BadInput
 from apprentice.files import write_json
 
-OURS = (  # what experiments leave, and --overwrite takes away
-    "config.yaml", "environment.json", "results.json", "results.md", "results.png", "seed*",
-    "timeline.png", "timelines.json", "kernels.png", "blocks.png", "trace_*.json",
-    "float32", "bfloat16", "int8-ptq", "int8-qat",
+# What runs write that goes by a fixed name: a folder that holds some of it is not taken for a new one.
+OURS = (
+    "config.yaml", "environment.json", "results.json", "results.md", "results.png",
+    "timeline.png", "timelines.json", "kernels.png", "blocks.png", "trace_eager.json", "trace_compiled.json",
+    *(f"seed[0-9]*/{stage}.{kind}" for stage in ("teacher", "students", "student", "gpt") for kind in ("json", "ckpt")),
+    "seed[0-9]*/int8-qat.ckpt", "seed[0-9]*/int8-qat/best.pt",
+    *(f"{form}/{file}" for form in ("float32", "bfloat16", "int8-ptq", "int8-qat")
+      for file in ("model.pt2", "model.onnx", "weights.safetensors")),
 )  # fmt: skip
 
 AGENTS = ".agents"  # those of torchrun that have started the ranks, if it has
@@ -62,16 +66,19 @@ def opened(out: Path, resume: bool = False, overwrite: bool = False) -> Iterator
     A job of torchrun's that restarts its ranks goes on in the folder that it has opened before.
 
     Raises:
-        BadInput: it can't be written, is in use, or holds a run and neither `resume` nor `overwrite` is set.
+        BadInput: it can't be written or is in use; it holds a run, and neither `resume` nor `overwrite` is set; or with
+            `overwrite` it holds files that may be a run's and are in no record.
     """
     agents = job.agents()
     if not job.is_main_process():
-        with job.main_first("folder"):
+        with job.main_first("folder"), manifest.recording(out):
             yield out
         return
     with job.main_first("folder"):
         lock = _locked(out)
         try:
+            if resume and not holds(out):
+                sys.stderr.write(f"{out} holds no run to go on with: a new one starts\n")
             if not (resume or agents & _opened_by(out)):
                 _clear(out, overwrite)
             write_json(out / AGENTS, sorted(agents))
@@ -79,7 +86,8 @@ def opened(out: Path, resume: bool = False, overwrite: bool = False) -> Iterator
             lock.release()
             raise
     try:
-        yield out
+        with manifest.recording(out):
+            yield out
     finally:
         lock.release()
 
@@ -109,11 +117,18 @@ def _owner(out: Path) -> str:
     return pid.read_text() if pid.exists() else "unknown"
 
 
+def holds(out: Path) -> list[str]:
+    """Names of the files that a run has left in a folder; none in a new one."""
+    known = [path for pattern in OURS for path in sorted(out.glob(pattern))]
+    return list(dict.fromkeys(path.relative_to(out).as_posix() for path in [*manifest.recorded(out), *known]))
+
+
 def _clear(out: Path, overwrite: bool) -> None:
-    found = [path for pattern in OURS for path in out.glob(pattern)]
+    found = holds(out)
     if found and not overwrite:
-        raise BadInput(
-            "out", out, f"a new folder, as this one holds {found[0].name}; or --resume true, --overwrite true"
-        )
-    for path in found:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        raise BadInput("out", out, f"a new folder, as this one holds {found[0]}; or --resume true, --overwrite true")
+    own = {path.relative_to(out).as_posix() for path in manifest.recorded(out)}
+    if others := [name for name in found if name not in own]:
+        expected = f"a folder whose files a run has recorded; {out / others[0]} is in no record: move it away"
+        raise BadInput("overwrite", "true", expected)
+    manifest.remove(out)

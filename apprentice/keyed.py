@@ -4,12 +4,14 @@ Noise is a counter-based integer hash in tensor operations (lowbias32, C. Wellon
 2018): the same bits on every device, in any order, on any number of ranks.
 """
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -55,10 +57,17 @@ def permutation(size: int, *keys: int) -> Tensor:
 
 
 def seeded(seed: int, make: Callable[[], T]) -> T:
-    """What `make` makes after `torch.manual_seed(seed)`; torch's own random state is left as it was."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would reseed the GPUs too
-        return make()
+    """What `make` makes with torch, numpy and `random` seeded; their states are left as they were."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - from which others' nets draw
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would reseed the GPUs too
+            random.seed(seed)
+            np.random.seed(fold(seed))  # noqa: NPY002 - it takes 32 bits
+            return make()
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)  # noqa: NPY002
 
 
 class _Noise:

@@ -68,7 +68,7 @@ def table(results: Facts) -> Table:
             starred(name, entry),
             entry.get("objective", NONE),
             count(entry["parameters"]),
-            *(metric.mean(entry[key]) for key in metric.columns),
+            *(metric.mean(entry[key][: entry.get("nets")]) for key in metric.columns),
             NONE if name == BASELINE or "delta_vs_ce" not in entry else metric.difference(entry["delta_vs_ce"]),
             short(entry["step_ms"]),
             short(entry["train_flops"] and entry["train_flops"] / size),
@@ -82,7 +82,10 @@ def notes(results: Facts) -> list[str]:
     """What stands beneath the table: what it means, which students failed, what the intervals support."""
     students, seeds, metric = results["students"], results["seeds"], _metric(results)
     spread = f" ± standard deviation over {len(seeds)} seeds" if len(seeds) > 1 else ""
-    lines = [f"{metric.word.capitalize()}: mean{spread}." if spread else "", *failures(results)]
+    lines = [f"{metric.word.capitalize()}: mean{spread}." if spread else ""]
+    if results["teacher"].get("nets", len(seeds)) < len(seeds):
+        lines.append("teacher: one net, tested once, which taught with every seed.")
+    lines += failures(results)
     if BASELINE in students:
         baseline, key = students[BASELINE][metric.name], metric.name
         others = {n: paired_differences(e[key], baseline) for n, e in students.items() if n != BASELINE}

@@ -55,6 +55,7 @@ def bake_off_results(
     students: dict[str, list[Facts]],
     students_fit_seconds: list[float],
     metric: Metric = ACCURACY,
+    one_teacher: bool = False,
 ) -> Facts:
     """The content of results.json. What can't be computed is None.
 
@@ -66,6 +67,7 @@ def bake_off_results(
             `failed`: None, or {"step", "term"} where and in which term the loss stopped being finite.
         students_fit_seconds: for each seed, of all students together.
         metric: what they are judged by.
+        one_teacher: whether the same net was loaded with each seed, so that its figures are one net's.
 
     Raises:
         ValueError: a list has not one entry a seed.
@@ -85,6 +87,7 @@ def bake_off_results(
         "metric": {"name": metric.name, "higher_is_better": metric.higher_is_better},
         "students_fit_seconds": students_fit_seconds,
         "teacher": {
+            "nets": 1 if one_teacher else seeds,
             "parameters": teacher[0]["parameters"],
             **{key: [facts[key] for facts in teacher] for key in (*metric.tested, "fit_seconds")},
             "step_ms": _median(facts["step_ms"] for facts in teacher),

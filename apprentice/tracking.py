@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
+from apprentice import manifest
+
 
 class RunsLogger(Logger):
     """Writes `<run>/<tag>` as `<tag>` of the TensorBoard run `root/<run>`, and other tags to `root/<default>`.
@@ -51,7 +53,7 @@ class RunsLogger(Logger):
             folder = self.root / run
             if self.purge_step is not None:
                 _let_the_second_pass(folder)
-            self._writers[run] = SummaryWriter(str(folder), purge_step=self.purge_step)
+            self._writers[run] = _opened(folder, purge_step=self.purge_step)
         return self._writers[run]
 
     def _split(self, name: str) -> tuple[str, str]:
@@ -95,6 +97,13 @@ class RunsLogger(Logger):
         return self.__dict__ | {"_writers": {}}
 
 
+def _opened(folder: Path, **kwargs: Any) -> SummaryWriter:
+    """A writer of a new file of events, which is recorded as the run's."""
+    writer = SummaryWriter(str(folder), **kwargs)
+    manifest.record(writer._get_file_writer().event_writer._file_name)
+    return writer
+
+
 def _let_the_second_pass(folder: Path) -> None:
     """Wait until a new file of events is the folder's last to TensorBoard, which sorts them by second, then process."""
     while any(folder.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
@@ -107,7 +116,7 @@ def log_run(folder: Path, options: Mapping[str, Any], values: Mapping[str, float
     Without a summary of the whole experiment the tab shows the union of all runs' options and scalars, live.
     """
     plain = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in options.items()}
-    with SummaryWriter(str(folder)) as writer:
+    with _opened(folder) as writer:
         for tag, value in values.items():
             if value is not None:
                 writer.add_scalar(tag, value)
@@ -118,7 +127,7 @@ def log_run(folder: Path, options: Mapping[str, Any], values: Mapping[str, float
 
 def log_text(folder: Path, tag: str, text: str) -> None:
     """Show a text as it stands, in the TEXT tab of a finished run."""
-    with SummaryWriter(str(folder)) as writer:
+    with _opened(folder) as writer:
         writer.add_text(tag, indented(text))
 
 

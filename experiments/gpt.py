@@ -117,7 +117,8 @@ class Wiring:
         if self.config.compile and isinstance(trainer.strategy, NOT_COMPILED):
             expected = "false with this --trainer.strategy, under which the net is not called as a whole"
             raise BadInput("compile", True, expected)
-        module, _ = self.module(self.config.seeds[0])
+        module, again = (self.module(self.config.seeds[0])[0] for _ in range(2))
+        nets.check_same_start(module.net, again.net)
         if not all(hasattr(module.net, name) for name in ("generate", "block_size")):
             raise BadInput("net", self.config.net.name, "a language model with generate() and block_size, as GPT")
         logits = (*self.data.input_shape, self.data.num_classes)

@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             data.check_replicas(devices)
         environment.keep_memory()
         torch.backends.cudnn.allow_tf32 = False  # float32 means float32
-        classifier(config, data)  # refused now, if it can't be built
+        nets.check_same_start(classifier(config, data).net, classifier(config, data).net)
         accumulate = config.trainer.init_args["accumulate_grad_batches"]
         make = partial(classifier, config, data)
         bench = Bench(make, data, config.steps, accumulate, usual_threads(data.input_shape, threads))

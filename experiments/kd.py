@@ -52,7 +52,7 @@ class Options(cli.RunOptions):
 
     Args:
         only: train just these students, as in --only ce kd.
-        teacher_ckpt: a trained teacher; it is loaded, not trained.
+        teacher_ckpt: a trained teacher, loaded, not trained; {seed} in its path is replaced by each seed.
         teacher_cache_mb: memory for stored teacher outputs; 0 runs the teacher every batch.
     """
 
@@ -107,7 +107,7 @@ class Wiring:
         """The teacher's module."""
         net, rebuilt = self.net("teacher", seed)
         if self.config.teacher_ckpt is not None:
-            load_weights(net, self.config.teacher_ckpt, "teacher_ckpt")
+            load_weights(net, self.config.teacher_ckpt.replace("{seed}", str(seed)), "teacher_ckpt")
         module = LitClassifier(net, self.shape["num_classes"], **self.learning, seed=seed)
         return module, {"teacher": Contestant(net, rebuilt, "CrossEntropy", {"net": self.config.teacher.name})}
 
@@ -133,6 +133,8 @@ class Wiring:
         data.check_replicas(place["num_replicas"], self.config.exact)
         for key in ("teacher", "student"):
             self.check_net(key, data.example, trainer.strategy)
+        for seed in self.config.seeds[1:] if "{seed}" in (self.config.teacher_ckpt or "") else ():
+            self.teacher(seed)
         teacher, _ = self.teacher(self.config.seeds[0])
         students, _ = self.students(self.config.seeds[0], teacher.net)
         if isinstance(trainer.strategy, strategies.DataParallel):
@@ -141,8 +143,10 @@ class Wiring:
 
     def check_net(self, key: str, example: Tensor, strategy: Strategy) -> None:
         """Try a net out here, with its own kernels if it will train on the CPU, and see whether it can be cut."""
-        net, _ = self.net(key, self.config.seeds[0])
+        net, again = (self.net(key, self.config.seeds[0])[0] for _ in range(2))
         trained = key == "student" or self.config.teacher_ckpt is None
+        if trained:
+            nets.check_same_start(net, again, key)
         with nullcontext() if strategy.root_device.type == "cpu" else nets.any_kernel(net):
             nets.check_fits(net, example, self.logits_shape, key, trained)
         if isinstance(strategy, strategies.PipelineStrategy) or getattr(strategy, "devices_per_worker", 1) > 1:
@@ -168,7 +172,8 @@ def run(config: Namespace, wiring: Wiring, data: Any, out: Path, settings: dict[
     taught = [{**stage["runs"]["teacher"], "fit_seconds": stage["fit_seconds"]} for stage in teachers]
     learned = {name: [stage["runs"][name] for stage in students] for name in wiring.variants}
     seconds = [stage["fit_seconds"] for stage in students]
-    results = bake_off_results(header, taught, learned, seconds, wiring.metric)
+    one = config.teacher_ckpt is not None and "{seed}" not in config.teacher_ckpt
+    results = bake_off_results(header, taught, learned, seconds, wiring.metric, one_teacher=one)
     save_results(out, results)
     print(f"{text(results)}\n\n{out}/results.md, .png, .json; curves: tensorboard --logdir {out}")
 

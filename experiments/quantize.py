@@ -160,6 +160,7 @@ class Wiring:
         self.data.check_replicas(trainer.world_size)
         if config.run is None:
             net, value = self.fresh()[0].net, config.student.name
+            nets.check_same_start(net, self.fresh()[0].net, "student")
             nets.check_fits(net, self.data.example, (self.data.num_classes,), "student")
         else:
             net, value = self.read(config.run, "run")[0], config.run

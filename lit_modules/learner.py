@@ -146,7 +146,8 @@ class Learner(LightningModule):
         for name, value in {**values, "rows": 1.0}.items():
             self.train_sums[name] = self.train_sums.get(name, 0.0) + value * count
         # Every value costs 0.2 ms of Lightning's time: nothing is handed over that it would not write.
-        if (self.global_step + 1) % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+        every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if every and (self.global_step + 1) % every == 0:
             self.log_dict(_tags(values, "train"), batch_size=count)
             shown = {what: [v for k, v in values.items() if k.endswith(what)] for what in ("loss", "acc")}
             bar = {what: sum(found) / len(found) for what, found in shown.items() if found}

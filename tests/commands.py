@@ -36,10 +36,17 @@ def refused(
 
 
 def left_by_overwriting(out: Path, tmp_path: Path) -> set[str]:
-    """What a run with --overwrite true finds of this one in its folder."""
+    """What a run with --overwrite true finds of this one in its folder, where the user's own files are left alone."""
     copy = shutil.copytree(out, tmp_path / "overwritten")
+    foreign = {copy / name for name in ("seeds.txt", "seed_notes/a.txt", "float32/mine.txt", "trace_mine.json")}
+    foreign |= {folder / name for folder in (copy, *copy.glob("seed*/**/")) for name in ("mine.txt", "mine.pt")}
+    for path in foreign:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
     with folders.opened(copy, overwrite=True):
-        return {path.name for path in copy.iterdir() if not path.name.startswith(".")}
+        left = {path for path in copy.rglob("*") if path.is_file() and (path.parent != copy or path.name[0] != ".")}
+    assert {path for path in left if path in foreign and path.read_text() == "mine"} == foreign
+    return {str(path.relative_to(copy)) for path in left - foreign}
 
 
 def refused_elsewhere(

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import random
 import subprocess
 import sys
 import tarfile
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +19,7 @@ from apprentice.environment import limit_threads
 from apprentice.errors import BadInput
 from apprentice.exports import load_net
 from datamodules import Digits
-from experiments import kd
+from experiments import hardware, kd
 from lit_modules.nets import LightNN
 from tests.commands import left_by_overwriting, refused, results
 from tests.processes import Run
@@ -85,6 +87,59 @@ def test_a_loaded_teacher_is_tested_not_trained(finished: Path, tmp_path: Path) 
     assert found["teacher"]["step_ms"] is None
     assert found["students"]["kd"]["delta_vs_ce"]["low"] is None
     assert_same(torch.load(ckpt), torch.load(tmp_path / "run" / "seed0" / "teacher" / "weights.pt"))
+
+
+def test_a_loaded_teacher_is_one_for_all_seeds_or_one_a_seed(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = results(finished)["teacher"]["test_correct"]
+    given = {"one": finished / "seed1" / "teacher" / "weights.pt", "each": finished / "seed{seed}/teacher/weights.pt"}
+    for name, path in given.items():
+        flags = [*QUICK, "--seeds", "2", "--only", "ce", "--teacher_ckpt", str(path)]
+        kd.main([*flags, "--out", str(tmp_path / name)])
+    one, each = (results(tmp_path / name)["teacher"] for name in given)
+    assert (one["nets"], one["test_correct"]) == (1, [before[1]] * 2)
+    assert (each["nets"], each["test_correct"]) == (2, before)
+    told = {name: (tmp_path / name / "results.md").read_text() for name in given}
+    rows = {name: next(line for line in text.splitlines() if "| teacher" in line) for name, text in told.items()}
+    assert "±" not in rows["one"]
+    assert "±" in rows["each"]
+    assert "teacher: one net, tested once" in told["one"]
+    missing = str(given["each"]).replace("{seed}", "2")
+    flags = [*QUICK, "--seeds", "3", "--teacher_ckpt", str(given["each"])]
+    refused(kd.main, flags, f"--teacher_ckpt {missing}: expected", "there is none", tmp_path, capsys)
+
+
+class Strangers(LightNN):
+    """First weights from where a stranger draws them.
+
+    Args:
+        source: "global", or "entropy" of the system's.
+        kwargs: the parent's.
+    """
+
+    def __init__(self, source: str = "global", **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        draw = np.random.standard_normal if source == "global" else np.random.default_rng().standard_normal
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.as_tensor(random.uniform(0.1, 0.2) * draw(tuple(parameter.shape))))
+
+
+def test_nets_from_numpys_and_pythons_numbers_start_equal(tmp_path: Path) -> None:
+    flags = [*QUICK, "--student", "tests.test_kd.Strangers", "--variants.again", "CrossEntropy"]
+    kd.main([*flags, "--only", "ce", "again", "--out", str(tmp_path / "run")])
+    ce, again = (torch.load(tmp_path / "run" / "seed0" / name / "weights.pt") for name in ("ce", "again"))
+    assert_same(ce, again)
+
+
+@pytest.mark.parametrize(("main", "flag"), [(kd.main, "teacher"), (kd.main, "student"), (hardware.main, "net")])
+def test_nets_whose_first_weights_do_not_follow_from_the_seed_are_refused(
+    main: Callable[..., None], flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [f"--{flag}", "tests.test_kd.Strangers", f"--{flag}.source", "entropy"]
+    said = "two made with one seed differ in features.0.weight"
+    refused(main, flags, f"--{flag} Strangers: expected a net whose first weights come", said, tmp_path, capsys)
 
 
 @pytest.mark.slow
@@ -246,6 +301,12 @@ def write_truncated(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-2000])
 
 
+def write_spoilt(path: Path, value: float) -> None:
+    weights = net().state_dict()
+    weights["features.0.weight"][3, 0, 1, 1] = value
+    torch.save(weights, path)
+
+
 CHECKPOINTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "missing": (lambda path: None, "there is none"),
     "truncated": (write_truncated, "cut short"),
@@ -257,6 +318,12 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         "classifier.3.weight",
     ),
     "another net": (lambda path: torch.save(torch.nn.Linear(2, 2).state_dict(), path), "missing"),
+    "not a number": (lambda path: write_spoilt(path, float("nan")), "features.0.weight has 1 of 144 that are NaN"),
+    "infinite": (lambda path: write_spoilt(path, -float("inf")), "features.0.weight has 1 of 144 that are NaN or inf"),
+    "integers": (
+        lambda path: torch.save({key: value.int() for key, value in net().state_dict().items()}, path),
+        "floats as weights; features.0.weight is int32",
+    ),
 }
 
 

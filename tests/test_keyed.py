@@ -1,5 +1,8 @@
 """Noise depends on its keys alone."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -85,3 +88,24 @@ def test_layers_with_noise_of_torchs_own_are_named() -> None:
         "none": nn.Dropout(0.0), "quiet": nn.LSTM(3, 3), "frozen": nn.Dropout(0.2).eval(), "keyed": keyed.Dropout(0.1),
     }  # fmt: skip
     assert keyed.unkeyed(nn.ModuleDict(layers)) == ["dropout", "attention", "rnn", "depth", "ours"]
+
+
+def test_seeded_makes_the_same_from_every_generator_and_leaves_their_states() -> None:
+    def draw() -> list[float]:
+        return [float(torch.rand(())), float(np.random.rand()), random.random()]  # noqa: NPY002
+
+    def reset() -> None:
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(1)
+
+    reset()
+    expected = draw()
+    reset()
+    first = keyed.seeded(2**40 + 5, draw)
+    assert draw() == expected
+    assert keyed.seeded(2**40 + 5, draw) == first
+    assert all(a != b for a, b in zip(first, keyed.seeded(0, draw), strict=True))
+    reset()
+    with pytest.raises(ZeroDivisionError):
+        keyed.seeded(3, lambda: [draw(), 1 / 0])
+    assert draw() == expected

@@ -14,7 +14,7 @@ import scipy.stats
 from apprentice.errors import BadInput
 from apprentice.files import atomic, write_bytes, write_json, write_text
 from apprentice.metrics import ACCURACY
-from apprentice.report import markdown, picture, save_results, settings, table, text
+from apprentice.report import markdown, notes, picture, save_results, settings, table, text
 from apprentice.results import bake_off_results, load_results, paired_interval, t_interval
 from apprentice.tables import Table, flops_unit, listed, short
 from apprentice.verdict import verdict
@@ -64,7 +64,9 @@ def test_keys_are_the_issues():
         *("metric", "students_fit_seconds", "teacher", "students"),
     ]
     assert found["metric"] == {"name": "test_acc", "higher_is_better": True}
-    assert set(found["teacher"]) == {"parameters", "test_acc", "test_correct", "fit_seconds", "step_ms", "train_flops"}
+    times = {"fit_seconds", "step_ms", "train_flops"}
+    assert set(found["teacher"]) == {"nets", "parameters", "test_acc", "test_correct", *times}
+    assert found["teacher"]["nets"] == 3
     keys = {"objective", "parameters", "test_acc", "test_correct", "step_ms", "train_flops", "delta_vs_ce", "failed"}
     assert all(set(entry) == keys for entry in found["students"].values())
     assert found["students"]["kd"]["test_correct"] == list(KD)
@@ -114,6 +116,19 @@ def test_a_loaded_teacher_has_no_times():
     found = bake_off_results(header(2), [loaded] * 2, {"ce": [student(1)] * 2}, [1.0, 2.0])["teacher"]
     assert (found["fit_seconds"], found["step_ms"], found["train_flops"]) == ([None, None], None, None)
     assert found["test_acc"] == [390 / TEST] * 2
+
+
+def test_one_teacher_for_all_seeds_is_told_as_one_net():
+    loaded = teacher(fit_seconds=None, step_ms=None, train_flops=None)
+    students = {"ce": [student(CE[0]), student(CE[1])]}
+    found = bake_off_results(header(2), [loaded] * 2, students, [1.0, 2.0], one_teacher=True)
+    assert found["teacher"]["nets"] == 1
+    rows = {row[0]: row for row in table(found).rows}
+    assert rows["teacher"][3] == "97.50"
+    assert "±" in rows["ce"][3]
+    assert "teacher: one net, tested once, which taught with every seed." in notes(found)
+    each = bake_off_results(header(2), [loaded] * 2, students, [1.0, 2.0])
+    assert not any(note.startswith("teacher") for note in notes(each))
 
 
 def test_an_entry_a_seed_is_needed():

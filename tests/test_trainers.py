@@ -14,13 +14,15 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
+from torchvision import models
 
 import strategies
 from apprentice import cli
-from apprentice.checkpoints import load_weights
+from apprentice.checkpoints import fitting, load_weights
 from apprentice.errors import BadInput
 from apprentice.trainers import trainers
 from experiments import kd
+from lit_modules.nets import Torchvision
 from lit_modules.objectives import CrossEntropy
 from tests.processes import Run
 from tests.training import assert_same, net
@@ -293,6 +295,24 @@ def test_strangers_files_load(kind: str, tmp_path: Path) -> None:
         torch.save(FOREIGN[kind](source), path)
     load_weights(target, str(path), "teacher_ckpt")
     assert_same(source.state_dict(), target.state_dict())
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "model.", "module.model.", "net.model."])
+def test_torchvisions_files_load_into_its_nets(prefix: str, tmp_path: Path) -> None:
+    source, target = models.squeezenet1_1(num_classes=10), Torchvision("squeezenet1_1", (3, 64, 64))
+    torch.save({"state_dict": leading(prefix, source)}, tmp_path / "w.pt")
+    load_weights(target, str(tmp_path / "w.pt"), "teacher_ckpt")
+    assert_same(source.state_dict(), target.model.state_dict())
+
+
+def test_a_mask_of_the_nets_may_be_infinite_and_weights_may_not(tmp_path: Path) -> None:
+    target = nn.BatchNorm1d(2)
+    target.register_buffer("mask", torch.tensor([0.0, -float("inf")]))
+    weights = {key: value.clone() for key, value in target.state_dict().items()}
+    assert fitting(target.state_dict(), weights, "w.pt", "run").keys() == weights.keys()
+    weights["running_var"][1] = float("nan")
+    with pytest.raises(BadInput, match="expected finite weights; running_var has 1 of 2 that are NaN"):
+        fitting(target.state_dict(), weights, "w.pt", "run")
 
 
 class Block(nn.Module):

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import yaml
 
+from apprentice import folders
 from apprentice.cli import optimizers, usage
 from apprentice.cli.building import arguments, build
 from apprentice.cli.choices import Catalogue, Family, leaf
@@ -19,6 +20,7 @@ from apprentice.cli.options import Options, near
 from apprentice.cli.run_options import RunOptions
 from apprentice.cli.sources import BARE, flags, load
 from apprentice.cli.strategies import Names, Strategies
+from apprentice.cli.trainer import check_trainer
 from apprentice.errors import BadInput
 from apprentice.files import write_text
 
@@ -224,6 +226,8 @@ class Parser:
             chosen = getattr(config, key)
             if isinstance(entry, Fixed):
                 arguments(chosen, key)
+            if key == "trainer":
+                check_trainer(chosen.init_args)
             if isinstance(entry, Many):
                 for name, choice in chosen.items():
                     build(choice, f"{key}.{name}")
@@ -243,13 +247,25 @@ class Parser:
         settings = self._changed(self.options.defaults, plain)
         with as_given(layers):
             options = self.options.target(**settings)
-        path = Path(options.out or "") / "config.yaml"
-        return path if options.resume and path.exists() else None
+        if not options.resume:
+            return None
+        out = Path(options.out or "")
+        path, found = out / "config.yaml", folders.holds(out)
+        if found and not path.exists():
+            raise BadInput(
+                "resume", "true", f"config.yaml in {out}, which holds {found[0]} of a run with unknown settings"
+            )
+        return path if found else None
 
     def _saved(self, path: Path) -> dict[str, Any]:
         """The settings of that run, whatever the defaults are now."""
-        start = {**self._start(), **{key: {} for key, entry in self.entries.items() if isinstance(entry, Many)}}
-        return self._changed(start, [Layer(load(path, "out"), str(path))])
+        start, saved = self._start(), load(path, "out")
+        missing = [key for key in start if key not in {*saved, *INVOCATION}]
+        if missing or not path.read_text("utf-8").endswith("\n"):
+            what = f"{missing[0]} is missing" if missing else "its last line is cut off"
+            raise BadInput("out", path, f"all settings of the run; {what}")
+        start |= {key: {} for key, entry in self.entries.items() if isinstance(entry, Many)}
+        return self._changed(start, [Layer(saved, str(path))])
 
     def _check_same(self, path: Path, saved: Mapping[str, Any], config: Namespace) -> None:
         """Raise BadInput if anything differs from that run on which its results depend."""

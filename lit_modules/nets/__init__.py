@@ -1,7 +1,7 @@
 """Nets: pure torch, no trainer, no rank, no device."""
 
 from lit_modules.nets.attention import Cache, SelfAttention, any_kernel
-from lit_modules.nets.base import DEFAULT_LAYER, Net, Outputs, check_fits, layer, run, typed
+from lit_modules.nets.base import DEFAULT_LAYER, Net, Outputs, check_fits, check_same_start, layer, run, typed
 from lit_modules.nets.batch_norm import globalise
 from lit_modules.nets.gpt import GPT
 from lit_modules.nets.plain import DeepNN, LightNN
@@ -26,6 +26,7 @@ __all__ = [
     "ViT",
     "any_kernel",
     "check_fits",
+    "check_same_start",
     "globalise",
     "layer",
     "pipeline_stages",

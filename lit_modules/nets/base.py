@@ -94,6 +94,19 @@ def check_fits(
             raise BadInput(flag, name, f"a net that gives logits {tuple(logits_shape)} for an input; it gives {given}")
 
 
+def check_same_start(net: nn.Module, again: nn.Module, flag: str = "net") -> None:
+    """See that the first weights of two nets that were made with one seed are the same.
+
+    Raises:
+        BadInput: they differ; the message names the first that does.
+    """
+    first, second = net.state_dict(), again.state_dict()
+    if differ := [key for key in first if not torch.equal(first[key], second[key])]:
+        sources = "torch's, numpy's and Python's global random numbers"
+        told = f"two made with one seed differ in {differ[0]}"
+        raise BadInput(flag, type(net).__name__, f"a net whose first weights come from {sources} alone; {told}")
+
+
 def typed(net: nn.Module, inputs: Tensor) -> Tensor:
     """The inputs, floats in the type of the net's parameters."""
     return inputs.to(next(net.parameters()).dtype) if inputs.is_floating_point() else inputs

@@ -1,0 +1,65 @@
+"""Which files in a run's folder the run has written: `--overwrite true` deletes these and no others."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+NAME = ".files"
+RUN = "APPRENTICE_RUN"  # the open run's folder; a variable, as processes that the run starts write files, too
+
+
+@contextmanager
+def recording(out: Path) -> Iterator[None]:
+    """Inside the block, `record` records files in this folder."""
+    os.environ[RUN] = str(out.absolute())
+    try:
+        yield
+    finally:
+        del os.environ[RUN]
+
+
+def record(path: str | Path) -> None:
+    """Record that the open run writes this file, before it does; files elsewhere are not recorded."""
+    path, run = Path(path).absolute(), os.environ.get(RUN)
+    if run is None or not path.is_relative_to(run):
+        return
+    name = path.relative_to(run).as_posix()
+    if name not in _names(Path(run)):
+        with Path(run, NAME).open("a", encoding="utf-8") as file:
+            file.write(f"\n{json.dumps(name)}")  # what a killed process has not finished stays a line of its own
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def recorded(out: Path) -> list[Path]:
+    """The files that were recorded and are there."""
+    return [path for name in _names(out) if (path := out / name).is_file()]
+
+
+def remove(out: Path) -> None:
+    """Delete the files that were recorded, what a killed process has left of them, and folders that are empty then."""
+    names = _names(out)
+    for name in names:
+        for path in (out / name, temporary(out / name)):
+            if path.is_file():
+                path.unlink()
+    folders = {folder for name in names for folder in (out / name).relative_to(out).parents[:-1]}
+    for folder in sorted(folders, reverse=True):
+        with suppress(OSError):
+            (out / folder).rmdir()
+    (out / NAME).unlink(missing_ok=True)
+
+
+def temporary(path: Path) -> Path:
+    """Under which name a file is written before it replaces the old one."""
+    return path.with_name(f".{path.name}.tmp")
+
+
+def _names(out: Path) -> list[str]:
+    path, names = out / NAME, []
+    for line in path.read_text("utf-8").splitlines() if path.exists() else ():
+        with suppress(ValueError):
+            names.append(json.loads(line))
+    return names
