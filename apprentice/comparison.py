@@ -13,12 +13,17 @@ from apprentice.metrics import METRICS, Metric
 from apprentice.plots import Dot, metric_picture
 from apprentice.report import cost_axis, failures, starred
 from apprentice.results import BASELINE, Facts, load_results, paired_differences, paired_interval
+from apprentice.settings import flat, free
 from apprentice.tables import NONE, Table, count, flops_unit, listed, paragraph, short
 from apprentice.verdict import verdict
 
 # Settings of data that choose no other samples, or choose them by a number that stands in `data`.
 NOT_SAMPLES = {"batch_size", "augment", "train_size", "test_size", "validation_size", "num_workers"}
 ONE_ROOT = {"Digits", "MNIST", "CIFAR10", "Shakespeare"}  # the same samples wherever they lie
+
+TRAINING_DATA = {"data.batch_size", "data.augment"}  # settings of data that choose no samples, and change training
+NOT_TRAINING = {"seeds", "only", "teacher_cache_mb", "variants"}  # paired; each net is trained as if alone; the methods
+CONFOUNDED = "What differs between them may come from these, not from a method: no verdict."
 
 
 @dataclass
@@ -66,15 +71,22 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 def compare(runs: Sequence[Run]) -> Facts:
-    """The content of compare.json: `metric`, `runs`, `baseline`, `rows` (one for each run's student) and `notes`."""
+    """The content of compare.json: `metric`, `runs`, `baseline`, `rows` (one for each run's student) and `notes`.
+
+    Runs may differ in the options of their methods. One that differs from the first in other settings too has intervals
+    and no verdict.
+    """
     first, metric = runs[0], runs[0].results["metric"]["name"]
     baseline = f"{first.name}/{BASELINE}" if BASELINE in first.results["students"] else None
     rows: list[Facts] = []
     notes = [] if baseline else [f"{first.name}, the first run, has no student called ce: no differences are given."]
+    other = {run.name: _other_settings(run, first) for run in runs}
     for run in runs:
         reason = _why_not_comparable(first, run) if baseline else ""
         if reason:
             notes.append(f"{run.name} is not compared with {baseline}: {reason}.")
+        if told := [f"{flag} {now}, not {was}" for flag, (now, was) in other[run.name].items()]:
+            notes.append(f"{run.name} and {first.name} differ in settings: {'; '.join(told)}. {CONFOUNDED}")
         rows += [
             _row(run, student, first, comparable=bool(baseline and not reason)) for student in run.results["students"]
         ]
@@ -82,9 +94,9 @@ def compare(runs: Sequence[Run]) -> Facts:
     if baseline and any(set(run.results["seeds"]) != set(first.results["seeds"]) for run in runs):
         notes.append("Differences are paired over the seeds that a run has in common with the first.")
     if baseline:
-        others = {row["name"]: row["differences"] for row in rows if row["name"] != baseline}
-        notes.append(verdict(baseline, others, METRICS[metric]))
-    sources = [{"name": run.name, "folder": str(run.folder)} for run in runs]
+        judged = [row for row in rows if row["name"] != baseline and not other[row["run"]]]
+        notes.append(verdict(baseline, {row["name"]: row["differences"] for row in judged}, METRICS[metric]))
+    sources = [{"name": run.name, "folder": str(run.folder), "other_settings": other[run.name]} for run in runs]
     return {
         "experiment": "compare",
         "metric": metric,
@@ -139,6 +151,25 @@ def _samples(results: Facts) -> Facts:
     ignored = NOT_SAMPLES | ({"root"} if results["data"].get("name") in ONE_ROOT else set())
     chosen = {f"data.{key}": value for key, value in given.items() if key not in ignored | {"class_path"}}
     return {**results["data"], **chosen}
+
+
+def _other_settings(run: Run, first: Run) -> dict[str, tuple[Any, Any]]:
+    """By flag, where the runs differ in how they trained, but for the methods' own options: this value and the first's.
+
+    Which samples they had is another question. Of a class that differs the options are left out.
+    """
+    ours, theirs = (_training(each.results) for each in (run, first))
+    differ = [flag for flag in {**theirs, **ours} if ours.get(flag) != theirs.get(flag)]
+    inside = [flag for flag in differ if any(flag.startswith(f"{other}.") for other in differ)]
+    return {flag: (ours.get(flag), theirs.get(flag)) for flag in differ if flag not in inside}
+
+
+def _training(results: Facts) -> Facts:
+    config: Any = results.get("config")
+    settings = dict(flat(config)) if isinstance(config, dict) else {}
+    settings = {flag: value for flag, value in settings.items() if not free(flag)}
+    wanted = {flag: flag.partition(".")[0] not in {"data", *NOT_TRAINING} or flag in TRAINING_DATA for flag in settings}
+    return {flag: value for flag, value in settings.items() if wanted[flag]}
 
 
 def table(comparison: Facts) -> Table:

@@ -4,8 +4,8 @@
     python experiments/compare.py runs/t4 runs/t8 --out runs/temperatures
 
 Test accuracy over seeds (of texts: bits per character), and the paired difference to the first run's `ce` with its
-95 % interval, where both runs had the same data and have seeds in common. Reads only the runs' results.json; a
-second or two on any machine.
+95 % interval, where both runs had the same data and have seeds in common. Settings other than the methods' own in which
+runs differ are listed, and no verdict is given then. Reads only the runs' results.json; a second or two on any machine.
 """
 
 import argparse

@@ -117,6 +117,64 @@ def test_settings_that_choose_no_samples_are_comparable(runs):
     assert found["t8/kd"]["delta"]["low"] is not None
 
 
+def configured(**changes):
+    """Another configuration: `a__b=1` is `a.b`."""
+    config = header()["config"]
+    for name, value in changes.items():
+        *path, last = name.split("__")
+        inner = config
+        for key in path:
+            inner = inner.setdefault(key, {})
+            inner = inner.get("init_args", inner)
+        inner[last] = value
+    return config
+
+
+SGD = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1, "momentum": 0.9}}
+OTHERS = {
+    "epochs": ({"trainer__max_epochs": 20}, "trainer.max_epochs 20, not 10"),
+    "batch size": ({"data__batch_size": 64, "data__augment": True}, "data.batch_size 64, not 128; data.augment True"),
+    "rate": ({"optimizer__lr": 0.01}, "optimizer.lr 0.01, not 0.001"),
+    "optimizer": ({"optimizer": SGD}, "optimizer torch.optim.SGD, not torch.optim.Adam. What"),
+    "limit": ({"trainer__limit_train_batches": 0.5}, "trainer.limit_train_batches 0.5, not None"),
+    "precision": ({"trainer__precision": "bf16-mixed"}, "trainer.precision bf16-mixed, not None"),
+    "teacher": ({"teacher_ckpt": "w.pt", "exact": 8}, "teacher_ckpt w.pt, not None; exact 8, not None"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_runs_with_other_settings_have_intervals_and_no_verdict(runs, main, capsys, kind):
+    changes, said = OTHERS[kind]
+    found, notes = rows(runs("t4"), runs("t8", config=configured(**changes)), runs("t9"))
+    assert found["t8/kd"]["delta"] == found["t9/kd"]["delta"]
+    assert found["t8/kd"]["delta"]["low"] > 0
+    told = [note for note in notes if note.startswith("t8 and t4 differ in settings: ")]
+    assert len(told) == 1
+    assert said in told[0]
+    assert told[0].endswith("may come from these, not from a method: no verdict.")
+    judged = next(note for note in notes if "beyond the noise" in note)
+    assert "t4/kd" in judged
+    assert "t9/kd" in judged
+    assert "t8" not in judged
+    main(["t4", "t8", "--out", "both"])
+    assert "differ in settings" in capsys.readouterr().out
+    assert "differ in settings" in Path("both/compare.md").read_text()
+    assert set(json.loads(Path("both/compare.json").read_text())["runs"][1]["other_settings"]) == {
+        piece.split()[0] for piece in told[0].split(": ")[1].split("; ")
+    }
+
+
+def test_methods_and_where_a_run_ran_are_no_settings(runs):
+    ran = {"trainer__devices": 8, "trainer__strategy": {"class_path": "x.DDP", "init_args": {"timeout": 9}}}
+    ran |= {"trainer__logger": False, "out": "x", "checkpoint_every": 5.0, "only": ["kd"], "teacher_cache_mb": 0}
+    method = {"kd": {"class_path": "objectives.Hinton", "init_args": {"temperature": 8.0}}}
+    config = configured(**ran, variants=method, scheduler=None, data__num_workers=3, seeds=[0, 1, 2])
+    found, notes = rows(runs("t4"), runs("t8", config=config), runs("bare", config=None))
+    assert found["t8/kd"]["delta"]["low"] > 0
+    assert not any(note.startswith("t8 and t4") for note in notes)
+    assert "t8/kd (+2.00)" in next(note for note in notes if "beyond the noise" in note)
+
+
 def test_another_root_is_another_image_folder(runs):
     data = {**header()["data"], "name": "ImageFolder"}
     _, notes = rows(runs("a", data=data), runs("b", data=data, config=header(root="b")["config"]))

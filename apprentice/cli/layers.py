@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from apprentice.cli.sources import load
 from apprentice.errors import BadInput
+from apprentice.settings import flat
 
 
 class Layer(NamedTuple):
@@ -40,16 +41,3 @@ def as_given(layers: Sequence[Layer]) -> Iterator[None]:
         place = f" (in {source})" if source else ""
         shown = " ".join(map(str, value)) if isinstance(value, list) and not place else value
         raise Told(error.flag, "''" if shown == "" else shown, f"{error.expected}{place}") from error
-
-
-def flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Plain settings as flags and their values."""
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            below = key if name in {"class_path", "init_args"} else f"{key}.{name}".lstrip(".")
-            yield from flat(inner, below)
-    elif isinstance(value, list) and any(isinstance(entry, dict) for entry in value):
-        for i, entry in enumerate(value):
-            yield from flat(entry, f"{key}.{i}")
-    else:
-        yield key, value

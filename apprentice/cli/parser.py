@@ -15,7 +15,7 @@ from apprentice.cli.building import arguments, build
 from apprentice.cli.choices import Catalogue, Family, leaf
 from apprentice.cli.entries import Entry, Fixed, Many, One
 from apprentice.cli.imports import imported
-from apprentice.cli.layers import Layer, as_given, flat, layers_of
+from apprentice.cli.layers import Layer, as_given, layers_of
 from apprentice.cli.options import Options, near
 from apprentice.cli.run_options import RunOptions
 from apprentice.cli.sources import BARE, flags, load
@@ -23,16 +23,9 @@ from apprentice.cli.strategies import Names, Strategies
 from apprentice.cli.trainer import check_trainer
 from apprentice.errors import BadInput
 from apprentice.files import write_text
+from apprentice.settings import INVOCATION, flat, free
 
 T = TypeVar("T")
-# What belongs to one invocation, not to the experiment.
-INVOCATION = frozenset({"out", "resume", "overwrite"})
-# What may differ when a run goes on, because no result depends on it.
-FREE = INVOCATION | {
-    "checkpoint_every",
-    "trainer.devices", "trainer.strategy", "trainer.accelerator", "trainer.num_nodes", "trainer.logger",
-    "trainer.log_every_n_steps", "trainer.enable_progress_bar", "trainer.enable_model_summary", "trainer.profiler",
-}  # fmt: skip
 # Arguments of the Trainer that the experiment sees to.
 OWNED = frozenset({
     "barebones", "default_root_dir", "enable_autolog_hparams", "enable_checkpointing", "fast_dev_run", "inference_mode",
@@ -272,7 +265,7 @@ class Parser:
         before, after = (dict(flat(self.as_dict(each))) for each in (self._finished(saved), config))
         for flag in [*after, *before]:
             was, now = before.get(flag, "(nothing)"), after.get(flag, "(nothing)")
-            if was != now and not _free(flag):
+            if was != now and not free(flag):
                 raise BadInput(
                     flag, now, f"{was}, as the run in {path.parent} was started; leave it out, or take another --out"
                 )
@@ -316,10 +309,6 @@ def pick(variants: Mapping[str, T], only: Sequence[str] | None, flag: str = "onl
     if not only:
         raise BadInput(flag, "[]", f"at least one of {', '.join(variants)}")
     return {name: variant for name, variant in variants.items() if name in only}
-
-
-def _free(flag: str) -> bool:
-    return flag in FREE or flag.startswith("trainer.strategy.")
 
 
 def _family(bases: type | tuple[type, ...], package: ModuleType, skip: Iterable[str] = ()) -> Family:
