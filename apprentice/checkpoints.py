@@ -153,6 +153,8 @@ def load_weights(net: torch.nn.Module, path: str, flag: str) -> None:
     weights = {key.removeprefix(prefix): value for key, value in weights.items()}
     if not any(key.startswith(wrapper) for key in weights):  # of the bare net
         weights = {wrapper + key: value for key, value in weights.items()}
+    unused = tuple(getattr(net, "unused_weights", ()))  # which files of the net's kind hold, and the net does without
+    weights = {key: value for key, value in weights.items() if not key.startswith(unused)}
     if missing := [key for key in own if key not in weights]:
         raise BadInput(flag, path, f"weights of {name}; {missing[0]} is missing ({len(missing)} of {len(own)} are)")
     if extra := [key for key in weights if key not in own]:

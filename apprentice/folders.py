@@ -129,6 +129,8 @@ def _clear(out: Path, overwrite: bool) -> None:
         raise BadInput("out", out, f"a new folder, as this one holds {found[0]}; or --resume true, --overwrite true")
     own = {path.relative_to(out).as_posix() for path in manifest.recorded(out)}
     if others := [name for name in found if name not in own]:
-        expected = f"a folder whose files a run has recorded; {out / others[0]} is in no record: move it away"
+        more = f" and {len(others) - 1} more are" if len(others) > 1 else " is"
+        told = f"{out / others[0]}{more} in no record: delete that by hand, or take another --out"
+        expected = f"a folder whose files a run has recorded; {told}"
         raise BadInput("overwrite", "true", expected)
     manifest.remove(out)

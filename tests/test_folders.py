@@ -89,7 +89,10 @@ def test_what_may_be_a_runs_and_is_in_no_record_is_not_touched(name: str, record
     before = files(out)
     with pytest.raises(BadInput, match="this one holds"), folders.opened(out):
         pass
-    with pytest.raises(BadInput, match=f"{name} is in no record: move it away"), folders.opened(out, overwrite=True):
+    with (
+        pytest.raises(BadInput, match=f"{name} is in no record: delete that by hand"),
+        folders.opened(out, overwrite=True),
+    ):
         pass
     assert files(out) == before
 

@@ -305,6 +305,14 @@ def test_torchvisions_files_load_into_its_nets(prefix: str, tmp_path: Path) -> N
     assert_same(source.state_dict(), target.model.state_dict())
 
 
+def test_heads_that_only_training_has_are_left_out(tmp_path: Path) -> None:
+    source, target = models.googlenet(num_classes=10, init_weights=False), Torchvision("googlenet", (3, 96, 96))
+    torch.save(source.state_dict(), tmp_path / "w.pt")
+    load_weights(target, str(tmp_path / "w.pt"), "teacher_ckpt")
+    own = {key: value for key, value in source.state_dict().items() if not key.startswith("aux")}
+    assert_same(own, target.model.state_dict())
+
+
 def test_a_mask_of_the_nets_may_be_infinite_and_weights_may_not(tmp_path: Path) -> None:
     target = nn.BatchNorm1d(2)
     target.register_buffer("mask", torch.tensor([0.0, -float("inf")]))

@@ -33,6 +33,8 @@ class Torchvision(Net):
         BadInput: no such model, or it can't take images of this size, gives no logits (B, classes) or has no such norm.
     """
 
+    unused_weights = ("model.aux1.", "model.aux2.", "model.AuxLogits.")  # in torchvision's files: heads for training
+
     def __init__(
         self,
         name: str = "resnet18",
