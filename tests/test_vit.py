@@ -276,7 +276,7 @@ BAD = {
     "no logits": (
         [*VIT, *TOKEN, *DEIT, "--variants.deit.class_layer", "norm"],
         "--variants.deit.class_layer norm",
-        "(1, 10)",
+        "logits (10,)",
     ),
     "a part's layer": (
         [*VIT, *BOTH, "[Hinton,DeiTToken]"],

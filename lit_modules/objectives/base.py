@@ -34,15 +34,18 @@ class Objective(nn.Module):
             "default" is the net's own.
         teacher_layers: the same for the teacher.
         needs: in words, what student has the layers; told of one that lacks them.
+        relates_rows: whether a row's value depends on other rows. These are, so far, the rows that a device computes at
+            a time and not the global batch, so that numbers move with the device count; undeclared it is refused.
     """
 
     uses_teacher: bool = True
     student_layers: Mapping[str, str] = MappingProxyType({})
     teacher_layers: Mapping[str, str] = MappingProxyType({})
     needs: str = ""
+    relates_rows: bool = False
 
     def build(self, student: Outputs, teacher: Outputs | None) -> None:
-        """Make trainable parts, or refuse the pair, given the outputs for one example image."""
+        """Make trainable parts, or refuse the pair, given the outputs for a few example inputs."""
 
     def parts(self) -> list[nn.Module]:
         """The modules that hold all trainable parts; each is called by itself."""

@@ -48,8 +48,8 @@ class DeiTToken(Objective):
     def build(self, student: Outputs, teacher: Outputs | None) -> None:
         """Refuse a layer that gives no logits."""
         for flag, path in self.student_layers.items():
-            if (found := student.features[path].shape) != student.logits.shape:
-                expected = f"a head that gives logits {tuple(student.logits.shape)}; this layer gives {tuple(found)}"
+            if (found := student.features[path].shape[1:]) != (wanted := student.logits.shape[1:]):
+                expected = f"a head that gives logits {tuple(wanted)}; this layer gives {tuple(found)}"
                 raise BadInput(flag, path, expected)
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
