@@ -204,7 +204,7 @@ class Distillation(Learner):
         parts: dict[str, Tensor] = {}
         for name, student in self._students(self.failed):
             found = outputs[1][name]
-            terms = student.objective(found, teacher, batch.labels)
+            terms = student.objective.terms(found, teacher, batch.labels)
             total = _loss(terms)
             loss = loss + self.loss_scales.scaled(name, batch.mean(total))
             parts |= {f"{name}/{what}": term.values for what, term in terms.items()}
@@ -228,7 +228,7 @@ class Distillation(Learner):
         """Forward, objective and its loss of a copy of one student; the teacher's outputs are given."""
         student = copy.deepcopy(self._student(run)).train()
         teacher = self._ask_teacher(batch.inputs) if self.uses_teacher else None
-        return lambda: batch.mean(_loss(student.objective(student(batch.inputs), teacher, batch.labels)))
+        return lambda: batch.mean(_loss(student.objective.terms(student(batch.inputs), teacher, batch.labels)))
 
 
 def _loss(terms: dict[str, Term]) -> Tensor:

@@ -11,8 +11,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.nn import functional as F
 
+from apprentice.batch import Batch
 from apprentice.errors import BadInput
 from apprentice.exports import load_net, save_net, spec
+from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN, LightNN, Outputs, ResNet
 from lit_modules.objectives import Cosine, CrossEntropy, Hint, Hinton, Objective, Sum, Term
@@ -287,3 +289,31 @@ def test_an_objectives_own_batch_norm_is_over_the_global_batch() -> None:
         return student_weights(fit(module, digits(), devices, precision="64-true"), "x")
 
     assert_same(ended(1), ended(2), atol=1e-9)
+
+
+def test_losses_are_computed_in_float32_under_autocast_also_of_objectives_that_come() -> None:
+    def divergence(s: Outputs, t: Outputs, _y: torch.Tensor) -> torch.Tensor:
+        log_p, log_q = (x.logits.log_softmax(-1) for x in (t, s))
+        return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+    students = {"kd": (net(), Hinton()), "own": (net(), Sum([Formula(divergence)]))}
+    module = Distillation(net(DeepNN), students, input_shape=SHAPE)
+    generator = torch.Generator().manual_seed(0)
+    z = torch.randn(50, 10, generator=generator)
+    z_s, z_t = z.bfloat16(), (z + 0.1 * torch.randn(50, 10, generator=generator)).bfloat16()
+    labels = torch.arange(50) % 10
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = Outputs(z_t, {}), dict.fromkeys(students, Outputs(z_s, {}))
+        _, parts = module.losses(outputs, Batch.of((z, labels), 0))
+    z_s, z_t = z_s.double(), z_t.double()
+    for key, temperature in (("kd/kd", 2), ("own/0.x", 1)):
+        log_p, log_q = ((x / temperature).log_softmax(-1) for x in (z_t, z_s))
+        expected = temperature**2 * (log_p.exp() * (log_p - log_q)).sum(-1)
+        torch.testing.assert_close(parts[key].double(), expected, rtol=1e-3, atol=0)
+    torch.testing.assert_close(
+        parts["kd/ce"].double(), F.cross_entropy(z_s, labels, reduction="none"), rtol=1e-6, atol=0
+    )
+    classifier = LitClassifier(net()).losses(z_s.bfloat16(), Batch.of((z, labels), 0))[1]  # as under bf16-true
+    torch.testing.assert_close(
+        classifier["loss"].double(), F.cross_entropy(z_s, labels, reduction="none"), rtol=1e-6, atol=0
+    )

@@ -52,7 +52,7 @@ def check_rows(objective: Objective, student: Outputs, teacher: Outputs | None, 
 
 def _tried(objective: Objective, given: _Given) -> dict[str, Term]:
     objective = copy.deepcopy(objective).eval()  # one may count its calls, or keep what it has seen
-    return objective(objective.adapt(given.student), given.teacher, given.labels)
+    return objective.terms(objective.adapt(given.student), given.teacher, given.labels)
 
 
 def _noise(student: Outputs, teacher: Outputs | None) -> _Given:
