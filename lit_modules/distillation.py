@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from apprentice import keyed, replicas
 from apprentice.batch import Batch
 from apprentice.errors import BadInput
-from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepared
+from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepared, step_of
 from lit_modules.nets import Outputs, any_kernel, globalise, layer, run, typed
 from lit_modules.objectives import Objective, Term
 from lit_modules.objectives.trial import check_rows
@@ -225,10 +225,14 @@ class Distillation(Learner):
         return sum((p.sum().nan_to_num() * 0 for p in awaited), start=zero)
 
     def step_alone(self, run: str, batch: Batch) -> Callable[[], Tensor]:
-        """Forward, objective and its loss of a copy of one student; the teacher's outputs are given."""
+        """A step of a copy of one student, its objective's parts included; the teacher's outputs are given."""
         student = copy.deepcopy(self._student(run)).train()
         teacher = self._ask_teacher(batch.inputs) if self.uses_teacher else None
-        return lambda: batch.mean(_loss(student.objective.terms(student(batch.inputs), teacher, batch.labels)))
+
+        def loss() -> Tensor:
+            return batch.mean(_loss(student.objective.terms(student(batch.inputs), teacher, batch.labels)))
+
+        return step_of(student, loss)
 
 
 def _loss(terms: dict[str, Term]) -> Tensor:

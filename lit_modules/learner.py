@@ -272,8 +272,21 @@ class Learner(LightningModule):
         self.log_scores("test")
 
     def step_alone(self, run: str, batch: Batch) -> Callable[[], Tensor]:
-        """Forward and loss of one run alone, on a copy, to measure what it costs; what it needs of others is given."""
+        """A step of one run alone, on a copy, to measure what it costs; what it needs of others is given.
+
+        It clears gradients, computes forward and returns the loss; backward is left to the caller.
+        """
         raise NotImplementedError
+
+
+def step_of(net: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """The loss of a net whose gradients are cleared before, as an optimizer does: adding to old ones takes time."""
+
+    def step() -> Tensor:
+        net.zero_grad()
+        return loss()
+
+    return step
 
 
 def prepared(net: nn.Module) -> nn.Module:
