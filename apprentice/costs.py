@@ -47,7 +47,7 @@ PRODUCTS = {
 
 
 class _Uncounted(TorchDispatchMode):
-    """Notes the operators that may multiply matrices and have no formula.
+    """Notes whether an operator ran that may multiply matrices and has no formula.
 
     Args:
         known: operators that have one.
@@ -57,13 +57,13 @@ class _Uncounted(TorchDispatchMode):
 
     def __init__(self, known: Container[Any]) -> None:
         super().__init__()
-        self.known, self.found = known, set[str]()
+        self.known, self.found = known, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         words = set(func.__name__.partition(".")[0].strip("_").split("_"))
         multiplies = func.namespace not in ELEMENTWISE or (words & PRODUCTS and "cell" not in words)
         if multiplies and getattr(func, "_overloadpacket", func) not in self.known:
-            self.found.add(str(func))
+            self.found = True
         return func(*args, **kwargs or {})
 
 

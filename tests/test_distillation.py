@@ -265,6 +265,13 @@ def test_what_relates_rows_says_so(name: str) -> None:
     assert Sum([says_so, Hinton()]).relates_rows
 
 
+def test_noise_of_an_objectives_own_relates_no_rows() -> None:
+    masked = Formula(lambda s, t, y: (s.logits * torch.rand_like(s.logits)).sum(1))
+    state = torch.get_rng_state()
+    Distillation(net(DeepNN), {"a": (net(), masked)}, input_shape=SHAPE)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 class Normalised(Objective):
     """Cross-entropy of what a trained BatchNorm makes of the features."""
 

@@ -51,8 +51,9 @@ def check_rows(objective: Objective, student: Outputs, teacher: Outputs | None, 
 
 
 def _tried(objective: Objective, given: _Given) -> dict[str, Term]:
-    objective = copy.deepcopy(objective).eval()  # one may count its calls, or keep what it has seen
-    return objective.terms(objective.adapt(given.student), given.teacher, given.labels)
+    """The same for each call, though an objective may count its calls, keep what it has seen, or draw noise."""
+    objective = copy.deepcopy(objective).eval()
+    return seeded(0, lambda: objective.terms(objective.adapt(given.student), given.teacher, given.labels))
 
 
 def _noise(student: Outputs, teacher: Outputs | None) -> _Given:
