@@ -117,7 +117,8 @@ class BakeOff:
             batch = self._batch(module)
             with found.autocast():
                 step = module.step_alone(run, batch)
-                facts["train_flops"] = round(costs.flops(step) / batch.count * module.samples)
+                if (operations := costs.flops(step)) is not None:
+                    facts["train_flops"] = round(operations / batch.count * module.samples)
                 facts["step_ms"] = costs.milliseconds(step)
         return facts
 

@@ -1,21 +1,70 @@
 """What training a net costs: floating-point operations, and the time of a step by itself."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable, Sequence
+from math import prod
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, conv_flop_count, sdpa_backward_flop_count, sdpa_flop_count
 
+Shape = Sequence[int]
 aten = torch.ops.aten
-FLASH_ON_CPU: dict[Any, Any] = {  # which torch 2.11's counter does not know; by the shapes of query, key and value
+
+
+def _conv_backward(grad: Shape, x: Shape, w: Shape, *rest: Any, **_: Any) -> int:
+    """As much as forward for each gradient that is wanted; torch's own formula ignores groups in that of weights."""
+    transposed, output_mask = rest[4], rest[7]
+    return sum(output_mask[:2]) * conv_flop_count(list(x), list(w), list(grad), transposed)
+
+
+def _recurrent(x: Shape, weights: Iterable[Shape]) -> int:
+    """Of x (..., features): each matrix multiplies each row, of x or of the states, once; backward is twice that."""
+    return 2 * prod(x[:-1]) * sum(prod(w) for w in weights if len(w) == 2)
+
+
+FORMULAS: dict[Any, Any] = {  # by the shapes of an operator's arguments
+    aten.convolution_backward: _conv_backward,
+    aten.mv: lambda a, _v, **_: 2 * prod(a),
+    aten.mkldnn_rnn_layer: lambda x, w, u, *_, **__: _recurrent(x, (w, u)),
+    aten.mkldnn_rnn_layer_backward: lambda x, w, u, *_, **__: 2 * _recurrent(x, (w, u)),
+    aten._cudnn_rnn: lambda x, weights, *_, **__: _recurrent(x, weights),
+    aten._cudnn_rnn_backward: lambda x, weights, *_, **__: 2 * _recurrent(x, weights),
+    # which torch 2.11's counter does not know
     aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: (
         lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v)
     ),
 }
+ELEMENTWISE = {"aten", "prim", "prims", "profiler", "c10d", "_c10d_functional"}  # namespaces, but for these words:
+PRODUCTS = {
+    "mm", "bmm", "addmm", "addbmm", "baddbmm", "mv", "addmv", "matmul", "linear", "trilinear", "cdist", "euclidean",
+    "conv", "conv2d", "conv3d", "convolution", "rnn", "lstm", "gru", "attention", "encoder",
+}  # fmt: skip
+
+
+class _Uncounted(TorchDispatchMode):
+    """Notes whether an operator ran that may multiply matrices and has no formula.
+
+    Args:
+        known: operators that have one.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, known: Container[Any]) -> None:
+        super().__init__()
+        self.known, self.found = known, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        words = set(func.__name__.partition(".")[0].strip("_").split("_"))
+        multiplies = func.namespace not in ELEMENTWISE or (words & PRODUCTS and "cell" not in words)
+        if multiplies and getattr(func, "_overloadpacket", func) not in self.known:
+            self.found = True
+        return func(*args, **kwargs or {})
 
 
 def parameters(net: nn.Module) -> int:
@@ -23,16 +72,20 @@ def parameters(net: nn.Module) -> int:
     return sum(p.numel() for p in net.parameters())
 
 
-def flops(step: Callable[[], Tensor]) -> int:
-    """Operations of a step: forward and loss, which it returns, and backward; nothing is compiled to count them."""
-    counter = FlopCounterMode(display=False, custom_mapping=FLASH_ON_CPU)
-    with torch.compiler.set_stance("force_eager"), counter:
+def flops(step: Callable[[], Tensor]) -> int | None:
+    """Operations of a step: forward and loss, which it returns, and backward; nothing is compiled to count them.
+
+    None if an operator whose operations can't be told takes part, as a custom one: the others' alone would mislead.
+    """
+    counter = FlopCounterMode(display=False, custom_mapping=FORMULAS)
+    uncounted = _Uncounted(counter.flop_registry)
+    with torch.compiler.set_stance("force_eager"), uncounted, counter:
         step().backward()
-    return counter.get_total_flops()
+    return None if uncounted.found else counter.get_total_flops()
 
 
 def milliseconds(step: Callable[[], Tensor], times: int = 10) -> float:
-    """Median time of a step, backward included, after one to warm up."""
+    """Median time of a step, which clears gradients itself, with its backward, after one to warm up."""
     seconds = []
     for _ in range(times + 1):
         start = time.perf_counter()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from apprentice.batch import Batch
-from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepared
+from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepared, step_of
 from lit_modules.nets import pipeline_stages
 from lit_modules.objectives.cross_entropy import cross_entropy
 from lit_modules.scores import ClassScores, MakeScores
@@ -63,6 +63,6 @@ class LitClassifier(Learner):
         return {"": self(inputs)}
 
     def step_alone(self, run: str, batch: Batch) -> Callable[[], Tensor]:
-        """Forward and loss of a copy of the net."""
+        """A step of a copy of the net."""
         net = copy.deepcopy(self.net).train()
-        return lambda: batch.mean(cross_entropy(net(batch.inputs), batch.labels))
+        return step_of(net, lambda: batch.mean(cross_entropy(net(batch.inputs), batch.labels)))

@@ -6,17 +6,21 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from apprentice import keyed, replicas
 from apprentice.batch import Batch
 from apprentice.errors import BadInput
-from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepared
-from lit_modules.nets import Outputs, any_kernel, layer, run, typed
+from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepared, step_of
+from lit_modules.nets import Outputs, any_kernel, globalise, layer, run, typed
 from lit_modules.objectives import Objective, Term
+from lit_modules.objectives.trial import check_rows
 from lit_modules.scores import ClassScores, MakeScores
 from lit_modules.side_by_side import side_by_side
 from lit_modules.teacher_cache import TeacherCache
+
+EXAMPLES = 3  # inputs on which objectives are tried
 
 
 class Student(nn.Module):
@@ -57,7 +61,8 @@ class Distillation(Learner):
         input_dtype: int64 where inputs are tokens.
 
     Raises:
-        BadInput: an objective refuses its pair of nets; a name or layer can't be used.
+        BadInput: an objective refuses its pair of nets, has not one value a row for each term, or relates rows without
+            saying so; a name or layer can't be used.
     """
 
     def __init__(
@@ -91,8 +96,9 @@ class Distillation(Learner):
 
     @torch.no_grad()
     def _build(self, example: Tensor) -> None:
-        """Let each objective make its parts, from the seed and the shapes alone, and try it once."""
+        """Let each objective make its parts, from the seed and the shapes alone, and try it."""
         self._check_layers()
+        example = example.expand(EXAMPLES, *example.shape[1:])
         teacher = self._ask_teacher(typed(self.teacher, example)) if self.uses_teacher else None
         for name, student in self._students(()):
             mode, objective = student.training, student.objective
@@ -101,8 +107,11 @@ class Distillation(Learner):
                 keyed.seeded(self.seed, partial(objective.build, outputs, teacher))
             except BadInput as fault:
                 raise BadInput(f"variants.{name}.{fault.flag}", fault.value, fault.expected) from None
-            labels = torch.zeros(outputs.logits.shape[:-1], dtype=torch.int64)
-            objective.to(outputs.logits.dtype)(objective.adapt(outputs), teacher, labels)
+            globalise(objective.to(outputs.logits.dtype))
+            check_rows(objective, outputs, teacher, f"variants.{name}")
+            if objective.relates_rows:
+                advice = "its numbers move with the device count"
+                rank_zero_warn(f"variants.{name}: {type(objective).__name__} relates rows that a device has; {advice}")
             student.train(mode)
 
     def _check_layers(self) -> None:
@@ -195,7 +204,7 @@ class Distillation(Learner):
         parts: dict[str, Tensor] = {}
         for name, student in self._students(self.failed):
             found = outputs[1][name]
-            terms = student.objective(found, teacher, batch.labels)
+            terms = student.objective.terms(found, teacher, batch.labels)
             total = _loss(terms)
             loss = loss + self.loss_scales.scaled(name, batch.mean(total))
             parts |= {f"{name}/{what}": term.values for what, term in terms.items()}
@@ -216,10 +225,14 @@ class Distillation(Learner):
         return sum((p.sum().nan_to_num() * 0 for p in awaited), start=zero)
 
     def step_alone(self, run: str, batch: Batch) -> Callable[[], Tensor]:
-        """Forward, objective and its loss of a copy of one student; the teacher's outputs are given."""
+        """A step of a copy of one student, its objective's parts included; the teacher's outputs are given."""
         student = copy.deepcopy(self._student(run)).train()
         teacher = self._ask_teacher(batch.inputs) if self.uses_teacher else None
-        return lambda: batch.mean(_loss(student.objective(student(batch.inputs), teacher, batch.labels)))
+
+        def loss() -> Tensor:
+            return batch.mean(_loss(student.objective.terms(student(batch.inputs), teacher, batch.labels)))
+
+        return step_of(student, loss)
 
 
 def _loss(terms: dict[str, Term]) -> Tensor:

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from apprentice.batch import Batch
 from apprentice.errors import BadInput
 from lit_modules.classifier import LitClassifier
+from lit_modules.learner import step_of
 from lit_modules.objectives.cross_entropy import cross_entropy
 from lit_modules.scores import TokenScores
 
@@ -88,11 +89,11 @@ class LitLanguageModel(LitClassifier):
         super().configure_gradient_clipping(optimizer, clip, gradient_clip_algorithm)
 
     def step_alone(self, run: str, batch: Batch) -> Callable[[], Tensor]:
-        """Forward and loss of a copy of the net, compiled where this one is."""
+        """A step of a copy of the net, compiled where this one is."""
         net = copy.deepcopy(self.net).train()
         if self.compiled:
             net.compile(dynamic=False)
-        return lambda: batch.mean(cross_entropy(net(batch.inputs), batch.labels))
+        return step_of(net, lambda: batch.mean(cross_entropy(net(batch.inputs), batch.labels)))
 
 
 def share_of_rate(warmup_steps: int, steps: float, step: int) -> float:

@@ -107,8 +107,7 @@ class Learner(LightningModule):
         return self._parameters_of(self.failed)
 
     def _fail(self, run: str, term: str) -> None:
-        loop = self.trainer.fit_loop
-        step = self.current_epoch * int(loop.max_batches) + loop.epoch_loop.batch_idx
+        step = self.batches_done
         self.failed[run] = {"step": step, "term": term}
         self.train_sums = {name: v for name, v in self.train_sums.items() if name.rpartition("/")[0] != run or not run}
         self.print(f"{run or 'training'} failed at step {step}: its {term} is not finite")
@@ -208,9 +207,17 @@ class Learner(LightningModule):
         """Count from zero."""
         self.on_validation_epoch_start()
 
+    @property
+    def batches_done(self) -> int:
+        """Batches that training has behind it; `global_step` is the same for all that an optimizer step accumulates."""
+        if self._trainer is None:
+            return 0
+        # Of Lightning's counts the one that is right after any resume.
+        return self.trainer.fit_loop.epoch_loop.batch_progress.total.completed
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """This rank's part of the loss: of all runs together."""
-        batch = Batch.of(batch, self.global_step)
+        batch = Batch.of(batch, self.batches_done)
         loss, parts = self.shard_step(batch)
         self.on_global_batch(global_means(parts, batch), batch.count)
         return loss
@@ -226,7 +233,7 @@ class Learner(LightningModule):
         Returns:
             This batch's part of the loss; (b,) tensors by `<run>/<what>`.
         """
-        batch = Batch.of(batch, self.global_step)
+        batch = Batch.of(batch, self.batches_done)
         with keyed.noise(self.seed, batch.step, batch.rows):
             outputs = self(batch.inputs)
         return self.losses(outputs, batch)
@@ -245,7 +252,7 @@ class Learner(LightningModule):
 
     def pipeline_loss(self, output: Any, batch: Any) -> Tensor:
         """The loss of some rows, of what the last stage gave for them."""
-        return self.losses(output, Batch.of(batch, self.global_step))[0]
+        return self.losses(output, Batch.of(batch, self.batches_done))[0]
 
     def predict(self, inputs: Tensor) -> dict[str, Tensor]:
         """Logits (b, ..., classes) of each run that is still in the race, for inputs (b, ...)."""
@@ -273,8 +280,21 @@ class Learner(LightningModule):
         self.log_scores("test")
 
     def step_alone(self, run: str, batch: Batch) -> Callable[[], Tensor]:
-        """Forward and loss of one run alone, on a copy, to measure what it costs; what it needs of others is given."""
+        """A step of one run alone, on a copy, to measure what it costs; what it needs of others is given.
+
+        It clears gradients, computes forward and returns the loss; backward is left to the caller.
+        """
         raise NotImplementedError
+
+
+def step_of(net: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """The loss of a net whose gradients are cleared before, as an optimizer does: adding to old ones takes time."""
+
+    def step() -> Tensor:
+        net.zero_grad()
+        return loss()
+
+    return step
 
 
 def prepared(net: nn.Module) -> nn.Module:

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from torchmetrics.classification import MulticlassConfusionMatrix
 
 from lit_modules.exact_mean import ExactMean
+from lit_modules.objectives.base import widened
 from lit_modules.objectives.cross_entropy import cross_entropy
 
 
@@ -93,7 +94,7 @@ class TokenScores(Scores):
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
         """Count the tokens of b texts: logits (b, T, V), labels (b, T)."""
-        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        losses = F.cross_entropy(widened(logits).flatten(0, 1), labels.flatten(), reduction="none")
         self.loss.update(losses[labels.flatten() >= 0])
 
     def compute(self) -> dict[str, Tensor]:

@@ -243,7 +243,7 @@ def test_an_experiment_tells_a_refusal_once(capfd: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize("known", [True, False])
 def test_its_operations_are_counted(backend: Backend, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not known:  # by the counter of torch 2.11
-        for operator in costs.FLASH_ON_CPU:
+        for operator in costs.FORMULAS:
             monkeypatch.delitem(flop_registry, operator, raising=False)
     net, x = attention(True, backend), noise(2, 7, D).requires_grad_()
     products = 2 * (2 * 2 * 7**2 * D)  # q kᵀ, and weights times v, for two texts; no kernel's mask is counted

@@ -1,18 +1,24 @@
 """A bake-off is honest: students don't disturb each other, and nothing but students learns."""
 
+from collections.abc import Callable
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
+from torch.nn import functional as F
 
+from apprentice.batch import Batch
 from apprentice.errors import BadInput
 from apprentice.exports import load_net, save_net, spec
+from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
-from lit_modules.nets import DeepNN, LightNN, ResNet
+from lit_modules.nets import DeepNN, LightNN, Outputs, ResNet
 from lit_modules.objectives import Cosine, CrossEntropy, Hint, Hinton, Objective, Sum, Term
+from lit_modules.objectives.cross_entropy import ce_term
 from tests.training import SHAPE, VARIANTS, LinesLogger, assert_same, digits, distillation, fit, net, trainer, weights
 
 
@@ -113,7 +119,7 @@ class Poisoned(Objective):
     def forward(self, student: Any, teacher: Any, labels: torch.Tensor) -> dict[str, Term]:
         self.calls += 1
         terms = CrossEntropy()(student, teacher, labels)
-        poison = float("nan") if self.calls > self.after + 1 else 1.0  # one call is the trial when it is built
+        poison = float("nan") if self.calls > self.after else 1.0
         return {"fine": terms["ce"], "poisoned": Term(terms["ce"].values * poison, 1.0)}
 
 
@@ -199,3 +205,122 @@ def test_a_refused_pair_names_the_variants_flag() -> None:
         Distillation(teacher, {"h": (net(), Hint(student_layer="features.0"))}, input_shape=SHAPE)
     with pytest.raises(BadInput, match=r"conv7"):
         Distillation(teacher, {"h": (net(), Hint(teacher_layer="conv7"))}, input_shape=SHAPE)
+
+
+class Formula(Objective):
+    """One term, of a function of the student's and the teacher's outputs and the labels."""
+
+    def __init__(self, formula: Callable[[Outputs, Outputs, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.formula = formula
+
+    def forward(self, student: Outputs, teacher: Outputs | None, labels: torch.Tensor) -> dict[str, Term]:
+        assert teacher is not None
+        return {"x": Term(self.formula(student, teacher, labels), 1.0)}
+
+
+def entropies(s: Outputs, _t: Outputs, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(s.logits, y, reduction="none")
+
+
+@pytest.mark.parametrize(
+    ("formula", "given"),
+    [
+        (lambda s, t, y: F.cross_entropy(s.logits, y), r"\(\)"),
+        (lambda s, t, y: entropies(s, t, y)[:, None], r"\(3, 1\)"),
+        (lambda s, t, y: (s.logits - t.logits).square().mean(0), r"\(10,\)"),
+        (lambda s, t, y: entropies(s, t, y).mean().item(), "a float"),
+    ],
+)
+def test_a_term_has_a_value_for_each_row(formula: Any, given: str) -> None:
+    wrong = Sum([CrossEntropy(), Formula(formula)])
+    with pytest.raises(
+        BadInput, match=rf"^--variants\.a Sum: .* term 1\.x has a value a row, \(3,\); it gives {given}$"
+    ):
+        Distillation(net(DeepNN), {"a": (net(), wrong)}, input_shape=SHAPE)
+
+
+RELATING: dict[str, Callable[[Outputs, Outputs, torch.Tensor], torch.Tensor]] = {
+    "statistics": lambda s, t, y: (s.logits / s.logits.std(0)).sum(1),
+    "a neighbour": lambda s, t, y: (s.logits - s.logits.roll(1, 0)).square().sum(1),
+    "those before": lambda s, t, y: s.logits.cumsum(0).sum(1),
+    "the teacher's": lambda s, t, y: entropies(s, t, y) * (t.logits @ t.logits.T).sum(1),
+    "labels": lambda s, t, y: entropies(s, t, y) / (y[:, None] == y).sum(1),
+}
+
+
+@pytest.mark.parametrize("name", RELATING)
+def test_what_relates_rows_says_so(name: str) -> None:
+    def made() -> Objective:
+        return Formula(RELATING[name])
+
+    told = r"^--variants\.a \w+: .* x has a value a row that depends on no other row, or one with relates_rows = True$"
+    with pytest.raises(BadInput, match=told.replace(" x ", r" (0\.)?x ")):
+        Distillation(net(DeepNN), {"a": (net(), made())}, input_shape=SHAPE)
+    says_so = made()
+    says_so.relates_rows = True
+    for objective in (says_so, Sum([says_so, Hinton()])):
+        with pytest.warns(UserWarning, match=r"^variants\.a: \w+ relates rows that a device has"):
+            Distillation(net(DeepNN), {"a": (net(), objective)}, input_shape=SHAPE)
+    assert Sum([says_so, Hinton()]).relates_rows
+
+
+def test_noise_of_an_objectives_own_relates_no_rows() -> None:
+    masked = Formula(lambda s, t, y: (s.logits * torch.rand_like(s.logits)).sum(1))
+    state = torch.get_rng_state()
+    Distillation(net(DeepNN), {"a": (net(), masked)}, input_shape=SHAPE)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+class Normalised(Objective):
+    """Cross-entropy of what a trained BatchNorm makes of the features."""
+
+    uses_teacher = False
+    student_layers = MappingProxyType({"layer": "classifier.0"})
+
+    def build(self, student: Outputs, teacher: Outputs | None) -> None:
+        width = student.features["classifier.0"].shape[1]
+        self.head = nn.Sequential(nn.BatchNorm1d(width), nn.Linear(width, 10))
+
+    def adapt(self, student: Outputs) -> Outputs:
+        return student._replace(features={"x": self.head(student.features["classifier.0"])})
+
+    def forward(self, student: Outputs, teacher: Outputs | None, labels: torch.Tensor) -> dict[str, Term]:
+        x = student.features["x"]
+        return {"x": Term(F.cross_entropy(x, labels, reduction="none"), 1.0), "ce": ce_term(student, labels, 0.0)}
+
+
+def test_an_objectives_own_batch_norm_is_over_the_global_batch() -> None:
+    def ended(devices: int) -> dict[str, torch.Tensor]:
+        module = Distillation(net(DeepNN), {"x": (net(), Normalised())}, input_shape=SHAPE)
+        return student_weights(fit(module, digits(), devices, precision="64-true"), "x")
+
+    assert_same(ended(1), ended(2), atol=1e-9)
+
+
+def test_losses_are_computed_in_float32_under_autocast_also_of_objectives_that_come() -> None:
+    def divergence(s: Outputs, t: Outputs, _y: torch.Tensor) -> torch.Tensor:
+        log_p, log_q = (x.logits.log_softmax(-1) for x in (t, s))
+        return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+    students = {"kd": (net(), Hinton()), "own": (net(), Sum([Formula(divergence)]))}
+    module = Distillation(net(DeepNN), students, input_shape=SHAPE)
+    generator = torch.Generator().manual_seed(0)
+    z = torch.randn(50, 10, generator=generator)
+    z_s, z_t = z.bfloat16(), (z + 0.1 * torch.randn(50, 10, generator=generator)).bfloat16()
+    labels = torch.arange(50) % 10
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = Outputs(z_t, {}), dict.fromkeys(students, Outputs(z_s, {}))
+        _, parts = module.losses(outputs, Batch.of((z, labels), 0))
+    z_s, z_t = z_s.double(), z_t.double()
+    for key, temperature in (("kd/kd", 2), ("own/0.x", 1)):
+        log_p, log_q = ((x / temperature).log_softmax(-1) for x in (z_t, z_s))
+        expected = temperature**2 * (log_p.exp() * (log_p - log_q)).sum(-1)
+        torch.testing.assert_close(parts[key].double(), expected, rtol=1e-3, atol=0)
+    torch.testing.assert_close(
+        parts["kd/ce"].double(), F.cross_entropy(z_s, labels, reduction="none"), rtol=1e-6, atol=0
+    )
+    classifier = LitClassifier(net()).losses(z_s.bfloat16(), Batch.of((z, labels), 0))[1]  # as under bf16-true
+    torch.testing.assert_close(
+        classifier["loss"].double(), F.cross_entropy(z_s, labels, reduction="none"), rtol=1e-6, atol=0
+    )

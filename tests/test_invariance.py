@@ -1,14 +1,20 @@
 """The number of devices changes the speed, not the result."""
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from lightning.pytorch import Callback
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from apprentice.batch import Batch
 from apprentice.progress import quiet
 from lit_modules.nets import DeepNN, ResNet
+from strategies import DDP, PipelineStrategy
+from tests.test_strategies import SaveAndStop
 from tests.training import LinesLogger, assert_same, classifier, digits, distillation, fit, trainer, weights
 
 DEVICES = (2, 3, 8)
@@ -74,3 +80,53 @@ def test_plain_pairs_from_a_stock_loader_are_shares_of_one_batch(tmp_path: Path)
         curves.append(logger.values("train/loss") + logger.values("train/acc"))
     assert len(curves[0]) == 6
     assert curves[0] == pytest.approx(curves[1], abs=1e-9, rel=0)
+
+
+class Pairs(Dataset):
+    """Six batches alike, plain pairs or batches with their numbers, so that only noise tells one from another."""
+
+    def __init__(self, numbered: bool) -> None:
+        train = digits().split("train")
+        self.pair = train.inputs[:8].float() / 16, train.labels[:8]
+        self.numbered, self.count = numbered, 0
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Any:
+        rows = torch.arange(8)
+        self.count += 1
+        return Batch(*self.pair, rows, rows, 8, 1, self.count - 1) if self.numbered else self.pair
+
+
+def accumulated(numbered: bool, devices: int = 1, *callbacks: Callback, **options: Any) -> dict[str, torch.Tensor]:
+    """Weights after two epochs of pairs, two batches a step."""
+    module, resumed = classifier(dropout=0.5), {"ckpt_path": options.pop("resumed", None)}
+    options |= {"accumulate_grad_batches": 2, "limit_val_batches": 0, "callbacks": list(callbacks)}
+    with warnings.catch_warnings(), quiet():
+        warnings.simplefilter("ignore")  # Lightning's, about workers, the missing validation and the resume
+        loader = DataLoader(Pairs(numbered), batch_size=None)
+        trainer(devices, use_distributed_sampler=False, **options).fit(module, loader, **resumed)
+    return weights(module)
+
+
+RANKS: dict[str, tuple[int, Callable[[], Any]]] = {
+    "one": (1, lambda: "auto"),
+    "exact": (1, lambda: DDP(exact=4)),
+    "exact, two": (2, lambda: DDP(timeout=60, exact=4)),
+    "pipeline": (2, lambda: PipelineStrategy(timeout=60)),
+}
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_each_batch_that_a_step_accumulates_has_its_own_noise(name: str) -> None:
+    devices, strategy = RANKS[name]
+    plain, numbered = (accumulated(kind, devices, strategy=strategy()) for kind in (False, True))
+    assert_same(plain, numbered)
+    assert_same(plain, accumulated(False), atol=1e-5)
+
+
+def test_plain_pairs_draw_their_noise_after_a_resume_in_mid_epoch(tmp_path: Path) -> None:
+    stopped = tmp_path / "stopped.ckpt"
+    accumulated(False, 1, SaveAndStop(stopped, 4))  # of three steps an epoch: in the second
+    assert_same(accumulated(False, resumed=stopped), accumulated(False))

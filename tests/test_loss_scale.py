@@ -70,7 +70,7 @@ class Loud(Objective):
 
     def __init__(self, factor: float, steps: Container[int] = range(100)) -> None:
         super().__init__()
-        self.calls, self.factor, self.steps = -1, factor, steps  # one call is the trial when it is built
+        self.calls, self.factor, self.steps = 0, factor, steps
 
     def forward(self, student: Any, teacher: Any, labels: Tensor) -> dict[str, Term]:
         terms = CrossEntropy()(student, teacher, labels)

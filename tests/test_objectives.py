@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map
 
 from apprentice.errors import BadInput
 from apprentice.keyed import seeded
@@ -114,6 +115,53 @@ def test_equals_the_formula_and_its_gradients(name: str) -> None:
             torch.testing.assert_close(g, e, rtol=0, atol=1e-12)
 
 
+def in_bfloat16(x: Outputs, noise: float = 0.0) -> Outputs:
+    """What nets give under autocast; with noise of a few bits, a net that is close to them."""
+    g = torch.Generator().manual_seed(5)
+    near = {
+        k: v.detach() * (1 + noise * torch.randn(v.shape, generator=g)) for k, v in {"": x.logits, **x.features}.items()
+    }
+    found = {k: v.bfloat16().requires_grad_() for k, v in near.items()}
+    return Outputs(found.pop(""), found)
+
+
+def in_float64(x: Outputs) -> Outputs:
+    return Outputs(*(tree_map(lambda v: v.detach().double().requires_grad_(), part) for part in x))
+
+
+@pytest.mark.parametrize("name", set(METHODS) - {"hint"})  # whose regressor computes in bfloat16, as layers do
+def test_autocast_rounds_no_loss(name: str) -> None:
+    whole = outputs(1, 6, scale=1.0, heads=HEADS)
+    student, y = in_bfloat16(whole, noise=0.01), labels()
+    near = whole.features["head_dist"] if "deit" in name else whole.logits
+    teacher = in_bfloat16(Outputs(near, {"default": whole.features["default"].repeat_interleave(2, -1)}))
+    with torch.autocast("cpu", torch.bfloat16):
+        terms = METHODS[name]().terms(student, teacher, y)
+    total = sum(term.values.mean() * term.weight for term in terms.values())
+    s, t = in_float64(student), in_float64(teacher)
+    expected = by_hand(name, s, t, y, None)
+    torch.testing.assert_close(total.double(), expected, rtol=1e-6, atol=0)
+    total.backward()
+    expected.backward()
+    for key, x in {"": student.logits, **student.features}.items():
+        right = s.features[key].grad if key else s.logits.grad
+        if right is not None:  # the gradient itself is rounded to its tensor's bfloat16
+            torch.testing.assert_close(x.grad.double(), right, rtol=2**-8, atol=1e-6)
+    assert all((term.values >= 0).all() for term in terms.values())
+
+
+def test_a_hint_is_compared_in_float32() -> None:
+    student, teacher = in_bfloat16(outputs(1, 3)), in_bfloat16(outputs(2, 6))
+    objective = Hint()
+    objective.build(student, teacher)
+    with torch.autocast("cpu", torch.bfloat16):
+        adapted = objective.adapt(student)
+        found = objective.terms(adapted, teacher, labels())["hint"].values
+    assert adapted.features["default"].dtype == torch.bfloat16
+    f_s, f_t = (x.features["default"].double() for x in (adapted, teacher))
+    torch.testing.assert_close(found.double(), (f_s - f_t).square().mean((1, 2, 3)), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_extreme_teachers_give_finite_losses_and_gradients(name: str) -> None:
     student = outputs(1, 6, heads=HEADS)
@@ -160,7 +208,7 @@ def test_a_distillation_head_gives_logits(path: str) -> None:
     name = "student_layer" if path == "default" else "class_layer"
     student = outputs(1, 3, heads=HEADS)
     student.features["head"] = student.features["head"][:, :3]
-    with pytest.raises(BadInput, match=rf"^--{name} {path}: expected a head that gives logits \(7, 10\); .* \(7, 3"):
+    with pytest.raises(BadInput, match=rf"^--{name} {path}: expected a head that gives logits \(10,\); .* \(3,"):
         DeiTToken(student_layer="default" if path == "default" else "head_dist").build(student, outputs(2, 6))
 
 

@@ -28,6 +28,7 @@ from lit_modules.quantization import EXTRA, FakeQuantized, post_training
 from lit_modules.quantization.ranges import Range
 from lit_modules.quantized import Quantized
 from tests.ranks import ranks
+from tests.test_distillation import Formula
 from tests.test_strategies import SaveAndStop
 from tests.training import SHAPE, assert_same, digits, fit, net, trainer, weights
 
@@ -272,6 +273,8 @@ def test_what_can_not_be_trained_is_refused() -> None:
         Quantized(Noisy(nn.BatchNorm1d(32, track_running_stats=False)), input_shape=SHAPE)
     with pytest.raises(BadInput, match="--objective Hinton: expected CrossEntropy, or a teacher"):
         Quantized(net(), Hinton(), None, SHAPE)
+    with pytest.raises(BadInput, match=r"^--objective Formula: expected an objective whose term x has a value a row"):
+        Quantized(net(), Formula(lambda s, t, y: s.logits.sum()), net(DeepNN), SHAPE)
     with pytest.raises(BadInput, match="--freeze_epoch 0"):
         Quantized(net(), input_shape=SHAPE, freeze_epoch=0)
 

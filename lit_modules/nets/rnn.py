@@ -8,7 +8,9 @@ from lit_modules.nets.base import Net
 
 
 class RNNClassifier(Net):
-    """Tokens (B, T), 0 for padding at the end, to logits (B, classes), from the GRU's state after the last token.
+    """Tokens (B, T) to logits (B, classes), from the GRU's state after the last token that is not 0.
+
+    What follows it is padding; a 0 before it is a token like others.
 
     Its parts are those of the model that PyTorch's "Getting Started with Distributed RPC Framework" splits over
     processes; here they are stages of a pipeline.
@@ -55,11 +57,12 @@ class RNNClassifier(Net):
 class _Embedding(nn.Module):
     def __init__(self, vocab_size: int, embedding_dim: int) -> None:
         super().__init__()
-        self.table = nn.Embedding(vocab_size, embedding_dim, padding_idx=0)
+        self.table = nn.Embedding(vocab_size, embedding_dim)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """(B, T) -> (B, T, D), and the texts' lengths (B,)."""
-        return self.table(tokens.long()), (tokens != 0).sum(1)
+        ends = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
+        return self.table(tokens.long()), ((tokens != 0) * ends).amax(1)
 
 
 class _LastState(nn.Module):

@@ -19,6 +19,7 @@ class Block(nn.Module):
         backend: the attention's kernel, as `SelfAttention` takes it.
         attention_dropout: probability of a zero among attention's weights; drawn in the kernel, so not keyed.
         layer: number of its first dropout layer; it has two.
+        norm_eps: what the norms add to the variance.
 
     Raises:
         ValueError: what `SelfAttention` refuses, or `mlp_ratio` is below 1.
@@ -35,15 +36,16 @@ class Block(nn.Module):
         backend: Backend = "auto",
         attention_dropout: float = 0.0,
         layer: int = 0,
+        norm_eps: float = 1e-5,
     ) -> None:
         super().__init__()
         if mlp_ratio < 1:
             raise ValueError(f"mlp_ratio {mlp_ratio}: expected at least 1")
         hidden = mlp_ratio * embed_dim
-        self.norm1 = nn.LayerNorm(embed_dim, bias=bias)
+        self.norm1 = nn.LayerNorm(embed_dim, norm_eps, bias=bias)
         self.attention = SelfAttention(embed_dim, num_heads, causal, attention_dropout, bias, backend)
         self.dropout1 = Dropout(dropout, layer)
-        self.norm2 = nn.LayerNorm(embed_dim, bias=bias)
+        self.norm2 = nn.LayerNorm(embed_dim, norm_eps, bias=bias)
         self.mlp = nn.Sequential(nn.Linear(embed_dim, hidden, bias), nn.GELU(), nn.Linear(hidden, embed_dim, bias))
         self.dropout2 = Dropout(dropout, layer + 1)
 

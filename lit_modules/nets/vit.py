@@ -13,6 +13,7 @@ from lit_modules.nets.base import Net, of_images
 from lit_modules.nets.transformer import Block
 
 STD = 0.02  # of initial weights, as in DeiT
+EPS = 1e-6  # of norms, as in timm and torchvision; GPT-2's is 1e-5
 
 
 class ViT(Net):
@@ -63,11 +64,11 @@ class ViT(Net):
         self.embedding = _Embedding(channels, patch_size, self.num_tokens, rows * columns, embed_dim, dropout)
         kinds: list[Callable[..., Block]] = [Block] * (num_layers - 1) + [partial(_Last, rows, columns)]
         self.blocks = nn.ModuleList(
-            kind(embed_dim, num_heads, mlp_ratio, dropout=dropout, backend=backend, layer=1 + 2 * number)
+            kind(embed_dim, num_heads, mlp_ratio, dropout=dropout, backend=backend, layer=1 + 2 * number, norm_eps=EPS)
             for number, kind in enumerate(kinds)
         )
         self.feature_layer = f"blocks.{num_layers - 1}.maps"
-        self.norm = nn.LayerNorm(embed_dim)
+        self.norm = nn.LayerNorm(embed_dim, EPS)
         self.head = nn.Linear(embed_dim, num_classes)
         if distillation_token:
             self.head_dist = nn.Linear(embed_dim, num_classes)

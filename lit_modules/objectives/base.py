@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from apprentice.errors import BadInput
@@ -25,8 +26,8 @@ class Term(NamedTuple):
 class Objective(nn.Module):
     """A distillation method: says which layers it wants to see, and returns its terms.
 
-    It may own trainable parts, made in `build` and used in `adapt`: they train with the student and are not part of
-    what is exported.
+    It may own trainable parts, made in `build` and used in `adapt`: they train with the student, in its precision, and
+    are not part of what is exported.
 
     Attributes:
         uses_teacher: whether the teacher's outputs are needed at all.
@@ -34,15 +35,18 @@ class Objective(nn.Module):
             "default" is the net's own.
         teacher_layers: the same for the teacher.
         needs: in words, what student has the layers; told of one that lacks them.
+        relates_rows: whether a row's value depends on other rows. These are, so far, the rows that a device computes at
+            a time and not the global batch, so that numbers move with the device count; undeclared it is refused.
     """
 
     uses_teacher: bool = True
     student_layers: Mapping[str, str] = MappingProxyType({})
     teacher_layers: Mapping[str, str] = MappingProxyType({})
     needs: str = ""
+    relates_rows: bool = False
 
     def build(self, student: Outputs, teacher: Outputs | None) -> None:
-        """Make trainable parts, or refuse the pair, given the outputs for one example image."""
+        """Make trainable parts, or refuse the pair, given the outputs for a few example inputs."""
 
     def parts(self) -> list[nn.Module]:
         """The modules that hold all trainable parts; each is called by itself."""
@@ -56,6 +60,11 @@ class Objective(nn.Module):
         """
         return student
 
+    def terms(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
+        """What `forward` gives, in float32 at least: autocast would take softmax and differences in bfloat16."""
+        with torch.autocast(labels.device.type, enabled=False):
+            return self(_widened(student), teacher and _widened(teacher), labels)
+
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
         """The terms of b samples.
 
@@ -63,6 +72,8 @@ class Objective(nn.Module):
             student: logits (b, classes), or of T tokens each (b, T, vocabulary), and the student's features, adapted.
             teacher: the same of the teacher, without gradients; None where `uses_teacher` is false.
             labels: (b,) int64, or (b, T).
+
+        In training outputs are float32 or float64, also under autocast.
         """
         raise NotImplementedError
 
@@ -79,6 +90,15 @@ class FeatureObjective(Objective):
         """The two layers' outputs, the student's first."""
         assert teacher is not None
         return student.features[self.student_layer], teacher.features[self.teacher_layer]
+
+
+def widened(x: Tensor) -> Tensor:
+    """The tensor, in float32 if its own type has fewer bits."""
+    return x.float() if x.dtype in {torch.float16, torch.bfloat16} else x
+
+
+def _widened(outputs: Outputs) -> Outputs:
+    return Outputs(widened(outputs.logits), {path: widened(x) for path, x in outputs.features.items()})
 
 
 def per_sample(values: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Objective, Term, per_sample
+from lit_modules.objectives.base import Objective, Term, per_sample, widened
 
 
 class CrossEntropy(Objective):
@@ -23,5 +23,5 @@ def ce_term(student: Outputs, labels: Tensor, weight: float) -> Term:
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """(b,) cross-entropies of logits (b, classes) with labels (b,); of (b, T, classes) with (b, T) a sample's mean."""
-    losses = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none")
+    losses = F.cross_entropy(widened(logits).flatten(0, -2), labels.flatten(), reduction="none")
     return per_sample(losses.view_as(labels))

@@ -15,8 +15,11 @@ class DeiTToken(Objective):
     """ce_weight * CE(z_class, label) + token_weight * what the distillation head z_token learns from the teacher.
 
     Hard (the paper's equation 3): CE(z_token, argmax z_t). Soft (equation 2): T^2 * KL(softmax(z_t / T) ||
-    softmax(z_token / T)). For a student with two heads, whose logits are the mean of both, as the paper predicts: `ViT`
-    with `distillation_token`, or timm's distilled models. A third term, of weight 0, is the logits' cross-entropy.
+    softmax(z_token / T)). As in the equation that is a mean over the batch; the code released with the paper divides by
+    batch and classes, so that its token_weight is one of token_weight / classes here.
+
+    For a student with two heads, whose logits are the mean of both, as the paper predicts: `ViT` with
+    `distillation_token`, or timm's distilled models. A third term, of weight 0, is the logits' cross-entropy.
 
     Args:
         kind: what is learned from the teacher: its decisions, or its distribution.
@@ -48,8 +51,8 @@ class DeiTToken(Objective):
     def build(self, student: Outputs, teacher: Outputs | None) -> None:
         """Refuse a layer that gives no logits."""
         for flag, path in self.student_layers.items():
-            if (found := student.features[path].shape) != student.logits.shape:
-                expected = f"a head that gives logits {tuple(student.logits.shape)}; this layer gives {tuple(found)}"
+            if (found := student.features[path].shape[1:]) != (wanted := student.logits.shape[1:]):
+                expected = f"a head that gives logits {tuple(wanted)}; this layer gives {tuple(found)}"
                 raise BadInput(flag, path, expected)
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102

@@ -32,6 +32,7 @@ class Sum(Objective):
         self.uses_teacher = any(o.uses_teacher for o in objectives)
         self.student_layers = _of_parts(o.student_layers for o in objectives)
         self.teacher_layers = _of_parts(o.teacher_layers for o in objectives)
+        self.relates_rows = any(o.relates_rows for o in objectives)
         self.needs = "; ".join(o.needs for o in objectives if o.needs)
 
     def build(self, student: Outputs, teacher: Outputs | None) -> None:  # noqa: D102
