@@ -134,8 +134,5 @@ class BakeOff:
 
     def _track(self, folder: Path, contestant: Contestant, facts: Facts) -> None:
         if self.tensorboard:
-            scores = [key for key in facts if key.startswith("test_") and key != "test_correct"]
-            shown = {key.replace("_", "/", 1): key for key in scores} | {"cost/parameters": "parameters"}
-            shown |= {"cost/train_flops": "train_flops", "cost/step_ms": "step_ms"}
             options = {"objective": contestant.objective, **contestant.options}
-            log_run(folder, options, {tag: facts[key] for tag, key in shown.items()})
+            log_run(folder, options, {f"cost/{key}": facts[key] for key in ("parameters", "train_flops", "step_ms")})

@@ -76,7 +76,10 @@ class SafePoints(Checkpoint):
         self._started = self._saved = time.monotonic()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take over signals, now that Lightning has set its handlers."""
+        """Count batches from those that are done; take over signals, now that Lightning has set its handlers."""
+        # After a resume, Lightning takes back the batch that was about to start from the epoch's count alone. By the
+        # total one `val_check_interval` counts, where it goes on over epochs.
+        trainer.fit_loop.epoch_loop.batch_progress.total.reset_on_restart()
         if self._saves_on_signal:
             interrupts.take_over()
 

@@ -22,15 +22,20 @@ def recording(out: Path) -> Iterator[None]:
 
 def record(path: str | Path) -> None:
     """Record that the open run writes this file, before it does; files elsewhere are not recorded."""
-    path, run = Path(path).absolute(), os.environ.get(RUN)
-    if run is None or not path.is_relative_to(run):
+    run = os.environ.get(RUN)
+    if run is None or not Path(path).absolute().is_relative_to(run) or is_recorded(path):
         return
-    name = path.relative_to(run).as_posix()
-    if name not in _names(Path(run)):
-        with Path(run, NAME).open("a", encoding="utf-8") as file:
-            file.write(f"\n{json.dumps(name)}")  # what a killed process has not finished stays a line of its own
-            file.flush()
-            os.fsync(file.fileno())
+    with Path(run, NAME).open("a", encoding="utf-8") as file:
+        name = Path(path).absolute().relative_to(run).as_posix()
+        file.write(f"\n{json.dumps(name)}")  # what a killed process has not finished stays a line of its own
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def is_recorded(path: str | Path) -> bool:
+    """Whether the open run has recorded this file."""
+    run = os.environ.get(RUN)
+    return run is not None and Path(path).absolute() in {Path(run, name) for name in _names(Path(run))}
 
 
 def recorded(out: Path) -> list[Path]:

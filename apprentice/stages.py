@@ -64,8 +64,8 @@ def fit_and_test(
     """
     state = checkpoints.read(checkpoint) if checkpoint.exists() else None
 
-    def trainer(resumed_at: int | None = None, **kwargs: Any) -> Trainer:
-        logger = RunsLogger(checkpoint.parent, runs, runs[0], resumed_at)
+    def trainer(purge_step: int = 0, part: str = "", **kwargs: Any) -> Trainer:
+        logger = RunsLogger(checkpoint.parent, runs, runs[0], purge_step, part)
         return make_trainer(logger=logger if tensorboard else False, plugins=[AtomicCheckpointIO()], **kwargs)
 
     with quiet():
@@ -74,14 +74,14 @@ def fit_and_test(
                 resumed: dict[str, Any] = {"ckpt_path": str(checkpoint), "weights_only": True} if state else {}
                 shown = progress(label)
                 callbacks = [SafePoints(checkpoint, every), *shown.pop("callbacks")]
-                resumed_at = state["global_step"] if state else None
-                fitting = trainer(resumed_at, callbacks=callbacks, enable_checkpointing=True, **shown)
+                purge_step = state["global_step"] if state else 0
+                fitting = trainer(purge_step, callbacks=callbacks, enable_checkpointing=True, **shown)
                 fitting.fit(module, data, **resumed)
             state = checkpoints.read(checkpoint)
         if state is not None:
             module.load_state_dict(state["state_dict"])
             module.on_load_checkpoint(state)
-        testing = trainer(callbacks=[], enable_checkpointing=False, enable_progress_bar=False)
+        testing = trainer(part=".test", callbacks=[], enable_checkpointing=False, enable_progress_bar=False)
         scores = testing.test(module, data, verbose=False)[0]
         testing.strategy.barrier()
     return Fitted(_progress(state)["seconds"] if state else None, dict(scores), testing.strategy)

@@ -24,12 +24,14 @@ class RunsLogger(Logger):
         root: the folder of the runs.
         runs: their names.
         default: the run of values that are logged without a run's name.
-        purge_step: after a resume, points from this step on belong to a past that did not happen.
+        purge_step: after a resume, points from this step on belong to a past that did not happen; 0: all points do.
+        part: ends the names of the files; what is purged at step 0 are the files of this part, or of "" all.
     """
 
-    def __init__(self, root: Path, runs: Iterable[str], default: str, purge_step: int | None = None) -> None:
+    def __init__(self, root: Path, runs: Iterable[str], default: str, purge_step: int = 0, part: str = "") -> None:
         super().__init__()
-        self.root, self.runs, self.default, self.purge_step = Path(root), set(runs), default, purge_step
+        self.root, self.runs, self.default = Path(root), set(runs), default
+        self.purge_step, self.part = purge_step, part
         self._writers: dict[str, SummaryWriter] = {}
 
     @property
@@ -50,10 +52,7 @@ class RunsLogger(Logger):
 
     def _writer(self, run: str) -> SummaryWriter:
         if run not in self._writers:
-            folder = self.root / run
-            if self.purge_step is not None:
-                _let_the_second_pass(folder)
-            self._writers[run] = _opened(folder, purge_step=self.purge_step)
+            self._writers[run] = _summary_writer(self.root / run, self.part, self.purge_step)
         return self._writers[run]
 
     def _split(self, name: str) -> tuple[str, str]:
@@ -88,18 +87,23 @@ class RunsLogger(Logger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Close all writers; what is logged later opens them again."""
+        """Close all writers; what is logged later opens them again, and purges nothing."""
         for writer in self._writers.values():
             writer.close()
-        self._writers = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_writers": {}}
 
 
-def _opened(folder: Path, **kwargs: Any) -> SummaryWriter:
-    """A writer of a new file of events, which is recorded as the run's."""
-    writer = SummaryWriter(str(folder), **kwargs)
+def _summary_writer(folder: Path, part: str = "", purge_step: int = 0) -> SummaryWriter:
+    """A writer of a run's events, or of a part of them, after what a session that was cut off has left of these."""
+    if purge_step:
+        _let_the_second_pass(folder)
+    else:
+        for file in folder.glob(f"events.out.tfevents.*{part}"):
+            if manifest.is_recorded(file):
+                file.unlink()
+    writer = SummaryWriter(str(folder), purge_step=purge_step or None, filename_suffix=part)
     manifest.record(writer._get_file_writer().event_writer._file_name)
     return writer
 
@@ -116,7 +120,7 @@ def log_run(folder: Path, options: Mapping[str, Any], values: Mapping[str, float
     Without a summary of the whole experiment the tab shows the union of all runs' options and scalars, live.
     """
     plain = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in options.items()}
-    with _opened(folder) as writer:
+    with _summary_writer(folder, ".hparams") as writer:
         for tag, value in values.items():
             if value is not None:
                 writer.add_scalar(tag, value)
@@ -127,7 +131,7 @@ def log_run(folder: Path, options: Mapping[str, Any], values: Mapping[str, float
 
 def log_text(folder: Path, tag: str, text: str) -> None:
     """Show a text as it stands, in the TEXT tab of a finished run."""
-    with _opened(folder) as writer:
+    with _summary_writer(folder, ".text") as writer:
         writer.add_text(tag, indented(text))
 
 

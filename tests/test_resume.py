@@ -28,6 +28,7 @@ SMALL = [
     "--teacher", "LightNN", "--trainer.max_epochs", "3", "--checkpoint_every", "1e-9", "--scheduler", "StepLR",
     "--scheduler.step_size", "1", "--trainer.log_every_n_steps", "1",
 ]  # fmt: skip
+SHOWN = {"scalars": "value", "images": "encoded_image_string", "tensors": "tensor_proto"}
 TIMES = {"step_ms", "fit_seconds", "students_fit_seconds"}
 
 
@@ -59,15 +60,18 @@ def ended(out: Path) -> tuple[dict[str, torch.Tensor], Any]:
     return weights, timeless(json.loads((out / "results.json").read_text())) | {"curves": curves(out)}
 
 
-def curves(out: Path) -> dict[tuple[str, str], list[tuple[int, float]]]:
-    """What TensorBoard shows of training: steps and values by run and tag."""
+def curves(out: Path) -> dict[tuple[str, str], list[tuple[int, Any]]]:
+    """What TensorBoard shows but for times: steps and values by run and tag, each step once."""
     found = {}
-    for run in ("teacher", "ce", "hint"):
-        events = EventAccumulator(str(out / "seed3" / run), size_guidance={"scalars": 0})
+    for folder in {path.parent for path in out.rglob("events.out.tfevents.*")}:
+        events = EventAccumulator(str(folder), size_guidance=dict.fromkeys(SHOWN, 0))
         events.Reload()
-        for tag in events.Tags()["scalars"]:
-            if tag.startswith(("train/", "val/")):
-                found[run, tag] = [(event.step, event.value) for event in events.Scalars(tag)]
+        for kind, value in SHOWN.items():
+            for tag in set(events.Tags()[kind]) - {"cost/step_ms"}:
+                points = [(event.step, getattr(event, value)) for event in getattr(events, kind.capitalize())(tag)]
+                steps = [step for step, _ in points]
+                assert steps == sorted(set(steps)), (folder, tag, steps)
+                found[str(folder.relative_to(out)), tag] = points
     return found
 
 
