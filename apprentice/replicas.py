@@ -78,6 +78,13 @@ def add_up(x: Tensor) -> Tensor:
     return x
 
 
+def largest(x: Tensor) -> Tensor:
+    """The largest of every rank's `x`, element by element, in place of `x`."""
+    if count() > 1:
+        dist.all_reduce(x, dist.ReduceOp.MAX, group=_group)
+    return x
+
+
 def summing() -> Callable[[Tensor], Tensor]:
     """`total` among those who are replicas now, for a backward that may run when or where others are."""
     return partial(_summed, _group) if count() > 1 else torch.clone

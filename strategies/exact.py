@@ -2,11 +2,10 @@
 
 Float addition depends on its order, and a kernel's bits on the shape it is given. So a global batch is cut into N
 shards whose bounds don't depend on the number of devices. Each is computed by itself on some rank, and what is added up
-over shards is added in 64-bit integers (gradients) or in the order of the shards (logged values, BatchNorm's running
+over shards is added without rounding (gradients) or in the order of the shards (logged values, BatchNorm's running
 statistics). Evaluation deals whole batches to the ranks.
 """
 
-import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ from apprentice import keyed, replicas
 from strategies.agreeing import SYNCHRONISE
 from strategies.base import DataParallel
 from strategies.fixed_point import FixedPointSum
-from strategies.shards import RunningStatistics, bounds, mean_over_rows, part, rows
+from strategies.shards import RunningStatistics, bounds, fewest_rows, mean_over_rows, part, rows, spans
 from strategies.speakers import Record, Speaker, caught, combined, log_metric, speaker_of
 from strategies.staging.gradients import handed_over, set_aside
 
@@ -68,6 +67,7 @@ class Exact(DataParallel):
         self.exact = exact
         self._sums: list[FixedPointSum] = []
         self._global_rows = self._evaluated = 0
+        self._spans: list[tuple[int, int]] = []
         self._records: list[Record] = []
         self._settings: tuple[int, bool] | None = None
 
@@ -168,6 +168,7 @@ class Exact(DataParallel):
             assert self.lightning_module is not None
             if self.lightning_module.trainer.training:
                 self._global_rows = rows(batch)
+                self._spans = spans(self._global_rows, self.exact, fewest_rows(self.lightning_module))
                 shards = self._shards()
                 batch = part(batch, shards[0][0], shards[-1][1])
             elif not self._is_mine():
@@ -176,8 +177,7 @@ class Exact(DataParallel):
 
     def _shards(self) -> list[tuple[int, int]]:
         """First row and last row + 1 in the global batch of each of this rank's shards; some may be empty."""
-        cuts = bounds(self._global_rows, self.exact or 1)
-        return [(cuts[i], cuts[i + 1]) for i in self._numbers()]
+        return [self._spans[i] for i in self._numbers()]
 
     def _numbers(self) -> range:
         """The numbers of this rank's shards."""
@@ -201,8 +201,7 @@ class Exact(DataParallel):
         statistics = self._statistics(module)
         with set_aside({name: p for parameters in parts for name, p in parameters.items()}):
             table = self._forward_and_backward(speaker, statistics, batch, *args, **kwargs)
-        cuts = bounds(self._global_rows, self.exact)
-        sizes = [stop - start for start, stop in itertools.pairwise(cuts)]
+        sizes = [stop - start for start, stop in self._spans]
         tables = [total.reduce(table) for total in self._sums] or [replicas.total(table)]
         means = mean_over_rows(tables[0], sizes)
         statistics.put(means[len(means) - statistics.size :])
@@ -230,7 +229,7 @@ class Exact(DataParallel):
             with self._alone_with(shard):
                 with self.precision_plugin.train_step_context():
                     loss = speaker.step(shard.batch, *args, **kwargs)
-                (loss * shard.rows).backward()
+                (loss * self._weight(shard.rows)).backward()
             self._sums[0].add()
             values = torch.stack([loss.detach().double(), *speaker.values()])
             found[shard.number] = torch.cat([values, *statistics.take()])
@@ -238,9 +237,9 @@ class Exact(DataParallel):
 
     def _cut(self, batch: Any) -> list[Shard]:
         """This rank's shards that have any rows."""
-        spans = self._shards()
-        numbered = zip(self._numbers(), spans, strict=True)
-        first = spans[0][0]
+        mine = self._shards()
+        numbered = zip(self._numbers(), mine, strict=True)
+        first = mine[0][0]
         return [Shard(n, a, b, part(batch, a - first, b - first)) for n, (a, b) in numbered if a < b]
 
     @contextmanager
@@ -255,11 +254,28 @@ class Exact(DataParallel):
             torch.default_generator.manual_seed(key)
             if cuda:  # torch.manual_seed would note a call stack for an unused GPU
                 torch.cuda.manual_seed(key)
+            with self._named(shard):
+                yield
+
+    @contextmanager
+    def _named(self, shard: Shard) -> Iterator[None]:
+        """Say of which shard it is that torch's BatchNorm refuses the only row."""
+        try:
             yield
+        except ValueError as error:
+            if "Expected more than 1 value per channel" not in str(error):
+                raise
+            expected = "expected batches of two rows or more for BatchNorm"
+            found = f"shard {shard.number} of {self.exact} has {shard.rows} of the batch's {self._global_rows}"
+            raise ValueError(f"exact {self.exact}: {expected}; {found}") from error
+
+    def _weight(self, rows: int) -> float:
+        """What the mean over some rows counts: exact, and at most 1, so that only overflows what would in one batch."""
+        return rows / 2.0 ** (self._global_rows - 1).bit_length()
 
     def _table(self, speaker: Speaker, found: dict[int, Tensor], statistics: int) -> Tensor:
         """(shards, k), what was found of this rank's shards."""
-        if self._global_rows < (self.exact or 1):
+        if any(start == stop for start, stop in self._spans):
             speaker.heard = self.broadcast(speaker.heard)  # a rank without a row has heard nothing, rank zero has one
         width = 1 + len(speaker.names) + statistics
         table = torch.zeros(self.exact or 1, width, dtype=torch.float64, device=self.root_device)
@@ -272,9 +288,9 @@ class Exact(DataParallel):
         parameters = dict(zip(total.names, total.parameters, strict=True))
         flawed = [name for name in total.flawed() if id(parameters[name]) not in excused]
         if flawed:
-            expected = f"expected gradients that are finite and sum to less than {total.limit:.0f} over a shard"
-            raise OverflowError(f"--exact {self.exact}: {expected}; that of {', '.join(flawed[:3])} is not")
-        gradients = zip(total.parameters, total.divided(self._global_rows), strict=True)
+            expected = f"expected finite gradients; that of {', '.join(flawed[:3])} is not"
+            raise OverflowError(f"--exact {self.exact}: {expected}")
+        gradients = zip(total.parameters, total.divided(self._weight(self._global_rows)), strict=True)
         return {p: None if id(p) in excused else gradient for p, gradient in gradients}
 
     # Evaluation: batch i belongs to replica i % replicas

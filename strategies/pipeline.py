@@ -264,7 +264,8 @@ class PipelineStrategy(Staged):
             values = torch.stack([loss.detach().double(), *speaker.values()])
             found[shard.number] = torch.cat([values, *taken[number]])
         if not self._agreed:
-            self._agree(sum(found[shard.number][0].item() * shard.rows for shard in shards), torch.float32)
+            loss = sum(found[shard.number][0].item() * self._weight(shard.rows) for shard in shards)
+            self._agree(loss, torch.float32)
         return self._table(speaker, found, statistics.size)
 
     def _asked(self, speaker: Speaker, shard: Shard, *args: Any, **kwargs: Any) -> MicroBatch:
@@ -277,10 +278,10 @@ class PipelineStrategy(Staged):
 
         @contextmanager
         def alone() -> Iterator[None]:
-            with replicas.shard(shard.start), noise():
+            with replicas.shard(shard.start), noise(), self._named(shard):
                 yield
 
-        return MicroBatch(shard.rows, inputs, partial(self._loss, shard, shard.rows), alone)
+        return MicroBatch(shard.rows, inputs, partial(self._loss, shard, self._weight(shard.rows)), alone)
 
 
 def _described(value: Any) -> str:

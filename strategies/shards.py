@@ -1,18 +1,42 @@
 """Cutting a global batch into shards, and merging what each makes of BatchNorm's statistics."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils._pytree import tree_leaves, tree_map
+
+FEWEST = 8  # rows of a shard from which BatchNorm takes its statistics
 
 
 def bounds(size: int, parts: int) -> list[int]:
     """`parts` + 1 places at which `size` is cut as evenly as can be, the longer pieces first."""
     share, rest = divmod(size, parts)
     return [i * share + min(i, rest) for i in range(parts + 1)]
+
+
+def spans(size: int, parts: int, fewest: int = 1) -> list[tuple[int, int]]:
+    """First row and last row + 1 of each of `parts` shards of a batch of `size` rows.
+
+    Where there are too few rows for all, some shards are empty, and those that are not lie evenly among them.
+
+    Args:
+        size: rows of the batch.
+        parts: number of shards.
+        fewest: rows of a shard that is not empty, if the batch has so many.
+    """
+    used = min(parts, max(1, size // fewest))
+    cuts = bounds(size, used)
+    return list(pairwise(cuts[-(-i * used // parts)] for i in range(parts + 1)))
+
+
+def fewest_rows(module: nn.Module) -> int:
+    """Rows that a shard has to have: some more where BatchNorm takes statistics of them, as one or two tell nothing."""
+    layers = (m for m in module.modules() if isinstance(m, _BatchNorm))
+    return FEWEST if any(m.training or m.running_mean is None for m in layers) else 1
 
 
 def rows(batch: Any) -> int:
@@ -88,7 +112,7 @@ class RunningStatistics:
         changed = [name for name, (buffer, version) in self._others.items() if buffer._version != version]
         if changed:
             raise ValueError(f"expected training steps that change no buffer but BatchNorm's; {changed[0]} has changed")
-        found = [buffer.double().flatten() for buffer in self._buffers]
+        found = [buffer.to(torch.float64, copy=True).flatten() for buffer in self._buffers]
         for buffer, start in zip(self._buffers, self._start, strict=True):
             buffer.data.copy_(start)  # `data`: autograd has saved it, and refuses what it sees change
         return found
