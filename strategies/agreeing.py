@@ -1,11 +1,14 @@
 """Several ranks that compute one replica between them, and know the same of it."""
 
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -32,6 +35,29 @@ class Agreeing(DataParallel):
             metric.process_group = group
             metric.to(self.root_device)
 
+    # Predictions
+
+    @property
+    def _hands_over(self) -> bool:
+        """Whether it is this rank's predictions that are returned and written, of those of its replica's ranks."""
+        return self.is_global_zero
+
+    def on_predict_start(self) -> None:
+        """Have one rank of a replica hand over what all of them have predicted."""
+        super().on_predict_start()
+        if not self._hands_over:
+            assert self.lightning_module is not None
+            loop = self.lightning_module.trainer.predict_loop
+            loop._predict_step = partial(_predict_for_others, loop, loop._predict_step)  # type: ignore[method-assign]
+
+    def on_predict_end(self) -> None:
+        """Take that back."""
+        super().on_predict_end()
+        assert self.lightning_module is not None
+        vars(self.lightning_module.trainer.predict_loop).pop("_predict_step", None)
+
+    # Sums
+
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the replicas, unless another group is given."""
         return super().reduce(tensor, _among(group), reduce_op)
@@ -45,6 +71,17 @@ class Agreeing(DataParallel):
         votes = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(votes)
         return bool(votes == self.world_size) if all else bool(votes)
+
+
+def _predict_for_others(loop: Any, predict: Callable, *args: Any) -> None:
+    """Predict a batch that another rank hands over: no callback writes it here, and it is not kept."""
+    trainer, callbacks, wanted = loop.trainer, loop.trainer.callbacks, loop._return_predictions
+    trainer.callbacks = [callback for callback in callbacks if not isinstance(callback, BasePredictionWriter)]
+    loop._return_predictions = False
+    try:
+        predict(*args)
+    finally:
+        trainer.callbacks, loop._return_predictions = callbacks, wanted
 
 
 def _among(group: Any) -> Any:
