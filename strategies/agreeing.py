@@ -22,11 +22,11 @@ class Agreeing(DataParallel):
     """Ranks of one replica have the same values: what is added up over replicas counts once, not once a rank."""
 
     def _read_whole(self, trainer: Trainer) -> None:
-        """Have every rank read all batches, in the order of the user's own loader, drawn by one generator."""
+        """Have every rank read all batches, in the order of the user's own loader, with the same random numbers."""
         warnings.filterwarnings("ignore", SYNCHRONISE, UserWarning)
         # Lightning would put a sampler that shuffles in the place of the user's.
         trainer._accelerator_connector.use_distributed_sampler = False
-        torch.set_rng_state(self.broadcast(torch.get_rng_state()))
+        self._draw_alike()
 
     def _share_metrics(self, group: dist.ProcessGroup | None) -> None:
         """Have metrics count a replica's samples once."""

@@ -8,15 +8,17 @@ statistics). Evaluation deals whole batches to the ranks.
 
 import itertools
 import os
+import random
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states, reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import Strategy
@@ -134,6 +136,7 @@ class Exact(DataParallel):
             assert self.lightning_module is not None
             self.check_module(self.lightning_module)
             self._share_evaluation(trainer)
+            self._draw_alike()
         if self._alone:
             Strategy.setup(self, trainer)
         else:
@@ -251,7 +254,7 @@ class Exact(DataParallel):
 
     @contextmanager
     def _alone_with(self, shard: Shard) -> Iterator[None]:
-        """Compute a shard as if there were nothing else; torch's generators depend on its number."""
+        """Compute a shard as if there were nothing else; random numbers depend on its number."""
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         numbers = trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx, shard.number
@@ -260,15 +263,21 @@ class Exact(DataParallel):
 
     @contextmanager
     def _seeded(self, *numbers: int) -> Iterator[None]:
-        """Inside, torch's generators depend on the seed and these numbers; they go on as they were."""
+        """Inside, torch's, numpy's and Python's generators depend on the seed and these numbers; then they are back."""
         seed = getattr(self.lightning_module, "seed", None) or int(os.environ.get("PL_GLOBAL_SEED", "0"))
         key = keyed.fold(seed, *numbers)
         cuda = self.root_device.type == "cuda"
-        with torch.random.fork_rng([self.root_device] if cuda else []):
-            torch.default_generator.manual_seed(key)
-            if cuda:  # torch.manual_seed would note a call stack for an unused GPU
-                torch.cuda.manual_seed(key)
-            yield
+        before = _collect_rng_states(include_cuda=False)
+        try:
+            with torch.random.fork_rng([self.root_device] if cuda else []):
+                torch.default_generator.manual_seed(key)
+                if cuda:  # torch.manual_seed would note a call stack for an unused GPU
+                    torch.cuda.manual_seed(key)
+                np.random.seed(key)  # noqa: NPY002 - others' modules draw from it
+                random.seed(key)
+                yield
+        finally:
+            _set_rng_states(before)
 
     def _table(self, speaker: Speaker, found: dict[int, Tensor], statistics: int) -> Tensor:
         """(shards, k), what was found of this rank's shards."""
@@ -340,11 +349,11 @@ class Exact(DataParallel):
 
     @contextmanager
     def _by_itself(self, step: str) -> Iterator[None]:
-        """Compute a batch as if there were no other; torch's generators depend on its number."""
+        """Compute a batch as if there were no other; random numbers depend on its number."""
         assert self.lightning_module is not None
-        with self._seeded(self.lightning_module.trainer.current_epoch, self._evaluated):
-            with collectives.refused(step, self):
-                yield
+        epoch = self.lightning_module.trainer.current_epoch
+        with self._seeded(epoch, self._evaluated), collectives.refused(step, self):
+            yield
 
     def _share_evaluation(self, trainer: Trainer) -> None:
         """Have evaluation log the same values on all ranks, and each batch predicted by one of them."""

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.connectors.logger_connector.result import _get_default_dtype, _Metadata
 from lightning.pytorch.utilities.data import extract_batch_size
@@ -123,14 +124,10 @@ class Speaker:
             output = self.module.training_step(batch, *args, **kwargs)
         if output is None:
             raise ValueError("--exact: expected a training_step that returns a loss for every shard, not None")
-        before, self.heard = self.heard, logged
-        if before is not None and _layout(before) != _layout(logged):
-            self._refuse(before)
+        if self.heard is not None:
+            _check_same(_layout(self.heard), _layout(logged))
+        self.heard = logged
         return output["loss"] if isinstance(output, Mapping) else output
-
-    def _refuse(self, others: list[Logged]) -> None:
-        names = [", ".join(logged.name for logged in heard) or "nothing" for heard in (others, self.heard)]
-        raise ValueError(f"--exact: expected every shard to log the same; one logs {names[0]}, another {names[1]}")
 
     def values(self) -> list[Tensor]:
         """The values of that shard, each followed by its weight where the module has said it."""
@@ -141,12 +138,15 @@ class Speaker:
         return [torch.as_tensor(x, dtype=torch.float64, device=self.module.device) for x in numbers]
 
     def agree(self, first: list[Logged] | None = None) -> None:
-        """Raise ValueError where another rank has heard other names; one without a shard takes the `first` rank's."""
+        """Raise ValueError where ranks have heard other names; one without a shard takes the `first` rank's."""
         self.heard = first if self.heard is None else self.heard
-        code = torch.tensor(zlib.crc32(repr(_layout(self.heard)).encode()), device=self.module.device)
+        layout = _layout(self.heard)
+        code = torch.tensor(zlib.crc32(repr(layout).encode()), device=self.module.device)
         if len(replicas.gathered(code).unique()) > 1:
-            names = ", ".join(logged.name for logged in self.heard) or "nothing"
-            raise ValueError(f"--exact: expected every rank to log the same; this one logs {names}")
+            layouts: list[Any] = [None] * replicas.count()
+            dist.all_gather_object(layouts, layout, group=replicas.group())
+            for other in layouts:
+                _check_same(layouts[0], other)
 
     def speak(self, table: Tensor, sizes: Sequence[int]) -> Iterable[nn.Parameter]:
         """Log the global batch; returns the parameters that are to take no step.
@@ -171,6 +171,12 @@ class Speaker:
 def _layout(heard: Iterable[Logged]) -> list[tuple[str, bool, bool]]:
     """What has to be the same for all shards, so that their values can be put in one table."""
     return [(logged.name, logged.value is None, logged.batch_size is None) for logged in heard]
+
+
+def _check_same(one: list[tuple], other: list[tuple]) -> None:
+    if one != other:
+        names = [", ".join(name for name, *_ in layout) or "nothing" for layout in (one, other)]
+        raise ValueError(f"--exact: expected each shard to log the same; one logs {names[0]}, another {names[1]}")
 
 
 class Informed(Speaker):

@@ -116,6 +116,7 @@ class Staged(Agreeing, Exact):
         self.check_module(module)
         if self.exact is not None:
             self._share_evaluation(trainer)
+            self._draw_alike()
         elif self.data_parallel_size == 1:
             self._read_whole(trainer)
         self._share_metrics(replicas.group())
