@@ -12,13 +12,13 @@ import random
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states, reset_seed
+from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import Strategy
@@ -267,7 +267,8 @@ class Exact(DataParallel):
         seed = getattr(self.lightning_module, "seed", None) or int(os.environ.get("PL_GLOBAL_SEED", "0"))
         key = keyed.fold(seed, *numbers)
         cuda = self.root_device.type == "cuda"
-        before = _collect_rng_states(include_cuda=False)
+        pythons, numpys = random.getstate(), np.random.get_bit_generator()
+        np.random.set_bit_generator(_spare())  # a copy of numpy's state would take longer than all else here
         try:
             with torch.random.fork_rng([self.root_device] if cuda else []):
                 torch.default_generator.manual_seed(key)
@@ -277,7 +278,8 @@ class Exact(DataParallel):
                 random.seed(key)
                 yield
         finally:
-            _set_rng_states(before)
+            np.random.set_bit_generator(numpys)
+            random.setstate(pythons)
 
     def _table(self, speaker: Speaker, found: dict[int, Tensor], statistics: int) -> Tensor:
         """(shards, k), what was found of this rank's shards."""
@@ -392,3 +394,8 @@ class Exact(DataParallel):
         if self._is_mine():
             predict(*args)
         self._evaluated += 1
+
+
+@cache
+def _spare() -> np.random.MT19937:
+    return np.random.MT19937(0)
