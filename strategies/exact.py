@@ -3,7 +3,7 @@
 Float addition depends on its order, and a kernel's bits on the shape it is given. So a global batch is cut into N
 shards whose bounds don't depend on the number of devices. Each is computed by itself on some rank, and what is added up
 over shards is added in 64-bit integers (gradients) or in the order of the shards (logged values, BatchNorm's running
-statistics). Evaluation deals whole batches to the ranks.
+statistics). Evaluation and prediction deal whole batches to the ranks.
 """
 
 import itertools
@@ -54,7 +54,8 @@ class Exact(DataParallel):
     """Data parallelism that can be exact.
 
     Any LightningModule whose loss is a mean over the rows of its batch can be trained like this; its `training_step` is
-    called for each shard, so it must log the same names for each and keep no state between calls. One that has to act
+    called for each shard, so it must log the same names for each, keep no state between calls and call no collective;
+    what it logs comes out under the names, and by the `reduce_fx`, of Lightning on one device. One that has to act
     on a global batch's values offers `shard_step(batch) -> (loss, {name: (b,) values})`, which is called for each shard
     instead, and `on_global_batch(means, count) -> parameters that take no step`, which is called once.
 
