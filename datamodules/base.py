@@ -1,17 +1,27 @@
 """The base of all data modules: splits, and loaders whose batches are global."""
 
+import sys
 from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
-from apprentice import keyed
+from apprentice import job, keyed
 from apprentice.batch import Batch
 from apprentice.errors import BadInput
 from datamodules.loaders import ChunkLoader, NoLoaders, TrainLoader
 from datamodules.sampling import EpochOrder, PartitionedOrder
-from datamodules.splits import Samples, Source, check_partition, check_sizes, tested, train_and_validation
+from datamodules.splits import (
+    Samples,
+    Source,
+    Subset,
+    check_partition,
+    check_sizes,
+    tested,
+    train_and_validation,
+    unequal_counts,
+)  # fmt: skip
 
 
 class InMemoryData(LightningDataModule):
@@ -28,11 +38,12 @@ class InMemoryData(LightningDataModule):
 
     Args:
         batch_size: samples in a batch over all devices together, whatever their number.
-        train_size: train on so many samples, a seeded subset with the classes in balance; when not given, on all that
-            are not held out.
+        train_size: train on so many samples, a seeded subset; when not given, on all that are not held out.
         test_size: likewise for testing; all when not given.
-        validation_size: held out of the training samples for watching: a count, or a fraction of the training set;
-            0 for none.
+        validation_size: held out of the training samples for watching, of each class its proportion: a count, or a
+            fraction of the training set; 0 for none.
+        subset: of each class in `train_size` and `test_size`: `balanced` takes as many of each, and all of a class that
+            has fewer; `proportional` takes its share of the set.
         seed: what splits and subsets are drawn from.
         partition: fractions of the training samples, as [0.7, 0.2, 0.1]: each device trains on a fixed share of its
             own. A batch is still of `batch_size` samples over all devices, of each in proportion, and an update still
@@ -54,16 +65,17 @@ class InMemoryData(LightningDataModule):
         train_size: int | None = None,
         test_size: int | None = None,
         validation_size: int | float = 0.1,  # noqa: PYI041 - a count or a fraction: the command line must keep them apart
+        subset: Subset = "balanced",
         seed: int = 0,
         partition: list[float] | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(batch_size, int) or batch_size < 1:
             raise BadInput("data.batch_size", batch_size, "a whole number of at least 1")
-        check_sizes(train_size, test_size, validation_size)
+        check_sizes(train_size, test_size, validation_size, subset)
         check_partition(partition)
         self.batch_size, self.train_size, self.test_size = batch_size, train_size, test_size
-        self.validation_size, self.seed, self.partition = validation_size, seed, partition
+        self.validation_size, self.subset, self.seed, self.partition = validation_size, subset, seed, partition
         self.name = type(self).__name__
         self.order_seed = 0
         self._splits: dict[str, Samples] = {}
@@ -83,18 +95,24 @@ class InMemoryData(LightningDataModule):
         """Raise BadInput when so many samples would not fit in memory; sets of known size need not."""
 
     def setup(self, stage: str | None = None) -> None:
-        """Read the data, once: later calls, in a forked rank too, cost nothing."""
+        """Read the data, once: later calls, in a forked rank too, cost nothing.
+
+        Counts of classes are told where they are unequal.
+        """
         if self._splits:
             return
         training, testing = self.read()
-        train, validation = train_and_validation(training.labels, self.train_size, self.validation_size, self.seed)
-        test = tested(testing.labels, self.test_size, self.seed)
+        sizes = self.train_size, self.validation_size
+        train, validation = train_and_validation(training.labels, *sizes, self.seed, self.subset)
+        test = tested(testing.labels, self.test_size, self.seed, self.subset)
         self.check_fits(len(train) + len(validation) + len(test))
         self._splits = {
             "train": training.take(train),
             "validation": training.take(validation),
             "test": testing.take(test),
         }
+        if (counts := unequal_counts(self._splits["train"].labels, self.class_names)) and job.is_main_process():
+            sys.stderr.write(f"{self.name}: training samples of a class: {counts}\n")
 
     def split(self, part: str) -> Samples:
         """The samples of `train`, `validation` or `test`, in memory; read first if need be, as in a notebook."""

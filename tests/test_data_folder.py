@@ -81,6 +81,19 @@ def test_own_mean_and_deviation(root: Path) -> None:
     assert data.normalize(white).flatten().tolist() == [1.0, 1.0, 0.0]
 
 
+def test_an_unequal_folder_keeps_both_classes_and_tells_their_counts(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for i in range(7, 95):
+        picture(root / "train" / "cat" / f"{i}.png", i)
+    data = ImageFolder(root)
+    assert data.sizes == {"train": 90, "validation": 10, "test": 6}
+    told = capsys.readouterr().err
+    cats, dogs = data.split("train").labels.bincount().tolist()
+    assert dogs in {4, 5}
+    assert f"ImageFolder: training samples of a class: cat {cats}, dog {dogs}\n" in told
+
+
 @pytest.mark.parametrize("part", ["train", "test"])
 def test_missing_part_is_named(root: Path, part: str) -> None:
     (root / part).rename(root / "elsewhere")
