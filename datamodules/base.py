@@ -1,10 +1,11 @@
 """The base of all data modules: splits, and loaders whose batches are global."""
 
+import math
 import sys
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import LightningDataModule, Trainer
 from torch import Tensor
 
 from apprentice import job, keyed
@@ -23,6 +24,8 @@ from datamodules.splits import (
     unequal_counts,
 )  # fmt: skip
 
+LIMITS = {"train": "limit_train_batches", "validation": "limit_val_batches", "test": "limit_test_batches"}
+
 
 class InMemoryData(LightningDataModule):
     """Labelled samples in memory as uint8, seen batch by batch.
@@ -38,12 +41,12 @@ class InMemoryData(LightningDataModule):
 
     Args:
         batch_size: samples in a batch over all devices together, whatever their number.
-        train_size: train on so many samples, a seeded subset; when not given, on all that are not held out.
+        train_size: train on a seeded subset of so many; when not given, on all not held out.
         test_size: likewise for testing; all when not given.
         validation_size: held out of the training samples for watching, of each class its proportion: a count, or a
             fraction of the training set; 0 for none.
-        subset: of each class in `train_size` and `test_size`: `balanced` takes as many of each, and all of a class that
-            has fewer; `proportional` takes its share of the set.
+        subset: of `train_size` and `test_size`: `balanced` has equal counts of the classes, as far as each goes;
+            `proportional` has their shares of the set.
         seed: what splits and subsets are drawn from.
         partition: fractions of the training samples, as [0.7, 0.2, 0.1]: each device trains on a fixed share of its
             own. A batch is still of `batch_size` samples over all devices, of each in proportion, and an update still
@@ -126,6 +129,45 @@ class InMemoryData(LightningDataModule):
         """Counts of samples: train, validation, test."""
         return {part: len(self.split(part).labels) for part in ("train", "validation", "test")}
 
+    def used(self, trainer: Trainer) -> dict[str, int]:
+        """`sizes` under a Trainer's `limit_train_batches` (samples of an epoch), `limit_val_batches` and so on.
+
+        Raises:
+            BadInput: a limit leaves nothing to train on or to test.
+        """
+        kept = {part: self._kept(part, trainer) for part in LIMITS}
+        for part in ("train", "test"):
+            if not kept[part]:
+                raise BadInput(f"trainer.{LIMITS[part]}", getattr(trainer, LIMITS[part]), "at least one batch")
+        return {
+            part: size if kept[part] == self._count(part) else self._size(part, kept[part])
+            for part, size in self.sizes.items()
+        }
+
+    def _count(self, part: str) -> int:
+        """Samples that all batches of a part have together."""
+        samples = len(self.split(part).labels)
+        return len(self._order(samples)) if part == "train" else samples
+
+    def _kept(self, part: str, trainer: Trainer | None) -> int:
+        """Those that the batches have which a Trainer's limit leaves: an int counts them, a float is a fraction."""
+        count, limit = self._count(part), getattr(trainer, LIMITS[part], 1.0)
+        size = self.batch_size if part == "train" else self.evaluation_batch_size
+        whole = math.ceil(count / size)
+        batches = min(whole, limit) if isinstance(limit, int) else int(whole * limit)
+        if whole and limit and not batches:
+            raise BadInput(f"trainer.{LIMITS[part]}", limit, f"at least {1 / whole:.3g}, as there are {whole} batches")
+        return min(batches * size, count)
+
+    def _size(self, part: str, kept: int) -> int:
+        """What `sizes` counts, of so many samples that a limit leaves."""
+        return kept
+
+    @property
+    def evaluation_batch_size(self) -> int:
+        """Samples that are evaluated at a time."""
+        return self.batch_size
+
     @property
     def num_classes(self) -> int:
         """The number of classes."""
@@ -169,11 +211,18 @@ class InMemoryData(LightningDataModule):
         return ChunkLoader(self._resident("train"), self.batch_size, rank, replicas)
 
     def val_dataloader(self) -> ChunkLoader | NoLoaders:
-        """The held-out samples, each exactly once; no loader when there are none."""
+        """The held-out samples, each exactly once; no loader when there are none.
+
+        What is said of a limit in `test_dataloader` holds here, too.
+        """
         return self._chunks("validation") if self.sizes["validation"] else NoLoaders()
 
     def test_dataloader(self) -> ChunkLoader:
-        """The test samples, each exactly once."""
+        """The test samples, each exactly once.
+
+        A Trainer's `limit_test_batches` is of batches as one device has them, whatever the number of devices, and takes
+        the first samples of a seeded order.
+        """
         return self._chunks("test")
 
     def check_replicas(self, replicas: int, exact: int | None = None) -> None:
@@ -183,7 +232,17 @@ class InMemoryData(LightningDataModule):
             raise BadInput("data.batch_size", self.batch_size, f"at least {replicas}, one sample for each device")
 
     def _chunks(self, part: str) -> ChunkLoader:
-        return ChunkLoader(self._resident(part), self.batch_size, *self._place())
+        samples, size, kept = self._resident(part), self.evaluation_batch_size, self._kept(part, self.trainer)
+        if kept == len(samples.labels):
+            return ChunkLoader(samples, size, *self._place())
+        if isinstance(getattr(self.trainer, LIMITS[part]), float):  # it would be taken of this rank's batches once more
+            setattr(self.trainer, LIMITS[part], math.ceil(kept / size))
+        index = self._chosen(part, kept).to(samples.labels.device)
+        return ChunkLoader(samples.take(index), size, *self._place(), index)
+
+    def _chosen(self, part: str, kept: int) -> Tensor:
+        """(kept,) int64, sorted, the samples that are evaluated under a limit."""
+        return keyed.permutation(len(self.split(part).labels), keyed.fold(self.seed, 4))[:kept].sort().values
 
     def _place(self) -> tuple[int, int]:
         """Rank and number of those that share a batch: under a pipeline that is not the world size."""
