@@ -1,6 +1,7 @@
 """The base of all data modules: splits, and loaders whose batches are global."""
 
 import math
+import os
 import sys
 from typing import Any, cast
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from apprentice import job, keyed
 from apprentice.batch import Batch
 from apprentice.errors import BadInput
+from apprentice.files import is_utf8
 from datamodules.loaders import ChunkLoader, NoLoaders, TrainLoader
 from datamodules.sampling import EpochOrder, PartitionedOrder
 from datamodules.splits import (
@@ -105,6 +107,9 @@ class InMemoryData(LightningDataModule):
         if self._splits:
             return
         training, testing = self.read()
+        for name in self.class_names:
+            if not is_utf8(name):
+                raise BadInput("data", self.name, f"classes named in UTF-8; {os.fsencode(name)!r} is not")
         sizes = self.train_size, self.validation_size
         train, validation = train_and_validation(training.labels, *sizes, self.seed, self.subset)
         test = tested(testing.labels, self.test_size, self.seed, self.subset)
