@@ -74,3 +74,8 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def is_utf8(text: str) -> bool:
+    """Whether a text can be written; a file's name may have other bytes, for which Python has surrogates."""
+    return text.encode(errors="replace").decode() == text

@@ -40,16 +40,19 @@ def describe(out: Path, command: cli.Parser, config: Namespace) -> None:
         write_json(out / "environment.json", environment.hardware() | environment.versions())
 
 
-def header(experiment: str, data: Any, settings: dict[str, Any], seeds: Sequence[int]) -> dict[str, Any]:
+def header(
+    experiment: str, data: Any, used: dict[str, int], settings: dict[str, Any], seeds: Sequence[int]
+) -> dict[str, Any]:
     """How results.json begins.
 
     Args:
         experiment: its name.
         data: the data module, set up.
+        used: counts of its samples that are trained on, validated and tested, as its `used` gives them.
         settings: the configuration, plain.
         seeds: the training seeds.
     """
     return {
-        "experiment": experiment, "data": {"name": data.name, **data.sizes}, "hardware": environment.hardware(),
+        "experiment": experiment, "data": {"name": data.name, **used}, "hardware": environment.hardware(),
         "versions": environment.versions(), "config": settings, "seeds": list(seeds),
     }  # fmt: skip

@@ -14,6 +14,7 @@ SETTINGS = (
     *("teacher", "teacher_ckpt", "student", "optimizer", "scheduler", "net", "model"),
     *("data.batch_size", "data.augment", "data.seed"),
     *("trainer.max_epochs", "trainer.max_steps", "trainer.precision", "trainer.strategy", "trainer.devices", "exact"),
+    *("trainer.limit_train_batches", "trainer.limit_val_batches", "trainer.limit_test_batches"),
 )
 
 

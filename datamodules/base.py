@@ -1,17 +1,32 @@
 """The base of all data modules: splits, and loaders whose batches are global."""
 
+import math
+import os
+import sys
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import LightningDataModule, Trainer
 from torch import Tensor
 
-from apprentice import keyed
+from apprentice import job, keyed
 from apprentice.batch import Batch
 from apprentice.errors import BadInput
+from apprentice.files import is_utf8
 from datamodules.loaders import ChunkLoader, NoLoaders, TrainLoader
 from datamodules.sampling import EpochOrder, PartitionedOrder
-from datamodules.splits import Samples, Source, check_partition, check_sizes, tested, train_and_validation
+from datamodules.splits import (
+    Samples,
+    Source,
+    Subset,
+    check_partition,
+    check_sizes,
+    tested,
+    train_and_validation,
+    unequal_counts,
+)  # fmt: skip
+
+LIMITS = {"train": "limit_train_batches", "validation": "limit_val_batches", "test": "limit_test_batches"}
 
 
 class InMemoryData(LightningDataModule):
@@ -28,11 +43,12 @@ class InMemoryData(LightningDataModule):
 
     Args:
         batch_size: samples in a batch over all devices together, whatever their number.
-        train_size: train on so many samples, a seeded subset with the classes in balance; when not given, on all that
-            are not held out.
+        train_size: train on a seeded subset of so many; when not given, on all not held out.
         test_size: likewise for testing; all when not given.
-        validation_size: held out of the training samples for watching: a count, or a fraction of the training set;
-            0 for none.
+        validation_size: held out of the training samples for watching, of each class its proportion: a count, or a
+            fraction of the training set; 0 for none.
+        subset: of `train_size` and `test_size`: `balanced` has equal counts of the classes, as far as each goes;
+            `proportional` has their shares of the set.
         seed: what splits and subsets are drawn from.
         partition: fractions of the training samples, as [0.7, 0.2, 0.1]: each device trains on a fixed share of its
             own. A batch is still of `batch_size` samples over all devices, of each in proportion, and an update still
@@ -54,16 +70,17 @@ class InMemoryData(LightningDataModule):
         train_size: int | None = None,
         test_size: int | None = None,
         validation_size: int | float = 0.1,  # noqa: PYI041 - a count or a fraction: the command line must keep them apart
+        subset: Subset = "balanced",
         seed: int = 0,
         partition: list[float] | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(batch_size, int) or batch_size < 1:
             raise BadInput("data.batch_size", batch_size, "a whole number of at least 1")
-        check_sizes(train_size, test_size, validation_size)
+        check_sizes(train_size, test_size, validation_size, subset)
         check_partition(partition)
         self.batch_size, self.train_size, self.test_size = batch_size, train_size, test_size
-        self.validation_size, self.seed, self.partition = validation_size, seed, partition
+        self.validation_size, self.subset, self.seed, self.partition = validation_size, subset, seed, partition
         self.name = type(self).__name__
         self.order_seed = 0
         self._splits: dict[str, Samples] = {}
@@ -83,18 +100,27 @@ class InMemoryData(LightningDataModule):
         """Raise BadInput when so many samples would not fit in memory; sets of known size need not."""
 
     def setup(self, stage: str | None = None) -> None:
-        """Read the data, once: later calls, in a forked rank too, cost nothing."""
+        """Read the data, once: later calls, in a forked rank too, cost nothing.
+
+        Counts of classes are told where they are unequal.
+        """
         if self._splits:
             return
         training, testing = self.read()
-        train, validation = train_and_validation(training.labels, self.train_size, self.validation_size, self.seed)
-        test = tested(testing.labels, self.test_size, self.seed)
+        for name in self.class_names:
+            if not is_utf8(name):
+                raise BadInput("data", self.name, f"classes named in UTF-8; {os.fsencode(name)!r} is not")
+        sizes = self.train_size, self.validation_size
+        train, validation = train_and_validation(training.labels, *sizes, self.seed, self.subset)
+        test = tested(testing.labels, self.test_size, self.seed, self.subset)
         self.check_fits(len(train) + len(validation) + len(test))
         self._splits = {
             "train": training.take(train),
             "validation": training.take(validation),
             "test": testing.take(test),
         }
+        if (counts := unequal_counts(self._splits["train"].labels, self.class_names)) and job.is_main_process():
+            sys.stderr.write(f"{self.name}: training samples of a class: {counts}\n")
 
     def split(self, part: str) -> Samples:
         """The samples of `train`, `validation` or `test`, in memory; read first if need be, as in a notebook."""
@@ -107,6 +133,45 @@ class InMemoryData(LightningDataModule):
     def sizes(self) -> dict[str, int]:
         """Counts of samples: train, validation, test."""
         return {part: len(self.split(part).labels) for part in ("train", "validation", "test")}
+
+    def used(self, trainer: Trainer) -> dict[str, int]:
+        """`sizes` under a Trainer's `limit_train_batches` (samples of an epoch), `limit_val_batches` and so on.
+
+        Raises:
+            BadInput: a limit leaves nothing to train on or to test.
+        """
+        kept = {part: self._kept(part, trainer) for part in LIMITS}
+        for part in ("train", "test"):
+            if not kept[part]:
+                raise BadInput(f"trainer.{LIMITS[part]}", getattr(trainer, LIMITS[part]), "at least one batch")
+        return {
+            part: size if kept[part] == self._count(part) else self._size(part, kept[part])
+            for part, size in self.sizes.items()
+        }
+
+    def _count(self, part: str) -> int:
+        """Samples that all batches of a part have together."""
+        samples = len(self.split(part).labels)
+        return len(self._order(samples)) if part == "train" else samples
+
+    def _kept(self, part: str, trainer: Trainer | None) -> int:
+        """Those that the batches have which a Trainer's limit leaves: an int counts them, a float is a fraction."""
+        count, limit = self._count(part), getattr(trainer, LIMITS[part], 1.0)
+        size = self.batch_size if part == "train" else self.evaluation_batch_size
+        whole = math.ceil(count / size)
+        batches = min(whole, limit) if isinstance(limit, int) else int(whole * limit)
+        if whole and limit and not batches:
+            raise BadInput(f"trainer.{LIMITS[part]}", limit, f"at least {1 / whole:.3g}, as there are {whole} batches")
+        return min(batches * size, count)
+
+    def _size(self, part: str, kept: int) -> int:
+        """What `sizes` counts, of so many samples that a limit leaves."""
+        return kept
+
+    @property
+    def evaluation_batch_size(self) -> int:
+        """Samples that are evaluated at a time."""
+        return self.batch_size
 
     @property
     def num_classes(self) -> int:
@@ -151,11 +216,18 @@ class InMemoryData(LightningDataModule):
         return ChunkLoader(self._resident("train"), self.batch_size, rank, replicas)
 
     def val_dataloader(self) -> ChunkLoader | NoLoaders:
-        """The held-out samples, each exactly once; no loader when there are none."""
+        """The held-out samples, each exactly once; no loader when there are none.
+
+        What is said of a limit in `test_dataloader` holds here, too.
+        """
         return self._chunks("validation") if self.sizes["validation"] else NoLoaders()
 
     def test_dataloader(self) -> ChunkLoader:
-        """The test samples, each exactly once."""
+        """The test samples, each exactly once.
+
+        A Trainer's `limit_test_batches` is of batches as one device has them, whatever the number of devices, and takes
+        the first samples of a seeded order.
+        """
         return self._chunks("test")
 
     def check_replicas(self, replicas: int, exact: int | None = None) -> None:
@@ -165,7 +237,17 @@ class InMemoryData(LightningDataModule):
             raise BadInput("data.batch_size", self.batch_size, f"at least {replicas}, one sample for each device")
 
     def _chunks(self, part: str) -> ChunkLoader:
-        return ChunkLoader(self._resident(part), self.batch_size, *self._place())
+        samples, size, kept = self._resident(part), self.evaluation_batch_size, self._kept(part, self.trainer)
+        if kept == len(samples.labels):
+            return ChunkLoader(samples, size, *self._place())
+        if isinstance(getattr(self.trainer, LIMITS[part]), float):  # it would be taken of this rank's batches once more
+            setattr(self.trainer, LIMITS[part], math.ceil(kept / size))
+        index = self._chosen(part, kept).to(samples.labels.device)
+        return ChunkLoader(samples.take(index), size, *self._place(), index)
+
+    def _chosen(self, part: str, kept: int) -> Tensor:
+        """(kept,) int64, sorted, the samples that are evaluated under a limit."""
+        return keyed.permutation(len(self.split(part).labels), keyed.fold(self.seed, 4))[:kept].sort().values
 
     def _place(self) -> tuple[int, int]:
         """Rank and number of those that share a batch: under a pipeline that is not the world size."""

@@ -1,6 +1,8 @@
 """A folder of the user's own images, decoded once and kept in memory."""
 
 import os
+import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -9,11 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
-from torchvision.datasets.folder import IMG_EXTENSIONS
+from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 from torchvision.transforms import functional as transforms
 
+from apprentice import job
 from apprentice.errors import BadInput
 from datamodules import memory
 from datamodules.images import ImageData
@@ -57,19 +60,21 @@ class Files(NamedTuple):
         return Split(images, self.labels[chosen])
 
     def open(self, path: Path) -> Image.Image:
-        """One image, decoded, in RGB, its short side resized and its middle cut out if a size is wanted."""
+        """One image, decoded, upright, in RGB, its short side resized and its middle cut out if a size is wanted."""
         with readable(path) as image:
-            colours = image.convert("RGB")
+            upright = ImageOps.exif_transpose(image)
+        colours = in_rgb(upright, path)
         if self.image_size is None or colours.size == (self.image_size, self.image_size):
             return colours
         return transforms.center_crop(transforms.resize(colours, self.image_size), [self.image_size])
 
     def size(self) -> tuple[int, int]:
-        """(H, W) of the images in memory; no image is decoded for it."""
+        """(H, W) of the images in memory."""
         if self.image_size is not None:
             return self.image_size, self.image_size
         with readable(self.first) as image:
-            return image.height, image.width
+            upright = ImageOps.exif_transpose(image)
+        return upright.height, upright.width
 
     def is_large(self) -> bool:
         """Whether decoding is worth a pool of threads."""
@@ -87,8 +92,26 @@ def readable(path: Path) -> Iterator[Image.Image]:
         raise BadInput("data.root", path, f"an image that can be read ({error})") from error
 
 
+def in_rgb(image: Image.Image, path: Path) -> Image.Image:
+    """The image in RGB; 16 bits of grey, and floats from 0 to 1, are scaled to 8 bits, which PIL would cut off.
+
+    Raises:
+        BadInput: it has other numbers, whose range is unknown; `path` is named.
+    """
+    if image.mode != "F" and not image.mode.startswith("I"):
+        return image.convert("RGB")
+    values, white = np.asarray(image, np.float64), 1 if image.mode == "F" else 2**16 - 1
+    if not 0 <= values.min() <= values.max() <= white:
+        found = f"this one has {values.min():g} to {values.max():g}"
+        raise BadInput("data.root", path, f"an image of 8 or 16 bits a channel, or floats from 0 to 1; {found}")
+    return Image.fromarray((values * 255 / white).round().astype(np.uint8)).convert("RGB")
+
+
 class ImageFolder(ImageData):
-    """Images in `root/train/<class>/*` and `root/test/<class>/*`, as RGB; of a subset only the chosen ones are decoded.
+    """Images in `root/train/<class>/` and `root/test/<class>/`, as RGB; of a subset only the chosen ones are decoded.
+
+    Folders in those of the classes are searched too, as torchvision does. Hidden files and folders and those that are
+    no images are left out, and counted in a line. Images are turned upright by their EXIF tags.
 
     Args:
         root: the folder.
@@ -123,17 +146,23 @@ class ImageFolder(ImageData):
 
     def read(self) -> tuple[Files, Files]:
         """List the files; nothing is decoded yet."""
-        names = {part: self._classes(part) for part in ("train", "test")}
+        skipped = Counter[str]()
+        names = {part: self._classes(part, skipped) for part in ("train", "test")}
         for name in sorted(set(names["train"]) ^ set(names["test"])):
             there, missing = ("train", "test") if name in names["train"] else ("test", "train")
             raise BadInput(
                 "data.root", self.root, f"the same classes in train/ and test/; {there}/{name} is not in {missing}/"
             )
+        if len(names["train"]) < 2:
+            raise BadInput("data.root", self.root, f"at least 2 classes; there is one, {names['train'][0]}")
         self.class_names = tuple(names["train"])
-        paths, labels = self._files("train")
+        paths, labels = self._files("train", skipped)
         train = Files(paths, labels, self.image_size, paths[0])
-        test = Files(*self._files("test"), self.image_size, paths[0])
+        test = Files(*self._files("test", skipped), self.image_size, paths[0])
         self.input_shape = (3, *train.size())
+        if skipped and job.is_main_process():
+            counts = ", ".join(f"{count} {kind}" for kind, count in sorted(skipped.items()))
+            sys.stderr.write(f"{self.name}: skipped in {self.root}: {counts}\n")
         return train, test
 
     def check_fits(self, count: int) -> None:
@@ -148,34 +177,50 @@ class ImageFolder(ImageData):
                 "give a smaller --data.image_size, --data.train_size or --data.test_size",
             )  # fmt: skip
 
-    def _classes(self, part: str) -> list[str]:
+    def _classes(self, part: str, skipped: Counter[str]) -> list[str]:
         folder = self.root / part
         if not folder.is_dir():
             raise BadInput("data.root", self.root, f"train/<class>/* and test/<class>/*; {folder} is not there")
-        names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+        found = sorted(folder.iterdir())
+        names = [path.name for path in found if path.is_dir() and not path.name.startswith(".")]
+        skipped.update(_kind(path.relative_to(folder)) for path in found if path.name not in names)
         if not names:
             raise BadInput(
                 "data.root", self.root, f"train/<class>/* and test/<class>/*; {folder} holds no class folders"
             )
         return names
 
-    def _files(self, part: str) -> tuple[list[Path], Tensor]:
-        paths, labels = [], []
-        for label, name in enumerate(self.class_names):
-            folder = self.root / part / name
-            found = sorted(
-                path for path in folder.iterdir()
-                if path.suffix.lower() in IMG_EXTENSIONS and not path.name.startswith(".")
-            )  # fmt: skip
-            if not found:
+    def _files(self, part: str, skipped: Counter[str]) -> tuple[list[Path], Tensor]:
+        folder = self.root / part
+
+        def is_image(file: str) -> bool:
+            path = Path(file).relative_to(folder)
+            taken = path.suffix.lower() in IMG_EXTENSIONS and not _hidden(path)
+            skipped.update([] if taken else [_kind(path)])
+            return taken
+
+        numbers = {name: label for label, name in enumerate(self.class_names)}
+        samples = make_dataset(folder, numbers, is_valid_file=is_image, allow_empty=True)
+        labels = torch.tensor([label for _, label in samples])
+        for name, label in numbers.items():
+            if label not in labels:
                 raise BadInput(
                     "data.root",
                     self.root,
-                    f"images in each class folder; {folder} holds none ({', '.join(IMG_EXTENSIONS)})",
+                    f"images in each class folder; {folder / name} holds none ({', '.join(IMG_EXTENSIONS)})",
                 )
-            paths += found
-            labels += [label] * len(found)
-        return paths, torch.tensor(labels)
+        return [Path(path) for path, _ in samples], labels
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _kind(path: Path) -> str:
+    """What a file or folder is that is no image of a class."""
+    if _hidden(path):
+        return "hidden"
+    return "outside a class" if len(path.parts) == 1 else path.suffix.lower() or "without an extension"
 
 
 def _exhaust(work: Iterable[None]) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import torch
 from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor
 
 from apprentice.batch import Batch
 from datamodules.sampling import EpochOrder
@@ -63,17 +64,26 @@ class ChunkLoader:
     of them. Each sample is visited exactly once. Every rank gets the same number of batches, the last perhaps empty. A
     batch stands for itself: `replicas` is 1, `count` its rows (1 for an empty one: its mean is a sum of nothing, so 0),
     `step` 0.
+
+    Args:
+        split: the samples, on the device where batches are wanted.
+        batch_size: samples in a chunk.
+        rank: of this process among those that are dealt to.
+        replicas: how many are.
+        index: (n,) int64, the samples' places in their data set, there too; when not given, they are the whole of it.
     """
 
-    def __init__(self, split: Samples, batch_size: int, rank: int = 0, replicas: int = 1) -> None:
-        self.split, self.batch_size, self.rank, self.replicas = split, batch_size, rank, replicas
+    def __init__(
+        self, split: Samples, batch_size: int, rank: int = 0, replicas: int = 1, index: Tensor | None = None
+    ) -> None:
+        self.split, self.batch_size, self.rank, self.replicas, self.index = split, batch_size, rank, replicas, index
 
     def __len__(self) -> int:
         return math.ceil(len(self.split.labels) / (self.batch_size * self.replicas))
 
     def __iter__(self) -> Iterator[Batch]:
-        index = torch.arange(len(self.split.labels), device=self.split.labels.device)
-        rows = index[: self.batch_size]
+        places = torch.arange(len(self.split.labels), device=self.split.labels.device)
+        rows, index = places[: self.batch_size], places if self.index is None else self.index
         for deal in range(len(self)):
             start = (deal * self.replicas + self.rank) * self.batch_size
             chunk = slice(start, start + self.batch_size)

@@ -1,8 +1,8 @@
-"""Which samples train, which are held out for watching, which are tested: class-balanced, seeded, disjoint."""
+"""Which samples train, which are held out for watching, which are tested: seeded, disjoint, by class."""
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ from apprentice import keyed
 from apprentice.errors import BadInput
 
 ROUNDING = 1e-6  # by which fractions may miss 1
+LISTED = 12  # classes whose counts are told one by one
+Subset = Literal["balanced", "proportional"]
 
 
 class Samples(Protocol):
@@ -62,18 +64,67 @@ def balanced_subset(labels: Tensor, size: int, key: int) -> Tensor:
 
     Classes take turns in giving a random sample each, so a smaller subset of the same key lies within a larger one.
     """
+    order, turn, _ = _shuffled(labels, key)
+    return order[turn.argsort(stable=True)[:size]].sort().values
+
+
+def proportional_subset(labels: Tensor, size: int, key: int) -> Tensor:
+    """(size,) int64, sorted places in `labels`; each class gives its proportion, rounded down or up at random.
+
+    Each class keeps a sample for as long as there are others to take. Where equal counts are within a sample of all
+    proportions, the classes take turns as in `balanced_subset`.
+    """
+    order, turn, counts = _shuffled(labels, key)
+    classes = labels[order]
+    proportion = counts.double() * size / max(len(labels), 1)
+    equal = size / max(int(counts.count_nonzero()), 1)
+    if (proportion - equal)[counts > 0].abs().lt(1).all():
+        proportion.zero_()
+    given = proportion.floor().long()
+    rank = (turn - given[classes]).clamp(min=-1)  # -1: what a class gives at least; beyond that, classes take turns
+    rank[turn == counts[classes] - 1] = len(labels)
+    return order[rank.argsort(stable=True)[:size]].sort().values
+
+
+def _shuffled(labels: Tensor, key: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A random order (n,), how many of its class come before each sample there (n,), and the classes' counts (C,)."""
     order = keyed.permutation(len(labels), key)
     shuffled = labels[order]
     by_class = shuffled.argsort(stable=True)
     counts = shuffled.bincount()
     start = counts.cumsum(0) - counts
-    turn = torch.empty_like(order)  # how many of its class come before this sample
+    turn = torch.empty_like(order)
     turn[by_class] = torch.arange(len(order)) - start[shuffled[by_class]]
-    return order[turn.argsort(stable=True)[:size]].sort().values
+    return order, turn, counts
 
 
-def check_sizes(train_size: int | None, test_size: int | None, validation_size: float) -> None:
+def without(places: Tensor, size: int) -> Tensor:
+    """The places below `size` that are not among these, sorted."""
+    others = torch.ones(size, dtype=torch.bool)
+    others[places] = False
+    return others.nonzero().flatten()
+
+
+def unequal_counts(labels: Tensor, class_names: Sequence[str]) -> str:
+    """The classes' counts in words, empty where they differ by no more than one or a tenth.
+
+    Args:
+        labels: (n,) int64.
+        class_names: in the order of the labels.
+    """
+    counts = labels.bincount(minlength=len(class_names)).tolist()
+    least, most = min(counts), max(counts)
+    if most - least <= max(1, least / 10):
+        return ""
+    if len(counts) <= LISTED:
+        return ", ".join(f"{name} {count}" for name, count in zip(class_names, counts, strict=True))
+    return f"from {least} ({class_names[counts.index(least)]}) to {most} ({class_names[counts.index(most)]})"
+
+
+def check_sizes(train_size: int | None, test_size: int | None, validation_size: float, subset: Subset) -> None:
     """Raise BadInput for sizes that no data set could have."""
+    if subset not in get_args(Subset):
+        raise BadInput("data.subset", subset, " or ".join(get_args(Subset)))
     for flag, size in (("data.train_size", train_size), ("data.test_size", test_size)):
         if size is not None and (not isinstance(size, int) or size < 1):
             raise BadInput(flag, size, "a whole number of at least 1, or nothing for all samples")
@@ -107,42 +158,51 @@ def held_out(validation_size: float, size: int) -> int:
 
 
 def train_and_validation(
-    labels: Tensor, train_size: int | None, validation_size: float, seed: int
+    labels: Tensor, train_size: int | None, validation_size: float, seed: int, subset: Subset
 ) -> tuple[Tensor, Tensor]:
-    """Places in `labels` that train and that are held out, each sorted, class-balanced, and disjoint.
+    """Places in `labels` that train and that are held out, each sorted, and disjoint.
 
-    The held-out samples are drawn first: when their number is given as a count they are the same for any `train_size`.
+    The held-out samples are drawn first, of each class its proportion: when their number is given as a count they are
+    the same for any `train_size`. At least one sample of each class trains.
 
     Raises:
-        BadInput: there are not so many samples.
+        BadInput: there are not so many samples, or a class would have none to train on.
     """
-    available = len(labels)
+    available, classes = len(labels), len(labels.unique())
     count = held_out(validation_size, available if train_size is None else train_size)
-    if count >= available and (train_size is None or isinstance(validation_size, int)):
+    if count > available - classes and (train_size is None or isinstance(validation_size, int)):
         raise BadInput(
-            "data.validation_size", validation_size, f"fewer than the {available} training samples there are"
-        )
+            "data.validation_size", validation_size,
+            f"at most {available - classes} of the {available} training samples, as one of each class has to train",
+        )  # fmt: skip
+    if train_size is not None and train_size < classes:
+        raise BadInput("data.train_size", train_size, f"at least {classes}, one sample of each class")
     if train_size is not None and train_size + count > available:
         largest = next(n for n in range(available, -1, -1) if n + held_out(validation_size, n) <= available)
         raise BadInput(
             "data.train_size", train_size,
             f"at most {largest} of the {available} training samples, as --data.validation_size is {validation_size}",
         )  # fmt: skip
-    validation = balanced_subset(labels, count, keyed.fold(seed, 0))
-    rest = torch.ones(available, dtype=torch.bool)
-    rest[validation] = False
-    train = rest.nonzero().flatten()
+    validation = proportional_subset(labels, count, keyed.fold(seed, 0))
+    train = without(validation, available)
     if train_size is not None:
-        train = train[balanced_subset(labels[train], train_size, keyed.fold(seed, 1))]
+        train = train[chosen(labels[train], train_size, keyed.fold(seed, 1), subset)]
     return train, validation
 
 
-def tested(labels: Tensor, test_size: int | None, seed: int) -> Tensor:
-    """Places in `labels` that are tested, sorted and class-balanced; all for None.
+def tested(labels: Tensor, test_size: int | None, seed: int, subset: Subset) -> Tensor:
+    """Places in `labels` that are tested, sorted; all for None.
 
     Raises:
         BadInput: there are not so many samples.
     """
     if test_size is not None and test_size > len(labels):
         raise BadInput("data.test_size", test_size, f"at most {len(labels)}, the test samples there are")
-    return balanced_subset(labels, len(labels) if test_size is None else test_size, keyed.fold(seed, 2))
+    return chosen(labels, len(labels) if test_size is None else test_size, keyed.fold(seed, 2), subset)
+
+
+def chosen(labels: Tensor, size: int, key: int, subset: Subset) -> Tensor:
+    """(size,) int64, sorted places in `labels`, of each class as many as `subset` says, and one where that can be."""
+    if subset == "balanced":
+        return balanced_subset(labels, size, key)
+    return without(proportional_subset(labels, len(labels) - size, key), len(labels))

@@ -10,7 +10,6 @@ from torch import Tensor
 from apprentice import keyed
 from apprentice.errors import BadInput
 from datamodules.base import InMemoryData
-from datamodules.loaders import ChunkLoader
 from datamodules.memory import available_bytes
 from datamodules.sampling import EpochOrder
 from datamodules.splits import Split
@@ -161,6 +160,12 @@ class Text(InMemoryData):
         held_out = int((self.split("test").labels != IGNORED).sum())
         return {"train": len(cast("Windows", self.split("train")).text), "validation": held_out, "test": held_out}
 
+    def _size(self, part: str, kept: int) -> int:
+        """Tokens of so many blocks."""
+        if part == "train":
+            return kept * self.block_size
+        return int((self.split(part).labels[self._chosen(part, kept)] != IGNORED).sum())
+
     @property
     def num_classes(self) -> int:
         """The size of the vocabulary."""
@@ -180,8 +185,10 @@ class Text(InMemoryData):
     def _order(self, size: int) -> EpochOrder:
         return BlockOrder(size + self.block_size, self.block_size, self.order_seed, self._position)
 
-    def _chunks(self, part: str) -> ChunkLoader:
-        return ChunkLoader(self._resident(part), max(EVALUATED // self.block_size, 1), *self._place())
+    @property
+    def evaluation_batch_size(self) -> int:
+        """Blocks that are evaluated at a time."""
+        return max(EVALUATED // self.block_size, 1)
 
     def normalize(self, inputs: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Stored tokens (B, T) as embeddings take them: int64, whatever the module's type."""

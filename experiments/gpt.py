@@ -96,6 +96,7 @@ class Wiring:
 
     def __init__(self, config: Namespace, data: datamodules.Text, trainer: MakeTrainer) -> None:
         self.config, self.data, self.trainer = config, data, trainer
+        self.used: dict[str, int] = {}
 
     def module(self, seed: int) -> tuple[LitLanguageModel, dict[str, Contestant]]:
         """The module, its net's first weights from the seed alone, and how to rebuild that."""
@@ -114,6 +115,7 @@ class Wiring:
         trainer = self.trainer()
         place = trainer.distributed_sampler_kwargs or {"num_replicas": 1}
         self.data.check_replicas(place["num_replicas"], self.config.exact)
+        self.used = self.data.used(trainer)
         if self.config.compile and isinstance(trainer.strategy, NOT_COMPILED):
             expected = "false with this --trainer.strategy, under which the net is not called as a whole"
             raise BadInput("compile", True, expected)
@@ -151,7 +153,7 @@ def run(config: Namespace, wiring: Wiring, out: Path, settings: dict[str, Any]) 
         texts[str(seed)] = written(folder, wiring.data.vocabulary.start, config)
         if tensorboard:
             log_text(folder, "sample", "\n\n".join(texts[str(seed)]))
-    results = invocation.header(NAME, wiring.data, settings, config.seeds) | {
+    results = invocation.header(NAME, wiring.data, wiring.used, settings, config.seeds) | {
         "metric": {"name": BITS.name, "higher_is_better": False},
         "runs": [stage["runs"][NAME] | {"fit_seconds": stage["fit_seconds"]} for stage in stages],
         "samples": texts,

@@ -89,6 +89,7 @@ class Wiring:
         self.shape = {"input_shape": data.input_shape, "num_classes": data.num_classes}
         self.dtype = data.example.dtype
         self.logits_shape = (data.num_classes,)
+        self.used: dict[str, int] = {}
         self.learning: dict[str, Any] = {"optimizer": cli.factory(config.optimizer, "optimizer")}
         if data.tokens_per_character is not None:
             self.metric, self.logits_shape = BITS, (*data.input_shape, data.num_classes)
@@ -131,6 +132,7 @@ class Wiring:
         trainer = self.trainer()
         place = trainer.distributed_sampler_kwargs or {"num_replicas": 1}
         data.check_replicas(place["num_replicas"], self.config.exact)
+        self.used = data.used(trainer)
         for key in ("teacher", "student"):
             self.check_net(key, data.example, trainer.strategy)
         for seed in self.config.seeds[1:] if "{seed}" in (self.config.teacher_ckpt or "") else ():
@@ -168,7 +170,7 @@ def run(config: Namespace, wiring: Wiring, data: Any, out: Path, settings: dict[
         students.append(bake_off.stage(seed, "students", partial(wiring.taught, seed, out / f"seed{seed}" / "teacher")))
     if not job.is_main_process():
         return
-    header = invocation.header("kd", data, settings, config.seeds)
+    header = invocation.header("kd", data, wiring.used, settings, config.seeds)
     taught = [{**stage["runs"]["teacher"], "fit_seconds": stage["fit_seconds"]} for stage in teachers]
     learned = {name: [stage["runs"][name] for stage in students] for name in wiring.variants}
     seconds = [stage["fit_seconds"] for stage in students]

@@ -73,6 +73,7 @@ class Wiring:
         self.config, self.data, self.trainer, self.seed = config, data, trainer, config.seeds[0]
         self.latency, self.flag = cli.build(config.latency, "latency"), "student" if config.run is None else "run"
         self.checked: Quantized | None = None
+        self.used: dict[str, int] = {}
         self.shape = {"input_shape": data.input_shape, "num_classes": data.num_classes}
         self.fits = {"every": config.checkpoint_every, "tensorboard": config.trainer.init_args["logger"] is not False}
 
@@ -151,6 +152,10 @@ class Wiring:
             raise BadInput("student", config.student.name, "it left out: --run has the student")
         if (every := chosen["check_val_every_n_epoch"]) != 1:
             raise BadInput("trainer.check_val_every_n_epoch", every, "it left out; --evaluate_every says it")
+        if (limit := chosen["limit_test_batches"]) is not None:
+            raise BadInput(
+                "trainer.limit_test_batches", limit, "it left out, or --data.test_size; all formats are tested alike"
+            )
         epochs = chosen["max_epochs"]
         if epochs is not None and 0 <= epochs < config.evaluate_every:
             raise BadInput("evaluate_every", config.evaluate_every, f"at most --trainer.max_epochs, {epochs}")
@@ -158,6 +163,7 @@ class Wiring:
         if not (forked or isinstance(strategy, SingleDeviceStrategy)):
             raise BadInput("trainer.strategy", type(strategy).__name__, "ddp, or a single device")
         self.data.check_replicas(trainer.world_size)
+        self.used = self.data.used(trainer)
         if config.run is None:
             net, value = self.fresh()[0].net, config.student.name
             nets.check_same_start(net, self.fresh()[0].net, "student")
@@ -214,6 +220,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             kept = None
             if job.is_main_process():
                 kept = Kept("quantize", "format", out, command, config, threads=wiring.latency.used)
+                kept.header["data"] = {"name": data.name, **wiring.used}
                 kept.header["versions"] = environment.versions(*EXTRA[1:], *formats.EXTRA[1:])
             run(wiring, kept, out)
 

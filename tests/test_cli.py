@@ -140,6 +140,22 @@ def test_lines(kd, line, expected):
     assert short == expected
 
 
+@pytest.mark.parametrize("option", ["limit_train_batches", "limit_val_batches", "limit_test_batches"])
+def test_one_batch_is_a_count_and_one_of_all_a_fraction(kd, tmp_path, option):
+    for given in ("1", "1.0", "0", "7", "0.5"):
+        config = parse(kd, f"--trainer.{option} {given}")
+        kd.save(config, tmp_path / "config.yaml")
+        for each in (
+            config,
+            parse(kd, f"--out {tmp_path} --resume true"),
+            parse(kd, f"--config {tmp_path}/config.yaml"),
+        ):
+            assert str(each.trainer.init_args[option]) == given
+    kd.save(parse(kd, f"--trainer.{option} 1.0"), tmp_path / "config.yaml")
+    message = refused(kd, f"--trainer.{option} 1 --out {tmp_path} --resume true")
+    assert message.startswith(f"trainer.{option} 1: expected 1.0, as the run")
+
+
 @pytest.mark.parametrize(
     "objectives",
     [

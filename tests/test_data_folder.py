@@ -1,15 +1,19 @@
 """A folder of images: decoded exactly, only what is chosen, and each fault named in one line."""
 
+import os
+import shutil
 from pathlib import Path
 
 import jsonargparse
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 
 from apprentice.errors import BadInput
 from datamodules import ImageData, ImageFolder, folder, memory
+from experiments import kd
+from tests.commands import refused
 
 
 def picture(path: Path, seed: int, size: tuple[int, int] = (12, 10), mode: str = "RGB") -> None:
@@ -79,6 +83,117 @@ def test_own_mean_and_deviation(root: Path) -> None:
     data = ImageFolder(root, mean=(0.0, 0.5, 1.0), std=(1.0, 0.5, 2.0))
     white = torch.full((1, 3, 1, 1), 255, dtype=torch.uint8)
     assert data.normalize(white).flatten().tolist() == [1.0, 1.0, 0.0]
+
+
+def test_an_unequal_folder_keeps_both_classes_and_tells_their_counts(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for i in range(7, 95):
+        picture(root / "train" / "cat" / f"{i}.png", i)
+    data = ImageFolder(root)
+    assert data.sizes == {"train": 90, "validation": 10, "test": 6}
+    told = capsys.readouterr().err
+    cats, dogs = data.split("train").labels.bincount().tolist()
+    assert dogs in {4, 5}
+    assert f"ImageFolder: training samples of a class: cat {cats}, dog {dogs}\n" in told
+
+
+GREY = np.array([[0, 1, 40], [128, 254, 255]])  # 8 bits
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("8.png", GREY.astype(np.uint8)),
+        ("16.png", (GREY * 257 + [[0, 128, 0], [-128, 0, 0]]).astype(np.uint16)),
+        ("16.tiff", (GREY * 257).astype(np.uint16)),
+        ("16.pgm", (GREY * 257).astype(np.uint16)),
+        ("32.tiff", (GREY * 257).astype(np.int32)),
+        ("float.tiff", (GREY / 255).astype(np.float32)),
+    ],
+)
+def test_levels_are_scaled_by_their_depth(root: Path, name: str, values: np.ndarray) -> None:
+    Image.fromarray(values).save(root / "train" / "cat" / name)
+    found = folder.Files([], torch.empty(0), None, Path()).open(root / "train" / "cat" / name)
+    assert found.mode == "RGB"
+    assert np.array_equal(np.asarray(found), np.repeat(GREY[:, :, None], 3, axis=2))
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        (np.array([[0, 255.0]], np.float32), "0 to 255"),
+        (np.array([[-0.5, 1]], np.float32), "-0.5 to 1"),
+        (np.array([[float("nan"), 1]], np.float32), "nan to nan"),
+        (np.array([[0, 70_000]], np.int32), "0 to 70000"),
+    ],
+    ids=str,
+)
+def test_levels_of_no_known_range_are_refused(root: Path, values: np.ndarray, told: str) -> None:
+    path = root / "train" / "dog" / "scan.tiff"
+    Image.fromarray(values).save(path)
+    expected = "an image of 8 or 16 bits a channel, or floats from 0 to 1; this one has"
+    assert refusal(ImageFolder(root, image_size=4)) == f"--data.root {path}: expected {expected} {told}"
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("name", ["0.png", "0.jpg"])
+def test_images_are_upright(root: Path, orientation: int, name: str) -> None:
+    """`0` is the first file, whose size all have: here that of the picture as it is looked at, 12 x 10."""
+    path = root / "train" / "cat" / name
+    (root / "train" / "cat" / "0.png").unlink()
+    ramp = np.add.outer(np.arange(10) * 20, np.arange(12) * 3).astype(np.uint8)
+    stored = ramp.T if orientation >= 5 else ramp
+    stored = {2: stored[:, ::-1], 3: stored[::-1, ::-1], 4: stored[::-1], 6: stored[::-1, :], 7: stored[::-1, ::-1],
+              8: stored[:, ::-1]}.get(orientation, stored)  # fmt: skip
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    Image.fromarray(np.ascontiguousarray(stored)).save(path, exif=exif, quality=100)
+    data = ImageFolder(root, validation_size=0)
+    first = data.split("train").inputs[0, 0].int()
+    assert (first - torch.from_numpy(ramp.astype(np.int32))).abs().max() <= (0 if name == "0.png" else 2)
+
+
+def test_folders_within_a_class_are_searched_and_what_is_skipped_is_told(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture(root / "train" / "cat" / "indoors" / "deep" / "1.PNG", 1)
+    picture(root / "test" / "dog" / "2" / "1.png", 1)
+    ImageFolder(root).setup()
+    assert "skipped in" in capsys.readouterr().err  # the fixture's
+    for path in ("train/cat/.trash/1.png", "train/.cache/1.png", "train/dog/._1.png", "test/.DS_Store"):
+        (root / path).parent.mkdir(exist_ok=True)
+        picture(root / "one.png", 1)
+        (root / "one.png").rename(root / path)
+    for path in ("train/cat/1.gif", "train/cat/indoors/2.GIF", "train/stray.png", "test/dog/README"):
+        picture(root / "one.gif", 1)
+        (root / "one.gif").rename(root / path)
+    data = ImageFolder(root, validation_size=0)
+    assert data.sizes == {"train": 13, "validation": 0, "test": 7}
+    assert data.class_names == ("cat", "dog")
+    told = "2 .gif, 1 .txt, 4 hidden, 1 outside a class, 1 without an extension"
+    assert capsys.readouterr().err.splitlines()[0] == f"ImageFolder: skipped in {root}: {told}"
+
+
+def test_one_class_is_refused(root: Path) -> None:
+    for part in ("train", "test"):
+        shutil.rmtree(root / part / "dog")
+    assert refusal(ImageFolder(root)) == f"--data.root {root}: expected at least 2 classes; there is one, cat"
+
+
+def test_names_that_are_no_utf8_are_refused_before_anything_is_trained(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--data", "ImageFolder", "--data.root", str(root)]
+    for part in ("train", "test"):
+        (root / part / "cat").rename(root / part / os.fsdecode(b"caf\xe9"))
+    (root / "train" / os.fsdecode(b"caf\xe9") / "notes.txt").unlink()
+    (root / "train" / ".cache").rmdir()
+    refused(
+        kd.main, flags, "--data ImageFolder: expected", "classes named in UTF-8; b'caf\\xe9' is not", tmp_path, capsys
+    )
+    flags[-1] = str(tmp_path / os.fsdecode(b"caf\xe9"))
+    refused(kd.main, flags, "--data.root b'", "caf\\xe9': expected text in UTF-8", tmp_path, capsys)
 
 
 @pytest.mark.parametrize("part", ["train", "test"])

@@ -1,4 +1,4 @@
-"""Splits and subsets: balanced, disjoint, a function of the data's seed alone; wrong sizes are refused in one line."""
+"""Splits and subsets: by class, disjoint, a function of the data's seed alone; wrong sizes are refused in one line."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from apprentice import keyed
 from apprentice.errors import BadInput
 from datamodules import Digits, ImageData
-from datamodules.splits import Split, balanced_subset, train_and_validation
+from datamodules.splits import Split, balanced_subset, proportional_subset, train_and_validation
 
 LABELS = torch.tensor([0] * 50 + [1] * 7 + [2] * 30 + [4] * 20)[keyed.permutation(107, 0)]  # no sample of class 3
 
@@ -43,6 +43,68 @@ def test_subsets_are_nested_random_and_keyed() -> None:
     assert not torch.equal(small, balanced_subset(LABELS, 20, key=6))
     one = {LABELS[balanced_subset(LABELS, 1, key)].item() for key in range(30)}
     assert one == {0, 1, 2, 4}  # which class gives the odd sample is drawn too
+
+
+@pytest.mark.parametrize("counts", [[50, 7, 30, 0, 20], [1000, 50], [1, 1, 1, 100], [2, 2, 3], [40] * 3], ids=str)
+def test_classes_are_held_out_in_proportion_and_each_goes_on_training(counts: list[int]) -> None:
+    have = torch.tensor(counts)
+    labels = torch.arange(len(counts)).repeat_interleave(have)[keyed.permutation(sum(counts), 0)]
+    for count in range(0, sum(counts) - have.count_nonzero() + 1, max(sum(counts) // 40, 1)):
+        train, validation = train_and_validation(labels, None, count, seed=0, subset="balanced")
+        assert sorted([*train.tolist(), *validation.tolist()]) == list(range(sum(counts)))
+        held = labels[validation].bincount(minlength=len(counts))
+        assert (held < have)[have > 0].all()
+        assert held.sum() == count
+        keeping = (have - 1).clamp(min=0)
+        proportion = torch.minimum(have * count / sum(counts), keeping)
+        spared = count - proportion.sum()  # what classes of one sample do not give
+        assert ((held - proportion > -2) & (held - proportion < 2 + spared)).all(), (count, held)
+
+
+def test_a_tenth_of_an_unequal_set_leaves_both_classes() -> None:
+    labels = torch.tensor([0] * 1000 + [1] * 50)
+    train, validation = train_and_validation(labels, None, 0.1, seed=0, subset="balanced")
+    assert labels[train].bincount().tolist() == [900, 45]
+    assert labels[validation].bincount().tolist() == [100, 5]
+
+
+@pytest.mark.parametrize("size", [0, 1, 5, 29, 30, 71, 89, 90])
+def test_of_equal_classes_those_are_held_out_that_took_turns(size: int) -> None:
+    """Balanced sets keep their splits, and so does Digits, whose classes are nearly equal."""
+    labels = torch.arange(3).repeat(30)
+    assert torch.equal(proportional_subset(labels, size, key=5), balanced_subset(labels, size, key=5))
+    labels = Digits(validation_size=0).split("train").labels
+    for count in (40, 50, 144):
+        assert torch.equal(proportional_subset(labels, count, key=size), balanced_subset(labels, count, key=size))
+
+
+def test_subsets_are_balanced_or_proportional() -> None:
+    def counts(subset: str, size: int, part: str) -> list[int]:
+        data = Numbered(train_size=size, test_size=size, validation_size=0, subset=subset)
+        return data.split(part).labels.bincount(minlength=5).tolist()
+
+    for part in ("train", "test"):
+        assert sorted(counts("balanced", 40, part)) == [0, 7, 11, 11, 11]
+        assert counts("balanced", 100, part) == [43, 7, 30, 0, 20]
+        assert counts("proportional", 107, part) == [50, 7, 30, 0, 20]
+        taken = torch.tensor(counts("proportional", 40, part))
+        assert ((taken - LABELS.bincount() * 40 / 107).abs() < 1).all()
+        assert counts("proportional", 4, part) == [1, 1, 1, 0, 1]
+    assert Numbered(test_size=2, subset="proportional").sizes["test"] == 2
+
+
+def test_counts_of_classes_are_told_where_they_are_unequal(capsys: pytest.CaptureFixture[str]) -> None:
+    Numbered(validation_size=0).setup()
+    assert capsys.readouterr().err == "Numbered: training samples of a class: 0 50, 1 7, 2 30, 3 0, 4 20\n"
+
+    class Many(Numbered):
+        class_names = tuple(f"c{i}" for i in range(20))
+
+    Many(validation_size=0).setup()
+    assert capsys.readouterr().err == "Many: training samples of a class: from 0 (c3) to 50 (c0)\n"
+    for options in ({}, {"train_size": 13}):  # 128 to 132 of each, 1 or 2
+        Digits(**options).setup()
+        assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
@@ -109,6 +171,7 @@ def test_digits_have_a_fixed_stratified_split() -> None:
         ({"validation_size": 1.0}, "--data.validation_size 1.0: expected a count"),
         ({"validation_size": -0.1}, "--data.validation_size -0.1: expected a count"),
         ({"validation_size": float("nan")}, "--data.validation_size nan: expected a count"),
+        ({"subset": "random"}, "--data.subset random: expected balanced or proportional"),
     ],
     ids=str,
 )
@@ -124,8 +187,9 @@ def test_impossible_sizes_are_refused_when_constructed(options: dict, message: s
         ({"train_size": 108, "validation_size": 0}, "--data.train_size 108: expected at most 107 of the 107"),
         ({"train_size": 107}, "--data.train_size 107: expected at most 97 of the 107 training samples, as --data"),
         ({"train_size": 90, "validation_size": 20}, "--data.train_size 90: expected at most 87 of the 107"),
-        ({"validation_size": 107}, "--data.validation_size 107: expected fewer than the 107"),
-        ({"train_size": 1, "validation_size": 200}, "--data.validation_size 200: expected fewer than the 107"),
+        ({"validation_size": 104}, "--data.validation_size 104: expected at most 103 of the 107 training samples, as"),
+        ({"train_size": 4, "validation_size": 200}, "--data.validation_size 200: expected at most 103 of the 107"),
+        ({"train_size": 3}, "--data.train_size 3: expected at least 4, one sample of each class"),
         ({"test_size": 108}, "--data.test_size 108: expected at most 107"),
     ],
     ids=str,
@@ -139,8 +203,8 @@ def test_sizes_beyond_the_data_are_refused_naming_the_largest(options: dict, mes
 @pytest.mark.parametrize("validation_size", [0, 1, 13, 0.1, 0.37, 0.5, 0.99])
 def test_the_largest_size_named_is_the_largest(validation_size: float) -> None:
     with pytest.raises(BadInput) as error:
-        train_and_validation(LABELS, 10_000, validation_size, seed=0)
+        train_and_validation(LABELS, 10_000, validation_size, seed=0, subset="balanced")
     largest = int(str(error.value).split("at most ")[1].split()[0])
-    assert len(train_and_validation(LABELS, largest, validation_size, seed=0)[0]) == largest
+    assert len(train_and_validation(LABELS, largest, validation_size, seed=0, subset="balanced")[0]) == largest
     with pytest.raises(BadInput):
-        train_and_validation(LABELS, largest + 1, validation_size, seed=0)
+        train_and_validation(LABELS, largest + 1, validation_size, seed=0, subset="balanced")

@@ -52,6 +52,14 @@ def test_a_folder_has_a_file_for_each_label(file: Path, tmp_path: Path) -> None:
     assert one.class_names == other.class_names
 
 
+def test_an_unequal_text_keeps_its_rare_class(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text("".join(f"{name}\tsays {n}\n" for name, count in (("ada", 200), ("bob", 20)) for n in range(count)))
+    data = LabelledText(file)
+    assert data.split("train").labels.bincount().tolist() == [162, 16]
+    assert data.split("validation").labels.bincount().tolist() == [18, 2]
+    assert capsys.readouterr().err == "LabelledText: training samples of a class: ada 162, bob 16\n"
+
+
 def test_lines_are_cut_off_or_filled_up(file: Path) -> None:
     file.write_text("".join(f"{name}\tgr\u00fcn\n" for name in "ab" for _ in range(10)))
     assert LabelledText(file, length=7).split("test").inputs[0].tolist() == [103, 114, 195, 188, 110, 0, 0]

@@ -88,6 +88,7 @@ def test_the_page_leaves_what_it_says(run: Path) -> None:
         assert row["bytes"] == (run / "runs" / "int8" / row["format"] / counted).stat().st_size
     sizes = {row["format"]: row["bytes"] for row in found["rows"]}
     assert sizes["int8-qat"] <= 0.375 * sizes["float32"]
+    assert found["data"] == {"name": "Digits", "train": 1293, "validation": 144, "test": 360}
     taught = results(run / "runs" / "digits")["students"]["kd"]
     assert found["rows"][0]["test_correct"] == taught["test_correct"][0]
     for name in ("results.md", "results.png", "config.yaml", "environment.json", "seed0/int8-qat/best.pt"):
@@ -225,6 +226,8 @@ REFUSALS: list[tuple[list[str], str, str]] = [
     (["--teacher", "nowhere"], "--teacher nowhere", "CrossEntropy asks none"),
     (["--student", f"{__name__}.Branching"], "--student Branching", "torch.export can capture"),
     (["--trainer.check_val_every_n_epoch", "2"], "--trainer.check_val_every_n_epoch 2", "--evaluate_every says it"),
+    (["--trainer.limit_test_batches", "1"], "--trainer.limit_test_batches 1", "or --data.test_size"),
+    (["--trainer.limit_train_batches", "0"], "--trainer.limit_train_batches 0", "at least one batch"),
     (["--objective", "Hinton"], "--objective Hinton", "a teacher to distil from"),
     (["--evaluate_every", "9"], "--evaluate_every 9", "at most --trainer.max_epochs, 5"),
     (["--freeze_epoch", "0"], "--freeze_epoch 0", "at least 1"),

@@ -44,6 +44,9 @@ class Options:
         self._parser.add_class_arguments(target, skip={*skip, *types}, as_group=False, fail_untyped=False)
         names = set(self._parser.get_defaults().keys())
         self._actions = {action.dest: action for action in self._parser._actions if action.dest in names}
+        for action in self._actions.values():
+            if hasattr(action, "_typehint"):
+                action._typehint = whole_first(action._typehint)
         self.required = {
             name for name, action in self._actions.items() if action.required or self._has_no_default(name)
         }
@@ -139,6 +142,20 @@ def words(hint: Any) -> str:
     if inspect.isclass(origin) and issubclass(origin, Iterable) and not issubclass(origin, Mapping):
         return f"a list, [...], each {words(arguments[0])}"
     return ANYTHING if is_open(hint) else getattr(hint, "__name__", str(hint))
+
+
+def whole_first(hint: Any) -> Any:
+    """A union of numbers with int before float, so that 1 stays a count: whichever comes first takes it.
+
+    Typing caches unions whatever their order, so what a signature says (Optional[Union[int, float]]) need not be what
+    is found there.
+    """
+    kinds = typing.get_args(hint)
+    if typing.get_origin(hint) not in {typing.Union, types.UnionType} or not {int, float} <= {*kinds}:
+        return hint
+    others = [kind for kind in kinds if kind is not int]
+    others.insert(others.index(float), int)
+    return typing.Union[tuple(others)]  # noqa: UP007 - of a tuple
 
 
 def accepts_null(hint: Any) -> bool:

@@ -265,7 +265,7 @@ class Parser:
         before, after = (dict(flat(self.as_dict(each))) for each in (self._finished(saved), config))
         for flag in [*after, *before]:
             was, now = before.get(flag, "(nothing)"), after.get(flag, "(nothing)")
-            if was != now and not free(flag):
+            if (was != now or type(was) is not type(now)) and not free(flag):  # 1 batch is not 1.0 of all
                 raise BadInput(
                     flag, now, f"{was}, as the run in {path.parent} was started; leave it out, or take another --out"
                 )

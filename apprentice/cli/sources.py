@@ -1,5 +1,6 @@
 """Where settings come from: the flags and YAML files, each as nested mappings of what was given."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import yaml
 from jsonargparse import get_loader
 
 from apprentice.errors import BadInput
+from apprentice.files import is_utf8
 
 BARE = ("help", "print_config")  # flags without a value
 OF_LAUNCHERS = ("local-rank", "local_rank")  # torch.distributed.launch gives it, and the environment says it, too
@@ -27,12 +29,15 @@ def flags(argv: Sequence[str]) -> dict[str, Any]:
     a value and options below keeps the value as its `class_path`.
 
     Raises:
-        BadInput: a flag has no value, or a value no flag.
+        BadInput: a flag has no value, or one that is not UTF-8, or a value no flag.
     """
     tree: dict[str, Any] = {}
     for key, values in _pairs(argv):
         if key in OF_LAUNCHERS:
             continue
+        for value in values:
+            if not is_utf8(value):
+                raise BadInput(key, os.fsencode(value), "text in UTF-8, as the run's files are")
         if key in BARE:
             if values:
                 raise BadInput(key, " ".join(values), "no value")

@@ -7,6 +7,7 @@ from typing import Any
 from apprentice.deploying.picture import batch_sizes, picture
 from apprentice.files import write_bytes, write_text
 from apprentice.measuring.report import words
+from apprentice.report import settings
 from apprentice.tables import NONE, Table, count, paragraph, short
 
 Facts = dict[str, Any]
@@ -35,7 +36,9 @@ def save(folder: Path, results: Facts, notes: Sequence[str]) -> None:
 
 def markdown(results: Facts, notes: Sequence[str]) -> str:
     """results.md: what was measured on what, the table, the picture."""
-    header = "\n".join(f"- {name}: {words(results[name.lower()])}" for name in ("Hardware", "Versions"))
+    facts = {name: words(results[name.lower()]) for name in ("Data", "Hardware", "Versions")}
+    facts["Settings"] = "; ".join(settings(results["config"]))
+    header = "\n".join(f"- {name}: {fact}" for name, fact in facts.items())
     image = "![accuracy against latency](results.png)"
     return "\n\n".join(["# quantize", header, table(results["rows"]).markdown(), COLUMNS, *notes, image]) + "\n"
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from apprentice import keyed
 from apprentice.checkpoints import fitting, read_weights
 from apprentice.cli.imports import imported
 from apprentice.cli.layers import layers_of
@@ -108,7 +109,15 @@ def _line(error: Exception) -> str:
 
 
 def images_of(data: Any, split: str, count: int | None = None) -> tuple[Tensor, Tensor]:
-    """The first images of a split, normalised, float32 (N, C, H, W), and their labels (N,)."""
+    """Images of a split, normalised, float32 (N, C, H, W), and their labels (N,).
+
+    Args:
+        data: the data module.
+        split: of which.
+        count: so many, drawn by the data's seed, as the first of a sorted folder are of one class; None for all.
+    """
     samples = data.split(split)
-    images, labels = samples.take(torch.arange(len(samples.labels))[:count])
+    size = len(samples.labels)
+    chosen = torch.arange(size) if count is None else keyed.permutation(size, keyed.fold(data.seed, 5))[:count]
+    images, labels = samples.take(chosen)
     return data.normalize(images.cpu(), torch.float32), labels.cpu()
