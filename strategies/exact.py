@@ -22,6 +22,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from torch import Tensor, nn
 from torchmetrics import Metric
 
@@ -283,8 +284,8 @@ class Exact(DataParallel):
         seed = getattr(self.lightning_module, "seed", None) or int(os.environ.get("PL_GLOBAL_SEED", "0"))
         key = keyed.fold(seed, *numbers)
         cuda = self.root_device.type == "cuda"
-        pythons, numpys = random.getstate(), np.random.get_bit_generator()
-        np.random.set_bit_generator(_spare())  # a copy of numpy's state would take longer than all else here
+        pythons, numpys = random.getstate(), get_bit_generator()
+        set_bit_generator(_spare())  # a copy of numpy's state would take longer than all else here
         try:
             with torch.random.fork_rng([self.root_device] if cuda else []):
                 torch.default_generator.manual_seed(key)
@@ -294,7 +295,7 @@ class Exact(DataParallel):
                 random.seed(key)
                 yield
         finally:
-            np.random.set_bit_generator(numpys)
+            set_bit_generator(numpys)
             random.setstate(pythons)
 
     def _table(self, speaker: Speaker, found: dict[int, Tensor], statistics: int) -> Tensor:

@@ -201,7 +201,8 @@ class PipelineStrategy(Staged):
 
     def _loss(self, shard: Shard, weight: float, output: Any) -> Tensor:
         module: Any = self.lightning_module
-        with replicas.shard(shard.start):
+        alone = nullcontext() if self.exact is None else collectives.refused("pipeline_loss", self)
+        with replicas.shard(shard.start), alone:
             loss = module.pipeline_loss(output, shard.batch)
         if not isinstance(loss, Tensor) or loss.dim():
             found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__

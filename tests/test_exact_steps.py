@@ -13,12 +13,14 @@ from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed import all_reduce as known_as
-from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
 from torchmetrics import MeanMetric, MetricCollection
 
 from apprentice import replicas
 from apprentice.progress import quiet
-from strategies import DDP
+from strategies import DDP, PipelineStrategy
+from tests.pipelines import Plain, ended, pairs
 from tests.training import assert_same, trainer, weights
 
 
@@ -154,6 +156,35 @@ def test_a_collective_in_a_step_is_refused_on_two_devices(call: str) -> None:
 def test_a_collective_under_another_name_is_refused_too() -> None:
     with pytest.raises(Exception, match=r"without collectives, .*; it calls ProcessGroup\.allreduce"):
         fitted(lambda: Line(lambda _, x: known_as(x)), 2)
+
+
+class InLoss(Plain):
+    """Communicates where only the last rank of a pipeline computes."""
+
+    def training_step(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def pipeline_loss(self, output: Any, batch: Any) -> Tensor:
+        dist.barrier()
+        return super().pipeline_loss(output, batch)
+
+
+class InStep(Plain):
+    """Communicates after `forward`, which does too."""
+
+    def training_step(self, batch: Any) -> Tensor:
+        return self.all_gather(super().training_step(batch)).mean()
+
+
+@pytest.mark.parametrize(("make", "step"), [(InLoss, "pipeline_loss"), (InStep, "training_step")])
+def test_a_collective_in_a_pipelines_step_is_refused(make: Callable[[], LightningModule], step: str) -> None:
+    with pytest.raises(Exception, match=rf"--exact: expected a {step} without collectives"):
+        ended(make, PipelineStrategy(timeout=60, exact=4), precision="32-true", data=floats)
+
+
+def floats() -> DataLoader:
+    x, y = pairs(8).tensors
+    return DataLoader(TensorDataset(x.float(), y), 4)
 
 
 class Hooked(Line):
