@@ -41,8 +41,10 @@ def test_mnist_is_complete_and_normal(data_root: Path) -> None:
 def test_mnist_subset_is_balanced_and_seeded(data_root: Path) -> None:
     data, same, other = (MNIST(data_root, train_size=2000, test_size=2000, seed=seed) for seed in (0, 0, 1))
     assert data.sizes == {"train": 2000, "validation": 200, "test": 2000}
-    for part, count in (("train", 200), ("validation", 20), ("test", 200)):
-        assert data.split(part).labels.bincount().tolist() == [count] * 10
+    assert data.split("train").labels.bincount().tolist() == data.split("test").labels.bincount().tolist() == [200] * 10
+    whole = MNIST(data_root, validation_size=0).split("train").labels.bincount()
+    assert ((data.split("validation").labels.bincount() - 200 * whole / 60_000).abs() < 1).all()
+    for part in ("train", "validation", "test"):
         assert torch.equal(data.split(part).inputs, same.split(part).inputs)
         assert not torch.equal(data.split(part).inputs, other.split(part).inputs)
 
