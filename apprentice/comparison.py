@@ -19,7 +19,6 @@ from apprentice.verdict import verdict
 
 # Settings of data that choose no other samples, or choose them by a number that stands in `data`.
 NOT_SAMPLES = {"batch_size", "augment", "train_size", "test_size", "validation_size", "num_workers"}
-LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches")  # of the Trainer
 ONE_ROOT = {"Digits", "MNIST", "CIFAR10", "Shakespeare"}  # the same samples wherever they lie
 
 TRAINING_DATA = {"data.batch_size", "data.augment"}  # settings of data that choose no samples, and change training
@@ -147,13 +146,11 @@ def _why_not_comparable(first: Run, run: Run) -> str:
 def _samples(results: Facts) -> Facts:
     """What decides which samples a run saw: the set, its sizes, and the settings that choose from it."""
     config: Any = results.get("config")
-    data, trainer = (config.get(key) if isinstance(config, dict) else None for key in ("data", "trainer"))
+    data = config.get("data") if isinstance(config, dict) else None
     given = (data.get("init_args", data) or {}) if isinstance(data, dict) else {}
     ignored = NOT_SAMPLES | ({"root"} if results["data"].get("name") in ONE_ROOT else set())
     chosen = {f"data.{key}": value for key, value in given.items() if key not in ignored | {"class_path"}}
-    limits = {key: trainer.get(key) for key in LIMITS} if isinstance(trainer, dict) else {}
-    limited = {f"trainer.{key}": value for key, value in limits.items() if value is not None}
-    return {**results["data"], **chosen, **limited}
+    return {**results["data"], **chosen}
 
 
 def _other_settings(run: Run, first: Run) -> dict[str, tuple[Any, Any]]:
