@@ -140,7 +140,7 @@ def _samples(results: Facts) -> Facts:
     ignored = NOT_SAMPLES | ({"root"} if results["data"].get("name") in ONE_ROOT else set())
     chosen = {f"data.{key}": value for key, value in given.items() if key not in ignored | {"class_path"}}
     limits = {key: trainer.get(key) for key in LIMITS} if isinstance(trainer, dict) else {}
-    limited = {f"trainer.{key}": value for key, value in limits.items() if value is not None}
+    limited = {f"trainer.{key}": value for key, value in limits.items() if repr(value) not in {"None", "1.0"}}
     return {**results["data"], **chosen, **limited}
 
 
