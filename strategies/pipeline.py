@@ -264,8 +264,8 @@ class PipelineStrategy(Staged):
             values = torch.stack([loss.detach().double(), *speaker.values()])
             found[shard.number] = torch.cat([values, *taken[number]])
         if not self._agreed:
-            loss = sum(found[shard.number][0].item() * self._weight(shard.rows) for shard in shards)
-            self._agree(loss, torch.float32)
+            losses = (found[shard.number][0].item() * self._weight(shard.rows) for shard in shards)
+            self._agree(sum(losses), torch.float32)
         return self._table(speaker, found, statistics.size)
 
     def _asked(self, speaker: Speaker, shard: Shard, *args: Any, **kwargs: Any) -> MicroBatch:
