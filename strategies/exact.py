@@ -59,6 +59,9 @@ class Exact(DataParallel):
     on a global batch's values offers `shard_step(batch) -> (loss, {name: (b,) values})`, which is called for each shard
     instead, and `on_global_batch(means, count) -> parameters that take no step`, which is called once.
 
+    BatchNorm takes its statistics from a shard. While a layer does, a shard has 8 rows at least, or the whole batch;
+    the other shards are empty.
+
     Args:
         exact: number of shards of a batch, and the largest number of devices; None for plain data parallelism.
         **kwargs: DataParallel's.
