@@ -45,6 +45,7 @@ from tests.strangers import (
     SemiSupervised,
     Streamed,
     Tied,
+    Unequal,
     Writer,
     points,
     sentences,
@@ -189,6 +190,12 @@ def fitted_and_more(case: Case, setup: Setup, folder: Path) -> Outcome:
     return outcome(used, module, **steps)
 
 
+def validated(case: Case, setup: Setup, folder: Path) -> Outcome:
+    used, module = made(case, setup, folder)
+    used.validate(module, verbose=False)
+    return outcome(used, module)
+
+
 def resumed(case: Case, setup: Setup, folder: Path) -> Outcome:
     """Two epochs, and two more from the last checkpoint."""
 
@@ -239,6 +246,7 @@ CASES = {
     "manual optimization": Case(plain(GAN), latents, find_unused_parameters=True),
     "several loaders": Case(plain(SemiSupervised), several),
     "a stream with workers": Case(Streamed, lambda _setup: {}),
+    "unequal rows": Case(plain(Unequal), lambda _setup: {}, run=validated),
     "metrics": Case(plain(Measured), labelled),
     "EMA": Case(double, labelled, lambda: {"callbacks": [EMAWeightAveraging(decay=0.8)]}),
     "SWA": Case(double, labelled, lambda: {"callbacks": [StochasticWeightAveraging(0.01, 1)], "max_epochs": 3}),
@@ -261,7 +269,19 @@ def refused(names: Iterable[str], case: str, message: str) -> dict[tuple[str, st
     return {(case, name): message for name in names}
 
 
-REFUSED: dict[tuple[str, str], str] = {}
+REFUSED = {
+    **refused(["param_server"], "manual optimization", "strategy param_server: expected automatic optimization of GAN"),
+    **refused(["rpc_hybrid"], "manual optimization", "strategy rpc_hybrid: expected automatic optimization of GAN"),
+    **refused(EXACT, "manual optimization", "exact 4: expected automatic optimization"),
+    **refused(PIPELINES, "manual optimization", "expected a module with pipeline_stages; GAN has none"),
+    **refused(PIPELINES, "several loaders", "SemiSupervised.training_step: expected one call of forward, got a second"),
+    **refused(["param_server"], "metrics", "expected a training_step that takes a batch without rows"),
+    **refused([*PIPELINES, *SHARDED], "EMA", "callbacks EMAWeightAveraging: expected none that averages weights"),
+    **refused([*PIPELINES, *SHARDED], "SWA", "callbacks StochasticWeightAveraging: expected none that averages"),
+    **refused(PIPELINES, "frozen layers", "callbacks Finetuning: expected none"),
+    **refused(SHARDED, "tied weights", "weight of Embedding can't be sharded: another module has it too"),
+    **refused(PIPELINES, "tied weights", "a weight belongs to one stage; embedding.weight is in stages 0 and 1"),
+}
 
 
 @cache
