@@ -4,18 +4,23 @@ import atexit
 import multiprocessing
 import os
 import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.distributed import _destroy_dist_connection
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
+from torch.optim import Optimizer
 
 from strategies import meeting, roll_call, stores
 from strategies.launchers import ForkLauncher, ScriptLauncher
@@ -26,7 +31,8 @@ StartMethod = Literal["auto", "fork", "spawn", "popen"]
 class DataParallel(DDPStrategy):
     """Lightning's DDPStrategy with ranks that are forked where that is safe, and faults that are named.
 
-    A forked rank starts in a second where a sub-process imports everything again (8 ranks: 10 s against 80 s).
+    A forked rank starts in a second where a sub-process imports everything again (8 ranks: 10 s against 80 s). When the
+    ranks have ended, the Trainer that forked them knows what it would know after a fit of its own: see `fit_state`.
 
     Args:
         start_method: "fork", "spawn", "popen" (sub-processes), or "auto": fork on CPU, sub-processes otherwise. Where a
@@ -39,6 +45,8 @@ class DataParallel(DDPStrategy):
     Raises:
         ValueError: an option's value can't be used, alone or with these devices.
     """
+
+    _make: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -100,11 +108,16 @@ class DataParallel(DDPStrategy):
 
     def listen(self) -> None:
         """Take a port for rank 0, before ranks are started: no other run on this machine can come between."""
-        assert self.cluster_environment is not None
-        if self.init_method in stores.BY_ENVIRONMENT:
-            port, address = os.environ.get("MASTER_PORT", "0"), self.cluster_environment.main_address
-            self._listening = stores.listen(address, int(port), f"MASTER_PORT {port}")
-            os.environ["MASTER_PORT"] = str(self._listening.getsockname()[1])
+        environment = self.cluster_environment
+        assert environment is not None
+        if self.init_method not in stores.BY_ENVIRONMENT:
+            return
+        chooses = type(environment).main_port is LightningEnvironment.main_port  # if nobody does, a port that was free
+        port = os.environ.get("MASTER_PORT", "0") if chooses else str(environment.main_port)
+        self._listening = stores.listen(environment.main_address, int(port), f"MASTER_PORT {port}")
+        os.environ["MASTER_PORT"] = str(self._listening.getsockname()[1])
+        if isinstance(environment, LightningEnvironment):
+            environment._main_port = self._listening.getsockname()[1]  # it would go on with the last launch's
 
     def stop_listening(self) -> None:
         """Let go of the port, which rank 0's store holds by now, or of a copy of it."""
@@ -190,12 +203,61 @@ class DataParallel(DDPStrategy):
             return super().reduce(tensor.clone(), group, "sum") / dist.get_world_size(group)
         return super().reduce(tensor, group, reduce_op)
 
+    # Optimizers where ranks were forked: the last fit's are made when somebody asks for them
+
+    def make_later(self, make: Callable[[], None]) -> None:
+        """Have `make` set `optimizers` and `lr_scheduler_configs` when one of them is asked for."""
+        self._make = make
+
+    def _made(self) -> None:
+        if (make := self._make) is None:
+            return
+        self._make = None  # what it calls may ask for them, too
+        try:
+            make()
+        except BaseException:
+            self._make = make
+            raise
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those of the fit that runs, or of the last one."""
+        self._made()
+        return self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        self._make = None
+        DDPStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+
+    @property
+    def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
+        """Those of the fit that runs, or of the last one."""
+        self._made()
+        return self._lr_scheduler_configs
+
+    @lr_scheduler_configs.setter
+    def lr_scheduler_configs(self, configs: list[LRSchedulerConfig]) -> None:
+        self._lr_scheduler_configs = configs
+
+    @contextmanager
+    def optimizers_aside(self, for_good: bool) -> Iterator[None]:
+        """Inside there are none of an earlier fit, and afterwards if it is for good: ranks have no use for them."""
+        make, self._make = self._make, None
+        optimizers, configs = self.optimizers, self.lr_scheduler_configs
+        self.optimizers, self.lr_scheduler_configs = [], []
+        try:
+            yield
+        finally:
+            if not for_good:
+                self.optimizers, self.lr_scheduler_configs, self._make = optimizers, configs, make
+
     # What is each rank's own
 
     def _share_buffers(self, rank: int = 0) -> None:
         """Have all ranks hold that one's statistics, as plain BatchNorm's."""
         assert self.lightning_module is not None
-        for buffer in self.lightning_module.buffers():
+        for buffer in self.lightning_module.buffers() if dist.is_initialized() else []:
             dist.broadcast(buffer, rank)
 
     # Ending

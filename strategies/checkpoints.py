@@ -46,6 +46,8 @@ def gathered(state: dict[str, Any], keep: bool, group: dist.ProcessGroup | None 
         keep: whether this rank wants the whole; only the group's first can.
         group: ranks that have the whole between them; None: all.
     """
+    if not dist.is_initialized():  # where the ranks were forked, whose states have come together
+        return state if keep else {}
     here = move_data_to_device(state["state"], torch.device("cpu"))
     parts: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
     dist.gather_object(here, parts, group=group, group_dst=0)

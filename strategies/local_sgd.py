@@ -56,7 +56,7 @@ class LocalSGD(Replicated):
         return [p for p in self.lightning_module.parameters() if p.requires_grad]
 
     def _average(self) -> None:
-        if self.world_size > 1:
+        if self.world_size > 1 and dist.is_initialized():
             average_parameters(iter(self._parameters()), dist.group.WORLD)  # type: ignore[arg-type]
 
     def on_train_start(self) -> None:

@@ -58,6 +58,7 @@ class Staged(Agreeing, Exact):
         self.data_parallel_size, self.stages_per_rank, self.balance = data_parallel_size, stages_per_rank, balance
         self.plan: Plan
         self._residence: Residence | None = None
+        self._group: Any = None  # the ranks of this pipeline, where this is one
         self._interrupted = False
 
     # Ranks
