@@ -12,8 +12,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.distributed import _destroy_dist_connection
-from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states, reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
@@ -253,6 +254,15 @@ class DataParallel(DDPStrategy):
                 self.optimizers, self.lr_scheduler_configs, self._make = optimizers, configs, make
 
     # What is each rank's own
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Have workers that Lightning seeds draw alike on ranks that read the same batches."""
+        _auto_add_worker_init_fn(dataloader, self.distributed_sampler_kwargs["rank"])
+        return super().process_dataloader(dataloader)
+
+    def _draw_alike(self) -> None:
+        """Have all ranks go on with rank zero's random numbers, where they read the same batches."""
+        _set_rng_states(self.broadcast(_collect_rng_states(include_cuda=False)))
 
     def _share_buffers(self, rank: int = 0) -> None:
         """Have all ranks hold that one's statistics, as plain BatchNorm's."""

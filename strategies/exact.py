@@ -3,18 +3,22 @@
 Float addition depends on its order, and a kernel's bits on the shape it is given. So a global batch is cut into N
 shards whose bounds don't depend on the number of devices. Each is computed by itself on some rank, and what is added up
 over shards is added in 64-bit integers (gradients) or in the order of the shards (logged values, BatchNorm's running
-statistics). Evaluation deals whole batches to the ranks.
+statistics). Evaluation and prediction deal whole batches to the ranks.
 """
 
 import itertools
 import os
+import random
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import Strategy
@@ -23,11 +27,12 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from apprentice import keyed, replicas
+from strategies import collectives
 from strategies.agreeing import SYNCHRONISE
 from strategies.base import DataParallel
 from strategies.fixed_point import FixedPointSum
 from strategies.shards import RunningStatistics, bounds, mean_over_rows, part, rows
-from strategies.speakers import Record, Speaker, caught, combined, log_metric, speaker_of
+from strategies.speakers import Record, Speaker, caught, record, replay, speaker_of
 from strategies.staging.gradients import handed_over, set_aside
 
 
@@ -49,7 +54,8 @@ class Exact(DataParallel):
     """Data parallelism that can be exact.
 
     Any LightningModule whose loss is a mean over the rows of its batch can be trained like this; its `training_step` is
-    called for each shard, so it must log the same names for each and keep no state between calls. One that has to act
+    called for each shard, so it must log the same names for each, keep no state between calls and call no collective;
+    what it logs comes out under the names, and by the `reduce_fx`, of Lightning on one device. One that has to act
     on a global batch's values offers `shard_step(batch) -> (loss, {name: (b,) values})`, which is called for each shard
     instead, and `on_global_batch(means, count) -> parameters that take no step`, which is called once.
 
@@ -69,6 +75,7 @@ class Exact(DataParallel):
         self._sums: list[FixedPointSum] = []
         self._global_rows = self._evaluated = 0
         self._records: list[Record] = []
+        self._shared: list[tuple[Any, str]] = []  # methods of loops that are replaced
         self._settings: tuple[int, bool] | None = None
 
     @property
@@ -94,8 +101,9 @@ class Exact(DataParallel):
             self._launcher = None
 
     def setup_distributed(self) -> None:
-        """Join the process group, where there is anyone to join."""
+        """Join the process group, where there is anyone to join; torch's generators start from the seed in any case."""
         if self._alone:
+            reset_seed()
             self.set_world_ranks()
         else:
             super().setup_distributed()
@@ -115,8 +123,9 @@ class Exact(DataParallel):
         """Give threads and kernels back."""
         super().teardown()
         self._sums = []
-        for hook in ("on_validation_epoch_end", "on_test_epoch_end"):
-            vars(self.lightning_module).pop(hook, None)
+        for loop, name in self._shared:
+            vars(loop).pop(name, None)
+        self._shared = []
         if self._settings is not None:
             torch.set_num_threads(self._settings[0])
             torch.use_deterministic_algorithms(self._settings[1])
@@ -127,7 +136,8 @@ class Exact(DataParallel):
         if self.exact is not None:
             assert self.lightning_module is not None
             self.check_module(self.lightning_module)
-            self._speak_for_all(self.lightning_module)
+            self._share_evaluation(trainer)
+            self._draw_alike()
         if self._alone:
             Strategy.setup(self, trainer)
         else:
@@ -207,7 +217,7 @@ class Exact(DataParallel):
         means = mean_over_rows(tables[0], sizes)
         statistics.put(means[len(means) - statistics.size :])
         with self.precision_plugin.train_step_context():  # a number that is logged takes its type from here
-            excused = speaker.speak(means[1 : len(means) - statistics.size].tolist(), self._global_rows)
+            excused = speaker.speak(tables[0][:, 1 : len(means) - statistics.size], sizes)
         gradients: dict[nn.Parameter, Tensor | None] = {}
         for total in self._sums:
             gradients |= self._gradients(total, {id(p) for p in excused})
@@ -245,23 +255,40 @@ class Exact(DataParallel):
 
     @contextmanager
     def _alone_with(self, shard: Shard) -> Iterator[None]:
-        """Compute a shard as if there were nothing else; torch's generators depend on its number."""
+        """Compute a shard as if there were nothing else; random numbers depend on its number."""
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        seed = getattr(self.lightning_module, "seed", None) or int(os.environ.get("PL_GLOBAL_SEED", "0"))
-        key = keyed.fold(seed, trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx, shard.number)
-        cuda = self.root_device.type == "cuda"
-        with torch.random.fork_rng([self.root_device] if cuda else []), replicas.shard(shard.start):
-            torch.default_generator.manual_seed(key)
-            if cuda:  # torch.manual_seed would note a call stack for an unused GPU
-                torch.cuda.manual_seed(key)
+        numbers = trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx, shard.number
+        with self._seeded(*numbers), replicas.shard(shard.start):
             yield
+
+    @contextmanager
+    def _seeded(self, *numbers: int) -> Iterator[None]:
+        """Inside, torch's, numpy's and Python's generators depend on the seed and these numbers; then they are back."""
+        seed = getattr(self.lightning_module, "seed", None) or int(os.environ.get("PL_GLOBAL_SEED", "0"))
+        key = keyed.fold(seed, *numbers)
+        cuda = self.root_device.type == "cuda"
+        pythons, numpys = random.getstate(), np.random.get_bit_generator()
+        np.random.set_bit_generator(_spare())  # a copy of numpy's state would take longer than all else here
+        try:
+            with torch.random.fork_rng([self.root_device] if cuda else []):
+                torch.default_generator.manual_seed(key)
+                if cuda:  # torch.manual_seed would note a call stack for an unused GPU
+                    torch.cuda.manual_seed(key)
+                np.random.seed(key)  # noqa: NPY002 - others' modules draw from it
+                random.seed(key)
+                yield
+        finally:
+            np.random.set_bit_generator(numpys)
+            random.setstate(pythons)
 
     def _table(self, speaker: Speaker, found: dict[int, Tensor], statistics: int) -> Tensor:
         """(shards, k), what was found of this rank's shards."""
         if self._global_rows < (self.exact or 1):
-            speaker.heard = self.broadcast(speaker.heard)  # a rank without a row has heard nothing, rank zero has one
-        width = 1 + len(speaker.names) + statistics
+            speaker.agree(self.broadcast(speaker.heard))  # a rank without a row has heard nothing, rank zero has one
+        else:
+            speaker.agree()
+        width = 1 + len(speaker.values()) + statistics
         table = torch.zeros(self.exact or 1, width, dtype=torch.float64, device=self.root_device)
         for number, line in found.items():
             table[number] = line
@@ -277,7 +304,7 @@ class Exact(DataParallel):
         gradients = zip(total.parameters, total.divided(self._global_rows), strict=True)
         return {p: None if id(p) in excused else gradient for p, gradient in gradients}
 
-    # Evaluation: batch i belongs to replica i % replicas
+    # Evaluation and prediction: batch i belongs to replica i % replicas
 
     def _is_mine(self) -> bool:
         rank, replicas = self.replica
@@ -291,6 +318,10 @@ class Exact(DataParallel):
         """Deal from the first rank on."""
         self.on_validation_start()
 
+    def on_predict_start(self) -> None:
+        """Deal from the first rank on."""
+        self.on_validation_start()
+
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate a batch, if it is this rank's."""
         return self._evaluate(super().validation_step, *args, **kwargs)
@@ -298,6 +329,13 @@ class Exact(DataParallel):
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Test a batch, if it is this rank's."""
         return self._evaluate(super().test_step, *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict a batch."""
+        if self.exact is None:
+            return super().predict_step(*args, **kwargs)
+        with self._by_itself("predict_step"):
+            return super().predict_step(*args, **kwargs)
 
     def _evaluate(self, step: Callable, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if self.exact is None:
@@ -307,33 +345,43 @@ class Exact(DataParallel):
         self._evaluated += 1
         if not mine:
             return None
-        with caught(self.lightning_module) as logged:
+        with caught(self.lightning_module) as logged, self._by_itself(step.__name__):
             output = step(batch, *args, **kwargs)
-        self._records += [Record(self._evaluated, rows(batch), name, said) for name, said in logged.items()]
+        self._records.append(record(self._evaluated, batch, logged))
         return output
 
-    def _speak_for_all(self, module: LightningModule) -> None:
-        """Have the module log the same values on all ranks."""
+    @contextmanager
+    def _by_itself(self, step: str) -> Iterator[None]:
+        """Compute a batch as if there were no other; random numbers depend on its number."""
+        assert self.lightning_module is not None
+        epoch = self.lightning_module.trainer.current_epoch
+        with self._seeded(epoch, self._evaluated), collectives.refused(step, self):
+            yield
+
+    def _share_evaluation(self, trainer: Trainer) -> None:
+        """Have evaluation log the same values on all ranks, and each batch predicted by one of them."""
         warnings.filterwarnings("ignore", SYNCHRONISE, UserWarning)
-        for hook in ("on_validation_epoch_end", "on_test_epoch_end"):
-            self._speak_at_the_end(module, hook)
+        loops: list[Any] = [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
+        for loop in loops:
+            self._replace(loop, "_store_dataloader_outputs", self._log_of_all)
+        self._replace(trainer.predict_loop, "_predict_step", self._predict_mine)
 
-    def _speak_at_the_end(self, module: LightningModule, hook: str) -> None:
-        """Have what evaluation's steps logged come out at the epoch's end, the same on all ranks."""
-        at_end = getattr(module, hook)
+    def _replace(self, loop: Any, name: str, method: Callable) -> None:
+        """Call `method` with the loop and its own method in that one's place, until teardown."""
+        setattr(loop, name, partial(method, loop, partial(getattr(type(loop), name), loop)))
+        self._shared.append((loop, name))
 
-        def log_and_go_on() -> None:
-            if self._evaluated <= self.replica[0]:  # no batch was this rank's: its metrics would warn of that
-                for metric in (m for m in module.modules() if isinstance(m, Metric)):
-                    metric._update_count += 1
-            for name, said in combined(self._all_records()).items():
-                if isinstance(said["value"], str):
-                    log_metric(module, name, said)
-                else:
-                    module.log(name, **said)
-            at_end()
-
-        setattr(module, hook, log_and_go_on)
+    def _log_of_all(self, loop: Any, store_outputs: Callable) -> None:
+        """What was logged in a loader's steps comes out at its end, the same on all ranks."""
+        assert self.lightning_module is not None
+        if self._evaluated <= self.replica[0]:  # no batch was this rank's: its metrics would warn of that
+            for metric in (m for m in self.lightning_module.modules() if isinstance(m, Metric)):
+                metric._update_count += 1
+        records, self._records = self._all_records(), []
+        results = loop.trainer._results
+        seen = loop._seen_batches_per_dataloader[results.dataloader_idx or 0]
+        replay(loop.trainer, records, seen - len(records))
+        store_outputs()
 
     def _all_records(self) -> list[Record]:
         gathered: list[list[Record]] = [self._records]
@@ -341,3 +389,14 @@ class Exact(DataParallel):
             gathered = [[] for _ in range(replicas.count())]
             dist.all_gather_object(gathered, self._records, group=replicas.group())
         return [record for records in gathered for record in records]
+
+    def _predict_mine(self, loop: Any, predict: Callable, *args: Any) -> None:
+        """Predict a batch, if it is this rank's; callbacks that write it are called here alone."""
+        if self._is_mine():
+            predict(*args)
+        self._evaluated += 1
+
+
+@cache
+def _spare() -> np.random.MT19937:
+    return np.random.MT19937(0)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from apprentice import keyed, replicas
+from strategies import collectives
 from strategies.exact import Shard
 from strategies.shards import RunningStatistics, bounds, part, rows, share
 from strategies.speakers import Speaker, speaker_of
@@ -113,6 +114,10 @@ class PipelineStrategy(Staged):
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """Stands in for the module's `forward`, on all ranks at once."""
+        with collectives.allowed():
+            return self._answered(*args, **kwargs)
+
+    def _answered(self, *args: Any, **kwargs: Any) -> Any:
         named = dict(enumerate(args)) | kwargs
         wrong = [key for key, x in named.items() if key in kwargs or not isinstance(x, Tensor) or not x.dim()]
         if wrong or not args:

@@ -41,8 +41,9 @@ class RPCHybrid(Calling, Agreeing):
     the loss has to depend on all that `forward` gives with a gradient, or workers wait for one until the time-out.
 
     All ranks run the module's hooks, on the whole batch and the same output, so logs, metrics, schedulers and callbacks
-    agree. The master computes no `forward` and holds a replica for checkpoints; one process does it all itself. For two
-    workers take three devices. BatchNorm sees the rows of a worker, unless it computes over replicas.
+    agree; predictions are handed to writers by the master alone. The master computes no `forward` and holds a replica
+    for checkpoints; one process does it all itself. For two workers take three devices. BatchNorm sees the rows of a
+    worker, unless it computes over replicas.
 
     Args:
         devices_per_worker: a worker's replica is cut, by the module's `pipeline_stages()`, over so many devices.

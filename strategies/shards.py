@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 
 
 def bounds(size: int, parts: int) -> list[int]:
@@ -19,11 +19,14 @@ def rows(batch: Any) -> int:
     """The number of rows of a batch: the first dimension of its tensors.
 
     Raises:
-        ValueError: it has no tensor, or tensors of several lengths.
+        ValueError: it has no tensor, or tensors of several lengths, of which it names one each.
     """
     lengths = {len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()}
     if len(lengths) != 1:
-        raise ValueError(f"expected a batch of tensors with one number of rows, got {sorted(lengths) or 'none'}")
+        leaves = [(path, leaf) for path, leaf in tree_flatten_with_path(batch)[0] if isinstance(leaf, Tensor)]
+        first = {len(leaf): f"batch{keystr(path)} has {len(leaf)}" for path, leaf in reversed(leaves) if leaf.dim()}
+        found = ", ".join(first[length] for length in sorted(first)) or "there is none"
+        raise ValueError(f"expected a batch of tensors with one number of rows; {found}")
     return lengths.pop()
 
 

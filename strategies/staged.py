@@ -77,6 +77,10 @@ class Staged(Agreeing, Exact):
     def _alone(self) -> bool:
         return False
 
+    @property
+    def _hands_over(self) -> bool:
+        return self.global_rank % self.pipeline_size == 0
+
     def _check_devices(self) -> None:
         devices = self.num_processes * self.num_nodes
         if devices % self.data_parallel_size:
@@ -112,7 +116,8 @@ class Staged(Agreeing, Exact):
         self.check_trainer(trainer)
         self.check_module(module)
         if self.exact is not None:
-            self._speak_for_all(module)
+            self._share_evaluation(trainer)
+            self._draw_alike()
         elif self.data_parallel_size == 1:
             self._read_whole(trainer)
         self._share_metrics(replicas.group())

@@ -311,8 +311,10 @@ def test_cuts_depend_on_sizes_alone() -> None:
     batch = {"x": torch.arange(6).view(3, 2), "text": ["a", "b", "c"], "n": torch.tensor(3), "same": "all"}
     cut = part(batch, 1, 3)
     assert (cut["x"].tolist(), cut["text"], cut["n"], cut["same"]) == ([[2, 3], [4, 5]], ["b", "c"], 3, "all")
-    with pytest.raises(ValueError, match="one number of rows"):
-        part((torch.zeros(3), torch.zeros(4)), 0, 1)
+    with pytest.raises(ValueError, match=r"one number of rows; batch\[0\] has 3, batch\[1\]\['mask'\] has 4$"):
+        part((torch.zeros(3), {"x": torch.zeros(3), "mask": torch.zeros(4), "n": torch.tensor(5)}), 0, 1)
+    with pytest.raises(ValueError, match="one number of rows; there is none"):
+        part({"n": torch.tensor(5)}, 0, 1)
 
 
 def test_an_exact_mean_has_no_order_and_hides_nothing() -> None:
