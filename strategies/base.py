@@ -201,7 +201,7 @@ class DataParallel(DDPStrategy):
         """
         whole = isinstance(tensor, Tensor) and not (tensor.is_floating_point() or tensor.is_complex())
         if whole and reduce_op in {"mean", "avg", dist.ReduceOp.AVG} and dist.is_initialized():
-            return super().reduce(tensor.clone(), group, "sum") / dist.get_world_size(group)
+            return super().reduce(tensor.clone(), group, "sum").double() / dist.get_world_size(group)
         return super().reduce(tensor, group, reduce_op)
 
     # Optimizers where ranks were forked: the last fit's are made when somebody asks for them
