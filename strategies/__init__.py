@@ -60,8 +60,10 @@ NAMES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
 
 def register() -> None:
     """Put these strategies under their names in Lightning's registry, where its own choice finds them too."""
-    from lightning.pytorch.strategies import StrategyRegistry
+    from lightning.pytorch.strategies import FSDPStrategy, StrategyRegistry
 
     for name, (strategy, options) in NAMES.items():
         summary = (strategy.__doc__ or name).splitlines()[0]
         StrategyRegistry.register(name, strategy, summary, override=True, **options)
+        if name in FSDPStrategy._registered_strategies:  # Lightning refuses these on CPUs, whoever answers to them
+            FSDPStrategy._registered_strategies.remove(name)

@@ -4,18 +4,21 @@ import atexit
 import multiprocessing
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.distributed import _destroy_dist_connection
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states, reset_seed
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_info
@@ -38,12 +41,19 @@ class DataParallel(DDPStrategy):
     Args:
         start_method: "fork", "spawn", "popen" (sub-processes), or "auto": fork on CPU, sub-processes otherwise. Where a
             launcher has started the ranks already (torchrun, SLURM, MPI), none is started.
-        timeout: seconds a rank may keep the others waiting, at the start too.
+        timeout: seconds a rank may keep the others waiting, at the start too, or a timedelta; None: half an hour.
         process_group_backend: gloo, nccl or another of torch's; when not given, the one that fits the devices.
         init_method: where ranks meet: tcp://HOST:PORT, an address of rank 0's; file:///PATH, a file that all can write;
             env://, or not given: where MASTER_ADDR and MASTER_PORT or the launcher say, else at a free port.
+        accelerator: as DDPStrategy's, and so are the others; the Trainer gives what is not given here.
+        parallel_devices: one for each rank of this node.
+        cluster_environment: who has started the ranks, and where they meet.
+        checkpoint_io: how checkpoints are written.
+        precision_plugin: how numbers are rounded.
+        **unknown: none is taken.
 
     Raises:
+        TypeError: an argument that the class does not take.
         ValueError: an option's value can't be used, alone or with these devices.
     """
 
@@ -52,17 +62,39 @@ class DataParallel(DDPStrategy):
     def __init__(
         self,
         start_method: StartMethod = "auto",
-        timeout: float = 1800.0,
+        timeout: float | timedelta | None = 1800.0,
         process_group_backend: str | None = None,
         init_method: str | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        **unknown: Any,
     ) -> None:
-        if not timeout > 0:
+        self._refuse(unknown)
+        limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=1800.0 if timeout is None else timeout)
+        if not limit > timedelta():
             raise ValueError(f"timeout {timeout}: expected seconds, above 0")
         stores.check(init_method)
-        super().__init__(timeout=timedelta(seconds=timeout), process_group_backend=process_group_backend)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            timeout=limit,
+            process_group_backend=process_group_backend,
+        )
         self.start_method, self.init_method = start_method, init_method
         self._listening: socket.socket | None = None  # rank 0's, made before the ranks that are started here
         self._configured_for: list[bool] | None = None
+
+    def _refuse(self, arguments: Collection[str], *own: str) -> None:
+        """Raise TypeError for arguments that the class that was called does not take: all, or `own`, which it sets."""
+        for name in own or arguments:
+            if name in arguments:
+                raise TypeError(f"{type(self).__name__}(...) got an unexpected argument {name!r}")
 
     # Starting
 
@@ -104,6 +136,11 @@ class DataParallel(DDPStrategy):
 
     def check_trainer(self, trainer: Trainer) -> None:
         """Raise ValueError where the Trainer's settings can't be kept so; asked when `check_module` is."""
+
+    def _refuse_callbacks(self, trainer: Trainer, kinds: tuple[type[Callback], ...], expected: str) -> None:
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        if found := [callback for callback in callbacks if isinstance(callback, kinds)]:
+            raise ValueError(f"callbacks {type(found[0]).__name__}: expected {expected}")
 
     # Meeting
 

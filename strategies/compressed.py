@@ -7,15 +7,15 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from strategies.replicated import Replicated
+from strategies.replicated import HOOK, Replicated
 
 
 class DDPFP16(Replicated):
     """Gradients travel as 16-bit floats: half the bytes, and three digits."""
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._ddp_comm_hook = fp16_compress_hook
+        self._refuse(kwargs, *HOOK)
+        super().__init__(ddp_comm_hook=fp16_compress_hook, **kwargs)
 
 
 class DDPPowerSGD(Replicated):
@@ -34,13 +34,13 @@ class DDPPowerSGD(Replicated):
     """
 
     def __init__(self, *, rank: int = 1, start_step: int = 10, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+        self._refuse(kwargs, *HOOK)
+        super().__init__(ddp_comm_hook=_in_turn, **kwargs)
         if rank < 1:
             raise ValueError(f"rank {rank}: expected at least 1")
         if start_step < 2:
             raise ValueError(f"start_step {start_step}: expected at least 2")
         self.rank, self.start_step = rank, start_step
-        self._ddp_comm_hook = _in_turn
 
     def _register_ddp_hooks(self) -> None:
         self._ddp_comm_state = PowerSGDState(

@@ -7,5 +7,10 @@ from strategies.replicated import Replicated
 class DDP(Exact, Replicated):
     """Lightning's distributed data parallel, started by fork on CPU; `--exact` can run on it."""
 
+    def _check_devices(self) -> None:
+        super()._check_devices()
+        if self.exact is not None and self._ddp_comm_hook is not None:
+            raise ValueError(f"exact {self.exact}: expected no ddp_comm_hook, as gradients are added as whole numbers")
+
     def _on_several_devices(self) -> bool:
         return self.exact is None

@@ -5,6 +5,8 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -72,6 +74,21 @@ class FSDP(DataParallel):
         if self.offload and ":" not in backend:
             return f"cpu:gloo,{self.root_device.type}:{backend}"  # norms of what is offloaded are added up on the CPU
         return backend
+
+    def check_trainer(self, trainer: Trainer) -> None:
+        """Raise ValueError for callbacks that average weights."""
+        super().check_trainer(trainer)
+        averaging = StochasticWeightAveraging, WeightAveraging
+        self._refuse_callbacks(trainer, averaging, "none that averages weights, which no rank has all of")
+
+    def setup(self, trainer: Trainer) -> None:
+        """Set the module up.
+
+        Raises:
+            ValueError: a callback averages weights.
+        """
+        self.check_trainer(trainer)
+        super().setup(trainer)
 
     # Sharding
 

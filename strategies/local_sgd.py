@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.optim import Optimizer
 
-from strategies.replicated import Replicated
+from strategies.replicated import HOOK, Replicated
 
 
 class LocalSGD(Replicated):
@@ -32,13 +32,13 @@ class LocalSGD(Replicated):
     """
 
     def __init__(self, *, period: int = 4, warmup_steps: int = 0, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+        self._refuse(kwargs, *HOOK)
+        super().__init__(ddp_comm_hook=post_localSGD_hook, **kwargs)
         if period < 1:
             raise ValueError(f"period {period}: expected at least 1")
         if warmup_steps < 0:
             raise ValueError(f"warmup_steps {warmup_steps}: expected 0 or more")
         self.period, self.warmup_steps = period, warmup_steps
-        self._ddp_comm_hook = post_localSGD_hook
         self._own: list[Tensor] = []
 
     def _on_several_devices(self) -> bool:

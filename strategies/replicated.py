@@ -1,14 +1,22 @@
 """The whole model on every rank, in torch's DistributedDataParallel."""
 
+import inspect
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from strategies.base import DataParallel
 from strategies.model_parallel import ModelParallel, devices_of
+
+# Options of the wrapper that have no name in the class below; where it is, the strategy says itself.
+WRAPPER = inspect.signature(DistributedDataParallel).parameters.keys() - {"module", "device_ids", "output_device"}
+
+HOOK = "ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"
 
 
 class Replicated(DataParallel):
@@ -22,7 +30,11 @@ class Replicated(DataParallel):
         static_graph: the same parameters are used at every step, which spares some work.
         gradient_as_bucket_view: let gradients lie where they are sent from, which saves their memory once.
         bucket_cap_mb: MiB of gradients that are sent together; torch's choice when not given.
-        **kwargs: DataParallel's.
+        ddp_comm_state: what the hook gets beside a bucket.
+        ddp_comm_hook: sends a bucket of gradients in DistributedDataParallel's place.
+        ddp_comm_wrapper: makes another hook of it.
+        model_averaging_period: steps between two averagings of the parameters; for a PostLocalSGDState alone.
+        **kwargs: DistributedDataParallel's other options, and DataParallel's.
     """
 
     def __init__(
@@ -31,10 +43,18 @@ class Replicated(DataParallel):
         static_graph: bool = False,
         gradient_as_bucket_view: bool = False,
         bucket_cap_mb: int | None = None,
+        ddp_comm_state: object | None = None,
+        ddp_comm_hook: Callable | None = None,
+        ddp_comm_wrapper: Callable | None = None,
+        model_averaging_period: int | None = None,
         **kwargs: Any,
     ) -> None:
+        wrapper = {name: kwargs.pop(name) for name in WRAPPER & kwargs.keys()}
         super().__init__(**kwargs)
+        self._ddp_comm_state, self._ddp_comm_hook = ddp_comm_state, ddp_comm_hook
+        self._ddp_comm_wrapper, self._model_averaging_period = ddp_comm_wrapper, model_averaging_period
         self._ddp_kwargs = {
+            **wrapper,
             "find_unused_parameters": find_unused_parameters,
             "static_graph": static_graph,
             "gradient_as_bucket_view": gradient_as_bucket_view,
@@ -54,7 +74,8 @@ class Replicated(DataParallel):
         """Register the communication hook on any device: Lightning's own ignores it on CPU in silence."""
         if self._ddp_comm_hook is not None:
             assert isinstance(self.model, DistributedDataParallel)
-            self.model.register_comm_hook(self._ddp_comm_state, self._ddp_comm_hook)
+            hook = self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper
+            _register_ddp_comm_hook(self.model, *hook)
 
     # A module that is split over several devices
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -156,10 +156,9 @@ class Staged(Agreeing, Exact):
         """Raise ValueError where a setting can't be kept on ranks with parts of a module; the message names it."""
         if trainer._detect_anomaly:
             raise ValueError("detect_anomaly True: expected False, as bits travel, some of which look like NaN")
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        if averaging := [c for c in callbacks if isinstance(c, StochasticWeightAveraging | WeightAveraging)]:
-            name = type(averaging[0]).__name__
-            raise ValueError(f"callbacks {name}: expected none that averages weights, which no rank has all of")
+        averaging = StochasticWeightAveraging, WeightAveraging
+        self._refuse_callbacks(trainer, averaging, "none that averages weights, which no rank has all of")
+        self._refuse_callbacks(trainer, (BaseFinetuning,), "none that unfreezes layers, which no rank has all of")
 
     def _setup_model(self, model: nn.Module) -> Any:
         return model

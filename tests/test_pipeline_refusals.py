@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAveraging
 from torch import nn
 from torch.multiprocessing import ProcessRaisedException
 from torch.nn import functional as F
@@ -298,6 +298,7 @@ class Forgets(Plain):
         (Function, {}, "expected modules from Function.pipeline_stages.., got a builtin_function_or_method"),
         (Forgets, {}, "Forgets.pipeline_stages: expected modules whose composition is forward; outputs differ"),
         (Plain, {"detect_anomaly": True}, "detect_anomaly True: expected False"),
+        (Plain, {"callbacks": [BackboneFinetuning()]}, "callbacks BackboneFinetuning: expected none that unfreezes"),
         (Plain, {"callbacks": [StochasticWeightAveraging(0.1)]}, "callbacks StochasticWeightAveraging: expected none"),
     ],
 )

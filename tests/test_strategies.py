@@ -1,21 +1,33 @@
 """A strategy changes where tensors live and what is sent, not the result; where it does, it does just that."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.io import TorchCheckpointIO
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.plugins import DoublePrecision
+from lightning.pytorch.strategies import FSDPStrategy, StrategyRegistry
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    fp16_compress_hook,
+    fp16_compress_wrapper,
+)
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
 import strategies
 from apprentice.progress import quiet
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import DeepNN, ResNet
-from strategies import DDP, DDPFP16, DataParallel, DDPPowerSGD, LocalSGD, ZeRO1
+from strategies import DDP, DDPFP16, FSDP, DataParallel, DDPPowerSGD, DDPRing, LocalSGD, ZeRO1
 from tests.training import LinesLogger, assert_same, classifier, digits, distillation, fit, trainer, weights
 
 STEPS = {"max_epochs": -1, "max_steps": 20, "log_every_n_steps": 1, "precision": "64-true"}
@@ -189,18 +201,86 @@ def test_a_checkpoint_goes_on_under_any_strategy_on_any_number(tmp_path: Path) -
     assert_same(weights(module), right, atol=1e-9)
 
 
-def test_names_stand_in_lightnings_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = dict(StrategyRegistry)
-    try:
-        strategies.register()
-        assert type(trainer(2, strategy="auto").strategy) is DDP
-        for name, (strategy, options) in strategies.NAMES.items():
-            made = StrategyRegistry.get(name)
-            assert type(made) is strategy
-            assert all(getattr(made, key) == value for key, value in options.items())
-    finally:
-        StrategyRegistry.clear()
-        StrategyRegistry.update(before)
+@pytest.fixture
+def registered() -> Iterator[None]:
+    """Lightning's registry with these strategies in it, for a test."""
+    before, lightnings = dict(StrategyRegistry), list(FSDPStrategy._registered_strategies)
+    strategies.register()
+    yield
+    StrategyRegistry.clear()
+    StrategyRegistry.update(before)
+    FSDPStrategy._registered_strategies[:] = lightnings
+
+
+@pytest.mark.usefixtures("registered")
+def test_names_stand_in_lightnings_registry() -> None:
+    assert type(trainer(2, strategy="auto").strategy) is DDP
+    for name, (strategy, options) in strategies.NAMES.items():
+        made = trainer(2, strategy=name).strategy
+        assert type(made) is strategy
+        assert all(getattr(made, key) == value for key, value in options.items())
+    with pytest.raises(ValueError, match="requires a GPU accelerator"):  # Lightning's own
+        trainer(2, strategy="fsdp_cpu_offload")
+
+
+HOOKED: dict[str, dict[str, Any]] = {
+    "hook": {"ddp_comm_hook": fp16_compress_hook},
+    "wrapper": {"ddp_comm_hook": allreduce_hook, "ddp_comm_wrapper": fp16_compress_wrapper},
+}
+
+
+@pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated")
+@pytest.mark.parametrize("name", HOOKED)
+def test_ddpstrategys_hooks_are_used(name: str) -> None:
+    options = STEPS | {"max_steps": 3}
+    right = weights(fit(classifier(), digits(), 2, strategy=DDPFP16(timeout=60), **options))
+    others: dict[str, Any] = {"broadcast_buffers": False, "init_sync": True, "bucket_cap_mb": None}
+    mine = DDP(timeout=timedelta(minutes=1), **HOOKED[name], **others)
+    assert_same(weights(fit(classifier(), digits(), 2, strategy=mine, **options)), right)
+
+
+@pytest.mark.filterwarnings("ignore:When period is 1")
+def test_ddpstrategys_model_averaging_is_used() -> None:
+    def ended(strategy: DataParallel) -> dict[str, torch.Tensor]:
+        options = STEPS | {"max_steps": 4}
+        return weights(fit(distillation(["ce"], optimizer=sgd), digits(), 2, strategy=strategy, **options))
+
+    state = PostLocalSGDState(None, None, 0, post_local_gradient_allreduce=False)
+    hook: dict[str, Any] = {"ddp_comm_state": state, "ddp_comm_hook": post_localSGD_hook, "model_averaging_period": 1}
+    assert_same(ended(DDP(timeout=None, **hook)), ended(DDP(timeout=60)), atol=1e-9)  # plain SGD, averaged every step
+
+
+def test_ddpstrategys_plugins_are_used() -> None:
+    environment, writes = LightningEnvironment(), TorchCheckpointIO()
+    strategy = DDP(
+        parallel_devices=[torch.device("cpu")] * 3, cluster_environment=environment,
+        checkpoint_io=writes, precision_plugin=DoublePrecision(),
+    )  # fmt: skip
+    made = Trainer(strategy=strategy, logger=False, enable_progress_bar=False)
+    assert made.world_size == 3
+    assert made.strategy.cluster_environment is environment  # type: ignore[attr-defined]
+    assert made.strategy.checkpoint_io is writes
+    assert made.precision == "64-true"
+    assert isinstance(Trainer(devices=2, strategy=DDP(accelerator=CPUAccelerator())).accelerator, CPUAccelerator)
+
+
+UNKNOWN: list[tuple[Callable[..., Any], str]] = [
+    *((make, "x") for make, _ in strategies.NAMES.values()),
+    (FSDP, "ddp_comm_hook"), (DDPFP16, "ddp_comm_hook"), (DDPRing, "process_group_backend"), (DDP, "device_ids"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "name"), UNKNOWN)
+def test_an_unknown_argument_names_the_class_that_was_called(make: Callable[..., Any], name: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        make(**{name: 1})
+    assert str(caught.value) == f"{make.__name__}(...) got an unexpected argument {name!r}"
+
+
+@pytest.mark.parametrize("make", [EMAWeightAveraging, lambda: StochasticWeightAveraging(swa_lrs=0.1)])
+def test_sharded_weights_are_not_averaged(make: Callable[[], Callback]) -> None:
+    with quiet(), pytest.raises(ValueError, match=r"^callbacks \w+: expected none that averages weights"):
+        trainer(2, strategy=FSDP(timeout=60), callbacks=[make()]).fit(classifier(), digits())
 
 
 def test_ranks_are_forked_where_that_is_safe(
@@ -226,6 +306,8 @@ def test_ranks_are_forked_where_that_is_safe(
     ("make", "message"),
     [
         (lambda: DDP(timeout=0), "timeout 0: expected seconds, above 0"),
+        (lambda: DDP(timeout=timedelta(0)), "timeout 0:00:00: expected seconds, above 0"),
+        (lambda: trainer(2, strategy=DDP(exact=8, ddp_comm_hook=fp16_compress_hook)), "exact 8: expected no ddp_comm_"),
         (lambda: LocalSGD(period=0), "period 0: expected at least 1"),
         (lambda: LocalSGD(warmup_steps=-1), "warmup_steps -1: expected 0 or more"),
         (lambda: DDPPowerSGD(rank=0), "rank 0: expected at least 1"),
