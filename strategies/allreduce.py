@@ -42,6 +42,7 @@ class AllReduce(DataParallel):
         """Begin with rank zero's weights, and make room for the gradients."""
         assert self.lightning_module is not None
         _sync_module_states(self.lightning_module)
+        self._configured_for = self._require_grad()
         trained = [p for p in self.lightning_module.parameters() if p.requires_grad]
         self._buckets = Buckets(trained, self.bucket_cap_mb)
 

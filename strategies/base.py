@@ -23,6 +23,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch import Tensor
 from torch.optim import Optimizer
 
 from strategies import meeting, roll_call, stores
@@ -87,6 +88,7 @@ class DataParallel(DDPStrategy):
         )
         self.start_method, self.init_method = start_method, init_method
         self._listening: socket.socket | None = None  # rank 0's, made before the ranks that are started here
+        self._configured_for: list[bool] | None = None
 
     def _refuse(self, arguments: Collection[str], *own: str) -> None:
         """Raise TypeError for arguments that the class that was called does not take: all, or `own`, which it sets."""
@@ -214,6 +216,30 @@ class DataParallel(DDPStrategy):
     def _bound_device(self) -> torch.device | None:
         """The only device of this rank, which spares NCCL to find it out."""
         return self.root_device if self.root_device.type != "cpu" else None
+
+    # Parameters that a callback freezes or unfreezes
+
+    def _require_grad(self) -> list[bool]:
+        assert self.lightning_module is not None
+        return [p.requires_grad for p in self.lightning_module.parameters()]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Configure anew where what averages gradients knows which parameters are trained, and that has changed."""
+        if self._configured_for is not None and self._configured_for != self._require_grad():
+            self.model = self.lightning_module
+            self.configure_ddp()
+
+    # What is logged
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over the ranks; the mean of whole numbers is a float.
+
+        Lightning rounds it down, and then divides by it: an epoch's mean over ranks with 5 rows and 4 was that over 4.
+        """
+        whole = isinstance(tensor, Tensor) and not (tensor.is_floating_point() or tensor.is_complex())
+        if whole and reduce_op in {"mean", "avg", dist.ReduceOp.AVG} and dist.is_initialized():
+            return super().reduce(tensor.clone(), group, "sum").double() / dist.get_world_size(group)
+        return super().reduce(tensor, group, reduce_op)
 
     # Optimizers where ranks were forked: the last fit's are made when somebody asks for them
 

@@ -2,9 +2,6 @@
 
 from typing import Any
 
-import torch.distributed as dist
-from torch import Tensor
-
 from strategies import ring
 from strategies.ddp import DDP
 
@@ -30,13 +27,6 @@ class DDPRing(DDP):
         kind = self.root_device.type
         if kind != "cpu":
             raise ValueError(f"accelerator {kind}: expected cpu, as strategy ddp_ring sends from a CPU's memory")
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the ranks; the mean of whole numbers, which the ring has not, is cut as it is with gloo."""
-        whole = isinstance(tensor, Tensor) and not tensor.is_floating_point()
-        if whole and dist.is_initialized() and reduce_op in {"mean", "avg", dist.ReduceOp.AVG}:
-            return super().reduce(tensor, group, "sum") // dist.get_world_size(group)
-        return super().reduce(tensor, group, reduce_op)
 
     def setup_distributed(self) -> None:
         """Make the backend known to torch in this process, and join the process group."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.trainer.states import TrainerFn
@@ -91,6 +92,8 @@ class ParamServer(Calling):
         """Join the process group; the server is in it, but gets no rows."""
         super().setup_environment()
         replicas.among(None, idle=min(self.server, 1))
+        if self.server:
+            self._workers: Any = dist.new_group(list(range(self.server)), timeout=self._timeout)
 
     def setup(self, trainer: Trainer) -> None:
         """Set the module up, and for a fit the way to the server."""
@@ -117,6 +120,34 @@ class ParamServer(Calling):
         self._inbox = None
 
     # Training
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The loss of a batch.
+
+        Raises:
+            ValueError: the module can't compute one of the server's, which have no rows.
+        """
+        try:
+            return super().training_step(*args, **kwargs)
+        except Exception as error:
+            if not (self.server and self._serves):
+                raise
+            expected = "expected a training_step that takes a batch without rows, as the server's are"
+            raise ValueError(f"strategy param_server: {expected}: {error}") from error
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the ranks; in training over those that have rows."""
+        assert self.lightning_module is not None
+        named = not (group is None or group is dist.group.WORLD)
+        if named or not self.server or not self.lightning_module.trainer.training:
+            return super().reduce(tensor, group, reduce_op)
+        return self.broadcast(tensor if self._serves else super().reduce(tensor, self._workers, reduce_op))
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 - Lightning's name
+        """Whether all ranks, or any, decide so, the server among them."""
+        votes = torch.tensor(int(decision), device=self.root_device)
+        votes = super().reduce(votes, None, "sum")
+        return bool(votes == self.world_size) if all else bool(votes)
 
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: LightningModule | nn.Module | None = None,

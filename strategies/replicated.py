@@ -68,6 +68,7 @@ class Replicated(DataParallel):
         """Wrap the module; a share without rows has gradients in another memory order, which is no news to the user."""
         warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides", UserWarning)
         super().configure_ddp()
+        self._configured_for = self._require_grad()
 
     def _register_ddp_hooks(self) -> None:
         """Register the communication hook on any device: Lightning's own ignores it on CPU in silence."""

@@ -28,20 +28,26 @@ class ZeRO1(DDP):
         return False
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Deal the parameters to the ranks: the largest first, each to the rank that has least."""
+        """Deal the parameters to the ranks, and let go of what is kept for those of others."""
         super().setup_optimizers(trainer)
         scaler = getattr(self.precision_plugin, "scaler", None)
         if any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers) or (scaler and scaler.is_enabled()):
             raise ValueError("strategy ddp_zero1: expected an optimizer other than LBFGS, and no loss scale")
         self._shares: list[list[nn.Parameter]] = [[] for _ in range(self.world_size)]
-        loads = [0] * self.world_size
-        for p in sorted(_parameters(self.optimizers), key=nn.Parameter.numel, reverse=True):
+        self._drop_state()
+
+    def _deal(self) -> None:
+        """Deal the parameters that no rank has yet: the largest first, each to the rank that has least."""
+        dealt = {p for share in self._shares for p in share}
+        loads = [sum(p.numel() for p in share) for share in self._shares]
+        new = [p for p in _parameters(self.optimizers) if p not in dealt]
+        for p in sorted(new, key=nn.Parameter.numel, reverse=True):
             least = loads.index(min(loads))
             self._shares[least].append(p)
             loads[least] += p.numel()
-        self._drop_state()
 
     def _others(self) -> list[nn.Parameter]:
+        self._deal()  # a callback may have given an optimizer more
         return [p for rank, share in enumerate(self._shares) if rank != self.global_rank for p in share]
 
     def _drop_state(self) -> None:
