@@ -19,6 +19,7 @@ from apprentice.verdict import verdict
 
 # Settings of data that choose no other samples, or choose them by a number that stands in `data`.
 NOT_SAMPLES = {"batch_size", "augment", "train_size", "test_size", "validation_size", "num_workers"}
+TEST_LIMIT = "limit_test_batches"  # it chooses test samples in another way than `test_size`
 ONE_ROOT = {"Digits", "MNIST", "CIFAR10", "Shakespeare"}  # the same samples wherever they lie
 
 TRAINING_DATA = {"data.batch_size", "data.augment"}  # settings of data that choose no samples, and change training
@@ -146,10 +147,13 @@ def _why_not_comparable(first: Run, run: Run) -> str:
 def _samples(results: Facts) -> Facts:
     """What decides which samples a run saw: the set, its sizes, and the settings that choose from it."""
     config: Any = results.get("config")
-    data = config.get("data") if isinstance(config, dict) else None
+    data, trainer = (config.get(key) if isinstance(config, dict) else None for key in ("data", "trainer"))
     given = (data.get("init_args", data) or {}) if isinstance(data, dict) else {}
     ignored = NOT_SAMPLES | ({"root"} if results["data"].get("name") in ONE_ROOT else set())
     chosen = {f"data.{key}": value for key, value in given.items() if key not in ignored | {"class_path"}}
+    limit = trainer.get(TEST_LIMIT) if isinstance(trainer, dict) else None
+    if repr(limit) not in {"None", "1.0"}:  # 1 is one batch
+        chosen[f"trainer.{TEST_LIMIT}"] = limit
     return {**results["data"], **chosen}
 
 
