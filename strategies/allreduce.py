@@ -36,14 +36,24 @@ class AllReduce(DataParallel):
             raise ValueError(f"bucket_cap_mb {bucket_cap_mb}: expected MiB, above 0")
         self.bucket_cap_mb = bucket_cap_mb
         self._buckets: Buckets | None = None
+        self._trained: list[int] = []  # the identities of what is in them
         self._accumulates = False
 
     def configure_ddp(self) -> None:
         """Begin with rank zero's weights, and make room for the gradients."""
         assert self.lightning_module is not None
         _sync_module_states(self.lightning_module)
+        self._fill_buckets()
+
+    def _fill_buckets(self) -> None:
+        assert self.lightning_module is not None
         trained = [p for p in self.lightning_module.parameters() if p.requires_grad]
-        self._buckets = Buckets(trained, self.bucket_cap_mb)
+        if self._trained != [id(p) for p in trained]:
+            self._trained, self._buckets = [id(p) for p in trained], Buckets(trained, self.bucket_cap_mb)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Make room anew where layers were frozen or unfrozen."""
+        self._fill_buckets()
 
     def _setup_model(self, model: nn.Module) -> Any:
         return model
@@ -75,5 +85,5 @@ class AllReduce(DataParallel):
 
     def teardown(self) -> None:
         """Let go of the gradients' room."""
-        self._buckets = None
+        self._buckets, self._trained = None, []
         super().teardown()

@@ -68,6 +68,21 @@ class Replicated(DataParallel):
         """Wrap the module; a share without rows has gradients in another memory order, which is no news to the user."""
         warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides", UserWarning)
         super().configure_ddp()
+        self._wrapped = self._trained()
+
+    def _trained(self) -> set[int]:
+        assert self.lightning_module is not None
+        return {id(p) for p in self.lightning_module.parameters() if p.requires_grad}
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Wrap the module anew where layers were frozen or unfrozen: the wrapper averages what it has found trained."""
+        if not isinstance(self.model, DistributedDataParallel) or self._trained() == self._wrapped:
+            return
+        given, self._ddp_kwargs = self._ddp_kwargs, {**self._ddp_kwargs, "init_sync": False}
+        self.model = self.lightning_module
+        self.configure_ddp()
+        self._ddp_kwargs = given
+        self.on_train_start()
 
     def _register_ddp_hooks(self) -> None:
         """Register the communication hook on any device: Lightning's own ignores it on CPU in silence."""
