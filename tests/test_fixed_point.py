@@ -160,6 +160,15 @@ def test_numbers_at_the_edge_of_a_digit_go_where_they_would_have_gone() -> None:
             assert all(torch.equal(sums[0], other) for other in sums)
 
 
+@pytest.mark.parametrize("dtype", RIGHT, ids=str)
+def test_sums_of_the_longest_digits_are_not_rounded_on_the_way(dtype: torch.dtype) -> None:
+    lengths = range(18, 25) if dtype == torch.float32 else range(45, 54)  # bits, all of them ones
+    for power in range(-30, 30):
+        ones = torch.tensor([2.0**power - 2.0 ** (power - n) for n in lengths], dtype=torch.float64).to(dtype)
+        p = parameter(ones)
+        assert torch.equal(added(p, [ones] * 5 + [-ones] * 3), 2 * ones)
+
+
 def test_zeros_none_and_flaws() -> None:
     made = {name: nn.Parameter(torch.empty(2)) for name in ("zero", "none", "late", "empty")}
     made["empty"] = nn.Parameter(torch.empty(0))
