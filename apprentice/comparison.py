@@ -19,11 +19,15 @@ from apprentice.verdict import verdict
 
 # Settings of data that choose no other samples, or choose them by a number that stands in `data`.
 NOT_SAMPLES = {"batch_size", "augment", "train_size", "test_size", "validation_size", "num_workers"}
-TEST_LIMIT = "limit_test_batches"  # it chooses test samples in another way than `test_size`
+# Under these options of the Trainer the number in `data` is of what was used, and a setting says of what.
+LIMITS = {"limit_val_batches": "validation_size", "limit_test_batches": "test_size"}
 ONE_ROOT = {"Digits", "MNIST", "CIFAR10", "Shakespeare"}  # the same samples wherever they lie
 
 TRAINING_DATA = {"data.batch_size", "data.augment"}  # settings of data that choose no samples, and change training
-NOT_TRAINING = {"seeds", "only", "teacher_cache_mb", "variants"}  # paired; each net is trained as if alone; the methods
+NOT_TRAINING = {
+    "seeds", "only", "teacher_cache_mb", "variants",  # paired; each net is trained as if alone; the methods
+    *(f"trainer.{name}" for name in ("num_sanity_val_steps", *LIMITS)),
+}  # fmt: skip
 CONFOUNDED = "What differs between them may come from these, not from a method: no verdict."
 
 
@@ -87,7 +91,8 @@ def compare(runs: Sequence[Run]) -> Facts:
         if reason:
             notes.append(f"{run.name} is not compared with {baseline}: {reason}.")
         if told := [f"{flag} {now}, not {was}" for flag, (now, was) in other[run.name].items()]:
-            notes.append(f"{run.name} and {first.name} differ in settings: {'; '.join(told)}. {CONFOUNDED}")
+            advice = "" if reason else f" {CONFOUNDED}"
+            notes.append(f"{run.name} and {first.name} differ in settings: {'; '.join(told)}.{advice}")
         rows += [
             _row(run, student, first, comparable=bool(baseline and not reason)) for student in run.results["students"]
         ]
@@ -135,7 +140,8 @@ def _differences(run: Run, student: str, first: Run) -> list[float]:
 
 def _why_not_comparable(first: Run, run: Run) -> str:
     """Empty if both runs had the same samples, and a seed in common."""
-    ours, theirs = _samples(run.results), _samples(first.results)
+    limits = _limits(run.results) | _limits(first.results)
+    ours, theirs = _samples(run.results, limits), _samples(first.results, limits)
     other = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
     if other:
         return f"other data ({', '.join(f'{key} {ours.get(key)}, not {theirs.get(key)}' for key in other)})"
@@ -144,17 +150,35 @@ def _why_not_comparable(first: Run, run: Run) -> str:
     return ""
 
 
-def _samples(results: Facts) -> Facts:
-    """What decides which samples a run saw: the set, its sizes, and the settings that choose from it."""
+def _samples(results: Facts, limits: set[str]) -> Facts:
+    """What decides which samples a run saw: the set, its sizes, and the settings that choose from it.
+
+    Args:
+        results: the run's.
+        limits: under which this run or the one that it is compared with has used a part only.
+    """
+    data = _section(results, "data")
+    given = data.get("init_args", data) or {}
+    ignored = (NOT_SAMPLES - {LIMITS[name] for name in limits}) | {"class_path"}
+    if results["data"].get("name") in ONE_ROOT:
+        ignored.add("root")
+    chosen = {f"data.{key}": value for key, value in given.items() if key not in ignored}
+    sizes = dict(results["data"])
+    if "limit_val_batches" in limits:
+        sizes.pop("validation", None)  # what was held out is the same
+    return {**sizes, **chosen}
+
+
+def _limits(results: Facts) -> set[str]:
+    """Those of the limits that are set; 1 is one batch, 1.0 all."""
+    trainer = _section(results, "trainer")
+    return {name for name in LIMITS if repr(trainer.get(name)) not in {"None", "1.0"}}
+
+
+def _section(results: Facts, key: str) -> Facts:
     config: Any = results.get("config")
-    data, trainer = (config.get(key) if isinstance(config, dict) else None for key in ("data", "trainer"))
-    given = (data.get("init_args", data) or {}) if isinstance(data, dict) else {}
-    ignored = NOT_SAMPLES | ({"root"} if results["data"].get("name") in ONE_ROOT else set())
-    chosen = {f"data.{key}": value for key, value in given.items() if key not in ignored | {"class_path"}}
-    limit = trainer.get(TEST_LIMIT) if isinstance(trainer, dict) else None
-    if repr(limit) not in {"None", "1.0"}:  # 1 is one batch
-        chosen[f"trainer.{TEST_LIMIT}"] = limit
-    return {**results["data"], **chosen}
+    section = config.get(key) if isinstance(config, dict) else None
+    return section if isinstance(section, dict) else {}
 
 
 def _other_settings(run: Run, first: Run) -> dict[str, tuple[Any, Any]]:
@@ -172,8 +196,12 @@ def _training(results: Facts) -> Facts:
     config: Any = results.get("config")
     settings = dict(flat(config)) if isinstance(config, dict) else {}
     settings = {flag: value for flag, value in settings.items() if not free(flag)}
-    wanted = {flag: flag.partition(".")[0] not in {"data", *NOT_TRAINING} or flag in TRAINING_DATA for flag in settings}
-    return {flag: value for flag, value in settings.items() if wanted[flag]}
+    left_out = {"data", *NOT_TRAINING}
+    return {
+        flag: value
+        for flag, value in settings.items()
+        if flag in TRAINING_DATA or left_out.isdisjoint({flag, flag.partition(".")[0]})
+    }
 
 
 def table(comparison: Facts) -> Table:

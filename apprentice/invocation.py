@@ -1,5 +1,6 @@
 """One call of an experiment: the folder that it works in, what it says of itself there, and how to go on with it."""
 
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -7,8 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from apprentice import cli, environment, folders, interrupts, job
+from apprentice import cli, environment, folders, interrupts, job, manifest
+from apprentice.errors import BadInput
 from apprentice.files import write_json
+from apprentice.settings import INVOCATION, flat
 
 
 @contextmanager
@@ -21,16 +24,31 @@ def opened(experiment: str, command: cli.Parser, config: Namespace) -> Iterator[
         config: what it said, of `cli.RunOptions`.
 
     Raises:
-        BadInput: the folder can't be written, is in use, or holds a run that is neither gone on with nor replaced.
+        BadInput: the folder can't be written, is in use, or holds a run that is neither gone on with nor replaced, or
+            is to be replaced by one that reads its files.
         Interrupted: the user asked to stop; how to go on has been said.
     """
     out = Path(config.out) if config.out else folders.new_folder(experiment)
+    if config.overwrite:
+        _check_inputs(out, command.as_dict(config), config.seeds[0])
     with folders.opened(out, config.resume, config.overwrite):
         try:
             yield out
         except interrupts.Interrupted:
             sys.stderr.write(f"stopped; go on with: python experiments/{command.prog} --out {out} --resume true\n")
             raise
+
+
+def _check_inputs(out: Path, settings: dict[str, Any], seed: int) -> None:
+    """Raise BadInput if a setting names a file, or a folder of files, that would be deleted before it is read."""
+    own = {place for path in manifest.recorded(out) for place in (path, *path.parents)} - {out, *out.parents}
+    own = {place.absolute() for place in own}
+    for flag, value in flat(settings):
+        if isinstance(value, str) and flag not in INVOCATION:
+            given = os.path.abspath(value.replace("{seed}", str(seed)))  # noqa: PTH100 - Path keeps ..
+            if Path(given) in own:
+                expected = f"--{flag} outside of {out}, the files of which are deleted first; it is {value}"
+                raise BadInput("overwrite", "true", expected)
 
 
 def describe(out: Path, command: cli.Parser, config: Namespace) -> None:

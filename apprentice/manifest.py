@@ -63,8 +63,13 @@ def temporary(path: Path) -> Path:
 
 
 def _names(out: Path) -> list[str]:
+    """What the record names; paths that lead out of the folder, in a record of somebody else's, are none."""
     path, names = out / NAME, []
-    for line in path.read_text("utf-8").splitlines() if path.exists() else ():
+    for line in path.read_text("utf-8", errors="replace").splitlines() if path.exists() else ():
         with suppress(ValueError):
             names.append(json.loads(line))
-    return names
+    return [name for name in names if isinstance(name, str) and _is_inside(Path(name))]
+
+
+def _is_inside(path: Path) -> bool:
+    return not path.is_absolute() and ".." not in path.parts

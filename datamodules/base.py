@@ -138,12 +138,9 @@ class InMemoryData(LightningDataModule):
         """`sizes` under a Trainer's `limit_train_batches` (samples of an epoch), `limit_val_batches` and so on.
 
         Raises:
-            BadInput: a limit leaves nothing to train on or to test.
+            BadInput: a fraction is less than one batch.
         """
         kept = {part: self._kept(part, trainer) for part in LIMITS}
-        for part in ("train", "test"):
-            if not kept[part]:
-                raise BadInput(f"trainer.{LIMITS[part]}", getattr(trainer, LIMITS[part]), "at least one batch")
         return {
             part: size if kept[part] == self._count(part) else self._size(part, kept[part])
             for part, size in self.sizes.items()
@@ -161,7 +158,8 @@ class InMemoryData(LightningDataModule):
         whole = math.ceil(count / size)
         batches = min(whole, limit) if isinstance(limit, int) else int(whole * limit)
         if whole and limit and not batches:
-            raise BadInput(f"trainer.{LIMITS[part]}", limit, f"at least {1 / whole:.3g}, as there are {whole} batches")
+            expected = f"at least one batch: a count, as 1, or a fraction of the {whole}, at least {1 / whole:.3g}"
+            raise BadInput(f"trainer.{LIMITS[part]}", limit, expected)
         return min(batches * size, count)
 
     def _size(self, part: str, kept: int) -> int:

@@ -62,8 +62,8 @@ class Files(NamedTuple):
     def open(self, path: Path) -> Image.Image:
         """One image, decoded, upright, in RGB, its short side resized and its middle cut out if a size is wanted."""
         with readable(path) as image:
-            upright = ImageOps.exif_transpose(image)
-        colours = in_rgb(upright, path)
+            upright, form = ImageOps.exif_transpose(image), image.format
+        colours = in_rgb(upright, form, path)
         if self.image_size is None or colours.size == (self.image_size, self.image_size):
             return colours
         return transforms.center_crop(transforms.resize(colours, self.image_size), [self.image_size])
@@ -92,17 +92,23 @@ def readable(path: Path) -> Iterator[Image.Image]:
         raise BadInput("data.root", path, f"an image that can be read ({error})") from error
 
 
-def in_rgb(image: Image.Image, path: Path) -> Image.Image:
+def in_rgb(image: Image.Image, form: str | None, path: Path) -> Image.Image:
     """The image in RGB; 16 bits of grey, and floats from 0 to 1, are scaled to 8 bits, which PIL would cut off.
 
+    Args:
+        image: decoded.
+        form: PIL's name of the file's format; PIL gives PGM's greys of up to 16 bits as whole numbers up to 65535.
+        path: of the file, for messages.
+
     Raises:
-        BadInput: it has other numbers, whose range is unknown; `path` is named.
+        BadInput: it has numbers whose range is unknown.
     """
     if image.mode != "F" and not image.mode.startswith("I"):
         return image.convert("RGB")
     values, white = np.asarray(image, np.float64), 1 if image.mode == "F" else 2**16 - 1
-    if not 0 <= values.min() <= values.max() <= white:
-        found = f"this one has {values.min():g} to {values.max():g}"
+    unknown = image.mode == "I" and form not in {"PNG", "PPM"}
+    if unknown or not 0 <= values.min() <= values.max() <= white:
+        found = f"this one has {values.min():g} to {values.max():g}" + " in 32 bits" * unknown
         raise BadInput("data.root", path, f"an image of 8 or 16 bits a channel, or floats from 0 to 1; {found}")
     return Image.fromarray((values * 255 / white).round().astype(np.uint8)).convert("RGB")
 
@@ -111,7 +117,8 @@ class ImageFolder(ImageData):
     """Images in `root/train/<class>/` and `root/test/<class>/`, as RGB; of a subset only the chosen ones are decoded.
 
     Folders in those of the classes are searched too, as torchvision does. Hidden files and folders and those that are
-    no images are left out, and counted in a line. Images are turned upright by their EXIF tags.
+    no images are left out, and counted in a line. Images are turned upright by their EXIF tags. Greys of 16 bits, and
+    floats from 0 to 1, are scaled to 8 bits.
 
     Args:
         root: the folder.

@@ -142,7 +142,7 @@ def test_lines(kd, line, expected):
 
 @pytest.mark.parametrize("option", ["limit_train_batches", "limit_val_batches", "limit_test_batches"])
 def test_one_batch_is_a_count_and_one_of_all_a_fraction(kd, tmp_path, option):
-    for given in ("1", "1.0", "0", "7", "0.5"):
+    for given in ("1", "1.0", "7", "0.5"):
         config = parse(kd, f"--trainer.{option} {given}")
         kd.save(config, tmp_path / "config.yaml")
         for each in (
@@ -420,6 +420,8 @@ REFUSED = {
     "--trainer.val_check_interval 0": "trainer.val_check_interval 0: expected a number above 0",
     "--trainer.limit_train_batches 0": "trainer.limit_train_batches 0: expected a number above 0",
     "--trainer.limit_test_batches 0": "trainer.limit_test_batches 0: expected a number above 0",
+    "--trainer.limit_val_batches 1.5": "trainer.limit_val_batches 1.5: expected a whole number of batches, or a frac",
+    "--trainer.val_check_interval 2.5": "trainer.val_check_interval 2.5: expected a whole number of batches, or",
     "--trainer.limit_val_batches -1": "trainer.limit_val_batches -1: expected a number, at least 0",
     "--trainer.max_epochs 0": "trainer.max_epochs 0: expected a number of epochs, at least 1, or -1 for no limit",
     "--trainer.max_steps -2": "trainer.max_steps -2: expected a number of steps, at least 1, or -1 for no limit",

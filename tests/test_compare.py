@@ -117,6 +117,25 @@ def test_settings_that_choose_no_samples_are_comparable(runs):
     assert found["t8/kd"]["delta"]["low"] is not None
 
 
+def test_limits_choose_the_samples_that_they_leave(runs):
+    def limited(count, **changes):
+        return {"config": configured(**changes), "data": {**header()["data"], "test": count}}
+
+    whole = header()["data"]["test"]
+    found, notes = rows(
+        runs("t4"),
+        runs("all", **limited(whole, trainer__limit_test_batches=999, trainer__num_sanity_val_steps=0)),
+        runs("part", **limited(128, trainer__limit_test_batches=1)),
+        runs("seen", config=configured(trainer__limit_val_batches=1), data={**header()["data"], "validation": 7}),
+        runs("drawn", **limited(whole, trainer__limit_test_batches=1, data__test_size=300)),
+    )
+    assert {name: found[f"{name}/kd"]["delta"]["low"] is not None for name in ("all", "part", "seen", "drawn")} == {
+        "all": True, "part": False, "seen": True, "drawn": False,
+    }  # fmt: skip
+    assert any(note.startswith("drawn is not compared with t4/ce: other data (data.test_size 300,") for note in notes)
+    assert not any("differ in settings" in note for note in notes)
+
+
 def configured(**changes):
     """Another configuration: `a__b=1` is `a.b`."""
     config = header()["config"]

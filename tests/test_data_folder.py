@@ -108,7 +108,6 @@ GREY = np.array([[0, 1, 40], [128, 254, 255]])  # 8 bits
         ("16.png", (GREY * 257 + [[0, 128, 0], [-128, 0, 0]]).astype(np.uint16)),
         ("16.tiff", (GREY * 257).astype(np.uint16)),
         ("16.pgm", (GREY * 257).astype(np.uint16)),
-        ("32.tiff", (GREY * 257).astype(np.int32)),
         ("float.tiff", (GREY / 255).astype(np.float32)),
     ],
 )
@@ -125,7 +124,8 @@ def test_levels_are_scaled_by_their_depth(root: Path, name: str, values: np.ndar
         (np.array([[0, 255.0]], np.float32), "0 to 255"),
         (np.array([[-0.5, 1]], np.float32), "-0.5 to 1"),
         (np.array([[float("nan"), 1]], np.float32), "nan to nan"),
-        (np.array([[0, 70_000]], np.int32), "0 to 70000"),
+        (np.array([[0, 70_000]], np.int32), "0 to 70000 in 32 bits"),
+        (np.array([[0, 255]], np.int32), "0 to 255 in 32 bits"),
     ],
     ids=str,
 )

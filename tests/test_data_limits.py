@@ -138,7 +138,7 @@ def test_a_limited_run_says_so_and_is_not_compared_with_a_whole_one(tmp_path: Pa
     differences = {row["name"]: row["differences"] for row in found["rows"]}
     assert differences == {"few/ce": [0.0], "two/ce": [0.0], "subset/ce": []}
     assert any(
-        "subset is not compared with few/ce: other data (trainer.limit_test_batches" in n for n in found["notes"]
+        "subset is not compared with few/ce: other data (data.test_size 40, not None" in n for n in found["notes"]
     )
 
 
@@ -159,14 +159,18 @@ def test_a_texts_run_counts_what_it_used(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "no training": (["--trainer.limit_train_batches", "0"], "--trainer.limit_train_batches 0", "at least one batch"),
-    "no testing": (["--trainer.limit_test_batches", "0"], "--trainer.limit_test_batches 0", "at least one batch"),
+    "no training": (["--trainer.limit_train_batches", "0"], "--trainer.limit_train_batches 0", "a number above 0"),
+    "no testing": (["--trainer.limit_test_batches", "0"], "--trainer.limit_test_batches 0", "a number above 0"),
     "too few": (
         ["--trainer.limit_test_batches", "0.01"],
         "--trainer.limit_test_batches 0.01",
-        "at least 0.111, as there",
+        "a fraction of the 9, at least 0.111",
     ),
-    "too few watched": (["--trainer.limit_val_batches", "0.1"], "--trainer.limit_val_batches 0.1", "at least 0.25"),
+    "too few watched": (
+        ["--trainer.limit_val_batches", "0.1"],
+        "--trainer.limit_val_batches 0.1",
+        "a fraction of the 4, at least 0.25",
+    ),
 }
 
 

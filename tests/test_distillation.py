@@ -246,6 +246,7 @@ RELATING: dict[str, Callable[[Outputs, Outputs, torch.Tensor], torch.Tensor]] = 
     "those before": lambda s, t, y: s.logits.cumsum(0).sum(1),
     "the teacher's": lambda s, t, y: entropies(s, t, y) * (t.logits @ t.logits.T).sum(1),
     "labels": lambda s, t, y: entropies(s, t, y) / (y[:, None] == y).sum(1),
+    "confidence": lambda s, t, y: entropies(s, t, y) * (s.logits.softmax(1).amax(1) > 0.9).sum(),
 }
 
 

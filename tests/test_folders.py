@@ -105,11 +105,37 @@ def test_a_new_folder_may_hold_files_of_the_users(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.parametrize("line", ["3", '"../mine"', '"{elsewhere}"', "\\udcff"])
+def test_a_record_deletes_nothing_outside_of_its_folder(line: str, tmp_path: Path) -> None:
+    out, mine = tmp_path / "run", tmp_path / "mine"
+    mine.touch()
+    run(out)
+    with (out / ".files").open("ab") as record:
+        record.write(f"\n{line}".format(elsewhere=mine).encode(errors="surrogateescape"))
+    with folders.opened(out, overwrite=True):
+        assert files(out) == set()
+    assert mine.exists()
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("run") / "kd"
     kd.main([*TINY, "--out", str(out)])
     return out
+
+
+@pytest.mark.parametrize("name", ["seed0/teacher/weights.pt", "seed{seed}/teacher/weights.pt"])
+def test_what_a_run_reads_is_not_overwritten(
+    name: str, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = shutil.copytree(finished, tmp_path / "run")
+    before = files(out)
+    with pytest.raises(SystemExit) as stop:
+        kd.main([*TINY, "--out", str(out), "--overwrite", "true", "--teacher_ckpt", str(out / name)])
+    assert stop.value.code == 2
+    told = f"error: --overwrite true: expected --teacher_ckpt outside of {out}, "
+    assert capsys.readouterr().err.startswith(told)
+    assert files(out) == before
 
 
 CUT = {

@@ -21,6 +21,7 @@ from lit_modules.nets import (
     ViT,
     any_kernel,
     check_fits,
+    check_same_start,
     globalise,
     pipeline_stages,
     run,
@@ -50,6 +51,26 @@ def test_seeded_is_manual_seed_and_leaves_the_state_alone() -> None:
         plain = LightNN((1, 8, 8))
     for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+class Odd(nn.Module):
+    """A net whose state has NaN, a layer without a shape yet, and more than tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late, self.counts = nn.LazyLinear(3), nn.Parameter(torch.tensor([1, 2]), requires_grad=False)
+        self.register_buffer("unknown", torch.full((2,), torch.nan))
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": 0}
+
+
+def test_states_of_any_kind_are_compared() -> None:
+    check_same_start(Odd(), Odd())
+    other = Odd()
+    other.counts.data[1] += 1
+    with pytest.raises(BadInput, match="differ in counts"):
+        check_same_start(Odd(), other)
 
 
 @pytest.mark.parametrize("shape", [(3, 32, 32), (1, 28, 28), (1, 8, 8), (3, 30, 20)])

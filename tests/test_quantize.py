@@ -227,7 +227,7 @@ REFUSALS: list[tuple[list[str], str, str]] = [
     (["--student", f"{__name__}.Branching"], "--student Branching", "torch.export can capture"),
     (["--trainer.check_val_every_n_epoch", "2"], "--trainer.check_val_every_n_epoch 2", "--evaluate_every says it"),
     (["--trainer.limit_test_batches", "1"], "--trainer.limit_test_batches 1", "or --data.test_size"),
-    (["--trainer.limit_train_batches", "0"], "--trainer.limit_train_batches 0", "at least one batch"),
+    (["--trainer.limit_train_batches", "1e-9"], "--trainer.limit_train_batches 1e-09", "at least one batch"),
     (["--objective", "Hinton"], "--objective Hinton", "a teacher to distil from"),
     (["--evaluate_every", "9"], "--evaluate_every 9", "at most --trainer.max_epochs, 5"),
     (["--freeze_epoch", "0"], "--freeze_epoch 0", "at least 1"),

@@ -10,6 +10,7 @@ AT_LEAST = {
     "log_every_n_steps": 0, "min_epochs": 0, "min_steps": 0,
 }  # fmt: skip
 ABOVE_ZERO = ("limit_train_batches", "limit_test_batches", "val_check_interval")
+FRACTIONS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "val_check_interval")
 LIMITS = ("epochs", "steps")
 
 
@@ -25,6 +26,9 @@ def check_trainer(options: Mapping[str, Any]) -> None:
     for name in ABOVE_ZERO:
         if _number(value := options[name]) and not value > 0:
             raise BadInput(f"trainer.{name}", value, "a number above 0")
+    for name in FRACTIONS:
+        if isinstance(value := options[name], float) and value > 1:
+            raise BadInput(f"trainer.{name}", value, "a whole number of batches, or a fraction of them, up to 1.0")
     for what in LIMITS:
         least, most = options[f"min_{what}"], options[f"max_{what}"]
         if most is None or most == -1:

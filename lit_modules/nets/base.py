@@ -101,10 +101,16 @@ def check_same_start(net: nn.Module, again: nn.Module, flag: str = "net") -> Non
         BadInput: they differ; the message names the first that does.
     """
     first, second = net.state_dict(), again.state_dict()
-    if differ := [key for key in first if not torch.equal(first[key], second[key])]:
+    made = [key for key, x in first.items() if isinstance(x, Tensor) and not nn.parameter.is_lazy(x)]
+    if differ := [key for key in made if not _equal(first[key], second[key])]:
         sources = "torch's, numpy's and Python's global random numbers"
         told = f"two made with one seed differ in {differ[0]}"
         raise BadInput(flag, type(net).__name__, f"a net whose first weights come from {sources} alone; {told}")
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same elements; NaN is like NaN."""
+    return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def typed(net: nn.Module, inputs: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ from apprentice.keyed import seeded
 from lit_modules.nets.base import Outputs
 from lit_modules.objectives.base import Objective, Term
 
+RANGES = (0, 1), (-10, 10)  # of outputs: one has finite roots and logarithms, the other confident softmaxes
+
 
 class _Given(NamedTuple):
     """What an objective is called with."""
@@ -35,8 +37,13 @@ def check_rows(objective: Objective, student: Outputs, teacher: Outputs | None, 
     Raises:
         BadInput: a term has not one value a row, or relates rows though the objective does not say so.
     """
-    name, b = type(objective).__name__, len(student.logits)
-    first, others = (seeded(seed, lambda: _noise(student, teacher)) for seed in (0, 1))
+    for low, high in RANGES:
+        draw = partial(_noise, student, teacher, low, high)
+        _check(objective, seeded(0, draw), seeded(1, draw), flag)
+
+
+def _check(objective: Objective, first: _Given, others: _Given, flag: str) -> None:
+    name, b = type(objective).__name__, len(first.student.logits)
     terms = _tried(objective, first)
     for term, (values, *_) in terms.items():
         if not isinstance(values, Tensor) or values.shape != (b,):
@@ -56,10 +63,12 @@ def _tried(objective: Objective, given: _Given) -> dict[str, Term]:
     return seeded(0, lambda: objective.terms(objective.adapt(given.student), given.teacher, given.labels))
 
 
-def _noise(student: Outputs, teacher: Outputs | None) -> _Given:
-    """Outputs between 0 and 1, with finite roots and logarithms, and labels (b, ...) of which some are equal."""
+def _noise(student: Outputs, teacher: Outputs | None, low: float, high: float) -> _Given:
+    """Outputs from `low` to `high`, and labels (b, ...) of which some are equal."""
     labels = torch.randint(min(2, student.logits.shape[-1]), student.logits.shape[:-1])
-    student, teacher = tree_map_only(Tensor, lambda x: torch.rand(x.shape).to(x), (student, teacher))
+    student, teacher = tree_map_only(
+        Tensor, lambda x: torch.empty(x.shape).uniform_(low, high).to(x), (student, teacher)
+    )
     return _Given(student, teacher, labels)
 
 
