@@ -102,8 +102,8 @@ def fitted(make: Callable[[], LightningModule], devices: int = 1, strategy: Any 
 def test_what_data_and_steps_draw_is_the_same_on_any_number_of_devices(
     make: Callable[[], LightningModule], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
-    monkeypatch.delenv("PL_SEED_WORKERS", raising=False)
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # set here, so that they are put back
+        monkeypatch.setenv(name, "0")
 
     def run(devices: int) -> Any:
         seed_everything(3, workers=True, verbose=False)
