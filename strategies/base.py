@@ -36,7 +36,7 @@ class DataParallel(DDPStrategy):
     """Lightning's DDPStrategy with ranks that are forked where that is safe, and faults that are named.
 
     A forked rank starts in a second where a sub-process imports everything again (8 ranks: 10 s against 80 s). When the
-    ranks have ended, the Trainer that forked them knows what it would know after a fit of its own: see `fit_state`.
+    ranks have ended, the Trainer that forked them has what they save, and logs on where they did: see `fit_state`.
 
     Args:
         start_method: "fork", "spawn", "popen" (sub-processes), or "auto": fork on CPU, sub-processes otherwise. Where a

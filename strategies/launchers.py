@@ -43,6 +43,8 @@ class ForkLauncher(_MultiProcessingLauncher):
             trainer.precision_plugin.convert_module(module)
         self._already_fit = False  # Lightning would refuse a second fit, as its own does not bring loops back
         port = os.environ.get("MASTER_PORT")
+        if trainer is not None:
+            fit_state.prepare_logs(trainer)
         self._strategy.listen()
         fits = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         try:
@@ -96,9 +98,11 @@ class ForkLauncher(_MultiProcessingLauncher):
         # Mapped: what is not asked for takes no memory.
         state = torch.load(self._result, map_location="cpu", weights_only=False, mmap=True)
         fits = trainer.state.fn == TrainerFn.FITTING
+        arguments = inspect.signature(function).bind(*args, **kwargs).arguments
         if fits:
-            _attach(trainer, **inspect.signature(function).bind(*args, **kwargs).arguments)
-        fit_state.take_over(trainer, state)
+            _attach(trainer, **arguments)
+        given = [value for value in arguments.values() if isinstance(value, LightningDataModule)]
+        fit_state.take_over(trainer, state, given[0] if given else trainer.datamodule)  # type: ignore[attr-defined]
         if fits and not self._strategy.node_rank:  # other nodes have no whole state
             self._strategy.make_later(partial(fit_state.make_optimizers, trainer, state))
 

@@ -1,5 +1,6 @@
 """One Trainer, launched again and again: what it knows afterwards is what it would know in one process."""
 
+import csv
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,15 +10,17 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.tuner import Tuner
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import strategies
 from apprentice.progress import quiet
-from strategies import DDP, FSDP, PipelineStrategy
+from strategies import DDP, FSDP, PipelineStrategy, fit_state
 from tests.training import assert_same, trainer, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using `DistributedSampler`", "ignore:Checkpoint directory")
@@ -32,6 +35,33 @@ def loader(rows: int = 16) -> DataLoader:
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.randn(16, n, generator=generator, dtype=torch.float64) for n in (3, 1))
     return DataLoader(TensorDataset(x, y), batch_size=rows)
+
+
+class Data(LightningDataModule):
+    """Says in checkpoints how many batches a rank has had since the data were set up, by a counter made then."""
+
+    def __init__(self, rows: int = 16) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def setup(self, stage: str) -> None:
+        assert self.trainer is not None
+        self.counter = [0]
+
+    def train_dataloader(self) -> DataLoader:
+        return loader(self.rows)
+
+    val_dataloader = test_dataloader = predict_dataloader = train_dataloader
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.counter[0] += 1
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": self.counter[0]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.counter[0] = state_dict["batches"]
 
 
 class Regression(LightningModule):
@@ -106,16 +136,15 @@ def known(of: Trainer, folder: Path) -> dict[str, Any]:
 
 def chain(of: Trainer, rows: int, folder: Path) -> list[Any]:
     """Fit, validate, test, predict and fit on; what is known after each, and the weights."""
-    module, found = Regression(), []
-    train, whole = loader(rows), loader(rows)
+    module, data, found = Regression(), Data(rows), []
     with quiet():
-        of.fit(module, train, whole)
+        of.fit(module, data)
         found += [weights(module), known(of, folder)]
-        found += [plain(of.validate(module, whole, verbose=False), folder)]
-        found += [plain(of.test(module, whole, ckpt_path="best", weights_only=True, verbose=False), folder)]
-        of.predict(module, whole, return_predictions=False)
+        found += [plain(of.validate(module, data, verbose=False), folder), data.state_dict()]
+        found += [plain(of.test(module, data, ckpt_path="best", weights_only=True, verbose=False), folder)]
+        of.predict(module, data, return_predictions=False)
         of.fit_loop.max_epochs = 4
-        of.fit(module, train, whole)
+        of.fit(module, data)
     return [*found, weights(module), known(of, folder)]
 
 
@@ -139,7 +168,7 @@ def test_a_trainer_goes_on_after_forked_ranks(
         assert [found[i]["step"] for i in (1, -1)] == [3, 4]
         return
     for mine, theirs in zip(found, alone, strict=True):
-        if isinstance(mine, dict) and "step" not in mine:
+        if isinstance(mine, dict) and "net.0.weight" in mine:
             assert_same(mine, theirs, atol=1e-9)
         else:
             assert mine == theirs
@@ -234,6 +263,86 @@ def test_what_a_module_saves_comes_back(tmp_path: Path) -> None:
     assert (module.seen, module.hidden, module.trainer.global_step) == (3, 0, 3)
 
 
+class Described(Regression):
+    """Logs settings of its own, one of which can't be pickled."""
+
+    def on_train_start(self) -> None:
+        self.logger.log_hyperparams({"device": "cpu", "made_by": lambda: None})  # type: ignore[union-attr]
+
+
+def points(folder: Path) -> list[Any]:
+    """What is in a folder of TensorBoard's: tag, step and value."""
+    found = []
+    for path in folder.glob("events.*"):
+        events = EventAccumulator(str(path), {"scalars": 0}).Reload()
+        found += [(tag, x.step, f"{x.value:.5g}") for tag in events.Tags()["scalars"] for x in events.Scalars(tag)]
+    return sorted(found)
+
+
+def lines(folder: Path) -> list[Any]:
+    """What is in a folder of a CSVLogger's."""
+    rows = csv.DictReader((folder / "metrics.csv").read_text().splitlines())
+    return [{key: value and f"{float(value):.6g}" for key, value in row.items()} for row in rows]
+
+
+def logged(kind: type[CSVLogger | TensorBoardLogger], strategy: Strategy | None, folder: Path) -> list[Any]:
+    """The folders of one Trainer, and what the logger's holds, after two fits, a test and lines of the script's own."""
+    module, data, logger = Described(), Data(8 if strategy else 16), kind(folder)
+    here = running(strategy, folder, logger=logger, log_every_n_steps=1, max_epochs=1)
+    with quiet():
+        logger.log_metrics({"before": 1.0}, 0)
+        here.fit(module, data)
+        assert (Path(logger.log_dir) / "checkpoints").is_dir()
+        assert here.log_dir == logger.log_dir
+        logger.log_metrics({"between": 1.0}, 1)
+        here.test(module, data, verbose=False)
+        here.fit_loop.max_epochs = 2
+        here.fit(module, data)
+    logger.finalize("success")
+    at = Path(logger.log_dir)
+    read = {CSVLogger: lines, TensorBoardLogger: points}[kind]
+    return [sorted(p.relative_to(folder) for p in folder.rglob("*/")), read(at), (at / "hparams.yaml").read_text()]
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
+def test_all_launches_log_to_one_folder(kind: type[CSVLogger | TensorBoardLogger], tmp_path: Path) -> None:
+    alone = logged(kind, None, tmp_path / "alone")
+    assert logged(kind, DDP(timeout=30), tmp_path / "ranks") == alone
+
+
+class Failing(Described):
+    """Writes a column of its own before its test fails."""
+
+    def on_test_start(self) -> None:
+        assert self.logger
+        self.logger.log_metrics({"fresh": 1.0}, 0)
+        self.logger.save()
+        raise RuntimeError("this test fails")
+
+
+def test_a_launch_that_failed_costs_no_line(tmp_path: Path) -> None:
+    def rows(strategy: Strategy | None, folder: Path) -> list[Any]:
+        module, data = Failing(), Data(8 if strategy else 16)
+        here = running(strategy, folder, logger=CSVLogger(folder), max_epochs=1)
+        here.fit(module, data)
+        with pytest.raises(Exception, match="this test fails"):
+            here.test(module, data)
+        here.fit_loop.max_epochs = 2
+        here.fit(module, data)
+        return lines(Path(here.log_dir or ""))
+
+    with quiet():
+        assert rows(DDP(timeout=30), tmp_path / "ranks") == rows(None, tmp_path / "alone")
+
+
+def test_weights_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, asked = Regression(), []
+    state = module.state_dict()
+    monkeypatch.setattr(module, "state_dict", lambda: asked.append(1) or state)
+    assert fit_state._homeless(module, dict.fromkeys([*state, "late"])) == ["late"]
+    assert len(asked) == 1
+
+
 def tuned(strategy: Strategy | None, folder: Path) -> list[float]:
     """The losses that the search has seen; the Trainer fits with the rate that it has found."""
     module = Regression(lr=0.5).double()
@@ -261,10 +370,10 @@ def test_a_tuner_finds_the_rate_of_one_device(strategy: type[Strategy], tmp_path
 @pytest.mark.slow
 def test_spawned_ranks_bring_back_the_same(alone: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MASTER_PORT", raising=False)
-    module, data = Regression(), loader(8)
+    module, data = Regression(), Data(8)
     with quiet():
         here = running(DDP(timeout=60, start_method="spawn"), tmp_path)
-        here.fit(module, data, data)
+        here.fit(module, data)
         found = known(here, tmp_path)
         here.test(module, data, verbose=False)
     assert_same(weights(module), alone[0], atol=1e-9)
