@@ -22,7 +22,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.tuner.lr_finder import _determine_lr_attr_name
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.parsing import is_picklable, lightning_setattr
-from torch import Tensor, nn
+from torch import Tensor
 
 BUILDING = ("configure_model", "setup")  # hooks that may make layers, and run in the ranks
 LOOPS = ("fit_loop", "validate_loop", "test_loop", "predict_loop")
@@ -150,20 +150,16 @@ def _take_weights(trainer: Trainer, state: State) -> None:
     module, weights = trainer.lightning_module, state["weights"]
     saved = state.get("module") or {}
     builds = any(is_overridden(hook, module, LightningModule) for hook in BUILDING)
-    if builds and (saved or _homeless(module, weights)):
+    homeless = module.load_state_dict(weights, strict=False).unexpected_keys
+    if builds and (saved or homeless):
         build(trainer)
-    if homeless := _homeless(module, weights):
+        homeless = module.load_state_dict(weights, strict=False).unexpected_keys
+    if homeless:
         kind = type(module).__name__
         expected = f"expected layers that are made in {kind}'s constructor, in setup or in configure_model"
         raise ValueError(f"{homeless[0]} was trained in forked ranks, and {kind} here has no such weight: {expected}")
-    module.load_state_dict(weights, strict=False)
     if saved:
         call._call_lightning_module_hook(trainer, "on_load_checkpoint", saved)
-
-
-def _homeless(module: nn.Module, weights: State) -> list[str]:
-    here = module.state_dict()
-    return [key for key in weights if key not in here]
 
 
 def _saves(module: LightningModule) -> bool:

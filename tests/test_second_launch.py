@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import strategies
 from apprentice.progress import quiet
-from strategies import DDP, FSDP, PipelineStrategy, fit_state
+from strategies import DDP, FSDP, PipelineStrategy
 from tests.training import assert_same, trainer, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using `DistributedSampler`", "ignore:Checkpoint directory")
@@ -333,14 +333,6 @@ def test_a_launch_that_failed_costs_no_line(tmp_path: Path) -> None:
 
     with quiet():
         assert rows(DDP(timeout=30), tmp_path / "ranks") == rows(None, tmp_path / "alone")
-
-
-def test_weights_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, asked = Regression(), []
-    state = module.state_dict()
-    monkeypatch.setattr(module, "state_dict", lambda: asked.append(1) or state)
-    assert fit_state._homeless(module, dict.fromkeys([*state, "late"])) == ["late"]
-    assert len(asked) == 1
 
 
 def tuned(strategy: Strategy | None, folder: Path) -> list[float]:
