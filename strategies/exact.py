@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.overrides.distributed import _sync_module_states
@@ -207,13 +208,14 @@ class Exact(DataParallel):
         assert self.lightning_module is not None
         module = self.lightning_module
         parts = self._parts()
-        if [total.names for total in self._sums] != [list(parameters) for parameters in parts]:
+        known = [[*map(id, total.parameters)] for total in self._sums]
+        if known != [[*map(id, parameters.values())] for parameters in parts]:
             self._sums = [FixedPointSum(parameters, self.exact) for parameters in parts]
         for total in self._sums:
             total.clear()
         speaker = speaker_of(module)
         statistics = self._statistics(module)
-        with set_aside({name: p for parameters in parts for name, p in parameters.items()}):
+        with set_aside(self._trainable):
             table = self._forward_and_backward(speaker, statistics, batch, *args, **kwargs)
         sizes = [stop - start for start, stop in self._spans]
         tables = [total.reduce(table) for total in self._sums] or [replicas.total(table)]
@@ -229,7 +231,11 @@ class Exact(DataParallel):
     def _parts(self) -> list[dict[str, nn.Parameter]]:
         """The trainable parameters by name, those together whose gradients come together."""
         assert self.lightning_module is not None
-        return [{name: p for name, p in self.lightning_module.named_parameters() if p.requires_grad}]
+        trainable = {name: p for name, p in self.lightning_module.named_parameters() if p.requires_grad}
+        return [trainable] if trainable else []
+
+    def _trainable(self) -> dict[str, nn.Parameter]:
+        return {name: p for parameters in self._parts() for name, p in parameters.items()}
 
     def _statistics(self, module: LightningModule) -> RunningStatistics:
         return RunningStatistics(module)
@@ -244,7 +250,8 @@ class Exact(DataParallel):
                 with self.precision_plugin.train_step_context():
                     loss = speaker.step(shard.batch, *args, **kwargs)
                 (loss * self._weight(shard.rows)).backward()
-            self._sums[0].add()
+            for total in self._sums:
+                total.add()
             values = torch.stack([loss.detach().double(), *speaker.values()])
             found[shard.number] = torch.cat([values, *statistics.take()])
         return self._table(speaker, found, statistics.size)
@@ -304,7 +311,8 @@ class Exact(DataParallel):
     def _table(self, speaker: Speaker, found: dict[int, Tensor], statistics: int) -> Tensor:
         """(shards, k), what was found of this rank's shards."""
         if any(start == stop for start, stop in self._spans):
-            speaker.agree(self.broadcast(speaker.heard))  # a rank without a row has heard nothing, rank zero has one
+            # A rank without a row has heard nothing, rank zero has one. Tensors arrive on the device they come from.
+            speaker.agree(self.broadcast(move_data_to_device(speaker.heard, "cpu")))
         else:
             speaker.agree()
         width = 1 + len(speaker.values()) + statistics

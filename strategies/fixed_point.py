@@ -32,10 +32,15 @@ class FixedPointSum:
     Args:
         parameters: whose `.grad` is added, by name.
         addends: how many gradients of one parameter are added up at most.
+
+    Raises:
+        ValueError: a parameter is complex.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], addends: int) -> None:
         self.names, self.parameters = list(parameters), list(parameters.values())
+        if found := [name for name, p in parameters.items() if p.is_complex()]:
+            raise ValueError(f"--exact: expected real parameters; {found[0]} is complex")
         device = self.parameters[0].device
         wide = torch.float64 if any(p.dtype == torch.float64 for p in self.parameters) else torch.float32
         bits, self._lowest, right = TYPES[wide]
@@ -48,19 +53,17 @@ class FixedPointSum:
         self._highest = [NONE] * len(self.parameters)  # the place of the highest digit that is kept
         self._vector = torch.zeros(self._used, dtype=wide, device=device)  # of all the highest, of all the next, ...
         self._packed = torch.zeros(self._starts[-1], dtype=wide, device=device)
+        self._pieces = self._packed.split(self._sizes)
+        self._views = [  # each with the shape and the strides of its parameter
+            piece.as_strided(p.shape, torch.empty_like(p, device="meta").stride(), piece.storage_offset())
+            for piece, p in zip(self._pieces, self.parameters, strict=True)
+        ]
         self._rounded = torch.empty(CHUNK, dtype=wide, device=device)
 
     @property
     def _digits(self) -> Tensor:
         """(digits kept, elements of all parameters)."""
         return self._vector[: self._used].view(self._kept, -1)
-
-    def _views(self, flat: Tensor) -> list[Tensor]:
-        """Views of a flat vector, each with the shape and the strides of its parameter."""
-        return [
-            piece.as_strided(p.shape, _dense(p), piece.storage_offset())
-            for piece, p in zip(flat.split(self._sizes), self.parameters, strict=True)
-        ]
 
     def _unit(self, place: int) -> int:
         """The exponent of a digit's unit."""
@@ -85,8 +88,8 @@ class FixedPointSum:
             raise ValueError(f"--exact: expected dense gradients; that of {sparse[0]} is sparse")
         for p in self.parameters:
             p.grad = None
-        views, pieces = self._views(self._packed), self._packed.split(self._sizes)
-        torch._foreach_copy_([views[i] for i in grads], list(grads.values()))
+        pieces = self._pieces
+        torch._foreach_copy_([self._views[i] for i in grads], list(grads.values()))
         found = dict(zip(grads, self._places([pieces[i] for i in grads]), strict=True))
         self._make_room([found.get(i, NONE) for i in range(len(pieces))])
         found = {i: place for i, place in found.items() if self._highest[i] != FLAW}
@@ -158,22 +161,19 @@ class FixedPointSum:
 
     def divided(self, divisor: float) -> list[Tensor | None]:
         """The sums over `divisor`, each in its parameter's type; None where there was no gradient at all, or a flaw."""
-        flat = torch.empty(self._starts[-1], dtype=torch.float64, device=self._vector.device)
-        for begin in range(0, len(flat), CHUNK):
-            first, *lower = self._digits[:, begin : begin + CHUNK].unbind()
+        return [
+            None if place in {NONE, FLAW} else self._divided(i, place, divisor) for i, place in enumerate(self._highest)
+        ]
+
+    def _divided(self, i: int, place: int, divisor: float) -> Tensor:
+        """The sum of one parameter, whose highest digit is at `place`; in pieces, as float64 takes twice the memory."""
+        found = torch.empty_like(self.parameters[i], device=self._vector.device, requires_grad=False)
+        flat = found.as_strided((self._sizes[i],), (1,))
+        unit = math.ldexp(1.0, self._unit(place - self._kept + 1))
+        digits = self._digits[:, self._starts[i] : self._starts[i + 1]]
+        for into, (first, *lower) in zip(flat.split(CHUNK), map(Tensor.unbind, digits.split(CHUNK, 1)), strict=True):
             total = first.double()
             for digit in lower:
                 total.mul_(2.0**self._width).add_(digit)
-            flat[begin : begin + CHUNK] = total
-        there = {i: place for i, place in enumerate(self._highest) if place not in {NONE, FLAW}}
-        pieces, views = flat.split(self._sizes), self._views(flat)
-        if there:
-            units = [math.ldexp(1.0, self._unit(place - self._kept + 1)) for place in there.values()]
-            torch._foreach_mul_([pieces[i] for i in there], units)
-        flat.div_(divisor)
-        return [views[i].to(p.dtype) if i in there else None for i, p in enumerate(self.parameters)]
-
-
-def _dense(p: Tensor) -> Sequence[int]:
-    """The strides of a tensor that fills its memory, in the order of `p`'s."""
-    return torch.empty_like(p, device="meta").stride()
+            into.copy_(total.mul_(unit).div_(divisor))
+        return found

@@ -145,11 +145,10 @@ class PipelineStrategy(Staged):
         if self.exact is not None:
             return super().training_step(batch, *args, **kwargs)
         assert self.lightning_module is not None
-        parameters = {name: p for names in self._parts() for name, p in names.items()}
-        with set_aside(parameters), self._calling(partial(self._through, batch)) as calls:
+        with set_aside(self._trainable), self._calling(partial(self._through, batch)) as calls:
             with calls.expected_once():
                 output = Strategy.training_step(self, batch, *args, **kwargs)
-            gradients = {p: p.grad for p in parameters.values()}
+            gradients = {p: p.grad for p in self._trainable().values()}
         loss = output["loss"] if isinstance(output, Mapping) else output
         if loss is None:
             return None
@@ -241,6 +240,7 @@ class PipelineStrategy(Staged):
     def _forward_and_backward(
         self, speaker: Speaker, statistics: RunningStatistics, batch: Any, *args: Any, **kwargs: Any
     ) -> Tensor:
+        sums = dict(zip(self._trained(), self._sums, strict=True))
         shards = self._cut(batch)
         nothing = Shard(0, 0, 0, part(batch, 0, 0))
         pieces = [self._asked(speaker, shard, *args, **kwargs) for shard in shards or [nothing]]
@@ -248,7 +248,6 @@ class PipelineStrategy(Staged):
         pieces += [empty] * (self.plan.num_microbatches - len(pieces))
         by_stage = {stage: RunningStatistics(*self._line.place.stages[stage]) for stage in self._line.place.mine}
         taken: dict[int, list[Tensor]] = {}
-        sums = dict(zip(self._trained(), self._sums, strict=True))
 
         def computed(stage: int) -> None:
             if stage in sums:

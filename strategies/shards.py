@@ -47,11 +47,18 @@ def rows(batch: Any) -> int:
     """
     lengths = {len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()}
     if len(lengths) != 1:
-        leaves = [(path, leaf) for path, leaf in tree_flatten_with_path(batch)[0] if isinstance(leaf, Tensor)]
-        first = {len(leaf): f"batch{keystr(path)} has {len(leaf)}" for path, leaf in reversed(leaves) if leaf.dim()}
+        leaves = [(path, leaf) for path, leaf in _named_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+        first = {len(leaf): f"batch{path} has {len(leaf)}" for path, leaf in reversed(leaves)}
         found = ", ".join(first[length] for length in sorted(first)) or "there is none"
         raise ValueError(f"expected a batch of tensors with one number of rows; {found}")
     return lengths.pop()
+
+
+def _named_leaves(batch: Any) -> list[tuple[str, Any]]:
+    try:
+        return [(keystr(path), leaf) for path, leaf in tree_flatten_with_path(batch)[0]]
+    except ValueError:  # it holds a class that torch can take apart, but whose parts have no names
+        return [("", leaf) for leaf in tree_leaves(batch)]
 
 
 def part(batch: Any, start: int, stop: int) -> Any:

@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._pytree import register_pytree_node
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -259,6 +260,16 @@ def test_more_devices_than_shards_are_refused_before_any_starts() -> None:
         DDP(exact=0)
 
 
+class Nameless:
+    """A batch that torch can take apart, but whose parts it has no names for."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self.tensors = tensors
+
+
+register_pytree_node(Nameless, lambda batch: (list(batch.tensors), None), lambda tensors, _: Nameless(*tensors))
+
+
 def test_cuts_depend_on_sizes_alone() -> None:
     assert bounds(37, 8) == [0, 5, 10, 15, 20, 25, 29, 33, 37]
     assert bounds(3, 8) == [0, 1, 2, 3, 3, 3, 3, 3, 3]
@@ -267,6 +278,8 @@ def test_cuts_depend_on_sizes_alone() -> None:
     assert (cut["x"].tolist(), cut["text"], cut["n"], cut["same"]) == ([[2, 3], [4, 5]], ["b", "c"], 3, "all")
     with pytest.raises(ValueError, match=r"one number of rows; batch\[0\] has 3, batch\[1\]\['mask'\] has 4$"):
         part((torch.zeros(3), {"x": torch.zeros(3), "mask": torch.zeros(4), "n": torch.tensor(5)}), 0, 1)
+    with pytest.raises(ValueError, match=r"one number of rows; batch has 3, batch has 4$"):
+        part([Nameless(torch.zeros(3), torch.zeros(4))], 0, 1)
     with pytest.raises(ValueError, match="one number of rows; there is none"):
         part({"n": torch.tensor(5)}, 0, 1)
 
@@ -349,6 +362,63 @@ class Sparse(Normed):
 def test_sparse_gradients_are_refused() -> None:
     with pytest.raises(ValueError, match=r"exact: expected dense gradients; that of net.0.weight is sparse"):
         normed(16, 16, make=Sparse, strategy=DDP(exact=8))
+
+
+class Complex(Normed):
+    """Has a parameter whose gradients have two parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.ones(10, dtype=torch.complex64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) * self.phase.abs().mean()
+
+
+def test_complex_parameters_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"--exact: expected real parameters; phase is complex"):
+        normed(16, 16, make=Complex, strategy=DDP(exact=8))
+
+
+class Frozen(Normed):
+    """Has nothing to train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+
+
+def test_a_module_that_is_frozen_as_a_whole_is_torchs_to_refuse() -> None:
+    for strategy in ("auto", DDP(exact=8)):
+        with pytest.raises(RuntimeError, match="element 0 of tensors does not require grad"):
+            normed(16, 16, make=Frozen, strategy=strategy)
+
+
+class Alternates(Normed):
+    """Freezes a layer in every second step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.net[1].requires_grad_(batch_idx % 2 == 0)
+        return super().training_step(batch, batch_idx)
+
+
+class Unfreezes(Normed):
+    """Begins to train a layer in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1].requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.net.requires_grad_(True)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(("make", "devices"), [(Alternates, 1), (Unfreezes, 1), (Unfreezes, 2)])
+def test_steps_that_change_what_is_trained_are_refused(make: Callable[[], LightningModule], devices: int) -> None:
+    line = r"expected a training_step that freezes, unfreezes and replaces no parameter, .* so with net\.1\.weight"
+    with pytest.raises(Exception, match=line):
+        normed(64, 16, devices, make=make, strategy=DDP(timeout=60, exact=2))
 
 
 def test_an_exact_mean_has_no_order_and_hides_nothing() -> None:

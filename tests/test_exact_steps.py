@@ -200,9 +200,11 @@ class Hooked(Line):
         self.log("so_far", self.mean.compute(), sync_dist=True)
 
 
-def test_hooks_may_communicate() -> None:
+def test_hooks_may_communicate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_GLOBAL_SEED", "3")
     one, two = (fitted(lambda: Hooked(draw), devices, max_epochs=1) for devices in (1, 2))
-    assert {"synced", "so_far", "val"} == one[1].keys() == two[1].keys()
+    assert {"synced", "so_far", "val"} == one[1].keys()
+    assert one[1] == two[1]
 
 
 def loud(name: str) -> Callable[[Line, Tensor], Any]:

@@ -5,14 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger
+from torch import nn
 
 from apprentice.progress import quiet
 from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN, ResNet
 from lit_modules.objectives import CrossEntropy
 from strategies import DDP, PipelineStrategy
-from tests.pipelines import MODULES, SCHEDULES, SHAPES, Conv, Make, Plateau, fitted, pipeline
+from tests.pipelines import MODULES, SCHEDULES, SHAPES, Conv, Make, Plain, Plateau, ended, fitted, pipeline
 from tests.training import SHAPE, assert_same, classifier, digits, distillation, fit, net, trainer, weights
 
 
@@ -89,6 +91,42 @@ def test_exact_batch_norm_in_fewer_shards_than_micro_batches(batch: int) -> None
 def test_exact_bits_on_eight_processes() -> None:
     one = fitted(Conv, strategy=DDP(exact=8))
     assert_same(weights(one), weights(fitted(Conv, 8, pipeline(exact=8))))
+
+
+class Replaces(Callback):
+    """Puts another parameter in the place of one, under the same name."""
+
+    def on_train_epoch_start(self, trainer: Trainer, module: Any) -> None:
+        if trainer.current_epoch == 1:
+            layer = module.net[-1]
+            layer.weight = nn.Parameter(layer.weight.detach().clone())
+            trainer.optimizers[0].add_param_group({"params": [layer.weight]})
+
+
+def test_a_parameter_that_is_replaced_in_a_fit_goes_on_training() -> None:
+    options: dict[str, Any] = {"callbacks": [Replaces()], "use_distributed_sampler": False}
+    plain, _ = ended(Plain, **options)
+    exact, _ = ended(Plain, DDP(exact=4), devices=1, **options)
+    assert_same(plain, exact, atol=1e-12)
+    assert_same(exact, ended(Plain, DDP(timeout=60, exact=4), **options)[0])
+
+
+class Unfreezes(Plain):
+    """Begins to train a layer in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[-1].requires_grad_(False)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        self.net.requires_grad_(True)
+        return super().training_step(batch)
+
+
+@pytest.mark.parametrize("exact", [None, 4])
+def test_a_step_that_unfreezes_a_layer_is_refused(exact: int | None) -> None:
+    with pytest.raises(Exception, match=r"unfreezes and replaces no parameter, as a hook may; it does so with net\.3"):
+        ended(Unfreezes, pipeline(exact=exact))
 
 
 def test_a_student_that_fails_is_frozen_alone() -> None:

@@ -1,6 +1,6 @@
 """Gradients that are known before Lightning asks for them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,12 +11,13 @@ from apprentice import replicas
 
 
 @contextmanager
-def set_aside(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Inside, parameters have no gradients; then those again that batches before this one have left.
+def set_aside(trained: Callable[[], Mapping[str, nn.Parameter]]) -> Iterator[None]:
+    """Inside, the parameters that are trained have no gradients; then those again that earlier batches have left.
 
     Raises:
-        ValueError: one has a hook, which would see the pieces of a batch.
+        ValueError: one has a hook, which would see the pieces of a batch; or others are trained in the end.
     """
+    parameters = trained()
     if hooked := [name for name, p in parameters.items() if p._backward_hooks]:
         expected = "expected parameters without hooks, which would be called for every piece of a batch"
         raise ValueError(f"{expected}; {hooked[0]} has one")
@@ -28,6 +29,10 @@ def set_aside(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
     finally:
         for p, grad in before:
             p.grad = grad
+    after = trained()
+    if changed := [name for name in {**parameters, **after} if parameters.get(name) is not after.get(name)]:
+        expected = "expected a training_step that freezes, unfreezes and replaces no parameter, as a hook may"
+        raise ValueError(f"{expected}; it does so with {changed[0]}")
 
 
 def averaged(gradients: Mapping[nn.Parameter, Tensor | None]) -> dict[nn.Parameter, Tensor | None]:
