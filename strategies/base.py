@@ -254,10 +254,10 @@ class DataParallel(DDPStrategy):
             raise ValueError(f"parameter {name}: {expected}")
         super().pre_backward(closure_loss)
 
-    def teardown(self) -> None:
-        """Let go of the module's parameters."""
+    def setup(self, trainer: Trainer) -> None:
+        """Set the module up; nothing is known of its parameters yet."""
         self._averaged = None
-        super().teardown()
+        super().setup(trainer)
 
     # What is logged
 

@@ -54,8 +54,9 @@ class LocalSGD(Replicated):
         return [p for p in self.lightning_module.parameters() if p in averaged]
 
     def _average(self) -> None:
-        if self.world_size > 1 and dist.is_initialized():
-            average_parameters(iter(self._parameters()), dist.group.WORLD)  # type: ignore[arg-type]
+        parameters = self._parameters()
+        if parameters and self.world_size > 1 and dist.is_initialized():
+            average_parameters(iter(parameters), dist.group.WORLD)  # type: ignore[arg-type]
 
     def on_train_start(self) -> None:
         """Count warm-up steps on after a resume."""
