@@ -42,9 +42,16 @@ class AllReduce(DataParallel):
         """Begin with rank zero's weights, and make room for the gradients."""
         assert self.lightning_module is not None
         _sync_module_states(self.lightning_module)
-        self._configured_for = self._require_grad()
-        trained = [p for p in self.lightning_module.parameters() if p.requires_grad]
-        self._buckets = Buckets(trained, self.bucket_cap_mb)
+        self._make_room()
+
+    def _make_room(self) -> None:
+        assert self.lightning_module is not None
+        self._averaged = self._ever_trained()
+        in_order = [p for p in self.lightning_module.parameters() if p in self._averaged]
+        self._buckets = Buckets(in_order, self.bucket_cap_mb)
+
+    def _average_more(self, batch_idx: int) -> None:
+        self._make_room()
 
     def _setup_model(self, model: nn.Module) -> Any:
         return model
@@ -61,6 +68,7 @@ class AllReduce(DataParallel):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the gradients, and average them before any hook or clipping sees them."""
         assert self.lightning_module is not None
+        self.pre_backward(closure_loss)
         loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         self.precision_plugin.backward(loss, self.lightning_module, optimizer, *args, **kwargs)
         if not self._accumulates:

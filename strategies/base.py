@@ -23,7 +23,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import LRSchedulerConfig
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from strategies import meeting, roll_call, stores
@@ -88,7 +88,7 @@ class DataParallel(DDPStrategy):
         )
         self.start_method, self.init_method = start_method, init_method
         self._listening: socket.socket | None = None  # rank 0's, made before the ranks that are started here
-        self._configured_for: list[bool] | None = None
+        self._averaged: set[nn.Parameter] | None = None  # whose gradients are; None: whichever there are, or none
 
     def _refuse(self, arguments: Collection[str], *own: str) -> None:
         """Raise TypeError for arguments that the class that was called does not take: all, or `own`, which it sets."""
@@ -217,17 +217,47 @@ class DataParallel(DDPStrategy):
         """The only device of this rank, which spares NCCL to find it out."""
         return self.root_device if self.root_device.type != "cpu" else None
 
-    # Parameters that a callback freezes or unfreezes
+    # Parameters that are frozen or unfrozen while a fit runs
 
-    def _require_grad(self) -> list[bool]:
+    def _ever_trained(self) -> set[nn.Parameter]:
+        """The parameters that require a gradient, and those that have required one in this fit."""
         assert self.lightning_module is not None
-        return [p.requires_grad for p in self.lightning_module.parameters()]
+        known = self._averaged or set()
+        return {p for p in self.lightning_module.parameters() if p.requires_grad or p in known}
+
+    def _new(self) -> set[nn.Parameter]:
+        """The parameters that require a gradient which nothing averages."""
+        if self._averaged is None:
+            return set()
+        assert self.lightning_module is not None
+        return {p for p in self.lightning_module.parameters() if p.requires_grad and p not in self._averaged}
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Configure anew where what averages gradients knows which parameters are trained, and that has changed."""
-        if self._configured_for is not None and self._configured_for != self._require_grad():
-            self.model = self.lightning_module
-            self.configure_ddp()
+        """Average the gradients of parameters that are unfrozen; a frozen one may be trained again, and stays known."""
+        if self._new():
+            self._average_more(batch_idx)
+
+    def _average_more(self, batch_idx: int) -> None:
+        """Have what averages gradients know all of `_ever_trained`, from this batch on."""
+        raise NotImplementedError
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Check that all gradients will be averaged.
+
+        Raises:
+            ValueError: a parameter was unfrozen since the batch started.
+        """
+        if new := self._new():
+            assert self.lightning_module is not None
+            name = next(name for name, p in self.lightning_module.named_parameters() if p in new)
+            expected = "expected it to be unfrozen in on_train_batch_start or earlier, as its gradient is not averaged"
+            raise ValueError(f"parameter {name}: {expected}")
+        super().pre_backward(closure_loss)
+
+    def setup(self, trainer: Trainer) -> None:
+        """Set the module up; nothing is known of its parameters yet."""
+        self._averaged = None
+        super().setup(trainer)
 
     # What is logged
 
@@ -236,6 +266,7 @@ class DataParallel(DDPStrategy):
 
         Lightning rounds it down, and then divides by it: an epoch's mean over ranks with 5 rows and 4 was that over 4.
         """
+        reduce_op = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
         whole = isinstance(tensor, Tensor) and not (tensor.is_floating_point() or tensor.is_complex())
         if whole and reduce_op in {"mean", "avg", dist.ReduceOp.AVG} and dist.is_initialized():
             return super().reduce(tensor.clone(), group, "sum").double() / dist.get_world_size(group)

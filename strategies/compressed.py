@@ -22,7 +22,7 @@ class DDPPowerSGD(Replicated):
     """Gradients of matrices travel as factors of low rank (Vogels et al. 2019, "PowerSGD", algorithm 2).
 
     What a step leaves out is added to the next one's gradient; that memory is a rank's own and in no checkpoint, so a
-    resumed run starts with none.
+    resumed run starts with none. So does one in which a layer is unfrozen, from there on, with whole gradients again.
 
     Args:
         rank: of the factors; more is closer and costs more.

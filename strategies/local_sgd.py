@@ -33,7 +33,8 @@ class LocalSGD(Replicated):
 
     def __init__(self, *, period: int = 4, warmup_steps: int = 0, **kwargs: Any) -> None:
         self._refuse(kwargs, *HOOK)
-        super().__init__(ddp_comm_hook=post_localSGD_hook, **kwargs)
+        state = PostLocalSGDState(None, None, warmup_steps, post_local_gradient_allreduce=False)
+        super().__init__(ddp_comm_hook=post_localSGD_hook, ddp_comm_state=state, **kwargs)
         if period < 1:
             raise ValueError(f"period {period}: expected at least 1")
         if warmup_steps < 0:
@@ -44,20 +45,18 @@ class LocalSGD(Replicated):
     def _on_several_devices(self) -> bool:
         return False
 
-    def _register_ddp_hooks(self) -> None:
-        self._ddp_comm_state = PostLocalSGDState(None, None, self.warmup_steps, post_local_gradient_allreduce=False)
-        super()._register_ddp_hooks()
-
     def _enable_model_averaging(self) -> None:
         """Lightning's own, which counts its steps anew after a resume, is not used."""
 
     def _parameters(self) -> list[nn.Parameter]:
         assert self.lightning_module is not None
-        return [p for p in self.lightning_module.parameters() if p.requires_grad]
+        averaged = self._averaged or set()
+        return [p for p in self.lightning_module.parameters() if p in averaged]
 
     def _average(self) -> None:
-        if self.world_size > 1 and dist.is_initialized():
-            average_parameters(iter(self._parameters()), dist.group.WORLD)  # type: ignore[arg-type]
+        parameters = self._parameters()
+        if parameters and self.world_size > 1 and dist.is_initialized():
+            average_parameters(iter(parameters), dist.group.WORLD)  # type: ignore[arg-type]
 
     def on_train_start(self) -> None:
         """Count warm-up steps on after a resume."""

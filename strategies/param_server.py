@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.trainer.states import TrainerFn
@@ -141,7 +142,9 @@ class ParamServer(Calling):
         named = not (group is None or group is dist.group.WORLD)
         if named or not self.server or not self.lightning_module.trainer.training:
             return super().reduce(tensor, group, reduce_op)
-        return self.broadcast(tensor if self._serves else super().reduce(tensor, self._workers, reduce_op))
+        value = tensor if self._serves else super().reduce(tensor, self._workers, reduce_op)
+        value = self.broadcast(move_data_to_device(value, torch.device("cpu")))  # pickled, with rank zero's device
+        return move_data_to_device(value, self.root_device)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 - Lightning's name
         """Whether all ranks, or any, decide so, the server among them."""

@@ -67,8 +67,32 @@ class Replicated(DataParallel):
     def configure_ddp(self) -> None:
         """Wrap the module; a share without rows has gradients in another memory order, which is no news to the user."""
         warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides", UserWarning)
+        self._pl_static_graph_delay_done = False  # Lightning's own note of what the last wrapper has done
         super().configure_ddp()
-        self._configured_for = self._require_grad()
+        self._averaged = self._ever_trained()
+
+    def _average_more(self, batch_idx: int) -> None:
+        """Wrap the module again. Nothing is sent: replicas are equal, or differ on purpose, as LocalSGD's do.
+
+        Raises:
+            ValueError: the old wrapper knows which parameters were used in batches that are still accumulated.
+        """
+        assert self.lightning_module is not None
+        options, flags = self._ddp_kwargs, {p: p.requires_grad for p in self._ever_trained()}
+        if options["find_unused_parameters"] and batch_idx % self.lightning_module.trainer.accumulate_grad_batches:
+            expected = (
+                "with find_unused_parameters expected parameters to be unfrozen at the first of accumulated batches"
+            )
+            raise ValueError(f"batch {batch_idx}: {expected}")
+        try:
+            for p in flags:
+                p.requires_grad_(True)
+            self.model, self._ddp_kwargs = self.lightning_module, options | {"init_sync": False}
+            self.configure_ddp()
+        finally:
+            self._ddp_kwargs = options
+            for p, flag in flags.items():
+                p.requires_grad_(flag)
 
     def _register_ddp_hooks(self) -> None:
         """Register the communication hook on any device: Lightning's own ignores it on CPU in silence."""

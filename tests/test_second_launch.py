@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.tuner import Tuner
@@ -370,30 +370,3 @@ def test_spawned_ranks_bring_back_the_same(alone: list[Any], tmp_path: Path, mon
         here.test(module, data, verbose=False)
     assert_same(weights(module), alone[0], atol=1e-9)
     assert found == alone[1]
-
-
-class Unfreezes(BaseFinetuning):
-    """The first layer is trained from the second epoch on."""
-
-    def freeze_before_training(self, pl_module: LightningModule) -> None:
-        self.freeze(pl_module.net[0])  # type: ignore[index]
-
-    def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: torch.optim.Optimizer) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer, lr=0.01)  # type: ignore[index]
-
-
-class Frozen(Regression):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=self.lr)
-
-
-@pytest.mark.parametrize("name", ["ddp", "ddp_allreduce", "fsdp"])
-def test_layers_that_are_unfrozen_are_averaged(name: str, tmp_path: Path) -> None:
-    def ended(strategy: Strategy | None) -> dict[str, Tensor]:
-        module = Frozen()
-        running(strategy, tmp_path, callbacks=[Unfreezes()], enable_checkpointing=False).fit(module, Columns())
-        return weights(module)
-
-    with quiet():
-        assert_same(ended(strategies.NAMES[name][0](timeout=30)), ended(None), atol=1e-9)
