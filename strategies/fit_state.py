@@ -150,16 +150,23 @@ def _take_weights(trainer: Trainer, state: State) -> None:
     module, weights = trainer.lightning_module, state["weights"]
     saved = state.get("module") or {}
     builds = any(is_overridden(hook, module, LightningModule) for hook in BUILDING)
-    homeless = module.load_state_dict(weights, strict=False).unexpected_keys
+    homeless = _load_weights(module, weights)
     if builds and (saved or homeless):
         build(trainer)
-        homeless = module.load_state_dict(weights, strict=False).unexpected_keys
+        homeless = _load_weights(module, weights)
     if homeless:
         kind = type(module).__name__
         expected = f"expected layers that are made in {kind}'s constructor, in setup or in configure_model"
         raise ValueError(f"{homeless[0]} was trained in forked ranks, and {kind} here has no such weight: {expected}")
     if saved:
         call._call_lightning_module_hook(trainer, "on_load_checkpoint", saved)
+
+
+def _load_weights(module: LightningModule, weights: State) -> list[str]:
+    """Load them, and return the names of those that the module has no place for, also after its own loading hooks."""
+    module.load_state_dict(weights, strict=False)
+    here = module.state_dict()
+    return [key for key in weights if key not in here]
 
 
 def _saves(module: LightningModule) -> bool:
