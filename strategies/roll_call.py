@@ -11,6 +11,7 @@ PATIENCE = 3.0  # seconds in which a rank that is there answers; a launcher ends
 SIGNS = (
     "Timed out",
     "timed out",
+    "timeout caused",  # gloo's, of a connection that it closed because another operation timed out
     "Connection closed",
     "Connection reset",
     "Broken pipe",
@@ -43,7 +44,7 @@ def raise_for_absent(exception: BaseException, timeout: float, one_speaks: bool 
     if one_speaks and any(rank not in absent for rank in range(dist.get_rank())):
         raise SystemExit(2)
     names = f"rank {absent[0]}" if len(absent) == 1 else f"ranks {', '.join(map(str, absent))}"
-    if "imed out" in text:
+    if "imed out" in text or "timeout" in text:
         expected = "expected every rank to come within that time"
         raise TimeoutError(f"--trainer.strategy.timeout {timeout:g}: {names} kept the others waiting; {expected}")
     has, its = ("has", "its") if len(absent) == 1 else ("have", "their")
