@@ -1,1 +1,1 @@
-"""The leaf that every room may import: keyed randomness, command line, run folders, results and tables."""
+"""The numeric core: keyed randomness, the global batch, collectives over replicas, errors, weights files."""

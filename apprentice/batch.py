@@ -40,7 +40,7 @@ class Batch(NamedTuple):
             return batch
         inputs, labels = batch  # type: ignore[misc]
         size = torch.tensor([len(inputs)], device=inputs.device)
-        sizes = replicas.gathered(size).flatten().tolist() if shared else [len(inputs)]
+        sizes = replicas.all_gather(size).flatten().tolist() if shared else [len(inputs)]
         first = replicas.first_row() + sum(sizes[: replicas.rank()]) if shared else 0
         rows = torch.arange(len(inputs), device=inputs.device) + first
         return cls(inputs, labels, rows, rows, sum(sizes), replicas.averaged() if shared else 1, step)

@@ -16,3 +16,8 @@ class BadInput(ValueError):  # noqa: N818 - it names the fault, and is read by u
 
     def __str__(self) -> str:
         return f"--{self.flag} {self.value}: expected {self.expected}"
+
+
+def is_utf8(text: str) -> bool:
+    """Whether a text can be written; a file's name may have other bytes, for which Python has surrogates."""
+    return text.encode(errors="replace").decode() == text

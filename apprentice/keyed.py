@@ -30,7 +30,7 @@ def mix(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def fold(*keys: int) -> int:
+def fold_in(*keys: int) -> int:
     """One 32-bit key from several integers, in order; each key counts with all of its bits."""
     state = 0x9E3779B9
     for key in keys:
@@ -53,17 +53,17 @@ def bits(key: int, rows: Tensor, columns: int = 1) -> Tensor:
 
 def permutation(size: int, *keys: int) -> Tensor:
     """(size,) int64, a random order that depends on the keys alone."""
-    return torch.randperm(size, generator=torch.Generator().manual_seed(fold(*keys)))
+    return torch.randperm(size, generator=torch.Generator().manual_seed(fold_in(*keys)))
 
 
-def seeded(seed: int, make: Callable[[], T]) -> T:
-    """What `make` makes with torch, numpy and `random` seeded; their states are left as they were."""
+def with_seed(seed: int, make: Callable[[], T]) -> T:
+    """What `make` makes with torch, numpy and `random` with_seed; their states are left as they were."""
     of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - from which others' nets draw
     try:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would reseed the GPUs too
             random.seed(seed)
-            np.random.seed(fold(seed))  # noqa: NPY002 - it takes 32 bits
+            np.random.seed(fold_in(seed))  # noqa: NPY002 - it takes 32 bits
             return make()
     finally:
         random.setstate(of_python)
@@ -80,7 +80,7 @@ class _Noise:
 
     def keep(self, layer: int, columns: int, p: float) -> Tensor:
         if (layer, columns, p) not in self.masks:
-            drawn = bits(fold(self.seed, self.step, layer), self.rows, columns)
+            drawn = bits(fold_in(self.seed, self.step, layer), self.rows, columns)
             self.masks[layer, columns, p] = drawn >= round(p * 2**32)
         return self.masks[layer, columns, p]
 

@@ -14,7 +14,7 @@ _group: dist.ProcessGroup | None = None
 _idle = 0
 
 
-def among(ranks: dist.ProcessGroup | None, idle: int = 0) -> None:
+def set_group(ranks: dist.ProcessGroup | None, idle: int = 0) -> None:
     """Say which processes hold a replica each, this one among them, where that is not all (None).
 
     Args:
@@ -66,19 +66,19 @@ def rank() -> int:
     return dist.get_rank(_group) if count() > 1 else 0
 
 
-def total(x: Tensor) -> Tensor:
+def all_reduce_sum(x: Tensor) -> Tensor:
     """The sum of every rank's `x` (any shape, no gradient), the same on all ranks."""
-    return add_up(x.clone())
+    return all_reduce_sum_(x.clone())
 
 
-def add_up(x: Tensor) -> Tensor:
-    """`total`, in place of `x`."""
+def all_reduce_sum_(x: Tensor) -> Tensor:
+    """`all_reduce_sum`, in place of `x`."""
     if count() > 1:
         dist.all_reduce(x, group=_group)
     return x
 
 
-def largest(x: Tensor) -> Tensor:
+def all_reduce_max_(x: Tensor) -> Tensor:
     """The largest of every rank's `x`, element by element, in place of `x`."""
     if count() > 1:
         dist.all_reduce(x, dist.ReduceOp.MAX, group=_group)
@@ -86,7 +86,7 @@ def largest(x: Tensor) -> Tensor:
 
 
 def summing() -> Callable[[Tensor], Tensor]:
-    """`total` among those who are replicas now, for a backward that may run when or where others are."""
+    """`all_reduce_sum` among those who are replicas now, for a backward that may run when or where others are."""
     return partial(_summed, _group) if count() > 1 else torch.clone
 
 
@@ -96,7 +96,7 @@ def _summed(ranks: dist.ProcessGroup | None, x: Tensor) -> Tensor:
     return x
 
 
-def gathered(x: Tensor) -> Tensor:
+def all_gather(x: Tensor) -> Tensor:
     """(replicas, *x.shape): every rank's `x`, in the order of the ranks; no gradient."""
     if count() == 1:
         return x[None]

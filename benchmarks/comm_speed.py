@@ -30,12 +30,12 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-from apprentice import environment
-from apprentice.measuring.comm import Backend, Bench, Row
-from apprentice.measuring.comm.bench import block, timed
-from apprentice.measuring.comm.operations import ITEM, OPERATIONS, Place
-from apprentice.measuring.comm.rows import WORLD
-from apprentice.measuring.isolation import none_left
+from harness.runs import environment
+from harness.studies.comm import Backend, Bench, Row
+from harness.studies.comm.bench import block, timed
+from harness.studies.comm.operations import ITEM, OPERATIONS, Place
+from harness.studies.comm.rows import WORLD
+from harness.studies.isolation import none_left
 from strategies import ring
 
 MB = 2**20

@@ -32,9 +32,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from apprentice import environment
-from apprentice.keyed import seeded
+from apprentice.keyed import with_seed
 from datamodules import Text
+from harness.runs import environment
 from lit_modules.nets import GPT
 
 TEXT = Path(__file__).resolve().parents[2] / "shared" / "data" / "tinyshakespeare" / "input.txt"
@@ -133,7 +133,7 @@ def loop(path: Path | None, steps: int) -> list[float]:
     """The plain loop; when each step began, and the end."""
     with tempfile.TemporaryDirectory() as folder:
         data = text(path)
-        tokens, net = written(data, Path(folder)), seeded(0, lambda: PlainGPT(data.num_classes))
+        tokens, net = written(data, Path(folder)), with_seed(0, lambda: PlainGPT(data.num_classes))
         optimizer, stamps = torch.optim.AdamW(groups(net), RATE, (0.9, 0.99)), []
         x, y = slices(tokens)
         for step in range(steps):
@@ -156,7 +156,7 @@ def loop(path: Path | None, steps: int) -> list[float]:
 
 def net_of(data: Text, *sizes: int) -> GPT:
     """Our net for this text."""
-    return seeded(0, lambda: GPT(data.num_classes, *sizes))
+    return with_seed(0, lambda: GPT(data.num_classes, *sizes))
 
 
 def bare(path: Path | None, steps: int) -> list[float]:

@@ -40,14 +40,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.multiprocessing.spawn import start_processes
 
 import strategies
-from apprentice import environment
-from apprentice.keyed import seeded
-from apprentice.measuring import Bench, Rows
-from apprentice.measuring.callbacks import Measure, Plan
-from apprentice.progress import quiet
+from apprentice.keyed import with_seed
 from benchmarks.kd_speed import ARCHIVE, chosen_images
 from datamodules import Digits, ImageData
 from datamodules.splits import Split
+from harness.runs import environment
+from harness.runs.progress import quiet
+from harness.studies.hardware import Bench, Rows
+from harness.studies.hardware.callbacks import Measure, Plan
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import DeepNN, LightNN
 
@@ -93,7 +93,7 @@ def ddp(args: argparse.Namespace) -> dict[str, Any]:
 def _bench(batch_size: int) -> Bench:
     data = Noise(batch_size, validation_size=0)
     data.setup()
-    return Bench(lambda _: LitClassifier(seeded(0, DeepNN)), data, steps=6)
+    return Bench(lambda _: LitClassifier(with_seed(0, DeepNN)), data, steps=6)
 
 
 def _together(measure: Callable[[], float]) -> float:
@@ -259,7 +259,7 @@ def overhead(args: argparse.Namespace) -> dict[str, Any]:
     for _ in range(args.repeat):
         with tempfile.TemporaryDirectory() as folder:
             watch = InTurns(Measure(Path(folder), Plan(warmup=0, block=1, blocks=10**9, profiled=1)))
-            net = seeded(0, partial(LightNN, (1, 8, 8)))
+            net = with_seed(0, partial(LightNN, (1, 8, 8)))
             trainer = Trainer(
                 accelerator="cpu", max_steps=STEPS, max_epochs=-1, logger=False, enable_checkpointing=False,
                 enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0, callbacks=[watch],

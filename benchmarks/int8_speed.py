@@ -2,7 +2,7 @@
 
     python benchmarks/int8_speed.py --depth 20 --batch_size 128 --threads 1 --out int8_speed.json
 
-Both nets are compiled by Inductor with frozen weights and called in turn (`apprentice.deploying.Latency`); one that
+Both nets are compiled by Inductor with frozen weights and called in turn (`harness.studies.deploy.Latency`); one that
 then answers otherwise is an error. Weights are random, which no time depends on, and int8 is post-training. Expected on
 a processor with VNNI: at least 2 times the throughput; elsewhere the ratio is told without a bound. The int8 ONNX file
 is expected to have at most 0.3 of the bytes. Ends with exit code 1 where it is not so. Run it on a quiet machine.
@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from apprentice.deploying import Latency, formats
-from apprentice.environment import setting
-from apprentice.keyed import seeded
+from apprentice.keyed import with_seed
+from harness.runs.environment import setting
+from harness.studies.deploy import Latency, formats
 from lit_modules.nets import ResNet
 from lit_modules.quantization import post_training
 
@@ -36,7 +36,7 @@ def vnni() -> bool:
 
 def both(depth: int, batch_size: int) -> tuple[dict[str, nn.Module], Tensor]:
     """The net in float32 and int8, and images (batch_size, 3, 32, 32) of noise."""
-    net = seeded(0, lambda: ResNet(depth, SHAPE)).eval()
+    net = with_seed(0, lambda: ResNet(depth, SHAPE)).eval()
     images = torch.randn(batch_size, *SHAPE, generator=torch.Generator().manual_seed(0))
     return {"float32": net, "int8": post_training(net, [images])}, images
 

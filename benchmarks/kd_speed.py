@@ -36,7 +36,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 
-from apprentice import environment
+from harness.runs import environment
 from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN, LightNN
 

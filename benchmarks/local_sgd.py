@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from apprentice.environment import hardware, versions
-from apprentice.keyed import seeded
-from apprentice.progress import quiet
+from apprentice.keyed import with_seed
 from datamodules import Digits
+from harness.runs.environment import hardware, versions
+from harness.runs.progress import quiet
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import DeepNN
 from strategies import DDP, DataParallel, LocalSGD
@@ -61,7 +61,7 @@ def run(strategy: DataParallel, optimizer: Any, options: argparse.Namespace, pat
     """One fit."""
     data = Digits()
     data.setup()
-    net = seeded(0, lambda: DeepNN(input_shape=data.input_shape))
+    net = with_seed(0, lambda: DeepNN(input_shape=data.input_shape))
     with quiet():
         trainer = Trainer(
             accelerator="cpu", devices=options.devices, strategy=strategy, max_epochs=options.epochs, logger=False,

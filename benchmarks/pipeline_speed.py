@@ -42,16 +42,16 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 import strategies
-from apprentice import environment
-from apprentice.files import write_json
-from apprentice.keyed import seeded
-from apprentice.measuring.bench import QUIET
-from apprentice.measuring.isolation import fitted
-from apprentice.measuring.pipeline import Bench, Cut, Noise, Row, Rows
-from apprentice.measuring.pipeline.bench import timed_only
-from apprentice.measuring.pipeline.rows import BY_TIME, bubble_bound
-from apprentice.measuring.pipeline.task import LEARNING_RATE
-from apprentice.progress import quiet
+from apprentice.keyed import with_seed
+from harness.runs import environment
+from harness.runs.files import write_json
+from harness.runs.progress import quiet
+from harness.studies.hardware.bench import QUIET
+from harness.studies.isolation import fitted
+from harness.studies.pipeline import Bench, Cut, Noise, Row, Rows
+from harness.studies.pipeline.bench import timed_only
+from harness.studies.pipeline.rows import BY_TIME, bubble_bound
+from harness.studies.pipeline.task import LEARNING_RATE
 from lit_modules import nets
 
 SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
@@ -75,7 +75,7 @@ class Setting:
         self.batch, self.classes = sizes["batch_size"], sizes["num_classes"]
         self.shape = (3, sizes["image_size"], sizes["image_size"])
         make = partial(nets.ResNet, 8) if args.quick else partial(nets.Torchvision, "resnet50")
-        net = seeded(0, lambda: make(input_shape=self.shape, num_classes=self.classes))
+        net = with_seed(0, lambda: make(input_shape=self.shape, num_classes=self.classes))
         self.make = partial(pipeline.module, nets.pipeline_stages(net))
         trainer = pipeline.parser().parse(["--trainer.accelerator", "cpu", "--trainer.devices", "2"]).trainer
         self.rows = Rows(trainer, strategies.NAMES, args.schedules, self.batch, [self.size(MICROBATCHES)], None)

@@ -30,11 +30,11 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from apprentice import environment
-from apprentice.files import write_json
-from apprentice.keyed import seeded
-from apprentice.progress import quiet
+from apprentice.keyed import with_seed
 from benchmarks.hardware_speed import Noise
+from harness.runs import environment
+from harness.runs.files import write_json
+from harness.runs.progress import quiet
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import DeepNN, LightNN
 from strategies import DDP, DataParallel, ParamServer, RPCHybrid
@@ -80,7 +80,7 @@ def seconds(name: str, net: str, devices: int, steps: int) -> float:
             accelerator="cpu", devices=devices, strategy=RIVALS[name](), max_steps=steps, max_epochs=-1, logger=False,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[Steps(file)],
         )  # fmt: skip
-        trainer.fit(LitClassifier(seeded(0, NETS[net])), data)
+        trainer.fit(LitClassifier(with_seed(0, NETS[net])), data)
         return median(json.loads(file.read_text()))
 
 

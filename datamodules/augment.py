@@ -17,7 +17,7 @@ def augment(images: Tensor, key: int, index: Tensor, flip: bool) -> Tensor:
 
     Args:
         images: (B, C, H, W) of any type; 0 is the border's colour, so give them as stored, before normalising.
-        key: where noise is drawn, such as `keyed.fold(seed, epoch)`.
+        key: where noise is drawn, such as `keyed.fold_in(seed, epoch)`.
         index: (B,) int64, each sample's place in its data set: its draw depends on this and on the key alone.
         flip: mirror too.
 

@@ -7,12 +7,12 @@ from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
-from apprentice import job, keyed
+from apprentice import keyed
 from apprentice.batch import Batch
-from apprentice.errors import BadInput
-from apprentice.files import is_utf8
+from apprentice.errors import BadInput, is_utf8
 from datamodules.loaders import ChunkLoader, NoLoaders, TrainLoader
 from datamodules.sampling import EpochOrder, PartitionedOrder
 from datamodules.splits import (
@@ -43,7 +43,7 @@ class InMemoryData(LightningDataModule):
 
     Args:
         batch_size: samples in a batch over all devices together, whatever their number.
-        train_size: train on a seeded subset of so many; when not given, on all not held out.
+        train_size: train on a with_seed subset of so many; when not given, on all not held out.
         test_size: likewise for testing; all when not given.
         validation_size: held out of the training samples for watching, of each class its proportion: a count, or a
             fraction of the training set; 0 for none.
@@ -119,8 +119,8 @@ class InMemoryData(LightningDataModule):
             "validation": training.take(validation),
             "test": testing.take(test),
         }
-        if (counts := unequal_counts(self._splits["train"].labels, self.class_names)) and job.is_main_process():
-            sys.stderr.write(f"{self.name}: training samples of a class: {counts}\n")
+        if counts := unequal_counts(self._splits["train"].labels, self.class_names):
+            rank_zero_only(sys.stderr.write)(f"{self.name}: training samples of a class: {counts}\n")
 
     def split(self, part: str) -> Samples:
         """The samples of `train`, `validation` or `test`, in memory; read first if need be, as in a notebook."""
@@ -207,7 +207,7 @@ class InMemoryData(LightningDataModule):
     def _order(self, size: int) -> EpochOrder:
         if self.partition is None:
             return EpochOrder(size, self.order_seed, self._position)
-        return PartitionedOrder(self.partition, keyed.fold(self.seed, 3), size, self.order_seed, self._position)
+        return PartitionedOrder(self.partition, keyed.fold_in(self.seed, 3), size, self.order_seed, self._position)
 
     def train_in_order(self, rank: int = 0, replicas: int = 1) -> ChunkLoader:
         """The training set once, in whole chunks in index order; `index` is that of `train_dataloader`'s batches."""
@@ -224,7 +224,7 @@ class InMemoryData(LightningDataModule):
         """The test samples, each exactly once.
 
         A Trainer's `limit_test_batches` is of batches as one device has them, whatever the number of devices, and takes
-        the first samples of a seeded order.
+        the first samples of a with_seed order.
         """
         return self._chunks("test")
 
@@ -245,7 +245,7 @@ class InMemoryData(LightningDataModule):
 
     def _chosen(self, part: str, kept: int) -> Tensor:
         """(kept,) int64, sorted, the samples that are evaluated under a limit."""
-        return keyed.permutation(len(self.split(part).labels), keyed.fold(self.seed, 4))[:kept].sort().values
+        return keyed.permutation(len(self.split(part).labels), keyed.fold_in(self.seed, 4))[:kept].sort().values
 
     def _place(self) -> tuple[int, int]:
         """Rank and number of those that share a batch: under a pipeline that is not the world size."""

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from PIL import Image, ImageOps
 from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 from torchvision.transforms import functional as transforms
 
-from apprentice import job
 from apprentice.errors import BadInput
 from datamodules import memory
 from datamodules.images import ImageData
@@ -167,9 +167,9 @@ class ImageFolder(ImageData):
         train = Files(paths, labels, self.image_size, paths[0])
         test = Files(*self._files("test", skipped), self.image_size, paths[0])
         self.input_shape = (3, *train.size())
-        if skipped and job.is_main_process():
+        if skipped:
             counts = ", ".join(f"{count} {kind}" for kind, count in sorted(skipped.items()))
-            sys.stderr.write(f"{self.name}: skipped in {self.root}: {counts}\n")
+            rank_zero_only(sys.stderr.write)(f"{self.name}: skipped in {self.root}: {counts}\n")
         return train, test
 
     def check_fits(self, count: int) -> None:

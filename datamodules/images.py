@@ -65,7 +65,7 @@ class ImageData(InMemoryData):
         """Lightning's hook, on the device: augment if training, then normalise to the module's type."""
         if isinstance(batch, Batch) and self.augment and self.trainer is not None and self.trainer.training:
             epoch = batch.step // math.ceil(self.sizes["train"] / self.batch_size)
-            key = keyed.fold(self.order_seed, epoch)
+            key = keyed.fold_in(self.order_seed, epoch)
             batch = batch._replace(inputs=augment(batch.inputs, key, batch.index, self.flips))
         return super().on_after_batch_transfer(batch, dataloader_idx)
 

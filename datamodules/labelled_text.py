@@ -122,7 +122,7 @@ class Shakespeare(LabelledText):
 
 
 def _speeches(file: Path) -> list[Line]:
-    """Speakers and lines of plays: after an empty line there is `Speaker:`, below it what is said."""
+    """Speakers and lines of plays: after an empty line there is `ShardLogger:`, below it what is said."""
     found: list[Line] = []
     for speech in file.read_bytes().replace(b"\r\n", b"\n").split(b"\n\n"):
         name, *lines = speech.strip().split(b"\n")

@@ -11,7 +11,7 @@ from apprentice import keyed
 
 
 class EpochOrder:
-    """The seeded order of the current epoch, the same on every rank.
+    """The with_seed order of the current epoch, the same on every rank.
 
     Lightning calls `set_epoch` before each pass of its own. Such a pass begins at `position()`, which is not zero when
     a fit goes on from a checkpoint that was written in mid-epoch; any other pass over the loader is a whole one.
@@ -55,7 +55,7 @@ class EpochOrder:
 
 
 class PartitionedOrder(EpochOrder):
-    """One in which each rank has a fixed, seeded share of the samples, in an order of its own in each epoch.
+    """One in which each rank has a fixed, with_seed share of the samples, in an order of its own in each epoch.
 
     Shares take turns in the global order in proportion to their sizes, so every global batch has as many samples as
     without shares, and of each rank's as many as its share is of the whole, about; that can be none.

@@ -1,4 +1,4 @@
-"""Which samples train, which are held out for watching, which are tested: seeded, disjoint, by class."""
+"""Which samples train, which are held out for watching, which are tested: with_seed, disjoint, by class."""
 
 import math
 from collections.abc import Sequence
@@ -183,10 +183,10 @@ def train_and_validation(
             "data.train_size", train_size,
             f"at most {largest} of the {available} training samples, as --data.validation_size is {validation_size}",
         )  # fmt: skip
-    validation = proportional_subset(labels, count, keyed.fold(seed, 0))
+    validation = proportional_subset(labels, count, keyed.fold_in(seed, 0))
     train = without(validation, available)
     if train_size is not None:
-        train = train[chosen(labels[train], train_size, keyed.fold(seed, 1), subset)]
+        train = train[chosen(labels[train], train_size, keyed.fold_in(seed, 1), subset)]
     return train, validation
 
 
@@ -198,7 +198,7 @@ def tested(labels: Tensor, test_size: int | None, seed: int, subset: Subset) -> 
     """
     if test_size is not None and test_size > len(labels):
         raise BadInput("data.test_size", test_size, f"at most {len(labels)}, the test samples there are")
-    return chosen(labels, len(labels) if test_size is None else test_size, keyed.fold(seed, 2), subset)
+    return chosen(labels, len(labels) if test_size is None else test_size, keyed.fold_in(seed, 2), subset)
 
 
 def chosen(labels: Tensor, size: int, key: int, subset: Subset) -> Tensor:

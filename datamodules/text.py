@@ -67,7 +67,7 @@ class BlockOrder(EpochOrder):
 
     def indices(self) -> Tensor:
         """(size,) int64, where the current epoch's blocks begin, in its order."""
-        return super().indices() * self.length + keyed.fold(self.seed, self.epoch, 1) % self.length
+        return super().indices() * self.length + keyed.fold_in(self.seed, self.epoch, 1) % self.length
 
 
 class Text(InMemoryData):

@@ -20,13 +20,14 @@ from collections.abc import Sequence
 
 import torch
 
-from apprentice import cli, environment, interrupts, invocation
 from apprentice.errors import BadInput
-from apprentice.measuring.attention import Bench, Options, Rows, Study
-from apprentice.measuring.attention.calls import Attention
-from apprentice.measuring.isolation import one_thread
-from apprentice.measuring.kept import Kept
-from apprentice.progress import quiet
+from harness import config as cli
+from harness.runs import environment, session, signals
+from harness.runs.progress import quiet
+from harness.studies.attention import Bench, Options, Rows, Study
+from harness.studies.attention.calls import Attention
+from harness.studies.isolation import one_thread
+from harness.studies.kept import ResumableResults
 from lit_modules.nets import SelfAttention
 from lit_modules.nets.attention import kernel
 
@@ -50,14 +51,14 @@ def place(device: str) -> torch.device:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure what the command line describes."""
     command = parser()
-    with cli.one_line_errors(command), interrupts.handled(), quiet(), one_thread() as threads:
+    with cli.one_line_errors(command), signals.handled(), quiet(), one_thread() as threads:
         config = command.parse(argv)
         device = place(config.device)
         rows = Rows(config, device.type).all()
         environment.keep_memory()
         bench = Bench(Attention(SelfAttention, kernel), device, config.seconds, threads)
-        with invocation.opened("attention", command, config) as out:
-            kept = Kept("attention", "name", out, command, config, device=device.type, threads=threads)
+        with session.opened("attention", command, config) as out:
+            kept = ResumableResults("attention", "name", out, command, config, device=device.type, threads=threads)
             Study(kept, config.longest).run(bench, rows)
 
 

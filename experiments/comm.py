@@ -14,14 +14,15 @@ distributed tutorial, in which each of n ranks sends n / 2 times as much. OUT/ h
 from collections.abc import Sequence
 
 import strategies
-from apprentice import cli, environment, interrupts, invocation
 from apprentice.errors import BadInput
-from apprentice.measuring.comm import Backend, Bench, Options, Rows, Study
-from apprentice.measuring.isolation import one_thread
-from apprentice.measuring.kept import Kept
-from apprentice.measuring.rows import SEEN_TO, check_left_out, check_place, default_devices
-from apprentice.progress import quiet
-from apprentice.trainers import trainers
+from harness import config as cli
+from harness.config.training import trainers
+from harness.runs import environment, session, signals
+from harness.runs.progress import quiet
+from harness.studies.comm import Backend, Bench, Options, Rows, Study
+from harness.studies.hardware.rows import SEEN_TO, check_left_out, check_place, default_devices
+from harness.studies.isolation import one_thread
+from harness.studies.kept import ResumableResults
 from strategies import ring
 
 UNUSED = ("precision", "gradient_clip_val", "profiler", "callbacks", "plugins")
@@ -53,15 +54,15 @@ def world(trainer: cli.Choice) -> tuple[int, list[Backend]]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure what the command line describes."""
     command = parser()
-    with cli.one_line_errors(command), interrupts.handled(), quiet(), one_thread():
+    with cli.one_line_errors(command), signals.handled(), quiet(), one_thread():
         config = command.parse(argv)
         size, backends = world(config.trainer)
         known = {backend.name: backend for backend in backends}
         rows = Rows(size, [*cli.pick(known, config.backends, "backends").values()], config.only, config.sizes)
         environment.keep_memory()
         bench = Bench(size, config.repeats, ring.register, config.timeout, QUICK_BLOCK if config.quick else BLOCK)
-        with invocation.opened("comm", command, config) as out:
-            Study(Kept("comm", "name", out, command, config)).run(bench, rows)
+        with session.opened("comm", command, config) as out:
+            Study(ResumableResults("comm", "name", out, command, config)).run(bench, rows)
 
 
 if __name__ == "__main__":

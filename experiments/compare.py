@@ -12,8 +12,8 @@ import argparse
 from collections.abc import Sequence
 from typing import NoReturn
 
-from apprentice import comparison
 from apprentice.errors import BadInput
+from harness.studies import compare as comparison
 
 
 class Parser(argparse.ArgumentParser):

@@ -23,20 +23,21 @@ from torch import nn
 
 import datamodules
 import strategies
-from apprentice import cli, environment, interrupts, invocation, job, launches
-from apprentice.bake_off import BakeOff, Contestant, Facts
 from apprentice.errors import BadInput
-from apprentice.exports import load_net, spec
-from apprentice.files import write_json, write_text
-from apprentice.keyed import seeded
-from apprentice.metrics import BITS
-from apprentice.progress import quiet
-from apprentice.report import header
-from apprentice.results import load_results
-from apprentice.stages import MakeTrainer
-from apprentice.tables import Table, count, short
-from apprentice.tracking import indented, log_text
-from apprentice.trainers import trainers
+from apprentice.keyed import with_seed
+from harness import config as cli
+from harness.config.training import trainers
+from harness.reports.metrics import BITS
+from harness.reports.pages import header
+from harness.reports.results import load_results
+from harness.reports.tables import Table, count, short
+from harness.runs import environment, job, launch, session, signals
+from harness.runs.files import write_json, write_text
+from harness.runs.fit import MakeTrainer
+from harness.runs.nets import load_net, spec
+from harness.runs.progress import quiet
+from harness.runs.tensorboard import indented, log_text
+from harness.studies.distillation import Candidate, DistillationStudy, Facts
 from lit_modules import nets
 from lit_modules.language_model import LitLanguageModel
 
@@ -91,24 +92,24 @@ def parser() -> cli.Parser:
     return parser
 
 
-class Wiring:
+class Builder:
     """What is made of the configuration, for each seed anew."""
 
     def __init__(self, config: Namespace, data: datamodules.Text, trainer: MakeTrainer) -> None:
         self.config, self.data, self.trainer = config, data, trainer
         self.used: dict[str, int] = {}
 
-    def module(self, seed: int) -> tuple[LitLanguageModel, dict[str, Contestant]]:
+    def module(self, seed: int) -> tuple[LitLanguageModel, dict[str, Candidate]]:
         """The module, its net's first weights from the seed alone, and how to rebuild that."""
         config, given = self.config, self.data.net_arguments
-        net = seeded(seed, lambda: cli.build(config.net, "net", **given))
+        net = with_seed(seed, lambda: cli.build(config.net, "net", **given))
         if config.trainer.init_args.get("precision") in {"64-true", "64", 64}:
             net = net.double()
         rebuilt = spec(config.net.class_path, cli.arguments(config.net, "net", **given))
         tokens = self.data.tokens_per_character
         learning = {"tokens_per_character": tokens, "compiled": config.compile, "seed": seed}
         module = cli.build(config.model, "model", net=net, **learning)
-        return module, {NAME: Contestant(net, rebuilt, "CrossEntropy", config.net.init_args)}
+        return module, {NAME: Candidate(net, rebuilt, "CrossEntropy", config.net.init_args)}
 
     def check(self) -> None:
         """Build everything once, so that what can't work is refused before anything is trained."""
@@ -134,13 +135,13 @@ class Wiring:
             trainer.strategy.check_module(module)
 
 
-def run(config: Namespace, wiring: Wiring, out: Path, settings: dict[str, Any]) -> None:
+def run(config: Namespace, builder: Builder, out: Path, settings: dict[str, Any]) -> None:
     """Train, test, write."""
     tensorboard = config.trainer.init_args["logger"] is not False
-    bake_off = BakeOff(out, wiring.data, wiring.trainer, config.checkpoint_every, tensorboard)
+    bake_off = DistillationStudy(out, builder.data, builder.trainer, config.checkpoint_every, tensorboard)
     stages = []
     for seed in config.seeds:
-        stages.append(bake_off.stage(seed, NAME, partial(wiring.module, seed)))
+        stages.append(bake_off.stage(seed, NAME, partial(builder.module, seed)))
         if fault := stages[-1]["runs"].get(NAME, {}).get("failed"):
             when = f"with seed {seed} its {fault['term']} is not finite at step {fault['step']}"
             raise BadInput("model.lr", config.model.init_args["lr"], f"settings that train the net; {when}")
@@ -149,11 +150,11 @@ def run(config: Namespace, wiring: Wiring, out: Path, settings: dict[str, Any]) 
     texts = {}
     for seed in config.seeds:
         folder = out / f"seed{seed}" / NAME
-        write_json(folder / "vocabulary.json", {"characters": wiring.data.vocabulary.characters})
-        texts[str(seed)] = written(folder, wiring.data.vocabulary.start, config)
+        write_json(folder / "vocabulary.json", {"characters": builder.data.vocabulary.characters})
+        texts[str(seed)] = written(folder, builder.data.vocabulary.start, config)
         if tensorboard:
             log_text(folder, "sample", "\n\n".join(texts[str(seed)]))
-    results = invocation.header(NAME, wiring.data, wiring.used, settings, config.seeds) | {
+    results = session.header(NAME, builder.data, builder.used, settings, config.seeds) | {
         "metric": {"name": BITS.name, "higher_is_better": False},
         "runs": [stage["runs"][NAME] | {"fit_seconds": stage["fit_seconds"]} for stage in stages],
         "samples": texts,
@@ -200,24 +201,24 @@ def sample(config: Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Train, or write, as the command line says."""
     command = parser()
-    with cli.one_line_errors(command), interrupts.handled(), quiet():
+    with cli.one_line_errors(command), signals.handled(), quiet():
         config = command.parse(argv)
         if config.sample is not None:
             sample(config)
             return
         strategies.register()
         trainer = trainers(config.trainer, config.exact, strategies.NAMES)
-        launches.join(trainer)
+        launch.join(trainer)
         data = cli.build(config.data, "data")
         with job.main_first("data"):
             data.setup()
         environment.keep_memory()
         torch.backends.cudnn.allow_tf32 = False  # float32 means float32
-        wiring = Wiring(config, data, trainer)
-        wiring.check()
-        with invocation.opened(NAME, command, config) as out:
-            invocation.describe(out, command, config)
-            run(config, wiring, out, command.as_dict(config))
+        builder = Builder(config, data, trainer)
+        builder.check()
+        with session.opened(NAME, command, config) as out:
+            session.describe(out, command, config)
+            run(config, builder, out, command.as_dict(config))
 
 
 if __name__ == "__main__":

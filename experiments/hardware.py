@@ -26,14 +26,15 @@ from torch import nn
 
 import datamodules
 import strategies
-from apprentice import cli, environment, interrupts, invocation
 from apprentice.errors import BadInput
-from apprentice.keyed import seeded
-from apprentice.measuring import Bench, Log, Rows
-from apprentice.measuring.isolation import one_thread, usual_threads
-from apprentice.measuring.kept import Kept
-from apprentice.measuring.rows import default_devices
-from apprentice.progress import quiet
+from apprentice.keyed import with_seed
+from harness import config as cli
+from harness.runs import environment, session, signals
+from harness.runs.progress import quiet
+from harness.studies.hardware import Bench, Log, Rows
+from harness.studies.hardware.rows import default_devices
+from harness.studies.isolation import one_thread, usual_threads
+from harness.studies.kept import ResumableResults
 from lit_modules import nets
 from lit_modules.classifier import LitClassifier
 
@@ -70,7 +71,7 @@ def parser() -> cli.Parser:
 def classifier(config: Namespace, data: Any, split: bool = False) -> LitClassifier:
     """What is trained, the same from the first weights on in every row."""
     shape = {"input_shape": data.input_shape, "num_classes": data.num_classes}
-    net = seeded(config.seeds[0], lambda: cli.build(config.net, "net", **shape))
+    net = with_seed(config.seeds[0], lambda: cli.build(config.net, "net", **shape))
     if split:
         net = nn.DataParallel(net)
     optimizer = cli.factory(config.optimizer, "optimizer")
@@ -81,7 +82,7 @@ def classifier(config: Namespace, data: Any, split: bool = False) -> LitClassifi
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure what the command line describes."""
     command = parser()
-    with cli.one_line_errors(command), interrupts.handled(), quiet(), one_thread() as threads:
+    with cli.one_line_errors(command), signals.handled(), quiet(), one_thread() as threads:
         config = command.parse(argv)
         strategies.register()
         rows = Rows(config.trainer, config.exact, strategies.NAMES)
@@ -98,8 +99,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         accumulate = config.trainer.init_args["accumulate_grad_batches"]
         make = partial(classifier, config, data)
         bench = Bench(make, data, config.steps, accumulate, usual_threads(data.input_shape, threads))
-        with invocation.opened("hardware", command, config) as out:
-            Log(Kept("hardware", "strategy", out, command, config, threads=bench.threads)).run(bench, picked, skipped)
+        with session.opened("hardware", command, config) as out:
+            Log(ResumableResults("hardware", "strategy", out, command, config, threads=bench.threads)).run(
+                bench, picked, skipped
+            )
 
 
 if __name__ == "__main__":

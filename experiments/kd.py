@@ -28,18 +28,19 @@ from torch import Tensor, nn
 
 import datamodules
 import strategies
-from apprentice import cli, environment, interrupts, invocation, job, launches
-from apprentice.bake_off import BakeOff, Contestant
-from apprentice.checkpoints import load_weights
 from apprentice.errors import BadInput
-from apprentice.exports import load_net, spec
-from apprentice.keyed import seeded
-from apprentice.metrics import ACCURACY, BITS
-from apprentice.progress import quiet
-from apprentice.report import save_results, text
-from apprentice.results import bake_off_results
-from apprentice.stages import MakeTrainer
-from apprentice.trainers import trainers
+from apprentice.keyed import with_seed
+from apprentice.weights import load_weights
+from harness import config as cli
+from harness.config.training import trainers
+from harness.reports.metrics import ACCURACY, BITS
+from harness.reports.pages import save_results, text
+from harness.reports.results import bake_off_results
+from harness.runs import environment, job, launch, session, signals
+from harness.runs.fit import MakeTrainer
+from harness.runs.nets import load_net, spec
+from harness.runs.progress import quiet
+from harness.studies.distillation import Candidate, DistillationStudy
 from lit_modules import nets, objectives
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
@@ -79,7 +80,7 @@ def parser() -> cli.Parser:
     return parser
 
 
-class Wiring:
+class Builder:
     """What is made of the configuration, for each seed anew."""
 
     def __init__(self, config: Namespace, data: Any, trainer: MakeTrainer) -> None:
@@ -100,30 +101,30 @@ class Wiring:
     def net(self, key: str, seed: int) -> tuple[nn.Module, dict[str, Any]]:
         """A fresh net, its first weights from the seed alone, and how to rebuild it."""
         choice = getattr(self.config, key)
-        net = seeded(seed, lambda: cli.build(choice, key, **self.given))
+        net = with_seed(seed, lambda: cli.build(choice, key, **self.given))
         arguments = cli.arguments(choice, key, **self.given)
         return net.double() if self.double else net, spec(choice.class_path, arguments)
 
-    def teacher(self, seed: int) -> tuple[LitClassifier, dict[str, Contestant]]:
+    def teacher(self, seed: int) -> tuple[LitClassifier, dict[str, Candidate]]:
         """The teacher's module."""
         net, rebuilt = self.net("teacher", seed)
         if self.config.teacher_ckpt is not None:
             load_weights(net, self.config.teacher_ckpt.replace("{seed}", str(seed)), "teacher_ckpt")
         module = LitClassifier(net, self.shape["num_classes"], **self.learning, seed=seed)
-        return module, {"teacher": Contestant(net, rebuilt, "CrossEntropy", {"net": self.config.teacher.name})}
+        return module, {"teacher": Candidate(net, rebuilt, "CrossEntropy", {"net": self.config.teacher.name})}
 
-    def students(self, seed: int, teacher: nn.Module) -> tuple[Distillation, dict[str, Contestant]]:
+    def students(self, seed: int, teacher: nn.Module) -> tuple[Distillation, dict[str, Candidate]]:
         """All students' module."""
-        students, contestants = {}, {}
+        students, candidates = {}, {}
         for name, choice in self.variants.items():
             net, rebuilt = self.net("student", seed)
             students[name] = net, cli.build(choice, f"variants.{name}")
             shown = {"net": self.config.student.name, **choice.init_args}
-            contestants[name] = Contestant(net, rebuilt, choice.name, shown)
+            candidates[name] = Candidate(net, rebuilt, choice.name, shown)
         options = {"seed": seed, "teacher_cache_mb": self.config.teacher_cache_mb, "input_dtype": self.dtype}
-        return Distillation(teacher, students, **self.shape, **self.learning, **options), contestants
+        return Distillation(teacher, students, **self.shape, **self.learning, **options), candidates
 
-    def taught(self, seed: int, teacher: Path) -> tuple[Distillation, dict[str, Contestant]]:
+    def taught(self, seed: int, teacher: Path) -> tuple[Distillation, dict[str, Candidate]]:
         """All students' module, with the teacher in that folder."""
         return self.students(seed, load_net(teacher))
 
@@ -156,26 +157,28 @@ class Wiring:
                 nets.pipeline_stages(net, key)
 
 
-def run(config: Namespace, wiring: Wiring, data: Any, out: Path, settings: dict[str, Any]) -> None:
+def run(config: Namespace, builder: Builder, data: Any, out: Path, settings: dict[str, Any]) -> None:
     """Train, test, tell."""
     tensorboard = config.trainer.init_args["logger"] is not False
-    bake_off = BakeOff(out, data, wiring.trainer, config.checkpoint_every, tensorboard)
+    bake_off = DistillationStudy(out, data, builder.trainer, config.checkpoint_every, tensorboard)
     teachers, students = [], []
     for seed in config.seeds:
         loaded = config.teacher_ckpt is not None
-        teachers.append(bake_off.stage(seed, "teacher", partial(wiring.teacher, seed), trained=loaded))
+        teachers.append(bake_off.stage(seed, "teacher", partial(builder.teacher, seed), trained=loaded))
         if fault := teachers[-1]["runs"].get("teacher", {}).get("failed"):
             when = f"with seed {seed} its {fault['term']} is not finite at step {fault['step']}"
             raise BadInput("optimizer", config.optimizer.name, f"settings that train the teacher; {when}")
-        students.append(bake_off.stage(seed, "students", partial(wiring.taught, seed, out / f"seed{seed}" / "teacher")))
+        students.append(
+            bake_off.stage(seed, "students", partial(builder.taught, seed, out / f"seed{seed}" / "teacher"))
+        )
     if not job.is_main_process():
         return
-    header = invocation.header("kd", data, wiring.used, settings, config.seeds)
+    header = session.header("kd", data, builder.used, settings, config.seeds)
     taught = [{**stage["runs"]["teacher"], "fit_seconds": stage["fit_seconds"]} for stage in teachers]
-    learned = {name: [stage["runs"][name] for stage in students] for name in wiring.variants}
+    learned = {name: [stage["runs"][name] for stage in students] for name in builder.variants}
     seconds = [stage["fit_seconds"] for stage in students]
     one = config.teacher_ckpt is not None and "{seed}" not in config.teacher_ckpt
-    results = bake_off_results(header, taught, learned, seconds, wiring.metric, one_teacher=one)
+    results = bake_off_results(header, taught, learned, seconds, builder.metric, one_teacher=one)
     save_results(out, results)
     print(f"{text(results)}\n\n{out}/results.md, .png, .json; curves: tensorboard --logdir {out}")
 
@@ -183,11 +186,11 @@ def run(config: Namespace, wiring: Wiring, data: Any, out: Path, settings: dict[
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the bake-off that the command line describes."""
     command = parser()
-    with cli.one_line_errors(command), interrupts.handled(), quiet():
+    with cli.one_line_errors(command), signals.handled(), quiet():
         config = command.parse(argv)
         strategies.register()
         trainer = trainers(config.trainer, config.exact, strategies.NAMES)
-        launches.join(trainer)
+        launch.join(trainer)
         data = cli.build(config.data, "data")
         with job.main_first("data"):
             data.prepare_data()
@@ -195,11 +198,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         environment.limit_threads(data.input_shape)
         environment.keep_memory()
         torch.backends.cudnn.allow_tf32 = False  # float32 means float32
-        wiring = Wiring(config, data, trainer)
-        wiring.check(data)
-        with invocation.opened("kd", command, config) as out:
-            invocation.describe(out, command, config)
-            run(config, wiring, data, out, command.as_dict(config))
+        builder = Builder(config, data, trainer)
+        builder.check(data)
+        with session.opened("kd", command, config) as out:
+            session.describe(out, command, config)
+            run(config, builder, data, out, command.as_dict(config))
 
 
 if __name__ == "__main__":

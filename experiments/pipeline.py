@@ -25,18 +25,19 @@ import torch
 from torch import nn
 
 import strategies
-from apprentice import cli, environment, interrupts, invocation
 from apprentice.errors import BadInput
-from apprentice.keyed import seeded
-from apprentice.measuring.isolation import one_thread
-from apprentice.measuring.kept import Kept
-from apprentice.measuring.pipeline import Bench, Cut, Noise, Options, Row, Rows, Study, Task
-from apprentice.measuring.pipeline.options import TUTORIALS_CUT
-from apprentice.measuring.rows import default_devices
-from apprentice.progress import quiet
+from apprentice.keyed import with_seed
+from harness import config as cli
+from harness.runs import environment, session, signals
+from harness.runs.progress import quiet
+from harness.studies.hardware.rows import default_devices
+from harness.studies.isolation import one_thread
+from harness.studies.kept import ResumableResults
+from harness.studies.pipeline import Bench, Cut, Noise, Options, Row, Rows, Study, Task
+from harness.studies.pipeline.options import TUTORIALS_CUT
 from lit_modules import nets
+from strategies.base.stages import grouped
 from strategies.pipeline import Schedule
-from strategies.staging.stages import grouped
 
 TWO = ("cuda:0", "cuda:1")  # devices of one process
 
@@ -78,22 +79,22 @@ def module(layers: list[nn.Module], row: Row) -> Task:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure what the command line describes."""
     command = parser()
-    with cli.one_line_errors(command), interrupts.handled(), quiet(), one_thread():
+    with cli.one_line_errors(command), signals.handled(), quiet(), one_thread():
         config = command.parse(argv)
         strategies.register()
         environment.keep_memory()
         torch.backends.cudnn.allow_tf32 = False  # float32 means float32
         shape = (3, config.image_size, config.image_size)
         sizes = {"input_shape": shape, "num_classes": config.num_classes}
-        net = seeded(config.seeds[0], lambda: cli.build(config.net, "net", **sizes))
+        net = with_seed(config.seeds[0], lambda: cli.build(config.net, "net", **sizes))
         with cli.refusals(config.net, "net"):
             layers = nets.pipeline_stages(net)
         cut = other_cut(net, layers, config.cut_after)
         rows = Rows(config.trainer, strategies.NAMES, get_args(Schedule), config.batch_size, config.split_sizes, cut)
         loader = partial(Noise, config.batch_size, shape, config.num_classes, seed=config.seeds[0])
         bench = Bench(partial(module, layers), loader, config.batches, config.repeats)
-        with invocation.opened("pipeline", command, config) as out:
-            Study(Kept("pipeline", "name", out, command, config)).run(bench, rows)
+        with session.opened("pipeline", command, config) as out:
+            Study(ResumableResults("pipeline", "name", out, command, config)).run(bench, rows)
 
 
 if __name__ == "__main__":

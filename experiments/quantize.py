@@ -31,20 +31,22 @@ from torch import nn
 
 import datamodules
 import strategies
-from apprentice import cli, environment, extras, interrupts, invocation, job, launches
-from apprentice.bake_off import BakeOff, Contestant
-from apprentice.checkpoints import read
-from apprentice.deploying import Latency, Options, Study, formats
-from apprentice.deploying.latency import need_compiler
-from apprentice.deploying.source import data_of_run, images_of, of_net, read_net
+from apprentice import extras
 from apprentice.errors import BadInput
-from apprentice.exports import Spec, spec
-from apprentice.files import atomic
-from apprentice.keyed import seeded
-from apprentice.measuring.kept import Kept
-from apprentice.progress import quiet
-from apprentice.stages import MakeTrainer, fit_and_test
-from apprentice.trainers import trainers
+from apprentice.keyed import with_seed
+from harness import config as cli
+from harness.config.training import trainers
+from harness.runs import environment, job, launch, session, signals
+from harness.runs.files import atomic
+from harness.runs.fit import MakeTrainer, fit_and_test
+from harness.runs.nets import Spec, spec
+from harness.runs.progress import quiet
+from harness.runs.safepoints import read
+from harness.studies.deploy import Latency, Options, Study, formats
+from harness.studies.deploy.latency import need_compiler
+from harness.studies.deploy.source import data_of_run, images_of, of_net, read_net
+from harness.studies.distillation import Candidate, DistillationStudy
+from harness.studies.kept import ResumableResults
 from lit_modules import nets, objectives
 from lit_modules.classifier import LitClassifier
 from lit_modules.quantization import EXTRA, post_training
@@ -66,7 +68,7 @@ def parser(data: Any = DATA) -> cli.Parser:
     return parser
 
 
-class Wiring:
+class Builder:
     """What is made of the configuration."""
 
     def __init__(self, config: Namespace, data: Any, trainer: MakeTrainer) -> None:
@@ -77,20 +79,20 @@ class Wiring:
         self.shape = {"input_shape": data.input_shape, "num_classes": data.num_classes}
         self.fits = {"every": config.checkpoint_every, "tensorboard": config.trainer.init_args["logger"] is not False}
 
-    def fresh(self) -> tuple[LitClassifier, dict[str, Contestant]]:
+    def fresh(self) -> tuple[LitClassifier, dict[str, Candidate]]:
         """A student that is still to be trained."""
         choice = self.config.student
-        net = seeded(self.seed, lambda: cli.build(choice, "student", **self.shape))
+        net = with_seed(self.seed, lambda: cli.build(choice, "student", **self.shape))
         rebuilt = spec(choice.class_path, cli.arguments(choice, "student", **self.shape))
-        contestant = Contestant(net, rebuilt, "CrossEntropy", {"net": choice.name, **choice.init_args})
-        return LitClassifier(net, self.data.num_classes, seed=self.seed), {STUDENT: contestant}
+        candidate = Candidate(net, rebuilt, "CrossEntropy", {"net": choice.name, **choice.init_args})
+        return LitClassifier(net, self.data.num_classes, seed=self.seed), {STUDENT: candidate}
 
     def student(self, out: Path) -> tuple[nn.Module, Spec]:
         """The run's student, or one that is trained now, in the run's folder."""
         if self.config.run is not None:
             return self.read(self.config.run, "run")
         trainer = partial(self.trainer, max_epochs=self.config.student_epochs)
-        stage = BakeOff(out, self.data, trainer, **self.fits).stage(self.seed, STUDENT, self.fresh)
+        stage = DistillationStudy(out, self.data, trainer, **self.fits).stage(self.seed, STUDENT, self.fresh)
         if any(facts["failed"] for facts in stage["runs"].values()):
             raise BadInput("student", self.config.student.name, "a net that Adam trains; its loss is not finite")
         return self.read(out / f"seed{self.seed}" / STUDENT, "out")
@@ -176,20 +178,20 @@ class Wiring:
         self.checked = None if config.run is None else module
 
 
-def run(wiring: Wiring, kept: Kept | None, out: Path) -> None:
+def run(builder: Builder, kept: ResumableResults | None, out: Path) -> None:
     """Train what is to be trained, then export, check and measure."""
-    config = wiring.config
-    net, rebuilt = wiring.student(out)
-    int8 = wiring.int8(net, out)
+    config = builder.config
+    net, rebuilt = builder.student(out)
+    int8 = builder.int8(net, out)
     if kept is None:
         return
 
     def make() -> dict[str, nn.Module]:
-        after = post_training(net, images_of(wiring.data, "train", config.calibration_size)[0].split(128))
+        after = post_training(net, images_of(builder.data, "train", config.calibration_size)[0].split(128))
         rounded = formats.Rounded(copy.deepcopy(net), torch.bfloat16)
         return {"float32": net, "bfloat16": rounded, "int8-ptq": after, NAME: int8}
 
-    Study(kept, rebuilt, *images_of(wiring.data, "test")).run(make, wiring.latency)
+    Study(kept, rebuilt, *images_of(builder.data, "test")).run(make, builder.latency)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -197,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     with cli.one_line_errors():
         command = parser(data_of_run(argv, DATA, datamodules.ImageData))
-    with cli.one_line_errors(command), interrupts.handled(), quiet():
+    with cli.one_line_errors(command), signals.handled(), quiet():
         config = command.parse(argv)
         if config.data is None:
             raise BadInput("run", config.run, "a folder in its run's, with config.yaml; or --data, what it learnt from")
@@ -206,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         need_compiler()
         strategies.register()
         trainer = trainers(config.trainer, None, strategies.NAMES)
-        launches.join(trainer)
+        launch.join(trainer)
         data = cli.build(config.data, "data")
         with job.main_first("data"):
             data.prepare_data()
@@ -214,15 +216,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         environment.limit_threads(data.input_shape)
         environment.keep_memory()
         torch.backends.cudnn.allow_tf32 = False  # float32 means float32
-        wiring = Wiring(config, data, trainer)
-        wiring.check()
-        with invocation.opened("quantize", command, config) as out:
+        builder = Builder(config, data, trainer)
+        builder.check()
+        with session.opened("quantize", command, config) as out:
             kept = None
             if job.is_main_process():
-                kept = Kept("quantize", "format", out, command, config, threads=wiring.latency.used)
-                kept.header["data"] = {"name": data.name, **wiring.used}
+                kept = ResumableResults("quantize", "format", out, command, config, threads=builder.latency.used)
+                kept.header["data"] = {"name": data.name, **builder.used}
                 kept.header["versions"] = environment.versions(*EXTRA[1:], *formats.EXTRA[1:])
-            run(wiring, kept, out)
+            run(builder, kept, out)
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ class Distillation(Learner):
             mode, objective = student.training, student.objective
             outputs = student.eval().raw(typed(student.net, example))
             try:
-                keyed.seeded(self.seed, partial(objective.build, outputs, teacher))
+                keyed.with_seed(self.seed, partial(objective.build, outputs, teacher))
             except BadInput as fault:
                 raise BadInput(f"variants.{name}.{fault.flag}", fault.value, fault.expected) from None
             globalise(objective.to(outputs.logits.dtype))
@@ -160,11 +160,11 @@ class Distillation(Learner):
 
     def forward(self, inputs: Tensor) -> tuple[Outputs | None, dict[str, Outputs]]:
         """Outputs for inputs (b, ...): of the teacher where they are needed and not stored, and of all students."""
-        teacher, students = self.cast()
+        teacher, students = self.active()
         asked = self._ask_teacher(inputs) if teacher else None
         return asked, {name: self._student(name)(inputs) for name in students if name not in self.failed}
 
-    def cast(self) -> tuple[bool, Sequence[str]]:
+    def active(self) -> tuple[bool, Sequence[str]]:
         """Who takes part in a forward: whether the teacher, and which students."""
         if self._storing:
             return True, ()
@@ -172,7 +172,7 @@ class Distillation(Learner):
 
     def pipeline_stages(self) -> list[nn.Module]:
         """Teacher and students side by side, each cut into as many pieces as the deepest of them has."""
-        return side_by_side(self.teacher, {name: self._student(name) for name in self.runs}, self.cast, self._example)
+        return side_by_side(self.teacher, {name: self._student(name) for name in self.runs}, self.active, self._example)
 
     def on_train_start(self) -> None:
         """Store the teacher's outputs where they will be asked for again."""

@@ -322,5 +322,5 @@ def global_means(parts: Mapping[str, Tensor], batch: Batch) -> dict[str, float]:
     """Means over the global batch of per-sample tensors (b,), with one message for all of them; 64-bit sums."""
     if not parts:
         return {}
-    sums = replicas.total(torch.stack([values.detach().double().sum() for values in parts.values()]))
+    sums = replicas.all_reduce_sum(torch.stack([values.detach().double().sum() for values in parts.values()]))
     return dict(zip(parts, (sums / batch.count).tolist(), strict=True))

@@ -87,7 +87,7 @@ class LossScales:
         if not found:
             return []
         here = torch.stack([torch.stack([flag.to(device) for flag in flags]).sum() for flags in found.values()])
-        anywhere = dict(zip(found, replicas.total(here).tolist(), strict=True))
+        anywhere = dict(zip(found, replicas.all_reduce_sum(here).tolist(), strict=True))
         for run, flags in found.items():
             for flag in flags:
                 flag.fill_(anywhere[run])

@@ -30,13 +30,13 @@ class Track(NamedTuple):
         return [path for path, (where, _) in self.features.items() if where < stage]
 
 
-def side_by_side(teacher: nn.Module, students: Mapping[str, Any], cast: Cast, example: Tensor) -> list[nn.Module]:
+def side_by_side(teacher: nn.Module, students: Mapping[str, Any], active: Cast, example: Tensor) -> list[nn.Module]:
     """The stages of a distillation: their composition gives the teacher's outputs, or None, and those of students.
 
     Args:
         teacher: its net.
         students: by name; each has a net and an objective.
-        cast: says who takes part: whether the teacher, and which students.
+        active: says who takes part: whether the teacher, and which students.
         example: (1, ...) of the inputs.
 
     Raises:
@@ -52,7 +52,7 @@ def side_by_side(teacher: nn.Module, students: Mapping[str, Any], cast: Cast, ex
     count = max(map(len, modules))
     tracks = [_track(net, layers, own, count, example) for (net, layers), own in zip(nets, modules, strict=True)]
     named = dict(zip(students, tracks[1:], strict=True))
-    return [Stage(number, count, tracks[0], named, students, cast) for number in range(count)]
+    return [Stage(number, count, tracks[0], named, students, active) for number in range(count)]
 
 
 def _track(net: nn.Module, layers: Mapping[str, str], modules: list[nn.Module], count: int, example: Tensor) -> Track:
@@ -81,10 +81,10 @@ class Stage(nn.Module):
 
     def __init__(
         self, number: int, count: int, teacher: Track, tracks: Mapping[str, Track], students: Mapping[str, Any],
-        cast: Cast,
+        active: Cast,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.number, self.is_last, self.cast = number, number == count - 1, cast
+        self.number, self.is_last, self.active = number, number == count - 1, active
         self.tracks = {"": teacher, **tracks}  # "" is no student's name
         self.layers = nn.ModuleList(m for track in self.tracks.values() for m in track.pieces[number])
         objectives = {name: student.objective for name, student in students.items()}
@@ -92,7 +92,7 @@ class Stage(nn.Module):
 
     def forward(self, *tensors: Tensor) -> Any:
         """From inputs (b, ...), or what the stage before gave, to what the next one takes; the last gives outputs."""
-        teacher, names = self.cast()
+        teacher, names = self.active()
         rest = iter(tensors)
         found = {name: self._net(name, tensors if self.number == 0 else rest) for name in [""] * teacher + [*names]}
         if not self.is_last:

@@ -39,7 +39,7 @@ class TeacherCache:
             for key, x in found.items():
                 store[key][chunk.index] = x
         assert store is not None
-        store = {k: replicas.add_up(x) for k, x in store.items()}
+        store = {k: replicas.all_reduce_sum_(x) for k, x in store.items()}
         return cls(Outputs(store.pop(""), store))
 
     def __getitem__(self, index: Tensor) -> Outputs:

@@ -5,14 +5,14 @@ from typing import Any
 from lightning.pytorch.strategies import Strategy
 
 from strategies.allreduce import AllReduce
-from strategies.base import DataParallel
+from strategies.base.data_parallel import DataParallel
+from strategies.base.model_parallel import ModelParallel
 from strategies.compressed import DDPFP16, DDPPowerSGD
 from strategies.ddp import DDP
 from strategies.ddp_ring import DDPRing
 from strategies.fsdp import FSDP
 from strategies.hsdp import HSDP
 from strategies.local_sgd import LocalSGD
-from strategies.model_parallel import ModelParallel
 from strategies.param_server import ParamServer
 from strategies.pipeline import PipelineStrategy
 from strategies.rpc_hybrid import RPCHybrid

@@ -8,8 +8,8 @@ from lightning.pytorch.overrides.distributed import _sync_module_states
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from strategies.base import DataParallel
-from strategies.buckets import Buckets
+from strategies.base.buckets import Buckets
+from strategies.base.data_parallel import DataParallel
 
 
 class AllReduce(DataParallel):

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from strategies.replicated import HOOK, Replicated
+from strategies.base.replicated import HOOK, Replicated
 
 
 class DDPFP16(Replicated):

@@ -1,7 +1,7 @@
 """Data parallelism: each rank holds the whole model, gradients are averaged."""
 
+from strategies.base.replicated import Replicated
 from strategies.exact import Exact
-from strategies.replicated import Replicated
 
 
 class DDP(Exact, Replicated):

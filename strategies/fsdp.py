@@ -16,10 +16,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from strategies import checkpoints
-from strategies.base import DataParallel
-from strategies.recompute import recompute
-from strategies.sharding import Sharding
+from strategies.base import checkpoints
+from strategies.base.data_parallel import DataParallel
+from strategies.sharding.recompute import recompute
+from strategies.sharding.wrapping import Sharding
 
 Half = Literal["bf16", "fp16"]
 DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.optim import Optimizer
 
-from strategies.replicated import HOOK, Replicated
+from strategies.base.replicated import HOOK, Replicated
 
 
 class LocalSGD(Replicated):

@@ -16,15 +16,15 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from apprentice import replicas
-from strategies import checkpoints
-from strategies.remote import agents, inbox
-from strategies.remote.calling import Calling, trained
-from strategies.staging.gradients import packed, unpacked
+from strategies.base import checkpoints
+from strategies.base.gradients import packed, unpacked
+from strategies.rpc import agents, inbox
+from strategies.rpc.base import RPCStrategy, trained
 
 GRACE = 10.0  # seconds that workers wait longer than the server: it knows whom it waits for
 
 
-class ParamServer(Calling):
+class ParamServer(RPCStrategy):
     """The last rank holds parameters and optimizer and steps; the others send it gradients by RPC.
 
     With `max_staleness` 0 nobody goes on before the step is done, and the numbers are those of `ddp`. Else a worker
@@ -92,7 +92,7 @@ class ParamServer(Calling):
     def setup_environment(self) -> None:
         """Join the process group; the server is in it, but gets no rows."""
         super().setup_environment()
-        replicas.among(None, idle=min(self.server, 1))
+        replicas.set_group(None, idle=min(self.server, 1))
         if self.server:
             self._workers: Any = dist.new_group(list(range(self.server)), timeout=self._timeout)
 
@@ -117,7 +117,7 @@ class ParamServer(Calling):
         """Close the inbox, when all are done."""
         super().teardown()
         inbox.opened(None)
-        replicas.among(None)
+        replicas.set_group(None)
         self._inbox = None
 
     # Training

@@ -20,18 +20,18 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from apprentice import keyed, replicas
-from strategies.agreeing import Agreeing
-from strategies.model_parallel import PLAIN, devices_of
-from strategies.remote import agents, replica
-from strategies.remote.calling import Calling, trained
-from strategies.remote.desk import Desk
-from strategies.shards import bounds
-from strategies.staging import stages
-from strategies.staging.gradients import packed, unpacked
-from strategies.staging.noise import OwnNoise
+from strategies.base import stages
+from strategies.base.agreeing import SharedReplica
+from strategies.base.gradients import packed, unpacked
+from strategies.base.model_parallel import PLAIN, devices_of
+from strategies.exact.shards import bounds
+from strategies.pipeline.noise import OwnNoise
+from strategies.rpc import agents, replica
+from strategies.rpc.base import RPCStrategy, trained
+from strategies.rpc.main_thread import MainThreadQueue
 
 
-class RPCHybrid(Calling, Agreeing):
+class RPCHybrid(RPCStrategy, SharedReplica):
     """Rank zero cuts each batch for the others, which hold a replica each; torch.distributed.rpc takes it there.
 
     What is remote is the module's `forward`: wherever its hooks call it, with tensors that have the batch's rows first,
@@ -85,7 +85,7 @@ class RPCHybrid(Calling, Agreeing):
         if self.num_workers:
             self._between: Any = dist.new_group(list(range(1, self.num_workers + 1)))
             self._own, _ = dist.new_subgroups(1)
-            replicas.among(self._own)
+            replicas.set_group(self._own)
 
     # Setting up
 
@@ -106,7 +106,7 @@ class RPCHybrid(Calling, Agreeing):
             super().setup(trainer)
             return
         self._read_whole(trainer)
-        self._noise = OwnNoise(keyed.fold(torch.initial_seed(), self.global_rank))
+        self._noise = OwnNoise(keyed.fold_in(torch.initial_seed(), self.global_rank))
         self._share_metrics(self._own)
         if plain := [name for name in stages.normalised(module) if type(module.get_submodule(name)) in PLAIN]:
             rank_zero_warn(f"{', '.join(plain)}: BatchNorm sees the rows of one worker, not the batch")
@@ -115,7 +115,7 @@ class RPCHybrid(Calling, Agreeing):
         self._check_optimizers()
         _distributed_optimizer()  # here, as a worker's calls come in other threads
         if not self.is_global_zero:
-            self._desk = Desk(0, self._seconds)
+            self._desk = MainThreadQueue(0, self._seconds)
             replica.employ(replica.Worker(self._desk, next(iter(optimizers), None)))
         self._start_agents()
         if self.is_global_zero:
@@ -158,12 +158,12 @@ class RPCHybrid(Calling, Agreeing):
 
         def compute(*inputs: Tensor) -> Any:
             assert self._replica is not None
-            replicas.among(self._between)
+            replicas.set_group(self._between)
             try:
                 with noise(), self._noise():
                     return self._replica(*(x.to(self.root_device) for x in inputs))
             finally:
-                replicas.among(self._own)
+                replicas.set_group(self._own)
 
         self._desk.attend("forward", compute)
         return self.broadcast(None)
@@ -296,7 +296,7 @@ class RPCHybrid(Calling, Agreeing):
         self._forget()
         self._workers, self._steps = [], None
         replica.employ(None)
-        replicas.among(None)
+        replicas.set_group(None)
         if self._replica is not None:
             self._replica = None
             for name in ("forward", "backward"):

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
-from strategies import checkpoints
+from strategies.base import checkpoints
 from strategies.ddp import DDP
 
 

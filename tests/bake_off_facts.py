@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from apprentice.results import bake_off_results
+from harness.reports.results import bake_off_results
 
 TEST = 400
 CE = (368, 372, 370)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from apprentice import folders
+from harness.runs import folders
 
 
 def results(out: Path) -> Any:

@@ -4,7 +4,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
-from apprentice.keyed import seeded
+from apprentice.keyed import with_seed
 from datamodules import Text
 from lit_modules.language_model import LitLanguageModel
 from lit_modules.nets import GPT
@@ -28,7 +28,7 @@ def text(folder: Path, **options: Any) -> Text:
 
 
 def gpt(vocab_size: int = 11, block_size: int = 16, seed: int = 0, **options: Any) -> GPT:
-    return seeded(seed, lambda: GPT(vocab_size, block_size, **SMALL | options))
+    return with_seed(seed, lambda: GPT(vocab_size, block_size, **SMALL | options))
 
 
 def language_model(data: Text, **options: Any) -> LitLanguageModel:

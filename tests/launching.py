@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback
 
-from apprentice import interrupts
 from experiments import kd
+from harness.runs import signals
 from tests.processes import Run
 from tests.training import assert_same
 
@@ -66,7 +66,7 @@ class Held(Fault):
     """The rank waits until it is told to stop, as it is when a node joins."""
 
     def happen(self) -> None:
-        while not interrupts.requested():
+        while not signals.requested():
             time.sleep(0.02)
 
 

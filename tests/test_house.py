@@ -17,23 +17,25 @@ from lit_modules.nets import DeepNN
 from tests.training import SHAPE, digits, fit, net, weights
 
 ROOT = Path(__file__).parents[1]
-LIBRARY = ("apprentice", "lit_modules", "datamodules", "strategies")
-ROOMS = (*LIBRARY, "experiments")
-# What a room may import of ours; the longest name that fits a module counts.
+LIBRARY = ("apprentice", "lit_modules", "datamodules", "strategies", "harness")
+PACKAGES = (*LIBRARY, "experiments", "benchmarks")
+# What a package may import of ours; the longest name that fits a module counts.
 MAY_IMPORT = {
     "experiments": LIBRARY,
+    "benchmarks": (*LIBRARY, "experiments", "benchmarks"),
+    "harness": LIBRARY,
     "lit_modules": ("lit_modules", "apprentice"),
     "lit_modules.objectives": ("lit_modules.objectives", "lit_modules.nets", "apprentice"),
     "lit_modules.nets": ("lit_modules.nets", "apprentice"),
     "datamodules": ("datamodules", "apprentice"),
-    "strategies": ("strategies", "apprentice.keyed", "apprentice.replicas"),
+    "strategies": ("strategies", "apprentice"),
     "apprentice": ("apprentice",),
 }
 
 
-def modules(*rooms: str) -> dict[str, Path]:
-    """Names and files of all modules in these rooms."""
-    paths = [path for room in rooms for path in (ROOT / room).rglob("*.py")]
+def modules(*packages: str) -> dict[str, Path]:
+    """Names and files of all modules in these packages."""
+    paths = [path for package in packages for path in (ROOT / package).rglob("*.py")]
     return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
 
 
@@ -49,15 +51,15 @@ def imported(path: Path) -> set[str]:
     return found
 
 
-def within(name: str, room: str) -> bool:
-    return name == room or name.startswith(f"{room}.")
+def within(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_imports_run_one_way(room: str) -> None:
-    for name, path in modules(room).items():
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_run_one_way(package: str) -> None:
+    for name, path in modules(package).items():
         allowed = MAY_IMPORT[max((place for place in MAY_IMPORT if within(name, place)), key=len)]
-        ours = {other for other in imported(path) if other.split(".")[0] in {*ROOMS, "tests", "benchmarks"}}
+        ours = {other for other in imported(path) if other.split(".")[0] in {*PACKAGES, "tests", "benchmarks"}}
         assert {other for other in ours if not any(within(other, place) for place in allowed)} == set(), name
 
 

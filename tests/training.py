@@ -12,9 +12,9 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 
-from apprentice.keyed import seeded
-from apprentice.progress import quiet
+from apprentice.keyed import with_seed
 from datamodules import Digits
+from harness.runs.progress import quiet
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN, LightNN
@@ -56,7 +56,7 @@ def digits(**kwargs: Any) -> Digits:
 
 
 def net(make: type[nn.Module] = LightNN, seed: int = 0, **kwargs: Any) -> nn.Module:
-    return seeded(seed, lambda: make(input_shape=SHAPE, **kwargs))
+    return with_seed(seed, lambda: make(input_shape=SHAPE, **kwargs))
 
 
 def distillation(names: list[str] | None = None, **kwargs: Any) -> Distillation:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from apprentice.errors import BadInput
-from apprentice.keyed import seeded
+from apprentice.keyed import with_seed
 
 DEFAULT_LAYER = "default"
 
@@ -83,7 +83,7 @@ def check_fits(
         found: Any = None
         try:
             with torch.no_grad():
-                found = seeded(0, partial(tried.train(mode), typed(tried, example)))
+                found = with_seed(0, partial(tried.train(mode), typed(tried, example)))
         except BadInput as fault:
             raise BadInput(f"{flag}.{fault.flag}", fault.value, fault.expected) from None
         except (RuntimeError, ValueError, TypeError, IndexError) as error:

@@ -37,7 +37,7 @@ def _statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     count = x.numel() / max(x.shape[1], 1)
     mean = x.sum(axes) / max(count, 1)
     spread = (x - _like(mean, x)).square().sum(axes)
-    parts = replicas.gathered(torch.cat([mean, spread, mean.new_tensor([count])]).double())  # (replicas, 2 C + 1)
+    parts = replicas.all_gather(torch.cat([mean, spread, mean.new_tensor([count])]).double())  # (replicas, 2 C + 1)
     means, spreads = parts[:, :-1].chunk(2, 1)
     counts = parts[:, -1:]
     total = counts.sum()

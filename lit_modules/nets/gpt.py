@@ -136,7 +136,7 @@ class GPT(Net):
         try:
             for end in range(tokens.shape[1], text.shape[1]):
                 logits = self._last(text[:, first:end], caches)
-                text[:, end] = _drawn(logits, temperature, top_k, keyed.fold(seed, end))
+                text[:, end] = _drawn(logits, temperature, top_k, keyed.fold_in(seed, end))
                 first = end if cached else 0
         finally:
             self.train(training)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
 from apprentice.errors import BadInput
-from apprentice.keyed import seeded
+from apprentice.keyed import with_seed
 from lit_modules.nets.base import Outputs
 from lit_modules.objectives.base import Objective, Term
 
@@ -39,7 +39,7 @@ def check_rows(objective: Objective, student: Outputs, teacher: Outputs | None, 
     """
     for low, high in RANGES:
         draw = partial(_noise, student, teacher, low, high)
-        _check(objective, seeded(0, draw), seeded(1, draw), flag)
+        _check(objective, with_seed(0, draw), with_seed(1, draw), flag)
 
 
 def _check(objective: Objective, first: _Given, others: _Given, flag: str) -> None:
@@ -60,7 +60,7 @@ def _check(objective: Objective, first: _Given, others: _Given, flag: str) -> No
 def _tried(objective: Objective, given: _Given) -> dict[str, Term]:
     """The same for each call, though an objective may count its calls, keep what it has seen, or draw noise."""
     objective = copy.deepcopy(objective).eval()
-    return seeded(0, lambda: objective.terms(objective.adapt(given.student), given.teacher, given.labels))
+    return with_seed(0, lambda: objective.terms(objective.adapt(given.student), given.teacher, given.labels))
 
 
 def _noise(student: Outputs, teacher: Outputs | None, low: float, high: float) -> _Given:

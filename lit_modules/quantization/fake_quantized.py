@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from apprentice import replicas
-from apprentice.checkpoints import fitting
+from apprentice.weights import fitting
 from lit_modules.nets.base import DEFAULT_LAYER, layer
 from lit_modules.quantization import graphs
 from lit_modules.quantization.ranges import Range

@@ -80,7 +80,7 @@ class Range(nn.Module):
         if x.numel():
             low, high = torch.aminmax(x.detach())
             ends = torch.stack([-low, high]).to(self.low.dtype)
-        ends = replicas.gathered(ends).amax(0)  # over the ranks
+        ends = replicas.all_gather(ends).amax(0)  # over the ranks
         return -ends[:1], ends[1:]
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *more: Any) -> None:

@@ -1,0 +1,1 @@
+"""From results.json to what people read: statistics, tables, figures, pages."""

@@ -1,0 +1,151 @@
+"""Pictures of results, drawn with Agg on figures of their own: no backend, style or figure of the caller changes."""
+
+import io
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from harness.reports.metrics import ACCURACY, Metric
+from harness.reports.results import t_interval
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+GREY = "#555555"
+MARKERS = "osD^vP"
+LINE_INCHES = 0.18
+
+
+@dataclass
+class Dot:
+    """One student in a picture.
+
+    Attributes:
+        name: as in the table.
+        values: the metric of each seed; None where it failed.
+        cost: its place on the axis of costs, if known.
+        group: students of one group share a colour.
+        metric: what the values are.
+    """
+
+    name: str
+    values: Sequence[float | None]
+    cost: float | None
+    group: int
+    metric: Metric = ACCURACY
+    known: list[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.known = self.metric.scaled(self.values)
+
+    @property
+    def mean(self) -> float:
+        """Mean in the metric's unit, of the seeds that finished."""
+        return statistics.mean(self.known)
+
+    @property
+    def look(self) -> dict[str, Any]:
+        """Colour and marker, the same wherever it is drawn."""
+        return {"color": f"C{self.group % 10}", "marker": MARKERS[self.group // 10 % len(MARKERS)]}
+
+
+def metric_picture(dots: Sequence[Dot], cost: str, teacher: float | None = None) -> bytes:
+    """A PNG: left each student's metric, its seeds and its 95 % interval; right the metric against cost.
+
+    Args:
+        dots: the students, from top to bottom, all of one metric.
+        cost: label of the axis of costs.
+        teacher: the teacher's mean in the metric's unit, drawn as a line.
+    """
+    import warnings
+
+    import matplotlib.style
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with matplotlib.style.context("default"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph", UserWarning)  # a name in a script that the font lacks
+        figure = Figure(figsize=(11, max(3.2, 1.5 + 0.34 * len(dots))), dpi=120, layout="constrained")
+        FigureCanvasAgg(figure)
+        left, right = figure.subplots(1, 2, width_ratios=(1.1, 1))
+        for axes in (left, right):
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.grid(alpha=0.25, linewidth=0.6)
+            axes.ticklabel_format(useOffset=False)  # 94.2, not 0.2 and a "+94" in the corner
+        metric = dots[0].metric
+        _values(left, dots, metric, teacher)
+        _against_cost(right, [dot for dot in dots if dot.known and dot.cost is not None], metric, cost, teacher)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def _values(axes: "Axes", dots: Sequence[Dot], metric: Metric, teacher: float | None) -> None:
+    for row, dot in enumerate(dots):
+        if not dot.known:
+            axes.annotate("failed", (0.02, row), xycoords=("axes fraction", "data"), va="center", color=GREY)
+            continue
+        offsets = [row + 0.28 - 0.1 * (i % 2) for i in range(len(dot.known))]  # beside the interval, not on it
+        axes.scatter(dot.known, offsets, s=14, alpha=0.45, linewidths=0, **dot.look)
+        interval = t_interval(dot.known)
+        if interval["low"] is not None and interval["high"] is not None:
+            least, most = metric.limits  # two seeds can give an interval past 100 %
+            bounds = max(interval["low"], least), min(interval["high"], most)
+            axes.plot(bounds, (row, row), color=dot.look["color"], linewidth=2, solid_capstyle="butt")
+        axes.scatter([dot.mean], [row], s=46, zorder=3, edgecolors="white", **dot.look)
+    _teacher(axes.axvline, teacher)
+    axes.set_yticks(range(len(dots)), [dot.name for dot in dots], parse_math=False)
+    axes.set_ylim(len(dots) - 0.4, -0.6)
+    axes.set_xlabel(metric.title)
+    axes.set_title("mean, 95 % interval, each seed", fontsize=10, color=GREY)
+    if teacher is not None:
+        axes.legend(loc="best", frameon=False, fontsize=9)
+
+
+def _against_cost(axes: "Axes", dots: Sequence[Dot], metric: Metric, cost: str, teacher: float | None) -> None:
+    _teacher(axes.axhline, teacher)
+    for dot in dots:
+        axes.scatter([dot.cost or 0.0], [dot.mean], s=46, zorder=3, edgecolors="white", **dot.look)
+    axes.set_xlabel(cost)
+    axes.set_ylabel(f"mean {metric.title}")
+    axes.margins(x=0.15, y=0.12)
+    _name(axes, sorted(dots, key=lambda dot: dot.mean))
+    axes.set_title(f"{metric.word} against cost" if dots else "no cost was measured", fontsize=10, color=GREY)
+
+
+def _teacher(draw: Any, teacher: float | None) -> None:
+    if teacher is not None:
+        draw(teacher, color=GREY, linestyle="--", linewidth=1.2, label="teacher")
+
+
+def _name(axes: "Axes", dots: Sequence[Dot]) -> None:
+    """Write the names at the right edge, each joined to its dot: costs are often too close for names beside the dots.
+
+    Args:
+        axes: where the dots are.
+        dots: lowest first.
+    """
+    if not dots:
+        return
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, high)
+    gap = min(LINE_INCHES / axes.bbox.height * axes.figure.dpi, 1 / len(dots))
+    wanted = [(dot.mean - low) / (high - low) for dot in dots]
+    heights: list[float] = []
+    for place, height in enumerate(wanted):
+        lowest = heights[-1] + gap if heights else 0.0
+        heights.append(min(max(height, lowest), 1 - gap * (len(dots) - 1 - place)))
+    for dot, height in zip(dots, heights, strict=True):
+        assert dot.cost is not None
+        axes.annotate(
+            dot.name,
+            (dot.cost, dot.mean),
+            xytext=(1.03, height),
+            textcoords="axes fraction",
+            va="center",
+            fontsize=9,
+            parse_math=False,
+            annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": dot.look["color"], "alpha": 0.4, "linewidth": 0.8, "shrinkB": 4},
+        )

@@ -1,0 +1,170 @@
+"""A bake-off told: its table on the terminal, results.md, results.png and results.json."""
+
+from pathlib import Path
+from typing import Any
+
+from harness.reports.conclusion import conclude
+from harness.reports.figures import Dot, metric_picture
+from harness.reports.metrics import METRICS, Metric
+from harness.reports.results import BASELINE, Facts, paired_differences
+from harness.reports.tables import NONE, Table, count, flops_unit, listed, paragraph, short
+from harness.runs.files import write_bytes, write_json, write_text
+
+SETTINGS = (
+    *("teacher", "teacher_ckpt", "student", "optimizer", "scheduler", "net", "model"),
+    *("data.batch_size", "data.augment", "data.seed"),
+    *("trainer.max_epochs", "trainer.max_steps", "trainer.precision", "trainer.strategy", "trainer.devices", "exact"),
+    *("trainer.limit_train_batches", "trainer.limit_val_batches", "trainer.limit_test_batches"),
+)
+
+
+def save_results(folder: str | Path, results: Facts) -> None:
+    """Write results.md, results.png and, last, results.json: where it stands, the run is finished.
+
+    Raises:
+        OSError: the folder can't be written; files that were there before are as they were.
+    """
+    folder = Path(folder)
+    write_text(folder / "results.md", markdown(results))
+    write_bytes(folder / "results.png", picture(results))
+    write_json(folder / "results.json", results)
+
+
+def text(results: Facts) -> str:
+    """The table for a terminal, with what it says beneath it; plain text of at most 110 columns."""
+    return "\n\n".join(filter(None, [table(results).plain(), "\n".join(map(paragraph, notes(results)))]))
+
+
+def markdown(results: Facts) -> str:
+    """results.md: what was run, the table, what it says, the picture."""
+    drawn = "![{0}, and {0} against cost](results.png)".format(_metric(results).word)
+    return "\n\n".join([header(results), table(results).markdown(), *notes(results), drawn]) + "\n"
+
+
+def header(results: Facts) -> str:
+    """How results.md begins: what was run, on what."""
+    data, seeds = results["data"], results["seeds"]
+    sizes = ", ".join(
+        f"{count(data[part])} {part}" for part in ("train", "validation", "test") if data.get(part) is not None
+    )
+    facts = {
+        "Data": f"{data['name']}: {sizes} {_metric(results).counted}",
+        "Seeds": ", ".join(map(str, seeds)),
+        "Settings": "; ".join(settings(results["config"])),
+        "Hardware": _words(results["hardware"]),
+        "Versions": _words(results["versions"]),
+    }
+    lines = "\n".join(f"- {name}: {value}" for name, value in facts.items() if value)
+    return f"# {results['experiment']} on {data['name']}\n\n{lines}"
+
+
+def table(results: Facts) -> Table:
+    """One line for the teacher and one for each student."""
+    teacher, students, metric = results["teacher"], results["students"], _metric(results)
+    size, unit = flops_unit([entry["train_flops"] for entry in (teacher, *students.values())])
+    header = ["variant", "objective", "parameters", *metric.columns.values()]
+    header += [f"Δ to ce, {metric.unit}", "step, ms", f"cost, {unit}"]
+    rows = [
+        [
+            starred(name, entry),
+            entry.get("objective", NONE),
+            count(entry["parameters"]),
+            *(metric.mean(entry[key][: entry.get("nets")]) for key in metric.columns),
+            NONE if name == BASELINE or "delta_vs_ce" not in entry else metric.difference(entry["delta_vs_ce"]),
+            short(entry["step_ms"]),
+            short(entry["train_flops"] and entry["train_flops"] / size),
+        ]
+        for name, entry in {"teacher": teacher, **students}.items()
+    ]
+    return Table(header, rows, left=2)
+
+
+def notes(results: Facts) -> list[str]:
+    """What stands beneath the table: what it means, which students failed, what the intervals support."""
+    students, seeds, metric = results["students"], results["seeds"], _metric(results)
+    spread = f" ± standard deviation over {len(seeds)} seeds" if len(seeds) > 1 else ""
+    lines = [f"{metric.word.capitalize()}: mean{spread}." if spread else ""]
+    if results["teacher"].get("nets", len(seeds)) < len(seeds):
+        lines.append("teacher: one net, tested once, which taught with every seed.")
+    lines += failures(results)
+    if BASELINE in students:
+        baseline, key = students[BASELINE][metric.name], metric.name
+        others = {n: paired_differences(e[key], baseline) for n, e in students.items() if n != BASELINE}
+        lines.append(conclude(BASELINE, others, metric))
+    elif len(students) > 1:
+        lines.append("No student is called ce, so no differences are given.")
+    return [line for line in lines if line]
+
+
+def failures(results: Facts, prefix: str = "") -> list[str]:
+    """A line for each student that failed, saying where; `prefix` stands before its name."""
+    lines = []
+    for name, entry in results["students"].items():
+        failed = [(seed, f) for seed, f in zip(results["seeds"], entry.get("failed") or [], strict=False) if f]
+        if not failed:
+            continue
+        where = [f"seed {seed} (term {f['term']}, step {f['step']})" for seed, f in failed]
+        left = len(results["seeds"]) - len(failed)
+        rest = f"its figures are over the {left} other seed{'s' * (left > 1)}" if left else "it has no figures"
+        lines.append(f"* {prefix}{name}: the loss stopped being finite with {listed(where)}; {rest}.")
+    return lines
+
+
+def starred(name: str, entry: Facts) -> str:
+    """The name as the table has it: a star points to the line of its failure."""
+    return f"{name} *" if any(entry.get("failed") or []) else name
+
+
+def picture(results: Facts) -> bytes:
+    """results.png: the metric with intervals, and against the cost of training."""
+    teacher, students, metric = results["teacher"], results["students"], _metric(results)
+    label, costs = cost_axis(list(students.values()), teacher)
+    entries = zip(students.items(), costs, strict=True)
+    dots = [Dot(name, e[metric.name], cost, group, metric) for group, ((name, e), cost) in enumerate(entries)]
+    known = metric.scaled(teacher[metric.name])
+    return metric_picture(dots, label, sum(known) / len(known) if known else None)
+
+
+def _metric(results: Facts) -> Metric:
+    return METRICS[results["metric"]["name"]]
+
+
+def cost_axis(entries: list[Facts], *others: Facts) -> tuple[str, list[float | None]]:
+    """Label and values of what training costs: FLOPs, or a step's milliseconds where none were counted.
+
+    Args:
+        entries: those whose costs are wanted.
+        others: more that stand in the table, and so have a say in the unit.
+    """
+    flops = [entry["train_flops"] for entry in entries]
+    if all(value is None for value in flops):
+        return "own training step, ms", [entry["step_ms"] for entry in entries]
+    size, unit = flops_unit([*flops, *(entry["train_flops"] for entry in others)])
+    return f"cost of training, {unit}", [None if value is None else value / size for value in flops]
+
+
+def settings(config: Facts) -> list[str]:
+    """The few settings that decide most, as `name value`; those that a configuration lacks are left out."""
+    found = {name: _look_up(config, name.split(".")) for name in SETTINGS}
+    return [f"{name} {_call(value)}" for name, value in found.items() if value not in (None, False, -1)]  # -1: no limit
+
+
+def _look_up(value: Any, names: list[str]) -> Any:
+    for name in names:
+        inner = value.get("init_args", value) if isinstance(value, dict) else {}
+        value = (inner or {}).get(name)
+    return value
+
+
+def _call(value: Any) -> str:
+    if not isinstance(value, dict) or "class_path" not in value:
+        return str(value)
+    given = {k: v for k, v in (value.get("init_args") or {}).items() if v is not None and v is not False}
+    arguments = ", ".join(f"{name}={_call(argument)}" for name, argument in given.items())
+    return value["class_path"].rsplit(".", 1)[-1] + (f"({arguments})" if arguments else "")
+
+
+def _words(value: Any) -> str:
+    if not isinstance(value, dict):
+        return str(value or "")
+    return ", ".join(f"{name} {entry}" for name, entry in value.items() if entry is not None)

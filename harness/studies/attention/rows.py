@@ -1,0 +1,210 @@
+"""What there is to measure: kernels by themselves, a block of attention, and the tutorial's own shapes."""
+
+import random
+from argparse import Namespace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from harness import config
+from harness.studies.attention.options import DTYPES
+
+BACKENDS = ("auto", "math", "flash", "efficient", "cudnn")
+PARTS = ("kernels", "blocks", "tutorial", "profile")
+PADDING, SPREAD = 0.5, 0.01  # of the tutorial's texts
+
+
+@dataclass(frozen=True)
+class Row:
+    """One call that is timed.
+
+    Attributes:
+        part: of the study.
+        dtype: torch's name.
+        batch: texts.
+        length: tokens of the longest.
+        heads: of the attention.
+        head_dim: width of a head.
+        block: whether it is a block with its projections, or the kernel by itself.
+        backend: which kernel.
+        causal: whether tokens see none that come later.
+        backward: whether gradients are computed, too.
+        compiled: whether by torch.compile.
+        lengths: tokens of each text, without padding; None where all are padded to one length.
+        bias: whether the block's projections have one.
+        dropout: of the block, in training.
+        tutorial_us: what PyTorch's tutorial prints for it.
+    """
+
+    part: str
+    dtype: str
+    batch: int
+    length: int
+    heads: int
+    head_dim: int
+    block: bool = False
+    backend: str = "auto"
+    causal: bool = True
+    backward: bool = False
+    compiled: bool = False
+    lengths: tuple[int, ...] | None = None
+    bias: bool = True
+    dropout: float = 0.0
+    tutorial_us: float | None = None
+
+    @property
+    def name(self) -> str:
+        """Its own among the rows."""
+        size = f"{self.batch} x {self.length}"
+        return f"{self.part}: {self.what}, {self.dtype}, {size}, {self.direction}"
+
+    @property
+    def what(self) -> str:
+        """`flash`, `dense compiled`, `jagged eager`."""
+        if not self.block:
+            return self.backend
+        return f"{'dense' if self.lengths is None else 'jagged'} {'compiled' if self.compiled else 'eager'}"
+
+    @property
+    def direction(self) -> str:
+        """`forward`, `forward + backward`."""
+        return "forward + backward" if self.backward else "forward"
+
+    @property
+    def width(self) -> int:
+        """Of all heads together."""
+        return self.heads * self.head_dim
+
+    @property
+    def operations(self) -> float:
+        """Floating-point operations of a call, padding counted.
+
+        Of attention as FlashAttention-2 counts them (Dao 2023, section 4.1): 4 T² D, half of it if causal, and 2.5
+        times as many backward.
+        """
+        attention = 4 * self.width * sum(n * n for n in self._tokens) / (2 if self.causal else 1)
+        return (3.5 * attention if self.backward else attention) + self.projections
+
+    @property
+    def projections(self) -> float:
+        """Of them those of the block's products with its matrices: 8 T D², and twice as many backward."""
+        forward = 8 * self.width**2 * sum(self._tokens) if self.block else 0
+        return 3 * forward if self.backward else forward
+
+    @property
+    def _tokens(self) -> tuple[int, ...]:
+        return self.lengths or (self.length,) * self.batch
+
+
+class Sizes(NamedTuple):
+    """What fits a device.
+
+    Attributes:
+        lengths: for the kernels.
+        block_lengths: for the block.
+        tokens: of a batch.
+        dtype: of the tutorial's shapes, for which it takes float16.
+    """
+
+    lengths: list[int]
+    block_lengths: list[int]
+    tokens: int
+    dtype: str
+
+
+SIZES = {
+    "cuda": Sizes([2**n for n in range(7, 15)], [2**n for n in range(7, 15)], 2**14, "float16"),
+    "cpu": Sizes([128, 512, 2048], [512], 2048, "float32"),
+}
+
+
+class Rows:
+    """All rows for a device.
+
+    Args:
+        options: the study's, as parsed.
+        device: its kind, cpu or cuda.
+
+    Raises:
+        BadInput: a part, backend or type is unknown.
+    """
+
+    def __init__(self, options: Namespace, device: str) -> None:
+        fitting = SIZES[device]
+        self._parts = config.pick(dict.fromkeys(PARTS), options.parts, "parts")
+        self._backends = list(config.pick(dict.fromkeys(BACKENDS), options.backends, "backends"))
+        self._dtypes = list(config.pick(dict.fromkeys(DTYPES), options.dtypes, "dtypes"))
+        self._lengths = options.lengths or fitting.lengths
+        self._block_lengths = options.block_lengths or fitting.block_lengths
+        self._tokens = options.tokens or fitting.tokens
+        self._heads, self._head_dim = options.heads, options.head_dim
+        self._tutorials_dtype, self._quick = fitting.dtype, options.quick
+        self._seed = options.seeds[0]
+
+    def all(self) -> list[Row]:
+        """In the order of the tables."""
+        made = {"kernels": self._kernels, "blocks": self._blocks, "tutorial": self._tutorial, "profile": self._profile}
+        return [row for part in self._parts for row in made[part]()]
+
+    def _kernels(self) -> list[Row]:
+        return [
+            replace(self._row("kernels", dtype, length), backend=backend, backward=backward)
+            for dtype in self._dtypes
+            for backward in (False, True)
+            for length in self._lengths
+            for backend in self._backends
+        ]
+
+    def _blocks(self) -> list[Row]:
+        """Without a mask: on a CPU torch has no kernel for jagged texts with one."""
+        return [
+            replace(row, block=True, causal=False, backward=backward, compiled=compiled, lengths=lengths)
+            for dtype in self._dtypes
+            for backward in (False, True)
+            for length in self._block_lengths
+            for row in [self._row("blocks", dtype, length)]
+            for lengths in (None, half_padded(row.batch, length))
+            for compiled in (False, True)
+        ]
+
+    def _row(self, part: str, dtype: str, length: int) -> Row:
+        return Row(part, dtype, max(self._tokens // length, 1), length, self._heads, self._head_dim)
+
+    def _tutorial(self) -> list[Row]:
+        """The shapes of PyTorch's tutorial on scaled dot product attention, in eval mode and so without a mask."""
+        published = {"auto": None, "math": 19_254, "flash": 2_263, "efficient": 4_143, "cudnn": None}
+        kernel = Row("tutorial", self._tutorials_dtype, 32, 1024, 32, 32, causal=False)
+        kernels = [replace(kernel, backend=name, tutorial_us=us) for name, us in published.items()]
+        block = Row("tutorial", self._tutorials_dtype, 32, 512, 8, 64, True, causal=False, bias=False, dropout=0.1)
+        texts = tutorials_lengths(block.batch, block.length, self._seed)
+        short = replace(block, length=256)
+        return [
+            *(row for row in kernels if row.backend in self._backends),
+            replace(block, tutorial_us=939),
+            replace(block, lengths=texts, tutorial_us=560),
+            replace(short, tutorial_us=407.8),
+            replace(short, compiled=True, tutorial_us=521.2),
+        ]
+
+    def _profile(self) -> list[Row]:
+        """The causal block in the size that the tutorial profiles, eager and compiled."""
+        batch, length, heads, head_dim = (2, 16, 2, 8) if self._quick else (32, 256, 8, 64)
+        block = Row("profile", self._tutorials_dtype, batch, length, heads, head_dim, True, bias=False)
+        return [block, replace(block, compiled=True)]
+
+
+def half_padded(batch: int, length: int) -> tuple[int, ...]:
+    """Lengths of so many texts, evenly from 1 to the longest: padded to that, half of their tokens are padding.
+
+    Of a single text half of that is left.
+    """
+    if batch == 1:
+        return (-(-length // 2),)
+    return tuple(round(1 + (length - 1) * i / (batch - 1)) for i in range(batch))
+
+
+def tutorials_lengths(batch: int, length: int, seed: int) -> tuple[int, ...]:
+    """Of texts as the tutorial draws them: length · (1 - N(0.5, 0.01)), and one of full length."""
+    draw = random.Random(seed)
+    lengths = [int(length * (1 - draw.gauss(PADDING, SPREAD))) for _ in range(batch)]
+    lengths[draw.randrange(batch)] = length
+    return tuple(lengths)

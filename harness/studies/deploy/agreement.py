@@ -1,0 +1,118 @@
+"""Whether an exported file, run elsewhere, answers as the net that was exported."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from harness.studies.deploy import answer
+from harness.studies.deploy.formats import WEIGHTS
+
+PROJECT = Path(__file__).parents[3]
+FLOAT_MARGIN = 1e-4  # of the top two logits
+INT8_SHARE, INT8_MARGIN = 1e-3, 0.02  # of predictions; of the logits' range: kernels round differently
+SECONDS, LATE = 600.0, "took too long"  # for a file's answers
+
+
+class Agreement(NamedTuple):
+    """How a file's logits compare with the net's.
+
+    Attributes:
+        differing: predictions that are others.
+        samples: of so many.
+        largest: difference of a logit.
+        fault: what is wrong with that; empty if nothing is.
+    """
+
+    differing: int
+    samples: int
+    largest: float
+    fault: str
+
+
+def agreement(expected: Tensor, found: Tensor, exact: bool, share: float = INT8_SHARE) -> Agreement:
+    """Compare logits (N, classes): the net's and a file's.
+
+    Args:
+        expected: of the net.
+        found: of the file.
+        exact: whether predictions may differ only where the top two logits are closer than 1e-4; else some may, where
+            they are closer than 2 % of the logits' range.
+        share: of predictions, so many.
+    """
+    differ = expected.argmax(1) != found.argmax(1)
+    top = expected.topk(2, 1).values
+    margins = (top[:, 0] - top[:, 1])[differ]
+    allowed = FLOAT_MARGIN if exact else INT8_MARGIN * float(expected.max() - expected.min())
+    count, largest = int(differ.sum()), float((expected - found).abs().max())
+    fault = ""
+    if not found.isfinite().all():
+        fault = "its logits are not finite"
+    elif count and float(margins.max()) >= allowed:
+        fault = (
+            f"a prediction differs whose top two logits are {float(margins.max()):.2g} apart, not below {allowed:.2g}"
+        )
+    elif not exact and count > share * len(expected):
+        fault = f"{count} of {len(expected)} predictions differ, more than {share:.1%}"
+    return Agreement(count, len(expected), largest, fault)
+
+
+def answers(files: Sequence[Path], images: Tensor) -> dict[Path, Tensor | str]:
+    """Logits (N, classes) of images (N, C, H, W) by each file, read in a fresh process without this project.
+
+    Weights alone need their net's class; they are read in another fresh process, with it. Of a file that can't be read
+    or run, or takes ten minutes by itself, it is said why, in one line; the others stand alone.
+    """
+    weights = [path for path in files if path.name == WEIGHTS]
+    with tempfile.TemporaryDirectory() as folder:
+        stored = Path(folder) / "images.npy"
+        np.save(stored, images.numpy())
+        found = _ask([path for path in files if path not in weights], stored, {})
+        return found | _ask(weights, stored, {"paths": [str(PROJECT), str(Path.cwd())]})
+
+
+def _ask(files: Sequence[Path], images: Path, more: Mapping[str, object]) -> dict[Path, Tensor | str]:
+    """Their answers; a file at which the process dies costs the others a new one."""
+    found: dict[Path, Tensor | str] = {}
+    while missing := [path for path in files if path not in found]:
+        with tempfile.TemporaryDirectory() as folder:
+            where = {path: Path(folder) / f"{number}.npy" for number, path in enumerate(missing)}
+            job = {
+                "images": str(images),
+                "files": {str(path.resolve()): str(out) for path, out in where.items()},
+                **more,
+            }
+            told = Path(folder) / "job.json"
+            told.write_text(json.dumps(job))
+            end = _end([sys.executable, "-I", answer.__file__, str(told)])
+            for path, out in where.items():
+                if out.exists():
+                    found[path] = torch.from_numpy(np.load(out))
+                elif out.with_suffix(".txt").exists():
+                    found[path] = _line(out.with_suffix(".txt").read_text())
+                else:
+                    if end != LATE or path == missing[0]:  # else those before it may have taken the time
+                        found[path] = f"its process {end}"
+                    break
+    return found
+
+
+def _end(command: Sequence[str]) -> str:
+    """How a process has ended."""
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        return LATE
+    last = ["", *filter(str.strip, run.stderr.splitlines())][-1]
+    return f"ended with exit code {run.returncode}: {_line(last)}"
+
+
+def _line(told: str) -> str:
+    return " ".join(told.split())[:200]

@@ -1,0 +1,88 @@
+"""The files of a net: safetensors for its weights, torch.export and ONNX for the whole of it."""
+
+import io
+import logging
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from apprentice import extras
+from harness.runs.files import atomic, write_bytes
+
+WEIGHTS, PROGRAM, ONNX = "weights.safetensors", "model.pt2", "model.onnx"
+EXTRA = ("export", "onnx", "onnxruntime", "onnxscript", "safetensors")
+
+
+class Rounded(nn.Module):
+    """A net in a shorter type: it takes float32 inputs and gives float32 logits, as all exports do."""
+
+    def __init__(self, net: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.net, self.dtype = net.to(dtype), dtype
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits (b, classes) of images (b, C, H, W)."""
+        return self.net(images.to(self.dtype)).float()
+
+
+def write_weights(net: nn.Module, folder: Path) -> None:
+    """A bare state dict as safetensors, which holds tensors and no code."""
+    from safetensors.torch import save_file
+
+    state = {name: value.detach().cpu().contiguous() for name, value in net.state_dict().items()}
+    with atomic(folder / WEIGHTS) as temporary:
+        save_file(state, temporary)
+
+
+def write_program(net: nn.Module, example: Tensor, folder: Path) -> None:
+    """What torch.export makes of the net, for batches of any size.
+
+    Args:
+        net: in eval mode.
+        example: float32 inputs (b, ...).
+        folder: where to.
+    """
+    buffer = io.BytesIO()
+    torch.export.save(_exported(net, example), buffer)
+    write_bytes(folder / PROGRAM, buffer.getvalue())
+
+
+def write_onnx(net: nn.Module, example: Tensor, folder: Path) -> None:
+    """ONNX that takes one float32 batch of any size, `images`, and gives its `logits`; int8 as Q and DQ nodes."""
+    from torch.onnx import export
+
+    quiet = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript")]
+    levels = [logger.level for logger in quiet]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # onnxscript's and torch's notices to each other
+        for logger in quiet:
+            logger.setLevel(logging.ERROR)
+        try:
+            program = export(
+                _exported(net, example), (example,), dynamo=True, verbose=False, input_names=["images"],
+                output_names=["logits"],
+            )  # fmt: skip
+        finally:
+            for logger, level in zip(quiet, levels, strict=True):
+                logger.setLevel(level)
+    assert program is not None
+    proto = program.model_proto
+    graph = proto.graph
+    for part in (proto, graph, *graph.node, *graph.input, *graph.output, *graph.initializer):
+        part.ClearField("metadata_props")  # the exporter's notes, half of a small int8 file
+    graph.ClearField("value_info")
+    write_bytes(folder / ONNX, proto.SerializeToString())
+
+
+def _exported(net: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
+    example = example[:1].repeat(3, *[1] * (example.dim() - 1))  # its storage is saved along: no more than it
+    batch = torch.export.Dim("batch")
+    with torch.no_grad():
+        return torch.export.export(net, (example,), dynamic_shapes=({0: batch},))
+
+
+def need() -> None:
+    """Raise Missing where the extra [export] is not installed."""
+    extras.need(*EXTRA)

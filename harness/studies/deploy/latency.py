@@ -1,0 +1,140 @@
+"""How long nets take for a batch, measured in turn, so that what else the machine does strikes all alike."""
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from apprentice.errors import BadInput
+from apprentice.extras import Missing
+from harness.studies.deploy.agreement import agreement
+
+WARM_UP = 5  # calls
+Times = dict[str, dict[str, float]]  # by batch size
+
+
+@dataclass
+class Latency:
+    """How latency is measured: calls of each net in turn, compiled by Inductor for its batch size, weights frozen.
+
+    Args:
+        threads: with which a net computes; when not given, OMP_NUM_THREADS, else 1 for images of up to 16 x 16 and one
+            a core for larger ones.
+        batch_sizes: images in a batch.
+        repeats: calls of each net that are timed.
+    """
+
+    threads: int | None = None
+    batch_sizes: list[int] = field(default_factory=lambda: [1, 128])
+    repeats: int = 100
+
+    def __post_init__(self) -> None:
+        if self.threads is not None and self.threads < 1:
+            raise BadInput("threads", self.threads, "a number of threads, at least 1")
+        sizes = self.batch_sizes
+        if not sizes or len(set(sizes)) < len(sizes) or min(sizes) < 1:
+            raise BadInput("batch_sizes", sizes, "numbers of images, at least 1, none of them twice")
+        if self.repeats < 1:
+            raise BadInput("repeats", self.repeats, "a number of calls, at least 1")
+
+    @property
+    def used(self) -> int:
+        """Threads with which a net computes."""
+        return self.threads or torch.get_num_threads()
+
+    def measure(
+        self, nets: Mapping[str, nn.Module], images: Tensor, fail: Callable[[Exception, str], None] | None = None
+    ) -> dict[str, Times]:
+        """By net and batch size, `median` and `p95` in milliseconds; nothing of a net that fails.
+
+        Args:
+            nets: in eval mode, images (b, C, H, W) -> logits (b, classes); `float32` has to answer most exactly.
+            images: float32 (N, C, H, W), repeated if they are fewer than a batch.
+            fail: is told why a net can't be compiled, and its name; when not given, that is raised.
+        """
+        found: dict[str, Times] = {name: {} for name in nets}
+        good = dict(nets)
+        for size in self.batch_sizes:
+            batch = images[torch.arange(size) % len(images)].contiguous()
+            for name, seconds in self._in_turn(good, batch, fail).items():
+                p95 = statistics.quantiles(seconds, n=20, method="inclusive")[-1] if len(seconds) > 1 else seconds[0]
+                found[name][str(size)] = {"median": statistics.median(seconds) * 1e3, "p95": p95 * 1e3}
+            good = {name: net for name, net in good.items() if str(size) in found[name]}
+        return {name: times if name in good else {} for name, times in found.items()}
+
+    def _in_turn(
+        self, nets: Mapping[str, nn.Module], batch: Tensor, fail: Callable[[Exception, str], None] | None
+    ) -> dict[str, list[float]]:
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.used)  # Inductor writes their number into its code
+        torch._dynamo.reset()  # it compiles a code but eight times, and then runs it as it is
+        calls: dict[str, Callable[[Tensor], Any]] = {}
+        try:
+            with torch.no_grad():
+                for name, net in nets.items():
+                    try:
+                        calls[name] = compiled(net, batch, name == "float32")
+                    except Exception as error:  # whatever a compiler makes of a net; the others don't depend on it
+                        if fail is None:
+                            raise
+                        fail(error, name)
+                return self._seconds(calls, batch)
+        finally:
+            torch.set_num_threads(before)
+
+    def _seconds(self, calls: Mapping[str, Callable[[Tensor], Any]], batch: Tensor) -> dict[str, list[float]]:
+        from torch.utils.benchmark import Timer
+
+        timers = {
+            name: Timer("net(images)", globals={"net": call, "images": batch}, num_threads=self.used)
+            for name, call in calls.items()
+        }
+        for timer in timers.values():
+            timer.timeit(WARM_UP)
+        seconds: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(self.repeats):
+            for name, timer in timers.items():
+                seconds[name].append(timer.timeit(1).median)
+        return seconds
+
+
+def compiled(net: nn.Module, batch: Tensor, exact: bool) -> Callable[[Tensor], Any]:
+    """The net as Inductor compiles it for such a batch, its weights frozen: what makes int8 fast on x86.
+
+    Args:
+        net: in eval mode.
+        batch: images (b, C, H, W).
+        exact: as of `agreement`.
+
+    Raises:
+        RuntimeError: it can't be compiled as a whole, or does not answer as the net does.
+    """
+    import warnings
+
+    import torch._inductor.config as inductor
+
+    with inductor.patch(freezing=True), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Inductor's notices to torch
+        call = torch.compile(net, dynamic=False, fullgraph=True)
+        try:
+            found = call(batch)
+        except Exception as error:
+            first = next(filter(str.strip, str(error).splitlines()), "")
+            raise RuntimeError(f"Inductor can't compile it as a whole: {type(error).__name__}: {first}") from error
+    if fault := agreement(net(batch), found, exact, share=1).fault:  # of so few images only the margins tell
+        raise RuntimeError(f"compiled it answers otherwise: {fault}")
+    return call
+
+
+def need_compiler() -> None:
+    """Raise Missing where there is no C++ compiler."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except (InvalidCxxCompiler, RuntimeError):
+        raise Missing("", "C++ compiler", "one, as g++, with which torch.compile makes what is timed") from None

@@ -1,0 +1,179 @@
+"""Sums of gradients in which the order of the addends does not matter.
+
+A number is cut into digits of W bits on a grid of powers of two that is the same for all numbers. Digits of one place
+are added up in the gradients' own floating type, W being so small that no sum of N of them is rounded. So it is with
+reproducible summation (Demmel and Nguyen 2013; Ahrens, Demmel and Nguyen, ReproBLAS).
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from apprentice import replicas
+
+# Of a type: bits of the integers that it holds, the exponent of its smallest number, and, of a parameter's largest
+# gradient, the bits to which a sum is right.
+TYPES = {torch.float32: (24, -149, 40), torch.float64: (53, -1074, 50)}
+NONE, FLAW = 0, 2**16  # in the place of a parameter's highest digit: no gradient at all; one that is not finite
+CHUNK = 2**16  # numbers that stay in a core's own cache from one operation to the next
+
+
+class FixedPointSum:
+    """The sum of the parameters' gradients over all shards of a batch and all ranks, with the same bits in any order.
+
+    A parameter keeps its highest digits only, beginning with that of the largest element of any shard's gradient. What
+    a gradient adds to a digit depends on nothing else; so where a larger gradient comes, here or on another rank, the
+    digits move to make room, the lowest are dropped, and it is as if it had come first. An element's sum is right to
+    2^-40 of its parameter's largest gradient, to 2^-50 in float64. Every finite gradient can be added.
+
+    Args:
+        parameters: whose `.grad` is added, by name.
+        addends: how many gradients of one parameter are added up at most.
+
+    Raises:
+        ValueError: a parameter is complex.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], addends: int) -> None:
+        self.names, self.parameters = list(parameters), list(parameters.values())
+        if found := [name for name, p in parameters.items() if p.is_complex()]:
+            raise ValueError(f"--exact: expected real parameters; {found[0]} is complex")
+        device = self.parameters[0].device
+        wide = torch.float64 if any(p.dtype == torch.float64 for p in self.parameters) else torch.float32
+        bits, self._lowest, right = TYPES[wide]
+        carry = (addends - 1).bit_length()  # by so many bits a sum is longer than its addends
+        self._width = bits - carry
+        self._kept = 1 + -(-(right - 1 + carry) // self._width)
+        self._sizes = [p.numel() for p in self.parameters]
+        self._starts = [0, *itertools.accumulate(self._sizes)]
+        self._used = self._kept * self._starts[-1]
+        self._highest = [NONE] * len(self.parameters)  # the place of the highest digit that is kept
+        self._vector = torch.zeros(self._used, dtype=wide, device=device)  # of all the highest, of all the next, ...
+        self._packed = torch.zeros(self._starts[-1], dtype=wide, device=device)
+        self._pieces = self._packed.split(self._sizes)
+        self._views = [  # each with the shape and the strides of its parameter
+            piece.as_strided(p.shape, torch.empty_like(p, device="meta").stride(), piece.storage_offset())
+            for piece, p in zip(self._pieces, self.parameters, strict=True)
+        ]
+        self._rounded = torch.empty(CHUNK, dtype=wide, device=device)
+
+    @property
+    def _digits(self) -> Tensor:
+        """(digits kept, elements of all parameters)."""
+        return self._vector[: self._used].view(self._kept, -1)
+
+    def _unit(self, place: int) -> int:
+        """The exponent of a digit's unit."""
+        return self._lowest + place * self._width
+
+    def clear(self) -> None:
+        """Begin a new sum."""
+        self._vector.zero_()
+        self._highest = [NONE] * len(self.parameters)
+
+    @torch.no_grad()
+    def add(self) -> None:
+        """Add each parameter's gradient, and take it away from the parameter.
+
+        Raises:
+            ValueError: one is sparse: it would come back dense, which some optimizers take for something else.
+        """
+        grads = {i: p.grad for i, p in enumerate(self.parameters) if p.grad is not None}
+        if not grads:
+            return
+        if sparse := [self.names[i] for i, grad in grads.items() if grad.layout != torch.strided]:
+            raise ValueError(f"--exact: expected dense gradients; that of {sparse[0]} is sparse")
+        for p in self.parameters:
+            p.grad = None
+        pieces = self._pieces
+        torch._foreach_copy_([self._views[i] for i in grads], list(grads.values()))
+        found = dict(zip(grads, self._places([pieces[i] for i in grads]), strict=True))
+        self._make_room([found.get(i, NONE) for i in range(len(pieces))])
+        found = {i: place for i, place in found.items() if self._highest[i] != FLAW}
+        if found:
+            scales = [math.ldexp(1.0, -self._unit(place)) for place in found.values()]
+            torch._foreach_mul_([pieces[i] for i in found], scales)
+        # Those together that begin with the same of the digits that are kept, or have none of them.
+        skipped = [self._highest[i] - found[i] if i in found else self._kept for i in range(len(pieces))]
+        for skip, group in itertools.groupby(range(len(pieces)), skipped.__getitem__):
+            members = list(group)
+            if skip < self._kept:
+                self._add(self._starts[members[0]], self._starts[members[-1] + 1], skip)
+
+    def _places(self, pieces: Sequence[Tensor]) -> list[int]:
+        """Of each the place of the highest digit, not below those that can be the highest of the digits kept."""
+        ends = [end for piece in pieces for end in (piece.aminmax() if len(piece) else piece.new_zeros(2))]
+        largest = torch.stack(ends).abs().view(-1, 2).amax(1).tolist()
+        return [
+            max((math.frexp(x)[1] - 1 - self._lowest) // self._width if x else 0, self._kept - 1)
+            if math.isfinite(x)
+            else FLAW
+            for x in largest
+        ]
+
+    def _make_room(self, places: Sequence[int]) -> None:
+        """Have each parameter keep the digits from its place on, if that is higher than before."""
+        for i, (place, before) in enumerate(zip(places, self._highest, strict=True)):
+            if place <= before:
+                continue
+            self._highest[i] = place
+            if before != NONE:
+                digits = self._digits[:, self._starts[i] : self._starts[i + 1]]
+                rise = min(place - before, self._kept)
+                digits.copy_(torch.cat([torch.zeros_like(digits[:rise]), digits[: self._kept - rise]]))
+
+    def _add(self, start: int, stop: int, skip: int) -> None:
+        """Add elements, given in units of their highest digit; so many of the digits that are kept are higher."""
+        for begin in range(start, stop, CHUNK):
+            end = min(begin + CHUNK, stop)
+            rest, digit = self._packed[begin:end], self._rounded[: end - begin]
+            *higher, last = self._digits[skip:, begin:end].unbind()
+            for total in higher:
+                total.add_(torch.round(rest, out=digit))
+                rest.sub_(digit).mul_(2.0**self._width)  # exact, both
+            last.add_(rest.round_())
+
+    def reduce(self, bits: Tensor) -> Tensor:
+        """Add up the sums of all replicas.
+
+        Args:
+            bits: float64 numbers, each other than zero on one replica at most; they travel along.
+
+        Returns:
+            These numbers, of all replicas.
+        """
+        if replicas.count() == 1:
+            return bits
+        self._make_room(replicas.all_reduce_max_(torch.tensor(self._highest, device=bits.device)).tolist())
+        length = self._used + 4 * bits.numel()
+        if len(self._vector) != length:
+            self._vector = torch.cat([self._vector[: self._used], self._vector.new_empty(length - self._used)])
+        self._vector[self._used :] = bits.flatten().view(torch.int16)  # which any type here holds and adds exactly
+        replicas.all_reduce_sum_(self._vector)
+        return self._vector[self._used :].to(torch.int16).view(torch.float64).view_as(bits)
+
+    def flawed(self) -> list[str]:
+        """Names of the parameters of which some gradient was not finite."""
+        return [name for name, place in zip(self.names, self._highest, strict=True) if place == FLAW]
+
+    def divided(self, divisor: float) -> list[Tensor | None]:
+        """The sums over `divisor`, each in its parameter's type; None where there was no gradient at all, or a flaw."""
+        return [
+            None if place in {NONE, FLAW} else self._divided(i, place, divisor) for i, place in enumerate(self._highest)
+        ]
+
+    def _divided(self, i: int, place: int, divisor: float) -> Tensor:
+        """The sum of one parameter, whose highest digit is at `place`; in pieces, as float64 takes twice the memory."""
+        found = torch.empty_like(self.parameters[i], device=self._vector.device, requires_grad=False)
+        flat = found.as_strided((self._sizes[i],), (1,))
+        unit = math.ldexp(1.0, self._unit(place - self._kept + 1))
+        digits = self._digits[:, self._starts[i] : self._starts[i + 1]]
+        for into, (first, *lower) in zip(flat.split(CHUNK), map(Tensor.unbind, digits.split(CHUNK, 1)), strict=True):
+            total = first.double()
+            for digit in lower:
+                total.mul_(2.0**self._width).add_(digit)
+            into.copy_(total.mul_(unit).div_(divisor))
+        return found

@@ -1,0 +1,154 @@
+"""Which modules are sharded together, and how they become whole again."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from strategies.base.checkpoints import whole
+
+Shard = Callable[[nn.Module, bool], None]
+
+
+def units(module: nn.Module) -> list[nn.Module]:
+    """The modules with parameters to shard: of those that `module.sharded_modules()` returns, else of its children."""
+    named = getattr(module, "sharded_modules", None)
+    if named is not None:
+        return [m for m in named() if _has_parameters(m)]
+    found: list[nn.Module] = []
+    for child in module.children():
+        if not _is_called(child):
+            found += units(child)
+        elif _has_parameters(child):
+            found.append(child)
+    return found
+
+
+def layers(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost members with parameters of the sequences and lists in a module."""
+    for child in module.children():
+        if not (isinstance(module, nn.Sequential | nn.ModuleList) and _is_called(child)):
+            yield from layers(child)
+        elif _has_parameters(child):
+            yield child
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Whether it has a forward: lists and dictionaries of modules have none."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+class Sharding:
+    """A module while its parameters are sharded.
+
+    What `fully_shard` adds to modules (classes, hooks, attributes) is found by comparison, and so can be taken away
+    again, for which torch has no call.
+
+    Args:
+        module: has the same parameters on all ranks.
+        shard: shards a module in place, but for what is sharded inside it already; told whether it is a layer.
+
+    Raises:
+        ValueError: a parameter can't be sharded where it is.
+    """
+
+    def __init__(self, module: nn.Module, shard: Shard) -> None:
+        modules = list(module.modules())
+        self._places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        for m in modules:
+            for name, p in m.named_parameters(recurse=False, remove_duplicate=False):
+                self._places.setdefault(p, []).append((m, name))
+        self._strides = {p: p.stride() for p in self._places}
+        found = units(module)
+        self._check(module, found)
+        before = [(m, type(m), _contents(m)) for m in modules]  # not a dictionary: metrics' hashes change
+        for unit in found:
+            self._shard(unit, shard)
+        self._changes = [(m, kind, _contents(m) - contents) for m, kind, contents in before]
+        for p, places in self._places.items():
+            if isinstance(getattr(*places[0]), DTensor):
+                p.data = p.data.new_empty(0)
+
+    def _check(self, module: nn.Module, found: list[nn.Module]) -> None:
+        inside = {p for unit in found for p in unit.parameters()}
+        for name, p in module.named_parameters():
+            if p.requires_grad and p not in inside:
+                place = "inside a child that is called, or a module that `sharded_modules` names"
+                raise ValueError(f"{name} can't be sharded: expected a trainable parameter {place}")
+        for unit in found:
+            for name, p in unit.named_parameters():
+                if self._is_shared(p, unit):
+                    raise ValueError(f"{name} of {type(unit).__name__} can't be sharded: another module has it too")
+
+    def _is_shared(self, p: nn.Parameter, module: nn.Module) -> bool:
+        """Whether a parameter of the module is one of a module outside as well."""
+        inside = set(module.modules())
+        return any(m not in inside for m, _ in self._places[p])
+
+    def _shard(self, unit: nn.Module, shard: Shard) -> None:
+        for m in unit.modules():
+            _make_contiguous(m)
+        for layer in layers(unit):
+            if not any(self._is_shared(p, layer) for p in layer.parameters()):
+                shard(layer, True)
+        shard(unit, False)
+        for m in unit.modules():
+            if isinstance(m, FSDPModule):  # what is allocated in inference mode at first can't be trained
+                m.unshard()
+                m.reshard()
+
+    def undo(self) -> None:
+        """Put the parameters back, whole and on the CPU, and take all else away; every rank has to."""
+        from torch.distributed._composable_state import _module_state_mapping
+
+        for m, _, _ in self._changes:
+            if isinstance(m, FSDPModule):
+                m.reshard()
+        for p, places in self._places.items():
+            shards = getattr(*places[0])
+            if isinstance(shards, DTensor):
+                p.data = torch.empty_strided(shards.shape, self._strides[p], dtype=shards.dtype).copy_(whole(shards))
+                p.requires_grad_(shards.requires_grad)
+                for m, name in places:
+                    setattr(m, name, p)
+        for m, kind, added in self._changes:
+            if isinstance(m, FSDPModule):
+                m.__class__ = kind  # type: ignore[assignment]
+                _module_state_mapping.pop(m, None)  # else torch refuses to shard it again
+            for name, *keys in added:
+                for key in keys:
+                    vars(m).get(name, {}).pop(key, None)
+                if not keys:
+                    vars(m).pop(name, None)
+
+
+def _contents(module: nn.Module) -> set[tuple[Any, ...]]:
+    """Names of a module's attributes; with the keys of those that are dictionaries, as its hooks are."""
+    own = vars(module).items()
+    return {(name,) for name, _ in own} | {
+        (name, key) for name, value in own if isinstance(value, dict) for key in value
+    }
+
+
+def _make_contiguous(module: nn.Module) -> None:
+    """Give parameters the layout that `fully_shard` wants; a convolution's inputs then say that it is channels-last."""
+    for p in module.parameters(recurse=False):
+        if p.is_contiguous():
+            continue
+        if p.is_contiguous(memory_format=torch.channels_last):
+            module.register_forward_pre_hook(_to_channels_last)
+        p.data = p.data.contiguous()
+
+
+def _to_channels_last(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    def convert(x: Any) -> Any:
+        return x.contiguous(memory_format=torch.channels_last) if isinstance(x, Tensor) and x.dim() == 4 else x
+
+    return tuple(map(convert, inputs))

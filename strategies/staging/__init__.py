@@ -1,1 +1,0 @@
-"""How a module is cut into stages, and how a batch gets through them."""

@@ -1,0 +1,302 @@
+"""gpt.py, end to end: what it leaves, how it goes on, what it writes, and what it refuses."""
+
+import json
+import math
+import shutil
+import signal
+from functools import partialmethod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+
+from datamodules import Text
+from experiments import gpt
+from harness.runs.nets import load_net
+from harness.runs.safepoints import SafePoints
+from lit_modules.scores import TokenScores
+from tests.commands import left_by_overwriting, refused, results
+from tests.harness.test_resume import kill_at
+from tests.language import written
+from tests.processes import Run
+from tests.training import assert_same
+
+NET = ["--net.num_layers", "2", "--net.num_heads", "2", "--net.embed_dim", "16", "--net.dropout", "0.1"]
+STEPS = ["--trainer.max_steps", "12", "--trainer.val_check_interval", "4", "--trainer.log_every_n_steps", "1"]
+QUICK = [*NET, *STEPS, "--data.block_size", "16", "--model.warmup_steps", "3"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gpt")
+    flags = ["--data.path", str(written(folder)), "--seeds", "2", "--samples", "2", "--out", str(folder / "run")]
+    gpt.main([*QUICK, *flags])
+    return folder / "run"
+
+
+def test_a_run_leaves_what_is_needed(finished: Path, tmp_path: Path) -> None:
+    found = results(finished)
+    assert (found["experiment"], found["seeds"]) == ("gpt", [0, 1])
+    assert found["data"] == {"name": "Text", "train": 450, "validation": 49, "test": 49}
+    data = Text(finished.parent / "text", 16)
+    data.setup()
+    assert len(found["runs"]) == 2
+    for seed, facts in enumerate(found["runs"]):
+        scores, net = TokenScores(), load_net(finished / f"seed{seed}" / "gpt")
+        for batch in data.test_dataloader():
+            scores.update(net(batch.inputs), batch.labels)
+        expected = {f"test_{name}": value.item() for name, value in scores.compute().items()}
+        assert {name: facts[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+        assert facts["parameters"] == sum(p.numel() for p in net.parameters())
+        assert min(facts["fit_seconds"], facts["step_ms"], facts["train_flops"]) > 0
+        assert [len(text) for text in found["samples"][str(seed)]] == [16, 16]
+    for name in ("config.yaml", "environment.json", "results.md", "seed1/gpt/weights.pt", "seed1/gpt/vocabulary.json"):
+        assert (finished / name).stat().st_size > 0
+    told = (finished / "results.md").read_text()
+    assert told.startswith("# gpt on Text\n\n- Data: Text: 450 train, 49 validation, 49 test tokens\n- Seeds: 0, 1\n")
+    assert "net GPT(num_layers=2, num_heads=2" in told
+    assert "trainer.max_steps 12" in told
+    assert found["samples"]["0"][0].split("\n")[0] in told
+    assert not left_by_overwriting(finished, tmp_path)
+
+
+def test_bytes_are_tokens_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, out = tmp_path / "text", tmp_path / "run"
+    path.write_text("naïve €uro 漢字 " * 60)
+    gpt.main([*QUICK, "--data.vocabulary", "bytes", "--data.path", str(path), "--out", str(out)])
+    (facts,) = results(out)["runs"]
+    data = Text(path, 16, "bytes")
+    data.setup()
+    assert facts["test_bpc"] == pytest.approx(facts["test_loss"] / math.log(2) * data.tokens_per_character)
+    assert data.tokens_per_character > 1.4
+    capsys.readouterr()
+    gpt.main(["--sample", "€ ∂", "--run", str(out)])
+    assert capsys.readouterr().out.startswith("€ ∂")
+
+
+def test_curves_and_texts_are_in_tensorboard(finished: Path) -> None:
+    events = EventAccumulator(str(finished / "seed0" / "gpt"), size_guidance={"scalars": 0})
+    events.Reload()
+    tags = events.Tags()
+    assert {"train/loss", "train/bpc", "val/loss", "val/bpc", "val/perplexity", "test/loss"} <= set(tags["scalars"])
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(12))
+    assert [event.step for event in events.Scalars("val/loss")] == [3, 7, 11]
+    assert "sample/text_summary" in tags["tensors"]
+
+
+def test_a_finished_run_goes_on_from_prompts(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def told(*flags: str) -> str:
+        capsys.readouterr()
+        gpt.main(["--sample", "the ", "--run", str(finished), *flags])
+        return capsys.readouterr().out
+
+    text = told()
+    assert text.startswith("the ")
+    assert len(text) == 17
+    assert told() == text != told("--sample_seed", "1")
+    assert told("--temperature", "0", "--samples", "3") == "\n\n".join([told("--temperature", "0")[:-1]] * 3) + "\n"
+    assert told("--top_k", "1") == told("--temperature", "0")
+    gpt.main(["--sample", "a" * 16, "--run", str(finished)])
+    assert capsys.readouterr().out == "a" * 16 + "\n"
+
+
+def test_what_was_trained_with_a_gpus_kernel_writes_here(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    told = run / "seed0" / "gpt" / "net.yaml"
+    told.write_text(told.read_text().replace("backend: auto", "backend: cudnn"))
+    assert load_net(told.parent).blocks[0].attention.backend == "cudnn"
+    capsys.readouterr()
+    for folder in (finished, run):
+        gpt.main(["--sample", "the ", "--run", str(folder)])
+    told_by = capsys.readouterr().out.splitlines()
+    assert told_by[: len(told_by) // 2] == told_by[len(told_by) // 2 :]
+
+
+@pytest.mark.parametrize("prompt", ["ROMEO:", "# a comment", "&x", "5", " spaced ", "a\nb", "[1, 2]", "", "true"])
+def test_a_prompt_is_taken_as_it_stands(prompt: str) -> None:
+    assert gpt.parser().parse(["--sample", prompt, "--run", "x"]).sample == prompt
+
+
+def test_help_tells_what_can_be_set(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpt.parser().parse(["--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    for line in (
+        "data: options of datamodules.text.Text", "--data.block_size 64 T, tokens of a sample",
+        "net: GPT, DeepNN, LightNN,", "--net.attention_dropout 0.0", "--model.lr 0.003 the highest learning rate",
+        "--trainer.max_steps 800",
+    ):  # fmt: skip
+        assert line in told
+
+
+BAD: dict[str, tuple[list[str], str, str]] = {
+    "unknown characters": (
+        ["--sample", "Q∂ é", "--run", "RUN"],
+        "--sample 'Q∂ é': expected the",
+        "unknown: 'Q' 'é' '∂'",
+    ),
+    "empty prompt": (["--sample", "", "--run", "RUN"], "--sample '': expected 1 to 16 tokens", "not 0"),
+    "long prompt": (["--sample", "a" * 17, "--run", "RUN"], "--sample 'aaaaaaaaaaaaaaaaa': expected 1 to 16", "not 17"),
+    "no run": (["--sample", "a"], "--sample a: expected --run FOLDER beside it", ""),
+    "no prompt": (["--run", "RUN"], "--run RUN: expected --sample PROMPT beside it", ""),
+    "nowhere": (["--sample", "a", "--run", "nowhere"], "--run nowhere: expected the folder of a finished run", ""),
+    "temperature": (["--temperature", "-1"], "--temperature -1: expected 0 or more", ""),
+    "top_k": (["--top_k", "0"], "--top_k 0: expected at least 1", ""),
+    "samples": (["--samples", "0"], "--samples 0: expected a number of texts, at least 1", ""),
+    "heads": (["--net.num_heads", "5"], "--net.num_heads 5: expected a divisor of embed_dim, 128", ""),
+    "backend": (["--net.backend", "fast"], "--net.backend fast: expected auto, math", ""),
+    "no kernel": (["--net.backend", "cudnn"], "--net.backend cudnn: expected a kernel that serves", "torch says"),
+    "a net of images": (
+        ["--net", "LightNN"],
+        "--net LightNN: expected a language model with generate() and block_size, as GPT",
+        "",
+    ),
+    "a net of one step": (
+        ["--net", "mynet.Steps"],
+        "--net Steps: expected a net that gives logits (64, ",
+        "it gives (5,)",
+    ),
+    "rate": (["--model.lr", "0"], "--model.lr 0.0: expected a number above 0", ""),
+    "another option": (["--model.rate", "1"], "--model.rate 1: expected an option of LitLanguageModel", ""),
+    "no text": (["--data.path", "nowhere"], "--data.path nowhere: expected a file of text", ""),
+    "small batch": (["--trainer.devices", "13"], "--data.batch_size 12: expected at least 13", ""),
+    "tied": (
+        ["--trainer.strategy", "pipeline", "--trainer.devices", "2"],
+        "--net.tie_weights True: expected False in a pipeline",
+        "tie_weights=False",
+    ),
+    "noise in an exact pipeline": (
+        [
+            "--trainer.strategy",
+            "pipeline",
+            "--trainer.devices",
+            "2",
+            "--net.tie_weights",
+            "false",
+            "--exact",
+            "4",
+            "--net.attention_dropout",
+            "0.1",
+        ],
+        "--exact 4: expected apprentice.keyed.Dropout in a pipeline; net.blocks.0.attention is torch's",
+        "",
+    ),
+    "compiled pipeline": (
+        ["--trainer.strategy", "pipeline", "--trainer.devices", "2", "--net.tie_weights", "false", "--compile", "true"],
+        "--compile True: expected false",
+        "",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:GPT draws noise from torch's generator")
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_input_is_one_line_before_anything_is_trained(
+    kind: str, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags, begins, says = BAD[kind]
+    (tmp_path / "RUN").symlink_to(finished)
+    (tmp_path / "mynet.py").write_text(
+        "from torch import nn\n"
+        "class Steps(nn.Linear):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(64, 5)\n"
+        "    def forward(self, tokens):\n"
+        "        return super().forward(tokens.float())\n"
+        "    block_size = 64\n"
+        "    def generate(self):\n"
+        "        pass\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    refused(gpt.main, flags, begins, says, tmp_path, capsys)
+
+
+def test_a_run_of_another_experiment_has_no_net_that_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "results.json").write_text(json.dumps({"experiment": "comm"}))
+    said = f"--run {tmp_path}: expected a run of gpt.py; this one is of comm.py"
+    refused(gpt.main, ["--sample", "a", "--run", str(tmp_path)], said, "", tmp_path, capsys)
+
+
+def test_a_rate_too_high_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*QUICK, "--data.path", str(written(tmp_path)), "--model.lr", "1e30", "--model.clip_norm", "0"]
+    with pytest.raises(SystemExit) as stop:
+        gpt.main([*flags, "--out", str(tmp_path / "run")])
+    assert stop.value.code == 2
+    assert "error: --model.lr 1e+30: expected settings that train the net; with seed 0" in capsys.readouterr().err
+
+
+def ended(out: Path) -> tuple[dict[str, torch.Tensor], Any]:
+    """Weights, and the results without times and places."""
+    found = results(out)
+    for facts in found["runs"]:
+        facts |= {"fit_seconds": None, "step_ms": None}
+    return torch.load(out / "seed0" / "gpt" / "weights.pt", weights_only=True), (found["runs"], found["samples"])
+
+
+@pytest.mark.parametrize("devices", ["1", "2"])
+def test_killed_and_resumed_it_ends_the_same(devices: str, tmp_path: Path) -> None:
+    flags = [*QUICK, "--data.path", str(written(tmp_path)), "--trainer.devices", devices, "--checkpoint_every", "1e-9"]
+
+    def start(name: str, *more: str, call: int | None = None) -> Run:
+        def main() -> None:
+            if call is not None:
+                kill_at(SafePoints, "on_train_batch_start", call, after=True)()
+            gpt.main([*flags, "--out", str(tmp_path / name), *more])
+
+        return Run(main, log=tmp_path / f"{name}.log")
+
+    whole = start("whole")
+    assert whole.wait() == 0, whole.output
+    assert [f"step {step}/12" in whole.output for step in (4, 8, 12)] == [True] * 3
+    killed = start("run", call=7)
+    assert killed.wait() == -signal.SIGKILL, killed.output
+    resumed = start("run", "--resume", "true")
+    assert resumed.wait() == 0, resumed.output
+    one, other = ended(tmp_path / "whole"), ended(tmp_path / "run")
+    assert_same(one[0], other[0])
+    assert one[1] == other[1]
+
+
+def test_exact_runs_leave_equal_weights_on_one_process_two_and_a_pipeline(tmp_path: Path) -> None:
+    flags = [*QUICK, "--data.path", str(written(tmp_path)), "--exact", "4", "--net.tie_weights", "false"]
+    found = []
+    for strategy, devices in (("auto", "1"), ("ddp", "2"), ("pipeline", "2")):
+        out = tmp_path / f"{strategy}{devices}"
+        more = ["--trainer.strategy", strategy, "--trainer.devices", devices, "--out", str(out)]
+        run = Run(gpt.main, [*flags, *more], log=tmp_path / "log")
+        assert run.wait() == 0, run.output
+        found.append((ended(out), (out / "seed0" / "gpt" / "weights.pt").read_bytes()))
+    for (weights, told), content in found[1:]:
+        assert_same(weights, found[0][0][0])
+        assert told == found[0][0][1]
+        assert content == found[0][1]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own looking
+def test_compiled_on_two_processes_it_ends_as_eager_on_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
+    flags, found = [*QUICK, "--data.path", str(written(tmp_path))], []
+    for devices, compiled in (("1", "false"), ("2", "true")):
+        out = tmp_path / devices
+        run = Run(
+            gpt.main,
+            [*flags, "--trainer.devices", devices, "--compile", compiled, "--out", str(out)],
+            log=tmp_path / "log",
+        )
+        assert run.wait() == 0, run.output
+        found.append((ended(out)[0], results(out)["runs"][0]["test_loss"]))
+    assert_same(found[0][0], found[1][0], atol=1e-4)
+    assert found[0][1] == pytest.approx(found[1][1], abs=1e-5)
+
+
+@pytest.mark.real_data
+@pytest.mark.slow
+def test_a_short_run_on_tiny_shakespeare(data_root: Path, tmp_path: Path) -> None:
+    path = data_root / "tinyshakespeare" / "input.txt"
+    gpt.main(["--data.path", str(path), "--trainer.max_steps", "150", "--out", str(tmp_path / "run")])
+    assert results(tmp_path / "run")["runs"][0]["test_loss"] < 2.6

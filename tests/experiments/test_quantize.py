@@ -1,0 +1,336 @@
+"""From a run's folder to files that answer elsewhere: the page that tells how, what it leaves, what is refused."""
+
+import os
+import re
+import shutil
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from apprentice import extras
+from datamodules import ImageData
+from experiments import kd, quantize
+from harness.runs.nets import save_net
+from harness.studies.deploy import Study, formats, latency
+from harness.studies.deploy.source import data_of_run
+from lit_modules.nets import LightNN, ResNet
+from tests.commands import left_by_overwriting, refused, results
+from tests.processes import Run
+from tests.training import net
+
+ROOT = Path(__file__).parents[2]
+FORMATS = ["float32", "bfloat16", "int8-ptq", "int8-qat"]
+COLUMNS = {
+    "format", "test_acc", "test_correct", "bytes", "latency_ms", "images_per_second", "max_logit_difference", "files",
+}  # fmt: skip
+LEFT = {
+    "float32": {"weights.safetensors", "model.pt2", "model.onnx"},
+    "bfloat16": {"weights.safetensors", "model.pt2"},
+    "int8-ptq": {"model.pt2", "model.onnx"},
+    "int8-qat": {"model.pt2", "model.onnx"},
+}
+MAINS = {"kd": kd.main, "quantize": quantize.main}
+QUICK = ["--latency.repeats", "3", "--latency.batch_sizes", "16", "--trainer.devices", "2"]
+pytestmark = pytest.mark.usefixtures("one_thread")
+needs_extras = pytest.mark.extras
+
+
+def blocks(language: str) -> list[str]:
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+
+
+def follow(folder: Path) -> None:
+    """The page's commands, in their order, int8 on two processes; latency is measured less than it should be."""
+    os.chdir(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for line in "".join(blocks("bash")).splitlines():
+            if line.startswith("python experiments/"):
+                script, *flags = line.removeprefix("python experiments/").split()
+                MAINS[script.removesuffix(".py")]([*flags, *(QUICK if script == "quantize.py" else [])])
+        for block in blocks("python"):
+            variables: dict[str, Any] = {}
+            exec(compile(block, "deploy.md", "exec"), variables)
+            assert tuple(variables["logits"].shape) == (5, 10)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("deploy")
+    command = Run(follow, folder, log=folder / "log")
+    assert command.wait(280) == 0, command.output
+    return folder
+
+
+@needs_extras
+@pytest.mark.slow
+def test_the_page_leaves_what_it_says(run: Path) -> None:
+    found = results(run / "runs" / "int8")
+    assert found["experiment"] == "quantize"
+    assert [row["format"] for row in found["rows"]] == FORMATS
+    for row in found["rows"]:
+        assert set(row) == COLUMNS
+        assert {Path(file).name for file in row["files"]} == LEFT[row["format"]]
+        assert all((run / "runs" / "int8" / file).is_file() for file in row["files"])
+        assert row["test_acc"] == row["test_correct"] / 360
+        assert set(row["latency_ms"]) == {"16"}
+        assert all(0 < times["median"] <= times["p95"] for times in row["latency_ms"].values())
+        assert row["images_per_second"] == pytest.approx(16e3 / row["latency_ms"]["16"]["median"])
+        assert (row["max_logit_difference"] > 0) == (row["format"] != "float32")
+        counted = "weights.safetensors" if row["format"] == "bfloat16" else "model.onnx"
+        assert row["bytes"] == (run / "runs" / "int8" / row["format"] / counted).stat().st_size
+    sizes = {row["format"]: row["bytes"] for row in found["rows"]}
+    assert sizes["int8-qat"] <= 0.375 * sizes["float32"]
+    assert found["data"] == {"name": "Digits", "train": 1293, "validation": 144, "test": 360}
+    taught = results(run / "runs" / "digits")["students"]["kd"]
+    assert found["rows"][0]["test_correct"] == taught["test_correct"][0]
+    for name in ("results.md", "results.png", "config.yaml", "environment.json", "seed0/int8-qat/best.pt"):
+        assert (run / "runs" / "int8" / name).stat().st_size > 0
+    assert found["failed"] == {}
+    assert found["hardware"]["threads"] == 1
+    page = (run / "runs" / "int8" / "results.md").read_text()
+    assert all(f"| {name} |" in page for name in FORMATS)
+
+
+@needs_extras
+@pytest.mark.slow
+def test_int8_files_have_int8_weights_and_qdq(run: Path) -> None:
+    import onnx
+
+    model = onnx.load(run / "runs" / "int8" / "int8-qat" / "model.onnx")
+    kinds = [node.op_type for node in model.graph.node]
+    assert "QuantizeLinear" in kinds
+    assert "DequantizeLinear" in kinds
+    stored = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
+    weights = [t for t in model.graph.initializer if t.data_type == onnx.TensorProto.INT8 and len(t.dims) > 1]
+    assert len(weights) == 4, stored
+    (images,) = model.graph.input
+    assert images.type.tensor_type.elem_type == onnx.TensorProto.FLOAT
+    assert images.type.tensor_type.shape.dim[0].dim_param
+
+
+@needs_extras
+@pytest.mark.slow
+def test_a_finished_run_is_told_again(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(run / "runs" / "int8", out)
+    before = results(out)
+    unfinished = out / "seed0" / "int8-qat.ckpt"  # as of a process that was killed before it took it away
+    unfinished.touch()
+    again = Run(resume, run, out, log=tmp_path / "log")
+    assert again.wait() == 0, again.output
+    assert results(out)["rows"] == before["rows"]
+    assert "epoch" not in again.output
+    assert not unfinished.exists()
+    assert left_by_overwriting(out, tmp_path) == set()
+
+
+def resume(run: Path, out: Path) -> None:
+    os.chdir(run)
+    quantize.main(["--out", str(out), "--resume", "true"])
+
+
+@needs_extras
+@pytest.mark.slow
+def test_a_fresh_student_with_a_file_that_is_broken_and_one_that_can_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, kept = tmp_path / "out", formats.write_onnx
+
+    def compiled(net: Any, batch: torch.Tensor, exact: bool) -> Any:
+        """That takes seconds, and is done above."""
+        if isinstance(net, formats.Rounded) and len(batch) == 2:
+            raise RuntimeError("no such kernel")
+        return net
+
+    monkeypatch.setattr(latency, "compiled", compiled)
+
+    def write_onnx(net: Any, example: torch.Tensor, folder: Path) -> None:
+        if folder.name == "int8-ptq":
+            raise RuntimeError("no such operator")
+        if folder.name == "float32":
+            (folder / "model.onnx").write_bytes(b"nothing")
+        else:
+            kept(net, example, folder)
+
+    monkeypatch.setattr(formats, "write_onnx", write_onnx)
+    command = Run(fresh, out, log=tmp_path / "log")
+    assert command.wait(200) == 1, command.output
+    rows = {row["format"]: row for row in results(out)["rows"]}
+    assert list(rows) == FORMATS
+    assert {name: {Path(file).name for file in row["files"]} for name, row in rows.items()} == {
+        name: files - ({"model.onnx"} if name in {"float32", "int8-ptq"} else set()) for name, files in LEFT.items()
+    }
+    assert rows["float32"]["bytes"] is None
+    assert rows["int8-ptq"]["bytes"] is None
+    assert (rows["bfloat16"]["latency_ms"], rows["bfloat16"]["images_per_second"]) == ({}, None)
+    assert set(rows["int8-qat"]["latency_ms"]) == {"1", "2"}
+    for fault in (
+        "float32/model.onnx is left out: ",
+        "int8-ptq/model.onnx is left out: RuntimeError: no such operator",
+        "bfloat16/latency is left out: RuntimeError: no such kernel",
+    ):
+        assert fault in command.output
+        assert fault in (out / "results.md").read_text()
+        file, _, why = fault.partition(" is left out: ")
+        assert results(out)["failed"][file].startswith(why)
+    assert (out / "seed0" / "student" / "weights.pt").is_file()
+    monkeypatch.setattr(Study, "_measure", lambda _study, nets, _latency: print("once more:", *nets))
+    again = Run(fresh, out, "--resume", "true", log=tmp_path / "again")
+    assert again.wait() == 0, again.output
+    assert f"once more: {' '.join(FORMATS)}" in again.output
+    assert "epoch" not in again.output
+
+
+def fresh(out: Path, *more: str) -> None:
+    sizes = ["--data.train_size", "100", "--data.test_size", "100", "--data.validation_size", "20"]
+    epochs = ["--student_epochs", "1", "--trainer.max_epochs", "2", "--freeze_epoch", "1"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        quantize.main([
+            *sizes, *epochs, "--latency.repeats", "1", "--latency.batch_sizes", "1", "2", "--out", str(out), *more,
+        ])  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder as kd.py leaves it, untrained."""
+    folder = tmp_path_factory.mktemp("run") / "seed0" / "kd"
+    arguments = {"input_shape": [1, 8, 8], "num_classes": 10, "dropout": 0.1}
+    save_net(net(LightNN), {"class_path": "lit_modules.nets.LightNN", "init_args": arguments}, folder)
+    return folder
+
+
+class Branching(torch.nn.Module):
+    """It looks at its input's values, which a graph can't."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(64, 10)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits = self.head(images.flatten(1))
+        return logits if logits.sum() > 0 else -logits
+
+
+REFUSALS: list[tuple[list[str], str, str]] = [
+    (["--run", "nowhere"], "--run nowhere", "--data, what it learnt from"),
+    (["--run", "nowhere", "--data", "Digits"], "--run nowhere", "a net's folder"),
+    (["--teacher", "nowhere"], "--teacher nowhere", "CrossEntropy asks none"),
+    (["--student", f"{__name__}.Branching"], "--student Branching", "torch.export can capture"),
+    (["--trainer.check_val_every_n_epoch", "2"], "--trainer.check_val_every_n_epoch 2", "--evaluate_every says it"),
+    (["--trainer.limit_test_batches", "1"], "--trainer.limit_test_batches 1", "or --data.test_size"),
+    (["--trainer.limit_train_batches", "1e-9"], "--trainer.limit_train_batches 1e-09", "at least one batch"),
+    (["--objective", "Hinton"], "--objective Hinton", "a teacher to distil from"),
+    (["--evaluate_every", "9"], "--evaluate_every 9", "at most --trainer.max_epochs, 5"),
+    (["--freeze_epoch", "0"], "--freeze_epoch 0", "at least 1"),
+    (["--latency.threads", "0"], "--latency.threads 0", "at least 1"),
+    (["--latency.batch_sizes", "[]"], "--latency.batch_sizes []", "numbers of images"),
+    (["--trainer.devices", "2", "--trainer.strategy", "fsdp"], "--trainer.strategy FSDP", "ddp, or a single device"),
+    (["--exact", "2"], "--exact 2", "left out"),
+    (["--seeds", "2"], "--seeds 2", "one seed"),
+]
+
+
+@needs_extras
+@pytest.mark.parametrize(("flags", "begins", "says"), REFUSALS, ids=[" ".join(flags) for flags, _, _ in REFUSALS])
+def test_what_can_not_be_done_is_refused(
+    flags: list[str], begins: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused(quantize.main, flags, begins, says, tmp_path, capsys)
+
+
+@needs_extras
+@pytest.mark.parametrize("flags", [["--student", "DeepNN"], ["--student_epochs", "3"]])
+def test_a_run_has_its_student(
+    flags: list[str], student: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*flags, "--run", str(student), "--data", "Digits"]
+    refused(quantize.main, flags, " ".join(flags[:2]), "left out", tmp_path, capsys)
+
+
+@needs_extras
+@pytest.mark.parametrize("whose", ["student", "teacher"])
+def test_a_layer_that_a_net_has_not_is_the_objectives(
+    whose: str, student: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layer = [f"--objective.{whose}_layer", "none"]
+    flags = ["--run", str(student), "--data", "Digits", "--teacher", str(student), "--objective", "Cosine", *layer]
+    refused(quantize.main, flags, " ".join(layer), "a layer of LightNN", tmp_path, capsys)
+
+
+def test_a_student_is_quantised_on_the_data_of_its_run(
+    student: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"data": {"class_path": "datamodules.Digits", "init_args": {"train_size": 200, "partition": None}}}
+    (student.parent.parent / "config.yaml").write_text(yaml.safe_dump(settings))
+    flags = ["--run", str(student), "--data.test_size", "50"]
+    chosen = parsed(flags).data.init_args
+    assert (chosen["train_size"], chosen["test_size"], chosen["partition"]) == (200, 50, None)
+    own = tmp_path / "own.yaml"
+    own.write_text(yaml.safe_dump({"run": str(student), "data": {"test_size": 60}}))
+    chosen = parsed(["--config", str(own)]).data.init_args
+    assert (chosen["train_size"], chosen["test_size"]) == (200, 60)
+    out = tmp_path / "out"
+    out.mkdir()
+    quantize.parser().save(parsed([*flags, "--data.validation_size", "9"]), out / "config.yaml")
+    chosen = parsed(["--run", str(student), "--out", str(out), "--resume", "true"]).data.init_args
+    assert (chosen["train_size"], chosen["test_size"], chosen["validation_size"]) == (200, 50, 9)
+    monkeypatch.chdir(student)
+    assert parsed(["--run", "."]).data.init_args["train_size"] == 200
+    text = {"class_path": "datamodules.Text", "init_args": {"train_size": 5}}
+    (student.parent.parent / "config.yaml").write_text(yaml.safe_dump({"data": text}))
+    refused(quantize.main, ["--run", "."], "--run .", "its run's data is datamodules.Text\n", tmp_path, capsys)
+    (student.parent.parent / "config.yaml").unlink()
+
+
+def parsed(flags: list[str]) -> Any:
+    return quantize.parser(data_of_run(flags, "Digits", ImageData)).parse(flags)
+
+
+@needs_extras
+def test_weights_that_do_not_fit_are_refused(student: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(student, other)
+    spec = (other / "net.yaml").read_text()
+    (other / "net.yaml").write_text(spec.replace("LightNN", "DeepNN"))
+    flags = ["--run", str(other), "--data", "Digits"]
+    refused(
+        quantize.main,
+        flags,
+        f"--run {other}",
+        "missing: features.2.weight, features.2.bias, features.5",
+        tmp_path,
+        capsys,
+    )
+    (other / "net.yaml").write_text(spec)
+    whole = (other / "weights.pt").read_bytes()
+    (other / "weights.pt").write_bytes(whole[: len(whole) // 2])
+    refused(quantize.main, flags, f"--run {other}", "cut short", tmp_path, capsys)
+    larger = {"depth": 8, "input_shape": [1, 16, 16], "num_classes": 10}  # it could take others, too
+    save_net(ResNet(**larger), {"class_path": "lit_modules.nets.ResNet", "init_args": larger}, other)
+    refused(quantize.main, flags, f"--run {other}", "(1, 8, 8), as this data has them", tmp_path, capsys)
+    (other / "net.yaml").write_text(yaml.safe_dump({"class_path": "lit_modules.nets.ResNet", "init_args": [21]}))
+    refused(quantize.main, flags, f"--run {other}", "TypeError", tmp_path, capsys)
+
+
+def test_a_missing_extra_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    refused(quantize.main, [], "torchao", extras.install("quant"), tmp_path, capsys)
+
+
+@needs_extras
+def test_so_is_the_other_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    refused(quantize.main, [], "onnxscript", extras.install("export"), tmp_path, capsys)

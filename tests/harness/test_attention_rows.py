@@ -1,0 +1,99 @@
+"""The parts of the study of attention: its rows, what they call, the tables."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from experiments import attention
+from harness.studies.attention import Row, Rows
+from harness.studies.attention import bench as benches
+from harness.studies.attention.calls import Attention, call
+from harness.studies.attention.report import kernels, refusals
+from harness.studies.attention.rows import PARTS, half_padded, tutorials_lengths
+from lit_modules.nets.attention import SelfAttention, kernel
+
+OURS = Attention(SelfAttention, kernel)
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_rows_of_a_gpu() -> None:
+    config = attention.parser().parse([])
+    found = Rows(config, "cuda").all()
+    assert len({row.name for row in found}) == len(found)
+    assert {row.part for row in found} == set(PARTS)
+    assert {row.length for row in found if row.part == "kernels"} == {2**n for n in range(7, 15)}
+    assert all(row.batch * row.length == 2**14 for row in found if row.part in {"kernels", "blocks"})
+    shapes = {row.tutorial_us: row for row in found if row.tutorial_us is not None}
+    assert set(shapes) == {19_254, 4_143, 2_263, 939, 560, 407.8, 521.2}
+    assert {(row.batch, row.dtype, row.causal) for row in shapes.values()} == {(32, "float16", False)}
+    assert {(shapes[us].heads, shapes[us].length, shapes[us].head_dim) for us in (19_254, 4_143, 2_263)} == {
+        (32, 1024, 32)
+    }
+    assert [shapes[us].length for us in (939, 560, 407.8, 521.2)] == [512, 512, 256, 256]
+    assert [shapes[us].compiled for us in (939, 560, 407.8, 521.2)] == [False, False, False, True]
+
+
+def test_texts_of_unequal_length() -> None:
+    assert half_padded(4, 100) == (1, 34, 67, 100)
+    assert half_padded(1, 101) == (51,)
+    for seed in range(20):
+        lengths = tutorials_lengths(32, 512, seed)
+        assert max(lengths) == 512
+        assert sorted(lengths)[-2] < 512
+        assert sum(sorted(lengths)[:-1]) / 31 == pytest.approx(256, abs=3)
+    assert tutorials_lengths(32, 512, 3) == tutorials_lengths(32, 512, 3)
+
+
+def test_operations_of_a_block() -> None:
+    row = Row("blocks", "float32", 2, 4, 2, 3, block=True, causal=False, lengths=(4, 2))
+    assert row.operations == 4 * 6 * (16 + 4) + 2 * 6 * 18 * 6 + 2 * 6 * 6 * 6
+    assert replace(row, backward=True).operations == 3.5 * 4 * 6 * 20 + 3 * (2 * 6 * 18 * 6 + 2 * 6 * 6 * 6)
+    assert replace(row, lengths=None, causal=True).operations == 2 * 6 * 32 + (2 * 6 * 18 + 2 * 6 * 6) * 8
+
+
+@pytest.mark.parametrize("block", [False, True])
+def test_what_is_called_has_the_gradients_of_everything(block: bool) -> None:
+    row = Row("kernels", "float32", 2, 8, 2, 4, block=block, backward=True)
+    with call(row, OURS, CPU) as called:
+        gradients = called()
+        assert [tuple(x.shape) for x in gradients] == (
+            [(2, 8, 8), (24, 8), (24,), (8, 8), (8,)] if block else [(2, 2, 8, 4)] * 3
+        )
+        assert all(x.abs().sum() > 0 for x in gradients)
+        for again, x in zip(called(), gradients, strict=True):
+            assert torch.equal(again, x)
+
+
+def test_dropout_of_the_tutorials_block_is_off() -> None:
+    row = Row("tutorial", "float32", 2, 8, 2, 4, block=True, dropout=0.9)
+    with call(row, OURS, CPU) as called:
+        assert torch.equal(called(), called())
+
+
+def test_the_fused_kernel_is_told_by_its_name() -> None:
+    assert benches.fused(["aten::mm", "aten::_scaled_dot_product_flash_attention_for_cpu"]) == "flash"
+    assert benches.fused(["aten::_efficient_attention_forward"]) == "efficient"
+    assert benches.fused(["aten::_scaled_dot_product_cudnn_attention"]) == "cudnn"
+    assert benches.fused(["aten::_scaled_dot_product_attention_math", "aten::bmm"]) == "math"
+
+
+def test_tables_name_the_fastest_and_group_refusals() -> None:
+    def fact(backend: str, us: float | None, refused: str | None = None) -> dict[str, Any]:
+        row = Row("kernels", "float32", 4, 512, 8, 64, backend=backend)
+        facts = {"name": row.name, **vars(row), "direction": row.direction, "refused": refused}
+        timed = {"microseconds": us, "kernel": backend, "tflops_per_second": 0.5, "share_of_peak": 0.25}
+        return facts if us is None else facts | timed
+
+    found = [
+        fact("math", 400.0),
+        fact("flash", 100.0),
+        fact("cudnn", None, "No GPU."),
+        fact("efficient", None, "No GPU."),
+    ]
+    shown = kernels(found)
+    assert shown.header[3:] == ["µs: math", "flash", "fastest", "TFLOP/s", "share, %"]
+    assert shown.rows == [["float32", "forward", "4 x 512", "400", "100", "flash", "0.500", "25"]]
+    assert refusals(found) == ["Not run: kernels: cudnn and kernels: efficient in float32, 2 rows: No GPU."]

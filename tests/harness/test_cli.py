@@ -1,0 +1,753 @@
+"""The command line: what parses, what it becomes, how it merges, resumes and refuses."""
+
+import errno
+import importlib.util
+import pickle
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch import Trainer, callbacks
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+
+import datamodules
+import strategies
+from apprentice.errors import BadInput
+from harness import config as cli
+from harness.config.faults import one_line
+from harness.config.training import trainers
+from lit_modules import nets, objectives
+
+SCRIPT = Path(__file__).parents[2] / "experiments" / "kd.py"
+IMAGES = {"input_shape": (1, 8, 8), "num_classes": 10}
+
+
+@pytest.fixture(scope="module")
+def kd():
+    """The experiment's own command line."""
+    spec = importlib.util.spec_from_file_location("kd", SCRIPT)
+    module = sys.modules["kd"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module.parser()
+    del sys.modules["kd"]
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A stranger's package in the working directory, which is not on the path."""
+    package = tmp_path / "mypackage"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "from torch import nn\n"
+        "from lit_modules.objectives import CrossEntropy\n"
+        "class MyNet(nn.Module):\n"
+        "    def __init__(self, width: int, num_classes: int = 3, backbone: nn.Module | None = None):\n"
+        "        super().__init__()\n"
+        "        self.width, self.num_classes, self.backbone = width, num_classes, backbone\n"
+        "class Bare(nn.Module):\n"
+        "    def __init__(self, width, depth=3, *, rate: 'float | None' = None, **rest):\n"
+        "        super().__init__()\n"
+        "        self.found = width, depth, rate, rest\n"
+        "class Mine(CrossEntropy):\n"
+        "    def __init__(self, flavour: str = 'sweet'):\n"
+        "        super().__init__()\n"
+        "        self.flavour = flavour\n"
+    )
+    (package / "broken.py").write_text("import nothing_like_it\n")
+    (package / "worse.py").write_text("raise RuntimeError('not today')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] == "mypackage"]:
+        del sys.modules[name]
+
+
+def parse(parser, line):
+    return parser.parse(shlex.split(line))
+
+
+def refused(parser, line):
+    """What is said about a line that can't be used, without `--`."""
+    with pytest.raises(BadInput) as caught:
+        parse(parser, line)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message.removeprefix("--")
+
+
+# What parses
+
+
+def test_defaults(kd):
+    config = kd.parse([])
+    assert (config.data.name, config.teacher.name, config.student.name) == ("Digits", "DeepNN", "LightNN")
+    named = {name: choice.name for name, choice in config.variants.items()}
+    assert named == {"ce": "CrossEntropy", "kd": "Hinton", "cosine": "Cosine", "hint": "Hint"}
+    assert (config.optimizer.name, config.optimizer.init_args["lr"], config.scheduler) == ("Adam", 1e-3, None)
+    assert (config.seeds, config.only, config.teacher_ckpt, config.out) == ([0, 1, 2], None, None, None)
+    assert (config.resume, config.overwrite, config.checkpoint_every, config.teacher_cache_mb) == (
+        False,
+        False,
+        30,
+        1024,
+    )
+    trainer = config.trainer.init_args
+    assert (trainer["max_epochs"], trainer["log_every_n_steps"], trainer["logger"]) == (10, 10, True)
+    assert not {"input_shape", "num_classes"} & {*config.teacher.init_args, *config.student.init_args}
+
+
+LINES = {
+    "--trainer.devices 8 --trainer.precision 64-true": {"trainer.devices": 8, "trainer.precision": "64-true"},
+    "--data MNIST --data.root X --data.train_size 2000": {"data.root": "X", "data.train_size": 2000, "data": "MNIST"},
+    "--data ImageFolder --data.root DIR": {"data": "ImageFolder"},
+    "--data CIFAR10 --seeds [42] --data.validation_size 0": {"seeds": [42], "data.validation_size": 0},
+    "--only ce kd --variants.kd.temperature 4 --out runs/t4": {"only": ["ce", "kd"], "out": "runs/t4"},
+    "--only [ce,kd]": {"only": ["ce", "kd"]},
+    "--only ce": {"only": ["ce"]},
+    "--variants.t8 Hinton --variants.t8.temperature 8": {"variants.t8": "Hinton", "variants.t8.temperature": 8.0},
+    "--variants.t8.temperature 8 --variants.t8 Hinton": {"variants.t8.temperature": 8.0, "variants.t8": "Hinton"},
+    "--variants.kd=Cosine --variants.kd.init_args.cosine_weight=1": {"variants.kd.cosine_weight": 1.0},
+    "--teacher ResNet --teacher.depth 110 --student ResNet": {"teacher.depth": 110, "student.depth": 20},
+    "--optimizer SGD --optimizer.lr 0.1 --scheduler MultiStepLR --scheduler.milestones [100,150]": {
+        "optimizer": "SGD", "optimizer.lr": 0.1, "scheduler.milestones": [100, 150], "scheduler.gamma": 0.1},
+    "--scheduler MultiStepLR --scheduler.milestones 100 150": {"scheduler.milestones": [100, 150]},
+    "--scheduler null --teacher_ckpt PATH": {"scheduler": None, "teacher_ckpt": "PATH"},
+    "--optimizer torch.optim.AdamW": {"optimizer": "AdamW", "optimizer.weight_decay": 0.01},  # not Adam's 0
+    "--optimizer.betas [0.8,0.9] --optimizer.weight_decay 1e-4": {"optimizer.betas": [0.8, 0.9], "optimizer.lr": 1e-3},
+    "--student Torchvision --student.name resnet18": {"student.name": "resnet18"},
+    "--seeds 3": {"seeds": [0, 1, 2]},
+    "--seeds 5 7": {"seeds": [5, 7]},
+    "--resume true --out nowhere": {"resume": True},
+    "--trainer.logger false --trainer.callbacks LearningRateMonitor": {
+        "trainer.logger": False, "trainer.callbacks": "LearningRateMonitor"},
+    "--trainer.callbacks [LearningRateMonitor] --trainer.callbacks.0.logging_interval step": {
+        "trainer.callbacks.0.logging_interval": "step"},
+    "--trainer.max_time 00:00:01:00 --trainer.limit_train_batches 0.5": {"trainer.limit_train_batches": 0.5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "expected"), LINES.items(), ids=list(LINES))
+def test_lines(kd, line, expected):
+    from harness.config.layers import flat
+
+    settings = dict(flat(kd.as_dict(parse(kd, line))))
+    found = {flag: settings[flag] for flag in expected}
+    short = {flag: value.rpartition(".")[2] if isinstance(value, str) else value for flag, value in found.items()}
+    assert short == expected
+
+
+@pytest.mark.parametrize("option", ["limit_train_batches", "limit_val_batches", "limit_test_batches"])
+def test_one_batch_is_a_count_and_one_of_all_a_fraction(kd, tmp_path, option):
+    for given in ("1", "1.0", "7", "0.5"):
+        config = parse(kd, f"--trainer.{option} {given}")
+        kd.save(config, tmp_path / "config.yaml")
+        for each in (
+            config,
+            parse(kd, f"--out {tmp_path} --resume true"),
+            parse(kd, f"--config {tmp_path}/config.yaml"),
+        ):
+            assert str(each.trainer.init_args[option]) == given
+    kd.save(parse(kd, f"--trainer.{option} 1.0"), tmp_path / "config.yaml")
+    message = refused(kd, f"--trainer.{option} 1 --out {tmp_path} --resume true")
+    assert message.startswith(f"trainer.{option} 1: expected 1.0, as the run")
+
+
+@pytest.mark.parametrize(
+    "objectives",
+    [
+        '\'[{"class_path": "Hinton", "init_args": {"temperature": 8}}, {"class_path": "Cosine"}]\'',
+        "[Hinton,Cosine] --variants.both.objectives.0.temperature 8",
+        "Hinton Cosine --variants.both.objectives.0.temperature 8",
+        "'[{class_path: Hinton, temperature: 8}, lit_modules.objectives.Cosine]'",
+    ],
+)
+def test_a_sum_of_objectives(kd, objectives):
+    config = parse(kd, f"--variants.both Sum --variants.both.objectives {objectives} --variants.both.weights [1,2]")
+    both = cli.build(config.variants["both"], "variants.both")
+    assert [type(part).__name__ for part in both.objectives] == ["Hinton", "Cosine"]
+    assert (both.objectives[0].temperature, both.weights) == (8.0, [1.0, 2.0])
+
+
+def test_a_sum_of_one_and_a_sum_of_sums(kd):
+    config = parse(kd, "--variants.one Sum --variants.one.objectives Hinton")
+    assert len(cli.build(config.variants["one"], "variants.one").objectives) == 1
+    nested = "[{class_path: Sum, objectives: [Hinton, Hint]}, Cosine]"
+    config = parse(
+        kd, f"--variants.s Sum --variants.s.objectives '{nested}' --variants.s.objectives.0.objectives.0.temperature 5"
+    )
+    assert cli.build(config.variants["s"], "variants.s").objectives[0].objectives[0].temperature == 5.0
+
+
+def test_classes_of_ones_own(kd, mine):
+    config = parse(
+        kd, "--teacher mypackage.MyNet --teacher.width 5 --variants.mine mypackage.Mine --variants.mine.flavour sour"
+    )
+    assert config.teacher == cli.Choice("mypackage.MyNet", {"width": 5, "backbone": None})
+    net = cli.build(config.teacher, "teacher", **IMAGES)  # which takes one of the two
+    assert (net.width, net.num_classes) == (5, 10)
+    assert cli.build(config.variants["mine"], "variants.mine").flavour == "sour"
+    config = parse(
+        kd, "--teacher mypackage.MyNet --teacher.width 5 --teacher.backbone ResNet --teacher.backbone.depth 8"
+    )
+    assert isinstance(cli.build(config.teacher, "teacher", **IMAGES).backbone, nets.ResNet)
+
+
+def test_a_class_without_types(kd, mine):
+    config = parse(kd, "--teacher mypackage.Bare --teacher.width 5 --teacher.depth x")
+    assert cli.build(config.teacher, "teacher", **IMAGES).found == (5, "x", None, {})
+    assert refused(kd, "--teacher mypackage.Bare").startswith("teacher.width (nothing): expected a value; Bare can't")
+
+
+# Files
+
+
+def write(path, text):
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    "kd_settings",
+    ["{init_args: {temperature: 4}}", "{temperature: 4}", "{class_path: Hinton, temperature: 4.0}",
+     "{class_path: lit_modules.objectives.Hinton, init_args: {temperature: 4}}"],
+)  # fmt: skip
+def test_a_file_merges_into_the_variants_by_name(kd, tmp_path, kd_settings):
+    path = write(
+        tmp_path / "my.yaml", f"variants:\n  kd: {kd_settings}\n  t8: {{class_path: Hinton}}\n  hint: Cosine\n"
+    )
+    config = kd.parse(["--config", str(path)])
+    assert config.variants["kd"].init_args == {"temperature": 4.0, "kd_weight": 0.25, "ce_weight": 0.75}
+    assert list(config.variants) == ["ce", "kd", "cosine", "hint", "t8"]
+    assert config.variants["hint"].name == "Cosine"
+
+
+def test_flags_override_files_and_files_earlier_files(kd, tmp_path):
+    first = write(
+        tmp_path / "1.yaml",
+        "optimizer: {class_path: SGD, lr: 1e-1, momentum: 0.9}\nseeds: [1]\ntrainer: {max_epochs: 2}",
+    )
+    second = write(tmp_path / "2.yaml", "seeds: 2\noptimizer: {lr: 0.2}\n")
+    config = parse(kd, f"--optimizer.lr 0.3 --config {first} --config {second}")
+    optimizer = config.optimizer.init_args
+    assert (config.seeds, optimizer["lr"], optimizer["momentum"]) == ([0, 1], 0.3, 0.9)
+    assert config.trainer.init_args["max_epochs"] == 2
+    assert parse(kd, f"--config {first} {second}").optimizer.init_args["lr"] == 0.2
+    assert (
+        parse(kd, f"--config {first} --optimizer Adam").optimizer == kd.parse([]).optimizer
+    )  # nothing of SGD's is left
+
+
+def test_a_file_has_sums_and_callbacks(kd, tmp_path):
+    path = write(
+        tmp_path / "my.yaml",
+        "variants:\n  both:\n    class_path: Sum\n    init_args:\n      objectives:\n"
+        "      - {class_path: Hinton, init_args: {temperature: 3}}\n      - Cosine\n      weights: [1, 0.5]\n"
+        "trainer:\n  callbacks:\n  - {class_path: EarlyStopping, init_args: {monitor: val/loss}}\n",
+    )
+    config = parse(kd, f"--config {path} --variants.both.objectives.1.cosine_weight 1")
+    both = cli.build(config.variants["both"], "variants.both")
+    assert (both.objectives[0].temperature, both.objectives[1].cosine_weight) == (3.0, 1.0)
+    assert cli.arguments(config.trainer, "trainer")["callbacks"][0].monitor == "val/loss"
+
+
+EVERYTHING = (
+    "--data CIFAR10 --data.root X --teacher ResNet --teacher.depth 8 --variants.both Sum --variants.both.objectives "
+    "[Hinton,Cosine] --optimizer.betas [0.8,0.9] --scheduler CosineAnnealingLR --scheduler.T_max 10 --only ce both "
+    "--trainer.callbacks [LearningRateMonitor] --trainer.max_time '{minutes: 3}' --seeds [7] --out runs/x"
+)
+
+
+@pytest.mark.parametrize("line", [
+    "", EVERYTHING, "--trainer.profiler SimpleProfiler --trainer.profiler.filename x",
+    "--trainer.strategy ddp_fork --trainer.strategy.timeout 60 --exact 8", "--trainer.strategy deepspeed",
+])  # fmt: skip
+def test_what_is_printed_is_read_back(kd, tmp_path, capsys, line):
+    with pytest.raises(SystemExit) as end:
+        parse(kd, f"{line} --print_config")
+    printed = capsys.readouterr()
+    assert (end.value.code, printed.err) == (0, "")
+    again = kd.parse(["--config", str(write(tmp_path / "all.yaml", printed.out))])
+    assert kd.as_dict(again) == kd.as_dict(parse(kd, line))
+    kd.save(parse(kd, line), tmp_path / "config.yaml")
+    saved = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert saved == {
+        key: value for key, value in yaml.safe_load(printed.out).items() if key not in {"out", "resume", "overwrite"}
+    }
+
+
+def test_help(kd, capsys):
+    with pytest.raises(SystemExit) as end:
+        parse(kd, "--help --teacher ResNet")
+    text = capsys.readouterr().out
+    assert end.value.code == 0
+    assert text.startswith("usage: kd.py [--FLAG VALUE ...] [--config FILE] [--print_config] [--help]\n\n")
+    for flag in (
+        "--data.batch_size 128",
+        "--teacher.depth 20",
+        "--variants.kd.temperature 2.0",
+        "--trainer.max_epochs 10",
+    ):
+        assert flag in text
+    assert "--seeds 3" in text
+    assert len(text.splitlines()) < 110
+    assert max(map(len, text.splitlines())) <= 120
+    with pytest.raises(SystemExit):
+        parse(kd, "-h --teacher NoSuch")  # still helps
+
+
+# What is made of it
+
+
+def test_building_makes_new_instances_with_what_the_data_gives(kd):
+    config = parse(kd, "--student ResNet --student.depth 8 --data.batch_size 7")
+    nets_made = [cli.build(config.student, "student", **IMAGES) for _ in range(2)]
+    assert nets_made[0] is not nets_made[1]
+    assert nets_made[0].stem[0].in_channels == 1
+    assert cli.build(config.data, "data").batch_size == 7
+    for bound in (cli.factory(config.optimizer, "optimizer"), config):
+        assert pickle.loads(pickle.dumps(bound))
+    optimizer = pickle.loads(pickle.dumps(cli.factory(config.optimizer, "optimizer")))(nets_made[0].parameters())
+    assert isinstance(optimizer, torch.optim.Adam)
+    assert optimizer.defaults["lr"] == 1e-3
+
+
+def test_a_scheduler_with_a_function(kd):
+    config = parse(kd, "--scheduler LambdaLR --scheduler.lr_lambda math.exp")
+    optimizer = cli.factory(config.optimizer, "optimizer")(torch.nn.Linear(1, 1).parameters())
+    assert cli.factory(config.scheduler, "scheduler")(optimizer).get_last_lr() == [1e-3]
+    assert kd.as_dict(config)["scheduler"]["init_args"]["lr_lambda"] == "math.exp"
+
+
+def test_trainers_share_nothing(kd):
+    config = parse(
+        kd, "--trainer.callbacks [LearningRateMonitor] --trainer.profiler SimpleProfiler --trainer.devices 1"
+    )
+    first, second = (cli.arguments(config.trainer, "trainer") for _ in range(2))
+    assert isinstance(first["callbacks"][0], callbacks.LearningRateMonitor)
+    assert first["callbacks"][0] is not second["callbacks"][0]
+    assert first["profiler"] is not second["profiler"]
+    trainer = cli.build(config.trainer, "trainer", accelerator="cpu", enable_progress_bar=False, logger=False)
+    assert isinstance(trainer, Trainer)
+    assert trainer.max_epochs == 10
+
+
+def test_only(kd):
+    variants = kd.parse([]).variants
+    assert list(cli.pick(variants, None)) == ["ce", "kd", "cosine", "hint"]
+    assert list(cli.pick(variants, ["hint", "ce", "ce"])) == ["ce", "hint"]
+
+
+# What is refused
+
+REFUSED = {
+    "--nope 3": "nope 3: expected a flag of kd.py",
+    "--dta MNIST": "dta MNIST: expected a flag of kd.py; near: --data",
+    "--variant.kd.temperature 4": "near: --variants.kd.temperature",
+    "--teacher_chkpt X": "near: --teacher_ckpt",
+    "--data.train_sise 3": "data.train_sise 3: expected an option of Digits; near: train_size",
+    "--data.root X": "data.root X: expected an option of Digits: batch_size, augment, train_size",
+    "--data MNISt":
+        "data MNISt: expected Digits, CIFAR10, MNIST, ImageFolder, LabelledText, Shakespeare, Text "
+        "or the import path of a class; near: MNIST",
+    "--data null": "data null: expected one class: Digits",
+    "--data": "data (nothing): expected a value",
+    "--data MNIST CIFAR10": "data MNIST CIFAR10: expected one class",
+    "fit": "fit: expected a flag first",
+    "--data.batch_size x": "data.batch_size x: expected a whole number",
+    "--data.batch_size null": "data.batch_size null: expected a whole number",
+    "--data.batch_size 1.5": "data.batch_size 1.5: expected a whole number",
+    "--data.augment maybe": "data.augment maybe: expected true or false",
+    "--teacher ResNett": "near: ResNet",
+    "--teacher torch.nn.Linaer": "Linaer is no class of torch.nn; near: Linear",
+    "--teacher torch.nm.Linear": "there is no module torch.nm",
+    "--teacher torch.optim.Adam": "teacher torch.optim.Adam: expected a class derived from Net or Module",
+    "--teacher torchvision.models.resnet18": "resnet18 is no class",
+    "--teacher torch.nn.Linear": "teacher.in_features (nothing): expected a whole number; Linear can't do without",
+    "--teacher.input_shape [1,8,8]": "teacher.input_shape [1,8,8]: expected an option of DeepNN: dropout",
+    "--variants.kd.temperature 0": "variants.kd.temperature 0: expected a number above 0",
+    "--variants.kd.kd_weight -1": "variants.kd.kd_weight -1: expected a number of 0 or more",
+    "--variants.kd.temperature x": "variants.kd.temperature x: expected a number",
+    "--variants.kd.tempature 3": "variants.kd.tempature 3: expected an option of Hinton; near: temperature",
+    "--variants.hnt.hint_weight 3":
+        "expected one of ce, kd, cosine, hint, or --variants.hnt CLASS beside it for a new one; near: hint",
+    "--variants.kd Hintn": "variants.kd Hintn: expected Cosine, CrossEntropy, DeiTToken, Hint, Hinton,",
+    "--variants.x Objective": "variants.x Objective: expected Cosine, CrossEntropy, DeiTToken, Hint, Hinton,",
+    "--variants.teacher Hinton": "variants.teacher Hinton: expected a name of letters",
+    "--variants.a/b Hinton": "variants.a/b Hinton: expected a name of letters",
+    "--variants 3": "variants 3: expected a name and a class",
+    "--variants.s Sum": "variants.s.objectives (nothing): expected a list",
+    "--variants.s Sum --variants.s.objectives [Hinton,Hintn]": "variants.s.objectives.1 Hintn: expected Cosine",
+    "--variants.s Sum --variants.s.objectives [Hinton] --variants.s.objectives.0.temperature 0":
+        "variants.s.objectives.0.temperature 0: expected a number above 0",
+    "--variants.s Sum --variants.s.objectives [Hinton] --variants.s.objectives.1.temperature 2":
+        "expected a position from 0 to 0",
+    "--variants.s Sum --variants.s.objectives [Hinton,Hint] --variants.s.weights [1]":
+        "variants.s.weights [1]: expected 2 weights",
+    "--variants.s Sum --variants.s.objectives [Hinton,Hint": "expected YAML, as [First, Second]",
+    "--only ce hnt": "only ce hnt: expected names among ce, kd, cosine, hint; near: hint",
+    "--only []": "only []: expected at least one of",
+    "--optimizer.lr -1": "optimizer.lr -1: expected what Adam takes: Invalid learning rate: -1.0",
+    "--optimizer.lr fast": "optimizer.lr fast: expected a number",
+    "--optimizer sgd": "near: SGD",
+    "--optimizer LBFGS": "optimizer LBFGS: expected one that steps each student by itself",
+    "--optimizer Muon": "Muon only supports 2D parameters",
+    "--scheduler ReduceLROnPlateau": "scheduler ReduceLROnPlateau: expected one that depends on the epoch alone",
+    "--scheduler MultiStepLR": "scheduler.milestones (nothing): expected a list",
+    "--scheduler StepLR --scheduler.step_size 0": "integer modulo by zero",
+    "--scheduler OneCycleLR --scheduler.max_lr 1 --scheduler.total_steps 5": "scheduler.total_steps 5: expected",
+    "--scheduler.gamma 0.1": "scheduler.gamma 0.1: expected --scheduler with the name of a class beside it",
+    "--seeds 0": "seeds 0: expected a number of seeds, at least 1",
+    "--seeds [1,1]": "seeds [1,1]: expected seeds of 0 or more, none of them twice",
+    "--seeds [-1]": "seeds [-1]: expected seeds of 0 or more",
+    "--seeds [99999999999999999999]": "seeds [99999999999999999999]: expected seeds of 0 or more",
+    "--out ''": "out '': expected a folder",
+    "--teacher math.sin.Net": "there is no module math.sin",
+    "--checkpoint_every 0": "checkpoint_every 0: expected seconds, above 0",
+    "--teacher_cache_mb -1": "teacher_cache_mb -1: expected",
+    "--resume true": "resume true: expected --out FOLDER beside it",
+    "--resume true --overwrite true --out x": "overwrite true: expected either this or --resume true",
+    "--config missing.yaml": "config missing.yaml: expected a YAML file that can be read (No such file or directory)",
+    "--trainer.accumulate_grad_batches -1": "trainer.accumulate_grad_batches -1: expected a number, at least 1",
+    "--trainer.accumulate_grad_batches 0": "trainer.accumulate_grad_batches 0: expected a number, at least 1",
+    "--trainer.gradient_clip_val -1": "trainer.gradient_clip_val -1: expected a number, at least 0",
+    "--trainer.gradient_clip_val .nan": "trainer.gradient_clip_val .nan: expected a number, at least 0",
+    "--trainer.check_val_every_n_epoch 0": "trainer.check_val_every_n_epoch 0: expected a number, at least 1",
+    "--trainer.log_every_n_steps -1": "trainer.log_every_n_steps -1: expected a number, at least 0",
+    "--trainer.val_check_interval 0": "trainer.val_check_interval 0: expected a number above 0",
+    "--trainer.limit_train_batches 0": "trainer.limit_train_batches 0: expected a number above 0",
+    "--trainer.limit_test_batches 0": "trainer.limit_test_batches 0: expected a number above 0",
+    "--trainer.limit_val_batches 1.5": "trainer.limit_val_batches 1.5: expected a whole number of batches, or a frac",
+    "--trainer.val_check_interval 2.5": "trainer.val_check_interval 2.5: expected a whole number of batches, or",
+    "--trainer.limit_val_batches -1": "trainer.limit_val_batches -1: expected a number, at least 0",
+    "--trainer.max_epochs 0": "trainer.max_epochs 0: expected a number of epochs, at least 1, or -1 for no limit",
+    "--trainer.max_steps -2": "trainer.max_steps -2: expected a number of steps, at least 1, or -1 for no limit",
+    "--trainer.min_epochs -1": "trainer.min_epochs -1: expected a number, at least 0",
+    "--trainer.min_epochs 11": "trainer.min_epochs 11: expected at most --trainer.max_epochs, 10",
+    "--trainer.max_epochs x": "trainer.max_epochs x: expected a whole number or null",
+    "--trainer.max_epoch 3": "near: max_epochs",
+    "--trainer.precision foo": "trainer.precision foo: expected 64, 32, 16 or",
+    "--trainer 3": "trainer 3: expected an option",
+    "--trainer.callbacks [Nope]": "trainer.callbacks.0 Nope: expected",
+    "--trainer.callbacks EarlyStopping":
+        "trainer.callbacks.monitor (nothing): expected text; EarlyStopping can't do without",
+    "--trainer.enable_checkpointing true": "trainer.enable_checkpointing true: expected an option of Trainer",
+    "--print_config now": "print_config now: expected no value",
+    "--exact 0": "exact 0: expected the largest number of devices",
+    "--trainer.strategy.timeout 5": "expected --trainer.strategy with the name of a class beside it",
+    "--trainer.strategy fsdq": "expected auto, ddp, ddp_fork",
+    "--trainer.strategy deepsped": "near: deepspeed",
+    "--trainer.strategy DDP": "near: ddp",
+    "--trainer.strategy null": "trainer.strategy null: expected auto, ddp",
+    "--trainer.strategy [ddp]": "trainer.strategy [ddp]: expected auto, ddp",
+    "--trainer.strategy deepspeed --trainer.strategy.timeout 5": "deepspeed is a name without options",
+    "--trainer.strategy ddp --trainer.strategy.timout 5": "expected an option of DDP; near: timeout",
+    "--trainer.strategy ddp --trainer.strategy.exact 5": "expected an option of DDP",
+    "--trainer.strategy ddp --trainer.strategy.timeout 0": "trainer.strategy.timeout 0: expected seconds, above 0",
+    "--trainer.strategy ddp --trainer.strategy.start_method x": "start_method x: expected auto, fork, spawn, popen",
+    "--trainer.strategy lightning.pytorch.Trainer": "expected a class derived from Strategy",
+    "--trainer.strategy lightning.pytorch.strategies.DDPStrategi": "near: DDPStrategy",
+    "--variants.s Sum --variants.s.objectives null": "variants.s.objectives null: expected Cosine",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "expected"), REFUSED.items(), ids=list(REFUSED))
+def test_refused(kd, line, expected):
+    assert expected in refused(kd, line)
+
+
+IMPORTS = {
+    "mypackage.MyNat": "MyNat is no class of mypackage; near: MyNet",
+    "mypackge.MyNet": "there is no module mypackge; near: mypackage",
+    "mypackage.brokn.MyNet": "there is no module mypackage.brokn; near: broken",
+    "mypackage.broken.MyNet": "importing mypackage.broken failed: No module named 'nothing_like_it'",
+    "mypackage.worse.MyNet": "importing mypackage.worse failed: RuntimeError: not today",
+    "mypackage.Mine --teacher.flavour 3": "",
+}
+
+
+@pytest.mark.parametrize(("path", "expected"), IMPORTS.items(), ids=list(IMPORTS))
+def test_a_class_that_can_not_be_imported(kd, mine, path, expected):
+    if expected:
+        assert refused(kd, f"--teacher {path}").startswith(f"teacher {path}: expected ")
+        assert expected in refused(kd, f"--teacher {path}")
+    else:
+        parse(kd, f"--teacher {path}")  # an objective is a module, too
+
+
+FILES = {
+    "data: {rot: X}": "data.rot X: expected an option of Digits",
+    "dta: Digits": "dta Digits: expected a flag of kd.py; near: --data",
+    "variants: {kd: {temperature: x}}": "variants.kd.temperature x: expected a number",
+    "variants: {kd: {init_args: {temperature: 0}}}": "variants.kd.temperature 0: expected a number above 0",
+    "variants: {t8: {temperature: 8}}": "variants.t8.temperature 8: expected one of ce, kd",
+    "variants: {kd: {init_args: 3}}": "variants.kd.init_args 3: expected a mapping of options",
+    "variants: [kd]": "variants ['kd']: expected a name and a class",
+    "trainer: 3": "trainer 3: expected an option",
+    "seeds: {a: 1}": "seeds.a 1: expected a flag",
+}
+
+
+@pytest.mark.parametrize(("text", "expected"), FILES.items(), ids=list(FILES))
+def test_a_file_that_is_refused_is_named(kd, tmp_path, text, expected):
+    path = write(tmp_path / "my.yaml", text)
+    message = refused(kd, f"--config {path}")
+    assert message.startswith(expected)
+    assert message.endswith(f"(in {path})")
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ("data: [\n", "YAML; line 2"), ("a: b: c", "YAML; line 1: mapping values"), ("- data", "a YAML mapping"),
+])  # fmt: skip
+def test_a_file_that_is_no_mapping(kd, tmp_path, text, expected):
+    path = write(tmp_path / "my.yaml", text)
+    assert refused(kd, f"--config {path}").startswith(f"config {path}: expected {expected}")
+
+
+@pytest.mark.parametrize(("line", "expected"), [
+    ("--student ResNet --student.depth 9", "--student.depth 9: expected 6n + 2"),
+    ("--student Torchvision --student.name resnet81", "--student.name resnet81: expected a classification model"),
+])  # fmt: skip
+def test_what_constructors_refuse_names_the_whole_flag(kd, line, expected):
+    config = parse(kd, line)
+    with pytest.raises(BadInput) as caught:
+        cli.build(config.student, "student", **IMAGES)
+    assert str(caught.value).startswith(expected)
+
+
+def test_a_flag_that_is_whole_already_stays(kd):
+    config = parse(kd, "--data.batch_size -5")
+    with pytest.raises(BadInput) as caught:
+        cli.build(config.data, "data")
+    assert str(caught.value).startswith("--data.batch_size -5: expected")
+
+
+# Going on
+
+
+@pytest.fixture
+def run(kd, tmp_path):
+    """A run's folder with its settings."""
+    out = tmp_path / "t4"
+    out.mkdir()
+    kd.save(
+        parse(kd, "--variants.kd.temperature 2.5 --teacher ResNet --teacher.depth 8 --seeds 2"), out / "config.yaml"
+    )
+    return out
+
+
+def test_resuming_takes_the_settings_from_the_folder(kd, run):
+    config = parse(kd, f"--out {run} --resume true")
+    assert config.variants["kd"].init_args["temperature"] == 2.5
+    assert (config.teacher.name, config.seeds, config.resume, config.out) == ("ResNet", [0, 1], True, str(run))
+
+
+@pytest.mark.parametrize("line", [
+    "--trainer.devices 3", "--trainer.strategy ddp", "--trainer.strategy ddp_fork --trainer.strategy.timeout 60",
+    "--trainer.strategy deepspeed", "--trainer.accelerator cpu --trainer.logger false",
+    "--checkpoint_every 5", "--trainer.log_every_n_steps 1 --trainer.enable_progress_bar false",
+    "--teacher.depth 8", "--variants.kd.temperature 2.5", "--seeds [0,1] --teacher ResNet",
+])  # fmt: skip
+def test_resuming_with_what_may_differ_or_does_not(kd, run, line):
+    config = parse(kd, f"{line} --out {run} --resume true")
+    assert config.variants["kd"].init_args["temperature"] == 2.5
+    assert config.trainer.init_args["devices"] == (3 if "devices" in line else "auto")
+    assert isinstance(config.trainer.init_args["strategy"], cli.Choice) == ("strategy ddp" in line)
+
+
+@pytest.mark.parametrize(("line", "flag", "was"), [
+    ("--variants.kd.temperature 4", "variants.kd.temperature 4", "2.5"),
+    ("--variants.new Hinton", "variants.new Hinton", "(nothing)"),
+    ("--variants.kd Cosine", "variants.kd Cosine", "lit_modules.objectives.Hinton"),
+    ("--teacher DeepNN", "teacher DeepNN", "lit_modules.nets.ResNet"),
+    ("--seeds 3", "seeds 3", "[0, 1]"),
+    ("--only kd", "only kd", "None"),
+    ("--optimizer.lr 0.1", "optimizer.lr 0.1", "0.001"),
+    ("--trainer.precision 64-true", "trainer.precision 64-true", "None"),
+    ("--teacher_ckpt x", "teacher_ckpt x", "None"),
+    ("--exact 8", "exact 8", "None"),
+])  # fmt: skip
+def test_resuming_with_what_differs_is_refused(kd, run, line, flag, was):
+    message = refused(kd, f"{line} --out {run} --resume true")
+    assert message == f"{flag}: expected {was}, as the run in {run} was started; leave it out, or take another --out"
+
+
+def test_resuming_under_another_strategy_than_one_with_options(kd, run):
+    kd.save(parse(kd, "--trainer.strategy ddp_fork --trainer.strategy.timeout 60"), run / "config.yaml")
+    config = parse(kd, f"--trainer.strategy auto --out {run} --resume true")
+    assert config.trainer.init_args["strategy"] == "auto"
+
+
+def test_resuming_does_not_ask_what_the_defaults_are_now(kd, run):
+    other = cli.Parser("kd.py", "", kd.options.target)
+    skip = {"input_shape", "num_classes"}
+    other.add_choice("data", datamodules.ImageData, datamodules, "MNIST")
+    other.add_choice("teacher", (nets.Net, torch.nn.Module), nets, "LightNN", skip=skip)
+    other.add_choice("student", (nets.Net, torch.nn.Module), nets, "ResNet", skip=skip)
+    other.add_variants(
+        "variants", objectives.Objective, objectives, {"kd": {"class_path": "Hinton", "temperature": 9}, "x": "Hint"}
+    )
+    other.add_optimizer({"class_path": "SGD", "lr": 1})
+    other.add_trainer(strategies.NAMES, max_epochs=99, max_steps=4)
+    assert other.as_dict(parse(other, f"--out {run} --resume true")) == kd.as_dict(
+        parse(kd, f"--out {run} --resume true")
+    )
+
+
+def test_resuming_where_there_is_no_run_starts(kd, tmp_path):
+    assert parse(kd, f"--out {tmp_path} --resume true --seeds 1").seeds == [0]
+    assert parse(kd, f"--out {tmp_path / 'missing'} --resume true --seeds 1").seeds == [0]
+
+
+def test_resuming_from_damaged_settings(kd, run):
+    write(run / "config.yaml", "data: [")
+    assert refused(kd, f"--out {run} --resume true").startswith(f"out {run / 'config.yaml'}: expected YAML")
+
+
+# Errors
+
+
+def told(capsys, action):
+    with pytest.raises(SystemExit) as end, cli.one_line_errors():
+        action()
+    error = capsys.readouterr().err
+    assert end.value.code == 2
+    assert error.startswith("error: ")
+    assert error.endswith("\n")
+    assert error.count("\n") == 1
+    return error
+
+
+def raiser(error):
+    def action():
+        raise error
+
+    return action
+
+
+GO_ON = "--out FOLDER --resume true goes on from its checkpoint, if it left one"
+
+
+def raised(line):
+    """As torch.multiprocessing hands on what a rank raised."""
+    return ProcessRaisedException(f"\n\n-- Process 1 terminated with the following error:\n...\n{line}\n", 1, 4321)
+
+
+@pytest.mark.parametrize(("error", "expected"), [
+    (BadInput("data.root", "X", "a\nfolder"), "error: --data.root X: expected a folder\n"),
+    (OSError(errno.ENOSPC, "No space left on device", "runs/x"),
+     "error: no space left on the disk: runs/x; what was finished is kept\n"),
+    (PermissionError(errno.EACCES, "Permission denied", "/x"), "error: Permission denied: /x\n"),
+    (TimeoutError("--trainer.strategy.timeout 5: rank 1 kept"), "error: --trainer.strategy.timeout 5: rank 1 kept\n"),
+    (OverflowError("--exact 8: expected less"), "error: --exact 8: expected less\n"),
+    (raised("apprentice.errors.BadInput: --data.root 2: expected 3"), "error: --data.root 2: expected 3\n"),
+    (raised("TimeoutError: --trainer.strategy.timeout 5: rank 1"), "error: --trainer.strategy.timeout 5: rank 1\n"),
+    (raised("OverflowError: --exact 8: expected less"), "error: --exact 8: expected less\n"),
+    (raised("ConnectionError: rank 1 has gone"), "error: rank 1 has gone\n"),
+    (ProcessExitedException("", 1, 4321, -9, "SIGKILL"), f"error: rank 1 was killed by SIGKILL; {GO_ON}\n"),
+    (ProcessExitedException("", 1, 4321, 3), f"error: rank 1 ended with exit code 3; {GO_ON}\n"),
+])  # fmt: skip
+def test_one_line(capsys, error, expected):
+    assert told(capsys, raiser(error)) == expected
+
+
+@pytest.mark.parametrize("where", [lambda error: error, lambda error: raised(f"apprentice.errors.BadInput: {error}")])
+def test_an_option_alone_is_told_with_its_flag(kd, where):
+    parse(kd, "--data.batch_size 3")
+    said = {
+        BadInput("batch_size", 3, "more"): "--data.batch_size 3: expected more",
+        BadInput("only", "ce", "more"): "--only ce: expected more",
+        BadInput("ce_weight", 0.75, "more"): "--ce_weight 0.75: expected more",  # of which variant, nobody knows
+        BadInput("data.batch_size", 3, "more"): "--data.batch_size 3: expected more",
+    }
+    for error, line in said.items():
+        assert one_line(where(error), kd) == line
+
+
+@pytest.mark.parametrize("line", [
+    "--data Text --teacher GPT --student RNNClassifier --student.num_classes 20",
+    "--student.num_classes 20 --student RNNClassifier --teacher GPT --data Text",
+    "--data Shakespeare --student RNNClassifier --teacher RNNClassifier --student.vocab_size 128",
+])  # fmt: skip
+def test_what_the_data_does_not_give_is_an_option_of_nets(kd, line, tmp_path):
+    config = parse(kd, line)
+    assert {"num_classes": 20, "vocab_size": 128}.items() & config.student.init_args.items()
+    (tmp_path / "config.yaml").write_text(kd.dump(config))
+    assert parse(kd, f"--config {tmp_path}/config.yaml") == config
+
+
+@pytest.mark.parametrize(("line", "flag"), [
+    ("--data Text --teacher GPT --student GPT --student.block_size 9", "student.block_size 9"),
+    ("--teacher GPT --teacher.vocab_size 9 --data Text", "teacher.vocab_size 9"),
+    ("--student.num_classes 9", "student.num_classes 9"),
+    ("--data Shakespeare --student RNNClassifier --student.num_classes 9", "student.num_classes 9"),
+])  # fmt: skip
+def test_what_the_data_gives_is_no_option_of_nets(kd, line, flag):
+    assert refused(kd, line).startswith(f"{flag}: expected an option of")
+
+
+def test_a_full_disk_under_torch_save(capsys):
+    if not Path("/dev/full").exists():
+        pytest.skip("needs /dev/full")
+    assert "no space left" in told(capsys, lambda: torch.save(torch.zeros(100_000), "/dev/full"))
+
+
+@pytest.mark.parametrize("line", [
+    "--trainer.devices 99 --trainer.accelerator gpu", "--trainer.devices 0",
+    "--trainer.accelerator abacus", "--trainer.accelerator tpu", "--trainer.devices -1",
+])  # fmt: skip
+def test_what_the_trainer_refuses(kd, capsys, line):
+    make_trainer = trainers(parse(kd, line).trainer, None, strategies.NAMES)
+    flag, value = line.split()[-2:]
+    assert f"{flag} {value}" in told(capsys, lambda: make_trainer(logger=False))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("ours"), KeyError("ours"), RuntimeError("ours"), raised("KeyError: 3"), raised("ValueError: ours"),
+     ValueError("depth 3: expected ours"), raised("ValueError: depth 3: expected ours")],
+)  # fmt: skip
+def test_our_own_mistakes_keep_their_traceback(kd, error):
+    parse(kd, "--teacher ResNet --student ResNet")
+    with pytest.raises(type(error)), cli.one_line_errors(kd):
+        raise error
+
+
+@pytest.mark.parametrize("wrap", [ValueError, lambda said: raised(f"ValueError: {said}")])
+@pytest.mark.parametrize(("said", "flag"), [
+    ("exact 8: expected 9", "exact"), ("timeout 5.0: expected 6", "trainer.strategy.timeout"),
+    ("depth 8: expected 7", "teacher.depth"), ("start_method x: expected y", "trainer.strategy.start_method"),
+])  # fmt: skip
+def test_an_option_that_is_refused_when_it_is_used_is_told_by_its_flag(kd, capsys, wrap, said, flag):
+    parse(kd, "--teacher ResNet --teacher.depth 8 --student ResNet --trainer.strategy ddp --trainer.strategy.timeout 5")
+    with pytest.raises(SystemExit), cli.one_line_errors(kd):
+        raise wrap(said)
+    assert capsys.readouterr().err == f"error: --{flag.rpartition('.')[0]}{'.' if '.' in flag else ''}{said}\n"
+
+
+def test_the_script_ends_with_one_line(kd, capsys):
+    error = told(capsys, lambda: sys.modules["kd"].main(["--data.batch_size", "many"]))
+    assert error == "error: --data.batch_size many: expected a whole number\n"
+
+
+# Other experiments
+
+
+def test_another_experiment_needs_few_lines():
+    @dataclass
+    class Options(cli.RunOptions):
+        """Options.
+
+        Args:
+            rounds: how often.
+        """
+
+        rounds: int = 2
+
+    parser = cli.Parser("other.py", "Another one.", Options)
+    parser.add_choice("net", nets.Net, nets, {"class_path": "ResNet", "depth": 8}, skip={"input_shape"})
+    config = parser.parse(["--rounds", "3", "--net.num_classes", "4"])
+    assert (config.rounds, config.net.init_args) == (3, {"depth": 8, "num_classes": 4, "norm": "batch"})

@@ -1,0 +1,203 @@
+"""What deploys a student, by itself: what agrees, what is timed, which files are ours, what each file costs."""
+
+import copy
+import itertools
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from apprentice import extras
+from apprentice.errors import BadInput
+from apprentice.keyed import with_seed
+from harness.runs import folders
+from harness.studies.deploy import Study, answer, formats, latency
+from harness.studies.deploy import agreement as agreement_module
+from harness.studies.deploy.agreement import agreement, answers
+from harness.studies.deploy.latency import Latency
+from harness.studies.deploy.source import of_net
+from lit_modules.nets import LightNN, ResNet
+from lit_modules.quantization import FakeQuantized
+from tests.processes import Run
+from tests.training import net
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+needs_extras = pytest.mark.extras
+
+
+def test_what_is_said_of_a_net_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with of_net("run", "FOLDER", "net"):
+        sys.stderr.write("noted\n")
+    said = "--run FOLDER: expected a net that can be quantised; it says: KeyError: 'a graph'"
+    with pytest.raises(BadInput, match=said), of_net("run", "FOLDER", "net"):
+        raise KeyError(sys.stderr.write("a whole graph\n") and "a graph")
+    with pytest.raises(BadInput, match="--run FOLDER: expected another"), of_net("run", "FOLDER", "net"):
+        raise BadInput("net", "LightNN", "another")
+    with pytest.raises(BadInput, match="--objective Hint: expected another"), of_net("run", "FOLDER", "net"):
+        raise BadInput("objective", "Hint", "another")
+    assert capsys.readouterr().err == "noted\n"
+
+
+def test_agreement_allows_what_rounding_explains_and_no_more() -> None:
+    logits = torch.zeros(2000, 3)
+    logits[:, 0], logits[0, 1], logits[0, 2] = 10.0, 10.0 - 1e-5, -10.0
+    flipped = logits.clone()
+    flipped[0, 0] -= 1e-4
+    assert agreement(logits, flipped, exact=True)[:2] == (1, 2000)
+    assert not agreement(logits, flipped, exact=True).fault
+    assert not agreement(logits, flipped, exact=False).fault
+    logits[0, 1] = 10 - 0.3
+    flipped[0, 1] = 10.1
+    assert "0.3 apart, not below 0.0001" in agreement(logits, flipped, exact=True).fault
+    assert not agreement(logits, flipped, exact=False).fault  # 0.3 of a range of 20
+    logits[:3, 1] = 9.7
+    flipped[:3] = torch.tensor([9.7, 10.0, -10.0])
+    assert "3 of 2000 predictions differ" in agreement(logits, flipped, exact=False).fault
+    logits[0, 1] = 10 - 0.5
+    assert "not below 0.4" in agreement(logits, flipped, exact=False).fault
+    assert agreement(logits, logits * torch.nan, exact=False).fault == "its logits are not finite"
+
+
+def test_latency_is_told_of_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, int]] = []
+
+    def net(name: str) -> Any:
+        return lambda images: calls.append((name, len(images)))
+
+    monkeypatch.setattr(latency, "compiled", lambda net, batch, exact: net)
+    found = Latency(threads=1, batch_sizes=[3], repeats=2).measure({"a": net("a"), "b": net("b")}, torch.zeros(2, 1))
+    turns = [name for name, _ in itertools.groupby(name for name, _ in calls)]
+    assert turns == ["a", "b"] * 3  # to warm up, and twice
+    assert {rows for _, rows in calls} == {3}
+    assert set(found["a"]["3"]) == {"median", "p95"}
+    with pytest.raises(BadInput, match="repeats"):
+        Latency(repeats=0)
+
+
+class Awkward(torch.nn.Module):
+    """A graph can't hold it, or it answers otherwise where it is compiled."""
+
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        self.breaks = breaks
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return images.flip(1) if torch.compiler.is_compiling() and not self.breaks else images * 2
+
+
+def test_what_is_not_compiled_as_it_is_told_is_not_timed(tmp_path: Path) -> None:
+    run = Run(timed, log=tmp_path / "log")
+    assert run.wait() == 0, run.output
+
+
+def timed() -> None:
+    failed: dict[str, str] = {}
+    torch._dynamo.config.recompile_limit = 1  # as after 8 sizes
+    nets = {"good": torch.nn.ReLU(), "broken": Awkward(True), "wrong": Awkward(False)}
+    images = torch.eye(4).add(torch.tensor([0.0, 0.1, 0.2, 0.3]))
+    measure = Latency(threads=1, batch_sizes=[2, 3, 4], repeats=1).measure
+    found = measure(nets, images, lambda error, name: failed.update({name: str(error)}))
+    assert {name: list(times) for name, times in found.items()} == {"good": ["2", "3", "4"], "broken": [], "wrong": []}
+    assert failed["broken"].startswith("Inductor can't compile it as a whole: Unsupported: ")
+    assert failed["wrong"].startswith("compiled it answers otherwise: a prediction differs")
+    with pytest.raises(RuntimeError, match="as a whole"):
+        measure({"broken": nets["broken"]}, images)
+
+
+def test_a_missing_compiler_is_one_line() -> None:
+    from torch._inductor import config
+
+    latency.need_compiler()
+    missing = config.patch("cpp.cxx", ("no-such-compiler",))  # monkeypatch would delete the setting in the end
+    with missing, pytest.raises(extras.Missing, match=r"C\+\+ compiler: expected one"):
+        latency.need_compiler()
+
+
+def test_only_our_own_files_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "bfloat16"
+    folder.mkdir()
+    for name in ("notes.txt", "weights.safetensors", "model.pt2"):
+        (folder / name).touch()
+    with pytest.raises(BadInput, match=r"this one holds bfloat16/model\.pt2"), folders.opened(tmp_path):
+        pass
+    monkeypatch.setattr(formats, "write_program", lambda net, example, folder: None)
+    monkeypatch.setattr(formats, "write_weights", lambda net, folder: None)
+    kept: Any = SimpleNamespace(out=tmp_path)
+    assert Study(kept, {}, torch.zeros(1), torch.zeros(1))._export("bfloat16", torch.nn.ReLU()) == []
+    assert {path.name for path in folder.iterdir()} == {"notes.txt", "net.yaml"}
+
+
+@needs_extras
+def test_files_of_a_net_with_folded_batch_norm_answer_as_it_does(tmp_path: Path) -> None:
+    images = torch.randn(64, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    fake = FakeQuantized(with_seed(0, lambda: ResNet(8, (3, 8, 8))), images[:1]).train()
+    with torch.no_grad():
+        fake(images)
+        int8 = fake.eval().int8()
+        logits = int8(images)
+    formats.write_program(int8, images, tmp_path)
+    formats.write_onnx(int8, images, tmp_path)
+    found = answers([tmp_path / formats.PROGRAM, tmp_path / formats.ONNX], images)
+    assert len(found) == 2
+    for given in found.values():
+        assert isinstance(given, torch.Tensor), given
+        compared = agreement(logits, given, exact=False, share=0.1)  # untrained, it answers all images nearly alike
+        assert not compared.fault
+        assert compared.largest < 0.02 * float(logits.max() - logits.min())
+
+
+DYING = """
+import importlib.util, json, os, sys, time
+
+spec = importlib.util.spec_from_file_location("answer", "{}")
+answer = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(answer)
+kept = answer.onnx
+
+
+def killed(path, logits):
+    with open(path, "wb") as file:
+        file.write(b"half")
+    os._exit(9)
+
+
+def onnx(path):
+    if "hanging" in path:
+        time.sleep(60)
+    if "deadly" in path:
+        answer.np.save = killed
+    return kept(path.replace("deadly", "good"))
+
+
+answer.onnx = onnx
+with open(sys.argv[1]) as job:
+    answer.main(json.load(job))
+"""
+
+
+@needs_extras
+def test_each_file_stands_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images, plain = torch.randn(3, 1, 8, 8), net(LightNN).eval()
+    files = [tmp_path / name / "model.onnx" for name in ("broken", "deadly", "hanging", "bfloat16", "good")]
+    for path in files:
+        path.parent.mkdir()
+    files[0].write_bytes(b"nothing")
+    (tmp_path / "answer.py").write_text(DYING.format(answer.__file__))
+    monkeypatch.setattr(answer, "__file__", str(tmp_path / "answer.py"))
+    monkeypatch.setattr(agreement_module, "SECONDS", 10.0)
+    formats.write_onnx(formats.Rounded(copy.deepcopy(plain), torch.bfloat16), images, files[3].parent)
+    formats.write_onnx(plain, images, files[4].parent)
+    found = answers(files, images)
+    assert list(found) == files
+    reasons = "InvalidProtobuf: ", "its process ended with exit code 9", "its process took too long", "InvalidGraph: "
+    for path, said in zip(files, reasons, strict=False):
+        told = found[path]
+        assert isinstance(told, str)
+        assert told.startswith(said)
+        assert len(told.splitlines()) == 1
+    torch.testing.assert_close(found[files[4]], plain(images).detach(), rtol=0, atol=1e-5)

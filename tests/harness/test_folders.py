@@ -1,0 +1,175 @@
+"""A run's folder: what is the run's in it, and what a run that is to go on there asks of it."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from apprentice.errors import BadInput
+from experiments import kd
+from harness.runs import folders, manifest
+from harness.runs.files import atomic, write_text
+from harness.runs.tensorboard import RunsLogger, log_run
+
+TINY = ["--data.train_size", "40", "--data.test_size", "20", "--data.validation_size", "20", "--seeds", "1"]
+TINY += ["--only", "ce", "--trainer.max_epochs", "1"]
+
+
+def files(out: Path) -> set[str]:
+    names = (path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file())
+    return {name for name in names if name not in {".lock", ".pid", ".agents", ".files"}}
+
+
+def run(out: Path) -> None:
+    """What a run writes, in every way that there is."""
+    with folders.opened(out):
+        write_text(out / "config.yaml", "data: Digits")
+        (out / "seed0").mkdir()
+        write_text(out / "seed0" / "teacher.json", "{}")
+        logger = RunsLogger(out / "seed0", ["kd"], "kd")
+        logger.log_metrics({"loss": 1.0}, 0)
+        logger.finalize("success")
+        log_run(out / "seed0" / "kd", {}, {"test/acc": 1.0})
+
+
+def test_overwriting_deletes_what_was_recorded_and_nothing_else(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run(out)
+    written = files(out)
+    assert len(written) == 4  # two of them of events
+    mine = {"seeds.txt", "seed_notes/a", "float32/a", "seed0/mine.txt", "seed0/kd/events.mine", "trace_x.json"}
+    for name in mine:
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).touch()
+    with pytest.raises(BadInput, match=r"this one holds config.yaml; or --resume true, --overwrite true"):
+        run(out)
+    with folders.opened(out, overwrite=True):
+        assert files(out) == mine
+
+
+def test_overwriting_takes_what_a_killed_run_has_left_and_empty_folders(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with folders.opened(out):
+        (out / "seed0" / "kd").mkdir(parents=True)
+        (out / "seed1" / "mine").mkdir(parents=True)
+        for seed in ("seed0", "seed1"):
+            with pytest.raises(KeyboardInterrupt), atomic(out / seed / "teacher.ckpt") as temporary:
+                raise KeyboardInterrupt
+            temporary.write_bytes(b"half a checkpoint")
+        write_text(out / "seed0" / "kd" / "net.yaml", "")
+    with (out / ".files").open("a") as record:
+        record.write('\n"seed0/mi')  # cut off when it was written
+    with folders.opened(out, overwrite=True):
+        write_text(out / "config.yaml", "")
+        assert files(out) == {"config.yaml"}
+        assert not (out / "seed0").exists()
+        assert (out / "seed1" / "mine").exists()
+    assert manifest.recorded(out) == [out / "config.yaml"]
+
+
+def test_files_elsewhere_or_written_when_no_run_is_open_are_not_recorded(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with folders.opened(out):
+        write_text(tmp_path / "elsewhere", "")
+        write_text(out / "results.json", "")
+    write_text(out / "later", "")
+    assert manifest.recorded(out) == [out / "results.json"]
+    assert "APPRENTICE_RUN" not in os.environ
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["beside a run", "alone"])
+@pytest.mark.parametrize("name", ["results.md", "seed0/student.json", "seed12/students.ckpt", "int8-qat/model.onnx"])
+def test_what_may_be_a_runs_and_is_in_no_record_is_not_touched(name: str, recorded: bool, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    if recorded:
+        run(out)
+    (out / name).parent.mkdir(parents=True, exist_ok=True)
+    (out / name).write_text("mine")
+    before = files(out)
+    with pytest.raises(BadInput, match="this one holds"), folders.opened(out):
+        pass
+    with (
+        pytest.raises(BadInput, match=f"{name} is in no record: delete that by hand"),
+        folders.opened(out, overwrite=True),
+    ):
+        pass
+    assert files(out) == before
+
+
+def test_a_new_folder_may_hold_files_of_the_users(tmp_path: Path) -> None:
+    for name in ("seeds.txt", "seed_notes/a.json", "float32/a", "seed0/mine.txt", "seeds/teacher.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    with folders.opened(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("line", ["3", '"../mine"', '"{elsewhere}"', "\\udcff"])
+def test_a_record_deletes_nothing_outside_of_its_folder(line: str, tmp_path: Path) -> None:
+    out, mine = tmp_path / "run", tmp_path / "mine"
+    mine.touch()
+    run(out)
+    with (out / ".files").open("ab") as record:
+        record.write(f"\n{line}".format(elsewhere=mine).encode(errors="surrogateescape"))
+    with folders.opened(out, overwrite=True):
+        assert files(out) == set()
+    assert mine.exists()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("run") / "kd"
+    kd.main([*TINY, "--out", str(out)])
+    return out
+
+
+@pytest.mark.parametrize("name", ["seed0/teacher/weights.pt", "seed{seed}/teacher/weights.pt"])
+def test_what_a_run_reads_is_not_overwritten(
+    name: str, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = shutil.copytree(finished, tmp_path / "run")
+    before = files(out)
+    with pytest.raises(SystemExit) as stop:
+        kd.main([*TINY, "--out", str(out), "--overwrite", "true", "--teacher_ckpt", str(out / name)])
+    assert stop.value.code == 2
+    told = f"error: --overwrite true: expected --teacher_ckpt outside of {out}, "
+    assert capsys.readouterr().err.startswith(told)
+    assert files(out) == before
+
+
+CUT = {
+    "missing": lambda text: None,
+    "empty": lambda text: "",
+    "only a comment": lambda text: "# nothing\n",
+    "without its end": lambda text: text[: text.index("optimizer:")],
+    "without its last line": lambda text: text[: text.rstrip().rindex("\n") + 1],
+    "without its last character": lambda text: text[:-1],
+    "cut off in a word": lambda text: text[: text.index("max_epochs") + 3],
+}
+
+
+@pytest.mark.parametrize("cut", CUT)
+def test_a_run_without_its_settings_does_not_go_on(
+    cut: str, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = shutil.copytree(finished, tmp_path / "run")
+    text = CUT[cut]((out / "config.yaml").read_text())
+    (out / "config.yaml").unlink()
+    if text is not None:
+        (out / "config.yaml").write_text(text)
+    with pytest.raises(SystemExit) as stop:
+        kd.main([*TINY, "--resume", "true", "--out", str(out), "--optimizer.lr", "0.01"])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2
+    told = "--resume true: expected config.yaml in " if cut == "missing" else f"--out {out / 'config.yaml'}: expected "
+    assert error.startswith(f"error: {told}"), error
+    assert error.count("\n") == 1
+
+
+def test_a_new_folder_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with folders.opened(tmp_path / "typo", resume=True):
+        assert capsys.readouterr().err == f"{tmp_path / 'typo'} holds no run to go on with: a new one starts\n"
+        write_text(tmp_path / "typo" / "config.yaml", "")
+    with folders.opened(tmp_path / "typo", resume=True):
+        assert capsys.readouterr().err == ""

@@ -1,0 +1,313 @@
+"""One experiment, started by anything: by launchers or by hand, met at an address or in a file; and what can't be."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from experiments import kd
+from harness.runs import job
+from harness.runs import launch as launches
+from strategies.base import stores
+from tests.launching import ROOT, TINY, Command, by_hand, ended, free_port, ranks, weights
+from tests.processes import Run
+from tests.ranks import ranks as process_group
+
+EXACT = [*TINY, "--exact", "2"]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """What one process gives."""
+    out = tmp_path_factory.mktemp("alone") / "run"
+    ended([Run(kd.main, [*EXACT, "--out", str(out)], log=out.with_suffix(".log"))])
+    return weights(out)
+
+
+# Launchers
+
+
+@pytest.mark.slow
+def test_the_old_launch_module(alone: dict[str, bytes], tmp_path: Path) -> None:
+    launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.launch", "--nproc_per_node", "1"]
+    port = ["--master_port", str(free_port())]
+    run = Command(*launch, *port, ROOT / "experiments" / "kd.py", *EXACT, "--out", "run", log=tmp_path / "log")
+    assert run.wait(150) == 0, run.output
+    assert weights(tmp_path / "run") == alone
+
+
+def slurm(rank: int, size: int = 2, **variables: Any) -> dict[str, Any]:
+    """What srun sets for `srun -n 2` on two nodes."""
+    given = {"SLURM_NTASKS": size, "SLURM_PROCID": rank, "SLURM_LOCALID": 0, "SLURM_NODEID": rank}
+    given |= {"SLURM_NNODES": size, "SLURM_JOB_ID": "1234567", "SLURM_JOB_NAME": "kd", "SLURM_NODELIST": "n[1-2]"}
+    return given | variables
+
+
+def test_slurms_variables_give_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(variable)
+    for key, value in slurm(1).items():
+        monkeypatch.setenv(key, str(value))
+    assert launches.launched() == launches.Launch("slurm", 1, 2, 2)
+    monkeypatch.setenv("SLURM_JOB_NAME", "interactive")
+    assert launches.launched() is None
+
+
+def test_one_launcher_inside_another_is_the_one_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    mpirun = {"OMPI_COMM_WORLD_RANK": 1, "OMPI_COMM_WORLD_SIZE": 2, "OMPI_COMM_WORLD_LOCAL_SIZE": 2}
+    mpich = {"PMI_RANK": 0, "PMI_SIZE": 1}
+    for key, value in (slurm(0) | mpirun | mpich).items():
+        monkeypatch.setenv(key, str(value))
+    assert launches.launched() == launches.Launch("mpi", 1, 2, 1)
+    assert not job.is_main_process()
+    for key in (*mpirun, *slurm(0)):
+        monkeypatch.delenv(key)
+    assert launches.launched() is None
+
+
+def test_a_rank_by_hand_knows_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "192.0.2.1"}.items():
+        monkeypatch.setenv(key, value)
+    settings = launches.fitted({"plugins": [], "num_nodes": 2, "devices": "auto"})
+    (place,) = settings["plugins"]
+    assert (settings["num_nodes"], settings["devices"], place.node_rank(), place.local_rank()) == (2, 2, 1, 1)
+
+
+SRUN = """#!/bin/bash
+printf '%s\\n' "$MASTER_ADDR" "$MASTER_PORT" "$@" > told
+"""
+
+
+def test_the_script_for_slurm(alone: dict[str, bytes], tmp_path: Path) -> None:
+    for name, text in {"srun": SRUN, "scontrol": "#!/bin/bash\n[ $3 = 'n[1-2]' ] && printf 'n1\\nn2\\n'\n"}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    given = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "1234567"}
+    assert Command("bash", ROOT / "docs" / "slurm.sbatch", *EXACT, log=tmp_path / "log", **given).wait(30) == 0
+    address, port, option, python, script, *argv = (tmp_path / "told").read_text().splitlines()
+    assert (address, port, option, python, script) == (
+        "n1", str(15000 + 1234567 % 15000), "--kill-on-bad-exit=1", "python", "experiments/kd.py",
+    )  # fmt: skip
+    assert argv == ["--out", "runs/kd/slurm-1234567", "--resume", "true", *EXACT]
+    argv[1] = str(tmp_path / "run")
+    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    ended(ranks([slurm(rank, **given) for rank in range(2)], argv, tmp_path / "ranks"))
+    assert weights(tmp_path / "run") == alone
+
+
+@pytest.fixture
+def mpi() -> str:
+    """A folder with mpi4py, or "" where it is installed."""
+    if shutil.which("mpirun") is None:
+        pytest.skip("there is no mpirun: Debian's openmpi-bin has it")
+    folder = os.environ.get("APPRENTICE_MPI4PY", "")
+    found = subprocess.run(
+        [sys.executable, "-c", "import mpi4py.MPI"],
+        env=os.environ | {"PYTHONPATH": folder},
+        check=False,
+        capture_output=True,
+    )
+    if found.returncode:
+        pytest.skip("there is no mpi4py: the extra [mpi] brings it, or APPRENTICE_MPI4PY names a folder with it")
+    return folder
+
+
+@pytest.mark.slow
+def test_mpirun(mpi: str, alone: dict[str, bytes], tmp_path: Path) -> None:
+    start = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable]
+    path = os.pathsep.join(filter(None, [str(ROOT), mpi]))
+    run = Command(*start, ROOT / "experiments" / "kd.py", *EXACT, log=tmp_path / "log", PYTHONPATH=path)
+    assert run.wait(150) == 0, run.output
+    (out,) = (tmp_path / "runs" / "kd").iterdir()
+    assert weights(out) == alone
+
+
+def test_mpirun_without_mpi4py_names_the_extra(tmp_path: Path) -> None:
+    def hidden(rank: int) -> None:
+        sys.modules["mpi4py"] = None  # type: ignore[assignment]
+
+    given = [{"OMPI_COMM_WORLD_RANK": r, "OMPI_COMM_WORLD_SIZE": 2, "OMPI_COMM_WORLD_LOCAL_RANK": r} for r in range(2)]
+    runs = ranks(given, [*TINY, "--out", tmp_path / "run"], tmp_path / "log", hidden)
+    assert [run.wait() for run in runs] == [2, 2]
+    (line,) = "".join(run.output for run in runs).splitlines()  # one of the machine's ranks tells
+    assert line.startswith("error: mpirun -n 2: expected mpi4py")
+    assert "the extra [mpi]" in line
+    assert launches.INSTALL in line
+
+
+@pytest.mark.parametrize("given", [["--local-rank", "1"], ["--local_rank", "1"], ["--local_rank=1"]])
+def test_the_rank_that_the_old_launch_module_gives_is_ignored(given: list[str]) -> None:
+    assert vars(kd.parser().parse(given)) == vars(kd.parser().parse([]))
+
+
+def first_by_turns(folder: Path) -> None:
+    for turn in range(2):
+        with job.main_first("task"):
+            file = folder / str(turn)
+            if dist.get_rank():
+                assert file.exists()
+            else:
+                time.sleep(0.2)
+                file.touch()
+
+
+def test_rank_zero_goes_first_each_time(tmp_path: Path) -> None:
+    process_group(2, first_by_turns, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
+
+
+# Where ranks meet
+
+MEET = ["--trainer.strategy", "ddp", "--trainer.strategy.timeout", "2", "--trainer.strategy.init_method"]
+
+
+def test_ranks_meet_at_an_address_and_in_a_file_that_a_dead_run_has_left(
+    alone: dict[str, bytes], tmp_path: Path
+) -> None:
+    file = tmp_path / "meeting"
+    late = [*TINY, *MEET, f"file://{file}", "--out", tmp_path / "stale"]
+    stale = ranks(by_hand(3, [0, 1]), late, tmp_path / "stale.log")
+    assert [run.wait() for run in stale] == [2, 2]
+    assert file.exists()
+    for number, method in enumerate((f"file://{file}", f"tcp://127.0.0.1:{free_port()}")):
+        out = tmp_path / str(number)
+        meet = ["--trainer.strategy", "ddp", "--trainer.strategy.init_method", method, "--out", out]
+        ended(ranks(by_hand(2), [*EXACT, *meet], tmp_path / f"{number}.log"))
+        assert weights(out) == alone
+
+
+def test_runs_that_start_at_once_never_meet_on_a_port(alone: dict[str, bytes], tmp_path: Path) -> None:
+    flags = [*EXACT, "--trainer.devices", "2", "--out"]
+    ended([Run(kd.main, [*flags, str(tmp_path / str(i))], log=tmp_path / f"{i}.log") for i in range(3)])
+    assert all(weights(tmp_path / str(i)) == alone for i in range(3))
+    held = [stores.listen("127.0.0.1") for _ in range(200)]  # a port is held from the moment it is chosen
+    assert len({each.getsockname()[1] for each in held}) == 200
+    for each in held:
+        each.close()
+
+
+# What can't be
+
+
+def told(runs: list[Run], out: Path) -> list[str]:
+    """The lines of ranks that ended because of bad input, with nothing trained."""
+    assert {run.wait(30) for run in runs} == {2}, "".join(run.output for run in runs)
+    assert not list(out.glob("seed*"))
+    return "".join(run.output for run in runs).splitlines()
+
+
+def test_an_address_that_nobody_answers(tmp_path: Path) -> None:
+    method, out = f"tcp://127.0.0.1:{free_port()}", tmp_path / "run"
+    begun = time.monotonic()
+    lines = told(ranks(by_hand(2, [1], LOCAL_RANK=0), [*TINY, *MEET, method, "--out", out], tmp_path / "log"), out)
+    told_by = "--trainer.strategy.init_method"
+    expected = "expected rank 0 to answer there within 2 s (--trainer.strategy.timeout); nobody did"
+    assert lines == [f"error: {told_by} {method}: {expected}"]
+    assert time.monotonic() - begun < 15
+    bare = [*TINY, *MEET[:-1], "--out", out]
+    given = by_hand(2, [1], LOCAL_RANK=0, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
+    (line,) = told(ranks(given, bare, tmp_path / "log2"), out)
+    assert line == f"error: MASTER_ADDR 127.0.0.1 MASTER_PORT {given[0]['MASTER_PORT']}: {expected}"
+
+
+def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        runs = ranks(by_hand(2, [0]), [*TINY, *MEET, f"tcp://127.0.0.1:{port}", "--out", out], tmp_path / "log")
+        own = [*TINY, *MEET[:-1], "--trainer.devices", "2", "--out", out]
+        runs += ranks([{"MASTER_PORT": port}], own, tmp_path / "own")
+        first, second = told(runs, out)
+    expected = "expected a port that is free; Address already in use"
+    assert first == f"error: --trainer.strategy.init_method tcp://127.0.0.1:{port}: {expected}"
+    assert second == f"error: MASTER_PORT {port}: {expected}"
+
+
+def test_a_world_that_never_gets_complete(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    lines = told(ranks(by_hand(3, [0, 2]), [*TINY, *MEET, f"file://{tmp_path}/f", "--out", out], tmp_path / "log"), out)
+    assert lines == ["error: --trainer.strategy.timeout 2: expected 3 ranks within that time; rank 1 has not come"]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_that_is_there_twice(size: int, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    given = [{"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"} for rank in (0, 1, 1)]
+    runs = ranks(given, [*TINY, *MEET, f"file://{tmp_path}/f", "--out", out], tmp_path / "log")
+    codes = [run.wait(60) for run in runs]
+    said = f"error: rank 1: expected each of the {size} ranks once; this one was started twice\n"
+    outputs = [run.output for run in runs]
+    if codes == [2, 2, 2]:  # before the others had met
+        assert set(outputs) <= {said, ""}
+        assert outputs[0] == said
+        assert not list(out.glob("seed*"))
+    else:  # the others train
+        assert size == 2
+        assert sorted(codes) == [0, 0, 2], "".join(outputs)
+        own = outputs[codes.index(2)]
+        assert own == said or own.endswith("it has not come, or has all its ranks\n")  # once the others had met
+        assert (out / "results.json").exists()
+
+
+BAD: dict[str, tuple[dict[str, Any], list[str], str]] = {
+    "a rank beyond the world": (
+        {"RANK": 2, "WORLD_SIZE": 2}, [], "RANK 2: expected a number from 0 to 1, as WORLD_SIZE is 2",
+    ),
+    "no number": ({"RANK": "x", "WORLD_SIZE": 2}, [], "RANK x: expected a number"),
+    "nodes without a launcher": (
+        {}, ["--trainer.num_nodes", "2"],
+        "--trainer.num_nodes 2: expected 1, unless torchrun, srun or mpirun starts the ranks",
+    ),
+    "another number than was started": (
+        {"RANK": 0, "WORLD_SIZE": 2}, ["--trainer.devices", "3"],
+        "--trainer.devices 3: expected 2 on each of 1 nodes, as 2 ranks were started",
+    ),
+    "one device for several that were started": (
+        {"RANK": 1, "WORLD_SIZE": 2}, ["--trainer.devices", "1"],
+        "--trainer.devices 1: expected 2 on each of 1 nodes, as 2 ranks were started",
+    ),
+    "no such way to meet": (
+        {}, [*MEET, "udp://x"],
+        "--trainer.strategy.init_method udp://x: expected env://, tcp://HOST:PORT or file:///PATH",
+    ),
+    "no folder for the file": (
+        {"RANK": 0, "WORLD_SIZE": 2}, [*MEET, "file:///no/f"],
+        "--trainer.strategy.init_method file:///no/f: expected a file that can be written, in a folder that is there",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_what_was_started_wrongly_is_one_line(kind: str, tmp_path: Path) -> None:
+    given, flags, line = BAD[kind]
+    out = tmp_path / "run"
+    assert told(ranks([given], [*TINY, *flags, "--out", out], tmp_path / "log"), out) == [f"error: {line}"]
+
+
+def test_sub_processes_that_come_too_late_are_one_line(tmp_path: Path) -> None:
+    def as_a_script(rank: int) -> None:
+        sys.argv = [str(ROOT / "experiments" / "kd.py"), *argv]
+        sys.modules["__main__"].__spec__ = None
+
+    out = tmp_path / "run"
+    argv = [*TINY, *MEET[:-1], "--trainer.strategy.start_method", "popen", "--trainer.devices", "3", "--out", str(out)]
+    run = ranks([{}], argv, tmp_path / "log", as_a_script)[0]
+    assert run.wait(30) == 2, run.output
+    assert run.output == (
+        "error: --trainer.strategy.timeout 2: expected 3 ranks within that time; ranks 1, 2 have not come\n"
+    )
+
+
+@pytest.mark.parametrize("method", ["tcp://h", "tcp://h:x", "tcp://h:99999", "file://", "file://x/y", "", "env://x"])
+def test_where_ranks_can_not_meet(method: str) -> None:
+    with pytest.raises(ValueError, match="expected env://, tcp://HOST:PORT or file:///PATH"):
+        stores.check(method)

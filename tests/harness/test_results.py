@@ -1,0 +1,408 @@
+"""results.json, its statistics, its table, its picture; and files that are never half written."""
+
+import io
+import json
+import math
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from apprentice.errors import BadInput
+from harness.reports.conclusion import conclude
+from harness.reports.metrics import ACCURACY
+from harness.reports.pages import markdown, notes, picture, save_results, settings, table, text
+from harness.reports.results import bake_off_results, load_results, paired_interval, t_interval
+from harness.reports.tables import Table, flops_unit, listed, short
+from harness.runs.files import atomic, write_bytes, write_json, write_text
+from tests.bake_off_facts import CE, FAILED, HINT, KD, TEST, header, results, student, teacher
+
+NOTHING = {"mean": None, "low": None, "high": None}
+
+
+# Statistics
+
+
+@pytest.mark.parametrize("values", [(0.01, 0.03), (-0.02, 0.01, 0.04), (0.5, 0.1, 0.2, 0.9, 0.4)])
+def test_interval_is_scipys(values):
+    interval = paired_interval(values)
+    low, high = scipy.stats.t.interval(0.95, len(values) - 1, np.mean(values), scipy.stats.sem(values))
+    assert interval == pytest.approx({"mean": np.mean(values), "low": low, "high": high}, abs=1e-12)
+
+
+def test_interval_of_differences_is_scipys_paired_one():
+    paired = scipy.stats.ttest_rel(np.array(KD) / TEST, np.array(CE) / TEST).confidence_interval(0.95)
+    delta = results()["students"]["kd"]["delta_vs_ce"]
+    assert (delta["low"], delta["high"]) == pytest.approx((paired.low, paired.high), abs=1e-12)
+
+
+def test_interval_by_hand():
+    # mean 2, standard deviation 1, three values: 2 ± 4.302653 / sqrt(3)
+    interval = t_interval([1.0, 2.0, 3.0])
+    assert interval["high"] == pytest.approx(2 + 4.302652729911275 / math.sqrt(3), abs=1e-9)
+
+
+def test_interval_of_few_or_no_values():
+    assert paired_interval([]) == NOTHING
+    assert paired_interval([0.25]) == {"mean": 0.25, "low": None, "high": None}
+
+
+def test_equal_differences_have_an_interval_of_no_width():
+    assert paired_interval([0.9 - 0.8, 0.5 - 0.4, 0.3 - 0.2]) == {"mean": 0.1, "low": 0.1, "high": 0.1}
+
+
+# The structure
+
+
+def test_keys_are_the_issues():
+    found = results()
+    assert list(found) == [
+        *("experiment", "data", "hardware", "versions", "config", "seeds"),
+        *("metric", "students_fit_seconds", "teacher", "students"),
+    ]
+    assert found["metric"] == {"name": "test_acc", "higher_is_better": True}
+    times = {"fit_seconds", "step_ms", "train_flops"}
+    assert set(found["teacher"]) == {"nets", "parameters", "test_acc", "test_correct", *times}
+    assert found["teacher"]["nets"] == 3
+    keys = {"objective", "parameters", "test_acc", "test_correct", "step_ms", "train_flops", "delta_vs_ce", "failed"}
+    assert all(set(entry) == keys for entry in found["students"].values())
+    assert found["students"]["kd"]["test_correct"] == list(KD)
+    assert found["students"]["kd"]["test_acc"] == [correct / TEST for correct in KD]
+    assert found["students"]["kd"]["parameters"] == 267738
+    assert found["students"]["kd"]["failed"] == [None] * 3
+    assert found["teacher"]["fit_seconds"] == [4.5] * 3
+    assert found["teacher"]["train_flops"] == 3_200_000_000_000
+
+
+def test_step_is_the_median_of_the_seeds():
+    found = results(kd=[student(9, step_ms=ms) for ms in (3.0, 50.0, 4.0)])
+    assert found["students"]["kd"]["step_ms"] == 4.0
+
+
+def test_one_seed_has_no_interval():
+    delta = results(1)["students"]["kd"]["delta_vs_ce"]
+    assert delta == {"mean": pytest.approx((KD[0] - CE[0]) / TEST), "low": None, "high": None}
+
+
+def test_without_ce_there_is_no_difference():
+    assert results(kd=[student(c) for c in KD])["students"]["kd"]["delta_vs_ce"] == NOTHING
+
+
+def test_ce_differs_from_itself_by_nothing():
+    assert results()["students"]["ce"]["delta_vs_ce"] == {"mean": 0, "low": 0, "high": 0}
+
+
+def test_failed_seeds_are_null_and_left_out_of_the_pairs():
+    found = results(
+        ce=[student(CE[0]), student(CE[1], FAILED), student(CE[2])],
+        kd=[student(KD[0]), student(KD[1]), student(KD[2])],
+        hint=[student(HINT[0], FAILED), student(HINT[1]), student(HINT[2])],
+        cosine=[student(0, FAILED)] * 3,
+    )["students"]
+    assert found["hint"]["test_acc"] == [None, HINT[1] / TEST, HINT[2] / TEST]
+    assert found["hint"]["test_correct"] == [None, *HINT[1:]]
+    assert found["hint"]["failed"] == [FAILED, None, None]
+    assert found["kd"]["delta_vs_ce"] == paired_interval([(KD[i] - CE[i]) / TEST for i in (0, 2)])
+    assert found["hint"]["delta_vs_ce"] == {"mean": (HINT[2] - CE[2]) / TEST, "low": None, "high": None}
+    assert found["cosine"]["delta_vs_ce"] == NOTHING
+    assert found["cosine"]["train_flops"] is None
+
+
+def test_a_loaded_teacher_has_no_times():
+    loaded = teacher(fit_seconds=None, step_ms=None, train_flops=None)
+    found = bake_off_results(header(2), [loaded] * 2, {"ce": [student(1)] * 2}, [1.0, 2.0])["teacher"]
+    assert (found["fit_seconds"], found["step_ms"], found["train_flops"]) == ([None, None], None, None)
+    assert found["test_acc"] == [390 / TEST] * 2
+
+
+def test_one_teacher_for_all_seeds_is_told_as_one_net():
+    loaded = teacher(fit_seconds=None, step_ms=None, train_flops=None)
+    students = {"ce": [student(CE[0]), student(CE[1])]}
+    found = bake_off_results(header(2), [loaded] * 2, students, [1.0, 2.0], one_teacher=True)
+    assert found["teacher"]["nets"] == 1
+    rows = {row[0]: row for row in table(found).rows}
+    assert rows["teacher"][3] == "97.50"
+    assert "±" in rows["ce"][3]
+    assert "teacher: one net, tested once, which taught with every seed." in notes(found)
+    each = bake_off_results(header(2), [loaded] * 2, students, [1.0, 2.0])
+    assert not any(note.startswith("teacher") for note in notes(each))
+
+
+def test_an_entry_a_seed_is_needed():
+    with pytest.raises(ValueError, match="kd: expected 3 entries, one a seed, got 2"):
+        results(kd=[student(1)] * 2)
+
+
+# Words
+
+
+@pytest.mark.parametrize(
+    ("differences", "said"),
+    [
+        ({}, ""),
+        ({"kd": []}, ""),
+        ({"kd": [0.01]}, "One seed gives no interval: nothing here says that any student differs from ce"),
+        ({"kd": [0.02, 0.021, 0.022]}, "With 3 seeds, kd (+2.10) is better than ce beyond the noise between seeds."),
+        ({"kd": [-0.02, -0.021, -0.022]}, "kd (-2.10) is worse than ce beyond the noise"),
+        ({"kd": [0.02, -0.03]}, "With 2 seeds, kd can't be told apart from ce."),
+        ({"kd": [0.0, 0.0]}, "kd can't be told apart from ce"),
+        ({"kd": [0.01, 0.01]}, "kd differed by the same on each seed, which is no measure of noise"),
+        (
+            {"kd": [0.02, 0.021, 0.022], "t8": [0.1, -0.1]},
+            "better than ce beyond the noise between seeds; t8 can't be told",
+        ),
+        ({"kd": [0.02, -0.021, 0.022], "t8": [0.1, -0.1]}, "With 2 to 3 seeds, kd and t8 can't"),
+        ({"kd": [0.02, -0.021], "t8": [0.1, -0.1]}, "not corrected for the 2 that were made."),
+        ({"kd": [0.02, -0.021], "t8": [0.1]}, "t8 had one seed to compare, so no interval"),
+    ],
+)
+def test_verdict_says_what_the_intervals_support(differences, said):
+    assert said in conclude("ce", differences)
+
+
+def test_table_has_a_line_each():
+    rows = {row[0]: row[1:] for row in table(results()).rows}
+    assert list(rows) == ["teacher", "ce", "kd", "hint"]
+    assert rows["teacher"] == ["—", "1,186,986", "97.50 ± 0.00", "—", "32.0", "3.20"]
+    assert rows["ce"] == ["Hinton(temperature=2)", "267,738", "92.50 ± 0.50", "—", "3.00", "0.410"]
+    assert rows["kd"][3] == "+2.00 [+1.38, +2.62]"
+    assert table(results()).header[-1] == "cost, TFLOPs"
+
+
+def test_terminal_table_is_aligned_and_narrow():
+    students = {
+        name: [student(c, objective="Sum(" + "Hinton(temperature=2), " * 4 + ")") for c in KD]
+        for name in ("ce", "k" * 60)
+    }
+    lines = text(results(3, **students)).splitlines()
+    assert max(map(len, lines)) <= 110
+    body = lines[: lines.index("")]
+    right = [line.rindex("0.410") for line in body if "0.410" in line]
+    assert len(right) == 2
+    assert len(set(right)) == 1
+    assert "k" * 60 in "".join(line.split("  ")[0].strip() for line in body)  # wrapped, not cut
+
+
+def test_failures_are_said_in_words():
+    page = text(
+        results(
+            ce=[student(c) for c in CE], kd=[student(1, FAILED)] * 3, hint=[student(1, FAILED), student(2), student(3)]
+        )
+    )
+    assert "kd *" in page
+    assert "it has no figures" in page
+    assert "* hint: the loss stopped being finite with seed 0 (term kl, step 120); its figures are over" in page
+
+
+def test_one_seed_makes_no_claim():
+    page = text(results(1))
+    assert "±" not in page
+    assert "[" not in page
+    assert "One seed gives no interval" in page
+
+
+def test_markdown_has_header_table_and_verdict():
+    page = markdown(results())
+    assert page.startswith("# kd on Digits\n\n- Data: Digits: 1,257 train, 140 validation, 400 test samples\n")
+    assert "optimizer Adam(lr=0.001)" in page
+    assert "trainer.max_epochs 10" in page
+    assert "- Versions: torch 2.15.0" in page
+    assert "| kd | Hinton(temperature=2) | 267,738 | 94.50 ± 0.43 | +2.00 [+1.38, +2.62] | 3.00 | 0.410 |" in page
+    assert "kd (+2.00) is better than ce" in page
+    assert "hint can't be told apart from it" in page
+
+
+def test_settings_bear_any_configuration():
+    assert settings({}) == []
+    assert settings({"teacher": None, "data": "Digits", "trainer": {"precision": "64-true"}}) == [
+        "trainer.precision 64-true"
+    ]
+
+
+def test_numbers_and_words():
+    assert [short(x) for x in (None, 0.00012, 0.0123, 1.0, 99.996, 12345.6)] == [
+        "—",
+        "0.00012",
+        "0.0123",
+        "1.00",
+        "100",
+        "12,346",
+    ]
+    assert [flops_unit([x])[1] for x in (None, 5e8, 5e9, 5e12, 5e15)] == [
+        "MFLOPs",
+        "MFLOPs",
+        "GFLOPs",
+        "TFLOPs",
+        "PFLOPs",
+    ]
+    assert ACCURACY.difference({"mean": -1e-9, "low": None, "high": None}) == "0.00"
+    assert (listed(["a"]), listed(["a", "b", "c"])) == ("a", "a, b and c")
+    assert "a\\|b" in Table(["x"], [["a|b"]]).markdown()
+
+
+# Pictures
+
+
+CASES = {
+    "usual": results(),
+    "one seed": results(1),
+    "failed": results(ce=[student(c) for c in CE], kd=[student(1, FAILED)] * 3),
+    "all failed": results(ce=[student(1, FAILED)] * 3),
+    "ten": results(**{f"attention_transfer_{i}": [student(c + i) for c in CE] for i in range(10)}),
+    "all equal": results(a=[student(TEST)] * 3, b=[student(TEST)] * 3),
+    "no costs": results(a=[student(300, train_flops=None, step_ms=None)] * 3),
+    "steps only": results(a=[student(300, train_flops=None)] * 3),
+    "odd names": results(**{"$a_b$^": [student(300)] * 3, "学生": [student(301)] * 3}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_picture_is_drawn(case):
+    import matplotlib.image
+
+    image = matplotlib.image.imread(io.BytesIO(picture(CASES[case])), format="png")
+    assert image.shape[1] > 1000
+    assert image.std() > 0.01
+
+
+def test_importing_and_drawing_leave_matplotlib_alone():
+    script = """if True:
+        import sys
+        import harness.studies.compare, harness.reports.pages
+        assert "matplotlib" not in sys.modules
+        import matplotlib
+        names = set(matplotlib.rcParams) - {"backend"}  # reading which would load pyplot
+        before = {name: matplotlib.rcParams[name] for name in names}
+        from harness.reports.figures import Dot, metric_picture
+        metric_picture([Dot("ce", [0.9, 0.8], 1.0, 0)], "cost")
+        assert "matplotlib.pyplot" not in sys.modules
+        assert {name: matplotlib.rcParams[name] for name in names} == before
+    """
+    subprocess.run([sys.executable, "-W", "error", "-c", script], check=True)
+
+
+# Files
+
+
+def test_save_and_load(tmp_path):
+    found = results()
+    save_results(tmp_path, found)
+    assert load_results(tmp_path) == json.loads(json.dumps(found))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["results.json", "results.md", "results.png"]
+
+
+def test_results_json_is_written_last(tmp_path):
+    with pytest.raises(TypeError):
+        save_results(tmp_path, {**results(), "config": {"x": object()}})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["results.md", "results.png"]
+
+
+def test_json_has_null_where_python_has_nan(tmp_path):
+    write_json(tmp_path / "x.json", {"a": [math.nan, 1.5, (math.inf,)], "b": {"c": -math.inf, "d": None, "e": "é"}})
+    text = (tmp_path / "x.json").read_text("utf-8")
+    assert json.loads(text) == {"a": [None, 1.5, [None]], "b": {"c": None, "d": None, "e": "é"}}
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_failing_write_leaves_the_old_file(tmp_path, error):
+    path = tmp_path / "weights.pt"
+    write_bytes(path, b"old")
+
+    def fail():
+        with atomic(path) as temporary:
+            assert temporary.parent == tmp_path
+            temporary.write_bytes(b"ne")
+            raise error
+
+    with pytest.raises(error):
+        fail()
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_failing_replacement_leaves_no_temporary_file(tmp_path):
+    (tmp_path / "x").mkdir()  # a file can't replace a folder
+    with pytest.raises(OSError, match="x"):
+        write_text(tmp_path / "x", "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_what_a_killed_write_left_is_reused(tmp_path):
+    with atomic(tmp_path / "x") as temporary:
+        pass_by = temporary
+        temporary.write_text("first")
+    pass_by.write_text("half of a longer text")
+    write_text(tmp_path / "x", "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    assert (tmp_path / "x").read_text() == "new"
+
+
+def test_missing_folder_is_the_systems_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        write_text(tmp_path / "no" / "x", "new")
+
+
+def damaged(**changes):
+    return json.dumps({**results(), **changes})
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "there is no results.json in it"),
+        ("{", "a readable results.json in it"),
+        ("", "a readable results.json in it"),
+        ('{"experiment": NaN}', "NaN is no JSON number"),
+        ("[1]", "it does not name its experiment"),
+        ('{"a": 1}', "it does not name its experiment"),
+        (damaged(seeds=None), "seeds is missing or of another type"),
+        (damaged(students={"kd": {}}), "student kd is incomplete"),
+        (damaged(seeds=[1]), "student ce has not one test_acc a seed"),
+        (
+            damaged(students={"kd": {**results()["students"]["kd"], "test_acc": ["a", 1, 2]}}),
+            "test_acc that is no number",
+        ),
+    ],
+)
+def test_folders_of_others_are_refused(tmp_path, content, said):
+    if content is not None:
+        (tmp_path / "results.json").write_text(content)
+    with pytest.raises(BadInput, match=f"^--run {tmp_path}: expected .*") as caught:
+        load_results(tmp_path)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_unfinished_run_says_how_to_go_on(tmp_path):
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(BadInput, match=f"unfinished, go on with it by `--out {tmp_path} --resume true`"):
+        load_results(tmp_path)
+
+
+def test_missing_folder_and_file(tmp_path):
+    with pytest.raises(BadInput, match="no such folder"):
+        load_results(tmp_path / "no")
+    (tmp_path / "file").touch()
+    with pytest.raises(BadInput, match="this is a file"):
+        load_results(tmp_path / "file")
+
+
+def test_a_folder_of_runs_names_them(tmp_path):
+    (tmp_path / "t4").mkdir()
+    save_results(tmp_path / "t4", results())
+    with pytest.raises(BadInput, match=f"did you mean {tmp_path / 't4'}"):
+        load_results(tmp_path)
+
+
+def test_other_experiments_are_loaded_too(tmp_path):
+    write_json(tmp_path / "results.json", {"experiment": "pipeline", "rows": []})
+    assert load_results(tmp_path)["rows"] == []
+
+
+def test_no_warning_without_spread():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert t_interval([0.5] * 4) == {"mean": 0.5, "low": 0.5, "high": 0.5}

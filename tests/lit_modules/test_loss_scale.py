@@ -1,0 +1,382 @@
+"""In 16-mixed precision each student has a loss scale of its own, and bf16-mixed needs none."""
+
+import itertools
+import json
+import multiprocessing
+import warnings
+from collections.abc import Callable, Container, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.multiprocessing import ProcessRaisedException
+from torch.optim import Adam
+from torch.utils.data import DataLoader, TensorDataset
+
+from harness.runs.progress import quiet
+from lit_modules.classifier import LitClassifier
+from lit_modules.distillation import Distillation
+from lit_modules.learner import Learner
+from lit_modules.loss_scale import LossScales
+from lit_modules.nets import DeepNN
+from lit_modules.objectives import CrossEntropy, Objective, Term
+from strategies import DDP, DDPFP16, FSDP, HSDP, DDPPowerSGD, LocalSGD, ZeRO1
+from tests.strategies.test_fsdp import Foreign
+from tests.training import SHAPE, VARIANTS, LinesLogger, assert_same, digits, distillation, fit, net, trainer, weights
+
+HUGE = 2.0**26  # too large for the first steps of every student
+
+
+def half(init_scale: float = HUGE, **kwargs: Any) -> MixedPrecision:
+    """What `--trainer.precision 16-mixed` is on a GPU; on a CPU Lightning would take bf16-mixed for it."""
+    return MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=init_scale, **kwargs))
+
+
+class Scales(Callback):
+    """Writes the scales after every batch, on rank zero, where the process that forked the ranks can read them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        assert isinstance(pl_module, Learner)
+        if trainer.is_global_zero:
+            with self.path.open("a") as file:
+                scales = {run: scaler.get_scale() for run, scaler in pl_module.loss_scales.scalers.items()}
+                file.write(json.dumps(scales) + "\n")
+
+    def values(self, run: str) -> list[float]:
+        return [json.loads(line)[run] for line in self.path.read_text().splitlines()]
+
+
+@pytest.fixture
+def scales(tmp_path: Path) -> Scales:
+    return Scales(tmp_path / "scales.jsonl")
+
+
+class Loud(Objective):
+    """Cross-entropy times a factor, at some steps or always: finite, but too much for float16 at some scales."""
+
+    uses_teacher = False
+
+    def __init__(self, factor: float, steps: Container[int] = range(100)) -> None:
+        super().__init__()
+        self.calls, self.factor, self.steps = 0, factor, steps
+
+    def forward(self, student: Any, teacher: Any, labels: Tensor) -> dict[str, Term]:
+        terms = CrossEntropy()(student, teacher, labels)
+        factor = self.factor if self.calls in self.steps else 1.0
+        self.calls += 1
+        return {"ce": Term(terms["ce"].values * factor, 1.0)}
+
+
+def company(**objectives: Objective) -> Distillation:
+    students = {name: (net(), objective) for name, objective in objectives.items()}
+    return Distillation(net(DeepNN), students, input_shape=SHAPE)
+
+
+def clipped(module: Distillation, devices: int, **kwargs: Any) -> dict[str, Tensor]:
+    """Student b's weights after 12 steps with clipped gradients."""
+    fit(module, digits(), devices, max_epochs=4, plugins=[half(2.0**8)], gradient_clip_val=0.5, **kwargs)
+    return weights(module.students["b"])
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_student_that_overflows_skips_its_own_steps_only(
+    devices: int, scales: Scales, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = company(a=Loud(2.0**24, {3, 5}), b=CrossEntropy())
+    b = clipped(together, devices, callbacks=[scales])
+    assert scales.values("a") == [2.0**8] * 3 + [2.0**7] * 2 + [2.0**6] * 7
+    assert scales.values("b") == [2.0**8] * 12
+    assert_same(clipped(company(b=CrossEntropy()), devices), b)
+    assert not together.failed
+    monkeypatch.setattr(LossScales, "take_over", lambda *args: None)  # Lightning's one scaler couples them
+    with pytest.raises(AssertionError):
+        assert_same(clipped(company(a=Loud(2.0**24, {3, 5}), b=CrossEntropy()), devices), b)
+
+
+def test_students_that_begin_with_too_large_a_scale_find_theirs_as_if_alone(tmp_path: Path) -> None:
+    objectives: dict[str, Callable[[], Objective]] = {**VARIANTS, "loud": lambda: Loud(2.0**5)}
+
+    def found(*names: str) -> tuple[Distillation, Scales]:
+        scales = Scales(tmp_path / "-".join(names))
+        module = company(**{name: objectives[name]() for name in names})
+        return fit(module, digits(), max_epochs=5, plugins=[half()], callbacks=[scales]), scales  # type: ignore[return-value]
+
+    together, all_scales = found(*objectives)
+    for name in objectives:
+        alone, scales = found(name)
+        assert_same(weights(alone.students[name]), weights(together.students[name]))
+        assert all_scales.values(name) == scales.values(name)
+    assert all_scales.values("loud")[-1] < all_scales.values("ce")[-1] < HUGE
+
+
+# torch's own loop is the reference
+
+
+def batches() -> DataLoader:
+    train = digits(train_size=96).split("train")
+    data = TensorDataset(train.inputs.float() / 16, train.labels)
+    return DataLoader(data, batch_size=20)  # the fifth has 16 images
+
+
+def plain_loop(steps_of: int, clip: float | None, epochs: int, scaler: GradScaler) -> Iterator[tuple[float, nn.Module]]:
+    model = net(dropout=0.0).to(memory_format=torch.channels_last)
+    optimizer = Adam(model.parameters(), lr=1e-3)
+    for _ in range(epochs):
+        loader = batches()
+        for i, (images, labels) in enumerate(loader):
+            with torch.autocast("cpu", torch.float16, cache_enabled=False):
+                losses = nn.functional.cross_entropy(model(images), labels, reduction="none")
+                loss = losses.sum() * (1 / len(images)) / steps_of
+            if i % steps_of == 0:
+                optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            if (i + 1) % steps_of == 0 or i + 1 == len(loader):
+                scaler.unscale_(optimizer)
+                if clip is not None:
+                    nn.utils.clip_grad_norm_(model.parameters(), clip)
+                scaler.step(optimizer)
+                scaler.update()
+            yield scaler.get_scale(), model
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("accumulated", [1, 2, 3])
+def test_one_run_steps_as_in_torchs_own_loop(accumulated: int, clip: float | None, scales: Scales) -> None:
+    settings: dict[str, Any] = {"init_scale": HUGE, "growth_interval": 2}
+    reference = list(plain_loop(accumulated, clip, 6, GradScaler("cpu", **settings)))
+    module = LitClassifier(net(dropout=0.0))
+    options: dict[str, Any] = {"accumulate_grad_batches": accumulated, "gradient_clip_val": clip, "max_epochs": 6}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's, about workers
+        fit(module, batches(), plugins=[half(**settings)], callbacks=[scales], limit_val_batches=0, **options)
+    sequence = scales.values("")
+    assert sequence == [scale for scale, _ in reference]
+    changes = [b / a for a, b in itertools.pairwise(sequence)]
+    assert {0.5, 1.0, 2.0} == set(changes)
+    assert_same(weights(module.net), weights(reference[-1][1]))
+
+
+# What is logged
+
+
+class Returned(Callback):
+    """Keeps what Lightning makes of the training step's loss, and what the progress bar shows."""
+
+    def __init__(self) -> None:
+        self.values: list[list[float]] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *args: Any) -> None:
+        self.values.append([outputs["loss"].item(), trainer.progress_bar_metrics["loss"]])
+
+
+def test_losses_are_logged_as_they_are(tmp_path: Path) -> None:
+    logger, returned = LinesLogger(tmp_path / "log"), Returned()
+    options: dict[str, Any] = {"log_every_n_steps": 1, "logger": logger, "callbacks": [returned]}
+    fit(distillation(["ce"], scheduler=None), digits(), max_epochs=1, plugins=[half()], **options)
+    logged = logger.values("ce/train/loss")[:3]
+    assert len(logged) == 3
+    assert logged[0] == pytest.approx(2.3, abs=0.3)
+    for value, (loss, bar) in zip(logged, returned.values, strict=True):
+        assert (loss, bar) == pytest.approx((value, value), abs=1e-6)
+
+
+# Cut off and resumed
+
+
+class SaveAt(Callback):
+    """Saves a checkpoint before the step of that number."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path, self.step = path, step
+
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_resumed_in_mid_epoch_is_as_if_uninterrupted(devices: int, tmp_path: Path) -> None:
+    def run(name: str, callback: Callback, path: Path | None = None) -> tuple[dict[str, Tensor], Any]:
+        scales = Scales(tmp_path / name)
+        module = company(ce=CrossEntropy(), loud=Loud(2.0**5), failed=Loud(torch.inf, {2}))
+        with quiet():
+            run = trainer(devices, max_epochs=7, plugins=[half(growth_interval=5)], callbacks=[callback, scales])
+            run.fit(module, digits(), ckpt_path=path, weights_only=True)
+        return weights(module), {name: scales.values(name) for name in module.runs}
+
+    path = tmp_path / "middle.ckpt"
+    ended, scales = run("whole", SaveAt(path, 16))
+    state = torch.load(path, weights_only=True)["learner"]["loss_scales"]
+    assert state["ce"]["scale"] != state["loud"]["scale"]
+    assert min(state[name]["_growth_tracker"] for name in ("ce", "loud")) > 0
+    resumed, later_scales = run("half", Callback(), path)
+    assert_same(resumed, ended)
+    assert later_scales == {name: values[16:] for name, values in scales.items()}
+
+
+def test_a_checkpoint_without_scales_begins_with_new_ones() -> None:
+    module, saved = distillation(["ce"]), {"learner": {"train_sums": {}, "samples": 7, "failed": {}}}
+    module.on_load_checkpoint(saved)
+    module.loss_scales.take_over(half(), module.runs)
+    assert (module.samples, module.loss_scales.scalers["ce"].get_scale()) == (7, HUGE)
+
+
+# What goes with it, and what doesn't
+
+
+def test_a_trainer_has_its_own_scaler_back_for_modules_of_others() -> None:
+    plugin = half()
+    fit(distillation(["ce"]), digits(), plugins=[plugin])
+    assert plugin.scaler is not None
+    assert plugin.scaler.get_scale() == HUGE  # it has rested
+
+
+def test_a_scaler_that_is_switched_off_stays_so() -> None:
+    module = distillation(["ce"])
+    fit(module, digits(), plugins=[half(enabled=False)])
+    assert module.loss_scales.state_dict() == {}
+
+
+def test_a_scale_that_would_round_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"GradScaler with scale.*1000.*expected powers of two"):
+        fit(distillation(["ce"]), digits(), plugins=[half(1000.0)])
+
+
+def test_the_exact_mode_refuses_a_scaler() -> None:
+    with pytest.raises(ValueError, match="expected another precision than 16-mixed"):
+        fit(distillation(["ce"]), digits(), strategy=DDP(exact=4), plugins=[half()])
+
+
+def test_a_sharded_optimizer_steps_whom_ddp_would() -> None:
+    together = {strategy: company(a=Loud(2.0**24, {3, 5}), b=CrossEntropy()) for strategy in (DDP, ZeRO1)}
+    for strategy, module in together.items():
+        clipped(module, 2, strategy=strategy(timeout=60))
+    assert_same(weights(together[DDP]), weights(together[ZeRO1]))
+
+
+def test_a_sharded_optimizer_refuses_a_scale_for_all() -> None:
+    with pytest.raises(ProcessRaisedException, match=r"strategy ddp_zero1: expected .* no loss scale"):
+        fit(Foreign(), digits(), 2, strategy=ZeRO1(timeout=60), plugins=[half()], limit_val_batches=0)
+
+
+class Kinked(Objective):
+    """Cross-entropy, and a term of zero whose gradient is not a number."""
+
+    uses_teacher = False
+
+    def forward(self, student: Any, teacher: Any, labels: Tensor) -> dict[str, Term]:
+        terms = CrossEntropy()(student, teacher, labels)
+        return {**terms, "kink": Term((terms["ce"].values * 0).sqrt(), 1.0)}
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_run_that_no_scale_can_help_has_failed(devices: int, scales: Scales) -> None:
+    module = company(kinked=Kinked(), ce=CrossEntropy())
+    before = weights(module.students["kinked"])
+    fit(module, digits(), devices, plugins=[half(2.0**-22)], callbacks=[scales])
+    assert_same(weights(module.students["kinked"]), before)
+    assert scales.values("kinked") == [2.0**-23, 2.0**-24, *[2.0**-25] * 4]  # the last overflow was at 2**-24
+    if devices == 1:
+        assert module.failed == {"kinked": {"step": 2, "term": "gradient"}}
+
+
+# Any number of processes
+
+
+def shards(rank: int, out: Path) -> None:
+    """Of gradients that are cut in two, a's is infinite on rank 1; b's are each rank's own, not a number on rank 0."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{out / 'store'}", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    values = {"a": [1.0, 2.0, torch.inf], "b": [1.0 if rank else torch.nan], "c": [1.0, 2.0, 3.0]}
+    scales, parameters = LossScales(), {}
+    scales.take_over(half(8.0), values)
+    for run, wanted in values.items():
+        gradient: Tensor = torch.tensor(wanted) * 8
+        gradient = gradient if run == "b" else distribute_tensor(gradient, mesh, [Shard(0)])
+        parameters[run] = nn.Parameter(torch.zeros_like(gradient))
+        parameters[run].grad = gradient
+        scales.scalers[run].scale(torch.ones(()))
+    with CommDebugMode() as messages:
+        overflowed = scales.unscale({run: [p] for run, p in parameters.items()}, torch.device("cpu"))
+    gradient = parameters["c"].grad
+    assert isinstance(gradient, DTensor)
+    told = {"overflowed": overflowed, "c": gradient.full_tensor().tolist(), "messages": messages.get_total_counts()}
+    told["scales"] = [scaler.get_scale() for scaler in scales.scalers.values()]
+    (out / f"{rank}.json").write_text(json.dumps(told))
+    dist.destroy_process_group()
+
+
+def test_ranks_decide_alike_on_gradients_that_they_share_or_not(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=shards, args=(rank, tmp_path)) for rank in (0, 1)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    assert found[0] == found[1]
+    assert found[0] == {"overflowed": ["a", "b"], "c": [1.0, 2.0, 3.0], "messages": 1, "scales": [4.0, 4.0, 8.0]}
+
+
+def curves(module: Distillation, devices: int, path: Path, **kwargs: Any) -> dict[str, list[float]]:
+    """Losses of 12 steps."""
+    logger = LinesLogger(path)
+    fit(module, digits(), devices, max_epochs=4, log_every_n_steps=1, logger=logger, **kwargs)
+    return {name: logger.values(f"{name}/train/loss")[:12] for name in module.runs}
+
+
+def differences(a: dict[str, list[float]], b: dict[str, list[float]]) -> dict[str, float]:
+    return {name: max(abs(x - y) for x, y in zip(a[name], b[name], strict=True)) for name in a}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    """In float32 on one process; these losses fall by 0.1 in 12 steps."""
+    return curves(distillation(), 1, tmp_path_factory.mktemp("plain") / "log")
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_float16_trains_every_variant_close_to_float32(
+    devices: int, plain: dict[str, list[float]], tmp_path: Path
+) -> None:
+    found = differences(plain, curves(distillation(), devices, tmp_path / "log", plugins=[half(2.0**12)]))
+    assert all(0 < difference < 2e-3 for difference in found.values()), found
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_bfloat16_trains_every_variant_close_to_float32(
+    devices: int, plain: dict[str, list[float]], tmp_path: Path
+) -> None:
+    found = differences(plain, curves(distillation(), devices, tmp_path / "log", precision="bf16-mixed"))
+    assert all(0 < difference < 1e-2 for difference in found.values()), found
+
+
+HALVES: dict[str, tuple[Callable[[], dict[str, Any]], float]] = {
+    "bf16": (lambda: {"precision": "bf16-mixed"}, 1e-2),
+    "fp16": (lambda: {"plugins": [half(2.0**12)]}, 2e-3),
+}
+
+
+@pytest.mark.parametrize("name", HALVES)
+@pytest.mark.parametrize("make", [ZeRO1, LocalSGD, DDPFP16, DDPPowerSGD, FSDP, HSDP])
+def test_every_data_parallel_strategy_trains_in_it_close_to_float32(
+    name: str, make: Callable[..., Any], plain: dict[str, list[float]], tmp_path: Path
+) -> None:
+    options, tolerance = HALVES[name]
+    if make is LocalSGD:  # learns otherwise
+        plain = curves(distillation(), 2, tmp_path / "plain", strategy=make(timeout=60))
+    found = differences(plain, curves(distillation(), 2, tmp_path / "log", strategy=make(timeout=60), **options()))
+    assert all(0 < difference < tolerance for difference in found.values()), found

@@ -1,0 +1,88 @@
+"""The tutorial's own loops, written out plainly, give the loss curves that Distillation gives."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from apprentice import keyed
+from lit_modules.distillation import Distillation
+from lit_modules.nets import DeepNN, LightNN
+from tests.training import SHAPE, VARIANTS, LinesLogger, digits, fit, net
+
+STEPS = 30
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def soft_targets(teacher: nn.Module, student: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The tutorial's train_knowledge_distillation, with T 2 and weights 0.25 and 0.75; less the teacher's entropy."""
+    with torch.no_grad():
+        teacher_logits = teacher(images)
+    student_logits = student(images)
+    targets = nn.functional.softmax(teacher_logits / 2, dim=-1)
+    soft_prob = nn.functional.log_softmax(student_logits / 2, dim=-1)
+    soft_targets_loss = torch.sum(targets * (targets.log() - soft_prob)) / soft_prob.size()[0] * (2**2)
+    return 0.25 * soft_targets_loss + 0.75 * F.cross_entropy(student_logits, labels)
+
+
+def cosine(teacher: nn.Module, student: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The tutorial's train_cosine_loss over ModifiedDeepNNCosine and ModifiedLightNNCosine."""
+    with torch.no_grad():
+        hidden_t = F.avg_pool1d(torch.flatten(teacher.features(images), 1), 2)
+    flat = torch.flatten(student.features(images), 1)
+    hidden_loss = nn.CosineEmbeddingLoss()(flat, hidden_t, target=torch.ones(images.size(0)))
+    return 0.25 * hidden_loss + 0.75 * F.cross_entropy(student.classifier(flat), labels)
+
+
+def hint(teacher: nn.Module, student: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The tutorial's train_mse_loss over ModifiedDeepNNRegressor and ModifiedLightNNRegressor."""
+    with torch.no_grad():
+        map_t = teacher.features(images)
+    features = student.features(images)
+    logits = student.classifier(torch.flatten(features, 1))
+    return 0.25 * nn.MSELoss()(student.regressor(features), map_t) + 0.75 * F.cross_entropy(logits, labels)
+
+
+def plain(teacher: nn.Module, student: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The tutorial's train."""
+    return F.cross_entropy(student(images), labels)
+
+
+LOOPS = {"ce": plain, "kd": soft_targets, "cosine": cosine, "hint": hint}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["plain", "keyed-dropout"])
+@pytest.mark.parametrize("name", LOOPS)
+def test_the_loss_curve_is_the_tutorials(name: str, dropout: float, tmp_path: Path) -> None:
+    data = digits(batch_size=64, train_size=400)
+    module = Distillation(
+        net(DeepNN, seed=1, dropout=0.0).double(),
+        {name: (net(LightNN, dropout=dropout).double(), VARIANTS[name]())},
+        input_shape=SHAPE,
+    )
+    student, teacher = net(LightNN, dropout=dropout).double(), net(DeepNN, seed=1, dropout=0.0).double().eval()
+    if name == "hint":
+        student.regressor = keyed.with_seed(0, lambda: nn.Conv2d(16, 32, kernel_size=3, padding=1)).double()
+    optimizer = torch.optim.Adam(student.parameters(), lr=0.001)
+    losses, epoch = [], 0
+    student.train()
+    while len(losses) < STEPS:
+        loader = data.train_dataloader()
+        loader.sampler.set_epoch(epoch)
+        for batch in list(loader)[: STEPS - len(losses)]:
+            images = data.normalize(batch.inputs, torch.float64)
+            optimizer.zero_grad()
+            with keyed.noise(0, len(losses), batch.rows) if dropout else nullcontext():
+                loss = LOOPS[name](teacher, student, images, batch.labels)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        epoch += 1
+    logger = LinesLogger(tmp_path / "log")
+    fit(module, data, max_epochs=-1, max_steps=STEPS, precision="64-true", logger=logger, log_every_n_steps=1)
+    assert logger.values(f"{name}/train/loss") == pytest.approx(losses, abs=1e-9, rel=0)
+    assert losses[-1] < losses[0]

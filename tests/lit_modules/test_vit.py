@@ -1,0 +1,326 @@
+"""The vision transformer is the papers', and gives the same numbers wherever it is computed."""
+
+import re
+import shutil
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torchvision.models import VisionTransformer
+
+import strategies
+from apprentice.errors import BadInput
+from apprentice.keyed import noise, with_seed
+from experiments import kd
+from harness.config.faults import one_line
+from harness.runs.nets import load_net
+from lit_modules.distillation import Distillation
+from lit_modules.nets import ViT, run
+from lit_modules.objectives import CrossEntropy, DeiTToken, Hint
+from strategies import (
+    DDP,
+    DDPFP16,
+    FSDP,
+    HSDP,
+    AllReduce,
+    DDPPowerSGD,
+    DDPRing,
+    LocalSGD,
+    ParamServer,
+    PipelineStrategy,
+    RPCHybrid,
+    ZeRO1,
+)
+from tests.commands import refused, results
+from tests.lit_modules.test_language_model import SAME
+from tests.training import SHAPE, LinesLogger, assert_same, classifier, digits, fit, net, weights
+
+TINY: dict[str, Any] = {"embed_dim": 16, "num_layers": 2, "num_heads": 2}
+tiny = partial(ViT, **TINY)
+
+
+@pytest.mark.parametrize(("token", "count"), [(False, 5_717_416), (True, 5_910_800)])
+def test_deit_tiny_has_the_papers_size(token: bool, count: int) -> None:
+    with torch.device("meta"):
+        made = ViT(16, 192, 12, 3, distillation_token=token, input_shape=(3, 224, 224), num_classes=1000)
+    assert sum(p.numel() for p in made.parameters()) == count
+
+
+NAMES = {  # ours, as patterns, and torchvision's
+    r"^embedding\.patches": "conv_proj",
+    r"^embedding\.tokens": "class_token",
+    r"^embedding\.positions": "encoder.pos_embedding",
+    r"^blocks\.": "encoder.layers.encoder_layer_",
+    r"norm(\d)": r"ln_\1",
+    r"^norm": "encoder.ln",
+    r"^head": "heads.head",
+    r"mlp\.2": "mlp.3",
+    r"attention\.qkv\.": "self_attention.in_proj_",
+    r"attention\.out": "self_attention.out_proj",
+}
+
+
+def theirs(name: str) -> str:
+    for ours, other in NAMES.items():
+        name = re.sub(ours, other, name)
+    return name
+
+
+def test_it_computes_what_torchvisions_does() -> None:
+    ours = with_seed(0, lambda: ViT(4, 16, 2, 2, input_shape=(3, 16, 16), num_classes=7)).double()
+    other = VisionTransformer(16, 4, 2, 2, 16, 64, num_classes=7).double()
+    generator = torch.Generator().manual_seed(1)
+    for p in ours.parameters():
+        nn.init.normal_(p, std=0.3, generator=generator)
+    other.load_state_dict({theirs(name): value for name, value in ours.state_dict().items()})
+    x = torch.randn(5, 3, 16, 16, generator=generator, dtype=torch.float64)
+    logits, expected = ours(x), other(x)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-12)
+    logits.square().sum().backward()
+    expected.square().sum().backward()
+    gradients = {name: p.grad for name, p in other.named_parameters()}
+    for name, p in ours.named_parameters():
+        torch.testing.assert_close(p.grad, gradients[theirs(name)], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("shape", [(3, 32, 32), (1, 28, 28), (1, 8, 8)])
+@pytest.mark.parametrize("token", [False, True])
+def test_patches_fit_the_images_and_give_maps(shape: tuple[int, int, int], token: bool) -> None:
+    made = tiny(input_shape=shape, num_classes=7, distillation_token=token)
+    x = torch.randn(2, *shape)
+    found = run(made, x, {"default", "blocks.0"})
+    assert found.logits.shape == (2, 7)
+    assert made(x[:0]).shape == (0, 7)  # a rank's share of a batch may be empty
+    maps, tokens = found.features["default"], found.features["blocks.0"]
+    rows, columns = shape[1] // 4, shape[2] // 4
+    assert maps.shape == (2, 16, rows, columns)
+    assert tokens.shape == (2, rows * columns + 1 + token, 16)
+    assert torch.equal(maps[1, :, rows - 1, 1], tokens[1, 1 + token + (rows - 1) * columns + 1])
+
+
+def test_with_a_distillation_token_logits_are_the_mean_of_two_heads() -> None:
+    made = with_seed(0, lambda: tiny(distillation_token=True)).double()
+    x = torch.randn(3, 3, 32, 32, dtype=torch.float64)
+    for mode in (True, False):
+        found = run(made.train(mode), x, {"head", "head_dist"})
+        torch.testing.assert_close(found.logits, (found.features["head"] + found.features["head_dist"]) / 2)
+        assert (found.features["head"] - found.features["head_dist"]).abs().max() > 1e-3
+
+
+def test_dropout_is_keyed_to_the_rows_of_the_global_batch() -> None:
+    made, x = tiny(dropout=0.3).double(), torch.randn(6, 3, 32, 32, dtype=torch.float64)
+    with noise(seed=3, step=1, rows=torch.arange(6)):
+        whole = made(x)
+    with noise(seed=3, step=1, rows=torch.arange(2, 5)):
+        torch.testing.assert_close(made(x[2:5]), whole[2:5], rtol=0, atol=1e-12)
+    with noise(seed=3, step=2, rows=torch.arange(6)):
+        assert (made(x) - whole).abs().max() > 1e-3
+    layers = [m.layer for m in made.modules() if hasattr(m, "layer")]
+    assert len(set(layers)) == len(layers) == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"patch_size": 5}, "patch_size 5: expected a divisor of the images' 32 x 32 pixels"),
+        ({"patch_size": 0}, "patch_size 0: expected a divisor"),
+        ({"num_heads": 5}, "num_heads 5: expected a divisor of embed_dim, 64"),
+        ({"num_layers": 0}, "num_layers 0: expected at least 1"),
+        ({"mlp_ratio": 0}, "mlp_ratio 0: expected at least 1"),
+        ({"input_shape": (64,)}, r"input_shape \(64,\): expected \(C, H, W\), images"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(options: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValueError, match=f"^{expected}"):
+        ViT(**options)
+
+
+# The same numbers everywhere
+
+
+def students(**options: Any) -> Distillation:
+    """A teacher and students of this kind, with keyed noise, both kinds of token, and features that are compared."""
+    made = {
+        "hard": (net(tiny, distillation_token=True, dropout=0.1), DeiTToken()),
+        "soft": (net(tiny, distillation_token=True), DeiTToken("soft")),
+        "hint": (net(tiny, dropout=0.1), Hint()),
+    }
+    return Distillation(net(tiny, seed=1), made, input_shape=SHAPE, **options)
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05)
+
+
+def ended(devices: int = 1, optimizer: Any = None, **options: Any) -> LightningModule:
+    steps = {"max_epochs": -1, "max_steps": 12, "precision": "64-true"}
+    module = students(optimizer=optimizer) if optimizer else students()
+    return fit(module, digits(train_size=112), devices, **steps | options)
+
+
+@cache
+def alone(optimizer: Any = None) -> dict[str, torch.Tensor]:
+    return weights(ended(optimizer=optimizer))
+
+
+PLACES: dict[str, tuple[int, Callable[..., Any], dict[str, Any]]] = {
+    "ddp": (3, DDP, {}),
+    "ddp_ring": (2, DDPRing, {}),
+    "ddp_allreduce": (2, AllReduce, {}),
+    "ddp_zero1": (2, ZeRO1, {}),
+    "fsdp": (2, FSDP, {}),
+    "hsdp": (4, HSDP, {"shard_size": 2}),
+    "local_sgd": (2, LocalSGD, {"period": 1}),
+    "param_server": (3, ParamServer, {}),
+    "rpc_hybrid": (3, RPCHybrid, {}),
+    "pipeline": (2, PipelineStrategy, {}),
+    "model_parallel": (2, PipelineStrategy, {"schedule": "GPipe", "num_microbatches": 1}),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_float64_agrees_with_one_process_under_every_strategy(name: str) -> None:
+    devices, strategy, options = PLACES[name]
+    optimizer = sgd if name == "local_sgd" else None  # averaged moments are not those of averaged gradients
+    module = ended(devices, optimizer, strategy=strategy(timeout=60, **options))
+    assert_same(alone(optimizer), weights(module), atol=1e-9)
+
+
+@pytest.mark.parametrize("strategy", [DDPFP16, partial(DDPPowerSGD, start_step=4)], ids=["fp16", "powersgd"])
+def test_compressed_gradients_lead_near(strategy: Callable[..., Any]) -> None:
+    found, right = weights(ended(2, sgd, strategy=strategy(timeout=60))), alone(sgd)
+    assert 1e-9 < max(float((found[key] - right[key]).abs().max()) for key in right) < 0.01
+
+
+def test_every_strategy_is_tried() -> None:
+    assert {*PLACES, "ddp_fp16", "ddp_powersgd"} == strategies.NAMES.keys() - SAME
+
+
+def test_exact_bits_are_those_of_one_process() -> None:
+    def bits(devices: int, strategy: type = DDP) -> dict[str, torch.Tensor]:
+        return weights(fit(students(), digits(), devices, strategy=strategy(timeout=60, exact=4)))
+
+    one = bits(1)
+    for other in (bits(3), bits(2, PipelineStrategy)):
+        assert_same(one, other)
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile wants a compiler")
+def test_compiled_it_gives_eager_logits_and_gradients() -> None:
+    x, found = torch.randn(6, *SHAPE, generator=torch.Generator().manual_seed(0)), []
+    for compiled in (False, True):
+        made = net(ViT, **TINY | {"num_layers": 1}, distillation_token=True)
+        if compiled:
+            made.compile(dynamic=False)
+        logits = made(x)
+        logits.square().sum().backward()
+        found.append({"logits": logits.detach(), **{name: p.grad for name, p in made.named_parameters()}})
+    assert_same(found[0], found[1], atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own looking
+@pytest.mark.parametrize("devices", [1, 2])
+def test_compiled_it_trains_to_eager_losses(devices: int, tmp_path: Path) -> None:
+    found = []
+    for compiled in (False, True):
+        logger = LinesLogger(tmp_path / str(compiled))
+        module = classifier(tiny, num_layers=1, dropout=0.1, distillation_token=True)
+        if compiled:  # what is traced is the same with any backend; this one needs no compiler
+            module.net.compile(dynamic=False, backend="aot_eager")
+        strategy = DDP(timeout=120) if devices > 1 else "auto"
+        options = {"logger": logger, "max_epochs": 1, "log_every_n_steps": 1}
+        fit(module, digits(train_size=108, batch_size=36), devices, strategy=strategy, **options)
+        found.append(logger.values("train/loss"))
+    assert len(found[0]) == 3
+    assert found[0] == pytest.approx(found[1], abs=1e-5)
+
+
+# Distilled by the command
+
+
+QUICK = ["--teacher", "LightNN", "--seeds", "1", "--trainer.max_epochs", "1", "--data.train_size", "150"]
+VIT = ["--student", "ViT", "--student.embed_dim", "16", "--student.num_layers", "2", "--student.num_heads", "2"]
+DEIT = ["--variants.deit", "DeiTToken"]
+BOTH = ["--variants.both", "Sum", "--variants.both.objectives"]
+TOKEN = ["--student.distillation_token", "true"]
+
+
+def test_a_vit_is_distilled_by_every_method(tmp_path: Path) -> None:
+    soft = ["--variants.soft", "DeiTToken", "--variants.soft.kind", "soft", "--variants.soft.token_weight", "0.1"]
+    kd.main([*QUICK, *VIT, *TOKEN, *DEIT, *soft, "--out", str(tmp_path)])
+    found = results(tmp_path)["students"]
+    assert list(found) == ["ce", "kd", "cosine", "hint", "deit", "soft"]
+    data = digits(test_size=None)
+    test = data.split("test")
+    for name, entry in found.items():
+        exported = load_net(tmp_path / "seed0" / name)
+        predicted = exported(data.normalize(test.inputs)).argmax(1)
+        assert entry["failed"] == [None]
+        assert int((predicted == test.labels).sum()) == entry["test_correct"][0]
+        assert sum(p.numel() for p in exported.parameters()) == entry["parameters"]
+
+
+BAD = {
+    "no token": ([*VIT, *DEIT], "--variants.deit.student_layer head_dist", "as ViT has it with distillation_token"),
+    "no class head": (
+        [*VIT, *TOKEN, *DEIT, "--variants.deit.class_layer", "heads"],
+        "--variants.deit.class_layer heads",
+        "head_dist",
+    ),
+    "no logits": (
+        [*VIT, *TOKEN, *DEIT, "--variants.deit.class_layer", "norm"],
+        "--variants.deit.class_layer norm",
+        "logits (10,)",
+    ),
+    "a part's layer": (
+        [*VIT, *BOTH, "[Hinton,DeiTToken]"],
+        "--variants.both.objectives.1.student_layer head_dist",
+        "as ViT has it",
+    ),
+    "a part's maps": (
+        [*VIT, *BOTH, "[Hinton,Hint]", "--variants.both.objectives.1.student_layer", "norm"],
+        "--variants.both.objectives.1.student_layer norm",
+        "maps of one height",
+    ),
+    "another net": (DEIT, "--variants.deit.student_layer head_dist", "a layer of LightNN"),
+    "kind": ([*VIT, *TOKEN, *DEIT, "--variants.deit.kind", "warm"], "--variants.deit.kind warm", "soft"),
+    "patches": ([*VIT, "--student.patch_size", "3"], "--student.patch_size 3", "8 x 8 pixels"),
+    "heads": ([*VIT, "--student.num_heads", "3"], "--student.num_heads 3", "a divisor of embed_dim, 16"),
+    "kernel that is not here": ([*VIT, "--student.backend", "cudnn"], "--student.backend cudnn", "on cpu; torch says"),
+    "kernel": ([*VIT, "--student.backend", "fast"], "--student.backend fast", "flash"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_input_is_one_line(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags, begins, says = BAD[kind]
+    refused(kd.main, [*QUICK, *flags], begins, says, tmp_path, capsys)
+
+
+def test_the_kernels_of_another_device_are_not_asked_for_here() -> None:
+    flags = ["--teacher", "ViT", "--teacher.backend", "efficient", *VIT, *TOKEN, *DEIT, "--student.backend", "cudnn"]
+    config, data = kd.parser().parse(flags), digits()
+
+    def check(device: str) -> None:
+        strategy = SimpleNamespace(root_device=torch.device(device))
+        trainer = SimpleNamespace(strategy=strategy, distributed_sampler_kwargs=None)
+        kd.Builder(config, data, lambda: trainer).check(data)
+
+    check("cuda")
+    with pytest.raises(BadInput, match=r"^--teacher\.backend efficient: expected a kernel"):
+        check("cpu")
+
+
+def test_a_kernel_that_does_not_serve_is_refused_in_the_first_step() -> None:
+    command = kd.parser()
+    command.parse([*VIT, "--student.backend", "cudnn"])
+    module = Distillation(net(), {"ce": (net(tiny, backend="cudnn"), CrossEntropy())}, input_shape=SHAPE)
+    with pytest.raises(BadInput) as refused:
+        fit(module, digits())
+    assert one_line(refused.value, command).startswith("--student.backend cudnn: expected a kernel that serves")

@@ -1,0 +1,435 @@
+"""Under `exact` the bits of a float32 run don't depend on the number of devices."""
+
+import itertools
+import json
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._pytree import register_pytree_node
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
+
+from harness.runs.progress import quiet
+from lit_modules.distillation import Distillation
+from lit_modules.exact_mean import ExactMean
+from lit_modules.nets import DeepNN, ResNet
+from lit_modules.objectives import CrossEntropy
+from strategies import DDP, ZeRO1
+from strategies.exact.shards import bounds, part, spans
+from tests.lit_modules.test_distillation import Poisoned
+from tests.training import SHAPE, assert_same, classifier, digits, distillation, fit, net, trainer, weights
+
+DEVICES = (2, 3, 5, 8)
+MODULES: dict[str, Callable[[], LightningModule]] = {
+    "students": distillation,
+    "teacher": lambda: classifier(DeepNN),
+    "resnet8": lambda: classifier(ResNet, depth=8),
+}
+
+
+class Stranger(LightningModule):
+    """Anyone's module: torch's own dropout and BatchNorm, plain pairs, values logged in the usual ways."""
+
+    def __init__(self, normalised: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        hidden = nn.Linear(64, 32), nn.BatchNorm1d(32) if normalised else nn.Tanh(), nn.ReLU(), nn.Dropout(0.3)
+        self.net = nn.Sequential(nn.Flatten(), *hidden, nn.Linear(32, 10))
+        self.accuracy, self.train_accuracy = MulticlassAccuracy(10), MulticlassAccuracy(10)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        images, labels = batch
+        logits = self.net(images)
+        loss = F.cross_entropy(logits, labels)
+        self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log_dict({"norm": logits.norm(dim=1).mean(), "constant": 0.1})
+        self.train_accuracy(logits, labels)
+        self.log("train_acc", self.train_accuracy)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        images, labels = batch
+        logits = self.net(images)
+        self.accuracy(logits, labels)
+        self.log("val_loss", F.cross_entropy(logits, labels), sync_dist=True)
+        self.log("val_highest", logits.max(), reduce_fx="max")
+        self.log("val_acc", self.accuracy)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)}
+
+
+def bits(run: str, devices: int, folder: Path, **kwargs: Any) -> tuple[dict[str, torch.Tensor], bytes, list[Any]]:
+    """Weights, the CSV log and the test's scores of a short run."""
+    logger = CSVLogger(folder, name=run, version=f"{devices}-{len(list(folder.glob('**/*.csv')))}")
+    options = {"strategy": DDP(timeout=60, exact=8), "logger": logger, "log_every_n_steps": 1} | kwargs
+    module = MODULES[run]()
+    data = digits(validation_size=50, augment=True)  # batches of 37, the last of 27: shards of 3 to 5 rows
+    fit(module, data, devices, **options)
+    tested = options | {"strategy": DDP(timeout=60, exact=options["strategy"].exact)}
+    with quiet():
+        scores = trainer(devices, **tested | {"logger": False}).test(module, data, verbose=False)
+    return weights(module), (Path(logger.log_dir) / "metrics.csv").read_bytes(), scores
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(a[key], b[key]) for key in a)
+
+
+@pytest.mark.parametrize("run", MODULES)
+def test_bits_are_equal_on_any_number_of_processes(run: str, tmp_path: Path) -> None:
+    one = bits(run, 1, tmp_path)
+    assert len(one[1].splitlines()) > 6
+    for devices in DEVICES:
+        assert_same(one[0], (other := bits(run, devices, tmp_path))[0])
+        assert one[1:] == other[1:]
+
+
+def test_without_it_they_are_not(tmp_path: Path) -> None:
+    plain = [bits("students", n, tmp_path, strategy=DDP(timeout=60)) for n in (1, 3)]
+    assert not same(plain[0][0], plain[1][0])
+    assert plain[0][1] != plain[1][1]
+
+
+def zero1() -> dict[str, Any]:
+    return {"strategy": ZeRO1(timeout=60, exact=8)}
+
+
+def half() -> dict[str, Any]:
+    return {"precision": "bf16-mixed"}
+
+
+def accumulated() -> dict[str, Any]:
+    return {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "max_epochs": 3}
+
+
+@pytest.mark.parametrize("options", [zero1, half, accumulated])
+def test_it_composes(options: Callable[[], dict[str, Any]], tmp_path: Path) -> None:
+    one, three = (bits("students", devices, tmp_path, **options()) for devices in (1, 3))
+    assert_same(one[0], three[0])
+    assert one[1:] == three[1:]
+    plain = bits("students", 1, tmp_path)
+    assert same(plain[0], one[0]) == (options is zero1)
+
+
+def stranger(devices: int, folder: Path, samples: int = 101, **kwargs: Any) -> tuple[dict[str, torch.Tensor], bytes]:
+    split = digits(train_size=samples).split("train")
+    images, labels = split.inputs.float() / 16, split.labels
+    train = DataLoader(TensorDataset(images, labels), batch_size=37, shuffle=True)
+    val = DataLoader(TensorDataset(images[:90], labels[:90]), batch_size=30)
+    logger = CSVLogger(folder, name="stranger", version=f"{devices}-{samples}")
+    module = Stranger(normalised=True)
+    with warnings.catch_warnings(), quiet():
+        warnings.simplefilter("ignore")  # Lightning's, about workers
+        options = {"strategy": DDP(timeout=60, exact=8), "logger": logger, "log_every_n_steps": 1, "max_epochs": 3}
+        trainer(devices, **options | kwargs).fit(module, train, val)
+    return weights(module), (Path(logger.log_dir) / "metrics.csv").read_bytes()
+
+
+@pytest.mark.parametrize("samples", [101, 114])  # 114: a last batch of 3 rows, fewer than there are shards
+def test_anyones_module_can_be_exact(samples: int, tmp_path: Path) -> None:
+    one = stranger(1, tmp_path, samples)
+    assert one[1].startswith(b"constant,")
+    for devices in (2, 5):
+        other = stranger(devices, tmp_path, samples)
+        assert_same(one[0], other[0])
+        assert one[1] == other[1]
+
+
+class Told(Callback):
+    """Each rank writes down all values it knows of, to the bit, after each step and epoch."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def tell(self, trainer: Trainer, *_: Any) -> None:
+        known = trainer.logged_metrics, trainer.callback_metrics, trainer.progress_bar_metrics
+        values = [{name: float(value).hex() for name, value in sorted(found.items())} for found in known]
+        with (self.folder / f"rank{trainer.global_rank}").open("a") as file:
+            file.write(json.dumps(values) + "\n")
+
+    # Lightning brings them up to date after the hooks at a batch's and an epoch's end.
+    on_train_batch_start = on_validation_end = on_train_end = on_test_end = tell
+
+
+@pytest.mark.parametrize(
+    ("run", "names"),
+    [
+        (partial(bits, "students"), {"hint/train/loss", "ce/val/acc", "ce/test/loss"}),
+        (stranger, {"train_loss_step", "train_loss_epoch", "train_acc", "val_loss", "val_highest"}),
+    ],
+    ids=["ours", "anyones"],
+)
+def test_logged_values_are_equal_on_all_ranks(run: Callable[..., Any], names: set[str], tmp_path: Path) -> None:
+    run(3, tmp_path, callbacks=[Told(tmp_path)])
+    ranks = [(tmp_path / f"rank{rank}").read_text() for rank in range(3)]
+    assert ranks == [ranks[0]] * 3
+    assert names <= {name for line in ranks[0].splitlines() for found in json.loads(line) for name in found}
+
+
+def test_a_shard_is_a_batch_of_its_own_to_the_module(tmp_path: Path) -> None:
+    """One shard in all is plain training: the same gradients to the fixed point's resolution."""
+    plain = fit(distillation(), digits(), precision="64-true")
+    exact = fit(distillation(), digits(), precision="64-true", strategy=DDP(exact=1))
+    assert_same(weights(plain), weights(exact), atol=1e-9)
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_a_student_that_fails_is_frozen_alone(devices: int) -> None:
+    students = {"bad": (net(), Poisoned(35)), "ce": (net(), CrossEntropy())}  # calls: 8 shards a step
+    module = Distillation(net(DeepNN), students, input_shape=SHAPE)
+    fit(module, digits(), devices, strategy=DDP(timeout=60, exact=8), max_epochs=4)
+    alone = fit(distillation(["ce"]), digits(), strategy=DDP(exact=8), max_epochs=4)
+    ended = {k: v for k, v in weights(module).items() if k.startswith("students.ce")}
+    assert_same(ended, {k: v for k, v in weights(alone).items() if k.startswith("students.ce")})
+    assert all(v.isfinite().all() for v in weights(module).values())
+    if devices == 1:
+        assert module.failed == {"bad": {"step": 4, "term": "poisoned"}}
+
+
+class Steep(LightningModule):
+    """Its loss is as steep as it is told to be."""
+
+    def __init__(self, slope: float) -> None:
+        super().__init__()
+        self.fine, self.steep = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
+        self.slope = slope
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.fine.sum() + (self.steep * self.slope).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-9)
+
+
+@pytest.mark.parametrize(("slope", "stops"), [(1e3, False), (3e38, False), (float("inf"), True)])
+def test_a_gradient_stops_the_run_only_if_it_is_not_finite(slope: float, stops: bool) -> None:
+    module = Steep(slope)
+    if stops:
+        with pytest.raises(OverflowError, match="--exact 8: expected finite gradients; that of steep is not"):
+            fit(module, digits(), strategy=DDP(exact=8))
+        assert torch.equal(module.steep, torch.ones(2))
+    else:
+        fit(module, digits(), strategy=DDP(exact=8), max_epochs=1, limit_val_batches=0)
+        torch.testing.assert_close(module.steep.detach(), torch.full((2,), 1 - 3 * slope * 1e-9))
+
+
+class Keeper(Steep):
+    """Keeps a count between calls, which no strategy can merge."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.seen += 1
+        return super().training_step(batch, batch_idx)
+
+
+class Manual(Steep):
+    """Optimizes by hand."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0)
+        self.automatic_optimization = False
+
+
+@pytest.mark.parametrize(("make", "message"), [(Keeper, "seen has changed"), (Manual, "automatic optimization")])
+def test_what_can_not_be_exact_is_refused(make: Callable[[], LightningModule], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit(make(), digits(train_size=74), strategy=DDP(exact=8))
+
+
+def test_more_devices_than_shards_are_refused_before_any_starts() -> None:
+    with pytest.raises(ValueError, match="exact 2: expected at least 3, the number of devices"):
+        trainer(3, strategy=DDP(exact=2))
+    with pytest.raises(ValueError, match="exact 0: expected a number of shards"):
+        DDP(exact=0)
+
+
+class Nameless:
+    """A batch that torch can take apart, but whose parts it has no names for."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self.tensors = tensors
+
+
+register_pytree_node(Nameless, lambda batch: (list(batch.tensors), None), lambda tensors, _: Nameless(*tensors))
+
+
+def test_cuts_depend_on_sizes_alone() -> None:
+    assert bounds(37, 8) == [0, 5, 10, 15, 20, 25, 29, 33, 37]
+    assert bounds(3, 8) == [0, 1, 2, 3, 3, 3, 3, 3, 3]
+    batch = {"x": torch.arange(6).view(3, 2), "text": ["a", "b", "c"], "n": torch.tensor(3), "same": "all"}
+    cut = part(batch, 1, 3)
+    assert (cut["x"].tolist(), cut["text"], cut["n"], cut["same"]) == ([[2, 3], [4, 5]], ["b", "c"], 3, "all")
+    with pytest.raises(ValueError, match=r"one number of rows; batch\[0\] has 3, batch\[1\]\['mask'\] has 4$"):
+        part((torch.zeros(3), {"x": torch.zeros(3), "mask": torch.zeros(4), "n": torch.tensor(5)}), 0, 1)
+    with pytest.raises(ValueError, match=r"one number of rows; batch has 3, batch has 4$"):
+        part([Nameless(torch.zeros(3), torch.zeros(4))], 0, 1)
+    with pytest.raises(ValueError, match="one number of rows; there is none"):
+        part({"n": torch.tensor(5)}, 0, 1)
+
+
+def test_shards_with_rows_lie_evenly_among_the_empty() -> None:
+    assert spans(37, 3) == [(0, 13), (13, 25), (25, 37)]
+    assert spans(3, 8) == [(0, 1), (1, 1), (1, 2), (2, 2), (2, 2), (2, 3), (3, 3), (3, 3)]
+    assert spans(27, 8, 8) == [(0, 9), (9, 9), (9, 18), (18, 18), (18, 18), (18, 27), (27, 27), (27, 27)]
+    assert spans(7, 2, 8) == [(0, 7), (7, 7)]
+    for size, parts, fewest in itertools.product(range(1, 70, 3), (1, 2, 3, 5, 8), (1, 8)):
+        found = spans(size, parts, fewest)
+        full = [b - a for a, b in found if a < b]
+        assert len(found) == parts
+        assert sum(full) == size
+        assert max(full) - min(full) <= 1
+        assert min(full) >= min(size, fewest)
+
+
+class Normed(LightningModule):
+    """Anyone's net with BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return F.cross_entropy(self.net(batch[0].to(self.dtype)), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def normed(
+    rows: int, size: int, devices: int = 1, make: Callable[[], LightningModule] = Normed, **kwargs: Any
+) -> dict[str, torch.Tensor]:
+    split = digits(train_size=rows).split("train")
+    data = DataLoader(TensorDataset(split.inputs.float() / 16, split.labels), batch_size=size)
+    module = make()
+    with warnings.catch_warnings(), quiet():
+        warnings.simplefilter("ignore")  # Lightning's, about workers
+        trainer(devices, **{"use_distributed_sampler": False} | kwargs).fit(module, data)
+    return weights(module)
+
+
+def test_batch_norm_gets_eight_rows_or_the_whole_batch() -> None:
+    def double(rows: int, size: int, exact: int | None) -> dict[str, torch.Tensor]:
+        strategy = "auto" if exact is None else DDP(exact=exact)
+        return normed(rows, size, strategy=strategy, precision="64-true")
+
+    assert_same(double(28, 15, None), double(28, 15, 128), atol=1e-9)  # of 15 rows and of 13: one shard
+    assert_same(double(84, 32, 4), double(84, 32, 128), atol=1e-9)  # of 32 rows four, of 20 two
+    assert (double(28, 15, None)["net.1.weight"] - Normed().net[1].weight).abs().max() > 0.01  # type: ignore[union-attr]
+
+
+def test_fewer_shards_than_devices_have_the_same_bits() -> None:
+    one = normed(53, 20, strategy=DDP(exact=5))  # two shards, and one
+    for devices in (2, 3, 5):
+        assert_same(one, normed(53, 20, devices, strategy=DDP(timeout=60, exact=5)))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_batch_norm_of_one_row_is_refused_by_the_name_of_its_shard(devices: int) -> None:
+    line = "exact 8: expected batches of two rows or more for BatchNorm; shard 0 of 8 has 1 of the batch's 1"
+    with pytest.raises(Exception, match=line):
+        normed(17, 16, devices, strategy=DDP(timeout=60, exact=8))
+
+
+class Sparse(Normed):
+    """Has an embedding whose gradients name the rows that they are of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Embedding(10, 10, sparse=True))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return F.cross_entropy(self.net(batch[1]), batch[1])
+
+
+def test_sparse_gradients_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"exact: expected dense gradients; that of net.0.weight is sparse"):
+        normed(16, 16, make=Sparse, strategy=DDP(exact=8))
+
+
+class Complex(Normed):
+    """Has a parameter whose gradients have two parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.ones(10, dtype=torch.complex64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) * self.phase.abs().mean()
+
+
+def test_complex_parameters_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"--exact: expected real parameters; phase is complex"):
+        normed(16, 16, make=Complex, strategy=DDP(exact=8))
+
+
+class Frozen(Normed):
+    """Has nothing to train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+
+
+def test_a_module_that_is_frozen_as_a_whole_is_torchs_to_refuse() -> None:
+    for strategy in ("auto", DDP(exact=8)):
+        with pytest.raises(RuntimeError, match="element 0 of tensors does not require grad"):
+            normed(16, 16, make=Frozen, strategy=strategy)
+
+
+class Alternates(Normed):
+    """Freezes a layer in every second step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.net[1].requires_grad_(batch_idx % 2 == 0)
+        return super().training_step(batch, batch_idx)
+
+
+class Unfreezes(Normed):
+    """Begins to train a layer in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1].requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.net.requires_grad_(True)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(("make", "devices"), [(Alternates, 1), (Unfreezes, 1), (Unfreezes, 2)])
+def test_steps_that_change_what_is_trained_are_refused(make: Callable[[], LightningModule], devices: int) -> None:
+    line = r"expected a training_step that freezes, unfreezes and replaces no parameter, .* so with net\.1\.weight"
+    with pytest.raises(Exception, match=line):
+        normed(64, 16, devices, make=make, strategy=DDP(timeout=60, exact=2))
+
+
+def test_an_exact_mean_has_no_order_and_hides_nothing() -> None:
+    values = torch.rand(1000).mul(100)
+    means = []
+    for pieces in (values.split(7), values.flip(0).split(13)):
+        mean = ExactMean()
+        for piece in pieces:
+            mean.update(piece)
+        means.append(mean.compute())
+    assert means[0] == means[1]
+    assert means[0].item() == pytest.approx(values.double().mean().item(), abs=1e-9)
+    mean.update(torch.tensor([float("inf")]))
+    assert mean.compute().isnan()

@@ -1,0 +1,132 @@
+"""The number of devices changes the speed, not the result."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from apprentice.batch import Batch
+from harness.runs.progress import quiet
+from lit_modules.nets import DeepNN, ResNet
+from strategies import DDP, PipelineStrategy
+from tests.strategies.test_strategies import SaveAndStop
+from tests.training import LinesLogger, assert_same, classifier, digits, distillation, fit, trainer, weights
+
+DEVICES = (2, 3, 8)
+RUNS = {
+    "students": (distillation, "hint/train/loss"),
+    "teacher": (lambda: classifier(DeepNN), "train/loss"),
+    "resnet8": (lambda: classifier(ResNet, depth=8), "train/loss"),
+}
+
+
+def outcome(
+    run: str, devices: int, path: Path, precision: str, steps: int
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    make, tag = RUNS[run]
+    logger = LinesLogger(path / f"{devices}.jsonl")
+    options = {"max_epochs": -1, "max_steps": steps, "log_every_n_steps": 1, "precision": precision}
+    module = fit(make(), digits(), devices, logger=logger, **options)
+    losses = logger.values(tag)
+    assert len(losses) == steps
+    return losses, weights(module)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", RUNS)
+def test_fifty_float64_steps_agree_on_any_number_of_processes(run: str, tmp_path: Path) -> None:
+    losses, ended = outcome(run, 1, tmp_path, "64-true", 50)
+    assert all(w.dtype == torch.float64 for w in ended.values() if w.is_floating_point())
+    for devices in DEVICES:
+        theirs, other = outcome(run, devices, tmp_path, "64-true", 50)
+        assert theirs == pytest.approx(losses, abs=1e-9, rel=0)
+        assert_same(ended, other, atol=1e-9)
+
+
+@pytest.mark.parametrize(("run", "tolerance"), [("students", 1e-5), ("teacher", 1e-5), ("resnet8", 1e-3)])
+def test_first_float32_losses_agree(run: str, tolerance: float, tmp_path: Path) -> None:
+    losses, _ = outcome(run, 1, tmp_path, "32-true", 10)
+    for devices in DEVICES:
+        assert outcome(run, devices, tmp_path, "32-true", 10)[0] == pytest.approx(losses, abs=tolerance, rel=0)
+
+
+def test_one_checkpoint_evaluates_to_the_same_counts() -> None:
+    module, data = fit(distillation(), digits(train_size=300), max_epochs=3), digits(test_size=None, batch_size=50)
+    found = []
+    for devices in (1, *DEVICES):
+        with quiet():
+            scores = trainer(devices).test(module, data, verbose=False)[0]
+        found.append({k: v for k, v in scores.items() if k.endswith("correct")})
+    assert all(counts == found[0] for counts in found)
+    assert 0 < found[0]["ce/test/correct"] < data.sizes["test"]
+
+
+def test_plain_pairs_from_a_stock_loader_are_shares_of_one_batch(tmp_path: Path) -> None:
+    train = digits(train_size=96).split("train")
+    images, labels = train.inputs.double() / 16, train.labels
+    curves = []
+    for devices, batch_size in ((1, 96), (2, 48)):  # all images in each batch: Lightning's sampler shuffles them
+        loader = DataLoader(TensorDataset(images, labels), batch_size=batch_size)
+        logger = LinesLogger(tmp_path / str(devices))
+        options = {"precision": "64-true", "max_epochs": 3, "limit_val_batches": 0, "logger": logger}
+        with warnings.catch_warnings(), quiet():
+            warnings.simplefilter("ignore")  # Lightning's, about workers and the missing validation
+            trainer(devices, log_every_n_steps=1, **options).fit(classifier(dropout=0.0), loader)
+        curves.append(logger.values("train/loss") + logger.values("train/acc"))
+    assert len(curves[0]) == 6
+    assert curves[0] == pytest.approx(curves[1], abs=1e-9, rel=0)
+
+
+class Pairs(Dataset):
+    """Six batches alike, plain pairs or batches with their numbers, so that only noise tells one from another."""
+
+    def __init__(self, numbered: bool) -> None:
+        train = digits().split("train")
+        self.pair = train.inputs[:8].float() / 16, train.labels[:8]
+        self.numbered, self.count = numbered, 0
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Any:
+        rows = torch.arange(8)
+        self.count += 1
+        return Batch(*self.pair, rows, rows, 8, 1, self.count - 1) if self.numbered else self.pair
+
+
+def accumulated(numbered: bool, devices: int = 1, *callbacks: Callback, **options: Any) -> dict[str, torch.Tensor]:
+    """Weights after two epochs of pairs, two batches a step."""
+    module, resumed = classifier(dropout=0.5), {"ckpt_path": options.pop("resumed", None)}
+    options |= {"accumulate_grad_batches": 2, "limit_val_batches": 0, "callbacks": list(callbacks)}
+    with warnings.catch_warnings(), quiet():
+        warnings.simplefilter("ignore")  # Lightning's, about workers, the missing validation and the resume
+        loader = DataLoader(Pairs(numbered), batch_size=None)
+        trainer(devices, use_distributed_sampler=False, **options).fit(module, loader, **resumed)
+    return weights(module)
+
+
+RANKS: dict[str, tuple[int, Callable[[], Any]]] = {
+    "one": (1, lambda: "auto"),
+    "exact": (1, lambda: DDP(exact=4)),
+    "exact, two": (2, lambda: DDP(timeout=60, exact=4)),
+    "pipeline": (2, lambda: PipelineStrategy(timeout=60)),
+}
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_each_batch_that_a_step_accumulates_has_its_own_noise(name: str) -> None:
+    devices, strategy = RANKS[name]
+    plain, numbered = (accumulated(kind, devices, strategy=strategy()) for kind in (False, True))
+    assert_same(plain, numbered)
+    assert_same(plain, accumulated(False), atol=1e-5)
+
+
+def test_plain_pairs_draw_their_noise_after_a_resume_in_mid_epoch(tmp_path: Path) -> None:
+    stopped = tmp_path / "stopped.ckpt"
+    accumulated(False, 1, SaveAndStop(stopped, 4))  # of three steps an epoch: in the second
+    assert_same(accumulated(False, resumed=stopped), accumulated(False))

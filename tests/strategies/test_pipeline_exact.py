@@ -1,0 +1,144 @@
+"""The exact mode in a pipeline: the bits of one process."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+
+from harness.runs.progress import quiet
+from lit_modules.distillation import Distillation
+from lit_modules.nets import DeepNN, ResNet
+from lit_modules.objectives import CrossEntropy
+from strategies import DDP, PipelineStrategy
+from tests.pipelines import MODULES, SCHEDULES, SHAPES, Conv, Make, Plain, Plateau, ended, fitted, pipeline
+from tests.training import SHAPE, assert_same, classifier, digits, distillation, fit, net, trainer, weights
+
+
+def told(devices: int, folder: Path, strategy: Any, make: Make = Plateau, **kwargs: Any) -> tuple[Any, bytes, Any]:
+    """Weights, the CSV log to the byte, and the test's scores."""
+    logger = CSVLogger(folder, name="run", version=str(len(list(folder.glob("run/*")))))
+    options = {"logger": logger, "log_every_n_steps": 1, "max_epochs": 3, **kwargs}
+    data = digits(validation_size=50, augment=True)
+    again = type(strategy)(**vars(strategy).get("given", {}))
+    module = fit(make(), data, devices, strategy=strategy, **options)
+    with quiet():
+        scores = trainer(devices, strategy=again, **{**options, "logger": False}).test(module, data, verbose=False)
+    return weights(module), (Path(logger.log_dir) / "metrics.csv").read_bytes(), scores
+
+
+def given(kind: type, **options: Any) -> Any:
+    """A strategy that knows how it was made, as one strategy serves one Trainer only."""
+    strategy = kind(timeout=60, **options)
+    strategy.given = {"timeout": 60, **options}
+    return strategy
+
+
+@pytest.mark.parametrize("name", ["teacher", "students", "resnet8"])
+@pytest.mark.parametrize("settings", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}], ids=str)
+def test_exact_bits_are_those_of_one_process(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    one = told(1, tmp_path, given(DDP, exact=8), MODULES[name], **settings)
+    for devices, options in SHAPES.values() if not settings else [SHAPES["3"]]:
+        other = told(devices, tmp_path, given(PipelineStrategy, exact=8, **options), MODULES[name], **settings)
+        assert_same(one[0], other[0])
+        assert one[1:] == other[1:]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_exact_bits_under_every_schedule(schedule: str, tmp_path: Path) -> None:
+    one = told(1, tmp_path, given(DDP, exact=4))
+    other = told(2, tmp_path, given(PipelineStrategy, exact=4, schedule=schedule))
+    assert_same(one[0], other[0])
+    assert one[1:] == other[1:]
+
+
+def test_exact_bits_of_torchvisions_resnet50() -> None:
+    small = {"data": {"train_size": 21, "batch_size": 8}}
+    one = fitted(MODULES["resnet50"], strategy=DDP(exact=8), **small)
+    for devices, options in (SHAPES["3"], SHAPES["2x2"]):
+        other = fitted(MODULES["resnet50"], devices, pipeline(exact=8, **options), **small)
+        assert_same(weights(one), weights(other))
+
+
+def test_exact_batch_norm_sees_a_shard_in_any_case() -> None:
+    one, other = (
+        fitted(lambda: classifier(ResNet, depth=8), n, strategy)
+        for n, strategy in ((1, DDP(exact=8)), (2, pipeline(exact=8)))
+    )
+    assert_same(weights(one), weights(other))
+
+
+@pytest.mark.parametrize("batch", [5, 3])  # fewer rows than micro-batches, and than stages
+def test_exact_batches_smaller_than_their_number_of_shards(batch: int) -> None:
+    small = {"data": {"train_size": 23, "batch_size": batch}}
+    one = fitted(Conv, strategy=DDP(exact=8), **small)
+    for devices, options in (SHAPES["3"], SHAPES["4"], SHAPES["2x2"]):
+        assert_same(weights(one), weights(fitted(Conv, devices, pipeline(exact=8, **options), **small)))
+
+
+@pytest.mark.parametrize("batch", [21, 5])  # two shards and an end of two rows; one shard
+def test_exact_batch_norm_in_fewer_shards_than_micro_batches(batch: int) -> None:
+    small = {"data": {"train_size": 23, "batch_size": batch}}
+    one = fitted(lambda: classifier(ResNet, depth=8), strategy=DDP(exact=8), **small)
+    for devices, options in (SHAPES["3"], SHAPES["2x2"]):
+        other = fitted(lambda: classifier(ResNet, depth=8), devices, pipeline(exact=8, **options), **small)
+        assert_same(weights(one), weights(other))
+
+
+def test_exact_bits_on_eight_processes() -> None:
+    one = fitted(Conv, strategy=DDP(exact=8))
+    assert_same(weights(one), weights(fitted(Conv, 8, pipeline(exact=8))))
+
+
+class Replaces(Callback):
+    """Puts another parameter in the place of one, under the same name."""
+
+    def on_train_epoch_start(self, trainer: Trainer, module: Any) -> None:
+        if trainer.current_epoch == 1:
+            layer = module.net[-1]
+            layer.weight = nn.Parameter(layer.weight.detach().clone())
+            trainer.optimizers[0].add_param_group({"params": [layer.weight]})
+
+
+def test_a_parameter_that_is_replaced_in_a_fit_goes_on_training() -> None:
+    options: dict[str, Any] = {"callbacks": [Replaces()], "use_distributed_sampler": False}
+    plain, _ = ended(Plain, **options)
+    exact, _ = ended(Plain, DDP(exact=4), devices=1, **options)
+    assert_same(plain, exact, atol=1e-12)
+    assert_same(exact, ended(Plain, DDP(timeout=60, exact=4), **options)[0])
+
+
+class Unfreezes(Plain):
+    """Begins to train a layer in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[-1].requires_grad_(False)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        self.net.requires_grad_(True)
+        return super().training_step(batch)
+
+
+@pytest.mark.parametrize("exact", [None, 4])
+def test_a_step_that_unfreezes_a_layer_is_refused(exact: int | None) -> None:
+    with pytest.raises(Exception, match=r"unfreezes and replaces no parameter, as a hook may; it does so with net\.3"):
+        ended(Unfreezes, pipeline(exact=exact))
+
+
+def test_a_student_that_fails_is_frozen_alone() -> None:
+    students = {"bad": (net(), CrossEntropy()), "ce": (net(), CrossEntropy())}
+    with torch.no_grad():
+        students["bad"][0].classifier[3].weight.fill_(float("inf"))
+    module = Distillation(net(DeepNN), students, input_shape=SHAPE)
+    before = weights(module)
+    fit(module, digits(), 2, strategy=pipeline(exact=8))
+    alone = fitted(lambda: distillation(["ce"]), strategy=DDP(exact=8))
+    ended = {k: v for k, v in weights(module).items() if k.startswith("students.ce")}
+    assert_same(ended, {k: v for k, v in weights(alone).items() if k.startswith("students.ce")})
+    assert_same(
+        {k: v for k, v in weights(module).items() if "bad" in k}, {k: v for k, v in before.items() if "bad" in k}
+    )

@@ -1,0 +1,159 @@
+"""The pipeline under modules, data and trainers of others: the same as on one device."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from harness.runs.progress import quiet
+from tests.pipelines import Plain, ended, pairs, pipeline
+from tests.processes import launch
+from tests.training import LinesLogger, assert_same, trainer, weights
+
+
+class Thaws(Callback):
+    """Freezes a layer, or all but a layer, for an epoch."""
+
+    def on_train_epoch_start(self, trainer: Trainer, module: Any) -> None:
+        module.net[0].requires_grad_(trainer.current_epoch > 0)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble"])
+def test_a_stage_that_is_unfrozen_on_the_way_trains(schedule: Any) -> None:
+    one, _ = ended(Plain, callbacks=[Thaws()])
+    both, _ = ended(Plain, pipeline(schedule=schedule), callbacks=[Thaws()])
+    assert_same(one, both, atol=1e-9)
+
+
+class Counts(Plain):
+    """Gives a number that changes beside its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.append(Counted())
+
+    def pipeline_loss(self, output: Any, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(output["x"], batch[1])
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        output = self(batch[0])
+        self.log("calls", float(output["calls"]))
+        return self.pipeline_loss(output, batch)
+
+
+class Counted(nn.Module):
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.calls += 1
+        return {"x": x, "calls": self.calls}
+
+
+def test_numbers_in_the_output_are_those_of_the_step(tmp_path: Path) -> None:
+    logger = LinesLogger(tmp_path / "lines")
+    ended(Counts, pipeline(num_microbatches=2), max_epochs=1, logger=logger, log_every_n_steps=1)
+    assert logger.values("calls") == [2.0, 4.0, 6.0, 8.0, 10.0]  # one call was a trial; the first of a step's is told
+
+
+class Gathers(Plain):
+    def training_step(self, batch: Any) -> torch.Tensor:
+        self.log("gathered", self.all_gather(torch.ones(2)).sum())
+        return super().training_step(batch)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional.all_gather is deprecated")
+@pytest.mark.parametrize(("devices", "replicas"), [(2, 1), (4, 2)])
+def test_what_is_gathered_is_gathered_from_replicas(devices: int, replicas: int, tmp_path: Path) -> None:
+    logger = LinesLogger(tmp_path / "lines")
+    strategy = pipeline(data_parallel_size=replicas)
+    ended(Gathers, strategy, devices=devices, max_epochs=1, logger=logger, log_every_n_steps=1)
+    assert logger.values("gathered")[0] == 2.0 * replicas
+
+
+class Composed(Plain):
+    example_input_array = torch.ones(2, 6)
+
+
+class Adagrad(Plain):
+    """Its optimizer has states from the start, its layers a buffer of a type that gloo does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[2].register_buffer("counts", torch.arange(5, dtype=torch.int16))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adagrad(self.parameters(), lr=0.1)
+
+
+class Keeps(Callback):
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_epoch_end(self, trainer: Trainer, module: Any) -> None:
+        trainer.save_checkpoint(self.folder / "kept.ckpt")
+
+
+@pytest.mark.parametrize("make", [Composed, Adagrad])
+def test_what_others_do_ends_where_one_process_does(make: Any, tmp_path: Path) -> None:
+    one, _ = ended(make)
+    ended(make, pipeline(), devices=3, max_epochs=1, callbacks=[Keeps(tmp_path)])
+    module, made = make(), trainer(2, strategy=pipeline(), max_epochs=3, precision="64-true")
+    with quiet():
+        made.fit(module, DataLoader(pairs(), batch_size=8), ckpt_path=tmp_path / "kept.ckpt", weights_only=True)
+    assert_same(one, weights(module), atol=1e-9)
+
+
+class TwoLoaders(Plain):
+    """A dictionary of loaders; between two layers of a stage goes what could not go between stages."""
+
+    def __init__(self) -> None:
+        super().__init__(Wrapped(), Wrapped())
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return super().training_step(batch["a"])
+
+    def pipeline_loss(self, output: Any, batch: Any) -> torch.Tensor:
+        return super().pipeline_loss(output, batch["a"] if isinstance(batch, dict) else batch)
+
+
+class Wrapped(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return x["x"] if isinstance(x, dict) else {"x": x}
+
+
+def test_layers_are_timed_as_they_are_trained() -> None:
+    def loaders() -> Any:
+        return {"a": DataLoader(pairs(), batch_size=8), "b": DataLoader(pairs(), batch_size=8)}
+
+    one, _ = ended(TwoLoaders, data=loaders)
+    both, _ = ended(TwoLoaders, pipeline(balance="time"), loaders)
+    assert_same(one, both, atol=1e-9)
+
+
+def fails(rank: int, folder: Path) -> None:
+    """A script whose fit fails, as each rank of torchrun's runs it, and that goes on with another."""
+    module = Plain(Breaks())
+    try:
+        ended(lambda: module, pipeline())
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is what the test asks for
+        (folder / f"error{rank}").write_text(f"{type(error).__name__}: {error}")
+    assert "forward" not in vars(module)
+    assert not any(p.is_meta for p in module.parameters())
+
+
+class Breaks(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise KeyError("a bug of a stage's")
+
+
+def test_a_fit_that_fails_says_why_and_leaves_a_module(tmp_path: Path) -> None:
+    for run in launch(fails, tmp_path):
+        assert run.wait(60) == 0, run.output
+    assert (tmp_path / "error1").read_text() == """KeyError: "a bug of a stage's\""""
+    assert (tmp_path / "error0").read_text().startswith("ConnectionError: rank 1 has gone")

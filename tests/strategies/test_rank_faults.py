@@ -1,0 +1,102 @@
+"""A rank that dies or hangs ends the whole run soon, with the error that matters first, and leaves no process."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from lightning.pytorch import Callback
+
+from harness import config
+from strategies import DDP, FSDP, AllReduce, DataParallel, DDPRing, PipelineStrategy, ZeRO1
+from strategies.base import missing_ranks
+from tests.processes import Run
+from tests.training import classifier, digits, fit, trainer, weights
+
+
+class At(Callback):
+    """Does something in rank 1 at the third batch."""
+
+    def __init__(self, does: Callable[[], Any]) -> None:
+        self.does = does
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 2 and dist.get_rank() == 1:
+            self.does()
+
+
+def bug() -> None:
+    raise LookupError("a bug of rank 1's")
+
+
+def killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stopped() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def start(does: Callable[[], Any], log: Path, devices: int = 3, **options: Any) -> Run:
+    def main() -> None:
+        with config.one_line_errors():
+            fit(classifier(), digits(), devices, callbacks=[At(does)], max_epochs=3, **options)
+
+    return Run(main, log=log)
+
+
+EXACT = {"exact": 8}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [(DDP, {}), (DDP, EXACT), (DDPRing, {}), (AllReduce, {}), (ZeRO1, {}), (FSDP, {}), (PipelineStrategy, {})],
+)
+@pytest.mark.parametrize("does", [bug, killed])
+def test_a_rank_that_dies_ends_the_run(
+    does: Callable[[], Any], strategy: type[DataParallel], options: dict[str, Any], tmp_path: Path
+) -> None:
+    begun = time.monotonic()
+    run = start(does, tmp_path / "log", strategy=strategy(timeout=100, **options))
+    assert run.wait(30) != 0
+    assert time.monotonic() - begun < 30
+    told = "LookupError: a bug of rank 1's" if does is bug else "rank 1 was killed by SIGKILL"
+    assert told in run.output
+    others = [word for word in ("Connection closed", "has gone", "kept the others") if word in run.output]
+    assert not others, run.output
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
+    run = start(stopped, tmp_path / "log", strategy=DDP(timeout=3))
+    assert run.wait(3 + 35 + 5) == 2  # some seconds until it hangs
+    lines = [line for line in run.output.splitlines() if line.startswith("error: ")]
+    expected = "expected every rank to come within that time"
+    assert lines == [f"error: --trainer.strategy.timeout 3: rank 1 kept the others waiting; {expected}"]
+
+
+def test_a_sub_process_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(*_: Any) -> None:
+        raise TimeoutError
+
+    strategy = DDP(start_method="popen")
+    launcher: Any = trainer(2, strategy=strategy).strategy.launcher
+    child = subprocess.Popen(["sleep", "60"])
+    child.send_signal(signal.SIGSTOP)
+    launcher.procs.append(child)
+    strategy.on_exception(RuntimeError("of another kind"))
+    assert child.poll() is None
+    monkeypatch.setattr(missing_ranks, "raise_for_missing", absent)
+    with pytest.raises(TimeoutError):
+        strategy.on_exception(RuntimeError("timed out"))
+    assert child.returncode == -signal.SIGKILL
+
+
+def test_a_rank_that_is_slow_changes_nothing() -> None:
+    slow = fit(classifier(), digits(), 2, callbacks=[At(lambda: time.sleep(2))], strategy=DDP(timeout=30))
+    assert all(map(lambda a, b: a.equal(b), weights(slow).values(), weights(fit(classifier(), digits(), 2)).values()))

@@ -1,0 +1,124 @@
+"""What the pipeline is made of: stages that are balanced, tensors that travel."""
+
+import itertools
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch import nn
+
+from strategies.base import stages
+from strategies.pipeline.buffers import Layout, Packing
+from strategies.pipeline.placement import StagePlacement
+from tests.pipelines import Linear, fitted, pipeline
+from tests.training import assert_same, weights
+
+
+def test_no_other_cut_has_a_cheaper_dearest_stage() -> None:
+    generator = random.Random(0)
+    for _ in range(30):
+        costs = [generator.choice([0.0, 1.0, 2.5, 7.0]) for _ in range(generator.randint(3, 7))]
+        for count in (1, 2, 3):
+            sizes = stages.sizes_by_cost(costs, count)
+            cuts = [(0, *inner, len(costs)) for inner in itertools.combinations(range(1, len(costs)), count - 1)]
+            dearest = min(max(sum(costs[a:b]) for a, b in itertools.pairwise(cut)) for cut in cuts)
+            begins = [0, *itertools.accumulate(sizes)]
+            assert sum(sizes) == len(costs)
+            assert min(sizes) > 0
+            assert max(sum(costs[a:b]) for a, b in itertools.pairwise(begins)) == pytest.approx(dearest)
+
+
+class Clock:
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class Slow(nn.Module):
+    """Takes a second, of a clock that nothing else moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Clock.now += 1
+        return x * self.scale
+
+
+class Uneven(Linear):
+    """Some layers take all the time, another has nearly all parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        first = nn.Sequential(nn.Flatten(), nn.Linear(64, 256))
+        self.net = nn.Sequential(first, *(Slow() for _ in range(4)), nn.Linear(256, 256), nn.Linear(256, 10))
+
+
+class Placed(Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer: Trainer, module: Any) -> None:
+        if trainer.is_global_zero:
+            self.path.write_text(json.dumps([name for name, p in module.named_parameters() if not p.is_meta]))
+
+
+@pytest.mark.parametrize(("balance", "slow"), [("parameters", [1, 2, 3, 4]), ("time", [1, 2]), ([2, 5], [1])])
+def test_stages_are_balanced_by_what_is_asked_for(
+    balance: Any, slow: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("strategies.pipeline.timing.time", Clock())
+    options = {"max_epochs": 1, "precision": "64-true"}
+    placed = Placed(tmp_path / "names")
+    module = fitted(Uneven, 2, pipeline(balance=balance), callbacks=[placed], **options)
+    first = ["net.0.1.weight", "net.0.1.bias", *(f"net.{n}.scale" for n in slow)]
+    assert json.loads(placed.path.read_text()) == first
+    assert_same(weights(module), weights(fitted(Uneven, **options)), atol=1e-9)  # measuring has left no trace
+
+
+def test_parcels_carry_any_tensors_and_their_gradients() -> None:
+    torch.manual_seed(0)
+    a = torch.randn(3, 4, 5, 6, dtype=torch.float64).to(memory_format=torch.channels_last).requires_grad_()
+    b = torch.randn(3, 7, dtype=torch.bfloat16, requires_grad=True)
+    c, d = torch.randint(0, 9, (3, 2)), torch.randn(5, 3).t()
+    packing = Packing([Layout.of(x) for x in (a, b, c, d)], 5)
+    parcel = packing.pack((a, b, c, d), torch.zeros((), requires_grad=True))
+    arrived = parcel.detach().requires_grad_()
+    found = packing.unpack(arrived, 3)
+    for sent, x in zip((a, b, c, d), found, strict=True):
+        assert torch.equal(sent, x)
+        assert sent.stride() == x.stride()
+        assert x.requires_grad == sent.requires_grad
+    (found[0].relu_() * 2).sum().backward()  # works in place, and leaves b out
+    parcel.backward(arrived.grad)
+    assert torch.equal(a.grad, 2.0 * (a.detach() > 0))
+    assert a.grad.stride() == a.stride()
+    assert torch.equal(b.grad, torch.zeros_like(b))
+    with pytest.raises(
+        ValueError, match=r"expected a stage to give \(rows, 4, 5, 6\) float64 .* got \(rows, 2\) int64"
+    ):
+        packing.pack((c,), a)
+
+
+def test_texts_of_a_batch_are_cut_with_its_rows() -> None:
+    from strategies.exact.shards import part
+
+    x = torch.arange(4)
+    assert part((x, ("a", "b", "c", "d"), ["e", "f"]), 1, 3)[1:] == (("b", "c"), ["e", "f"])
+    (first, _), (third, _) = part(((x, x), (x, x), (x, x), (x, x)), 1, 3)[::2]  # four rows, four pairs
+    assert first.tolist() == third.tolist() == [1, 2]
+
+
+def test_a_state_under_other_names_is_refused() -> None:
+    residence = StagePlacement.__new__(StagePlacement)
+    residence._names, residence.owners = {}, {}
+    residence.group = None
+    with pytest.raises(ValueError, match="state_dict: expected parameters under their own names; renamed is none's"):
+        residence.whole({"renamed": torch.empty(2, device="meta")})
