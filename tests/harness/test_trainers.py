@@ -21,7 +21,7 @@ from apprentice.errors import BadInput
 from apprentice.weights import fitting, load_weights
 from experiments import kd
 from harness import config as cli
-from harness.config.training import trainers
+from harness.runs.trainer import trainers
 from lit_modules.nets import Torchvision
 from lit_modules.objectives import CrossEntropy
 from tests.processes import Run
@@ -128,7 +128,7 @@ def test_options_are_those_that_the_command_line_can_give(command: cli.Parser) -
     family = cli.Strategies(names=strategies.NAMES)
 
     def options(name: str) -> set[str]:
-        return set(family.choose(name, None, "trainer.strategy").init_args)
+        return set(family.choose(name).init_args)
 
     shared = {"process_group_backend", "start_method", "timeout", "init_method"}
     wrapper = {"bucket_cap_mb", "find_unused_parameters", "gradient_as_bucket_view", "static_graph"}
