@@ -122,8 +122,7 @@ class Parser:
         from lightning.pytorch import Callback, Trainer, callbacks
 
         self._nested = {"callbacks": _classes(Callback, callbacks), "strategy": training.Strategies(names=strategies)}
-        types = {"logger": bool, "devices": int | list[int] | str}
-        only = "lightning.pytorch.Trainer", Signature(Trainer, training.OWNED, types)
+        only = "lightning.pytorch.Trainer", Signature(Trainer, training.OWNED, training.TYPES)
         self._add("trainer", Entry(_classes(Trainer, callbacks), only=only), {"logger": True, **defaults})
 
     def _add(self, key: str, entry: Entry, default: Any) -> None:
@@ -217,17 +216,17 @@ class Parser:
         if key in given:
             expected = f"a name and a class, as --{key}.mine {next(iter(classes.known))}"
             raise BadInput(key, given[key].value, expected)
-        first = {name: flag for flag in reversed([*given]) if (name := _name(flag, key))}
-        names = [name for name in dict.fromkeys(_name(flag, key) for flag in given) if name]
+        names = list(dict.fromkeys(flag.split(".")[1] for flag in given if flag.startswith(f"{key}.")))
         for name in names:
-            flag = first[name]
+            whole = f"{key}.{name}"
+            flag = whole if whole in given else next(flag for flag in given if flag.startswith(f"{whole}."))
             if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or name == "teacher":
                 expected = f"a name of letters, digits, _ and - after --{key}, other than teacher"
                 raise BadInput(flag, given[flag].value, expected)
-            if f"{key}.{name}" not in given:
+            if flag != whole:
                 known = [other for other in names if f"{key}.{other}" in given]
-                new = f"or --{key}.{name} CLASS beside it for a new one{near(name, known)}"
-                raise BadInput(flag, given[flag].value, f"one of {', '.join(known)}, {new}")
+                expected = f"one of {', '.join(known)}, or --{whole} CLASS beside it for a new one{near(name, known)}"
+                raise BadInput(flag, given[flag].value, expected)
         return names
 
     def classes(self, choices: Mapping[str, Any]) -> dict[str, Classes]:
@@ -328,8 +327,3 @@ def pick(variants: Mapping[str, T], only: Sequence[str] | None, flag: str = "onl
 
 def _classes(bases: type | tuple[type, ...], package: ModuleType, skip: Iterable[str] = ()) -> Classes:
     return Classes(bases if isinstance(bases, tuple) else (bases,), package, frozenset(skip))
-
-
-def _name(flag: str, key: str) -> str:
-    """The name of the user's own in a flag below a key; empty for other flags."""
-    return flag.removeprefix(f"{key}.").partition(".")[0] if flag.startswith(f"{key}.") else ""

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import types
 import typing
 from argparse import ArgumentError
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,8 +21,8 @@ class Missing:
 class Signature:
     """Names, types, defaults and descriptions of a class's options.
 
-    jsonargparse resolves the constructor (through `**kwargs` too), checks values against types, serializes and
-    instantiates them. Each option is checked by itself, so that an error belongs to one flag.
+    jsonargparse resolves the constructor, through `**kwargs` too, and checks, serializes and instantiates values. Each
+    option is checked by itself, so that an error belongs to one flag.
 
     Args:
         target: the class.
@@ -46,8 +45,6 @@ class Signature:
         names = set(self._parser.get_defaults().keys())
         for action in (action for action in self._parser._actions if action.dest in names):
             name = action.dest
-            if hasattr(action, "_typehint"):
-                action._typehint = _int_before_float(action._typehint)
             self.hints[name], self.help[name] = getattr(action, "_typehint", action.type), action.help or ""
             needed = action.required or (name in parameters and parameters[name].default is inspect.Parameter.empty)
             self.defaults[name] = Missing if needed else action.default
@@ -111,17 +108,4 @@ def kinds_of(hint: Any) -> Iterator[Any]:
 
 def accepts_null(hint: Any) -> bool:
     """Whether None is a value of this type."""
-    return hint is type(None) or is_open(hint) or any(accepts_null(argument) for argument in typing.get_args(hint))
-
-
-def _int_before_float(hint: Any) -> Any:
-    """A union with int before float, so that 1 stays a count: jsonargparse takes the first type that fits.
-
-    Python caches unions whatever their order, so the order in the signature may be lost.
-    """
-    kinds = typing.get_args(hint)
-    if typing.get_origin(hint) not in {typing.Union, types.UnionType} or not {int, float} <= {*kinds}:
-        return hint
-    others = [kind for kind in kinds if kind is not int]
-    others.insert(others.index(float), int)
-    return typing.Union[tuple(others)]  # noqa: UP007 - of a tuple
+    return any(kind is type(None) or is_open(kind) for kind in kinds_of(hint))

@@ -52,38 +52,26 @@ def read(argv: Sequence[str]) -> tuple[list[Layer], set[str]]:
     Raises:
         BadInput: a flag without a value, text that is not UTF-8, a value without a flag, a file that can't be read.
     """
-    given: dict[str, Given] = {}
-    files: list[str] = []
-    bare = set()
-    for flag, values in _pairs(argv):
-        if wrong := [value for value in values if not is_utf8(value)]:
-            raise BadInput(flag, os.fsencode(wrong[0]), "text in UTF-8, as the run's files are")
-        if flag in BARE and values:
-            raise BadInput(flag, " ".join(values), "no value")
-        if not values and flag not in {*BARE, *OF_LAUNCHERS}:
-            raise BadInput(flag, "(nothing)", "a value")
-        if flag == "config":
-            files += values
-        elif flag in BARE:
-            bare.add(flag)
-        elif flag not in OF_LAUNCHERS:
-            given[flag.replace(".init_args", "")] = Given(values if len(values) > 1 else values[0])
-    return [*(layer(load(path), path) for path in files), given], bare
-
-
-def _pairs(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
     pairs: list[tuple[str, list[str]]] = []
     for token in argv:
-        if token == "-h":
-            pairs.append(("help", []))
-        elif token.startswith("--"):
+        if token.startswith("--") or token == "-h":
             flag, equals, value = token[2:].partition("=")
-            pairs.append((flag, [value] if equals else []))
+            pairs.append(("help" if token == "-h" else flag, [value] if equals else []))
         elif pairs:
             pairs[-1][1].append(token)
         else:
             raise Stray("", token, "a flag first, such as --data; --help lists them")
-    return pairs
+    for flag, values in pairs:
+        if wrong := [value for value in values if not is_utf8(value)]:
+            raise BadInput(flag, os.fsencode(wrong[0]), "text in UTF-8, as the run's files are")
+        if bool(values) is (flag in BARE) and flag not in OF_LAUNCHERS:
+            raise BadInput(flag, " ".join(values) or "(nothing)", "no value" if values else "a value")
+    named = {flag.replace(".init_args", ""): values for flag, values in pairs if flag not in {*BARE, *OF_LAUNCHERS}}
+    files = [path for flag, values in pairs if flag == "config" for path in values]
+    given = {
+        flag: Given(values if len(values) > 1 else values[0]) for flag, values in named.items() if flag != "config"
+    }
+    return [*(layer(load(path), path) for path in files), given], {flag for flag, _ in pairs if flag in BARE}
 
 
 def load(path: str | Path, flag: str = "config") -> dict[str, Any]:

@@ -39,6 +39,8 @@ AT_LEAST = {
 }  # fmt: skip
 ABOVE_ZERO = ("limit_train_batches", "limit_test_batches", "val_check_interval")
 FRACTIONS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "val_check_interval")
+# Types in place of the Trainer's own: with int first, 1 stays a number of batches and 1.0 all of them.
+TYPES = {"logger": bool, "devices": int | list[int] | str, **dict.fromkeys(FRACTIONS, int | float | None)}
 ONE_SCHEDULER = "one scheduler by itself, such as MultiStepLR or CosineAnnealingLR"
 TRIED_EPOCHS = 10
 
@@ -138,28 +140,22 @@ def check_optimizer(optimizer: Choice, scheduler: Choice | None, epochs: int) ->
     net = nn.Linear(2, 2)
     for parameter in net.parameters():
         parameter.grad = torch.ones_like(parameter)
-    with _all_refused(optimizer, "optimizer"):
+    with _refused_if_it_fails(optimizer, "optimizer"):
         steps = factory(optimizer, "optimizer")(net.parameters())
         if not optimizer.init_args.get("capturable"):  # those step on GPUs only
             steps.step()
     if scheduler is not None:
-        with _all_refused(scheduler, "scheduler"):
+        with _refused_if_it_fails(scheduler, "scheduler"):
             rates = factory(scheduler, "scheduler")(steps)
             for _ in range(min(epochs, TRIED_EPOCHS)):
                 rates.step()
 
 
 @contextmanager
-def _all_refused(choice: Choice, key: str) -> Iterator[None]:
-    """Whatever fails here is an option's fault."""
-    with refusals(choice, key), warnings.catch_warnings():
+def _refused_if_it_fails(choice: Choice, key: str) -> Iterator[None]:
+    with refusals(choice, key, Exception), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try:
-            yield
-        except (ValueError, TypeError):
-            raise
-        except Exception as error:
-            raise ValueError(str(error)) from error
+        yield
 
 
 def check_trainer(options: Mapping[str, Any]) -> None:

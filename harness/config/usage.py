@@ -18,13 +18,7 @@ TRAINER = "described at https://lightning.ai/docs/pytorch/stable/common/trainer.
 
 
 def text(parser: "Parser", settings: Mapping[str, Any], nested: Mapping[str, Classes]) -> str:
-    """The whole help.
-
-    Args:
-        parser: what there is.
-        settings: what is chosen so far.
-        nested: what options of the Trainer choose from.
-    """
+    """The whole help, with what is chosen so far; `nested` is what options of the Trainer choose from."""
     lines = [f"usage: {parser.prog} [--FLAG VALUE ...] [--config FILE] [--print_config] [--help]", ""]
     lines += [*_wrapped(parser.description), ""]
     lines += _line("--config FILE", "settings from YAML; flags override them, wherever they stand")
@@ -35,37 +29,35 @@ def text(parser: "Parser", settings: Mapping[str, Any], nested: Mapping[str, Cla
     for key, entry in parser.entries.items():
         chosen = settings[key]
         if entry.only is None:
-            lines += ["", *_choices(classes[key], chosen if entry.named else {"": chosen}, key)]
+            lines += _choices(classes[key], chosen, key)
         elif key == "trainer":
-            lines += ["", *_trainer(nested, chosen)]
+            lines += _trainer(nested, chosen)
         else:
-            lines += [
-                "",
-                f"{key}: options of {chosen.class_path}",
-                *_options(f"{key}.", entry.only[1], chosen.init_args),
-            ]
+            options = _options(f"{key}.", entry.only[1], chosen.init_args)
+            lines += ["", f"{key}: options of {chosen.class_path}", *options]
     return "\n".join(lines) + "\n"
 
 
-def _choices(classes: Classes, chosen: Mapping[str, Any], key: str) -> Iterator[str]:
-    what = "" if "" in chosen else "any name with one of "
-    yield from _wrapped(f"{key}: {what}{', '.join(classes.known)}, or the import path of a class")
-    for name, choice in chosen.items():
-        flag = f"{key}.{name}".rstrip(".")
-        yield from _line(f"--{flag} {_shown(choice) if isinstance(choice, list) else classes.label(choice)}", "")
+def _choices(classes: Classes, chosen: Any, key: str) -> Iterator[str]:
+    what = "any name with one of " if isinstance(chosen, dict) else ""
+    yield from ("", *_wrapped(f"{key}: {what}{', '.join(classes.known)}, or the import path of a class"))
+    named = {f"{key}.{name}": choice for name, choice in chosen.items()} if isinstance(chosen, dict) else {key: chosen}
+    for flag, choice in named.items():
+        yield f"  --{flag} {_shown(choice) if isinstance(choice, list) else classes.label(choice)}"
         if isinstance(choice, Choice):
-            yield from _options(
-                f"{flag}.", options_of(imported(choice.class_path, flag), classes.skip), choice.init_args
-            )
+            options = options_of(imported(choice.class_path, flag), classes.skip)
+            yield from _options(f"{flag}.", options, choice.init_args)
 
 
 def _trainer(nested: Mapping[str, Classes], trainer: Choice) -> Iterator[str]:
-    yield f"trainer: options of {trainer.class_path}, {TRAINER}"
-    inner = {name: classes for name, classes in nested.items() if trainer.init_args[name]}
-    plain = (f"--trainer.{name} {_shown(value)}" for name, value in trainer.init_args.items() if name not in inner)
-    yield from _wrapped("  ".join(plain), "  ")
-    for name, classes in inner.items():
-        yield from ("", *_choices(classes, {"": trainer.init_args[name]}, f"trainer.{name}"))
+    yield from ("", f"trainer: options of {trainer.class_path}, {TRAINER}")
+    inner = {f"trainer.{name}": value for name, value in trainer.init_args.items() if name in nested and value}
+    flags = {f"trainer.{name}": value for name, value in trainer.init_args.items()}
+    yield from _wrapped(
+        "  ".join(f"--{flag} {_shown(value)}" for flag, value in flags.items() if flag not in inner), "  "
+    )
+    for flag, value in inner.items():
+        yield from _choices(nested[flag.removeprefix("trainer.")], value, flag)
 
 
 def _options(prefix: str, options: Signature, values: Mapping[str, Any]) -> Iterator[str]:
@@ -90,12 +82,10 @@ def _shown(value: Any) -> str:
     """A value as it may be given."""
     if isinstance(value, Choice):
         return value.name
-    if value is Missing:
-        return "..."
     if is_choice(value):
         return f"[{','.join(map(_shown, value))}]"
     if value is None or isinstance(value, bool | int | float | list | tuple | dict):
         value = list(value) if isinstance(value, tuple) else value
         value = yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("\n...\n").strip()
         return value.replace(", ", ",")
-    return str(value)
+    return "..." if value is Missing else str(value)

@@ -44,6 +44,11 @@ def is_main_process() -> bool:
     return _first([*(variables.rank for variables in LAUNCHERS.values()), "LOCAL_RANK"]) == "0"
 
 
+def is_local_rank_zero() -> bool:
+    """Whether this process tells what all ranks find wrong: the first on each machine does."""
+    return _first([variables.local_rank for variables in LAUNCHERS.values()]) == "0"
+
+
 def _first(names: Iterable[str]) -> str:
     return next((os.environ[name] for name in names if name in os.environ), "0")
 
