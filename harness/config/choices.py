@@ -12,16 +12,7 @@ from harness.config.sources import Given, Layer, from_yaml, layer
 
 
 class Resolver:
-    """Makes choices of what was given; an option whose type is a class is itself a choice, at any depth.
-
-    Attributes:
-        given: the merged layers, lists and mappings that flags hold as YAML among them.
-        families: kinds of classes; an option with a base of theirs as its type is chosen from them.
-
-    Args:
-        given: the merged layers.
-        prog: the script's name, for messages.
-    """
+    """Makes choices of the merged layers; an option whose type is a base of `families` is itself a choice."""
 
     def __init__(self, given: Layer, prog: str) -> None:
         self.given: dict[str, Given] = dict(given)
@@ -54,11 +45,7 @@ class Resolver:
         return self.given.get(key, Given(None, given.source))
 
     def choose(self, classes: Classes, key: str) -> Chosen:
-        """What is chosen at this key, with its options.
-
-        Raises:
-            BadInput: naming the flag, `key` or below.
-        """
+        """What is chosen at this key, with its options."""
         name, source = self.expand(key)
         self.flags.append(key)
         if isinstance(name, list):
@@ -113,11 +100,7 @@ class Resolver:
         return next((classes for classes in self.families if kinds.intersection(classes.bases)), None)
 
     def check_complete(self, plain: Sequence[str]) -> None:
-        """Raise BadInput for the first flag that does not exist, else for the first that is missing.
-
-        Args:
-            plain: flags that are no options of choices.
-        """
+        """Raise BadInput for the first flag that is neither an option of a choice nor plain, or that is missing."""
         known = {*self.flags, *plain}
         for flag, given in self.given.items():
             if flag not in known:

@@ -26,21 +26,13 @@ T = TypeVar("T")
 
 @dataclass
 class Entry:
-    """What stands at a key of the command line.
-
-    Attributes:
-        classes: what is chosen from.
-        optional: whether nothing may be chosen.
-        named: whether there are many choices, by names of the user's own.
-        given: key of another choice, and the attribute of the class chosen there that names arguments it gives.
-        only: import path and options of the only class, if there is no choice.
-    """
+    """What stands at a key of the command line."""
 
     classes: Classes
-    optional: bool = False
-    named: bool = False
-    given: tuple[str, str] | None = None
-    only: tuple[str, Signature] | None = None
+    optional: bool = False  # nothing may be chosen
+    named: bool = False  # there are many choices, by names of the user's own
+    given: tuple[str, str] | None = None  # as `add_choice` takes it
+    only: tuple[str, Signature] | None = None  # import path and options of the class, if it is not chosen
 
 
 class Parser:
@@ -53,8 +45,12 @@ class Parser:
     """
 
     def __init__(self, prog: str, description: str = "", options: type[RunOptions] = RunOptions) -> None:
-        self.prog, self.description = prog, description
-        self.options, self._make_options = Signature(options), options.of
+        self.prog, self.description, self.options, self._make_options = (
+            prog,
+            description,
+            Signature(options),
+            options.of,
+        )
         self.entries: dict[str, Entry] = {}
         self._defaults: dict[str, Given] = {}
         self._nested: dict[str, Classes] = {}  # what options of the Trainer choose from

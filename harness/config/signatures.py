@@ -28,11 +28,6 @@ class Signature:
         target: the class.
         skip: arguments that are not options.
         types: types of some arguments, in place of the constructor's own.
-
-    Attributes:
-        hints: the type of each option.
-        defaults: its default, `Missing` if it has none.
-        help: what the docstring says about it.
     """
 
     def __init__(self, target: type, skip: Iterable[str] = (), types: Mapping[str, Any] | None = None) -> None:
@@ -41,7 +36,7 @@ class Signature:
         for name, hint in types.items():
             self._parser.add_argument(f"--{name}", type=hint, default=parameters[name].default)
         self._parser.add_class_arguments(target, skip={*skip, *types}, as_group=False, fail_untyped=False)
-        self.hints, self.defaults, self.help = dict[str, Any](), dict[str, Any](), dict[str, str]()
+        self.hints, self.defaults, self.help = dict[str, Any](), dict[str, Any](), dict[str, str]()  # by name
         names = set(self._parser.get_defaults().keys())
         for action in (action for action in self._parser._actions if action.dest in names):
             name = action.dest
