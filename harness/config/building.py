@@ -50,18 +50,15 @@ def _built(value: Any, key: str, extra: dict[str, Any]) -> Any:
 
 
 @contextmanager
-def refusals(choice: Choice, key: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Turn what a constructor refuses into BadInput with the whole flag, or with the key and class if it names none.
-
-    ValueError and TypeError are refusals, and errors of these `kinds`.
-    """
+def refusals(choice: Choice, key: str, kinds: tuple[type[Exception], ...] = (ValueError, TypeError)) -> Iterator[None]:
+    """Turn errors of these kinds into BadInput with the whole flag; with key and class if they name no option."""
     try:
         yield
     except BadInput as error:
         inside = error.flag == key or error.flag.startswith(f"{key}.")
         flag = error.flag if inside else f"{key}.{_place(choice, error.flag) or error.flag}"
         raise BadInput(flag, error.value, error.expected) from error
-    except (ValueError, TypeError, *kinds) as error:
+    except kinds as error:
         message = " ".join(str(error).split())
         option = REFUSAL.fullmatch(message)
         if option and (place := _place(choice, option[1])):

@@ -18,7 +18,7 @@ class Resolver:
         self.given: dict[str, Given] = dict(given)
         self._prog = prog
         self.families: Sequence[Classes] = ()
-        self.flags: list[str] = []
+        self.flags: dict[str, tuple[Any, str]] = {}  # values and descriptions
         self._keys: dict[str, Any] = {}  # what stands at a key that may have options
         self._missing: list[BadInput] = []
 
@@ -47,7 +47,7 @@ class Resolver:
     def choose(self, classes: Classes, key: str) -> Chosen:
         """What is chosen at this key, with its options."""
         name, source = self.expand(key)
-        self.flags.append(key)
+        self.flags[key] = name, ""
         if isinstance(name, list):
             self._keys[key] = name
             for i, entry in enumerate(name):
@@ -65,15 +65,13 @@ class Resolver:
         values = {}
         for name, default in {**signature.defaults, **defaults}.items():
             flag, hint = f"{key}.{name}", signature.hints[name]
-            if (value := self._value(flag)) is Missing:
-                self.flags.append(flag)
-                values[name] = default
-            elif classes := self._classes(hint):
+            value, classes = self._value(flag), self._classes(hint)
+            if value is not Missing and classes is not None:
                 self.given.setdefault(flag, Given(None if default is Missing else default))
                 values[name] = _fitting(self.choose(classes, flag), hint, classes, value, flag)
-            else:
-                self.flags += [flag, *self._below(flag)]
-                values[name] = signature.check(name, value, key)
+                continue
+            values[name] = default if value is Missing else signature.check(name, value, key)
+            self.flags |= {flag: (values[name], signature.help[name]), **dict.fromkeys(self._below(flag), (None, ""))}
             if values[name] is Missing:
                 expected = f"{words(hint)}; {signature.target.__name__} can't do without"
                 self._missing.append(BadInput(flag, "(nothing)", expected))

@@ -107,10 +107,6 @@ class Classes:
         shown = ", ".join(known if len(known) <= SHOWN else [*known[:SHOWN], "..."])
         return f"{shown} or the import path of a class{near(name, known)}"
 
-    def label(self, chosen: Chosen) -> str:
-        """The name of a choice."""
-        return chosen.name if isinstance(chosen, Choice) else str(chosen or "null")
-
 
 def is_choice(value: Any) -> bool:
     """Whether a value is a choice or a list with choices."""

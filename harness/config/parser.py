@@ -65,7 +65,6 @@ class Parser:
         package: ModuleType,
         default: Any,
         skip: Iterable[str] = (),
-        optional: bool = False,
         given: tuple[str, str] | None = None,
     ) -> None:
         """Add `--KEY CLASS` and `--KEY.OPTION VALUE`.
@@ -74,13 +73,12 @@ class Parser:
             key: name in the configuration.
             bases: what the class derives from.
             package: where short names are looked up; others are import paths.
-            default: short name, or class_path and init_args.
+            default: short name, or class_path and init_args; None makes `null` a choice.
             skip: arguments of constructors that are not options.
-            optional: whether `null` is a choice.
             given: key of a choice that was added before, and the attribute of the class chosen there that names
                 more arguments that are not options.
         """
-        self._add(key, Entry(_classes(bases, package, skip), optional or default is None, given=given), default)
+        self._add(key, Entry(_classes(bases, package, skip), default is None, given=given), default)
 
     def add_variants(
         self, key: str, bases: type | tuple[type, ...], package: ModuleType, defaults: Mapping[str, Any]
@@ -96,17 +94,16 @@ class Parser:
         self._add("optimizer", Entry(training.optimizers()), default)
         self._add("scheduler", Entry(training.schedulers(), optional=True), None)
 
-    def add_class(self, key: str, target: type, skip: Iterable[str] = (), **defaults: Any) -> None:
+    def add_class(self, key: str, target: type, skip: Iterable[str] = ()) -> None:
         """Add `--KEY.OPTION VALUE`, the options of one class.
 
         Args:
             key: name in the configuration.
             target: the class.
             skip: arguments of its constructor that are not options.
-            defaults: those that are other than its own.
         """
         only = f"{target.__module__}.{target.__qualname__}", Signature(target, skip)
-        self._add(key, Entry(_classes(target, sys.modules[target.__module__]), only=only), defaults)
+        self._add(key, Entry(_classes(target, sys.modules[target.__module__]), only=only), {})
 
     def add_trainer(self, strategies: training.Names, **defaults: Any) -> None:
         """Add `--trainer.OPTION` for Lightning's Trainer, with options below `--trainer.strategy` and `callbacks`.
@@ -182,12 +179,17 @@ class Parser:
         classes = self._nested.get(last) if key == "trainer" else entry.classes if entry else None
         return name == old if classes is None else classes.same(name, old, options)
 
-    def _config(self, given: Layer, complete: bool = True) -> Namespace:
-        """The second pass: choices with their options; if not `complete`, flags may be missing or unknown."""
-        choices: dict[str, Any] = {}
-        resolver = Resolver(given, self.prog)
+    def _config(self, given: Layer) -> Namespace:
+        """The configuration of the merged layers."""
+        resolver, choices = self._resolved(given)
+        resolver.check_complete(["config", "print_config", "help", *self.entries, *self.options.hints])
+        return Namespace(**choices, **vars(self._options(given)))
+
+    def _resolved(self, given: Layer) -> tuple[Resolver, dict[str, Any]]:
+        """The second pass: choices with their options; flags may still be missing or unknown."""
+        resolver, choices = Resolver(given, self.prog), dict[str, Any]()
         for key, entry in self.entries.items():
-            classes = self.classes(choices)
+            classes = self._classes(choices)
             resolver.families = [*classes.values(), *self._nested.values()]
             if entry.only is not None:
                 choices[key] = Choice(entry.only[0], resolver.only(entry.only[1], key))
@@ -197,9 +199,7 @@ class Parser:
                 choices[key] = {name: resolver.one(classes[key], f"{key}.{name}") for name in names}
             else:
                 choices[key] = resolver.one(classes[key], key, entry.optional)
-        if complete:
-            resolver.check_complete(["config", "print_config", "help", *self.entries, *self.options.hints])
-        return Namespace(**choices, **vars(self._options(given)))
+        return resolver, choices
 
     def _options(self, given: Layer) -> RunOptions:
         """The plain options."""
@@ -225,7 +225,7 @@ class Parser:
                 raise BadInput(flag, given[flag].value, expected)
         return names
 
-    def classes(self, choices: Mapping[str, Any]) -> dict[str, Classes]:
+    def _classes(self, choices: Mapping[str, Any]) -> dict[str, Classes]:
         """What each key chooses from, without the arguments that other choices give."""
         found = {}
         for key, entry in self.entries.items():
@@ -299,10 +299,10 @@ class Parser:
     def _help(self, layers: Sequence[Layer]) -> str:
         """The help, with the options of the classes that are chosen beside it."""
         try:
-            config = self._config(self._merged([self._defaults, *layers]), complete=False)
+            resolver = self._resolved(self._merged([self._defaults, *layers]))[0]
         except BadInput:
-            config = self._config(self._defaults)
-        return usage.text(self, vars(config), self._nested)
+            resolver = self._resolved(self._defaults)[0]
+        return usage.text(self, resolver.flags, self._nested)
 
 
 def pick(variants: Mapping[str, T], only: Sequence[str] | None, flag: str = "only") -> dict[str, T]:

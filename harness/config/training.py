@@ -89,7 +89,7 @@ class Strategies(Classes):
     def label(self, chosen: Chosen) -> str:
         """The short name that stands for most of a choice, or its import path."""
         if not isinstance(chosen, Choice):
-            return super().label(chosen)
+            return str(chosen)
         own = {name: sets for name, (found, sets) in self.names.items() if _public_path(found) == chosen.class_path}
         fitting = [name for name, sets in own.items() if sets.items() <= chosen.init_args.items()]
         return max(fitting, key=lambda name: len(own[name]), default=chosen.class_path)
@@ -153,7 +153,7 @@ def check_optimizer(optimizer: Choice, scheduler: Choice | None, epochs: int) ->
 
 @contextmanager
 def _refused_if_it_fails(choice: Choice, key: str) -> Iterator[None]:
-    with refusals(choice, key, Exception), warnings.catch_warnings():
+    with refusals(choice, key, (Exception,)), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
