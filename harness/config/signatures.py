@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import types
 import typing
 from argparse import ArgumentError
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,15 +32,17 @@ class Signature:
     """
 
     def __init__(self, target: type, skip: Iterable[str] = (), types: Mapping[str, Any] | None = None) -> None:
-        self.target, types, parameters = target, types or {}, inspect.signature(target).parameters
+        self.target, own, parameters = target, types or {}, inspect.signature(target).parameters
         self._parser = ArgumentParser(exit_on_error=False, add_help=False)
-        for name, hint in types.items():
+        for name, hint in own.items():
             self._parser.add_argument(f"--{name}", type=hint, default=parameters[name].default)
-        self._parser.add_class_arguments(target, skip={*skip, *types}, as_group=False, fail_untyped=False)
+        self._parser.add_class_arguments(target, skip={*skip, *own}, as_group=False, fail_untyped=False)
         self.hints, self.defaults, self.help = dict[str, Any](), dict[str, Any](), dict[str, str]()  # by name
         names = set(self._parser.get_defaults().keys())
         for action in (action for action in self._parser._actions if action.dest in names):
             name = action.dest
+            if hasattr(action, "_typehint"):
+                action._typehint = _int_before_float(action._typehint)
             self.hints[name], self.help[name] = getattr(action, "_typehint", action.type), action.help or ""
             needed = action.required or (name in parameters and parameters[name].default is inspect.Parameter.empty)
             self.defaults[name] = Missing if needed else action.default
@@ -104,3 +107,16 @@ def kinds_of(hint: Any) -> Iterator[Any]:
 def accepts_null(hint: Any) -> bool:
     """Whether None is a value of this type."""
     return any(kind is type(None) or is_open(kind) for kind in kinds_of(hint))
+
+
+def _int_before_float(hint: Any) -> Any:
+    """A union with int before float, so that 1 stays a count: jsonargparse takes the first type that fits.
+
+    Python caches unions whatever their order, so the order in a constructor's signature may be lost.
+    """
+    kinds = typing.get_args(hint)
+    if typing.get_origin(hint) not in {typing.Union, types.UnionType} or not {int, float} <= {*kinds}:
+        return hint
+    others = [kind for kind in kinds if kind is not int]
+    others.insert(others.index(float), int)
+    return typing.Union[tuple(others)]  # noqa: UP007 - of a tuple

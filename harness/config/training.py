@@ -39,8 +39,7 @@ AT_LEAST = {
 }  # fmt: skip
 ABOVE_ZERO = ("limit_train_batches", "limit_test_batches", "val_check_interval")
 FRACTIONS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "val_check_interval")
-# Types in place of the Trainer's own: with int first, 1 stays a number of batches and 1.0 all of them.
-TYPES = {"logger": bool, "devices": int | list[int] | str, **dict.fromkeys(FRACTIONS, int | float | None)}
+TYPES = {"logger": bool, "devices": int | list[int] | str}  # in place of the Trainer's own
 ONE_SCHEDULER = "one scheduler by itself, such as MultiStepLR or CosineAnnealingLR"
 TRIED_EPOCHS = 10
 
