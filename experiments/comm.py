@@ -16,9 +16,9 @@ from collections.abc import Sequence
 import strategies
 from apprentice.errors import BadInput
 from harness import config as cli
-from harness.config.training import trainers
 from harness.runs import environment, session, signals
 from harness.runs.progress import quiet
+from harness.runs.trainer import trainers
 from harness.studies.comm import Backend, Bench, Options, Rows, Study
 from harness.studies.hardware.rows import SEEN_TO, check_left_out, check_place, default_devices
 from harness.studies.isolation import one_thread

@@ -26,7 +26,6 @@ import strategies
 from apprentice.errors import BadInput
 from apprentice.keyed import with_seed
 from harness import config as cli
-from harness.config.training import trainers
 from harness.reports.metrics import BITS
 from harness.reports.pages import header
 from harness.reports.results import load_results
@@ -37,6 +36,7 @@ from harness.runs.fit import MakeTrainer
 from harness.runs.nets import load_net, spec
 from harness.runs.progress import quiet
 from harness.runs.tensorboard import indented, log_text
+from harness.runs.trainer import trainers
 from harness.studies.distillation import Candidate, DistillationStudy, Facts
 from lit_modules import nets
 from lit_modules.language_model import LitLanguageModel

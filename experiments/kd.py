@@ -32,7 +32,6 @@ from apprentice.errors import BadInput
 from apprentice.keyed import with_seed
 from apprentice.weights import load_weights
 from harness import config as cli
-from harness.config.training import trainers
 from harness.reports.metrics import ACCURACY, BITS
 from harness.reports.pages import save_results, text
 from harness.reports.results import bake_off_results
@@ -40,6 +39,7 @@ from harness.runs import environment, job, launch, session, signals
 from harness.runs.fit import MakeTrainer
 from harness.runs.nets import load_net, spec
 from harness.runs.progress import quiet
+from harness.runs.trainer import trainers
 from harness.studies.distillation import Candidate, DistillationStudy
 from lit_modules import nets, objectives
 from lit_modules.classifier import LitClassifier

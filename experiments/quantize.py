@@ -35,13 +35,13 @@ from apprentice import extras
 from apprentice.errors import BadInput
 from apprentice.keyed import with_seed
 from harness import config as cli
-from harness.config.training import trainers
 from harness.runs import environment, job, launch, session, signals
 from harness.runs.files import atomic
 from harness.runs.fit import MakeTrainer, fit_and_test
 from harness.runs.nets import Spec, spec
 from harness.runs.progress import quiet
 from harness.runs.safepoints import read
+from harness.runs.trainer import trainers
 from harness.studies.deploy import Latency, Options, Study, formats
 from harness.studies.deploy.latency import need_compiler
 from harness.studies.deploy.source import data_of_run, images_of, of_net, read_net

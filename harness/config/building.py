@@ -1,18 +1,14 @@
-"""From choices to instances: every error of a constructor names the whole flag."""
+"""From choices to instances: an error of a constructor names the whole flag."""
 
 import functools
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from apprentice.errors import BadInput
-from harness.config.choices import NOTHING, Choice
-from harness.config.imports import imported
+from harness.config.classes import Choice, imported, is_choice
+from harness.config.messages import REFUSAL
 from harness.config.signatures import options_of
-
-# What a constructor says about an option: its name, its value and what was expected.
-REFUSAL = re.compile(r"(\w+) (.*?): expected (.*)")
 
 
 def build(choice: Choice, key: str, **extra: Any) -> Any:
@@ -21,7 +17,7 @@ def build(choice: Choice, key: str, **extra: Any) -> Any:
     Args:
         choice: as `Parser.parse` gives it.
         key: where it stands on the command line, for messages.
-        extra: more arguments, passed if the signature has them.
+        extra: more arguments, passed if the constructor takes them.
 
     Raises:
         BadInput: what the constructor refuses, with the whole flag.
@@ -37,19 +33,14 @@ def factory(choice: Choice, key: str, **extra: Any) -> Callable[..., Any]:
 
 
 def arguments(choice: Choice, key: str, **extra: Any) -> dict[str, Any]:
-    """The keyword arguments of the chosen class: what they choose is built anew, what it takes of `extra` added."""
+    """The keyword arguments of the chosen class, with new instances of what they choose, and those of `extra`."""
     options = options_of(imported(choice.class_path, key))
-    built = {
-        name: _built(value, f"{key}.{name}", extra) for name, value in choice.init_args.items() if _is_choice(value)
+    chosen = {
+        name: _built(value, f"{key}.{name}", extra) for name, value in choice.init_args.items() if is_choice(value)
     }
-    plain = {name: value for name, value in choice.init_args.items() if name not in built}
     with refusals(choice, key):
-        plain = options.instances(plain)
-    return {**plain, **built, **{name: value for name, value in extra.items() if name in options}}
-
-
-def _is_choice(value: Any) -> bool:
-    return isinstance(value, Choice) or (isinstance(value, list) and any(_is_choice(entry) for entry in value))
+        values = options.instances({name: value for name, value in choice.init_args.items() if name not in chosen})
+    return {**values, **chosen, **{name: value for name, value in extra.items() if name in options.hints}}
 
 
 def _built(value: Any, key: str, extra: dict[str, Any]) -> Any:
@@ -59,40 +50,25 @@ def _built(value: Any, key: str, extra: dict[str, Any]) -> Any:
 
 
 @contextmanager
-def refusals(choice: Choice, key: str) -> Iterator[None]:
-    """Turn what a constructor refuses into BadInput with the whole flag."""
+def refusals(choice: Choice, key: str, kinds: tuple[type[Exception], ...] = (ValueError, TypeError)) -> Iterator[None]:
+    """Turn errors of these kinds into BadInput with the whole flag; with key and class if they name no option."""
     try:
         yield
     except BadInput as error:
         inside = error.flag == key or error.flag.startswith(f"{key}.")
-        raise BadInput(error.flag if inside else f"{key}.{error.flag}", error.value, error.expected) from error
-    except (ValueError, TypeError) as error:
+        flag = error.flag if inside else f"{key}.{_place(choice, error.flag) or error.flag}"
+        raise BadInput(flag, error.value, error.expected) from error
+    except kinds as error:
         message = " ".join(str(error).split())
-        told = REFUSAL.fullmatch(message)
-        if told and (place := _place(choice, told[1])):
-            raise BadInput(f"{key}.{place}", told[2], told[3]) from error
-        name = culprit(choice, message)
-        if name:
-            raise BadInput(f"{key}.{name}", choice.init_args[name], f"what {choice.name} takes: {message}") from error
+        option = REFUSAL.fullmatch(message)
+        if option and (place := _place(choice, option[1])):
+            raise BadInput(f"{key}.{place}", option[2], option[3]) from error
         raise BadInput(key, choice.name, f"options that it takes: {message}") from error
 
 
 def _place(choice: Choice, name: str) -> str | None:
-    """Where an option of this name stands, below a choice or one of those that it chooses."""
+    """Where an option of this name stands, in a choice or below."""
     if name in choice.init_args:
         return name
     inner = ((key, _place(value, name)) for key, value in choice.init_args.items() if isinstance(value, Choice))
     return next((f"{key}.{place}" for key, place in inner if place), None)
-
-
-def culprit(choice: Choice, message: str) -> str | None:
-    """The one option, not at its default, that a message names, or whose value it does."""
-    defaults = options_of(imported(choice.class_path, "")).defaults
-    named = [
-        name
-        for name, value in choice.init_args.items()
-        if str(value)
-        and value != defaults.get(name, NOTHING)
-        and re.search(rf"`{name}`|(?<![\w.]){re.escape(str(value))}(?![\w.]*\w)", message)
-    ]
-    return named[0] if len(named) == 1 else None

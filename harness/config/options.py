@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from apprentice.errors import BadInput
 
@@ -27,17 +27,19 @@ class RunOptions:
     checkpoint_every: float = 30.0
     exact: int | None = None
 
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """The options when these are given."""
+        return cls(**given)
+
     def __post_init__(self) -> None:
         if isinstance(self.seeds, int):
             if self.seeds < 1:
                 raise BadInput("seeds", self.seeds, "a number of seeds, at least 1, or a list of them, as [42]")
             self.seeds = list(range(self.seeds))
-        if (
-            not self.seeds
-            or len(set(self.seeds)) < len(self.seeds)
-            or not all(0 <= seed < 2**63 for seed in self.seeds)
-        ):
-            raise BadInput("seeds", self.seeds, "seeds of 0 or more, none of them twice")
+        seeds = self.seeds
+        if not seeds or len(set(seeds)) < len(seeds) or not all(0 <= seed < 2**63 for seed in seeds):
+            raise BadInput("seeds", seeds, "seeds of 0 or more, none of them twice")
         if self.out is not None and not self.out.strip():
             raise BadInput("out", self.out, "a folder")
         if not self.checkpoint_every > 0:
@@ -55,8 +57,9 @@ class OneSeedOptions(RunOptions):
     """Options of an experiment that has one seed, and perhaps no exact mode.
 
     Attributes:
-        why_one: seed is enough.
-        why_inexact: what --exact would be for is not there; empty where it is.
+        why_one: why one seed is enough.
+        why_inexact: why there is no exact mode; empty where there is one.
+        quick_values: what `--quick true` sets where it is not given, in an experiment that has this option.
 
     Args:
         seeds: the one seed, as [42].
@@ -65,6 +68,12 @@ class OneSeedOptions(RunOptions):
     seeds: int | list[int] = 1
     why_one: ClassVar[str] = "it moves no figure"
     why_inexact: ClassVar[str] = ""
+    quick_values: ClassVar[Mapping[str, Any]] = {}
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """The options when these are given; with `quick`, others have its values."""
+        return cls(**{**(cls.quick_values if given.get("quick") else {}), **given})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,10 +81,3 @@ class OneSeedOptions(RunOptions):
             raise BadInput("seeds", self.seeds, f"one seed, as [42]: {self.why_one}")
         if self.why_inexact and self.exact is not None:
             raise BadInput("exact", self.exact, f"it left out: {self.why_inexact}")
-
-    def take(self, values: Mapping[str, Any]) -> None:
-        """Set these options, but for those that are given."""
-        usual = type(self)()
-        for name, value in values.items():
-            if getattr(self, name) == getattr(usual, name):
-                setattr(self, name, value)

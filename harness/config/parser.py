@@ -1,8 +1,10 @@
-"""A parser: what the command line has, and how flags, files and an earlier run become one configuration."""
+"""The command line of an experiment, in two passes: which classes are chosen, then the options of each."""
 
+import re
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -10,28 +12,27 @@ from typing import Any, TypeVar
 import yaml
 
 from apprentice.errors import BadInput
-from harness.config import optimizers, usage
+from harness.config import training, usage
 from harness.config.building import arguments, build
-from harness.config.choices import Catalogue, Family, leaf
-from harness.config.entries import Entry, Fixed, Many, One
-from harness.config.imports import imported
-from harness.config.layers import Layer, as_given, layers_of
+from harness.config.choices import Resolver
+from harness.config.classes import Choice, Classes, imported, plain
+from harness.config.messages import near
 from harness.config.options import RunOptions
-from harness.config.settings import INVOCATION, flat, free
-from harness.config.signatures import Options, near
-from harness.config.sources import BARE, flags, load
-from harness.config.strategy_names import Names, Strategies
-from harness.config.trainer import check_trainer
-from harness.runs import folders
-from harness.runs.files import write_text
+from harness.config.signatures import Signature
+from harness.config.sources import INVOCATION, Given, Layer, as_given, flat, free, layer, load, read
 
 T = TypeVar("T")
-# Arguments of the Trainer that the experiment sees to.
-OWNED = frozenset({
-    "barebones", "default_root_dir", "enable_autolog_hparams", "enable_checkpointing", "fast_dev_run", "inference_mode",
-    "limit_predict_batches", "model_registry", "overfit_batches", "reload_dataloaders_every_n_epochs", "sync_batchnorm",
-    "use_distributed_sampler",
-})  # fmt: skip
+
+
+@dataclass
+class Entry:
+    """What stands at a key of the command line."""
+
+    classes: Classes
+    optional: bool = False  # nothing may be chosen
+    named: bool = False  # there are many choices, by names of the user's own
+    given: tuple[str, str] | None = None  # as `add_choice` takes it
+    only: tuple[str, Signature] | None = None  # import path and options of the class, if it is not chosen
 
 
 class Parser:
@@ -44,11 +45,15 @@ class Parser:
     """
 
     def __init__(self, prog: str, description: str = "", options: type[RunOptions] = RunOptions) -> None:
-        self.prog, self.description = prog, description
-        self.options = Options(options)
+        self.prog, self.description, self.options, self._make_options = (
+            prog,
+            description,
+            Signature(options),
+            options.of,
+        )
         self.entries: dict[str, Entry] = {}
-        self.catalogue = Catalogue()
-        self._given: list[tuple[Family, str, str]] = []
+        self._defaults: dict[str, Given] = {}
+        self._nested: dict[str, Classes] = {}  # what options of the Trainer choose from
         self._parsed: dict[str, Any] = {}
 
     # What there is
@@ -60,7 +65,6 @@ class Parser:
         package: ModuleType,
         default: Any,
         skip: Iterable[str] = (),
-        optional: bool = False,
         given: tuple[str, str] | None = None,
     ) -> None:
         """Add `--KEY CLASS` and `--KEY.OPTION VALUE`.
@@ -69,49 +73,40 @@ class Parser:
             key: name in the configuration.
             bases: what the class derives from.
             package: where short names are looked up; others are import paths.
-            default: short name, or class_path and init_args.
-            skip: arguments of constructors that are no options.
-            optional: whether `null` is a choice.
-            given: key of a choice that was added before, and the attribute in which the class chosen there has the
-                names of more arguments that are no options.
+            default: short name, or class_path and init_args; None makes `null` a choice.
+            skip: arguments of constructors that are not options.
+            given: key of a choice that was added before, and the attribute of the class chosen there that names
+                more arguments that are not options.
         """
-        family = _family(bases, package, skip)
-        if given is not None:
-            self._given.append((family, *given))
-        self._add(key, One(family, default, optional))
+        self._add(key, Entry(_classes(bases, package, skip), default is None, given=given), default)
 
     def add_variants(
-        self,
-        key: str,
-        bases: type | tuple[type, ...],
-        package: ModuleType,
-        defaults: Mapping[str, Any],
-        only: str = "only",
+        self, key: str, bases: type | tuple[type, ...], package: ModuleType, defaults: Mapping[str, Any]
     ) -> None:
         """Add `--KEY.NAME CLASS` and `--KEY.NAME.OPTION VALUE` for any name, merged into the defaults by name.
 
-        `only` is the plain option that says which of them are wanted, if there is one.
+        The plain option `only`, if there is one, says which of them are wanted.
         """
-        self._add(key, Many(_family(bases, package), dict(defaults), only))
+        self._add(key, Entry(_classes(bases, package), named=True), dict(defaults))
 
     def add_optimizer(self, default: Any = "Adam") -> None:
         """Add `--optimizer` and `--scheduler`: torch's classes, tried out on a dummy net when parsed."""
-        self._add("optimizer", One(optimizers.optimizers(), default))
-        self._add("scheduler", One(optimizers.schedulers(), None, optional=True))
+        self._add("optimizer", Entry(training.optimizers()), default)
+        self._add("scheduler", Entry(training.schedulers(), optional=True), None)
 
-    def add_class(self, key: str, target: type, skip: Iterable[str] = (), **defaults: Any) -> None:
+    def add_class(self, key: str, target: type, skip: Iterable[str] = ()) -> None:
         """Add `--KEY.OPTION VALUE`, the options of one class.
 
         Args:
             key: name in the configuration.
             target: the class.
-            skip: arguments of its constructor that are no options.
-            defaults: those that are other than its own.
+            skip: arguments of its constructor that are not options.
         """
-        self._add(key, Fixed(f"{target.__module__}.{target.__qualname__}", Options(target, skip), defaults))
+        only = f"{target.__module__}.{target.__qualname__}", Signature(target, skip)
+        self._add(key, Entry(_classes(target, sys.modules[target.__module__]), only=only), {})
 
-    def add_trainer(self, strategies: Names, **defaults: Any) -> None:
-        """Add `--trainer.OPTION` for Lightning's Trainer, with its options below `--trainer.strategy` and `callbacks`.
+    def add_trainer(self, strategies: training.Names, **defaults: Any) -> None:
+        """Add `--trainer.OPTION` for Lightning's Trainer, with options below `--trainer.strategy` and `callbacks`.
 
         Args:
             strategies: the project's own by short name, each with the options that the name sets.
@@ -119,15 +114,13 @@ class Parser:
         """
         from lightning.pytorch import Callback, Trainer, callbacks
 
-        types = {"logger": bool, "devices": int | list[int] | str}
-        self.catalogue.families += [Family((Callback,), callbacks), Strategies(names=strategies)]
-        options = Options(Trainer, OWNED, types)
-        self._add("trainer", Fixed("lightning.pytorch.Trainer", options, {"logger": True, **defaults}))
+        self._nested = {"callbacks": _classes(Callback, callbacks), "strategy": training.Strategies(names=strategies)}
+        only = "lightning.pytorch.Trainer", Signature(Trainer, training.OWNED, training.TYPES)
+        self._add("trainer", Entry(_classes(Trainer, callbacks), only=only), {"logger": True, **defaults})
 
-    def _add(self, key: str, entry: Entry) -> None:
+    def _add(self, key: str, entry: Entry, default: Any) -> None:
         self.entries[key] = entry
-        if isinstance(entry, One | Many):
-            self.catalogue.families.append(entry.family)
+        self._defaults |= layer(default, key=key)
 
     # Parsing
 
@@ -141,19 +134,18 @@ class Parser:
             BadInput: naming the flag.
             SystemExit: after `--help` and `--print_config`.
         """
-        given = flags(sys.argv[1:] if argv is None else argv)
-        bare = {name for name in BARE if given.pop(name, False)}
+        layers, bare = read(sys.argv[1:] if argv is None else argv)
         if "help" in bare:
-            sys.stdout.write(self._help(given))
+            sys.stdout.write(self._help(layers))
             raise SystemExit(0)
-        layers = layers_of(given)
         run = self._run_to_resume(layers)
-        start = self._start() if run is None else self._saved(run)
-        with as_given(layers):
-            config = self._finished(self._changed(start, layers))
+        start = self._defaults if run is None else self._saved(run)
+        given = self._merged([start, *layers])
+        with as_given(given):
+            config = self._config(given)
             self._check(config)
             if run is not None:
-                self._check_same(run, start, config)
+                self._check_same(run, self._config(start), config)
         if "print_config" in bare:
             sys.stdout.write(self.dump(config))
             raise SystemExit(0)
@@ -168,131 +160,149 @@ class Parser:
         same = [flag for flag in named if str(self._parsed[flag]) == value] if len(named) > 1 else named
         return same[0] if len(same) == 1 else None
 
-    def _start(self) -> dict[str, Any]:
-        start: dict[str, Any] = {}
+    def _merged(self, layers: Sequence[Layer]) -> Layer:
+        """The first pass: what counts of the layers. Another class drops the options of the one before."""
+        given: dict[str, Given] = {}
+        for each in layers:
+            for flag, (value, _) in each.items():
+                below = {inner: found for inner, (found, _) in given.items() if inner.startswith(f"{flag}.")}
+                options = {inner.removeprefix(f"{flag}."): found for inner, found in below.items()}
+                if flag in given and below and not self._same(flag, value, given[flag].value, options):
+                    given = {inner: found for inner, found in given.items() if inner not in below}
+            given |= each
+        return given
+
+    def _same(self, flag: str, name: Any, old: Any, options: Mapping[str, Any]) -> bool:
+        """Whether a name stands for the class that was chosen before, with these options."""
+        key, _, last = flag.rpartition(".")
+        entry = self.entries.get(flag) or self.entries.get(key)
+        classes = self._nested.get(last) if key == "trainer" else entry.classes if entry else None
+        return name == old if classes is None else classes.same(name, old, options)
+
+    def _config(self, given: Layer) -> Namespace:
+        """The configuration of the merged layers."""
+        resolver, choices = self._resolved(given)
+        resolver.check_complete(["config", "print_config", "help", *self.entries, *self.options.hints])
+        return Namespace(**choices, **vars(self._options(given)))
+
+    def _resolved(self, given: Layer) -> tuple[Resolver, dict[str, Any]]:
+        """The second pass: choices with their options; flags may still be missing or unknown."""
+        resolver, choices = Resolver(given, self.prog), dict[str, Any]()
         for key, entry in self.entries.items():
-            start[key] = entry.start(self.catalogue, key)
-            self._give(start)
-        return {**start, **self.options.defaults}
+            classes = self._classes(choices)
+            resolver.families = [*classes.values(), *self._nested.values()]
+            if entry.only is not None:
+                choices[key] = Choice(entry.only[0], resolver.only(entry.only[1], key))
+            elif entry.named:
+                resolver.expand(key)
+                names = self._names(key, resolver.given)
+                choices[key] = {name: resolver.one(classes[key], f"{key}.{name}") for name in names}
+            else:
+                choices[key] = resolver.one(classes[key], key, entry.optional)
+        return resolver, choices
 
-    def _changed(self, settings: dict[str, Any], layers: Iterable[Layer]) -> dict[str, Any]:
-        settings, layers = dict(settings), list(layers)
-        givers = {giver for _, giver, _ in self._given}
-        for first in (True, False):
-            for layer in layers:
-                with as_given([layer]):
-                    for key, given in layer.given.items():
-                        if (key in givers) is first:
-                            settings[key] = self._change(settings, key, given)
-            self._give(settings)
-        return settings
+    def _options(self, given: Layer) -> RunOptions:
+        """The plain options."""
+        names = [name for name in self.options.hints if name in given]
+        return self._make_options({name: self.options.check(name, given[name].value) for name in names})
 
-    def _give(self, settings: Mapping[str, Any]) -> None:
-        """Tell families what is no option beside these settings."""
-        for family, giver, attribute in self._given:
-            if giver in settings:
-                family.given.clear()
-                family.given.update(getattr(imported(settings[giver].class_path, giver), attribute))
+    def _names(self, key: str, given: Layer) -> list[str]:
+        """The user's own names below a key, in order."""
+        classes = self.entries[key].classes
+        if key in given:
+            expected = f"a name and a class, as --{key}.mine {next(iter(classes.known))}"
+            raise BadInput(key, given[key].value, expected)
+        names = list(dict.fromkeys(flag.split(".")[1] for flag in given if flag.startswith(f"{key}.")))
+        for name in names:
+            whole = f"{key}.{name}"
+            flag = whole if whole in given else next(flag for flag in given if flag.startswith(f"{whole}."))
+            if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or name == "teacher":
+                expected = f"a name of letters, digits, _ and - after --{key}, other than teacher"
+                raise BadInput(flag, given[flag].value, expected)
+            if flag != whole:
+                known = [other for other in names if f"{key}.{other}" in given]
+                expected = f"one of {', '.join(known)}, or --{whole} CLASS beside it for a new one{near(name, known)}"
+                raise BadInput(flag, given[flag].value, expected)
+        return names
 
-    def _change(self, settings: dict[str, Any], key: str, given: Any) -> Any:
-        if key in self.entries:
-            return self.entries[key].change(self.catalogue, settings[key], given, key)
-        if key in self.options and not isinstance(given, dict):
-            return self.options.check(key, given)
-        flag, value = leaf(key, given)
-        hint = near(flag, self._flags(settings), "--") or "; --help lists them"
-        raise BadInput(flag, value, f"a flag of {self.prog}{hint}")
-
-    def _flags(self, settings: Mapping[str, Any]) -> list[str]:
-        plain = {key: entry.plain(self.catalogue, settings[key]) for key, entry in self.entries.items()}
-        return ["config", "print_config", "help", *self.entries, *self.options, *(flag for flag, _ in flat(plain))]
-
-    def _finished(self, settings: Mapping[str, Any]) -> Namespace:
+    def _classes(self, choices: Mapping[str, Any]) -> dict[str, Classes]:
+        """What each key chooses from, without the arguments that other choices give."""
+        found = {}
         for key, entry in self.entries.items():
-            entry.check(self.catalogue, settings[key], key)
-        plain = self.options.target(**{name: settings[name] for name in self.options})
-        return Namespace(**{key: settings[key] for key in self.entries}, **vars(plain))
+            found[key] = entry.classes
+            if entry.given is not None and isinstance(giver := choices.get(entry.given[0]), Choice):
+                names = getattr(imported(giver.class_path, entry.given[0]), entry.given[1])
+                found[key] = replace(entry.classes, skip=entry.classes.skip.union(names))
+        return found
 
     def _check(self, config: Namespace) -> None:
         """Find by trial what types can't tell."""
         for key, entry in self.entries.items():
             chosen = getattr(config, key)
-            if isinstance(entry, Fixed):
+            if entry.only is not None:
                 arguments(chosen, key)
-            if key == "trainer":
-                check_trainer(chosen.init_args)
-            if isinstance(entry, Many):
+            if entry.named:
                 for name, choice in chosen.items():
                     build(choice, f"{key}.{name}")
-                pick(chosen, getattr(config, entry.only, None), entry.only)
+                pick(chosen, getattr(config, "only", None))
+        trainer = config.trainer.init_args if "trainer" in self.entries else {}
+        training.check_trainer(trainer)
         if "optimizer" in self.entries:
-            epochs = config.trainer.init_args["max_epochs"] if "trainer" in self.entries else None
-            optimizers.try_out(config.optimizer, config.scheduler, min(epochs or 1, 1000))
+            training.check_optimizer(config.optimizer, config.scheduler, trainer.get("max_epochs") or 1)
 
-    # Going on
+    # Resuming
 
     def _run_to_resume(self, layers: Sequence[Layer]) -> Path | None:
-        """The settings of the run to go on with, if that is wanted and there is one."""
-        plain = [
-            Layer({key: v for key, v in given.items() if key in self.options and not isinstance(v, dict)}, source)
-            for given, source in layers
-        ]
-        settings = self._changed(self.options.defaults, plain)
-        with as_given(layers):
-            options = self.options.target(**settings)
-        if not options.resume:
-            return None
-        out = Path(options.out or "")
-        path, found = out / "config.yaml", folders.holds(out)
-        if found and not path.exists():
-            raise BadInput(
-                "resume", "true", f"config.yaml in {out}, which holds {found[0]} of a run with unknown settings"
-            )
-        return path if found else None
+        """The settings of the run to resume, if that is wanted and there is one."""
+        given = self._merged(layers)
+        with as_given(given):
+            options = self._options(given)
+        path = Path(options.out or "") / "config.yaml"
+        return path if options.resume and path.exists() else None
 
-    def _saved(self, path: Path) -> dict[str, Any]:
+    def _saved(self, path: Path) -> Layer:
         """The settings of that run, whatever the defaults are now."""
-        start, saved = self._start(), load(path, "out")
-        missing = [key for key in start if key not in {*saved, *INVOCATION}]
+        saved = load(path, "out")
+        missing = [key for key in [*self.entries, *self.options.hints] if key not in {*saved, *INVOCATION}]
         if missing or not path.read_text("utf-8").endswith("\n"):
             what = f"{missing[0]} is missing" if missing else "its last line is cut off"
             raise BadInput("out", path, f"all settings of the run; {what}")
-        start |= {key: {} for key, entry in self.entries.items() if isinstance(entry, Many)}
-        return self._changed(start, [Layer(saved, str(path))])
+        return layer(saved, str(path))
 
-    def _check_same(self, path: Path, saved: Mapping[str, Any], config: Namespace) -> None:
-        """Raise BadInput if anything differs from that run on which its results depend."""
-        before, after = (dict(flat(self.as_dict(each))) for each in (self._finished(saved), config))
+    def _check_same(self, path: Path, saved: Namespace, config: Namespace) -> None:
+        """Raise BadInput if a setting differs on which the results of that run depend."""
+        before, after = (dict(flat(self.as_dict(each))) for each in (saved, config))
         for flag in [*after, *before]:
             was, now = before.get(flag, "(nothing)"), after.get(flag, "(nothing)")
             if (was != now or type(was) is not type(now)) and not free(flag):  # 1 batch is not 1.0 of all
-                raise BadInput(
-                    flag, now, f"{was}, as the run in {path.parent} was started; leave it out, or take another --out"
-                )
+                expected = f"{was}, as the run in {path.parent} was started; leave it out, or take another --out"
+                raise BadInput(flag, now, expected)
 
     # Writing
 
     def as_dict(self, config: Namespace) -> dict[str, Any]:
         """The configuration as YAML and JSON have it."""
-        choices = {key: entry.plain(self.catalogue, getattr(config, key)) for key, entry in self.entries.items()}
-        return {**choices, **{name: self.options.plain(name, getattr(config, name)) for name in self.options}}
+        settings = vars(config)
+        choices = {key: plain(settings[key]) for key in self.entries}
+        only = {key: choices[key]["init_args"] for key, entry in self.entries.items() if entry.only}
+        return {**choices, **only, **{name: self.options.plain(name, settings[name]) for name in self.options.hints}}
 
     def dump(self, config: Namespace, skip: Iterable[str] = ()) -> str:
         """The whole configuration as YAML; given as `--config`, it gives the same again."""
-        plain = {key: value for key, value in self.as_dict(config).items() if key not in skip}
-        return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+        kept = {key: value for key, value in self.as_dict(config).items() if key not in skip}
+        return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)
 
-    def save(self, config: Namespace, path: str | Path) -> None:
+    def save(self, config: Namespace, path: Path, write: Callable[[Path, str], Any]) -> None:
         """Write the YAML that repeats the experiment; where it is kept and how it was called are not part of it."""
-        write_text(path, self.dump(config, INVOCATION))
+        write(path, self.dump(config, INVOCATION))
 
-    def _help(self, given: dict[str, Any]) -> str:
+    def _help(self, layers: Sequence[Layer]) -> str:
         """The help, with the options of the classes that are chosen beside it."""
         try:
-            settings = self._changed(self._start(), layers_of(given))
+            resolver = self._resolved(self._merged([self._defaults, *layers]))[0]
         except BadInput:
-            settings = self._start()
-        return usage.text(self, settings)
+            resolver = self._resolved(self._defaults)[0]
+        return usage.text(self, resolver.flags, self._nested)
 
 
 def pick(variants: Mapping[str, T], only: Sequence[str] | None, flag: str = "only") -> dict[str, T]:
@@ -311,5 +321,5 @@ def pick(variants: Mapping[str, T], only: Sequence[str] | None, flag: str = "onl
     return {name: variant for name, variant in variants.items() if name in only}
 
 
-def _family(bases: type | tuple[type, ...], package: ModuleType, skip: Iterable[str] = ()) -> Family:
-    return Family(bases if isinstance(bases, tuple) else (bases,), package, frozenset(skip))
+def _classes(bases: type | tuple[type, ...], package: ModuleType, skip: Iterable[str] = ()) -> Classes:
+    return Classes(bases if isinstance(bases, tuple) else (bases,), package, frozenset(skip))

@@ -1,9 +1,10 @@
-"""Where settings come from: the flags and YAML files, each as nested mappings of what was given."""
+"""What was given, by flag: the command line and YAML files, one layer each."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import yaml
 from jsonargparse import get_loader
@@ -11,7 +12,24 @@ from jsonargparse import get_loader
 from apprentice.errors import BadInput, is_utf8
 
 BARE = ("help", "print_config")  # flags without a value
-OF_LAUNCHERS = ("local-rank", "local_rank")  # torch.distributed.launch gives it, and the environment says it, too
+OF_LAUNCHERS = ("local-rank", "local_rank")  # from torch.distributed.launch; the environment has it too
+# What belongs to one invocation, not to the experiment.
+INVOCATION = frozenset({"out", "resume", "overwrite"})
+FREE = INVOCATION | {
+    "checkpoint_every",
+    "trainer.devices", "trainer.strategy", "trainer.accelerator", "trainer.num_nodes", "trainer.logger",
+    "trainer.log_every_n_steps", "trainer.enable_progress_bar", "trainer.enable_model_summary", "trainer.profiler",
+}  # fmt: skip
+
+
+class Given(NamedTuple):
+    """A value and the file that it is from, if any."""
+
+    value: Any
+    source: str = ""
+
+
+Layer: TypeAlias = Mapping[str, Given]  # by flag; what chooses a class stands at the key above its options
 
 
 class Stray(BadInput):
@@ -21,80 +39,103 @@ class Stray(BadInput):
         return f"{self.value}: expected {self.expected}"
 
 
-def flags(argv: Sequence[str]) -> dict[str, Any]:
-    """The flags as nested mappings: `--data MNIST --data.root X` is `{"data": {"class_path": "MNIST", "root": "X"}}`.
+def free(flag: str) -> bool:
+    """Whether a setting may change when a run resumes, because no result depends on it."""
+    return flag in FREE or flag.startswith("trainer.strategy.")
 
-    Values stay text; several for one flag are a list, as are all of `config`; bare flags are true. A node that has both
-    a value and options below keeps the value as its `class_path`.
+
+def read(argv: Sequence[str]) -> tuple[list[Layer], set[str]]:
+    """Layers of the files in their order, then of the flags; and the bare flags.
+
+    Values of flags stay text; several for one flag are a list.
 
     Raises:
-        BadInput: a flag has no value, or one that is not UTF-8, or a value no flag.
+        BadInput: a flag without a value, text that is not UTF-8, a value without a flag, a file that can't be read.
     """
-    tree: dict[str, Any] = {}
-    for key, values in _pairs(argv):
-        if key in OF_LAUNCHERS:
-            continue
-        for value in values:
-            if not is_utf8(value):
-                raise BadInput(key, os.fsencode(value), "text in UTF-8, as the run's files are")
-        if key in BARE:
-            if values:
-                raise BadInput(key, " ".join(values), "no value")
-            tree[key] = True
-        elif not values:
-            raise BadInput(key, "(nothing)", "a value")
-        elif key == "config":
-            tree["config"] = [*tree.get("config", []), *values]
-        else:
-            put(tree, key, values[0] if len(values) == 1 else values)
-    return tree
-
-
-def _pairs(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
     pairs: list[tuple[str, list[str]]] = []
     for token in argv:
-        if token == "-h":
-            pairs.append(("help", []))
-        elif token.startswith("--"):
-            key, equals, value = token[2:].partition("=")
-            pairs.append((key, [value] if equals else []))
+        if token.startswith("--") or token == "-h":
+            flag, equals, value = token[2:].partition("=")
+            pairs.append(("help" if token == "-h" else flag, [value] if equals else []))
         elif pairs:
             pairs[-1][1].append(token)
         else:
-            raise Stray("", token, "a flag first, as --data; --help lists them")
-    return pairs
-
-
-def put(tree: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key; a node that has both a value and options below keeps the value as its `class_path`."""
-    *branches, last = [part for part in key.split(".") if part != "init_args"]
-    for part in branches:
-        if not isinstance(tree.get(part), dict):
-            tree[part] = {"class_path": tree[part]} if part in tree else {}
-        tree = tree[part]
-    if isinstance(tree.get(last), dict):
-        tree[last]["class_path"] = value
-    else:
-        tree[last] = value
+            raise Stray("", token, "a flag first, such as --data; --help lists them")
+    for flag, values in pairs:
+        if wrong := [value for value in values if not is_utf8(value)]:
+            raise BadInput(flag, os.fsencode(wrong[0]), "text in UTF-8, as the run's files are")
+        if bool(values) is (flag in BARE) and flag not in OF_LAUNCHERS:
+            raise BadInput(flag, " ".join(values) or "(nothing)", "no value" if values else "a value")
+    named = {flag.replace(".init_args", ""): values for flag, values in pairs if flag not in {*BARE, *OF_LAUNCHERS}}
+    files = [path for flag, values in pairs if flag == "config" for path in values]
+    given = {
+        flag: Given(values if len(values) > 1 else values[0]) for flag, values in named.items() if flag != "config"
+    }
+    return [*(layer(load(path), path) for path in files), given], {flag for flag, _ in pairs if flag in BARE}
 
 
 def load(path: str | Path, flag: str = "config") -> dict[str, Any]:
     """The mapping in a YAML file.
 
     Raises:
-        BadInput: naming the file, and the line that is no YAML.
+        BadInput: naming the file, and the line that is not YAML.
     """
     try:
         values = get_loader("yaml")(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise BadInput(flag, path, f"a YAML file that can be read ({error.strerror})") from error
-    except yaml.MarkedYAMLError as error:
-        place = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-        raise BadInput(flag, path, f"YAML; {place}{error.problem}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise BadInput(flag, path, f"YAML; {' '.join(str(error).split())}") from error
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        fault = f"line {mark.line + 1}: {problem}" if mark else " ".join(str(error).split())
+        raise BadInput(flag, path, f"YAML; {fault}") from error
     if values is None or (isinstance(values, str) and not values.strip()):
         return {}
     if not isinstance(values, dict):
-        raise BadInput(flag, path, "a YAML mapping, as data: {class_path: MNIST}")
+        raise BadInput(flag, path, "a YAML mapping, such as data: {class_path: MNIST}")
     return {str(name): value for name, value in values.items()}
+
+
+def from_yaml(value: Any, flag: str) -> Any:
+    """The value of a flag, read as YAML where it is written as a list, a mapping or null."""
+    if not isinstance(value, str) or not (value.strip().startswith(("[", "{")) or value.strip() == "null"):
+        return value
+    try:
+        return get_loader("yaml")(value)
+    except yaml.YAMLError as error:
+        raise BadInput(flag, value, "YAML, as [First, Second] or {class_path: First}") from error
+
+
+def layer(values: Any, source: str = "", key: str = "") -> dict[str, Given]:
+    """Nested settings as a layer; lists stay whole."""
+    return {flag: Given(value, source) for flag, value in flat(values, key, lists=False)}
+
+
+def flat(value: Any, key: str = "", lists: bool = True) -> Iterator[tuple[str, Any]]:
+    """Nested settings as flags and their values; of lists with mappings each entry for itself, if wanted."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            inside = name == "class_path" or (name == "init_args" and isinstance(inner, dict | None))
+            if inner is not None or name != "init_args":
+                yield from flat(inner, key if inside else f"{key}.{name}".lstrip("."), lists)
+    elif lists and isinstance(value, list) and any(isinstance(entry, dict) for entry in value):
+        for i, entry in enumerate(value):
+            yield from flat(entry, f"{key}.{i}")
+    else:
+        yield key, value
+
+
+@contextmanager
+def as_given(given: Layer) -> Iterator[None]:
+    """Errors show a value as it was given, and the file in which it was."""
+    try:
+        yield
+    except BadInput as error:
+        value, flag = error.value, error.flag
+        while flag and flag not in given:
+            flag = flag.rpartition(".")[0]
+        source = given[flag].source if flag else ""
+        if flag == error.flag and flag:
+            value = given[flag].value
+            value = " ".join(map(str, value)) if isinstance(value, list) and not source else value
+        place = f" (in {source})" if source else ""
+        raise BadInput(error.flag, "''" if value == "" else value, f"{error.expected}{place}") from error

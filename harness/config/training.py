@@ -1,68 +1,179 @@
-"""Trainers as the command line describes them: every call makes a new one, with parts of its own."""
+"""The strategies, optimizers and schedulers to choose from, and checks of values that Lightning and torch accept."""
 
-from collections.abc import Sequence
-from functools import partial
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import strategies
+from lightning.pytorch.strategies import Strategy
+from torch import nn
+from torch.optim import lr_scheduler
 
 from apprentice.errors import BadInput
-from harness import config
-from harness.runs import launch
-from harness.runs.fit import MakeTrainer
+from harness.config.building import factory, refusals
+from harness.config.classes import Choice, Chosen, Classes, imported
+from harness.config.messages import near
+from harness.config.signatures import options_of
+
+Names = Mapping[str, tuple[type[Strategy], Mapping[str, Any]]]  # classes by short name, with the options that it sets
+
+# Arguments of the Trainer that are not options, as the experiment sets them.
+OWNED = frozenset({
+    "barebones", "default_root_dir", "enable_autolog_hparams", "enable_checkpointing", "fast_dev_run", "inference_mode",
+    "limit_predict_batches", "model_registry", "overfit_batches", "reload_dataloaders_every_n_epochs", "sync_batchnorm",
+    "use_distributed_sampler",
+})  # fmt: skip
+# Arguments of strategies that are not options: the Trainer gives them, they are objects, or have a flag of their own.
+GIVEN = frozenset({
+    "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin", "ddp_comm_state",
+    "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period", "exact",
+})  # fmt: skip
+AT_LEAST = {
+    "accumulate_grad_batches": 1, "check_val_every_n_epoch": 1, "gradient_clip_val": 0, "limit_val_batches": 0,
+    "log_every_n_steps": 0, "min_epochs": 0, "min_steps": 0,
+}  # fmt: skip
+ABOVE_ZERO = ("limit_train_batches", "limit_test_batches", "val_check_interval")
+FRACTIONS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "val_check_interval")
+TYPES = {"logger": bool, "devices": int | list[int] | str}  # in place of the Trainer's own
+ONE_SCHEDULER = "one scheduler by itself, such as MultiStepLR or CosineAnnealingLR"
+TRIED_EPOCHS = 10
 
 
-def trainers(chosen: config.Choice, exact: int | None, strategies: config.Names) -> MakeTrainer:
-    """What makes Trainers; it takes their arguments by keyword, `callbacks` and `plugins` on top of the user's.
+@dataclass(frozen=True)
+class Strategies(Classes):
+    """What `--trainer.strategy` chooses from; names that only Lightning looks up stay text.
 
-    Args:
-        chosen: the Trainer's settings, as `cli.Parser.parse` gives them.
-        exact: N of `--exact N`, for the strategy.
-        strategies: the project's own, as `cli.Parser.add_trainer` takes them; the one named ddp is there for `--exact`
-            where none is chosen.
+    Attributes:
+        names: the project's own by short name.
+    """
+
+    bases: tuple[type, ...] = (Strategy,)
+    package: ModuleType = strategies
+    skip: frozenset[str] = GIVEN
+    names: Names = field(default_factory=dict)
+
+    @property
+    def known(self) -> dict[str, type]:
+        """`auto`, and the project's classes by short name."""
+        return {"auto": Strategy, **{name: found for name, (found, _) in self.names.items()}}
+
+    def find(self, name: Any, key: str) -> tuple[type | str | None, Mapping[str, Any]]:
+        """The class of this name and the options that the name sets; Lightning's names as they are."""
+        if name in list(self.names):
+            return self.names[name]
+        return (name, {}) if name in ["auto", *_registered()] else super().find(name, key)
+
+    def choose(self, name: str) -> Choice:
+        """The class of one of the project's names, with its options by default."""
+        found, sets = self.names[name]
+        return Choice(_public_path(found), {**options_of(found, self.skip).defaults, **sets})
+
+    def same(self, name: Any, old: Any, options: Mapping[str, Any]) -> bool:
+        """Whether a name stands for an old one, or for the class and options that were given for it."""
+        return name in (old, self.label(Choice(str(old), dict(options))))
+
+    def path(self, found: type, name: str) -> str:
+        """The class path to write down, the same for all paths of a class of ours."""
+        return _public_path(found) if any(found is own for own, _ in self.names.values()) else name
+
+    def expected(self, name: Any = "") -> str:
+        """All short names, for a message, and those near to `name`, Lightning's too."""
+        return f"{', '.join(self.known)} or the import path of a class{near(name, [*self.known, *_registered()])}"
+
+    def label(self, chosen: Chosen) -> str:
+        """The short name that stands for most of a choice, or its import path."""
+        if not isinstance(chosen, Choice):
+            return str(chosen)
+        own = {name: sets for name, (found, sets) in self.names.items() if _public_path(found) == chosen.class_path}
+        fitting = [name for name, sets in own.items() if sets.items() <= chosen.init_args.items()]
+        return max(fitting, key=lambda name: len(own[name]), default=chosen.class_path)
+
+    def exact(self, chosen: Chosen) -> bool:
+        """Whether a choice can have `--exact`: its class takes it."""
+        return (
+            isinstance(chosen, Choice) and "exact" in options_of(imported(chosen.class_path, "trainer.strategy")).hints
+        )
+
+
+def _public_path(found: type) -> str:
+    """Where a class is imported from: the shortest module path, below the package, that has it."""
+    parts = found.__module__.split(".")
+    modules = [".".join(parts[:end]) for end in range(2, len(parts))]
+    public = [module for module in modules if getattr(sys.modules.get(module), found.__name__, None) is found]
+    return f"{(public or [found.__module__])[0]}.{found.__name__}"
+
+
+def _registered() -> list[str]:
+    return strategies.StrategyRegistry.available_strategies()
+
+
+def optimizers() -> Classes:
+    """Any optimizer that steps each student by itself."""
+    return Classes((torch.optim.Optimizer,), torch.optim, frozenset({"params"}), {
+        torch.optim.LBFGS: "one that steps each student by itself, such as Adam or SGD; this one couples students",
+        torch.optim.SparseAdam: "one for dense gradients, such as Adam",
+    })  # fmt: skip
+
+
+def schedulers() -> Classes:
+    """Any scheduler that depends on the epoch alone."""
+    return Classes((lr_scheduler.LRScheduler,), lr_scheduler, frozenset({"optimizer", "last_epoch"}), {
+        lr_scheduler.ReduceLROnPlateau:
+            "one that depends on the epoch alone, such as MultiStepLR; this one couples students",
+        lr_scheduler.SequentialLR: ONE_SCHEDULER,
+        lr_scheduler.ChainedScheduler: ONE_SCHEDULER,
+    })  # fmt: skip
+
+
+def check_optimizer(optimizer: Choice, scheduler: Choice | None, epochs: int) -> None:
+    """Take a step, and a few epochs' changes of the rate, on a dummy net.
 
     Raises:
-        BadInput: `--exact` beside a strategy or precision that can't hold it; when called, what Lightning refuses.
+        BadInput: the optimizer or scheduler can't be built, or fails in these steps.
     """
-    return partial(
-        _trainer, chosen if exact is None else _with_exact(chosen, exact, config.Strategies(names=strategies))
-    )
+    net = nn.Linear(2, 2)
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with _refused_if_it_fails(optimizer, "optimizer"):
+        steps = factory(optimizer, "optimizer")(net.parameters())
+        if not optimizer.init_args.get("capturable"):  # those step on GPUs only
+            steps.step()
+    if scheduler is not None:
+        with _refused_if_it_fails(scheduler, "scheduler"):
+            rates = factory(scheduler, "scheduler")(steps)
+            for _ in range(min(epochs, TRIED_EPOCHS)):
+                rates.step()
 
 
-def _trainer(
-    chosen: config.Choice, callbacks: Sequence[Any] = (), plugins: Sequence[Any] = (), **kwargs: Any
-) -> Trainer:
-    settings = config.arguments(chosen, "trainer") | {"enable_model_summary": False, "num_sanity_val_steps": 0} | kwargs
-    if settings["accelerator"] == "auto" and torch.backends.mps.is_available():
-        settings["accelerator"] = "cpu"  # evaluation adds in float64, which Apple's GPUs don't have
-    settings["callbacks"] = [*_listed(settings["callbacks"]), *callbacks]
-    settings["plugins"] = [*_listed(settings["plugins"]), *plugins]
-    settings = launch.fitted(settings)
-    try:
-        with config.refusals(chosen, "trainer"):
-            return Trainer(**settings)
-    except (MisconfigurationException, ImportError) as error:
-        wanted = f"{settings['accelerator']} --trainer.devices {settings['devices']}"
-        raise BadInput("trainer.accelerator", wanted, f"what this machine and Lightning have: {error}") from None
-    except BadInput as error:
-        flag = error.flag.replace("trainer.strategy.exact", "exact")
-        raise BadInput(flag, error.value, error.expected) from error
+@contextmanager
+def _refused_if_it_fails(choice: Choice, key: str) -> Iterator[None]:
+    with refusals(choice, key, (Exception,)), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [] if value is None else [value]
+def check_trainer(options: Mapping[str, Any]) -> None:
+    """Refuse values of the Trainer's options with which nothing is trained, or that mean nothing.
 
-
-def _with_exact(chosen: config.Choice, exact: int, family: config.Strategies) -> config.Choice:
-    strategy = chosen.init_args["strategy"]
-    if strategy == "auto":
-        strategy = family.choose("ddp", None, "trainer.strategy")
-    if not family.exact(strategy):
-        holding = ", ".join(name for name in family.names if family.exact(family.choose(name, None, "")))
-        raise BadInput("exact", exact, f"a strategy that can hold it: {holding}; {family.label(strategy)} can't")
-    if str(chosen.init_args.get("precision")) in {"16", "16-mixed"}:
-        raise BadInput("exact", exact, "--trainer.precision other than 16-mixed, whose loss scale it can't hold")
-    strategy = config.Choice(strategy.class_path, {**strategy.init_args, "exact": exact})
-    return config.Choice(chosen.class_path, {**chosen.init_args, "strategy": strategy})
+    Raises:
+        BadInput: naming the first such option.
+    """
+    numbers = {name: value for name, value in options.items() if isinstance(value, int | float)}
+    for name, value in numbers.items():
+        if name in AT_LEAST and not value >= AT_LEAST[name]:
+            raise BadInput(f"trainer.{name}", value, f"a number, at least {AT_LEAST[name]}")
+        if name in ABOVE_ZERO and not value > 0:
+            raise BadInput(f"trainer.{name}", value, "a number above 0")
+        if name in FRACTIONS and isinstance(value, float) and value > 1:
+            raise BadInput(f"trainer.{name}", value, "a whole number of batches, or a fraction of them, up to 1.0")
+    for what in ("epochs", "steps"):
+        least, most = numbers.get(f"min_{what}", 0), numbers.get(f"max_{what}", -1)
+        if most < 1 and most != -1:
+            raise BadInput(f"trainer.max_{what}", most, f"a number of {what}, at least 1, or -1 for no limit")
+        if least > most != -1:
+            raise BadInput(f"trainer.min_{what}", least, f"at most --trainer.max_{what}, {most}")

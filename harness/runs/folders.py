@@ -77,7 +77,11 @@ def opened(out: Path, resume: bool = False, overwrite: bool = False) -> Iterator
     with job.main_first("folder"):
         lock = _locked(out)
         try:
-            if resume and not holds(out):
+            found = holds(out) if resume else []
+            if found and not (out / "config.yaml").exists():
+                missing = f"config.yaml in {out}, which holds {found[0]} of a run with unknown settings"
+                raise BadInput("resume", "true", missing)
+            if resume and not found:
                 sys.stderr.write(f"{out} holds no run to go on with: a new one starts\n")
             if not (resume or agents & _opened_by(out)):
                 _clear(out, overwrite)

@@ -8,7 +8,7 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from harness.config.imports import imported
+from harness.config.classes import imported
 from apprentice.errors import BadInput
 from harness.runs.files import atomic, write_text
 

@@ -11,8 +11,8 @@ from typing import Any
 from harness import config as cli
 from harness.runs import environment, folders, signals, job, manifest
 from apprentice.errors import BadInput
-from harness.runs.files import write_json
-from harness.config.settings import INVOCATION, flat
+from harness.runs.files import write_json, write_text
+from harness.config.sources import INVOCATION, flat
 
 
 @contextmanager
@@ -55,7 +55,7 @@ def _check_inputs(out: Path, settings: dict[str, Any], seed: int) -> None:
 def describe(out: Path, command: cli.Parser, config: Namespace) -> None:
     """Write config.yaml and environment.json into the run's folder."""
     if job.is_main_process():
-        command.save(config, out / "config.yaml")
+        command.save(config, out / "config.yaml", write_text)
         write_json(out / "environment.json", environment.hardware() | environment.versions())
 
 

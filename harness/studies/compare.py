@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from apprentice.errors import BadInput
-from harness.config.settings import flat, free
+from harness.config.sources import flat, free
 from harness.reports.conclusion import conclude
 from harness.reports.figures import Dot, metric_picture
 from harness.reports.metrics import METRICS, Metric

@@ -9,7 +9,7 @@ from typing import Any
 
 from apprentice.errors import BadInput
 from harness import config as cli
-from harness.config.faults import one_line
+from harness.config.messages import one_line
 from harness.runs import environment, session, signals
 from harness.runs.files import write_json
 

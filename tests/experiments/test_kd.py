@@ -368,7 +368,7 @@ BAD = {
     "layer": (["--variants.hint.teacher_layer", "conv9"], "--variants.hint.teacher_layer conv9", "features.0"),
     "too many images": (["--data.train_size", "5000"], "--data.train_size 5000", "1306"),
     "no folder": (["--data", "ImageFolder", "--data.root", "/nowhere"], "--data.root /nowhere", "train"),
-    "negative rate": (["--optimizer.lr", "-1"], "--optimizer.lr -1", "learning rate"),
+    "negative rate": (["--optimizer.lr", "-1"], "--optimizer Adam", "learning rate"),
 }
 
 

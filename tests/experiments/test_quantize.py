@@ -280,7 +280,7 @@ def test_a_student_is_quantised_on_the_data_of_its_run(
     assert (chosen["train_size"], chosen["test_size"]) == (200, 60)
     out = tmp_path / "out"
     out.mkdir()
-    quantize.parser().save(parsed([*flags, "--data.validation_size", "9"]), out / "config.yaml")
+    quantize.parser().save(parsed([*flags, "--data.validation_size", "9"]), out / "config.yaml", Path.write_text)
     chosen = parsed(["--run", str(student), "--out", str(out), "--resume", "true"]).data.init_args
     assert (chosen["train_size"], chosen["test_size"], chosen["validation_size"]) == (200, 50, 9)
     monkeypatch.chdir(student)

@@ -7,6 +7,7 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -18,8 +19,9 @@ import datamodules
 import strategies
 from apprentice.errors import BadInput
 from harness import config as cli
-from harness.config.faults import one_line
-from harness.config.training import trainers
+from harness.config.classes import Classes
+from harness.config.messages import one_line
+from harness.runs.trainer import trainers
 from lit_modules import nets, objectives
 
 SCRIPT = Path(__file__).parents[2] / "experiments" / "kd.py"
@@ -68,6 +70,10 @@ def mine(tmp_path, monkeypatch):
 
 def parse(parser, line):
     return parser.parse(shlex.split(line))
+
+
+def save(parser, config, path):
+    parser.save(config, path, Path.write_text)
 
 
 def refused(parser, line):
@@ -132,7 +138,7 @@ LINES = {
 
 @pytest.mark.parametrize(("line", "expected"), LINES.items(), ids=list(LINES))
 def test_lines(kd, line, expected):
-    from harness.config.layers import flat
+    from harness.config.sources import flat
 
     settings = dict(flat(kd.as_dict(parse(kd, line))))
     found = {flag: settings[flag] for flag in expected}
@@ -144,14 +150,14 @@ def test_lines(kd, line, expected):
 def test_one_batch_is_a_count_and_one_of_all_a_fraction(kd, tmp_path, option):
     for given in ("1", "1.0", "7", "0.5"):
         config = parse(kd, f"--trainer.{option} {given}")
-        kd.save(config, tmp_path / "config.yaml")
+        save(kd, config, tmp_path / "config.yaml")
         for each in (
             config,
             parse(kd, f"--out {tmp_path} --resume true"),
             parse(kd, f"--config {tmp_path}/config.yaml"),
         ):
             assert str(each.trainer.init_args[option]) == given
-    kd.save(parse(kd, f"--trainer.{option} 1.0"), tmp_path / "config.yaml")
+    save(kd, parse(kd, f"--trainer.{option} 1.0"), tmp_path / "config.yaml")
     message = refused(kd, f"--trainer.{option} 1 --out {tmp_path} --resume true")
     assert message.startswith(f"trainer.{option} 1: expected 1.0, as the run")
 
@@ -272,7 +278,7 @@ def test_what_is_printed_is_read_back(kd, tmp_path, capsys, line):
     assert (end.value.code, printed.err) == (0, "")
     again = kd.parse(["--config", str(write(tmp_path / "all.yaml", printed.out))])
     assert kd.as_dict(again) == kd.as_dict(parse(kd, line))
-    kd.save(parse(kd, line), tmp_path / "config.yaml")
+    save(kd, parse(kd, line), tmp_path / "config.yaml")
     saved = yaml.safe_load((tmp_path / "config.yaml").read_text())
     assert saved == {
         key: value for key, value in yaml.safe_load(printed.out).items() if key not in {"out", "resume", "overwrite"}
@@ -343,6 +349,17 @@ def test_only(kd):
 
 # What is refused
 
+DATA = Classes((datamodules.InMemoryData, datamodules.ImageData), datamodules)
+METHODS = Classes((objectives.Objective, objectives.FeatureObjective), objectives)
+
+
+def test_names_that_are_near_are_told():
+    assert DATA.expected("MNISt").endswith(" or the import path of a class; near: MNIST")
+    assert METHODS.expected("Hintn").endswith("near: Hinton, Hint")
+    assert METHODS.expected().startswith(f"{next(iter(METHODS.known))}, ")
+    assert "Objective" not in METHODS.expected()
+
+
 REFUSED = {
     "--nope 3": "nope 3: expected a flag of kd.py",
     "--dta MNIST": "dta MNIST: expected a flag of kd.py; near: --data",
@@ -350,9 +367,7 @@ REFUSED = {
     "--teacher_chkpt X": "near: --teacher_ckpt",
     "--data.train_sise 3": "data.train_sise 3: expected an option of Digits; near: train_size",
     "--data.root X": "data.root X: expected an option of Digits: batch_size, augment, train_size",
-    "--data MNISt":
-        "data MNISt: expected Digits, CIFAR10, MNIST, ImageFolder, LabelledText, Shakespeare, Text "
-        "or the import path of a class; near: MNIST",
+    "--data MNISt": f"data MNISt: expected {DATA.expected('MNISt')}",
     "--data null": "data null: expected one class: Digits",
     "--data": "data (nothing): expected a value",
     "--data MNIST CIFAR10": "data MNIST CIFAR10: expected one class",
@@ -374,13 +389,14 @@ REFUSED = {
     "--variants.kd.tempature 3": "variants.kd.tempature 3: expected an option of Hinton; near: temperature",
     "--variants.hnt.hint_weight 3":
         "expected one of ce, kd, cosine, hint, or --variants.hnt CLASS beside it for a new one; near: hint",
-    "--variants.kd Hintn": "variants.kd Hintn: expected Cosine, CrossEntropy, DeiTToken, Hint, Hinton,",
-    "--variants.x Objective": "variants.x Objective: expected Cosine, CrossEntropy, DeiTToken, Hint, Hinton,",
+    "--variants.kd Hintn": f"variants.kd Hintn: expected {METHODS.expected('Hintn')}",
+    "--variants.x Objective": f"variants.x Objective: expected {METHODS.expected('Objective')}",
     "--variants.teacher Hinton": "variants.teacher Hinton: expected a name of letters",
     "--variants.a/b Hinton": "variants.a/b Hinton: expected a name of letters",
     "--variants 3": "variants 3: expected a name and a class",
     "--variants.s Sum": "variants.s.objectives (nothing): expected a list",
-    "--variants.s Sum --variants.s.objectives [Hinton,Hintn]": "variants.s.objectives.1 Hintn: expected Cosine",
+    "--variants.s Sum --variants.s.objectives [Hinton,Hintn]":
+        f"variants.s.objectives.1 Hintn: expected {METHODS.expected('Hintn')}",
     "--variants.s Sum --variants.s.objectives [Hinton] --variants.s.objectives.0.temperature 0":
         "variants.s.objectives.0.temperature 0: expected a number above 0",
     "--variants.s Sum --variants.s.objectives [Hinton] --variants.s.objectives.1.temperature 2":
@@ -390,7 +406,7 @@ REFUSED = {
     "--variants.s Sum --variants.s.objectives [Hinton,Hint": "expected YAML, as [First, Second]",
     "--only ce hnt": "only ce hnt: expected names among ce, kd, cosine, hint; near: hint",
     "--only []": "only []: expected at least one of",
-    "--optimizer.lr -1": "optimizer.lr -1: expected what Adam takes: Invalid learning rate: -1.0",
+    "--optimizer.lr -1": "optimizer Adam: expected options that it takes: Invalid learning rate: -1.0",
     "--optimizer.lr fast": "optimizer.lr fast: expected a number",
     "--optimizer sgd": "near: SGD",
     "--optimizer LBFGS": "optimizer LBFGS: expected one that steps each student by itself",
@@ -398,7 +414,8 @@ REFUSED = {
     "--scheduler ReduceLROnPlateau": "scheduler ReduceLROnPlateau: expected one that depends on the epoch alone",
     "--scheduler MultiStepLR": "scheduler.milestones (nothing): expected a list",
     "--scheduler StepLR --scheduler.step_size 0": "integer modulo by zero",
-    "--scheduler OneCycleLR --scheduler.max_lr 1 --scheduler.total_steps 5": "scheduler.total_steps 5: expected",
+    "--scheduler OneCycleLR --scheduler.max_lr 1 --scheduler.total_steps 5":
+        "scheduler OneCycleLR: expected options that it takes: Tried to step 6 times. The specified number of total",
     "--scheduler.gamma 0.1": "scheduler.gamma 0.1: expected --scheduler with the name of a class beside it",
     "--seeds 0": "seeds 0: expected a number of seeds, at least 1",
     "--seeds [1,1]": "seeds [1,1]: expected seeds of 0 or more, none of them twice",
@@ -450,7 +467,7 @@ REFUSED = {
     "--trainer.strategy ddp --trainer.strategy.start_method x": "start_method x: expected auto, fork, spawn, popen",
     "--trainer.strategy lightning.pytorch.Trainer": "expected a class derived from Strategy",
     "--trainer.strategy lightning.pytorch.strategies.DDPStrategi": "near: DDPStrategy",
-    "--variants.s Sum --variants.s.objectives null": "variants.s.objectives null: expected Cosine",
+    "--variants.s Sum --variants.s.objectives null": f"variants.s.objectives null: expected {METHODS.expected()}",
 }  # fmt: skip
 
 
@@ -533,8 +550,8 @@ def run(kd, tmp_path):
     """A run's folder with its settings."""
     out = tmp_path / "t4"
     out.mkdir()
-    kd.save(
-        parse(kd, "--variants.kd.temperature 2.5 --teacher ResNet --teacher.depth 8 --seeds 2"), out / "config.yaml"
+    save(
+        kd, parse(kd, "--variants.kd.temperature 2.5 --teacher ResNet --teacher.depth 8 --seeds 2"), out / "config.yaml"
     )
     return out
 
@@ -576,7 +593,7 @@ def test_resuming_with_what_differs_is_refused(kd, run, line, flag, was):
 
 
 def test_resuming_under_another_strategy_than_one_with_options(kd, run):
-    kd.save(parse(kd, "--trainer.strategy ddp_fork --trainer.strategy.timeout 60"), run / "config.yaml")
+    save(kd, parse(kd, "--trainer.strategy ddp_fork --trainer.strategy.timeout 60"), run / "config.yaml")
     config = parse(kd, f"--trainer.strategy auto --out {run} --resume true")
     assert config.trainer.init_args["strategy"] == "auto"
 
@@ -734,6 +751,35 @@ def test_the_script_ends_with_one_line(kd, capsys):
 
 
 # Other experiments
+
+
+@dataclass
+class Quick(cli.OneSeedOptions):
+    """Options.
+
+    Args:
+        batches: how many.
+        repeats: how often.
+        quick: take small numbers where none are given.
+    """
+
+    batches: int = 3
+    repeats: int = 7
+    quick: bool = False
+    quick_values: ClassVar[dict[str, int]] = {"batches": 1, "repeats": 2}
+
+
+@pytest.mark.parametrize(("line", "expected"), [
+    ("", (3, 7)), ("--quick true", (1, 2)), ("--quick true --batches 3", (3, 2)), ("--repeats 7 --quick true", (1, 7)),
+    ("--quick true --repeats 5", (1, 5)), ("--quick false --batches 4", (4, 7)),
+])  # fmt: skip
+def test_quick_changes_what_is_not_given_even_if_that_is_the_default(tmp_path, line, expected):
+    parser = cli.Parser("quick.py", "", Quick)
+    config = parse(parser, line)
+    assert (config.batches, config.repeats) == expected
+    save(parser, config, tmp_path / "config.yaml")
+    for again in (f"--config {tmp_path / 'config.yaml'}", f"--out {tmp_path} --resume true"):
+        assert parser.as_dict(parse(parser, again)) | {"out": None, "resume": False} == parser.as_dict(config)
 
 
 def test_another_experiment_needs_few_lines():

@@ -1,5 +1,6 @@
 """Strategies and Trainers from the command line, what ranks that fail leave behind, and strangers' files of weights."""
 
+import importlib
 import os
 import shlex
 import signal
@@ -21,7 +22,7 @@ from apprentice.errors import BadInput
 from apprentice.weights import fitting, load_weights
 from experiments import kd
 from harness import config as cli
-from harness.config.training import trainers
+from harness.runs.trainer import trainers
 from lit_modules.nets import Torchvision
 from lit_modules.objectives import CrossEntropy
 from tests.processes import Run
@@ -63,6 +64,12 @@ class Sharding(DDPStrategy):
         super()._configure_launcher()
 
 
+EARLIER = {
+    "ddp": "strategies.ddp.DDP", "fsdp": "strategies.fsdp.FSDP", "hsdp": "strategies.hsdp.HSDP",
+    "pipeline": "strategies.pipeline.PipelineStrategy", "ddp_zero1": "strategies.zero1.ZeRO1",
+    "param_server": "strategies.param_server.ParamServer", "rpc_hybrid": "strategies.rpc_hybrid.RPCHybrid",
+    "local_sgd": "strategies.local_sgd.LocalSGD", "ddp_ring": "strategies.ddp_ring.DDPRing",
+}  # fmt: skip
 NAMES: cli.Names = {
     "ddp": (Holding, {}),
     "ddp_fork": (Holding, {"start_method": "fork"}),
@@ -128,7 +135,7 @@ def test_options_are_those_that_the_command_line_can_give(command: cli.Parser) -
     family = cli.Strategies(names=strategies.NAMES)
 
     def options(name: str) -> set[str]:
-        return set(family.choose(name, None, "trainer.strategy").init_args)
+        return set(family.choose(name).init_args)
 
     shared = {"process_group_backend", "start_method", "timeout", "init_method"}
     wrapper = {"bucket_cap_mb", "find_unused_parameters", "gradient_as_bucket_view", "static_graph"}
@@ -140,6 +147,16 @@ def test_options_are_those_that_the_command_line_can_give(command: cli.Parser) -
     assert options("hsdp") == shared | sharded | {"shard_size"}
     own = chosen(command, "--trainer.strategy lightning.pytorch.strategies.FSDPStrategy").init_args
     assert {"device_mesh", "mixed_precision"} <= set(own)
+
+
+@pytest.mark.parametrize("name", strategies.NAMES)
+def test_class_paths_are_those_of_earlier_runs(name: str) -> None:
+    choice = cli.Strategies(names=strategies.NAMES).choose(name)
+    path, _, short = choice.class_path.rpartition(".")
+    assert getattr(importlib.import_module(path), short) is strategies.NAMES[name][0]
+    assert path.count(".") == 1
+    if name in EARLIER:
+        assert choice.class_path == EARLIER[name]
 
 
 def test_help_names_the_strategies_and_the_options_of_the_one_chosen(

@@ -1,7 +1,8 @@
 """The study's own options."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from apprentice.errors import BadInput
 from harness import config
@@ -45,12 +46,11 @@ class Options(config.OneSeedOptions):
     seconds: float = 0.2
     longest: float = 1.0
     quick: bool = False
+    quick_values: ClassVar[Mapping[str, Any]] = QUICK
     why_inexact: ClassVar[str] = "nothing is trained"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.quick:
-            self.take(QUICK)
         for name in ("tokens", "heads", "head_dim"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise BadInput(name, value, "at least 1")

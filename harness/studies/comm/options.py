@@ -1,7 +1,8 @@
 """The study's own options."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from apprentice.errors import BadInput
 from harness import config
@@ -30,12 +31,11 @@ class Options(config.OneSeedOptions):
     backends: list[str] | None = None
     timeout: float = 120.0
     quick: bool = False
+    quick_values: ClassVar[Mapping[str, Any]] = QUICK
     why_inexact: ClassVar[str] = "what is sent is checked to the bit in any case"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.quick:
-            self.take(QUICK)
         if self.repeats < 1:
             raise BadInput("repeats", self.repeats, "at least 1")
         if not self.timeout > 0:

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from apprentice import keyed
 from apprentice.errors import BadInput
 from apprentice.weights import fitting, read_weights
-from harness.config.imports import imported
-from harness.config.layers import layers_of
-from harness.config.sources import flags, load
+from harness.config.classes import imported
+from harness.config.sources import load, read
 from harness.runs.nets import Spec, read_spec
 
 
@@ -34,10 +33,9 @@ def data_of_run(argv: Sequence[str], default: Any, kind: type) -> Any:
     Raises:
         BadInput: the run was on another kind of data.
     """
-    given: dict[str, Any] = {}
-    for layer in layers_of(flags(argv)):
-        given |= layer.given
-    run = given.get("run")
+    run = None
+    for layer in read(argv)[0]:
+        run = layer["run"].value if "run" in layer else run
     if not isinstance(run, str):
         return default
     settings = Path(run).resolve().parent.parent / "config.yaml"

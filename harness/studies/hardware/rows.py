@@ -9,8 +9,8 @@ from lightning.pytorch import Trainer
 
 from apprentice.errors import BadInput
 from harness import config
-from harness.config.training import trainers
 from harness.runs.fit import MakeTrainer
+from harness.runs.trainer import trainers
 from harness.studies.isolation import can_fork
 
 SINGLE, SPLIT = "single", "DataParallel"
@@ -100,7 +100,7 @@ class Rows:
             kind = strategy, {option: value for option, value in sets.items() if option != "start_method"}
             if kind not in seen:
                 seen.append(kind)
-                found[name] = impatient(self._family.choose(name, None, "trainer.strategy"))
+                found[name] = impatient(self._family.choose(name))
         if (given := self._given()) is not None:
             found[given] = self._trainer.init_args["strategy"]
         return {name: forking(choice) for name, choice in found.items() if isinstance(choice, config.Choice)}

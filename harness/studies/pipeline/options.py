@@ -1,7 +1,8 @@
 """The study's own options."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from apprentice.errors import BadInput
 from harness import config
@@ -34,12 +35,11 @@ class Options(config.OneSeedOptions):
     batches: int = 3
     cut_after: str | None = TUTORIALS_CUT
     quick: bool = False
+    quick_values: ClassVar[Mapping[str, Any]] = QUICK
     why_inexact: ClassVar[str] = "each row has other micro-batches"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.quick:
-            self.take(QUICK)
         for name in ("batch_size", "image_size", "num_classes", "repeats", "batches"):
             if getattr(self, name) < 1:
                 raise BadInput(name, getattr(self, name), "at least 1")

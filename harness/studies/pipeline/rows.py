@@ -8,8 +8,8 @@ import torch
 
 from apprentice.errors import BadInput
 from harness import config
-from harness.config.training import trainers
 from harness.runs.fit import MakeTrainer
+from harness.runs.trainer import trainers
 from harness.studies.hardware.rows import SEEN_TO, check_left_out, check_place, forking, impatient
 
 ONE = "one device"

@@ -1,0 +1,160 @@
+"""Classes chosen by short name or import path: `--data MNIST`, `--teacher mypackage.MyNet`."""
+
+import importlib
+import inspect
+import pkgutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeAlias
+
+from apprentice.errors import BadInput
+from harness.config.messages import near
+from harness.config.signatures import options_of
+
+SHOWN = 8  # names in a message
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A class and its options; `build` makes an instance.
+
+    Attributes:
+        class_path: where the class is imported from.
+        init_args: its options by name; values may be choices and lists of choices.
+    """
+
+    class_path: str
+    init_args: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The class's short name."""
+        return self.class_path.rpartition(".")[2]
+
+    def plain_options(self) -> dict[str, Any]:
+        """The options as YAML has them."""
+        options = options_of(imported(self.class_path, ""))
+        return {
+            name: plain(value) if is_choice(value) else options.plain(name, value)
+            for name, value in self.init_args.items()
+        }
+
+
+Chosen: TypeAlias = Choice | list["Chosen"] | str | None  # text: a name that Lightning looks up
+
+
+@dataclass(frozen=True)
+class Classes:
+    """What a key chooses from: classes of a package by short name, any other by import path.
+
+    Attributes:
+        bases: what the classes derive from; short names are those of subclasses of the first.
+        package: where short names are looked up.
+        skip: arguments of their constructors that are not options.
+        refused: classes that can't be used, with what to take instead.
+    """
+
+    bases: tuple[type, ...]
+    package: ModuleType
+    skip: frozenset[str] = frozenset()
+    refused: Mapping[Any, str] = field(default_factory=dict)
+
+    @property
+    def known(self) -> dict[str, type]:
+        """The package's classes by short name."""
+        return {
+            name: value
+            for name, value in vars(self.package).items()
+            if inspect.isclass(value) and issubclass(value, self.bases[0]) and not inspect.isabstract(value)
+            and value not in self.bases and not name.startswith("_") and not issubclass(value, tuple(self.refused))
+        }  # fmt: skip
+
+    def find(self, name: Any, key: str) -> tuple[type | str | None, Mapping[str, Any]]:
+        """The class of this short name or import path, and the options that the name sets.
+
+        Raises:
+            BadInput: there is no such class, it is of another kind, or can't be used.
+        """
+        if name is None:
+            return None, {}
+        if isinstance(name, str) and "." in name:
+            found: type | None = imported(name, key, self.bases)
+        else:
+            found = {**self.known, **{refused.__name__: refused for refused in self.refused}}.get(str(name))
+        for refused, reason in self.refused.items():
+            if found is not None and issubclass(found, refused):
+                raise BadInput(key, name, reason)
+        if found is None or found in self.bases:
+            raise BadInput(key, name, self.expected(name))
+        return found, {}
+
+    def same(self, name: Any, old: Any, options: Mapping[str, Any]) -> bool:
+        """Whether a name stands for the class of an old name, which has these options."""
+        whole, before = (each if "." in str(each) else f"{self.package.__name__}.{each}" for each in (name, old))
+        return whole == before
+
+    def path(self, found: type, name: str) -> str:
+        """The class path to write down: the package's if the class is there, else the name."""
+        inside = getattr(self.package, found.__name__, None) is found
+        return f"{self.package.__name__}.{found.__name__}" if inside else name
+
+    def expected(self, name: Any = "") -> str:
+        """The short names, for a message, and those near to `name`."""
+        known = list(self.known)
+        shown = ", ".join(known if len(known) <= SHOWN else [*known[:SHOWN], "..."])
+        return f"{shown} or the import path of a class{near(name, known)}"
+
+
+def is_choice(value: Any) -> bool:
+    """Whether a value is a choice or a list with choices."""
+    return isinstance(value, Choice) or (isinstance(value, list) and any(map(is_choice, value)))
+
+
+def plain(chosen: Any) -> Any:
+    """A choice as YAML has it, or a list or mapping of choices."""
+    if isinstance(chosen, dict):
+        return {name: plain(entry) for name, entry in chosen.items()}
+    if isinstance(chosen, list):
+        return [plain(entry) for entry in chosen]
+    if isinstance(chosen, Choice):
+        return {"class_path": chosen.class_path, "init_args": chosen.plain_options()}
+    return chosen
+
+
+def imported(path: str, key: str, bases: tuple[type, ...] = (object,)) -> type:
+    """The class at an import path; the working directory is searched too.
+
+    Raises:
+        BadInput: the module or class is missing, with what is near, or the class is of another kind.
+    """
+    module_name, _, name = path.rpartition(".")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # whatever a user's module does
+        raise BadInput(key, path, f"an import path; {_why_not(module_name, error)}") from error
+    found = getattr(module, name, None)
+    if not inspect.isclass(found):
+        classes = [
+            other for other, value in vars(module).items() if inspect.isclass(value) and issubclass(value, bases)
+        ]
+        fault = f"is no class of {module_name}" if found is None else "is no class"
+        raise BadInput(key, path, f"the import path of a class; {name} {fault}{near(name, classes)}")
+    if not issubclass(found, bases):
+        raise BadInput(key, path, f"a class derived from {' or '.join(base.__name__ for base in bases)}")
+    return found
+
+
+def _why_not(module_name: str, error: Exception) -> str:
+    """Why a module can't be imported."""
+    if not isinstance(error, ModuleNotFoundError):
+        return f"importing {module_name} failed: {type(error).__name__}: {error}"
+    if not f"{module_name}.".startswith(f"{error.name}."):  # a module that it imports itself
+        return f"importing {module_name} failed: {error}"
+    parent, _, missing = str(error.name).rpartition(".")
+    places = getattr(importlib.import_module(parent), "__path__", []) if parent else None
+    return f"there is no module {error.name}{near(missing, [found.name for found in pkgutil.iter_modules(places)])}"

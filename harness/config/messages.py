@@ -1,0 +1,128 @@
+"""What users did wrong, in one line with exit code 2; any other error keeps its traceback."""
+
+import difflib
+import errno
+import os
+import re
+import sys
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+
+from apprentice.errors import BadInput
+
+if TYPE_CHECKING:
+    from harness.config.parser import Parser
+
+FULL, KEPT = "no space left on the disk", "what was finished is kept"
+WORDS = {
+    int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null",
+    timedelta: "a time, such as 0:30:00",
+}  # fmt: skip
+ANYTHING = "a value"
+# How a class refuses one of its options: its name, its value and what was expected.
+REFUSAL = re.compile(r"(\w+) (.*?): expected (.*)")
+# The last line of a forked rank's error, where it is one for users.
+FROM_RANK = re.compile(
+    r"([\w.]*\.)?(?P<kind>BadInput|MisconfigurationException|ValueError|\w+(?=: --)"
+    r"|(OS|Permission|FileNotFound|Timeout|Connection)Error): (?P<text>.*)"
+)
+# In which torchrun, Open MPI, SLURM and MPICH say which rank of its machine a process is.
+LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", "MPI_LOCALRANKID")
+
+
+@contextmanager
+def one_line_errors(parser: "Parser | None" = None) -> Iterator[None]:
+    """Turn bad input, what the Trainer or the disk refuses, and lost ranks into one line on stderr and exit code 2.
+
+    Args:
+        parser: finds the flag of an option that is refused only when it is used.
+    """
+    try:
+        yield
+    except Exception as error:
+        line = one_line(error, parser)
+        if line is None:
+            raise
+        if is_local_rank_zero() or not isinstance(error, BadInput):
+            sys.stderr.write(f"error: {' '.join(line.split())}\n")
+        raise SystemExit(2) from None
+
+
+def is_local_rank_zero() -> bool:
+    """Whether this process reports what all ranks find wrong: the first one on each machine does."""
+    return next((os.environ[name] for name in LOCAL_RANKS if name in os.environ), "0") == "0"
+
+
+def one_line(error: Exception, parser: "Parser | None" = None) -> str | None:
+    """The message of an error that users can do something about; None for others."""
+    if isinstance(error, BadInput) or str(error).startswith("--"):
+        return _with_flag(str(error), parser)
+    if isinstance(error, OSError):
+        place = f": {error.filename}" if error.filename else ""
+        return f"{FULL}{place}; {KEPT}" if error.errno == errno.ENOSPC else f"{error.strerror or error}{place}"
+    if isinstance(error, ProcessRaisedException | ProcessExitedException):
+        return _rank(error, parser)
+    if isinstance(error, ValueError):
+        return _refused_option(str(error), parser)
+    if isinstance(error, RuntimeError) and "inline_container" in str(error):  # from torch.save
+        return f"{FULL}, or it can't be written; {KEPT}"
+    return f"--trainer: {error}" if type(error).__name__ == "MisconfigurationException" else None
+
+
+def _rank(error: ProcessRaisedException | ProcessExitedException, parser: "Parser | None") -> str | None:
+    """The last line of a forked rank that failed, or how a rank ended without one."""
+    if isinstance(error, ProcessExitedException):
+        how = f"was killed by {error.signal_name}" if error.signal_name else f"ended with exit code {error.exit_code}"
+        return f"rank {error.error_index} {how}; --out FOLDER --resume true goes on from its checkpoint, if it left one"
+    found = FROM_RANK.fullmatch(str(error).strip().splitlines()[-1])
+    if found and found["kind"] == "ValueError" and not found["text"].startswith("--"):
+        return _refused_option(found["text"], parser)
+    return found and _with_flag(found["text"], parser)
+
+
+def _with_flag(message: str, parser: "Parser | None") -> str:
+    """The message, its option replaced by the whole flag if the parser knows it."""
+    return _refused_option(message.removeprefix("--"), parser) or message
+
+
+def _refused_option(message: str, parser: "Parser | None") -> str | None:
+    """The message of a class that refuses one of its options, with the whole flag; None if the flag is not known."""
+    found = REFUSAL.fullmatch(message)
+    flag = parser.flag(found[1], found[2]) if parser and found else None
+    return str(BadInput(flag, found[2], found[3])) if found and flag else None
+
+
+def near(name: Any, known: Iterable[str], prefix: str = "") -> str:
+    """The known names that look like this one, as the end of a message."""
+    lower = {other.lower(): other for other in known}
+    found = [lower[match] for match in difflib.get_close_matches(str(name).lower(), lower, 3, 0.6)]
+    return f"; near: {', '.join(prefix + match for match in found)}" if found else ""
+
+
+def words(hint: Any) -> str:
+    """What a value of this type is, for users."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint in WORDS:
+        return WORDS[hint]
+    if origin in {typing.Union, types.UnionType}:
+        kinds = dict.fromkeys(words(argument) for argument in arguments if argument is not Tensor)
+        return ANYTHING if ANYTHING in kinds else " or ".join(kinds)
+    if origin is typing.Literal:
+        return ", ".join(str(argument) for argument in arguments)
+    if origin is tuple:
+        return f"[{', '.join(words(argument) for argument in arguments)}]"
+    if isinstance(origin, type) and issubclass(origin, Iterable) and not issubclass(origin, Mapping):
+        return f"a list, [...], each {words(arguments[0])}"
+    return ANYTHING if is_open(hint) else getattr(hint, "__name__", str(hint))
+
+
+def is_open(hint: Any) -> bool:
+    """Whether a type takes anything, such as that of an argument without annotation."""
+    return hint in {Any, object} or type(hint).__name__ in {"UnvalidatedType", "UntypedType"}
