@@ -1,20 +1,75 @@
-"""What there is to measure: kernels by themselves, a block of attention, and the tutorial's own shapes."""
+"""The cases of the study: kernels by themselves, a block of attention, the tutorial's own shapes; and the options."""
 
 import random
 from argparse import Namespace
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal, NamedTuple
 
+from apprentice.errors import BadInput
 from harness import config
-from harness.studies.attention.options import DTYPES
 
 BACKENDS = ("auto", "math", "flash", "efficient", "cudnn")
 PARTS = ("kernels", "blocks", "tutorial", "profile")
 PADDING, SPREAD = 0.5, 0.01  # of the tutorial's texts
+DTYPES = ("float32", "float16", "bfloat16")
+QUICK = {
+    "lengths": [16, 32], "block_lengths": [32], "tokens": 64, "heads": 2, "head_dim": 8, "dtypes": ["float32"],
+    "parts": ["kernels", "blocks", "profile"], "seconds": 0.001,
+}  # fmt: skip
+
+
+@dataclass
+class Options(config.OneSeedOptions):
+    """Options of the study; sizes that are not given fit the device.
+
+    Args:
+        exact: none; nothing is trained.
+        device: auto takes a GPU where there is one.
+        parts: measure just these of kernels, blocks, tutorial, profile.
+        backends: just these kernels, such as --backends math flash; all when not given.
+        dtypes: of float32, float16 and bfloat16.
+        lengths: tokens of a text, for the kernels.
+        block_lengths: tokens of a text, for the block, eager and compiled.
+        tokens: of a batch, as near as texts of a length come to it.
+        heads: of the attention.
+        head_dim: width of a head.
+        seconds: for which a row is timed at least.
+        longest: seconds; a block whose products of matrices take longer than that is left out.
+        quick: take small sizes wherever none are given, to see what comes out.
+    """
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    parts: list[str] | None = None
+    backends: list[str] | None = None
+    dtypes: list[str] = field(default_factory=lambda: list(DTYPES))
+    lengths: list[int] | None = None
+    block_lengths: list[int] | None = None
+    tokens: int | None = None
+    heads: int = 8
+    head_dim: int = 64
+    seconds: float = 0.2
+    longest: float = 1.0
+    quick: bool = False
+    why_inexact: ClassVar[str] = "nothing is trained"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.quick:
+            self.take(QUICK)
+        for name in ("tokens", "heads", "head_dim"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise BadInput(name, value, "at least 1")
+        for name in ("seconds", "longest"):
+            if not getattr(self, name) > 0:
+                raise BadInput(name, getattr(self, name), "seconds, above 0")
+        for name in ("lengths", "block_lengths"):
+            sizes = getattr(self, name)
+            if sizes is not None and (not sizes or len(set(sizes)) < len(sizes) or min(sizes) < 2):
+                raise BadInput(name, sizes, "numbers of tokens, at least 2, none of them twice")
 
 
 @dataclass(frozen=True)
-class Row:
+class Case:
     """One call that is timed.
 
     Attributes:
@@ -53,7 +108,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """Its own among the rows."""
+        """The row's."""
         size = f"{self.batch} x {self.length}"
         return f"{self.part}: {self.what}, {self.dtype}, {size}, {self.direction}"
 
@@ -117,8 +172,8 @@ SIZES = {
 }
 
 
-class Rows:
-    """All rows for a device.
+class Cases:
+    """All cases for a device.
 
     Args:
         options: the study's, as parsed.
@@ -129,66 +184,64 @@ class Rows:
     """
 
     def __init__(self, options: Namespace, device: str) -> None:
-        fitting = SIZES[device]
+        fitting, self._options = SIZES[device], options
         self._parts = config.pick(dict.fromkeys(PARTS), options.parts, "parts")
         self._backends = list(config.pick(dict.fromkeys(BACKENDS), options.backends, "backends"))
         self._dtypes = list(config.pick(dict.fromkeys(DTYPES), options.dtypes, "dtypes"))
         self._lengths = options.lengths or fitting.lengths
         self._block_lengths = options.block_lengths or fitting.block_lengths
         self._tokens = options.tokens or fitting.tokens
-        self._heads, self._head_dim = options.heads, options.head_dim
-        self._tutorials_dtype, self._quick = fitting.dtype, options.quick
-        self._seed = options.seeds[0]
+        self._tutorials_dtype = fitting.dtype
 
-    def all(self) -> list[Row]:
+    def all(self) -> list[Case]:
         """In the order of the tables."""
         made = {"kernels": self._kernels, "blocks": self._blocks, "tutorial": self._tutorial, "profile": self._profile}
-        return [row for part in self._parts for row in made[part]()]
+        return [case for part in self._parts for case in made[part]()]
 
-    def _kernels(self) -> list[Row]:
+    def _kernels(self) -> list[Case]:
         return [
-            replace(self._row("kernels", dtype, length), backend=backend, backward=backward)
+            replace(self._case("kernels", dtype, length), backend=backend, backward=backward)
             for dtype in self._dtypes
             for backward in (False, True)
             for length in self._lengths
             for backend in self._backends
         ]
 
-    def _blocks(self) -> list[Row]:
+    def _blocks(self) -> list[Case]:
         """Without a mask: on a CPU torch has no kernel for jagged texts with one."""
         return [
-            replace(row, block=True, causal=False, backward=backward, compiled=compiled, lengths=lengths)
+            replace(case, block=True, causal=False, backward=backward, compiled=compiled, lengths=lengths)
             for dtype in self._dtypes
             for backward in (False, True)
             for length in self._block_lengths
-            for row in [self._row("blocks", dtype, length)]
-            for lengths in (None, half_padded(row.batch, length))
+            for case in [self._case("blocks", dtype, length)]
+            for lengths in (None, half_padded(case.batch, length))
             for compiled in (False, True)
         ]
 
-    def _row(self, part: str, dtype: str, length: int) -> Row:
-        return Row(part, dtype, max(self._tokens // length, 1), length, self._heads, self._head_dim)
+    def _case(self, part: str, dtype: str, length: int) -> Case:
+        return Case(part, dtype, max(self._tokens // length, 1), length, self._options.heads, self._options.head_dim)
 
-    def _tutorial(self) -> list[Row]:
+    def _tutorial(self) -> list[Case]:
         """The shapes of PyTorch's tutorial on scaled dot product attention, in eval mode and so without a mask."""
         published = {"auto": None, "math": 19_254, "flash": 2_263, "efficient": 4_143, "cudnn": None}
-        kernel = Row("tutorial", self._tutorials_dtype, 32, 1024, 32, 32, causal=False)
+        kernel = Case("tutorial", self._tutorials_dtype, 32, 1024, 32, 32, causal=False)
         kernels = [replace(kernel, backend=name, tutorial_us=us) for name, us in published.items()]
-        block = Row("tutorial", self._tutorials_dtype, 32, 512, 8, 64, True, causal=False, bias=False, dropout=0.1)
-        texts = tutorials_lengths(block.batch, block.length, self._seed)
+        block = Case("tutorial", self._tutorials_dtype, 32, 512, 8, 64, True, causal=False, bias=False, dropout=0.1)
+        texts = tutorials_lengths(block.batch, block.length, self._options.seeds[0])
         short = replace(block, length=256)
         return [
-            *(row for row in kernels if row.backend in self._backends),
+            *(case for case in kernels if case.backend in self._backends),
             replace(block, tutorial_us=939),
             replace(block, lengths=texts, tutorial_us=560),
             replace(short, tutorial_us=407.8),
             replace(short, compiled=True, tutorial_us=521.2),
         ]
 
-    def _profile(self) -> list[Row]:
+    def _profile(self) -> list[Case]:
         """The causal block in the size that the tutorial profiles, eager and compiled."""
-        batch, length, heads, head_dim = (2, 16, 2, 8) if self._quick else (32, 256, 8, 64)
-        block = Row("profile", self._tutorials_dtype, batch, length, heads, head_dim, True, bias=False)
+        batch, length, heads, head_dim = (2, 16, 2, 8) if self._options.quick else (32, 256, 8, 64)
+        block = Case("profile", self._tutorials_dtype, batch, length, heads, head_dim, True, bias=False)
         return [block, replace(block, compiled=True)]
 
 
