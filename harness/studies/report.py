@@ -1,10 +1,10 @@
 """What people read of a study: text for the terminal, results.md, pictures."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness.reports.tables import Table, paragraph
+from harness.reports.tables import NONE, Table, paragraph
 from harness.runs.files import write_bytes, write_text
 
 Facts = dict[str, Any]
@@ -29,20 +29,18 @@ class Code(NamedTuple):
 Part = Table | Code | str
 
 
+def columns(cells: Mapping[str, Callable[[Any], str]], rows: Iterable[Any], left: int = 1) -> Table:
+    """A line a row, a column a function that gives its cells; the first `left` are words."""
+    return Table(list(cells), [[cell(row) for cell in cells.values()] for row in rows], left)
+
+
 class Report(NamedTuple):
-    """What a study has to say.
+    """What a study has to say."""
 
-    Attributes:
-        header: what was measured on what, as the page begins.
-        text: for the terminal; strings are paragraphs.
-        page: for results.md, below the header.
-        figures: PNGs by file name.
-    """
-
-    header: Mapping[str, str]
-    text: Sequence[Part]
-    page: Sequence[Part]
-    figures: Mapping[str, bytes]
+    header: Mapping[str, str]  # what was measured on what, as the page begins
+    text: Sequence[Part]  # for the terminal; strings are paragraphs
+    page: Sequence[Part]  # for results.md, below the header
+    figures: Mapping[str, bytes]  # PNGs by file name
 
     def plain(self) -> str:
         """What is printed."""
@@ -64,6 +62,11 @@ class Report(NamedTuple):
 def words(values: Mapping[str, Any]) -> str:
     """Names with their values, such as `cores 2, gpus []`; what is None is left out."""
     return ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
+
+
+def percent(share: float | None) -> str:
+    """A share as a whole number of hundredths."""
+    return NONE if share is None else f"{100 * share:.0f}"
 
 
 def machine(results: Facts) -> dict[str, str]:

@@ -70,41 +70,23 @@ class Options(config.OneSeedOptions):
 
 @dataclass(frozen=True)
 class Case:
-    """One call that is timed.
+    """One call that is timed."""
 
-    Attributes:
-        part: of the study.
-        dtype: torch's name.
-        batch: texts.
-        length: tokens of the longest.
-        heads: of the attention.
-        head_dim: width of a head.
-        block: whether it is a block with its projections, or the kernel by itself.
-        backend: which kernel.
-        causal: whether tokens see none that come later.
-        backward: whether gradients are computed, too.
-        compiled: whether by torch.compile.
-        lengths: tokens of each text, without padding; None where all are padded to one length.
-        bias: whether the block's projections have one.
-        dropout: of the block, in training.
-        tutorial_us: what PyTorch's tutorial prints for it.
-    """
-
-    part: str
-    dtype: str
-    batch: int
-    length: int
-    heads: int
-    head_dim: int
-    block: bool = False
-    backend: str = "auto"
-    causal: bool = True
-    backward: bool = False
-    compiled: bool = False
-    lengths: tuple[int, ...] | None = None
-    bias: bool = True
-    dropout: float = 0.0
-    tutorial_us: float | None = None
+    part: str  # of the study
+    dtype: str  # torch's name
+    batch: int  # texts
+    length: int  # tokens of the longest
+    heads: int  # of the attention
+    head_dim: int  # width of a head
+    block: bool = False  # whether it is a block with its projections, or the kernel by itself
+    backend: str = "auto"  # which kernel
+    causal: bool = True  # whether tokens see none that come later
+    backward: bool = False  # whether gradients are computed, too
+    compiled: bool = False  # whether by torch.compile
+    lengths: tuple[int, ...] | None = None  # tokens of each text; None where all are padded to one length
+    bias: bool = True  # whether the block's projections have one
+    dropout: float = 0.0  # of the block, in training
+    tutorial_us: float | None = None  # what PyTorch's tutorial prints for it
 
     @property
     def name(self) -> str:
@@ -151,19 +133,12 @@ class Case:
 
 
 class Sizes(NamedTuple):
-    """What fits a device.
+    """What fits a device."""
 
-    Attributes:
-        lengths: for the kernels.
-        block_lengths: for the block.
-        tokens: of a batch.
-        dtype: of the tutorial's shapes, for which it takes float16.
-    """
-
-    lengths: list[int]
-    block_lengths: list[int]
-    tokens: int
-    dtype: str
+    lengths: list[int]  # for the kernels
+    block_lengths: list[int]  # for the block
+    tokens: int  # of a batch
+    dtype: str  # of the tutorial's shapes, for which it takes float16
 
 
 SIZES = {

@@ -34,17 +34,11 @@ LOGGERS = ("torch._inductor", "torch.fx", "torch.utils.cpp_extension")  # they t
 
 @dataclass(frozen=True)
 class Bench:
-    """Measures.
+    """Measures."""
 
-    Attributes:
-        device: where.
-        seconds: for which a row is timed at least.
-        threads: of a process on a CPU.
-    """
-
-    device: torch.device
-    seconds: float
-    threads: int
+    device: torch.device  # where
+    seconds: float  # for which a row is timed at least
+    threads: int  # of a process on a CPU
 
     @staticmethod
     def prepare(cases: Iterable[Case]) -> None:

@@ -6,7 +6,7 @@ from typing import TypeVar
 from harness.reports.tables import NONE, Table, listed, short
 from harness.studies.attention import figures
 from harness.studies.attention.figures import what
-from harness.studies.report import MIB, Facts, Report, machine
+from harness.studies.report import MIB, Facts, Report, columns, machine, percent
 
 T = TypeVar("T")
 KERNELS = (
@@ -82,7 +82,9 @@ def kernels(rows: Sequence[Facts]) -> Table:
         if ran:
             best = min(ran, key=lambda row: row["microseconds"])
             cells = [_microseconds(mine.get(name), name == "auto") for name in backends]
-            body.append([*line, *cells, best["kernel"], short(best["tflops_per_second"]), _percent(best)])
+            body.append(
+                [*line, *cells, best["kernel"], short(best["tflops_per_second"]), percent(best["share_of_peak"])]
+            )
     return Table(header, body, left=3)
 
 
@@ -94,10 +96,6 @@ def _microseconds(row: Facts | None, with_kernel: bool = False) -> str:
     if row is None or row["refused"] is not None:
         return NONE
     return f"{short(row['microseconds'])}{' ' + row['kernel'] if with_kernel else ''}"
-
-
-def _percent(row: Facts) -> str:
-    return NONE if row["share_of_peak"] is None else f"{100 * row['share_of_peak']:.0f}"
 
 
 def blocks(rows: Sequence[Facts]) -> Table:
@@ -112,43 +110,50 @@ def blocks(rows: Sequence[Facts]) -> Table:
 
 def tutorial(rows: Sequence[Facts]) -> Table:
     """A line a row, with the tutorial's figure."""
-    header = ["row", "texts", "type", "kernel", "µs", "tutorial's", "TFLOP/s", "share, %", "peak, MiB"]
-    body = [
-        [
-            f"{'block' if row['block'] else 'kernel'} {row['heads']} x {row['head_dim']}, {what(row)}",
-            f"{row['batch']} x {row['length']}", row["dtype"], row.get("kernel", NONE), _microseconds(row),
-            short(row["tutorial_us"]), short(row.get("tflops_per_second")), _percent(row), _mib(row),
-        ]
-        for row in rows
-    ]  # fmt: skip
-    return Table(header, body, left=4)
+    cells = {
+        "row": lambda r: f"{'block' if r['block'] else 'kernel'} {r['heads']} x {r['head_dim']}, {what(r)}",
+        "texts": lambda row: f"{row['batch']} x {row['length']}",
+        "type": lambda row: row["dtype"],
+        "kernel": lambda row: row.get("kernel", NONE),
+        "µs": _microseconds,
+        "tutorial's": lambda row: short(row["tutorial_us"]),
+        **REACHED,
+    }
+    return columns(cells, rows, left=4)
 
 
 def _mib(row: Facts) -> str:
     return NONE if row.get("peak_bytes") is None else short(row["peak_bytes"] / MIB)
 
 
+REACHED: dict[str, Callable[[Facts], str]] = {
+    "TFLOP/s": lambda row: short(row.get("tflops_per_second")),
+    "share, %": lambda row: percent(row["share_of_peak"]),
+    "peak, MiB": _mib,
+}
+
+
 def operators(row: Facts) -> Table:
     """The heaviest of a profiled row."""
-    body = [
-        [each["operator"], short(each["microseconds"]), short(each["calls"]), f"{100 * each['share']:.1f}"]
-        for each in row["operators"]
-    ]
-    return Table(["operator", "µs", "times", "share, %"], body)
+    cells = {
+        "operator": lambda each: each["operator"],
+        "µs": lambda each: short(each["microseconds"]),
+        "times": lambda each: short(each["calls"]),
+        "share, %": lambda each: f"{100 * each['share']:.1f}",
+    }
+    return columns(cells, row["operators"])
 
 
 def every(rows: Sequence[Facts]) -> Table:
     """A line a row that ran."""
-    header = ["row", "kernel", "µs", "± iqr / 2", "TFLOP/s", "share, %", "peak, MiB"]
-    body = [
-        [
-            row["name"], row["kernel"], _microseconds(row), short(row["iqr_microseconds"] / 2),
-            short(row["tflops_per_second"]), _percent(row), _mib(row),
-        ]
-        for row in rows
-        if row["part"] != "matmul" and row["refused"] is None
-    ]  # fmt: skip
-    return Table(header, body, left=2)
+    cells = {
+        "row": lambda row: row["name"],
+        "kernel": lambda row: row["kernel"],
+        "µs": _microseconds,
+        "± iqr / 2": lambda row: short(row["iqr_microseconds"] / 2),
+        **REACHED,
+    }
+    return columns(cells, [row for row in rows if row["part"] != "matmul" and row["refused"] is None], left=2)
 
 
 # Notes
@@ -167,12 +172,8 @@ def peaks(results: Facts) -> str:
 def notes(rows: Sequence[Facts], missing: Mapping[str, str]) -> list[str]:
     """How operations are counted; what torch refuses here; what was left out or failed."""
     above = [ABOVE] if any((row.get("share_of_peak") or 0) > 1 for row in rows) else []
-    return [
-        COUNTED,
-        *above,
-        *refusals(rows),
-        *(f"{'; '.join(each)}: {why}." for why, each in _grouped(missing.items())),
-    ]
+    absent = [f"{'; '.join(names)}: {why}." for why, names in _grouped(missing.items())]
+    return [COUNTED, *above, *refusals(rows), *absent]
 
 
 def refusals(rows: Sequence[Facts]) -> list[str]:

@@ -59,21 +59,13 @@ class Backend:
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to measure.
+    """One thing to measure."""
 
-    Attributes:
-        backend: which carries it.
-        operation: its name.
-        group: "world" or "sub-group".
-        ranks: of the group, by their numbers in the world.
-        count: numbers in the largest buffer; 0 where nothing is sent.
-    """
-
-    backend: Backend
-    operation: str
-    group: str
-    ranks: tuple[int, ...]
-    count: int
+    backend: Backend  # which carries it
+    operation: str  # its name
+    group: str  # "world" or "sub-group"
+    ranks: tuple[int, ...]  # of the group, by their numbers in the world
+    count: int  # numbers in the largest buffer; 0 where nothing is sent
 
     @property
     def of(self) -> Operation:

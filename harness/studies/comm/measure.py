@@ -35,19 +35,12 @@ class RendezvousError(RuntimeError):
 
 @dataclass(frozen=True)
 class Bench:
-    """Measures.
+    """Measures."""
 
-    Attributes:
-        world_size: ranks.
-        repeats: blocks of calls that are timed; their median is reported.
-        timeout: seconds a rank may keep the others waiting.
-        block: seconds of calls that are timed together; one call where that takes longer.
-    """
-
-    world_size: int
-    repeats: int
-    timeout: float = 120.0
-    block: float = 0.02
+    world_size: int  # ranks
+    repeats: int  # blocks of calls that are timed; their median is reported
+    timeout: float = 120.0  # seconds a rank may keep the others waiting
+    block: float = 0.02  # seconds of calls that are timed together; one call where that takes longer
 
     def measure(self, backend: Backend, cases: Sequence[Case]) -> Iterator[tuple[Case, Facts]]:
         """Each case's row, as soon as it is there.

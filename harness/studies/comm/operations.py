@@ -19,19 +19,12 @@ ITEM = 4  # bytes of a float32
 
 @dataclass(frozen=True)
 class Member:
-    """A rank in the group that is measured.
+    """A rank in the group that is measured."""
 
-    Attributes:
-        group: torch's.
-        ranks: the members' numbers in the world.
-        rank: this one's number in the group.
-        device: where tensors are.
-    """
-
-    group: Any
-    ranks: Sequence[int]
-    rank: int
-    device: torch.device
+    group: Any  # torch's
+    ranks: Sequence[int]  # the members' numbers in the world
+    rank: int  # this one's number in the group
+    device: torch.device  # where tensors are
 
     @property
     def size(self) -> int:
@@ -61,21 +54,13 @@ class Member:
 
 
 class Call(NamedTuple):
-    """An operation on its tensors.
+    """An operation on its tensors."""
 
-    Attributes:
-        run: calls it once.
-        expected: of `tensors`, after the first call.
-        tensors: this rank's results, if any.
-        buffers: all tensors that it uses.
-        trips: how often data travel in a call.
-    """
-
-    run: Callable[[], Any]
-    expected: Callable[[], list[Tensor]] = list
-    tensors: Sequence[Tensor] = ()
-    buffers: Sequence[Tensor] = ()
-    trips: int = 1
+    run: Callable[[], Any]  # calls it once
+    expected: Callable[[], list[Tensor]] = list  # of `tensors`, after the first call
+    tensors: Sequence[Tensor] = ()  # this rank's results, if any
+    buffers: Sequence[Tensor] = ()  # all tensors that it uses
+    trips: int = 1  # how often data travel in a call
 
     def is_correct(self) -> bool:
         """Whether the results are as expected, to the bit."""
@@ -84,19 +69,12 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Operation:
-    """What can be measured.
+    """What can be measured."""
 
-    Attributes:
-        make: makes a rank's call for a buffer of so many numbers, a multiple of the number of ranks.
-        bus: from algorithm to bus bandwidth, for n ranks.
-        reduces_all: whether it is an all-reduce, for which there are several rings.
-        sized: whether it sends anything.
-    """
-
-    make: Callable[[Member, int], Call]
-    bus: Callable[[int], float] = lambda _: 1.0
-    reduces_all: bool = False
-    sized: bool = True
+    make: Callable[[Member, int], Call]  # a rank's call for so many numbers, a multiple of the ranks
+    bus: Callable[[int], float] = lambda _: 1.0  # from algorithm to bus bandwidth, for n ranks
+    reduces_all: bool = False  # whether it is an all-reduce, for which there are several rings
+    sized: bool = True  # whether it sends anything
 
 
 # Messages

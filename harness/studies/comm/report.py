@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from harness.reports.figures import GREY, figure
 from harness.reports.tables import NONE, Table, short
 from harness.studies.comm.cases import WORLD
-from harness.studies.report import Facts, Report, machine
+from harness.studies.report import Facts, Report, columns, machine
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -64,17 +64,23 @@ def _cells(rows: Sequence[Facts], line: tuple[str, str], backends: Sequence[str]
 
 def every(rows: Sequence[Facts]) -> Table:
     """A line a row."""
-    header = ["operation", "group", "backend", "size", "µs", "algorithm GB/s", "bus GB/s", "over gloo"]
     gloo = {(row["operation"], row["group"], row["bytes"]): row for row in rows if row["backend"] == "gloo"}
-    body = []
-    for row in rows:
+
+    def over_gloo(row: Facts) -> str:
         rival = gloo.get((row["operation"], row["group"], row["bytes"]))
-        body.append([
-            row["operation"], row["group"], row["backend"], words(row["bytes"]) if row["bytes"] else NONE,
-            short(row["latency_us"]), short(row["algorithm_gb_per_s"]), short(row["bus_gb_per_s"]),
-            NONE if rival is None or rival is row else f"{row['latency_us'] / rival['latency_us']:.2f} x",
-        ])  # fmt: skip
-    return Table(header, body, left=3)
+        return NONE if rival is None or rival is row else f"{row['latency_us'] / rival['latency_us']:.2f} x"
+
+    cells = {
+        "operation": lambda row: row["operation"],
+        "group": lambda row: row["group"],
+        "backend": lambda row: row["backend"],
+        "size": lambda row: words(row["bytes"]) if row["bytes"] else NONE,
+        "µs": lambda row: short(row["latency_us"]),
+        "algorithm GB/s": lambda row: short(row["algorithm_gb_per_s"]),
+        "bus GB/s": lambda row: short(row["bus_gb_per_s"]),
+        "over gloo": over_gloo,
+    }
+    return columns(cells, rows, left=3)
 
 
 def picture(rows: Sequence[Facts]) -> bytes:

@@ -1,11 +1,12 @@
 """The report on formats: a table, and a picture of accuracy against latency."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from harness.reports.figures import figure
 from harness.reports.pages import settings
 from harness.reports.tables import NONE, Table, count, short
-from harness.studies.report import Facts, Report, machine, words
+from harness.studies.report import Facts, Part, Report, columns, machine, words
 
 AREA = 1200  # points squared, of the largest file
 COLUMNS = (
@@ -19,7 +20,7 @@ def report(results: Facts, notes: Sequence[str]) -> Report:
     """What results.json says, and notes on what is left out."""
     rows = results["rows"]
     header = {"Data": words(results["data"]), **machine(results), "Settings": "; ".join(settings(results["config"]))}
-    text = [table(rows), COLUMNS, *notes]
+    text: list[Part] = [table(rows), COLUMNS, *notes]
     pngs = {"results.png": picture(rows)} if _batch_sizes(rows) else {}
     return Report(header, text, [*text, "![accuracy against latency](results.png)"], pngs)
 
@@ -31,24 +32,20 @@ def _batch_sizes(rows: Sequence[Facts]) -> list[str]:
 
 def table(rows: Sequence[Facts]) -> Table:
     """One line a format."""
-    sizes = _batch_sizes(rows)
-    header = ["format", "test accuracy, %", "correct", "size, KiB", *(f"ms, batch {size}" for size in sizes)]
-    body = [
-        [
-            row["format"],
-            f"{100 * row['test_acc']:.2f}",
-            count(row["test_correct"]),
-            NONE if row["bytes"] is None else f"{row['bytes'] / 2**10:,.1f}",
-            *(_times(row["latency_ms"].get(size)) for size in sizes),
-            short(row["images_per_second"]) if row["latency_ms"] else NONE,
-            f"{row['max_logit_difference']:.2g}",
-        ]
-        for row in rows
-    ]
-    return Table([*header, "images/s", "difference"], body)
+    cells = {
+        "format": lambda row: row["format"],
+        "test accuracy, %": lambda row: f"{100 * row['test_acc']:.2f}",
+        "correct": lambda row: count(row["test_correct"]),
+        "size, KiB": lambda row: NONE if row["bytes"] is None else f"{row['bytes'] / 2**10:,.1f}",
+        **{f"ms, batch {size}": partial(_latency, size) for size in _batch_sizes(rows)},
+        "images/s": lambda row: short(row["images_per_second"]) if row["latency_ms"] else NONE,
+        "difference": lambda row: f"{row['max_logit_difference']:.2g}",
+    }
+    return columns(cells, rows)
 
 
-def _times(times: dict[str, float] | None) -> str:
+def _latency(size: str, row: Facts) -> str:
+    times = row["latency_ms"].get(size)
     return f"{short(times['median'])} ({short(times['p95'])})" if times else NONE
 
 

@@ -15,19 +15,12 @@ from harness.studies.meters import PeakMemory, Stamps, sent_bytes, state_bytes
 
 
 class Phases(NamedTuple):
-    """The phases of a measured fit in their order, in batches.
+    """The phases of a measured fit in their order, in batches."""
 
-    Attributes:
-        warmup: not measured.
-        block: timed together: the period after which a strategy has done once whatever it does now and then.
-        blocks: the number of these; their bytes are counted.
-        profiled: watched by a profiler, which slows them down.
-    """
-
-    warmup: int
-    block: int
-    blocks: int
-    profiled: int
+    warmup: int  # not measured
+    block: int  # timed together: the period after which a strategy has done once whatever it does now and then
+    blocks: int  # the number of these; their bytes are counted
+    profiled: int  # watched by a profiler, which slows them down
 
     @classmethod
     def of(cls, options: Mapping[str, Any], steps: int, accumulate: int = 1) -> "Phases":

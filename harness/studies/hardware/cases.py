@@ -15,27 +15,16 @@ SINGLE, SPLIT = "single", "DataParallel"
 
 @dataclass(frozen=True)
 class Case:
-    """A strategy to measure.
+    """A strategy to measure."""
 
-    Attributes:
-        name: as `--only` takes it.
-        devices: their number.
-        trainer: makes a Trainer with the strategy.
-        options: the strategy's.
-        exact: the number of shards, where equal bits are wanted.
-        split: whether torch.nn.DataParallel wraps the net.
-        reference: whose weights its own are compared with; None for that case itself.
-        unfit: why it can't be measured here, or empty.
-    """
-
-    name: str
-    devices: int
-    trainer: MakeTrainer
-    options: dict[str, Any] = field(default_factory=dict)
-    exact: int | None = None
-    split: bool = False
-    reference: "Case | None" = None
-    unfit: str = ""
+    name: str  # as `--only` takes it
+    devices: int  # their number
+    trainer: MakeTrainer  # makes a Trainer with the strategy
+    options: dict[str, Any] = field(default_factory=dict)  # the strategy's
+    exact: int | None = None  # the number of shards, where equal bits are wanted
+    split: bool = False  # whether torch.nn.DataParallel wraps the net
+    reference: "Case | None" = None  # whose weights its own are compared with; None for that case itself
+    unfit: str = ""  # why it can't be measured here, or empty
 
 
 class Cases:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from harness.reports.figures import GREY, figure
 from harness.reports.pages import settings
 from harness.reports.tables import NONE, Table, short
-from harness.studies.report import MIB, Facts, Report, machine
+from harness.studies.report import MIB, Facts, Part, Report, columns, machine, percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,33 +25,25 @@ def report(results: Facts, missing: Mapping[str, str]) -> Report:
     config, rows = results["config"], results["rows"]
     net, data = (config[key]["class_path"].rpartition(".")[2] for key in ("net", "data"))
     header = {"Model": f"{net} on {data}", "Settings": "; ".join(settings(config)), **machine(results)}
-    text = [table(rows), *notes(rows, missing)]
+    text: list[Part] = [table(rows), *notes(rows, missing)]
     image = "![speed, memory, bytes sent and differences](results.png)"
     return Report(header, text, [*text, image], {"results.png": picture(rows)})
 
 
 def table(rows: Sequence[Facts]) -> Table:
     """One line a row."""
-    header = [
-        "strategy", "devices", "images/s", "speed-up", "state, MiB", "peak, MiB", "sent, MiB", "hidden, %",
-        "difference",
-    ]  # fmt: skip
-    return Table(header, [_cells(row) for row in rows])
-
-
-def _cells(row: Facts) -> list[str]:
-    hidden = row["hidden_share"]
-    return [
-        row["strategy"],
-        str(row["devices"]),
-        short(row["images_per_second"]),
-        f"{row['speedup']:.2f}",
-        _mib(_largest(row["state_bytes_per_rank"])),
-        _mib(_largest(row["peak_memory_per_rank"])),
-        _mib(row["bytes_sent_per_step"]),
-        NONE if hidden is None else f"{100 * hidden:.0f}",
-        _difference(row),
-    ]
+    cells = {
+        "strategy": lambda row: row["strategy"],
+        "devices": lambda row: str(row["devices"]),
+        "images/s": lambda row: short(row["images_per_second"]),
+        "speed-up": lambda row: f"{row['speedup']:.2f}",
+        "state, MiB": lambda row: _mib(_largest(row["state_bytes_per_rank"])),
+        "peak, MiB": lambda row: _mib(_largest(row["peak_memory_per_rank"])),
+        "sent, MiB": lambda row: _mib(row["bytes_sent_per_step"]),
+        "hidden, %": lambda row: percent(row["hidden_share"]),
+        "difference": _difference,
+    }
+    return columns(cells, rows)
 
 
 def _difference(row: Facts) -> str:

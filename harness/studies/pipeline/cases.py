@@ -57,15 +57,10 @@ class Options(config.OneSeedOptions):
 
 @dataclass(frozen=True)
 class Cut:
-    """How layers are dealt to stages.
+    """How layers are dealt to stages."""
 
-    Attributes:
-        label: `by time`, `after layer2`.
-        balance: as the strategy takes it: a way to find the sizes of stages, or the sizes.
-    """
-
-    label: str
-    balance: str | list[int]
+    label: str  # `by time`, `after layer2`
+    balance: str | list[int]  # as the strategy takes it: a way to find the sizes of stages, or the sizes
 
     @classmethod
     def of(cls, balance: str | list[int]) -> "Cut":
@@ -78,29 +73,17 @@ BY_TIME = Cut.of("time")
 
 @dataclass(frozen=True)
 class Case:
-    """One way to compute a step.
+    """One way to compute a step."""
 
-    Attributes:
-        name: in the table.
-        kind: "one", "split", "pipelined" or "inside": the split within one process.
-        num_microbatches: into which a batch is cut.
-        size: the most images of a micro-batch.
-        trainer: makes a Trainer that computes so.
-        devices: processes.
-        schedule: torch's name; None on one device.
-        cut: of the net; None on one device.
-        bubble_bound: the largest speed-up that the schedule allows; None where there is no formula.
-    """
-
-    name: str
-    kind: str
-    num_microbatches: int
-    size: int
-    trainer: MakeTrainer
-    devices: int = 1
-    schedule: str | None = None
-    cut: Cut | None = None
-    bubble_bound: float | None = None
+    name: str  # in the table
+    kind: str  # "one", "split", "pipelined" or "inside": the split within one process
+    num_microbatches: int  # into which a batch is cut
+    size: int  # the most images of a micro-batch
+    trainer: MakeTrainer  # makes a Trainer that computes so
+    devices: int = 1  # processes
+    schedule: str | None = None  # torch's name; None on one device
+    cut: Cut | None = None  # of the net; None on one device
+    bubble_bound: float | None = None  # the largest speed-up that the schedule allows; None where there is no formula
 
 
 class Cases:

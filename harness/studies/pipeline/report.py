@@ -7,7 +7,7 @@ from harness.reports.tables import NONE, Table, listed, paragraph, short
 from harness.studies.pipeline import figures
 from harness.studies.pipeline.cases import ONE_STAGE, Case
 from harness.studies.pipeline.figures import Measured, mean_seconds
-from harness.studies.report import Code, Facts, Part, Report, machine
+from harness.studies.report import Code, Facts, Part, Report, columns, machine, percent
 
 COLUMNS = (
     "m: micro-batches of a step; split size: images of one at most. s a step: mean ± standard deviation over the "
@@ -69,25 +69,24 @@ def _header(results: Facts) -> dict[str, str]:
 
 def table(config: Facts, measured: Measured) -> Table:
     """One line a case."""
-    header = ["row", "m", "s a step", "speed-up", "bound", "share, %", "tutorial"]
     net = (config["net"]["init_args"] or {}).get("name")
     sizes = config["batch_size"], config["image_size"], config["num_classes"]
     same = (net, *sizes) == ("resnet50", 120, 128, 1000)
-    return Table(header, [_cells(case, row, _published(case) if same else NONE) for case, row in measured])
+    cells = {
+        "row": lambda each: each[0].name,
+        "m": lambda each: str(each[1]["num_microbatches"]),
+        "s a step": lambda each: _seconds(each[1]),
+        "speed-up": lambda each: f"{each[1]['speedup']:.2f}",
+        "bound": lambda each: NONE if each[1]["bubble_bound"] is None else f"{each[1]['bubble_bound']:.2f}",
+        "share, %": lambda each: percent(each[1]["share_of_bound"]),
+        "tutorial": lambda each: _published(each[0]) if same else NONE,
+    }
+    return columns(cells, measured)
 
 
-def _cells(case: Case, row: Facts, published: str) -> list[str]:
-    seconds, bound, share = row["seconds_per_step"], row["bubble_bound"], row["share_of_bound"]
-    spread = f" ± {statistics.stdev(seconds):.2g}" if len(seconds) > 1 else ""
-    return [
-        case.name,
-        str(row["num_microbatches"]),
-        f"{short(mean_seconds(row))}{spread}",
-        f"{row['speedup']:.2f}",
-        NONE if bound is None else f"{bound:.2f}",
-        NONE if share is None else f"{100 * share:.0f}",
-        published,
-    ]
+def _seconds(row: Facts) -> str:
+    seconds = row["seconds_per_step"]
+    return short(mean_seconds(row)) + (f" ± {statistics.stdev(seconds):.2g}" if len(seconds) > 1 else "")
 
 
 def _published(case: Case) -> str:
