@@ -87,8 +87,6 @@ def call_isolated(function: Callable[[], object], threads: int) -> None:
 
     Raises:
         Interrupted: the user asked to stop, unless signals are deferred.
-        ProcessRaisedException: it raised.
-        ProcessExitedException: its process died.
     """
     if can_fork():
         process = start_processes(_call, args=(function, threads), nprocs=1, join=False, start_method="fork")
@@ -111,10 +109,6 @@ def fit_isolated(trainer: Trainer, fit: Callable[[], object], threads: int) -> N
         trainer: whose fit it is.
         fit: begins it.
         threads: of a process that trains alone.
-
-    Raises:
-        Interrupted: the user asked to stop.
-        Exception: whatever the fit raised.
     """
     with children_end_with_block(), signals.deferred():
         if trainer.strategy.launcher is None:

@@ -123,12 +123,7 @@ class Study:
         print(self.line(row), flush=True)
 
     def measure(self, cases: Mapping[str, Callable[[], Facts | None]]) -> None:
-        """Measure the missing cases in order; one that fails costs no other, one that gives None is left out.
-
-        Raises:
-            Exception: what ended the needed case.
-            Interrupted: the user asked to stop.
-        """
+        """Measure the missing cases in order; one that fails costs no other, one that gives None is left out."""
         for name, measured in cases.items():
             if self.has(name):
                 continue

@@ -56,9 +56,7 @@ def check_forks(probe: Trainer) -> None:
 
 def with_timeout(choice: config.Choice) -> config.Choice:
     """The strategy with a shorter timeout, unless it is given one."""
-    return (
-        choice if "timeout" in choice.init_args else replace(choice, init_args={**choice.init_args, "timeout": TIMEOUT})
-    )
+    return replace(choice, init_args={"timeout": TIMEOUT, **choice.init_args})
 
 
 def forking(choice: config.Choice) -> config.Choice:

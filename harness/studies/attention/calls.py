@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +49,8 @@ def _kernel(case: Case, heads: list[Tensor], grad: Tensor) -> Call:
 
 
 def _block(case: Case, device: torch.device) -> Call:
-    made = SelfAttention(case.width, case.heads, case.causal, case.dropout, case.bias, case.backend)
+    backend: Any = case.backend
+    made = SelfAttention(case.width, case.heads, case.causal, case.dropout, case.bias, backend)
     module = made.to(device, getattr(torch, case.dtype)).train(case.backward)
     x = _tokens(case, device).requires_grad_(case.backward)
     forward = torch.compile(module, dynamic=False) if case.compiled else module

@@ -153,9 +153,6 @@ class Cases:
     Args:
         options: the study's, as parsed.
         device: its kind, cpu or cuda.
-
-    Raises:
-        BadInput: a part, backend or type is unknown.
     """
 
     def __init__(self, options: Namespace, device: str) -> None:

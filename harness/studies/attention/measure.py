@@ -54,9 +54,6 @@ class Bench:
         Args:
             case: one.
             folder: where a Chrome trace goes, if the case is profiled.
-
-        Raises:
-            Exception: whatever ended it, other than torch's refusal.
         """
         facts: Facts = {"name": case.name, **asdict(case), "direction": case.direction, "refused": None}
         return {**facts, **self._isolated(partial(self._row, case, folder))}

@@ -6,7 +6,7 @@ from typing import TypeVar
 from harness.reports.tables import NONE, Table, listed, short
 from harness.studies.attention import figures
 from harness.studies.attention.figures import what
-from harness.studies.report import MIB, Facts, Report, columns, machine, percent
+from harness.studies.report import MIB, Facts, Part, Report, columns, machine, percent
 
 T = TypeVar("T")
 KERNELS = (
@@ -44,8 +44,8 @@ def report(results: Facts, missing: Mapping[str, str]) -> Report:
     draw = {"kernels": figures.kernels, "blocks": figures.blocks}
     timed = {part: mine for part in draw if (mine := ran(rows, part))}
     pngs = {f"{part}.png": draw[part](mine, results["peak"]["tflops_per_second"]) for part, mine in timed.items()}
-    text = [said, *(part for note, table in found for part in (table, note)), *noted]
-    page = [said, *(part for note, table in found for part in (note, table)), *noted]
+    text: list[Part] = [said, *(part for note, table in found for part in (table, note)), *noted]
+    page: list[Part] = [said, *(part for note, table in found for part in (note, table)), *noted]
     page += [*(IMAGES[part] for part in timed), "## All rows", every(rows)]
     return Report(machine(results), text, page, pngs)
 

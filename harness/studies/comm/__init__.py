@@ -18,11 +18,7 @@ class Study(study.Study):
         return f"{row['name']:52} {row['latency_us']:12,.1f} µs"
 
     def run(self, bench: Bench, cases: Cases) -> None:
-        """Measure the missing cases; print and save the report.
-
-        Raises:
-            SystemExit: a case failed, or its result was wrong; the others are there.
-        """
+        """Measure the missing cases; print and save the report."""
         for backend in cases.backends:
             while missing := [case for case in cases.of(backend) if not self.has(case.name)]:
                 self._measure(bench, backend, missing)

@@ -92,9 +92,6 @@ class Cases:
         backends: in the order of the table.
         operations: names of the wanted ones; None for all.
         sizes: bytes; each buffer has at least as many, in whole numbers for every rank.
-
-    Raises:
-        BadInput: an operation is unknown.
     """
 
     def __init__(

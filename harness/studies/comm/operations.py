@@ -86,10 +86,13 @@ def send_recv(member: Member, count: int) -> Call:
         return Call(lambda: None, trips=2)
     x, y = member.data(member.rank, count), member.empty(count)
     other = member.ranks[1 - member.rank]
-    steps = [partial(dist.send, x, other, member.group), partial(dist.recv, y, other, member.group)]
+    steps: list[Callable[[], Any]] = [
+        partial(dist.send, x, other, member.group),
+        partial(dist.recv, y, other, member.group),
+    ]
 
     def run() -> None:
-        for step in steps if member.rank == 0 else reversed(steps):
+        for step in steps if member.rank == 0 else steps[::-1]:
             step()
 
     return Call(run, lambda: [member.data(1 - member.rank, count)], [y], [x, y], trips=2)

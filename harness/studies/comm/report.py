@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from harness.reports.figures import GREY, figure
 from harness.reports.tables import NONE, Table, short
 from harness.studies.comm.cases import WORLD
-from harness.studies.report import Facts, Report, columns, machine
+from harness.studies.report import Facts, Part, Report, columns, machine
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,7 +26,7 @@ def report(results: Facts, notes: Sequence[str]) -> Report:
     rows = results["rows"]
     sizes = sorted(row["bytes"] for row in rows if row["bytes"])
     shown = f"µs at {words(sizes[0])}, bus bandwidth in GB/s at {words(sizes[-1])}." if sizes else "No size."
-    text = [table(rows), shown, COLUMNS, *notes]
+    text: list[Part] = [table(rows), shown, COLUMNS, *notes]
     image = "![bus bandwidth against size, for each operation](results.png)"
     page = [*text, image, "## All rows", every(rows)]
     return Report(machine(results), text, page, {"results.png": picture(rows)})

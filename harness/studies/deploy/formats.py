@@ -2,6 +2,7 @@
 
 import io
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +47,7 @@ def write_onnx(net: nn.Module, example: Tensor, folder: Path) -> None:
     """Write ONNX that takes one float32 batch of any size, `images`, and gives its `logits`; int8 as Q and DQ nodes."""
     from torch.onnx import export
 
-    names = {"input_names": ["images"], "output_names": ["logits"]}
+    names: dict[str, Any] = {"input_names": ["images"], "output_names": ["logits"]}
     with silenced("torch.onnx", "onnxscript"):  # their notices to each other
         program = export(_exported(net, example), (example,), dynamo=True, verbose=False, **names)
     assert program is not None

@@ -1,6 +1,6 @@
 """The report on formats: a table, and a picture of accuracy against latency."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from harness.reports.figures import figure
@@ -32,7 +32,7 @@ def _batch_sizes(rows: Sequence[Facts]) -> list[str]:
 
 def table(rows: Sequence[Facts]) -> Table:
     """One line a format."""
-    cells = {
+    cells: dict[str, Callable[[Facts], str]] = {
         "format": lambda row: row["format"],
         "test accuracy, %": lambda row: f"{100 * row['test_acc']:.2f}",
         "correct": lambda row: count(row["test_correct"]),

@@ -28,9 +28,6 @@ class Study(study.Study):
             bench: measures.
             cases: in the order of the table, one process first.
             skipped: why other strategies can't be measured here.
-
-        Raises:
-            SystemExit: a case failed; the others are there.
         """
 
         def measured(case: Case) -> Facts:

@@ -33,9 +33,6 @@ class Cases:
     Args:
         trainer: its settings; a strategy that is chosen there replaces the one of its name, or is added.
         exact: number of shards of the exact cases; None takes 8, or the number of devices if that is more.
-
-    Raises:
-        BadInput: the devices are not there, or the settings can't be used.
     """
 
     def __init__(self, trainer: config.Choice, exact: int | None) -> None:

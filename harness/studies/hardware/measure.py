@@ -4,6 +4,7 @@ import json
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,26 +26,23 @@ PARITY_STEPS = 20
 Weights = Mapping[str, Tensor]
 
 
+@dataclass
 class Bench:
     """Measures cases on one module and one data module.
-
-    Args:
-        make: makes the module afresh; its argument says whether torch.nn.DataParallel wraps the net.
-        data: the data module, set up, with `batch_size` and `sizes`.
-        steps: optimizer steps that are timed at least.
-        accumulate: batches a step.
-        threads: of a process that trains alone.
 
     Raises:
         BadInput: there are too few batches for a step.
     """
 
-    def __init__(
-        self, make: Callable[[bool], LightningModule], data: Any, steps: int, accumulate: int = 1, threads: int = 1
-    ) -> None:
-        self.make, self.data, self.steps, self.accumulate, self.threads = make, data, steps, accumulate, threads
-        rows = data.sizes["train"]
-        self.batch_rows = min(data.batch_size, rows)
+    make: Callable[[bool], LightningModule]  # the module afresh; the argument: whether DataParallel wraps the net
+    data: Any  # the data module, set up, with `batch_size` and `sizes`
+    steps: int  # optimizer steps that are timed at least
+    accumulate: int = 1  # batches a step
+    threads: int = 1  # of a process that trains alone
+
+    def __post_init__(self) -> None:
+        rows, accumulate = self.data.sizes["train"], self.accumulate
+        self.batch_rows = min(self.data.batch_size, rows)
         whole = rows // self.batch_rows  # batches that are not cut short
         self.limit = whole // accumulate * accumulate  # at an epoch's end a step would be taken with fewer
         if not self.limit:
@@ -52,11 +50,7 @@ class Bench:
         self._references: dict[str, Weights] = {}
 
     def measure(self, case: Case) -> Facts:
-        """The case's row, without the speed-up.
-
-        Raises:
-            Exception: whatever the fits raised; BadInput, where training stopped by itself.
-        """
+        """The case's row, without the speed-up."""
         return {**self.figures(case), "max_difference": self._difference(case)}
 
     def figures(self, case: Case) -> Facts:

@@ -39,9 +39,6 @@ class Study(study.Study):
         """Measure the missing cases; print and save the report.
 
         Schedules are compared with micro-batches of the size that is fastest under the strategy's own.
-
-        Raises:
-            SystemExit: a case failed; the others are there.
         """
         every = cases.first()
         self._measure(bench, every)

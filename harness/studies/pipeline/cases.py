@@ -95,9 +95,6 @@ class Cases:
         batch_size: images.
         split_sizes: images of a micro-batch, for the curve.
         cut: another cut beside that of the strategy, of two stages, if any.
-
-    Raises:
-        BadInput: the devices are not there, or the settings can't be used.
     """
 
     def __init__(

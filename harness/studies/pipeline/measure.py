@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -33,28 +34,19 @@ def timed_only() -> Iterator[None]:
         yield
 
 
+@dataclass
 class Bench:
-    """Measures cases on one module and one batch.
+    """Measures cases on one module and one batch."""
 
-    Args:
-        make: makes the module of a case afresh.
-        loader: makes what it is fitted on, of so many batches.
-        batches: steps that are timed together.
-        repeats: how often.
-    """
-
-    def __init__(
-        self, make: Callable[[Case], LightningModule], loader: Callable[[int], Noise], batches: int, repeats: int
-    ) -> None:
-        self.make, self.loader, self.batches, self.repeats = make, loader, batches, repeats
+    make: Callable[[Case], LightningModule]  # makes the module of a case afresh
+    loader: Callable[[int], Noise]  # makes what it is fitted on, of so many batches
+    batches: int  # steps that are timed together
+    repeats: int  # how often
 
     def measure(self, case: Case) -> tuple[Facts, Facts]:
         """The case's row without comparisons, and its timeline: `sizes` of stages, and `events` of the last step.
 
         An event is (rank, stage, micro-batch, kind, start, stop), in seconds from the first.
-
-        Raises:
-            Exception: whatever the fit raised.
         """
         ranks = self._ranks(case)
         facts = {
@@ -86,13 +78,8 @@ class Steps(Stoppable):
     """Times blocks of steps; every rank writes `rank<r>.json` into the folder.
 
     It holds `seconds` a step of each block; and of a pipeline the `events` of the last step, as (stage, micro-batch,
-    kind, start, stop), and the stages of this rank's `layers`, by the layers' numbers.
-
-    Args:
-        folder: where.
-        warmup: steps before the first block.
-        batches: steps of a block.
-        repeats: blocks.
+    kind, start, stop), and the stages of this rank's `layers`, by the layers' numbers. `repeats` blocks of `batches`
+    steps follow the warm-up.
     """
 
     def __init__(self, folder: Path, warmup: int, batches: int, repeats: int) -> None:

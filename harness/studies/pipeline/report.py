@@ -42,7 +42,13 @@ def report(
     """
     rows = {row["name"]: row for row in results["rows"]}
     measured = [(case, rows[case.name]) for case in cases if case.name in rows]
-    text = [table(results["config"], measured), COLUMNS, SOURCE, NORM, *(f"{n}: {why}." for n, why in missing.items())]
+    text: list[Part] = [
+        table(results["config"], measured),
+        COLUMNS,
+        SOURCE,
+        NORM,
+        *(f"{n}: {why}." for n, why in missing.items()),
+    ]
     images, pngs = [SPEED], {"results.png": figures.speed(measured)}
     if timelines:
         images.append(TIMELINE)
