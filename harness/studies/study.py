@@ -91,7 +91,7 @@ class ResumableResults:
 
 
 class Study:
-    """What all studies share; each derives from it and says what its cases, its lines and its report are.
+    """The base of all studies, which define their cases, their lines and their report.
 
     Attributes:
         needed: name of the case that all others are compared with: if it fails, the run ends.
@@ -105,7 +105,7 @@ class Study:
         self.results, self.rows, self.out = results, results.rows, results.out
 
     def line(self, row: Facts) -> str:
-        """What is printed of a row once it is measured."""
+        """The line that is printed once a row is measured."""
         raise NotImplementedError
 
     def write(self, order: Iterable[str]) -> Facts:
@@ -140,7 +140,7 @@ class Study:
         """Save the report and print it.
 
         Raises:
-            SystemExit: 1, if a case failed or `failed` says so.
+            SystemExit: 1, if a case or the study `failed`.
         """
         report.save(self.out, self.results.header["experiment"])
         print(f"{report.plain()}\n\n{self.out}/{self.files}")
@@ -157,7 +157,7 @@ def _check_trainer(before: Mapping[str, Any], now: Mapping[str, Any], out: Path)
 
 
 def _machine(header: Facts, how: Iterable[str]) -> Facts:
-    """What figures depend on and no flag says."""
+    """What figures depend on beside the flags."""
     return {name: header["hardware"].get(name) for name in (*MACHINE, *how)} | {"torch": header["versions"]["torch"]}
 
 

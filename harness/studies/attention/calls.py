@@ -29,7 +29,7 @@ def call(case: Case, device: torch.device) -> Iterator[Call]:
 
 
 def _noise(case: Case, device: torch.device, *shape: int) -> Tensor:
-    """Drawn on the CPU, in float32: the same for all."""
+    """Noise drawn on the CPU in float32, the same for all types and devices."""
     return torch.randn(*shape).to(device, getattr(torch, case.dtype))
 
 

@@ -90,7 +90,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The row's."""
+        """The row's name, such as `kernels: flash, float32, 4 x 512, forward`."""
         size = f"{self.batch} x {self.length}"
         return f"{self.part}: {self.what}, {self.dtype}, {size}, {self.direction}"
 
@@ -108,7 +108,7 @@ class Case:
 
     @property
     def width(self) -> int:
-        """Of all heads together."""
+        """Width of all heads together."""
         return self.heads * self.head_dim
 
     @property
@@ -123,7 +123,7 @@ class Case:
 
     @property
     def projections(self) -> float:
-        """Of them those of the block's products with its matrices: 8 T D², and twice as many backward."""
+        """Operations of the block's products with its matrices: 8 T D², and twice as many backward."""
         forward = 8 * self.width**2 * sum(self._tokens) if self.block else 0
         return 3 * forward if self.backward else forward
 
@@ -133,7 +133,7 @@ class Case:
 
 
 class Sizes(NamedTuple):
-    """What fits a device."""
+    """Default sizes for a device."""
 
     lengths: list[int]  # for the kernels
     block_lengths: list[int]  # for the block

@@ -34,9 +34,9 @@ LOGGERS = ("torch._inductor", "torch.fx", "torch.utils.cpp_extension")  # they t
 
 @dataclass(frozen=True)
 class Bench:
-    """Measures."""
+    """Measures cases and products of matrices."""
 
-    device: torch.device  # where
+    device: torch.device  # that is measured
     seconds: float  # for which a row is timed at least
     threads: int  # of a process on a CPU
 
@@ -49,7 +49,7 @@ class Bench:
                 importlib.import_module("torch._inductor.compile_fx")
 
     def measure(self, case: Case, folder: Path) -> Facts:
-        """The case's row, where `refused` says why the machine can't run it.
+        """The case's row; `refused` has torch's reason if the machine can't run it.
 
         Args:
             case: one.

@@ -38,7 +38,7 @@ IMAGES = {
 
 
 def report(results: Facts, missing: Mapping[str, str]) -> Report:
-    """What results.json says, and why other cases are not in the tables."""
+    """Build the report from results.json's content and the reasons why cases are missing."""
     rows, noted, said = results["rows"], notes(results["rows"], missing), peaks(results)
     found = tables(rows)
     draw = {"kernels": figures.kernels, "blocks": figures.blocks}
@@ -134,7 +134,7 @@ REACHED: dict[str, Callable[[Facts], str]] = {
 
 
 def operators(row: Facts) -> Table:
-    """The heaviest of a profiled row."""
+    """The heaviest operators of a profiled row."""
     cells = {
         "operator": lambda each: each["operator"],
         "µs": lambda each: short(each["microseconds"]),
@@ -160,7 +160,7 @@ def every(rows: Sequence[Facts]) -> Table:
 
 
 def peaks(results: Facts) -> str:
-    """What shares of the peak are shares of."""
+    """The peak of each type, and how it was found."""
     lines = []
     for dtype, peak in results["peak"]["tflops_per_second"].items():
         reached = {row["tflops_per_second"]: row for row in _of(results["rows"], "matmul") if row["dtype"] == dtype}
@@ -183,7 +183,7 @@ def refusals(rows: Sequence[Facts]) -> list[str]:
 
 
 def _grouped(reasons: Iterable[tuple[T, str]]) -> Iterable[tuple[str, list[T]]]:
-    """What has the same reason, in order."""
+    """Values by reason, in order."""
     groups: dict[str, list[T]] = {}
     for value, reason in reasons:
         groups.setdefault(reason, []).append(value)

@@ -61,7 +61,7 @@ class Backend:
 class Case:
     """One thing to measure."""
 
-    backend: Backend  # which carries it
+    backend: Backend  # that carries it
     operation: str  # its name
     group: str  # "world" or "sub-group"
     ranks: tuple[int, ...]  # of the group, by their numbers in the world
@@ -79,7 +79,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The row's, such as `gloo broadcast, world, 1,024 B`."""
+        """The row's name, such as `gloo broadcast, world, 1,024 B`."""
         size = f", {self.size:,} B" if self.count else ""
         return f"{self.backend.name} {self.operation}, {self.group}{size}"
 

@@ -35,7 +35,7 @@ class RendezvousError(RuntimeError):
 
 @dataclass(frozen=True)
 class Bench:
-    """Measures."""
+    """Measures the cases of a backend."""
 
     world_size: int  # ranks
     repeats: int  # blocks of calls that are timed; their median is reported

@@ -22,7 +22,7 @@ PANELS = 4  # side by side
 
 
 def report(results: Facts, notes: Sequence[str]) -> Report:
-    """What results.json says, and notes on what failed."""
+    """Build the report from results.json's content and notes on what failed."""
     rows = results["rows"]
     sizes = sorted(row["bytes"] for row in rows if row["bytes"])
     shown = f"µs at {words(sizes[0])}, bus bandwidth in GB/s at {words(sizes[-1])}." if sizes else "No size."

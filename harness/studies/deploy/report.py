@@ -17,7 +17,7 @@ COLUMNS = (
 
 
 def report(results: Facts, notes: Sequence[str]) -> Report:
-    """What results.json says, and notes on what is left out."""
+    """Build the report from results.json's content and notes on what is left out."""
     rows = results["rows"]
     header = {"Data": words(results["data"]), **machine(results), "Settings": "; ".join(settings(results["config"]))}
     text: list[Part] = [table(rows), COLUMNS, *notes]
@@ -26,7 +26,7 @@ def report(results: Facts, notes: Sequence[str]) -> Report:
 
 
 def _batch_sizes(rows: Sequence[Facts]) -> list[str]:
-    """Those at which there are latencies."""
+    """Batch sizes with a latency."""
     return sorted({size for row in rows for size in row["latency_ms"]}, key=int)
 
 

@@ -94,7 +94,7 @@ def read_net(folder: str | Path, flag: str, input_shape: tuple[int, ...]) -> tup
     try:
         net = imported(spec["class_path"], flag, (nn.Module,))(**spec["init_args"])
         made = tuple(spec["init_args"].get("input_shape", input_shape))
-    except Exception as error:  # whatever a class makes of another's arguments
+    except Exception as error:  # a class may raise anything for another's arguments
         said = f"a net's folder, whose net.yaml its class takes; it says: {_line(error)}"
         raise BadInput(flag, folder, said) from error
     if made != tuple(input_shape):
@@ -106,7 +106,7 @@ def read_net(folder: str | Path, flag: str, input_shape: tuple[int, ...]) -> tup
 
 @contextmanager
 def of_net(flag: str, value: object, *more: str) -> Iterator[None]:
-    """Inside, whatever torch.export and torchao say of a net becomes a BadInput of the flag that names it.
+    """Turns errors of torch.export and torchao about a net into a BadInput of the flag that names it.
 
     Args:
         flag: that one.

@@ -18,7 +18,7 @@ class Phases(NamedTuple):
     """The phases of a measured fit in their order, in batches."""
 
     warmup: int  # not measured
-    block: int  # timed together: the period after which a strategy has done once whatever it does now and then
+    block: int  # timed together: a whole period of a strategy that acts every few steps
     blocks: int  # the number of these; their bytes are counted
     profiled: int  # watched by a profiler, which slows them down
 
@@ -27,8 +27,8 @@ class Phases(NamedTuple):
         """Phases for a strategy with these options.
 
         Args:
-            options: the strategy's; `period` is a number of steps after which it starts over, `start_step` and
-                `warmup_steps` are steps before its usual ones.
+            options: the strategy's; `period` is the number of steps between its actions, `start_step` and
+                `warmup_steps` are steps before the first.
             steps: optimizer steps to time at least.
             accumulate: batches a step.
         """

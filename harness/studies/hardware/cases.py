@@ -63,7 +63,7 @@ class Cases:
         return [self.single, *fit], {case.name: case.unfit for case in wanted.values() if case.unfit}
 
     def _given(self) -> str | None:
-        """The user's own strategy by its name."""
+        """Name of the strategy that the user has chosen."""
         strategy = self._trainer.init_args["strategy"]
         if strategy == "auto":
             return None

@@ -21,7 +21,7 @@ COLUMNS = (
 
 
 def report(results: Facts, missing: Mapping[str, str]) -> Report:
-    """What results.json says, and why other strategies are not in the table."""
+    """Build the report from results.json's content and the reasons why strategies are missing."""
     config, rows = results["config"], results["rows"]
     net, data = (config[key]["class_path"].rpartition(".")[2] for key in ("net", "data"))
     header = {"Model": f"{net} on {data}", "Settings": "; ".join(settings(config)), **machine(results)}

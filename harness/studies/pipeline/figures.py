@@ -19,7 +19,7 @@ READABLE = 0.011  # of the picture's width: a number has room in it
 
 
 def mean_seconds(row: Facts) -> float:
-    """Of a step."""
+    """Mean seconds of a step."""
     return statistics.mean(row["seconds_per_step"])
 
 
@@ -80,7 +80,7 @@ def _line(axes: "Axes", points: Sequence[tuple[float, float]], style: str, **loo
 def timelines(timelines: Mapping[str, Facts]) -> bytes:
     """A PNG with a panel a case: a line a rank, a block a computation, white where the rank waits.
 
-    On a GPU the blocks are when kernels are queued. `Bench.measure` says what a timeline is.
+    On a GPU the blocks are when kernels are queued. See `Bench.measure` for a timeline's content.
     """
     every = [event for timeline in timelines.values() for event in timeline["events"]]
     longest, ranks = max(event[5] for event in every), 1 + max(event[0] for event in every)

@@ -22,7 +22,7 @@ from harness.studies.pipeline.task import Noise
 from harness.studies.report import Facts
 from harness.studies.trainers import QUIET
 
-WARMUP = 2  # steps: the first also allocates, chooses kernels and says what travels between stages
+WARMUP = 2  # steps: the first also allocates, chooses kernels and exchanges the shapes of activations
 
 
 @contextmanager
@@ -70,7 +70,7 @@ class Bench:
             return [json.loads((Path(folder) / f"rank{rank}.json").read_text()) for rank in range(case.devices)]
 
     def _fit(self, trainer: Trainer, case: Case, steps: int) -> None:
-        """In the process of one device, the module is made there, as it may lie on GPUs."""
+        """Make the module in the process that trains it, as it may lie on GPUs."""
         trainer.fit(self.make(case), self.loader(steps))
 
 

@@ -31,7 +31,7 @@ TIMELINE = "![who computes what when in a step](timeline.png)"
 def report(
     results: Facts, timelines: Mapping[str, Facts], cases: Sequence[Case], best: Case | None, missing: Mapping[str, str]
 ) -> Report:
-    """The report.
+    """Build the report.
 
     Args:
         results: the content of results.json.
