@@ -31,11 +31,11 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
 from harness.runs import environment
-from harness.studies.comm import Backend, Bench, Row
-from harness.studies.comm.bench import block, timed
-from harness.studies.comm.operations import ITEM, OPERATIONS, Place
-from harness.studies.comm.rows import WORLD
-from harness.studies.isolation import none_left
+from harness.studies.comm import Backend, Bench, Case
+from harness.studies.comm.cases import WORLD
+from harness.studies.comm.measure import block, timed
+from harness.studies.comm.operations import ITEM, OPERATIONS, Member
+from harness.studies.isolation import children_end_with_block
 from strategies import ring
 
 MB = 2**20
@@ -45,7 +45,7 @@ Found = dict[str, list[float]]  # ratios, one a round, by what is compared
 
 def in_ranks(size: int, part: Callable[..., Found], *args: Any) -> Found:
     """What rank zero finds."""
-    with tempfile.TemporaryDirectory() as folder, none_left():
+    with tempfile.TemporaryDirectory() as folder, children_end_with_block():
         start_processes(_rank, args=(size, folder, part, args), nprocs=size, start_method="fork")
         return json.loads((Path(folder) / "found").read_text())
 
@@ -61,9 +61,9 @@ def _rank(rank: int, size: int, folder: str, part: Callable[..., Found], args: S
     dist.destroy_process_group()
 
 
-def place(group: Any) -> Place:
+def place(group: Any) -> Member:
     """This rank's in a group of all."""
-    return Place(group, range(dist.get_world_size()), dist.get_rank(), torch.device("cpu"))
+    return Member(group, range(dist.get_world_size()), dist.get_rank(), torch.device("cpu"))
 
 
 def slowest(seconds: float) -> float:
@@ -80,7 +80,7 @@ def rings(size: int, rounds: int, calls: int) -> Found:
     cases = {name: OPERATIONS["all_reduce_sum"].make(place, size // ITEM) for name, place in places.items()}
     for case in cases.values():
         case.run()
-        assert case.is_right()
+        assert case.is_correct()
         case.buffers[0].zero_()
     found: Found = {ring.NAME: [], ring.UNCHUNKED: []}
     for number in range(rounds):
@@ -93,9 +93,9 @@ def rings(size: int, rounds: int, calls: int) -> Found:
 
 def figures(sizes: Sequence[int], rounds: int) -> Found:
     """Seconds that comm.py finds over those of a bare loop, for each size; they take turns."""
-    bench, found = Bench(2, 1, ring.register), {}
+    bench, found = Bench(2, 1), {}
     for size in sizes:
-        row = Row(Backend("gloo"), "all_reduce_sum", WORLD, (0, 1), size // ITEM)
+        row = Case(Backend("gloo"), "all_reduce_sum", WORLD, (0, 1), size // ITEM)
         both = [partial(_ours, row, bench), partial(_bare, torch.zeros(row.count))]
         ratios = found[str(size)] = []
         for number in range(rounds * PAIRS):
@@ -105,7 +105,7 @@ def figures(sizes: Sequence[int], rounds: int) -> Found:
     return found
 
 
-def _ours(row: Row, bench: Bench) -> float:
+def _ours(row: Case, bench: Bench) -> float:
     """What comm.py tells of a row, from one repeat."""
     _, (seconds,) = timed(row, place(None), bench)
     return slowest(seconds)

@@ -46,8 +46,8 @@ from datamodules import Digits, ImageData
 from datamodules.splits import Split
 from harness.runs import environment
 from harness.runs.progress import quiet
-from harness.studies.hardware import Bench, Rows
-from harness.studies.hardware.callbacks import Measure, Plan
+from harness.studies.hardware import Bench, Cases
+from harness.studies.hardware.callbacks import Measure, Phases
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import DeepNN, LightNN
 
@@ -78,7 +78,7 @@ def ddp(args: argparse.Namespace) -> dict[str, Any]:
     """Images/s of one process, of DDP and of two halves."""
     from experiments import hardware
 
-    rows = Rows(hardware.parser().parse(["--trainer.devices", "2"]).trainer, None, strategies.NAMES)
+    rows = Cases(hardware.parser().parse(["--trainer.devices", "2"]).trainer, None)
     whole, half = _bench(128), _bench(64)
     runs: dict[str, list[float]] = {"one": [], "ddp": [], "halves": []}
     for _ in range(args.repeat):
@@ -258,7 +258,7 @@ def overhead(args: argparse.Namespace) -> dict[str, Any]:
     runs: dict[str, list[float]] = {"with": [], "without": []}
     for _ in range(args.repeat):
         with tempfile.TemporaryDirectory() as folder:
-            watch = InTurns(Measure(Path(folder), Plan(warmup=0, block=1, blocks=10**9, profiled=1)))
+            watch = InTurns(Measure(Path(folder), Phases(warmup=0, block=1, blocks=10**9, profiled=1)))
             net = with_seed(0, partial(LightNN, (1, 8, 8)))
             trainer = Trainer(
                 accelerator="cpu", max_steps=STEPS, max_epochs=-1, logger=False, enable_checkpointing=False,

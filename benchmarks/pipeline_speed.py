@@ -46,12 +46,12 @@ from apprentice.keyed import with_seed
 from harness.runs import environment
 from harness.runs.files import write_json
 from harness.runs.progress import quiet
-from harness.studies.hardware.bench import QUIET
-from harness.studies.isolation import fitted
-from harness.studies.pipeline import Bench, Cut, Noise, Row, Rows
-from harness.studies.pipeline.bench import timed_only
-from harness.studies.pipeline.rows import BY_TIME, bubble_bound
+from harness.studies.isolation import fit_isolated
+from harness.studies.pipeline import Bench, Case, Cases, Cut, Noise
+from harness.studies.pipeline.cases import BY_TIME, bubble_bound
+from harness.studies.pipeline.measure import timed_only
 from harness.studies.pipeline.task import LEARNING_RATE
+from harness.studies.trainers import QUIET
 from lit_modules import nets
 
 SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
@@ -78,7 +78,7 @@ class Setting:
         net = with_seed(0, lambda: make(input_shape=self.shape, num_classes=self.classes))
         self.make = partial(pipeline.module, nets.pipeline_stages(net))
         trainer = pipeline.parser().parse(["--trainer.accelerator", "cpu", "--trainer.devices", "2"]).trainer
-        self.rows = Rows(trainer, strategies.NAMES, args.schedules, self.batch, [self.size(MICROBATCHES)], None)
+        self.rows = Cases(trainer, args.schedules, self.batch, [self.size(MICROBATCHES)], None)
         self.whole, self.half = (self.bench(rows, args.steps) for rows in (self.batch, self.batch // 2))
         self.cut = self._cut(args.balance)
 
@@ -94,7 +94,7 @@ class Setting:
         """Measures so many steps of so many images."""
         return Bench(self.make, partial(self.loader, rows), batches=1, repeats=steps)
 
-    def pipelined(self, schedule: str, num_microbatches: int, split: bool = False) -> Row:
+    def pipelined(self, schedule: str, num_microbatches: int, split: bool = False) -> Case:
         """A pipeline; under a schedule of several stages a rank, cut by time in each fit."""
         row = self.rows.pipelined(schedule, self.cut, self.size(num_microbatches), split)
         if row is None:
@@ -142,7 +142,7 @@ def fits(setting: Setting, args: argparse.Namespace) -> dict[str, Any]:
     return {"seconds": found, "best": best, f"best of {MICROBATCHES}": best_same, "ratios": ratios, "runs": runs}
 
 
-def _seconds(bench: Bench, row: Row) -> float:
+def _seconds(bench: Bench, row: Case) -> float:
     facts, _ = bench.measure(row)
     return mean(facts["seconds_per_step"])
 
@@ -242,7 +242,7 @@ def cost(setting: Setting, args: argparse.Namespace) -> dict[str, Any]:
         trainer = row.trainer(callbacks=[turns], **QUIET | {"max_steps": steps})
         module, loader = setting.make(row), setting.loader(setting.batch, steps)
         with timed_only():
-            fitted(trainer, partial(trainer.fit, module, loader), threads=1)
+            fit_isolated(trainer, partial(trainer.fit, module, loader), threads=1)
         ranks = [json.loads((Path(folder) / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     runs = {
         name: [max(pair) for pair in zip(*(rank[name][WARMUP:] for rank in ranks), strict=True)]

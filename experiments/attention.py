@@ -24,12 +24,9 @@ from apprentice.errors import BadInput
 from harness import config as cli
 from harness.runs import environment, session, signals
 from harness.runs.progress import quiet
-from harness.studies.attention import Bench, Options, Rows, Study
-from harness.studies.attention.calls import Attention
+from harness.studies.attention import Bench, Cases, Options, Study
 from harness.studies.isolation import one_thread
-from harness.studies.kept import ResumableResults
-from lit_modules.nets import SelfAttention
-from lit_modules.nets.attention import kernel
+from harness.studies.study import ResumableResults
 
 
 def parser() -> cli.Parser:
@@ -54,12 +51,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     with cli.one_line_errors(command), signals.handled(), quiet(), one_thread() as threads:
         config = command.parse(argv)
         device = place(config.device)
-        rows = Rows(config, device.type).all()
+        cases = Cases(config, device.type).all()
         environment.keep_memory()
-        bench = Bench(Attention(SelfAttention, kernel), device, config.seconds, threads)
+        bench = Bench(device, config.seconds, threads)
         with session.opened("attention", command, config) as out:
-            kept = ResumableResults("attention", "name", out, command, config, device=device.type, threads=threads)
-            Study(kept, config.longest).run(bench, rows)
+            results = ResumableResults("attention", "name", out, command, config, device=device.type, threads=threads)
+            Study(results, config.longest).run(bench, cases)
 
 
 if __name__ == "__main__":

@@ -19,10 +19,10 @@ from harness import config as cli
 from harness.runs import environment, session, signals
 from harness.runs.progress import quiet
 from harness.runs.trainer import trainers
-from harness.studies.comm import Backend, Bench, Options, Rows, Study
-from harness.studies.hardware.rows import SEEN_TO, check_left_out, check_place, default_devices
+from harness.studies.comm import Backend, Bench, Cases, Options, Study
 from harness.studies.isolation import one_thread
-from harness.studies.kept import ResumableResults
+from harness.studies.study import ResumableResults
+from harness.studies.trainers import DURATION, check_forks, check_left_out, default_devices
 from strategies import ring
 
 UNUSED = ("precision", "gradient_clip_val", "profiler", "callbacks", "plugins")
@@ -40,12 +40,12 @@ def parser() -> cli.Parser:
 
 def world(trainer: cli.Choice) -> tuple[int, list[Backend]]:
     """How many ranks there are, and the backends that fit them."""
-    check_left_out(trainer, (*SEEN_TO, *UNUSED), "nothing is trained")
+    check_left_out(trainer, (*DURATION, *UNUSED), "nothing is trained")
     if (strategy := trainer.init_args["strategy"]) != "auto":
         shown = strategy.class_path if isinstance(strategy, cli.Choice) else strategy
         raise BadInput("trainer.strategy", shown, "it left out: --backends chooses what carries messages")
     probe = trainers(trainer, None, strategies.NAMES)()
-    check_place(probe)
+    check_forks(probe)
     if probe.num_devices < 2:
         raise BadInput("trainer.devices", probe.num_devices, "at least 2: a message has two ends")
     return probe.num_devices, [NCCL, *BACKENDS] if probe.strategy.root_device.type == "cuda" else BACKENDS
@@ -58,11 +58,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         config = command.parse(argv)
         size, backends = world(config.trainer)
         known = {backend.name: backend for backend in backends}
-        rows = Rows(size, [*cli.pick(known, config.backends, "backends").values()], config.only, config.sizes)
+        cases = Cases(size, [*cli.pick(known, config.backends, "backends").values()], config.only, config.sizes)
         environment.keep_memory()
-        bench = Bench(size, config.repeats, ring.register, config.timeout, QUICK_BLOCK if config.quick else BLOCK)
+        bench = Bench(size, config.repeats, config.timeout, QUICK_BLOCK if config.quick else BLOCK)
         with session.opened("comm", command, config) as out:
-            Study(ResumableResults("comm", "name", out, command, config)).run(bench, rows)
+            Study(ResumableResults("comm", "name", out, command, config)).run(bench, cases)
 
 
 if __name__ == "__main__":

@@ -31,10 +31,10 @@ from apprentice.keyed import with_seed
 from harness import config as cli
 from harness.runs import environment, session, signals
 from harness.runs.progress import quiet
-from harness.studies.hardware import Bench, Log, Rows
-from harness.studies.hardware.rows import default_devices
+from harness.studies.hardware import Bench, Cases, Study
 from harness.studies.isolation import one_thread, usual_threads
-from harness.studies.kept import ResumableResults
+from harness.studies.study import ResumableResults
+from harness.studies.trainers import default_devices
 from lit_modules import nets
 from lit_modules.classifier import LitClassifier
 
@@ -85,13 +85,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     with cli.one_line_errors(command), signals.handled(), quiet(), one_thread() as threads:
         config = command.parse(argv)
         strategies.register()
-        rows = Rows(config.trainer, config.exact, strategies.NAMES)
-        picked, skipped = rows.picked(config.only)
+        cases = Cases(config.trainer, config.exact)
+        picked, skipped = cases.picked(config.only)
         data = cli.build(config.data, "data")
         data.prepare_data()
         data.setup()
         data.order_seed = config.seeds[0]
-        for devices in (1, rows.devices):
+        for devices in (1, cases.devices):
             data.check_replicas(devices)
         environment.keep_memory()
         torch.backends.cudnn.allow_tf32 = False  # float32 means float32
@@ -100,9 +100,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         make = partial(classifier, config, data)
         bench = Bench(make, data, config.steps, accumulate, usual_threads(data.input_shape, threads))
         with session.opened("hardware", command, config) as out:
-            Log(ResumableResults("hardware", "strategy", out, command, config, threads=bench.threads)).run(
-                bench, picked, skipped
-            )
+            results = ResumableResults("hardware", "strategy", out, command, config, threads=bench.threads)
+            Study(results).run(bench, picked, skipped)
 
 
 if __name__ == "__main__":

@@ -30,11 +30,11 @@ from apprentice.keyed import with_seed
 from harness import config as cli
 from harness.runs import environment, session, signals
 from harness.runs.progress import quiet
-from harness.studies.hardware.rows import default_devices
 from harness.studies.isolation import one_thread
-from harness.studies.kept import ResumableResults
-from harness.studies.pipeline import Bench, Cut, Noise, Options, Row, Rows, Study, Task
-from harness.studies.pipeline.options import TUTORIALS_CUT
+from harness.studies.pipeline import Bench, Case, Cases, Cut, Noise, Options, Study, Task
+from harness.studies.pipeline.cases import TUTORIALS_CUT
+from harness.studies.study import ResumableResults
+from harness.studies.trainers import default_devices
 from lit_modules import nets
 from strategies.base.stages import grouped
 from strategies.pipeline import Schedule
@@ -65,15 +65,15 @@ def other_cut(net: nn.Module, layers: Sequence[nn.Module], path: str | None) -> 
     return Cut(f"after {path.removeprefix('model.')}", [first, len(layers) - first])
 
 
-def module(layers: list[nn.Module], row: Row) -> Task:
-    """What a row trains, from the same weights."""
+def module(layers: list[nn.Module], case: Case) -> Task:
+    """What a case trains, from the same weights."""
     layers = copy.deepcopy(layers)
-    if row.kind == "inside":
-        balance = row.cut and row.cut.balance
+    if case.kind == "inside":
+        balance = case.cut and case.cut.balance
         stages = [nn.Sequential(*group) for group in grouped(layers, balance)] if isinstance(balance, list) else layers
-        size = None if row.num_microbatches == 1 else row.size
+        size = None if case.num_microbatches == 1 else case.size
         return Task([strategies.ModelParallel(stages, TWO, size)])
-    return Task(layers, row.num_microbatches if row.kind == "one" else 1)
+    return Task(layers, case.num_microbatches if case.kind == "one" else 1)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -90,11 +90,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         with cli.refusals(config.net, "net"):
             layers = nets.pipeline_stages(net)
         cut = other_cut(net, layers, config.cut_after)
-        rows = Rows(config.trainer, strategies.NAMES, get_args(Schedule), config.batch_size, config.split_sizes, cut)
+        cases = Cases(config.trainer, get_args(Schedule), config.batch_size, config.split_sizes, cut)
         loader = partial(Noise, config.batch_size, shape, config.num_classes, seed=config.seeds[0])
         bench = Bench(partial(module, layers), loader, config.batches, config.repeats)
         with session.opened("pipeline", command, config) as out:
-            Study(ResumableResults("pipeline", "name", out, command, config)).run(bench, rows)
+            Study(ResumableResults("pipeline", "name", out, command, config)).run(bench, cases)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ from harness.studies.deploy import Latency, Options, Study, formats
 from harness.studies.deploy.latency import need_compiler
 from harness.studies.deploy.source import data_of_run, images_of, of_net, read_net
 from harness.studies.distillation import Candidate, DistillationStudy
-from harness.studies.kept import ResumableResults
+from harness.studies.study import ResumableResults
 from lit_modules import nets, objectives
 from lit_modules.classifier import LitClassifier
 from lit_modules.quantization import EXTRA, post_training

@@ -2,7 +2,8 @@
 
 import io
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +12,29 @@ from harness.reports.results import t_interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 GREY = "#555555"
+LOOK = {
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25, "grid.linewidth": 0.6,
+    "axes.titlesize": 10, "axes.titlecolor": GREY, "legend.frameon": False, "legend.fontsize": 8,
+}  # fmt: skip
 MARKERS = "osD^vP"
 LINE_INCHES = 0.18
+
+
+@contextmanager
+def figure(width: float, height: float) -> Iterator[tuple["Figure", io.BytesIO]]:
+    """A Figure on Agg of so many inches, and a buffer that holds its PNG after the block."""
+    import matplotlib.style
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with matplotlib.style.context(["default", LOOK]):
+        drawn, buffer = Figure(figsize=(width, height), dpi=120, layout="constrained"), io.BytesIO()
+        FigureCanvasAgg(drawn)
+        yield drawn, buffer
+        drawn.savefig(buffer, format="png")
 
 
 @dataclass

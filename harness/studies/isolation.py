@@ -1,12 +1,15 @@
-"""Calls and fits in processes of their own, so that one device's fit is measured as clean as a rank of many."""
+"""Calls and fits in processes of their own, so that one device's fit is measured under the conditions of a rank."""
 
+import logging
 import multiprocessing
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.multiprocessing.spawn import start_processes
 
 from harness.runs import environment, signals
@@ -16,7 +19,7 @@ from harness.runs import environment, signals
 def one_thread() -> Iterator[int]:
     """Inside the block torch computes with one thread here; yields the number outside of it.
 
-    OpenMP's threads are not forked along: a child that wants more than one would wait for them, if its parent had them.
+    OpenMP's threads do not survive a fork: a child that wants several would wait for its parent's.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -36,10 +39,10 @@ def usual_threads(input_shape: Sequence[int], threads: int) -> int:
 
 
 @contextmanager
-def none_left(patience: float = 3.0) -> Iterator[None]:
-    """When the block raises, processes that were started in it end too, killed if need be.
+def children_end_with_block(patience: float = 3.0) -> Iterator[None]:
+    """When the block raises, processes started in it end too, killed after some seconds.
 
-    A rank that waits for another inside a collective hears no signal, and would be waited for at this process's end.
+    A rank inside a collective hears no signal, and this process would wait for it at exit.
     """
     before = set(multiprocessing.active_children())
     try:
@@ -56,22 +59,34 @@ def none_left(patience: float = 3.0) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def silenced(*names: str) -> Iterator[None]:
+    """Inside the block these loggers report errors alone, and warnings are ignored."""
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
 def can_fork() -> bool:
     """Whether a process forked from this one can train on any device."""
     return "fork" in multiprocessing.get_all_start_methods() and not torch.cuda.is_initialized()
 
 
-def alone(function: Callable[[], object], threads: int) -> None:
-    """Call the function in a forked process; where there is no fork, in this one.
+def call_isolated(function: Callable[[], object], threads: int) -> None:
+    """Call the function in a forked process with so many threads; where there is no fork, in this one.
 
-    Args:
-        function: what it does is lost, but for files.
-        threads: with which torch computes there; more than one only if this process has kept to one.
+    Only what it writes to files outlasts it. More than one thread works only if this process has kept to one.
 
     Raises:
-        Interrupted: the user asked to stop, and it is not one that sees to that itself.
-        ProcessRaisedException: it raised.
-        ProcessExitedException: its process died.
+        Interrupted: the user asked to stop, unless signals are deferred.
     """
     if can_fork():
         process = start_processes(_call, args=(function, threads), nprocs=1, join=False, start_method="fork")
@@ -82,26 +97,35 @@ def alone(function: Callable[[], object], threads: int) -> None:
         function()
 
 
-def fitted(trainer: Trainer, fit: Callable[[], object], threads: int) -> None:
-    """Fit in processes that end with it; a signal ends the fit where its callbacks ask for that.
+def _call(_number: int, function: Callable[[], object], threads: int) -> None:
+    torch.set_num_threads(threads)
+    function()
+
+
+def fit_isolated(trainer: Trainer, fit: Callable[[], object], threads: int) -> None:
+    """Fit in processes that end with the fit; a signal ends it at the next batch if it has a `Stoppable`.
 
     Args:
         trainer: whose fit it is.
         fit: begins it.
         threads: of a process that trains alone.
-
-    Raises:
-        Interrupted: the user asked to stop.
-        Exception: whatever the fit raised.
     """
-    with none_left(), signals.deferred():
+    with children_end_with_block(), signals.deferred():
         if trainer.strategy.launcher is None:
-            alone(fit, threads)
+            call_isolated(fit, threads)
         else:
             fit()
     signals.stop_if_requested()
 
 
-def _call(_number: int, function: Callable[[], object], threads: int) -> None:
-    torch.set_num_threads(threads)
-    function()
+class Stoppable(Callback):
+    """Ends the fit at the next batch once the user wants to stop: there no rank waits for another."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take over signals, now that Lightning has set its handlers."""
+        if signals.deferring():
+            signals.take_over()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Stop if requested."""
+        signals.stop_if_requested()

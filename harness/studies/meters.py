@@ -1,4 +1,4 @@
-"""What is read off a process: time, memory, the bytes of a training state, the bytes it has sent."""
+"""Meters of one process: time, peak memory, bytes of the training state, bytes sent."""
 
 import ctypes
 import os
@@ -24,7 +24,7 @@ TCP_BYTES_ACKED = 120  # offset of tcpi_bytes_acked in Linux' struct tcp_info, s
 
 
 class Stamps:
-    """Moments, and the seconds between them; on a GPU in its own time, so that nothing has to wait for it."""
+    """Moments, and the seconds between them; on a GPU its own clock, so that nothing waits for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._gpu = device.type == "cuda"
@@ -48,13 +48,10 @@ class Stamps:
 
 
 class PeakMemory:
-    """The most memory that tensors take from here on, beyond what they hold now.
+    """The growth of memory from here on to its peak.
 
-    On a GPU it is what torch's allocator hands out at most. On Linux it is the growth of the process's peak resident
-    memory, without pages of files: a fork has not read the libraries' code yet, which is no cost of training.
-
-    Args:
-        device: where training runs.
+    On a GPU that of torch's allocator. On Linux that of the process's resident memory without pages of files: a fork
+    has not read the libraries' code yet, which is no cost of training.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -64,26 +61,21 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(device)
             self._start = torch.cuda.memory_allocated(device)
         elif LINUX:
-            _give_back()
+            libc = ctypes.CDLL(None)
+            if hasattr(libc, "malloc_trim"):
+                libc.malloc_trim(0)  # freed pages that glibc keeps would be filled without any growth
             with suppress(OSError):
                 Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is resident
             self._start = _status()["RssAnon"]
 
     def bytes(self) -> int | None:
-        """The peak so far; None where it can't be told."""
+        """The peak so far; None where it is unknown."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device) - self._start
         if not LINUX:
             return None
         now = _status()
         return max(now["VmHWM"] - now["RssFile"] - now["RssShmem"] - self._start, 0)
-
-
-def _give_back() -> None:
-    """Have glibc return what it keeps: pages that are resident already would be filled without any growth."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)
 
 
 def _status() -> dict[str, int]:
@@ -97,18 +89,14 @@ def state_bytes(module: nn.Module, optimizers: Iterable[Optimizer]) -> int:
     tensors = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
     for optimizer in optimizers:
         tensors += [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
-    return sum(_local(x).numel() * x.element_size() for x in tensors)
-
-
-def _local(x: Any) -> Tensor:
-    return x.to_local() if hasattr(x, "to_local") else x
+    local: list[Any] = [x.to_local() if hasattr(x, "to_local") else x for x in tensors]
+    return sum(x.numel() * x.element_size() for x in local)
 
 
 def sent_bytes() -> int | None:
-    """Bytes that this process has sent so far over the TCP connections it has now, as the kernel counts them.
+    """Acknowledged payload in bytes of this process's TCP connections, as the kernel counts it.
 
-    Payload that was acknowledged, without headers. None where that is not what ranks talk through (NCCL), or where the
-    kernel does not tell; 0 in a process that has no one to talk to.
+    0 outside of a process group; None where ranks talk through something else (NCCL), or off Linux.
     """
     if not dist.is_available() or not dist.is_initialized():
         return 0

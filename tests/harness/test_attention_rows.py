@@ -7,21 +7,19 @@ import pytest
 import torch
 
 from experiments import attention
-from harness.studies.attention import Row, Rows
-from harness.studies.attention import bench as benches
-from harness.studies.attention.calls import Attention, call
+from harness.studies.attention import Case, Cases
+from harness.studies.attention.calls import call
+from harness.studies.attention.cases import PARTS, half_padded, tutorials_lengths
+from harness.studies.attention.measure import fused
 from harness.studies.attention.report import kernels, refusals
-from harness.studies.attention.rows import PARTS, half_padded, tutorials_lengths
-from lit_modules.nets.attention import SelfAttention, kernel
 
-OURS = Attention(SelfAttention, kernel)
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_rows_of_a_gpu() -> None:
     config = attention.parser().parse([])
-    found = Rows(config, "cuda").all()
+    found = Cases(config, "cuda").all()
     assert len({row.name for row in found}) == len(found)
     assert {row.part for row in found} == set(PARTS)
     assert {row.length for row in found if row.part == "kernels"} == {2**n for n in range(7, 15)}
@@ -48,7 +46,7 @@ def test_texts_of_unequal_length() -> None:
 
 
 def test_operations_of_a_block() -> None:
-    row = Row("blocks", "float32", 2, 4, 2, 3, block=True, causal=False, lengths=(4, 2))
+    row = Case("blocks", "float32", 2, 4, 2, 3, block=True, causal=False, lengths=(4, 2))
     assert row.operations == 4 * 6 * (16 + 4) + 2 * 6 * 18 * 6 + 2 * 6 * 6 * 6
     assert replace(row, backward=True).operations == 3.5 * 4 * 6 * 20 + 3 * (2 * 6 * 18 * 6 + 2 * 6 * 6 * 6)
     assert replace(row, lengths=None, causal=True).operations == 2 * 6 * 32 + (2 * 6 * 18 + 2 * 6 * 6) * 8
@@ -56,8 +54,8 @@ def test_operations_of_a_block() -> None:
 
 @pytest.mark.parametrize("block", [False, True])
 def test_what_is_called_has_the_gradients_of_everything(block: bool) -> None:
-    row = Row("kernels", "float32", 2, 8, 2, 4, block=block, backward=True)
-    with call(row, OURS, CPU) as called:
+    row = Case("kernels", "float32", 2, 8, 2, 4, block=block, backward=True)
+    with call(row, CPU) as called:
         gradients = called()
         assert [tuple(x.shape) for x in gradients] == (
             [(2, 8, 8), (24, 8), (24,), (8, 8), (8,)] if block else [(2, 2, 8, 4)] * 3
@@ -68,21 +66,21 @@ def test_what_is_called_has_the_gradients_of_everything(block: bool) -> None:
 
 
 def test_dropout_of_the_tutorials_block_is_off() -> None:
-    row = Row("tutorial", "float32", 2, 8, 2, 4, block=True, dropout=0.9)
-    with call(row, OURS, CPU) as called:
+    row = Case("tutorial", "float32", 2, 8, 2, 4, block=True, dropout=0.9)
+    with call(row, CPU) as called:
         assert torch.equal(called(), called())
 
 
 def test_the_fused_kernel_is_told_by_its_name() -> None:
-    assert benches.fused(["aten::mm", "aten::_scaled_dot_product_flash_attention_for_cpu"]) == "flash"
-    assert benches.fused(["aten::_efficient_attention_forward"]) == "efficient"
-    assert benches.fused(["aten::_scaled_dot_product_cudnn_attention"]) == "cudnn"
-    assert benches.fused(["aten::_scaled_dot_product_attention_math", "aten::bmm"]) == "math"
+    assert fused(["aten::mm", "aten::_scaled_dot_product_flash_attention_for_cpu"]) == "flash"
+    assert fused(["aten::_efficient_attention_forward"]) == "efficient"
+    assert fused(["aten::_scaled_dot_product_cudnn_attention"]) == "cudnn"
+    assert fused(["aten::_scaled_dot_product_attention_math", "aten::bmm"]) == "math"
 
 
 def test_tables_name_the_fastest_and_group_refusals() -> None:
     def fact(backend: str, us: float | None, refused: str | None = None) -> dict[str, Any]:
-        row = Row("kernels", "float32", 4, 512, 8, 64, backend=backend)
+        row = Case("kernels", "float32", 4, 512, 8, 64, backend=backend)
         facts = {"name": row.name, **vars(row), "direction": row.direction, "refused": refused}
         timed = {"microseconds": us, "kernel": backend, "tflops_per_second": 0.5, "share_of_peak": 0.25}
         return facts if us is None else facts | timed

@@ -14,11 +14,9 @@ import torch
 import torch.distributed as dist
 
 from experiments import comm
-from harness.studies.comm import Backend, Bench, Row, Rows
-from harness.studies.comm.operations import OPERATIONS, Case, Operation, Place
-from harness.studies.comm.picture import picture
-from harness.studies.comm.report import every, table
-from harness.studies.comm.rows import words
+from harness.studies.comm import Backend, Bench, Case, Cases
+from harness.studies.comm.operations import OPERATIONS, Call, Member, Operation
+from harness.studies.comm.report import every, picture, table, words
 from strategies import ring
 from tests.commands import left_by_overwriting, refused, refused_elsewhere, results
 from tests.processes import Run
@@ -146,16 +144,16 @@ def test_bad_input_is_one_line_before_anything_starts(
 # What goes wrong
 
 
-def wrong(place: Place, count: int) -> Case:
+def wrong(member: Member, count: int) -> Call:
     """An all-reduce that forgets to reduce."""
-    case = OPERATIONS["all_reduce_sum"].make(place, count)
-    return case._replace(run=lambda: dist.barrier(place.group))
+    call = OPERATIONS["all_reduce_sum"].make(member, count)
+    return call._replace(run=lambda: dist.barrier(member.group))
 
 
-def dies(place: Place, count: int) -> Case:
-    if place.rank == 1:
+def dies(member: Member, count: int) -> Call:
+    if member.rank == 1:
         os._exit(3)
-    return OPERATIONS["all_reduce_sum"].make(place, count)
+    return OPERATIONS["all_reduce_sum"].make(member, count)
 
 
 ONLY = ["--sizes", "64", "--repeats", "1", "--trainer.devices", "2", "--backends", "gloo"]
@@ -197,8 +195,8 @@ def test_a_backend_that_does_not_start_fails_once(
 
 
 def slow(flags: list[str]) -> None:
-    def made(place: Place, count: int) -> Case:
-        return Case(lambda: time.sleep(60), list, [], [])
+    def made(member: Member, count: int) -> Call:
+        return Call(lambda: time.sleep(60), list, [], [])
 
     OPERATIONS["gather"] = Operation(made, OPERATIONS["gather"].bus)
     comm.main(flags)
@@ -219,29 +217,29 @@ def test_a_signal_ends_the_run_and_keeps_its_rows(tmp_path: Path) -> None:
 # Its parts
 
 
-def every_case_is_right_and_can_be_wrong() -> None:
+def every_case_is_correct_and_can_be_wrong() -> None:
     group = dist.new_group([1, 2])
-    for place_ranks, torchs in (((0, 1, 2), dist.group.WORLD), ((1, 2), group)):
-        if dist.get_rank() not in place_ranks:
+    for members, torchs in (((0, 1, 2), dist.group.WORLD), ((1, 2), group)):
+        if dist.get_rank() not in members:
             continue
-        place = Place(torchs, place_ranks, place_ranks.index(dist.get_rank()), torch.device("cpu"))
+        member = Member(torchs, members, members.index(dist.get_rank()), torch.device("cpu"))
         for name, operation in OPERATIONS.items():
-            case = operation.make(place, 12 if operation.sized else 0)
-            case.run()
-            assert case.is_right(), name
-            for x in case.tensors:
+            call = operation.make(member, 12 if operation.sized else 0)
+            call.run()
+            assert call.is_correct(), name
+            for x in call.tensors:
                 x[-1] += 1
-                assert not case.is_right(), name
+                assert not call.is_correct(), name
                 x[-1] -= 1
 
 
 def test_a_wrong_number_would_be_seen() -> None:
-    ranks(3, every_case_is_right_and_can_be_wrong)
+    ranks(3, every_case_is_correct_and_can_be_wrong)
 
 
 def test_rows_of_any_number_of_ranks() -> None:
     gloo, whole = Backend("gloo"), Backend(ring.UNCHUNKED, only_all_reduce=True)
-    found = Rows(5, [gloo, whole], ["all_reduce_max", "gather", "barrier"], [1, 2, 4096])
+    found = Cases(5, [gloo, whole], ["all_reduce_max", "gather", "barrier"], [1, 2, 4096])
     names = [row.name for row in found.all()]
     assert len(set(names)) == len(names)
     assert names[:4] == [
@@ -251,13 +249,13 @@ def test_rows_of_any_number_of_ranks() -> None:
     assert all(row.count % len(row.ranks) == 0 for row in found.all())
     assert {row.ranks for row in found.all()} == {(0, 1, 2, 3, 4), (0, 1, 2, 3)}
     assert {row.operation for row in found.of(whole)} == {"all_reduce_max"}
-    assert Rows(2, [gloo], None, [64]).groups["sub-group"] == (0, 1)
+    assert Cases(2, [gloo], None, [64]).groups["sub-group"] == (0, 1)
     assert [words(size) for size in (8, 1024, 1032, 2**26, 2**20 + 4)] == ["8 B", "1 KB", "1 KB", "64 MB", "1 MB"]
 
 
 def test_a_table_compares_with_gloo() -> None:
     def fact(backend: str, size: int, latency: float) -> dict[str, Any]:
-        row = Row(Backend(backend), "broadcast", "world", (0, 1), size // 4)
+        row = Case(Backend(backend), "broadcast", "world", (0, 1), size // 4)
         rest = {"operation": "broadcast", "group": "world", "bytes": size, "algorithm_gb_per_s": size / latency / 1e3}
         return {
             "name": row.name,

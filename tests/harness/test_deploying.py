@@ -14,11 +14,10 @@ from apprentice import extras
 from apprentice.errors import BadInput
 from apprentice.keyed import with_seed
 from harness.runs import folders
-from harness.studies.deploy import Study, answer, formats, latency
-from harness.studies.deploy import agreement as agreement_module
-from harness.studies.deploy.agreement import agreement, answers
+from harness.studies.deploy import Study, answer, formats, latency, verify
 from harness.studies.deploy.latency import Latency
 from harness.studies.deploy.source import of_net
+from harness.studies.deploy.verify import agreement, answers
 from lit_modules.nets import LightNN, ResNet
 from lit_modules.quantization import FakeQuantized
 from tests.processes import Run
@@ -127,7 +126,7 @@ def test_only_our_own_files_are_replaced(tmp_path: Path, monkeypatch: pytest.Mon
         pass
     monkeypatch.setattr(formats, "write_program", lambda net, example, folder: None)
     monkeypatch.setattr(formats, "write_weights", lambda net, folder: None)
-    kept: Any = SimpleNamespace(out=tmp_path)
+    kept: Any = SimpleNamespace(out=tmp_path, rows={})
     assert Study(kept, {}, torch.zeros(1), torch.zeros(1))._export("bfloat16", torch.nn.ReLU()) == []
     assert {path.name for path in folder.iterdir()} == {"notes.txt", "net.yaml"}
 
@@ -189,7 +188,7 @@ def test_each_file_stands_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     files[0].write_bytes(b"nothing")
     (tmp_path / "answer.py").write_text(DYING.format(answer.__file__))
     monkeypatch.setattr(answer, "__file__", str(tmp_path / "answer.py"))
-    monkeypatch.setattr(agreement_module, "SECONDS", 10.0)
+    monkeypatch.setattr(verify, "SECONDS", 10.0)
     formats.write_onnx(formats.Rounded(copy.deepcopy(plain), torch.bfloat16), images, files[3].parent)
     formats.write_onnx(plain, images, files[4].parent)
     found = answers(files, images)

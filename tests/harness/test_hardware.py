@@ -15,13 +15,13 @@ from lightning.pytorch import LightningModule
 from experiments import hardware
 from harness import config as cli
 from harness.studies.hardware import Bench
-from harness.studies.hardware.callbacks import Plan
-from harness.studies.hardware.difference import differing_bits, largest_difference
+from harness.studies.hardware.callbacks import Phases
+from harness.studies.hardware.cases import Cases
+from harness.studies.hardware.measure import differing_bits, largest_difference
 from harness.studies.hardware.overlap import hidden_share
-from harness.studies.hardware.report import markdown, table
-from harness.studies.hardware.rows import Rows
+from harness.studies.hardware.report import report, table
 from harness.studies.meters import PeakMemory, sent_bytes, state_bytes
-from strategies import DDP, NAMES
+from strategies import DDP
 from tests.commands import left_by_overwriting, refused, refused_elsewhere, results
 from tests.processes import Run
 from tests.training import net
@@ -262,16 +262,16 @@ def _slow_after_single(flags: list[str]) -> None:
 
 
 def test_a_strategy_is_timed_in_whole_periods() -> None:
-    assert Plan.of({}, steps=24) == (4, 1, 24, 3)
-    assert Plan.of({"period": 16, "warmup_steps": 5}, steps=24) == (9, 16, 3, 3)
-    assert Plan.of({"start_step": 10}, steps=24, accumulate=2) == (28, 2, 24, 6)
-    assert Plan.of({"period": 4}, steps=24).batches == 4 + 24 + 3
+    assert Phases.of({}, steps=24) == (4, 1, 24, 3)
+    assert Phases.of({"period": 16, "warmup_steps": 5}, steps=24) == (9, 16, 3, 3)
+    assert Phases.of({"start_step": 10}, steps=24, accumulate=2) == (28, 2, 24, 6)
+    assert Phases.of({"period": 4}, steps=24).batches == 4 + 24 + 3
 
 
 def test_rows_are_all_strategies_that_fit() -> None:
     command = hardware.parser()
     config = command.parse(["--trainer.devices", "4"])
-    found, skipped = Rows(config.trainer, config.exact, NAMES).picked(None)
+    found, skipped = Cases(config.trainer, config.exact).picked(None)
     names = [row.name for row in found]
     assert set(names) >= {"single", "ddp", "ddp_zero1", "fsdp", "hsdp", "local_sgd", "ddp_fp16", "ddp_powersgd"}
     assert {"ddp-exact", "ddp_zero1-exact", "pipeline", "model_parallel", "pipeline-exact"} <= set(names)
@@ -283,7 +283,7 @@ def test_rows_are_all_strategies_that_fit() -> None:
 @pytest.mark.filterwarnings("ignore:You passed .*precision='16-mixed':UserWarning")  # it is another on CPU
 def test_the_scaled_precision_leaves_exact_rows_out() -> None:
     config = hardware.parser().parse(["--trainer.devices", "2", "--trainer.precision", "16-mixed"])
-    _, skipped = Rows(config.trainer, config.exact, NAMES).picked(None)
+    _, skipped = Cases(config.trainer, config.exact).picked(None)
     assert "16-mixed" in skipped["ddp-exact"]
 
 
@@ -354,9 +354,9 @@ def test_what_was_not_measured_is_told_apart_from_nothing() -> None:
     }  # fmt: skip
     shown = table([row]).rows[0]
     assert shown == ["fsdp", "2", "1,234", "1.90", "2", "—", "—", "—", "not finite"]
-    other = {**row, "strategy": "single", "threads_per_rank": 2}
     config = {"net": {"class_path": "my.Net"}, "data": {"class_path": "my.Data"}}
-    page = markdown({"rows": [other, row], "config": config, "hardware": {}, "versions": {}}, {"hsdp": "no"})
+    results = {"rows": [{**row, "strategy": "single", "threads_per_rank": 2}, row], "config": config}
+    page = report(results | {"hardware": {}, "versions": {}}, {"hsdp": "no"}).markdown("hardware")
     assert "Net on Data" in page
     assert "single 2, fsdp 1" in page
     assert "hsdp: no." in page

@@ -17,12 +17,11 @@ from torch import nn
 
 from experiments import pipeline
 from harness.runs.progress import quiet
-from harness.studies.pipeline import Bench, Cut, Noise, Row, Rows, Task
-from harness.studies.pipeline.bench import timed_only
-from harness.studies.pipeline.picture import idle
-from harness.studies.pipeline.report import Found, table
-from harness.studies.pipeline.rows import bubble_bound
-from strategies import NAMES
+from harness.studies.pipeline import Bench, Case, Cases, Cut, Noise, Task
+from harness.studies.pipeline.cases import bubble_bound
+from harness.studies.pipeline.figures import idle
+from harness.studies.pipeline.measure import timed_only
+from harness.studies.pipeline.report import table
 from tests.commands import left_by_overwriting, refused, refused_elsewhere, results
 from tests.processes import Run
 from tests.training import trainer
@@ -222,7 +221,7 @@ def test_a_signal_ends_the_run_and_keeps_its_rows(tmp_path: Path) -> None:
 def _slow_when_split(flags: list[str]) -> None:
     measure = Bench.measure
 
-    def measured(self: Bench, row: Row) -> Any:
+    def measured(self: Bench, row: Case) -> Any:
         if row.schedule is not None:
             print("in the pipeline", flush=True)
             self.repeats = 100_000
@@ -244,7 +243,8 @@ def test_the_tutorials_figures_stand_beside_its_own_experiment() -> None:
     ]  # fmt: skip
     net = {"class_path": "lit_modules.nets.Torchvision", "init_args": {"name": "resnet50"}}
     config = {"net": net, "batch_size": 120, "image_size": 128, "num_classes": 1000}
-    shown = table(Found({"config": config, "rows": facts}, {}, rows, None, {})).rows
+    measured = [*zip(rows, facts, strict=True)]
+    shown = table(config, measured).rows
     assert {line[0]: line[-1] for line in shown if line[-1] != "—"} == {
         "one device": "1.25, 1.00 x",
         **dict.fromkeys(["split after layer2", "split by time"], "1.34, 0.93 x"),
@@ -252,7 +252,7 @@ def test_the_tutorials_figures_stand_beside_its_own_experiment() -> None:
         **dict.fromkeys([f"1F1B {cut}, split size 12" for cut in ("after layer2", "by time")], "0.81, 1.54 x"),
     }
     assert shown[0][2] == "2.00 ± 1.4"
-    shown = table(Found({"config": {**config, "batch_size": 60}, "rows": facts}, {}, rows, None, {})).rows
+    shown = table({**config, "batch_size": 60}, measured).rows
     assert {line[-1] for line in shown} == {"—"}
 
 
@@ -274,8 +274,8 @@ def test_a_net_is_split_within_one_process(monkeypatch: pytest.MonkeyPatch) -> N
     assert timeline["events"] == []
 
 
-def study(flags: list[str], batch: int = 120, sizes: tuple[int, ...] = (8,), cut: Cut | None = None) -> Rows:
-    return Rows(pipeline.parser().parse(flags).trainer, NAMES, SCHEDULES, batch, sizes, cut)
+def study(flags: list[str], batch: int = 120, sizes: tuple[int, ...] = (8,), cut: Cut | None = None) -> Cases:
+    return Cases(pipeline.parser().parse(flags).trainer, SCHEDULES, batch, sizes, cut)
 
 
 def test_a_schedule_that_can_not_cut_so_takes_a_few_more() -> None:

@@ -20,7 +20,7 @@ from apprentice.keyed import with_seed
 from datamodules import MNIST
 from harness.runs.progress import quiet
 from harness.runs.safepoints import SafePoints, read
-from harness.studies.deploy.study import logits_of
+from harness.studies.deploy import logits_of
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import DeepNN, LightNN, ResNet, ViT
 from lit_modules.objectives import CrossEntropy, Hint, Hinton

@@ -1,8 +1,90 @@
 """The study of attention: torch's kernels by themselves, and in a block, on this machine."""
 
-from harness.studies.attention.bench import Bench
-from harness.studies.attention.options import Options
-from harness.studies.attention.rows import Row, Rows
-from harness.studies.attention.study import Study
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
-__all__ = ["Bench", "Options", "Row", "Rows", "Study"]
+from harness.reports.tables import short
+from harness.studies import study
+from harness.studies.attention.cases import Case, Cases, Options
+from harness.studies.attention.measure import Bench
+from harness.studies.attention.report import report
+from harness.studies.report import Facts
+from harness.studies.study import ResumableResults
+
+__all__ = ["Bench", "Case", "Cases", "Options", "Study"]
+PEAK = (
+    "by type the best TFLOP/s among all rows of the part matmul: products of two square matrices of several sizes, "
+    "measured before each part and at the end"
+)
+
+
+class Study(study.Study):
+    """Measures calls, and products of matrices before each part and at the end; rows are named by `name`.
+
+    Args:
+        results: by `name`.
+        longest: seconds; a block whose products of matrices alone take longer is left out.
+    """
+
+    files = "results.md, .json, *.png, trace_*.json"
+
+    def __init__(self, results: ResumableResults, longest: float) -> None:
+        super().__init__(results)
+        self.longest = longest
+        self.left_out: dict[str, str] = {}
+
+    def line(self, row: Facts) -> str:
+        """The case and its speed."""
+        if row["refused"]:
+            result = "refused"
+        elif row["part"] == "matmul":
+            result = f"{short(row['tflops_per_second'])} TFLOP/s"
+        else:
+            result = f"{short(row['microseconds'])} µs"
+        return f"{row['name']:72} {result:>20}"
+
+    def run(self, bench: Bench, cases: Sequence[Case]) -> None:
+        """Measure the missing cases; print and save the report."""
+        bench.prepare(case for case in cases if case.name not in self.rows)
+        calls: dict[str, Callable[[], Facts | None]] = {}
+        for part in dict.fromkeys(case.part for case in cases):
+            mine = [case for case in cases if case.part == part]
+            calls |= _products(bench, mine, f"before {part}")
+            calls |= {case.name: partial(self._measured, bench, case) for case in mine}
+        calls |= _products(bench, cases, "at the end")
+        self.measure(calls)
+        self.finish(report(self.write(calls), self.results.missing(self.left_out)))
+
+    def _measured(self, bench: Bench, case: Case) -> Facts | None:
+        """The row; None of a case that takes too long."""
+        product = self.rows.get(_product(case.dtype, "before blocks"))
+        seconds = 0 if product is None else case.projections / (1e12 * product["tflops_per_second"])
+        if case.part != "blocks" or seconds <= self.longest:
+            return bench.measure(case, self.out)
+        why = f"at its best the machine takes longer for the projections than --longest {self.longest} s"
+        self.left_out[case.name] = f"left out: {why}"
+        return None
+
+    def write(self, order: Iterable[str]) -> Facts:
+        """Write results.json with the peaks, and in each row its share of the peak as known so far."""
+        peaks: dict[str, float] = {}
+        for row in self.rows.values():
+            if row["part"] == "matmul":
+                peaks[row["dtype"]] = max(peaks.get(row["dtype"], 0.0), row["tflops_per_second"])
+        for row in self.rows.values():
+            reached, peak = row.get("tflops_per_second"), peaks.get(row["dtype"])
+            row["share_of_peak"] = None if reached is None or peak is None else reached / peak
+        self.results.header["peak"] = {"is": PEAK, "tflops_per_second": peaks}
+        return super().write(order)
+
+
+def _products(bench: Bench, cases: Iterable[Case], when: str) -> dict[str, Callable[[], Facts]]:
+    """Products of matrices of each type among these cases."""
+    return {
+        (name := _product(dtype, when)): partial(bench.products, name, dtype)
+        for dtype in dict.fromkeys(case.dtype for case in cases)
+    }
+
+
+def _product(dtype: str, when: str) -> str:
+    return f"matmul: {dtype}, {when}"

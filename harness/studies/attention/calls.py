@@ -1,83 +1,73 @@
-"""What is called for a row, on noise."""
+"""The calls of the cases, on noise."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from harness.studies.attention.rows import Row
+from harness.studies.attention.cases import Case
+from lit_modules.nets.attention import SelfAttention, kernel
 
 Call = Callable[[], object]
 
 
-class Attention(NamedTuple):
-    """The net's own, as the study is told of it.
-
-    Attributes:
-        block: makes a block of self-attention from embed_dim, num_heads, causal, dropout, bias and backend.
-        kernel: makes contexts in which `scaled_dot_product_attention` of what is given takes a kernel, or refuses.
-    """
-
-    block: Callable[..., nn.Module]
-    kernel: Callable[..., AbstractContextManager]
-
-
 @contextmanager
-def call(row: Row, attention: Attention, device: torch.device) -> Iterator[Call]:
-    """What a row calls; to be called inside the block."""
-    with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(row.backward):
+def call(case: Case, device: torch.device) -> Iterator[Call]:
+    """A case's call, to be called inside the block."""
+    with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(case.backward):
         torch.default_generator.manual_seed(0)
-        if row.block:
-            yield _block(row, attention, device)
+        if case.block:
+            yield _block(case, device)
         else:
-            heads, grad = _heads(row, device)
-            with attention.kernel(row.backend, *heads, None, 0.0, row.causal):
-                yield _kernel(row, heads, grad)
+            heads, grad = _heads(case, device)
+            with kernel(case.backend, *heads, None, 0.0, case.causal):
+                yield _kernel(case, heads, grad)
 
 
-def _noise(row: Row, device: torch.device, *shape: int) -> Tensor:
-    """Drawn on the CPU, in float32: the same for all."""
-    return torch.randn(*shape).to(device, getattr(torch, row.dtype))
+def _noise(case: Case, device: torch.device, *shape: int) -> Tensor:
+    """Noise drawn on the CPU in float32, the same for all types and devices."""
+    return torch.randn(*shape).to(device, getattr(torch, case.dtype))
 
 
-def _heads(row: Row, device: torch.device) -> tuple[list[Tensor], Tensor]:
+def _heads(case: Case, device: torch.device) -> tuple[list[Tensor], Tensor]:
     """Queries, keys and values (B, heads, T, D / heads), and the gradient of what comes out."""
-    shape = row.batch, row.heads, row.length, row.head_dim
-    *heads, grad = (_noise(row, device, *shape) for _ in range(4))
-    return [x.requires_grad_(row.backward) for x in heads], grad
+    shape = case.batch, case.heads, case.length, case.head_dim
+    *heads, grad = (_noise(case, device, *shape) for _ in range(4))
+    return [x.requires_grad_(case.backward) for x in heads], grad
 
 
-def _kernel(row: Row, heads: list[Tensor], grad: Tensor) -> Call:
+def _kernel(case: Case, heads: list[Tensor], grad: Tensor) -> Call:
     query, key, value = heads
-    forward = partial(F.scaled_dot_product_attention, query, key, value, is_causal=row.causal)
-    if not row.backward:
+    forward = partial(F.scaled_dot_product_attention, query, key, value, is_causal=case.causal)
+    if not case.backward:
         return forward
     return lambda: torch.autograd.grad(forward(), heads, grad)
 
 
-def _block(row: Row, attention: Attention, device: torch.device) -> Call:
-    made = attention.block(row.width, row.heads, row.causal, row.dropout, row.bias, row.backend)
-    module = made.to(device, getattr(torch, row.dtype)).train(row.backward)
-    x = _tokens(row, device).requires_grad_(row.backward)
-    forward = torch.compile(module, dynamic=False) if row.compiled else module
-    if not row.backward:
+def _block(case: Case, device: torch.device) -> Call:
+    backend: Any = case.backend
+    made = SelfAttention(case.width, case.heads, case.causal, case.dropout, case.bias, backend)
+    module = made.to(device, getattr(torch, case.dtype)).train(case.backward)
+    x = _tokens(case, device).requires_grad_(case.backward)
+    forward = torch.compile(module, dynamic=False) if case.compiled else module
+    if not case.backward:
         return partial(forward, x)
-    inputs, grad = [x, *module.parameters()], _noise(row, device, *_flat(x).shape)
+    inputs, grad = [x, *module.parameters()], _noise(case, device, *_flat(x).shape)
     return lambda: torch.autograd.grad(_flat(forward(x)), inputs, grad)
 
 
-def _tokens(row: Row, device: torch.device) -> Tensor:
+def _tokens(case: Case, device: torch.device) -> Tensor:
     """(B, T, D), dense or jagged."""
-    if row.lengths is None:
-        return _noise(row, device, row.batch, row.length, row.width)
-    values = _noise(row, device, sum(row.lengths), row.width)
-    offsets = torch.tensor([0, *row.lengths], device=device).cumsum(0)
+    if case.lengths is None:
+        return _noise(case, device, case.batch, case.length, case.width)
+    values = _noise(case, device, sum(case.lengths), case.width)
+    offsets = torch.tensor([0, *case.lengths], device=device).cumsum(0)
     jagged = torch.nested.nested_tensor_from_jagged(
-        values, offsets, min_seqlen=min(row.lengths), max_seqlen=max(row.lengths)
+        values, offsets, min_seqlen=min(case.lengths), max_seqlen=max(case.lengths)
     )
     return jagged.detach()
 

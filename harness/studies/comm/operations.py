@@ -1,13 +1,13 @@
-"""What is measured: each message and collective of torch.distributed, how its result is checked, what it moves.
+"""The operations of the study: messages and collectives of torch.distributed, their expected results, what they move.
 
 Sizes and bandwidths are those of nccl-tests. The size S is that of the largest buffer of a rank: of an all-gather's
 output, a reduce-scatter's input, all parts of a gather at the root. Algorithm bandwidth is S over the time of a call;
 bus bandwidth is that times a factor, after which a perfect ring of n ranks has the speed of its links for any n.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -18,125 +18,100 @@ ITEM = 4  # bytes of a float32
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a rank stands in the group that is measured.
+class Member:
+    """A rank in the group that is measured."""
 
-    Attributes:
-        group: torch's.
-        ranks: the members' numbers in the world.
-        rank: this one's number in the group.
-        device: where tensors are.
-    """
-
-    group: Any
-    ranks: Sequence[int]
-    rank: int
-    device: torch.device
+    group: Any  # torch's
+    ranks: Sequence[int]  # the members' numbers in the world
+    rank: int  # this one's number in the group
+    device: torch.device  # where tensors are
 
     @property
     def size(self) -> int:
-        """How many ranks the group has."""
+        """Ranks of the group; the last is the root of rooted collectives."""
         return len(self.ranks)
 
+    @property
+    def is_root(self) -> bool:
+        """Whether this is the root."""
+        return self.rank == self.size - 1
+
     def data(self, rank: int, count: int) -> Tensor:
-        """(count,) what that rank sends: others than any other rank, and exact in every sum."""
+        """(count,) what that rank sends: different for each rank, and exact in every sum."""
         return (torch.arange(count, device=self.device) % 97 + 100 * rank).float()
 
+    def all_data(self, count: int) -> list[Tensor]:
+        """What each rank sends."""
+        return [self.data(rank, count) for rank in range(self.size)]
+
     def powers(self, rank: int, count: int) -> Tensor:
-        """(count,) powers of two, of which every product is exact."""
+        """(count,) powers of two, whose products are exact."""
         return ((torch.arange(count, device=self.device) + rank) % 3 + 1).exp2() / 4  # 1/2, 1 and 2
 
+    def empty(self, count: int) -> Tensor:
+        """(count,) for what is received."""
+        return torch.empty(count, device=self.device)
 
-class Case(NamedTuple):
-    """An operation on tensors that are there.
 
-    Attributes:
-        run: calls it once.
-        expected: of `tensors`, after the first call.
-        tensors: where its result is on this rank; none where it has none.
-        buffers: all tensors that it uses.
-        trips: times that the data travel in a call, where that is more than once.
-    """
+class Call(NamedTuple):
+    """An operation on its tensors."""
 
-    run: Callable[[], Any]
-    expected: Callable[[], list[Tensor]]
-    tensors: list[Tensor]
-    buffers: list[Tensor]
-    trips: int = 1
+    run: Callable[[], Any]  # calls it once
+    expected: Callable[[], list[Tensor]] = list  # of `tensors`, after the first call
+    tensors: Sequence[Tensor] = ()  # this rank's results, if any
+    buffers: Sequence[Tensor] = ()  # all tensors that it uses
+    trips: int = 1  # how often data travel in a call
 
-    def is_right(self) -> bool:
-        """Whether the result is, to the bit, what it has to be."""
+    def is_correct(self) -> bool:
+        """Whether the results are as expected, to the bit."""
         return all(map(torch.equal, self.tensors, self.expected()))
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One of those that are measured.
+    """What can be measured."""
 
-    Attributes:
-        make: makes the case of a rank, for a buffer of so many numbers, which the number of ranks divides.
-        bus: from algorithm to bus bandwidth, for n ranks.
-        reduces_all: whether it is an all-reduce, for which there are several rings.
-        sized: whether there is anything to send.
-    """
-
-    make: Callable[[Place, int], Case]
-    bus: Callable[[int], float]
-    reduces_all: bool = False
-    sized: bool = True
-
-
-def _once(_n: int) -> float:
-    return 1.0
-
-
-def _all_but_own(n: int) -> float:
-    return (n - 1) / n
-
-
-def _twice(n: int) -> float:
-    return 2 * (n - 1) / n
-
-
-def _nothing() -> list[Tensor]:
-    return []
+    make: Callable[[Member, int], Call]  # a rank's call for so many numbers, a multiple of the ranks
+    bus: Callable[[int], float] = lambda _: 1.0  # from algorithm to bus bandwidth, for n ranks
+    reduces_all: bool = False  # whether it is an all-reduce, for which there are several rings
+    sized: bool = True  # whether it sends anything
 
 
 # Messages
 
 
-def send_recv(place: Place, count: int) -> Case:
+def send_recv(member: Member, count: int) -> Call:
     """From the first rank to the second and back."""
-    if place.rank > 1:
-        return Case(lambda: None, _nothing, [], [], trips=2)
-    x, y = place.data(place.rank, count), torch.empty(count, device=place.device)
-    other = place.ranks[1 - place.rank]
+    if member.rank > 1:
+        return Call(lambda: None, trips=2)
+    x, y = member.data(member.rank, count), member.empty(count)
+    other = member.ranks[1 - member.rank]
+    steps: list[Callable[[], Any]] = [
+        partial(dist.send, x, other, member.group),
+        partial(dist.recv, y, other, member.group),
+    ]
 
     def run() -> None:
-        if place.rank == 0:
-            dist.send(x, other, place.group)
-            dist.recv(y, other, place.group)
-        else:
-            dist.recv(y, other, place.group)
-            dist.send(x, other, place.group)
+        for step in steps if member.rank == 0 else steps[::-1]:
+            step()
 
-    return Case(run, lambda: [place.data(1 - place.rank, count)], [y], [x, y], trips=2)
+    return Call(run, lambda: [member.data(1 - member.rank, count)], [y], [x, y], trips=2)
 
 
-def isend_irecv(place: Place, count: int) -> Case:
+def isend_irecv(member: Member, count: int) -> Call:
     """From each rank to the next, all at the same time."""
-    x, y = place.data(place.rank, count), torch.empty(count, device=place.device)
-    after, before = ((place.rank + step) % place.size for step in (1, -1))
+    x, y = member.data(member.rank, count), member.empty(count)
+    after, before = ((member.rank + step) % member.size for step in (1, -1))
 
     def run() -> None:
         operations = [
-            dist.P2POp(dist.isend, x, place.ranks[after], place.group),
-            dist.P2POp(dist.irecv, y, place.ranks[before], place.group),
+            dist.P2POp(dist.isend, x, member.ranks[after], member.group),
+            dist.P2POp(dist.irecv, y, member.ranks[before], member.group),
         ]
         for request in dist.batch_isend_irecv(operations):
             request.wait()
 
-    return Case(run, lambda: [place.data(before, count)], [y], [x, y])
+    return Call(run, lambda: [member.data(before, count)], [y], [x, y])
 
 
 # Collectives; the root is the group's last rank
@@ -145,108 +120,104 @@ def isend_irecv(place: Place, count: int) -> Case:
 def all_reduce(op: Any, combine: Callable[[Tensor, Tensor], Tensor], powers: bool = False) -> Operation:
     """The operation with one of torch's reductions."""
 
-    def make(place: Place, count: int) -> Case:
-        data = place.powers if powers else place.data
-        x = data(place.rank, count)
+    def make(member: Member, count: int) -> Call:
+        data = member.powers if powers else member.data
+        x = data(member.rank, count)
 
         def expected() -> list[Tensor]:
-            return [functools.reduce(combine, (data(rank, count) for rank in range(place.size)))]
+            return [reduce(combine, (data(rank, count) for rank in range(member.size)))]
 
-        return Case(lambda: dist.all_reduce(x, op, group=place.group), expected, [x], [x])
+        return Call(partial(dist.all_reduce, x, op, group=member.group), expected, [x], [x])
 
-    return Operation(make, _twice, reduces_all=True)
+    return Operation(make, lambda n: 2 * (n - 1) / n, reduces_all=True)
 
 
-def broadcast(place: Place, count: int) -> Case:
+def broadcast(member: Member, count: int) -> Call:
     """From the root to all."""
-    root = place.size - 1
-    x = place.data(place.rank, count)
-    run = functools.partial(dist.broadcast, x, place.ranks[root], place.group)
-    return Case(run, lambda: [place.data(root, count)], [x], [x])
+    x = member.data(member.rank, count)
+    run = partial(dist.broadcast, x, member.ranks[-1], member.group)
+    return Call(run, lambda: [member.data(member.size - 1, count)], [x], [x])
 
 
-def reduce(place: Place, count: int) -> Case:
+def reduce_to_root(member: Member, count: int) -> Call:
     """The sum, on the root."""
-    root = place.size - 1
-    x = place.data(place.rank, count)
-
-    def expected() -> list[Tensor]:
-        return [functools.reduce(torch.add, (place.data(rank, count) for rank in range(place.size)))]
-
-    run = functools.partial(dist.reduce, x, place.ranks[root], dist.ReduceOp.SUM, place.group)
-    there = place.rank == root
-    return Case(run, expected if there else _nothing, [x] if there else [], [x])
+    x = member.data(member.rank, count)
+    run = partial(dist.reduce, x, member.ranks[-1], dist.ReduceOp.SUM, member.group)
+    if not member.is_root:
+        return Call(run, buffers=[x])
+    return Call(run, lambda: [reduce(torch.add, member.all_data(count))], [x], [x])
 
 
-def scatter(place: Place, count: int) -> Case:
+def scatter(member: Member, count: int) -> Call:
     """A part from the root to each."""
-    root, part = place.size - 1, count // place.size
-    parts = [place.data(rank, part) for rank in range(place.size)] if place.rank == root else []
-    x = torch.empty(part, device=place.device)
-    run = functools.partial(dist.scatter, x, parts or None, place.ranks[root], place.group)
-    return Case(run, lambda: [place.data(place.rank, part)], [x], [x, *parts])
+    part = count // member.size
+    parts, x = member.all_data(part) if member.is_root else [], member.empty(part)
+    run = partial(dist.scatter, x, parts or None, member.ranks[-1], member.group)
+    return Call(run, lambda: [member.data(member.rank, part)], [x], [x, *parts])
 
 
-def gather(place: Place, count: int) -> Case:
+def gather(member: Member, count: int) -> Call:
     """A part from each to the root."""
-    root, part = place.size - 1, count // place.size
-    x = place.data(place.rank, part)
-    parts = [torch.empty_like(x) for _ in range(place.size)] if place.rank == root else []
-    run = functools.partial(dist.gather, x, parts or None, place.ranks[root], place.group)
-    return Case(run, lambda: [place.data(rank, part) for rank in range(len(parts))], parts, [x, *parts])
+    x = member.data(member.rank, count // member.size)
+    parts = [torch.empty_like(x) for _ in range(member.size)] if member.is_root else []
+    run = partial(dist.gather, x, parts or None, member.ranks[-1], member.group)
+    return Call(run, lambda: member.all_data(len(x)) if parts else [], parts, [x, *parts])
 
 
-def all_gather(place: Place, count: int) -> Case:
+def all_gather(member: Member, count: int) -> Call:
     """A part from each to all."""
-    part = count // place.size
-    x, whole = place.data(place.rank, part), torch.empty(count, device=place.device)
-    run = functools.partial(dist.all_gather_into_tensor, whole, x, place.group)
-    return Case(run, lambda: [place.data(rank, part) for rank in range(place.size)], [*whole.split(part)], [x, whole])
+    part = count // member.size
+    x, whole = member.data(member.rank, part), member.empty(count)
+    run = partial(dist.all_gather_into_tensor, whole, x, member.group)
+    return Call(run, lambda: member.all_data(part), whole.split(part), [x, whole])
 
 
-def reduce_scatter(place: Place, count: int) -> Case:
+def reduce_scatter(member: Member, count: int) -> Call:
     """A part of the sum to each."""
-    part = count // place.size
-    x, mine = place.data(place.rank, count), torch.empty(part, device=place.device)
+    part = count // member.size
+    x, mine = member.data(member.rank, count), member.empty(part)
 
     def expected() -> list[Tensor]:
-        total = functools.reduce(torch.add, (place.data(rank, count) for rank in range(place.size)))
-        return [total.split(part)[place.rank]]
+        return [reduce(torch.add, member.all_data(count)).split(part)[member.rank]]
 
-    run = functools.partial(dist.reduce_scatter_tensor, mine, x, dist.ReduceOp.SUM, place.group)
-    return Case(run, expected, [mine], [x, mine])
+    run = partial(dist.reduce_scatter_tensor, mine, x, dist.ReduceOp.SUM, member.group)
+    return Call(run, expected, [mine], [x, mine])
 
 
-def all_to_all(place: Place, count: int) -> Case:
+def all_to_all(member: Member, count: int) -> Call:
     """A part from each to each."""
-    part = count // place.size
-    x, received = place.data(place.rank, count), torch.empty(count, device=place.device)
+    part = count // member.size
+    x, received = member.data(member.rank, count), member.empty(count)
 
     def expected() -> list[Tensor]:
-        return [place.data(rank, count).split(part)[place.rank] for rank in range(place.size)]
+        return [data.split(part)[member.rank] for data in member.all_data(count)]
 
-    run = functools.partial(dist.all_to_all_single, received, x, group=place.group)
-    return Case(run, expected, [*received.split(part)], [x, received])
+    run = partial(dist.all_to_all_single, received, x, group=member.group)
+    return Call(run, expected, received.split(part), [x, received])
 
 
-def barrier(place: Place, _count: int) -> Case:
+def barrier(member: Member, _count: int) -> Call:
     """Nothing, until all are there."""
-    return Case(lambda: dist.barrier(place.group), _nothing, [], [])
+    return Call(partial(dist.barrier, member.group))
+
+
+def _parts(n: int) -> float:
+    return (n - 1) / n
 
 
 OPERATIONS: dict[str, Operation] = {
-    "send_recv": Operation(send_recv, _once),
-    "isend_irecv": Operation(isend_irecv, _once),
-    "broadcast": Operation(broadcast, _once),
-    "reduce": Operation(reduce, _once),
+    "send_recv": Operation(send_recv),
+    "isend_irecv": Operation(isend_irecv),
+    "broadcast": Operation(broadcast),
+    "reduce": Operation(reduce_to_root),
     "all_reduce_sum": all_reduce(dist.ReduceOp.SUM, torch.add),
     "all_reduce_product": all_reduce(dist.ReduceOp.PRODUCT, torch.mul, powers=True),
     "all_reduce_max": all_reduce(dist.ReduceOp.MAX, torch.maximum),
     "all_reduce_min": all_reduce(dist.ReduceOp.MIN, torch.minimum),
-    "scatter": Operation(scatter, _all_but_own),
-    "gather": Operation(gather, _all_but_own),
-    "all_gather": Operation(all_gather, _all_but_own),
-    "reduce_scatter": Operation(reduce_scatter, _all_but_own),
-    "all_to_all": Operation(all_to_all, _all_but_own),
-    "barrier": Operation(barrier, _once, sized=False),
+    "scatter": Operation(scatter, _parts),
+    "gather": Operation(gather, _parts),
+    "all_gather": Operation(all_gather, _parts),
+    "reduce_scatter": Operation(reduce_scatter, _parts),
+    "all_to_all": Operation(all_to_all, _parts),
+    "barrier": Operation(barrier, sized=False),
 }

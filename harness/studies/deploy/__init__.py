@@ -1,7 +1,117 @@
-"""A trained net as files that others run: written, read again elsewhere, compared and timed."""
+"""The study of deployment: a student in each format, exported, answered for elsewhere, measured."""
 
-from harness.studies.deploy.latency import Latency
-from harness.studies.deploy.options import Options
-from harness.studies.deploy.study import Study
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from harness.runs.nets import Spec, write_spec
+from harness.studies import study
+from harness.studies.deploy import formats
+from harness.studies.deploy.latency import Latency, Times
+from harness.studies.deploy.report import report
+from harness.studies.deploy.source import Options
+from harness.studies.deploy.verify import agreement, answers
+from harness.studies.report import Facts
+from harness.studies.study import ResumableResults
 
 __all__ = ["Latency", "Options", "Study"]
+FILES = {  # of each format; its size is that of the last
+    "float32": (formats.PROGRAM, formats.WEIGHTS, formats.ONNX),
+    "bfloat16": (formats.PROGRAM, formats.WEIGHTS),
+    "int8-ptq": (formats.PROGRAM, formats.ONNX),
+    "int8-qat": (formats.PROGRAM, formats.ONNX),
+}
+BATCH = 256
+
+
+class Study(study.Study):
+    """Exports and measures formats; rows are named by `format`.
+
+    Args:
+        results: by `format`.
+        spec: how to rebuild the float net.
+        images: of the test set, normalised, float32 (N, C, H, W).
+        labels: theirs, (N,).
+    """
+
+    def __init__(self, results: ResumableResults, spec: Spec, images: Tensor, labels: Tensor) -> None:
+        super().__init__(results)
+        self.spec, self.images, self.labels = spec, images, labels
+
+    def run(self, make: Callable[[], Mapping[str, nn.Module]], latency: Latency) -> None:
+        """Export, check and measure, unless that is done; print and save the report.
+
+        Args:
+            make: makes the net of each format, in eval mode on the CPU; all take float32 images and give logits.
+            latency: how to measure it.
+
+        Raises:
+            SystemExit: a file can't be written, or does not answer as its net does; all else is there.
+        """
+        if not all(self._is_complete(name) for name in FILES):
+            self._measure(make(), latency)
+        failed = self.results.header["failed"] = self.results.failed
+        notes = [f"{file} is left out: {fault}" for file, fault in failed.items()]
+        self.finish(report(self.write(FILES), notes))
+
+    def _is_complete(self, name: str) -> bool:
+        row = self.rows.get(name, {"files": (), "latency_ms": {}})
+        return len(row["files"]) == len(FILES[name]) and bool(row["latency_ms"])
+
+    def _measure(self, nets: Mapping[str, nn.Module], latency: Latency) -> None:
+        logits = {name: logits_of(net, self.images) for name, net in nets.items()}
+        written = [path for name, net in nets.items() for path in self._export(name, net)]
+        good = [path for path, found in answers(written, self.images).items() if self._agrees(path, logits, found)]
+        times = latency.measure(nets, self.images, lambda error, name: self.results.fail(error, f"{name}/latency"))
+        for name in nets:
+            files = [path for path in good if path.parent.name == name]
+            self.rows[name] = self._row(name, logits, files, times[name])
+
+    def _export(self, name: str, net: nn.Module) -> list[Path]:
+        """Write a format's files, each for itself; those that could be written."""
+        folder = self.out / name
+        folder.mkdir(exist_ok=True)
+        for file in FILES[name]:
+            (folder / file).unlink(missing_ok=True)
+            try:
+                if file == formats.PROGRAM:
+                    formats.write_program(net, self.images, folder)
+                elif file == formats.ONNX:
+                    formats.write_onnx(net, self.images, folder)
+                else:
+                    write_spec(self.spec, folder)
+                    formats.write_weights(net.net if isinstance(net, formats.Rounded) else net, folder)
+            except Exception as error:  # noqa: BLE001 - whatever an exporter makes of a net that it can't write
+                self.results.fail(error, f"{name}/{file}")
+        return [folder / file for file in FILES[name] if (folder / file).exists()]
+
+    def _agrees(self, path: Path, logits: Mapping[str, Tensor], found: Tensor | str) -> bool:
+        """Whether a file answers as its net does; if not, the reason is recorded."""
+        name = path.parent.name
+        fault = found if isinstance(found, str) else agreement(logits[name], found, exact=name == "float32").fault
+        if fault:
+            self.results.failed[f"{name}/{path.name}"] = fault
+        return not fault
+
+    def _row(self, name: str, logits: Mapping[str, Tensor], files: list[Path], times: Times) -> Facts:
+        correct = int((logits[name].argmax(1) == self.labels).sum())
+        sized = self.out / name / FILES[name][-1]
+        largest = max(times, key=int, default="")
+        return {
+            "format": name,
+            "test_acc": correct / len(self.labels),
+            "test_correct": correct,
+            "bytes": sized.stat().st_size if sized in files else None,
+            "latency_ms": times,
+            "images_per_second": int(largest) / times[largest]["median"] * 1e3 if largest else None,
+            "max_logit_difference": float((logits[name] - logits["float32"]).abs().max()),
+            "files": [str(path.relative_to(self.out)) for path in files],
+        }
+
+
+@torch.no_grad()
+def logits_of(net: nn.Module, images: Tensor) -> Tensor:
+    """Logits (N, classes) of images (N, C, H, W)."""
+    return torch.cat([net(batch) for batch in images.split(BATCH)])

@@ -1,8 +1,8 @@
 """Logits of exported files, by a process that has nothing of this project: `python -I answer.py JOB.json`.
 
 JOB holds `images`, a .npy of float32 images (N, C, H, W), and `files`: where the logits (N, classes) of each file go.
-Why one can't be read or run goes into a .txt at that place. A file of weights alone is another thing: for that `paths`
-must lead to this project.
+The reason why one can't be read or run goes into a .txt beside it. Files of weights alone need the net's class: for
+these `paths` must lead to this project.
 """
 
 import json
@@ -49,7 +49,7 @@ def safetensors(path: str) -> Answer:
 
 
 def main(job: dict[str, Any]) -> None:
-    """Do it."""
+    """Write the logits of each file, or the reason why there are none."""
     sys.path[:0] = job.get("paths", [])
     images = np.load(job["images"])
     for path, out in job["files"].items():
@@ -61,7 +61,7 @@ def main(job: dict[str, Any]) -> None:
             unfinished = Path(out).with_suffix(".part.npy")
             np.save(unfinished, logits)
             unfinished.rename(out)
-        except Exception as error:  # noqa: BLE001 - whatever a library makes of a broken file; the others stand alone
+        except Exception as error:  # noqa: BLE001 - whatever a library makes of a broken file
             Path(out).with_suffix(".txt").write_text(f"{type(error).__name__}: {error}")
 
 

@@ -1,15 +1,15 @@
 """The files of a net: safetensors for its weights, torch.export and ONNX for the whole of it."""
 
 import io
-import logging
-import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from apprentice import extras
 from harness.runs.files import atomic, write_bytes
+from harness.studies.isolation import silenced
 
 WEIGHTS, PROGRAM, ONNX = "weights.safetensors", "model.pt2", "model.onnx"
 EXTRA = ("export", "onnx", "onnxruntime", "onnxscript", "safetensors")
@@ -28,7 +28,7 @@ class Rounded(nn.Module):
 
 
 def write_weights(net: nn.Module, folder: Path) -> None:
-    """A bare state dict as safetensors, which holds tensors and no code."""
+    """Write a bare state dict as safetensors, which holds tensors and no code."""
     from safetensors.torch import save_file
 
     state = {name: value.detach().cpu().contiguous() for name, value in net.state_dict().items()}
@@ -37,36 +37,19 @@ def write_weights(net: nn.Module, folder: Path) -> None:
 
 
 def write_program(net: nn.Module, example: Tensor, folder: Path) -> None:
-    """What torch.export makes of the net, for batches of any size.
-
-    Args:
-        net: in eval mode.
-        example: float32 inputs (b, ...).
-        folder: where to.
-    """
+    """Write what torch.export makes of a net in eval mode, for batches of any size of such inputs (b, ...)."""
     buffer = io.BytesIO()
     torch.export.save(_exported(net, example), buffer)
     write_bytes(folder / PROGRAM, buffer.getvalue())
 
 
 def write_onnx(net: nn.Module, example: Tensor, folder: Path) -> None:
-    """ONNX that takes one float32 batch of any size, `images`, and gives its `logits`; int8 as Q and DQ nodes."""
+    """Write ONNX that takes one float32 batch of any size, `images`, and gives its `logits`; int8 as Q and DQ nodes."""
     from torch.onnx import export
 
-    quiet = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript")]
-    levels = [logger.level for logger in quiet]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # onnxscript's and torch's notices to each other
-        for logger in quiet:
-            logger.setLevel(logging.ERROR)
-        try:
-            program = export(
-                _exported(net, example), (example,), dynamo=True, verbose=False, input_names=["images"],
-                output_names=["logits"],
-            )  # fmt: skip
-        finally:
-            for logger, level in zip(quiet, levels, strict=True):
-                logger.setLevel(level)
+    names: dict[str, Any] = {"input_names": ["images"], "output_names": ["logits"]}
+    with silenced("torch.onnx", "onnxscript"):  # their notices to each other
+        program = export(_exported(net, example), (example,), dynamo=True, verbose=False, **names)
     assert program is not None
     proto = program.model_proto
     graph = proto.graph
@@ -77,7 +60,7 @@ def write_onnx(net: nn.Module, example: Tensor, folder: Path) -> None:
 
 
 def _exported(net: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
-    example = example[:1].repeat(3, *[1] * (example.dim() - 1))  # its storage is saved along: no more than it
+    example = example[:1].repeat(3, *[1] * (example.dim() - 1))  # its whole storage is saved along
     batch = torch.export.Dim("batch")
     with torch.no_grad():
         return torch.export.export(net, (example,), dynamic_shapes=({0: batch},))

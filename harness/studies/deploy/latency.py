@@ -1,4 +1,4 @@
-"""How long nets take for a batch, measured in turn, so that what else the machine does strikes all alike."""
+"""Latency of nets, measured in turn, so that other load on the machine affects all alike."""
 
 import statistics
 from collections.abc import Callable, Mapping
@@ -10,15 +10,16 @@ from torch import Tensor, nn
 
 from apprentice.errors import BadInput
 from apprentice.extras import Missing
-from harness.studies.deploy.agreement import agreement
+from harness.studies.deploy.verify import agreement
 
 WARM_UP = 5  # calls
 Times = dict[str, dict[str, float]]  # by batch size
+Fail = Callable[[Exception, str], None]
 
 
 @dataclass
 class Latency:
-    """How latency is measured: calls of each net in turn, compiled by Inductor for its batch size, weights frozen.
+    """Calls each net in turn, compiled by Inductor for its batch size, weights frozen.
 
     Args:
         threads: with which a net computes; when not given, OMP_NUM_THREADS, else 1 for images of up to 16 x 16 and one
@@ -45,15 +46,13 @@ class Latency:
         """Threads with which a net computes."""
         return self.threads or torch.get_num_threads()
 
-    def measure(
-        self, nets: Mapping[str, nn.Module], images: Tensor, fail: Callable[[Exception, str], None] | None = None
-    ) -> dict[str, Times]:
+    def measure(self, nets: Mapping[str, nn.Module], images: Tensor, fail: Fail | None = None) -> dict[str, Times]:
         """By net and batch size, `median` and `p95` in milliseconds; nothing of a net that fails.
 
         Args:
-            nets: in eval mode, images (b, C, H, W) -> logits (b, classes); `float32` has to answer most exactly.
+            nets: in eval mode, images (b, C, H, W) -> logits (b, classes); `float32` must agree as `exact` says.
             images: float32 (N, C, H, W), repeated if they are fewer than a batch.
-            fail: is told why a net can't be compiled, and its name; when not given, that is raised.
+            fail: is called with the error of a net that can't be compiled, and its name; else that is raised.
         """
         found: dict[str, Times] = {name: {} for name in nets}
         good = dict(nets)
@@ -65,9 +64,7 @@ class Latency:
             good = {name: net for name, net in good.items() if str(size) in found[name]}
         return {name: times if name in good else {} for name, times in found.items()}
 
-    def _in_turn(
-        self, nets: Mapping[str, nn.Module], batch: Tensor, fail: Callable[[Exception, str], None] | None
-    ) -> dict[str, list[float]]:
+    def _in_turn(self, nets: Mapping[str, nn.Module], batch: Tensor, fail: Fail | None) -> dict[str, list[float]]:
         before = torch.get_num_threads()
         torch.set_num_threads(self.used)  # Inductor writes their number into its code
         torch._dynamo.reset()  # it compiles a code but eight times, and then runs it as it is
@@ -94,20 +91,14 @@ class Latency:
         }
         for timer in timers.values():
             timer.timeit(WARM_UP)
-        seconds: dict[str, list[float]] = {name: [] for name in calls}
-        for _ in range(self.repeats):
-            for name, timer in timers.items():
-                seconds[name].append(timer.timeit(1).median)
-        return seconds
+        rounds = [[timer.timeit(1).median for timer in timers.values()] for _ in range(self.repeats)]
+        return dict(zip(calls, map(list, zip(*rounds, strict=True)), strict=True))
 
 
 def compiled(net: nn.Module, batch: Tensor, exact: bool) -> Callable[[Tensor], Any]:
-    """The net as Inductor compiles it for such a batch, its weights frozen: what makes int8 fast on x86.
+    """A net in eval mode as Inductor compiles it for a batch (b, C, H, W), its weights frozen: int8 is fast on x86 so.
 
-    Args:
-        net: in eval mode.
-        batch: images (b, C, H, W).
-        exact: as of `agreement`.
+    `exact` is that of `agreement`.
 
     Raises:
         RuntimeError: it can't be compiled as a whole, or does not answer as the net does.

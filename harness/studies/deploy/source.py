@@ -1,12 +1,13 @@
-"""What a study starts from: the folder that a student's run has left, and the images of its data."""
+"""What is deployed: the options, the student in a run's folder, the images of its data."""
 
 import io
 import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,21 +15,49 @@ from torch import Tensor, nn
 from apprentice import keyed
 from apprentice.errors import BadInput
 from apprentice.weights import fitting, read_weights
+from harness import config
 from harness.config.classes import imported
 from harness.config.sources import load, read
 from harness.runs.nets import Spec, read_spec
 
 
-def data_of_run(argv: Sequence[str], default: Any, kind: type) -> Any:
-    """What `--data` is when it is not given: what the student's run was on, `default` where no run is named.
+@dataclass
+class Options(config.OneSeedOptions):
+    """Options of the study.
 
     Args:
-        argv: the flags; they or a file of theirs name the run.
-        default: a class by its short name.
-        kind: what the run's data has to be.
+        exact: none; int8 is another net than the one that was trained.
+        run: a student's folder, such as RUN/seed0/kd; when not given, one is trained.
+        teacher: its teacher's folder, for an objective that asks it; RUN/seed0/teacher if that is there.
+        student_epochs: of a student that is trained here, by Adam with a learning rate of 0.001.
+        freeze_epoch: from this epoch on, counted from 0, ranges and BatchNorm's statistics stay as they are.
+        evaluate_every: epochs from one int8 validation to the next.
+        calibration_size: training samples that post-training quantisation takes its ranges from.
+    """
 
-    Returns:
-        As `config.yaml` has it; None where no such file says it.
+    run: str | None = None
+    teacher: str | None = None
+    student_epochs: int = 10
+    freeze_epoch: int = 2
+    evaluate_every: int = 1
+    calibration_size: int = 512
+    why_one: ClassVar[str] = "one student is deployed"
+    why_inexact: ClassVar[str] = "ranges are the global batch's, not a shard's"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("student_epochs", "freeze_epoch", "evaluate_every", "calibration_size"):
+            if getattr(self, name) < 1:
+                raise BadInput(name, getattr(self, name), "a whole number, at least 1")
+        if self.run is not None and self.student_epochs != Options.student_epochs:
+            expected = "it left out: the student in --run is trained already"
+            raise BadInput("student_epochs", self.student_epochs, expected)
+
+
+def data_of_run(argv: Sequence[str], default: Any, kind: type) -> Any:
+    """The default of `--data`: that of the run which the flags or their files name, as its config.yaml has it.
+
+    `default` where no run is named, None where the run has no such file; `kind` is the class that the data must be of.
 
     Raises:
         BadInput: the run was on another kind of data.
@@ -49,22 +78,21 @@ def data_of_run(argv: Sequence[str], default: Any, kind: type) -> Any:
 
 
 def read_net(folder: str | Path, flag: str, input_shape: tuple[int, ...]) -> tuple[nn.Module, Spec]:
-    """A user's net from `weights.pt` and `net.yaml`, in float32 and in eval mode, and how to rebuild it.
+    """The net in a user's folder, in float32 and in eval mode, and its `net.yaml`.
 
     Args:
-        folder: where these are.
+        folder: with `weights.pt` and `net.yaml`.
         flag: that names it.
-        input_shape: of the data's images, for which the net has to be made.
+        input_shape: of the data's images.
 
     Raises:
-        BadInput: there are no such files, or they are broken; they are of a net for other images; or the weights don't
-            fit, when all that differs is named.
+        BadInput: the files are missing or broken, or of a net for other images; or the weights don't fit, and how.
     """
     spec = read_spec(Path(folder), flag)
     try:
         net = imported(spec["class_path"], flag, (nn.Module,))(**spec["init_args"])
         made = tuple(spec["init_args"].get("input_shape", input_shape))
-    except Exception as error:  # whatever a class makes of another's arguments
+    except Exception as error:  # a class may raise anything for another's arguments
         said = f"a net's folder, whose net.yaml its class takes; it says: {_line(error)}"
         raise BadInput(flag, folder, said) from error
     if made != tuple(input_shape):
@@ -76,22 +104,19 @@ def read_net(folder: str | Path, flag: str, input_shape: tuple[int, ...]) -> tup
 
 @contextmanager
 def of_net(flag: str, value: object, *more: str) -> Iterator[None]:
-    """What is wrong with a net is said in one line, of the flag that names it.
+    """Turns errors of torch.export and torchao about a net into a BadInput of the flag that names it.
 
     Args:
         flag: that one.
-        value: what it says.
-        more: other names under which faults are told of that net.
-
-    Raises:
-        BadInput: whatever torch.export and torchao say of a net that they don't take.
+        value: its value.
+        more: other flags of errors that are about the net.
     """
-    told = io.StringIO()
+    output = io.StringIO()
     logging.disable(logging.ERROR)
     try:
-        with redirect_stderr(told):  # where it fails, torch.export prints the whole graph
+        with redirect_stderr(output):  # where it fails, torch.export prints the whole graph
             yield
-        sys.stderr.write(told.getvalue())
+        sys.stderr.write(output.getvalue())
     except BadInput as fault:
         if fault.flag.partition(".")[0] not in {flag, *more}:
             raise
@@ -107,12 +132,9 @@ def _line(error: Exception) -> str:
 
 
 def images_of(data: Any, split: str, count: int | None = None) -> tuple[Tensor, Tensor]:
-    """Images of a split, normalised, float32 (N, C, H, W), and their labels (N,).
+    """Images of a data module's split, normalised, float32 (N, C, H, W), and their labels (N,).
 
-    Args:
-        data: the data module.
-        split: of which.
-        count: so many, drawn by the data's seed, as the first of a sorted folder are of one class; None for all.
+    Of `count` images, drawn by the data's seed: the first of a sorted folder are of one class.
     """
     samples = data.split(split)
     size = len(samples.labels)

@@ -1,7 +1,40 @@
-"""What a strategy costs and gains: figures of real fits, taken inside their ranks."""
+"""The study of strategies: what each costs and gains, from real fits that are measured inside their ranks."""
 
-from harness.studies.hardware.bench import Bench
-from harness.studies.hardware.log import Log
-from harness.studies.hardware.rows import Row, Rows
+from collections.abc import Mapping, Sequence
+from functools import partial
 
-__all__ = ["Bench", "Log", "Row", "Rows"]
+from harness.studies import study
+from harness.studies.hardware.cases import SINGLE, Case, Cases
+from harness.studies.hardware.measure import Bench
+from harness.studies.hardware.report import report
+from harness.studies.report import Facts
+
+__all__ = ["Bench", "Case", "Cases", "Study"]
+
+
+class Study(study.Study):
+    """Measures strategies; rows are named by `strategy`."""
+
+    needed = SINGLE
+
+    def line(self, row: Facts) -> str:
+        """The strategy and its speed."""
+        return f"{row['strategy']:16} {row['images_per_second']:10,.0f} images/s"
+
+    def run(self, bench: Bench, cases: Sequence[Case], skipped: Mapping[str, str]) -> None:
+        """Measure the missing cases; print and save the report.
+
+        Args:
+            bench: measures.
+            cases: in the order of the table, one process first.
+            skipped: why other strategies can't be measured here.
+        """
+
+        def measured(case: Case) -> Facts:
+            row = bench.measure(case)
+            row["speedup"] = row["images_per_second"] / self.rows.get(SINGLE, row)["images_per_second"]
+            return row
+
+        calls = {case.name: partial(measured, case) for case in cases}
+        self.measure(calls)
+        self.finish(report(self.write(calls), self.results.missing(skipped)))

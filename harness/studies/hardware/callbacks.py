@@ -5,38 +5,31 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
-from harness.runs import signals as interrupts
 from harness.runs.files import write_json
 from harness.studies.hardware.overlap import Overlap
+from harness.studies.isolation import Stoppable
 from harness.studies.meters import PeakMemory, Stamps, sent_bytes, state_bytes
 
 
-class Plan(NamedTuple):
-    """What happens in which batch of a measured fit, in this order; all are numbers of batches.
+class Phases(NamedTuple):
+    """The phases of a measured fit in their order, in batches."""
 
-    Attributes:
-        warmup: not measured.
-        block: timed together: the batches after which all that a strategy does now and then has been done once.
-        blocks: so many are timed, and their bytes counted.
-        profiled: watched by a profiler, which slows them down.
-    """
-
-    warmup: int
-    block: int
-    blocks: int
-    profiled: int
+    warmup: int  # not measured
+    block: int  # timed together: a whole period of a strategy that acts every few steps
+    blocks: int  # the number of these; their bytes are counted
+    profiled: int  # watched by a profiler, which slows them down
 
     @classmethod
-    def of(cls, options: Mapping[str, Any], steps: int, accumulate: int = 1) -> "Plan":
-        """A plan for a strategy with these options.
+    def of(cls, options: Mapping[str, Any], steps: int, accumulate: int = 1) -> "Phases":
+        """Phases for a strategy with these options.
 
         Args:
-            options: the strategy's; `period` is a number of steps after which it starts over, `start_step` and
-                `warmup_steps` are steps until it does what it is there for.
-            steps: optimizer steps to be timed at least.
+            options: the strategy's; `period` is the number of steps between its actions, `start_step` and
+                `warmup_steps` are steps before the first.
+            steps: optimizer steps to time at least.
             accumulate: batches a step.
         """
         period = options.get("period") or 1
@@ -55,52 +48,35 @@ class Plan(NamedTuple):
         return self.warmup + self.timed + self.profiled
 
 
-class Stoppable(Callback):
-    """Ends the fit at the next batch once the user wants to stop: only there no rank waits for another."""
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take over signals, now that Lightning has set its handlers."""
-        if interrupts.deferring():
-            interrupts.take_over()
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Stop, if that is wanted."""
-        interrupts.stop_if_requested()
-
-
 class Measure(Stoppable):
-    """Measures by a plan; every rank writes what it found to `rank<r>.json`.
+    """Every rank writes `rank<r>.json` into the folder.
 
-    The file holds `seconds` of each block, `sent` bytes in all blocks, `state` bytes, `peak` bytes of memory until the
-    blocks' end, the share of communication that was `hidden`, and the number of `threads`.
-
-    Args:
-        folder: where.
-        plan: what and when.
+    It holds the `seconds` of each block, bytes `sent` in all blocks, bytes of `state`, bytes of `peak` memory until the
+    blocks end, the share of communication that was `hidden`, and the number of `threads`.
     """
 
-    def __init__(self, folder: Path, plan: Plan) -> None:
-        self.folder, self.plan = folder, plan
+    def __init__(self, folder: Path, phases: Phases) -> None:
+        self.folder, self.phases = folder, phases
         self.batch = 0
         self.found: dict[str, Any] = {"hidden": None}
         self._sent: int | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Start from a known memory: with weights of this rank's own, as it shares those it was forked with."""
+        """Start the meters with weights of this rank's own: a fork shares its parent's."""
         device = trainer.strategy.root_device
         self._stamps, self._memory = Stamps(device), PeakMemory(device)
         pl_module._apply(torch.clone)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Note the time, or begin or end something; the interval to the next call is a whole step."""
+        """Mark the time; the interval to the next call is a whole step."""
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        timed = self.batch - self.plan.warmup
+        timed = self.batch - self.phases.warmup
         self.batch += 1
         if timed == 0:
             self._sent = sent_bytes()
-        if 0 <= timed <= self.plan.timed and timed % self.plan.block == 0:
+        if 0 <= timed <= self.phases.timed and timed % self.phases.block == 0:
             self._stamps.mark()
-        if timed == self.plan.timed:
+        if timed == self.phases.timed:
             self._end_blocks(trainer)
 
     def _end_blocks(self, trainer: Trainer) -> None:
@@ -111,14 +87,14 @@ class Measure(Stoppable):
             self._overlap = Overlap(trainer.strategy.root_device)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Count the state: here all gradients are there and sharded ones are cut; from the second step on, moments."""
-        if self.batch <= self.plan.warmup:
+        """Count the state: gradients are there and sharded ones are cut; from the second step on, moments, too."""
+        if self.batch <= self.phases.warmup:
             self.found["state"] = state_bytes(pl_module, trainer.optimizers)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write it down."""
-        if self.batch < self.plan.batches:
-            return  # training has stopped itself; what there is would mislead
+        """Write the file."""
+        if self.batch < self.phases.batches:
+            return  # training has stopped itself: its figures would mislead
         if trainer.world_size > 1:
             self.found["hidden"] = self._overlap.share()
         self.found |= {"seconds": self._stamps.seconds(), "threads": torch.get_num_threads()}
@@ -126,18 +102,13 @@ class Measure(Stoppable):
 
 
 class KeepWeights(Stoppable):
-    """Writes the weights at the end of a fit, in the layout of one device.
-
-    Args:
-        path: the file.
-        steps: after which training ends, unless it has stopped itself.
-    """
+    """Writes the weights after so many steps, in the layout of one device."""
 
     def __init__(self, path: Path, steps: int) -> None:
         self.path, self.steps = path, steps
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Collect the weights from all ranks; rank zero writes them."""
+        """Collect the weights from all ranks; rank zero writes them, unless training has stopped itself."""
         weights = trainer.strategy.lightning_module_state_dict()
         if trainer.is_global_zero and trainer.global_step == self.steps:
             torch.save(weights, self.path)

@@ -1,4 +1,4 @@
-"""How much of the communication is hidden behind computation, from a profile of a few steps."""
+"""The share of communication hidden behind computation, from a profile of a few steps."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,21 +7,16 @@ import torch
 from torch.profiler import ProfilerActivity
 
 Spans = list[tuple[float, float]]
-CPU_BACKENDS = ("gloo:", "ring:")  # with which the names of their collectives begin in a profile
+CPU_BACKENDS = ("gloo:", "ring:")  # prefixes of their collectives in a profile
 
 
 class Overlap:
-    """Profiles this rank from now until `share` is called.
+    """Profiles this rank until `share` is called.
 
-    A collective is under way from the moment it is handed to the backend until its last byte is there, so waiting for a
-    slower rank is part of it. The share that is hidden is the time in which at least one collective was under way while
-    this rank computed (on CPU: an operator of torch ran in it; on a GPU: a kernel other than NCCL's), over the time in
-    which one was under way. What is computed then is nearly always backward. It is a share of time: that communication
-    and computation may slow each other down, as they share cores and memory, is not in it. (Holistic Trace Analysis
-    calls this the communication computation overlap.)
-
-    Args:
-        device: where training runs.
+    A collective is under way from its call to its last byte, so waiting for a slower rank is part of it. The hidden
+    share is the time in which one was under way while this rank computed (on CPU: an operator of torch ran in it; on a
+    GPU: a kernel other than NCCL's), over the time in which one was under way: Holistic Trace Analysis' communication
+    computation overlap. That both may slow each other down is not in it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,7 +26,7 @@ class Overlap:
         self._profile.start()
 
     def share(self) -> float | None:
-        """End; the share, or None if there was no communication."""
+        """The hidden share; None without communication."""
         if self._gpu:
             torch.cuda.synchronize()
         self._profile.stop()
@@ -42,17 +37,15 @@ class Overlap:
 
 def _cpu_spans(events: Iterable[Any]) -> tuple[Spans, Spans]:
     named = [(event.name, _span(event)) for event in events]
-    return [s for name, s in named if name.startswith(CPU_BACKENDS)], [
-        s for name, s in named if name.startswith("aten::")
-    ]
+    sent = [span for name, span in named if name.startswith(CPU_BACKENDS)]
+    return sent, [span for name, span in named if name.startswith("aten::")]
 
 
 def _gpu_spans(events: Iterable[Any]) -> tuple[Spans, Spans]:
     on_gpu = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
     kernels = [(event.name, _span(event)) for event in on_gpu if not event.name.startswith(("Mem", "nccl:", "##"))]
-    told = [name.startswith("nccl") for name, _ in kernels]
-    pairs = list(zip(told, kernels, strict=True))
-    return [s for nccl, (_, s) in pairs if nccl], [s for nccl, (_, s) in pairs if not nccl]
+    sent = [span for name, span in kernels if name.startswith("nccl")]
+    return sent, [span for name, span in kernels if not name.startswith("nccl")]
 
 
 def _span(event: Any) -> tuple[float, float]:
@@ -60,7 +53,7 @@ def _span(event: Any) -> tuple[float, float]:
 
 
 def hidden_share(communication: Spans, computation: Spans) -> float | None:
-    """Length of both together over that of communication; the spans of each may overlap among themselves."""
+    """Time of both at once over that of communication; the spans of each may overlap among themselves."""
     one, other = _union(communication), _union(computation)
     total = _length(one)
     if not total:
@@ -71,7 +64,7 @@ def hidden_share(communication: Spans, computation: Spans) -> float | None:
 
 
 def _union(spans: Spans) -> Spans:
-    """The same times as spans in order that don't touch."""
+    """The same times as disjoint spans in order."""
     merged: Spans = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:

@@ -1,16 +1,16 @@
-"""The rows told: a table on the terminal, results.md, results.png, results.json."""
+"""The report on strategies: table, notes, picture."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
+from harness.reports.figures import GREY, figure
 from harness.reports.pages import settings
-from harness.reports.tables import NONE, Table, paragraph, short
-from harness.runs.files import write_bytes, write_text
-from harness.studies.hardware.picture import picture
+from harness.reports.tables import NONE, Table, short
+from harness.studies.report import MIB, Facts, Part, Report, columns, machine, percent
 
-Facts = dict[str, Any]
-MIB = 2**20
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 COLUMNS = (
     "Images/s: a whole step with the global batch, median after a warm-up; the speed-up is over the first row. "
     "State: parameters, gradients and optimizer state; peak: the growth of a rank's memory in training; both of the "
@@ -20,66 +20,33 @@ COLUMNS = (
 )
 
 
-def text(results: Facts, missing: Mapping[str, str]) -> str:
-    """The table for a terminal, and beneath it what its columns are and which rows are missing.
-
-    Args:
-        results: the content of results.json.
-        missing: strategies that are not in the table, and why.
-    """
-    return "\n\n".join([table(results["rows"]).plain(), *map(paragraph, notes(results["rows"], missing))])
-
-
-def save(folder: Path, results: Facts, missing: Mapping[str, str]) -> None:
-    """Write results.md and results.png.
-
-    Raises:
-        OSError: the folder can't be written.
-    """
-    write_text(folder / "results.md", markdown(results, missing))
-    write_bytes(folder / "results.png", picture(results["rows"]))
-
-
-def markdown(results: Facts, missing: Mapping[str, str]) -> str:
-    """results.md: what was measured on what, the table, the notes, the picture."""
-    config = results["config"]
-    told = {
-        "Model": f"{_class(config, 'net')} on {_class(config, 'data')}",
-        "Settings": "; ".join(settings(config)),
-        "Hardware": words(results["hardware"]),
-        "Versions": words(results["versions"]),
-    }
-    header = "\n".join(f"- {name}: {value}" for name, value in told.items())
+def report(results: Facts, missing: Mapping[str, str]) -> Report:
+    """Build the report from results.json's content and the reasons why strategies are missing."""
+    config, rows = results["config"], results["rows"]
+    net, data = (config[key]["class_path"].rpartition(".")[2] for key in ("net", "data"))
+    header = {"Model": f"{net} on {data}", "Settings": "; ".join(settings(config)), **machine(results)}
+    text: list[Part] = [table(rows), *notes(rows, missing)]
     image = "![speed, memory, bytes sent and differences](results.png)"
-    parts = ["# hardware", header, table(results["rows"]).markdown(), *notes(results["rows"], missing), image]
-    return "\n\n".join(parts) + "\n"
+    return Report(header, text, [*text, image], {"results.png": picture(rows)})
 
 
 def table(rows: Sequence[Facts]) -> Table:
     """One line a row."""
-    header = [
-        "strategy", "devices", "images/s", "speed-up", "state, MiB", "peak, MiB", "sent, MiB", "hidden, %",
-        "difference",
-    ]  # fmt: skip
-    return Table(header, [_cells(row) for row in rows])
+    cells = {
+        "strategy": lambda row: row["strategy"],
+        "devices": lambda row: str(row["devices"]),
+        "images/s": lambda row: short(row["images_per_second"]),
+        "speed-up": lambda row: f"{row['speedup']:.2f}",
+        "state, MiB": lambda row: _mib(_largest(row["state_bytes_per_rank"])),
+        "peak, MiB": lambda row: _mib(_largest(row["peak_memory_per_rank"])),
+        "sent, MiB": lambda row: _mib(row["bytes_sent_per_step"]),
+        "hidden, %": lambda row: percent(row["hidden_share"]),
+        "difference": _difference,
+    }
+    return columns(cells, rows)
 
 
-def _cells(row: Facts) -> list[str]:
-    sent, hidden = row["bytes_sent_per_step"], row["hidden_share"]
-    return [
-        row["strategy"],
-        str(row["devices"]),
-        short(row["images_per_second"]),
-        f"{row['speedup']:.2f}",
-        _mib(_largest(row["state_bytes_per_rank"])),
-        _mib(_largest(row["peak_memory_per_rank"])),
-        _mib(sent),
-        NONE if hidden is None else f"{100 * hidden:.0f}",
-        difference(row),
-    ]
-
-
-def difference(row: Facts) -> str:
+def _difference(row: Facts) -> str:
     """To one process: `0 bits`, `1.2e-15`."""
     value = row["max_difference"]
     if value is None:
@@ -92,13 +59,13 @@ def _largest(values: Sequence[int | None]) -> int | None:
 
 
 def _mib(size: float | None) -> str:
-    return (
-        NONE if size is None else "0" if not size else f"{size / MIB:.3g}" if size < 100 * MIB else f"{size / MIB:.0f}"
-    )
+    if size is None:
+        return NONE
+    return "0" if not size else f"{size / MIB:.3g}" if size < 100 * MIB else f"{size / MIB:.0f}"
 
 
 def notes(rows: Sequence[Facts], missing: Mapping[str, str]) -> list[str]:
-    """What stands beneath the table."""
+    """Paragraphs below the table."""
     lines = [COLUMNS]
     if len({row["threads_per_rank"] for row in rows}) > 1:
         threads = ", ".join(f"{row['strategy']} {row['threads_per_rank']}" for row in rows)
@@ -108,10 +75,56 @@ def notes(rows: Sequence[Facts], missing: Mapping[str, str]) -> list[str]:
     return [*lines, *(f"{name}: {reason}." for name, reason in missing.items())]
 
 
-def _class(config: Facts, key: str) -> str:
-    return config[key]["class_path"].rpartition(".")[2]
+def picture(rows: Sequence[Facts]) -> bytes:
+    """A PNG with a bar a row in each of four panels: speed-up, memory a rank, bytes sent, difference to one process."""
+    with figure(13, max(3.2, 1.3 + 0.34 * len(rows))) as (drawn, png):
+        panels = drawn.subplots(1, 4, sharey=True)
+        for axes, draw in zip(panels, (_speed, _memory, _sent, _differences), strict=True):
+            axes.grid(False, axis="y")
+            draw(axes, rows)
+        panels[0].set_yticks(range(len(rows)), [row["strategy"] for row in rows], parse_math=False)
+        panels[0].set_ylim(len(rows) - 0.4, -0.6)
+    return png.getvalue()
 
 
-def words(values: Mapping[str, Any]) -> str:
-    """Names with their values, but for those that are not known."""
-    return ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
+def _speed(axes: "Axes", rows: Sequence[Facts]) -> None:
+    axes.barh(range(len(rows)), [row["speedup"] for row in rows], height=0.6, color="C0")
+    axes.axvline(1, color=GREY, linestyle="--", linewidth=1.2)
+    for place, row in enumerate(rows):
+        axes.annotate(f" {row['images_per_second']:,.0f}", (row["speedup"], place), va="center", fontsize=8)
+    axes.margins(x=0.25)
+    axes.set_title("speed-up over one process; images/s")
+
+
+def _memory(axes: "Axes", rows: Sequence[Facts]) -> None:
+    for key, shift, color, label in (("peak_memory", 0.15, "C7", "peak"), ("state_bytes", -0.15, "C1", "state")):
+        values = [(_largest(row[f"{key}_per_rank"]) or 0) / MIB for row in rows]
+        axes.barh([place + shift for place in range(len(rows))], values, height=0.3, color=color, label=label)
+    axes.legend(loc="best")
+    axes.set_title("MiB a rank")
+
+
+def _sent(axes: "Axes", rows: Sequence[Facts]) -> None:
+    axes.barh(range(len(rows)), [(row["bytes_sent_per_step"] or 0) / MIB for row in rows], height=0.6, color="C2")
+    for place, row in enumerate(rows):
+        if row["bytes_sent_per_step"] is None:
+            axes.annotate(" not measured", (0, place), va="center", fontsize=8, color=GREY)
+        elif row["hidden_share"] is not None:
+            label = f" {100 * row['hidden_share']:.0f} % hidden"
+            axes.annotate(label, (row["bytes_sent_per_step"] / MIB, place), va="center", fontsize=8)
+    axes.margins(x=0.4)
+    axes.set_title("MiB sent a step and rank")
+
+
+def _differences(axes: "Axes", rows: Sequence[Facts]) -> None:
+    """On a logarithmic axis; a 0 has no place on it and is written."""
+    shown = [(place, row["max_difference"]) for place, row in enumerate(rows) if not row["exact"]]
+    axes.scatter([value for _, value in shown if value], [place for place, value in shown if value], s=40, color="C3")
+    axes.set_xscale("log")
+    axes.set_xlim(1e-18, 10)
+    for place, row in enumerate(rows):
+        if row["exact"] or not row["max_difference"]:
+            label = "not finite" if row["max_difference"] is None else f"{row['max_difference']:g}"
+            label = f"{label} bits" if row["exact"] else label
+            axes.annotate(label, (2e-18, place), va="center", fontsize=8)
+    axes.set_title("largest difference of a weight")

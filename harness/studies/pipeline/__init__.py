@@ -1,9 +1,68 @@
 """The study of pipeline parallelism: one net on one device, split, and pipelined in every way."""
 
-from harness.studies.pipeline.bench import Bench
-from harness.studies.pipeline.options import Options
-from harness.studies.pipeline.rows import Cut, Row, Rows
-from harness.studies.pipeline.study import Study
-from harness.studies.pipeline.task import Noise, Task
+import json
+from collections.abc import Iterable, Sequence
+from functools import partial
 
-__all__ = ["Bench", "Cut", "Noise", "Options", "Row", "Rows", "Study", "Task"]
+from harness.runs.files import write_json
+from harness.studies import study
+from harness.studies.pipeline.cases import ONE, Case, Cases, Cut, Options
+from harness.studies.pipeline.figures import mean_seconds
+from harness.studies.pipeline.measure import Bench
+from harness.studies.pipeline.report import report
+from harness.studies.pipeline.task import Noise, Task
+from harness.studies.report import Facts
+from harness.studies.study import ResumableResults
+
+__all__ = ["Bench", "Case", "Cases", "Cut", "Noise", "Options", "Study", "Task"]
+
+
+class Study(study.Study):
+    """Measures ways to compute a step; rows are named by `name`, timelines of pipelines are in timelines.json."""
+
+    needed = ONE
+    files = "results.md, .png, .json, timeline.png, timelines.json"
+
+    def __init__(self, results: ResumableResults) -> None:
+        super().__init__(results)
+        self._file = self.out / "timelines.json"
+        resumed = bool(self.rows) and self._file.exists()
+        self.timelines: dict[str, Facts] = json.loads(self._file.read_text()) if resumed else {}
+        for name in [name for name, row in self.rows.items() if row["schedule"] and name not in self.timelines]:
+            del self.rows[name]
+
+    def line(self, row: Facts) -> str:
+        """The case and its speed."""
+        return f"{row['name']:52} {mean_seconds(row):8.3f} s a step"
+
+    def run(self, bench: Bench, cases: Cases) -> None:
+        """Measure the missing cases; print and save the report.
+
+        Schedules are compared with micro-batches of the size that is fastest under the strategy's own.
+        """
+        every = cases.first()
+        self._measure(bench, every)
+        best = self._fastest(every)
+        if best is not None:
+            known = {case.name for case in every}
+            more = [*cases.side_by_side(best.size), *cases.inside(best.size)]
+            every = [*every, *(case for case in more if case.name not in known)]
+            self._measure(bench, every)
+        results = self.write(case.name for case in every)
+        self.finish(report(results, self.timelines, every, best, self.results.missing(cases.unfit)))
+
+    def _fastest(self, cases: Iterable[Case]) -> Case | None:
+        there = [case for case in cases if case.kind == "pipelined" and case.name in self.rows]
+        return min(there, key=lambda case: mean_seconds(self.rows[case.name]), default=None)
+
+    def _measure(self, bench: Bench, cases: Sequence[Case]) -> None:
+        def measured(case: Case) -> Facts:
+            row, timeline = bench.measure(case)
+            speedup = mean_seconds(self.rows.get(ONE, row)) / mean_seconds(row)
+            share = None if case.bubble_bound is None else speedup / case.bubble_bound
+            if timeline["events"]:
+                self.timelines[case.name] = timeline
+                write_json(self._file, self.timelines)
+            return {**row, "speedup": speedup, "bubble_bound": case.bubble_bound, "share_of_bound": share}
+
+        self.measure({case.name: partial(measured, case) for case in cases})

@@ -1,4 +1,4 @@
-"""What is trained: the task of PyTorch's tutorial, which takes a net's time and teaches it nothing."""
+"""The task of PyTorch's tutorial: training on noise, for the time it takes."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ class Pairs(NamedTuple):
 
 
 class Noise:
-    """A loader whose batches are all the same noise; the tutorial draws its own anew, which takes time on no device.
+    """A loader of one batch of noise, over and over; the tutorial draws new ones, which takes time on no device.
 
     Args:
         batch_size: images.
@@ -48,15 +48,14 @@ class Task(LightningModule):
 
     Args:
         layers: modules in order whose composition is the net.
-        num_microbatches: into which one device cuts a batch, as evenly as can be, to compute one after the other; a
-            pipeline strategy cuts by itself.
+        num_microbatches: into which one device cuts a batch; a pipeline strategy cuts by itself.
     """
 
     def __init__(self, layers: Sequence[nn.Module], num_microbatches: int = 1) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
         self.num_microbatches = num_microbatches
-        self.automatic_optimization = num_microbatches == 1  # else backward is part of the step
+        self.automatic_optimization = num_microbatches == 1  # else the step does backward
 
     def forward(self, images: Tensor) -> Tensor:
         """Outputs (B, classes) of images (B, C, H, W)."""
@@ -66,7 +65,7 @@ class Task(LightningModule):
         return x
 
     def training_step(self, batch: Pairs, batch_idx: int) -> Tensor | None:
-        """The loss; of micro-batches nothing, as the step is taken then."""
+        """The loss; None for micro-batches, whose step is taken here."""
         if self.automatic_optimization:
             return self.pipeline_loss(self(batch.images), batch)
         optimizer: Any = self.optimizers()
@@ -87,5 +86,5 @@ class Task(LightningModule):
         return list(self.layers)
 
     def pipeline_loss(self, output: Tensor, batch: Pairs) -> Tensor:
-        """The mean over some rows, on the device where their outputs are."""
+        """Mean squared error, on the device of the outputs."""
         return F.mse_loss(output, batch.targets.to(output.device))

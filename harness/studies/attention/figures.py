@@ -1,24 +1,28 @@
 """Pictures of the study: what kernels reach against the length of texts, and the block in its four ways."""
 
-import io
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from harness.reports.figures import GREY
+from harness.reports.figures import GREY, figure
+from harness.studies.report import Facts
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-Facts = dict[str, Any]
 WIDTH = 0.2  # of a bar
+
+
+def what(row: Facts) -> str:
+    """`flash`, `dense compiled`, `jagged eager`."""
+    return row["name"].partition(": ")[2].partition(",")[0]
 
 
 def kernels(rows: Sequence[Facts], peaks: Mapping[str, float]) -> bytes:
     """A PNG: TFLOP/s against length, a panel a type and direction, a line a kernel; dashed the product of matrices."""
     names = list(dict.fromkeys(row["backend"] for row in rows))
-    with _panels(rows) as (panels, buffer):
-        for (dtype, _), (axes, mine) in panels.items():
+    with figure(*_size(rows)) as (drawn, png):
+        for axes, dtype, mine in _panels(drawn, rows):
             for number, name in enumerate(names):
                 points = sorted((row["length"], row["tflops_per_second"]) for row in mine if row["backend"] == name)
                 if points:
@@ -34,56 +38,38 @@ def kernels(rows: Sequence[Facts], peaks: Mapping[str, float]) -> bytes:
             axes.set_ylim(0)
             axes.set_xlabel("tokens of a text", fontsize=8)
             axes.set_ylabel("TFLOP/s", fontsize=8)
-    return buffer.getvalue()
+    return png.getvalue()
 
 
 def blocks(rows: Sequence[Facts], _peaks: Mapping[str, float]) -> bytes:
     """A PNG: µs a call, a panel a type and direction, at each length a bar for dense and jagged, eager and compiled."""
-    kinds = list(dict.fromkeys(_kind(row) for row in rows))
-    with _panels(rows) as (panels, buffer):
-        for axes, mine in panels.values():
+    kinds = list(dict.fromkeys(what(row) for row in rows))
+    with figure(*_size(rows)) as (drawn, png):
+        for axes, _, mine in _panels(drawn, rows):
             lengths = sorted({row["length"] for row in mine})
             for number, kind in enumerate(kinds):
-                bars = [(lengths.index(row["length"]), row["microseconds"]) for row in mine if _kind(row) == kind]
+                bars = [(lengths.index(row["length"]), row["microseconds"]) for row in mine if what(row) == kind]
                 places = [place + WIDTH * (number - (len(kinds) - 1) / 2) for place, _ in bars]
                 axes.bar(places, [time for _, time in bars], width=WIDTH, color=f"C{number}", label=kind)
             axes.set_xticks(range(len(lengths)), [str(length) for length in lengths], fontsize=7)
             axes.set_xlabel("tokens of the longest text", fontsize=8)
             axes.set_ylabel("µs", fontsize=8)
-    return buffer.getvalue()
+    return png.getvalue()
 
 
-def _kind(row: Facts) -> str:
-    return f"{'dense' if row['lengths'] is None else 'jagged'} {'compiled' if row['compiled'] else 'eager'}"
+def _size(rows: Sequence[Facts]) -> tuple[float, float]:
+    """Inches: a column a type, a line a direction."""
+    dtypes, directions = ({row[key] for row in rows} for key in ("dtype", "direction"))
+    return 4.2 * len(dtypes), 3.0 * len(directions)
 
 
-@contextmanager
-def _panels(
-    rows: Sequence[Facts],
-) -> Iterator[tuple[dict[tuple[str, str], tuple["Axes", list[Facts]]], io.BytesIO]]:
-    """A panel for each type and direction, with its rows, and where the PNG is when the block has ended."""
-    import matplotlib.style
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+def _panels(drawn: "Figure", rows: Sequence[Facts]) -> Iterator[tuple["Axes", str, list[Facts]]]:
+    """A panel for each type and direction, with its rows; then the legend."""
     dtypes, directions = (list(dict.fromkeys(row[key] for row in rows)) for key in ("dtype", "direction"))
-    with matplotlib.style.context("default"):
-        figure, buffer = (
-            Figure(figsize=(4.2 * len(dtypes), 3 * len(directions)), dpi=120, layout="constrained"),
-            io.BytesIO(),
-        )
-        FigureCanvasAgg(figure)
-        grid = figure.subplots(len(directions), len(dtypes), squeeze=False)
-        panels = {}
-        for i, direction in enumerate(directions):
-            for j, dtype in enumerate(dtypes):
-                axes = grid[i][j]
-                axes.spines[["top", "right"]].set_visible(False)
-                axes.grid(alpha=0.25, linewidth=0.6)
-                axes.set_title(f"{dtype}, {direction}", fontsize=10, color=GREY)
-                mine = [row for row in rows if (row["dtype"], row["direction"]) == (dtype, direction)]
-                panels[dtype, direction] = axes, mine
-        yield panels, buffer
-        handles, labels = grid[0][0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper right", ncols=len(labels), frameon=False, fontsize=8)
-        figure.savefig(buffer, format="png")
+    grid = drawn.subplots(len(directions), len(dtypes), squeeze=False)
+    for line, direction in zip(grid, directions, strict=True):
+        for axes, dtype in zip(line, dtypes, strict=True):
+            axes.set_title(f"{dtype}, {direction}")
+            yield axes, dtype, [row for row in rows if (row["dtype"], row["direction"]) == (dtype, direction)]
+    handles, labels = grid[0][0].get_legend_handles_labels()
+    drawn.legend(handles, labels, loc="outside upper right", ncols=len(labels))

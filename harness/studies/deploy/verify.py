@@ -22,19 +22,12 @@ SECONDS, LATE = 600.0, "took too long"  # for a file's answers
 
 
 class Agreement(NamedTuple):
-    """How a file's logits compare with the net's.
+    """How a file's logits compare with the net's."""
 
-    Attributes:
-        differing: predictions that are others.
-        samples: of so many.
-        largest: difference of a logit.
-        fault: what is wrong with that; empty if nothing is.
-    """
-
-    differing: int
+    differing: int  # predictions
     samples: int
-    largest: float
-    fault: str
+    largest: float  # difference of a logit
+    fault: str  # what is wrong with that; empty if nothing is
 
 
 def agreement(expected: Tensor, found: Tensor, exact: bool, share: float = INT8_SHARE) -> Agreement:
@@ -43,22 +36,19 @@ def agreement(expected: Tensor, found: Tensor, exact: bool, share: float = INT8_
     Args:
         expected: of the net.
         found: of the file.
-        exact: whether predictions may differ only where the top two logits are closer than 1e-4; else some may, where
-            they are closer than 2 % of the logits' range.
-        share: of predictions, so many.
+        exact: whether predictions may differ only where the top two logits are closer than 1e-4; else a share may,
+            where they are closer than 2 % of the logits' range.
+        share: of predictions.
     """
     differ = expected.argmax(1) != found.argmax(1)
     top = expected.topk(2, 1).values
     margins = (top[:, 0] - top[:, 1])[differ]
     allowed = FLOAT_MARGIN if exact else INT8_MARGIN * float(expected.max() - expected.min())
-    count, largest = int(differ.sum()), float((expected - found).abs().max())
-    fault = ""
+    count, largest, fault = int(differ.sum()), float((expected - found).abs().max()), ""
     if not found.isfinite().all():
         fault = "its logits are not finite"
-    elif count and float(margins.max()) >= allowed:
-        fault = (
-            f"a prediction differs whose top two logits are {float(margins.max()):.2g} apart, not below {allowed:.2g}"
-        )
+    elif count and (apart := float(margins.max())) >= allowed:
+        fault = f"a prediction differs whose top two logits are {apart:.2g} apart, not below {allowed:.2g}"
     elif not exact and count > share * len(expected):
         fault = f"{count} of {len(expected)} predictions differ, more than {share:.1%}"
     return Agreement(count, len(expected), largest, fault)
@@ -67,8 +57,8 @@ def agreement(expected: Tensor, found: Tensor, exact: bool, share: float = INT8_
 def answers(files: Sequence[Path], images: Tensor) -> dict[Path, Tensor | str]:
     """Logits (N, classes) of images (N, C, H, W) by each file, read in a fresh process without this project.
 
-    Weights alone need their net's class; they are read in another fresh process, with it. Of a file that can't be read
-    or run, or takes ten minutes by itself, it is said why, in one line; the others stand alone.
+    Weights alone need their net's class: another fresh process reads them, with the project. A file that can't be read
+    or run, or takes ten minutes, gets the reason in one line; the others stand alone.
     """
     weights = [path for path in files if path.name == WEIGHTS]
     with tempfile.TemporaryDirectory() as folder:
@@ -83,16 +73,12 @@ def _ask(files: Sequence[Path], images: Path, more: Mapping[str, object]) -> dic
     found: dict[Path, Tensor | str] = {}
     while missing := [path for path in files if path not in found]:
         with tempfile.TemporaryDirectory() as folder:
-            where = {path: Path(folder) / f"{number}.npy" for number, path in enumerate(missing)}
-            job = {
-                "images": str(images),
-                "files": {str(path.resolve()): str(out) for path, out in where.items()},
-                **more,
-            }
-            told = Path(folder) / "job.json"
-            told.write_text(json.dumps(job))
-            end = _end([sys.executable, "-I", answer.__file__, str(told)])
-            for path, out in where.items():
+            outputs = {path: Path(folder) / f"{number}.npy" for number, path in enumerate(missing)}
+            places = {str(path.resolve()): str(out) for path, out in outputs.items()}
+            job = Path(folder) / "job.json"
+            job.write_text(json.dumps({"images": str(images), "files": places, **more}))
+            end = _run([sys.executable, "-I", answer.__file__, str(job)])
+            for path, out in outputs.items():
                 if out.exists():
                     found[path] = torch.from_numpy(np.load(out))
                 elif out.with_suffix(".txt").exists():
@@ -104,8 +90,8 @@ def _ask(files: Sequence[Path], images: Path, more: Mapping[str, object]) -> dic
     return found
 
 
-def _end(command: Sequence[str]) -> str:
-    """How a process has ended."""
+def _run(command: Sequence[str]) -> str:
+    """How the process has ended."""
     try:
         run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
     except subprocess.TimeoutExpired:
@@ -114,5 +100,5 @@ def _end(command: Sequence[str]) -> str:
     return f"ended with exit code {run.returncode}: {_line(last)}"
 
 
-def _line(told: str) -> str:
-    return " ".join(told.split())[:200]
+def _line(text: str) -> str:
+    return " ".join(text.split())[:200]

@@ -1,18 +1,14 @@
-"""Measures rows: on a CPU each in a process of its own, on a GPU one after the other in this one."""
+"""Measures cases: on a CPU each in a process of its own, on a GPU one after the other in this one."""
 
 import gc
 import importlib
 import json
-import logging
 import os
 import tempfile
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import autograd
@@ -21,57 +17,50 @@ from torch.profiler import ProfilerActivity, profile
 
 from apprentice.errors import BadInput
 from harness.runs.files import atomic, write_json
-from harness.studies.attention.calls import Attention, Call, call
-from harness.studies.attention.rows import Row
-from harness.studies.isolation import alone, can_fork, none_left
-from harness.studies.meters import LINUX, PeakMemory
+from harness.studies.attention.calls import Call, call
+from harness.studies.attention.cases import Case
+from harness.studies.isolation import call_isolated, can_fork, children_end_with_block, silenced
+from harness.studies.meters import PeakMemory
+from harness.studies.report import Facts
 
-Facts = dict[str, Any]
 MATRICES = {"cpu": (256, 512, 1024, 2048), "cuda": (1024, 2048, 4096, 8192)}
 LONG = 3  # times the seconds of a row: products of matrices that take longer are left out
 TIMES, SLOW, TIMES_IF_SLOW = 5, 1.0, 3  # times taken of a call at least; seconds of one that is slow
 CALLS, HEAVIEST = 25, 10  # as the tutorial profiles
 FUSED = ("flash", "efficient", "cudnn")
 NO_MEMORY = "can't allocate memory"
-SPARE = 2**30  # bytes of memory that a row leaves to others
+LOGGERS = ("torch._inductor", "torch.fx", "torch.utils.cpp_extension")  # they tell what the compiler misses: a GPU
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Measures.
+    """Measures cases and products of matrices."""
 
-    Attributes:
-        attention: what is measured.
-        device: where.
-        seconds: for which a row is timed at least.
-        threads: of a process on a CPU.
-    """
-
-    attention: Attention
-    device: torch.device
-    seconds: float
-    threads: int
+    device: torch.device  # that is measured
+    seconds: float  # for which a row is timed at least
+    threads: int  # of a process on a CPU
 
     @staticmethod
-    def prepare(rows: Iterable[Row]) -> None:
-        """Load what takes time once, not in the process of every row."""
-        with _quiet():
+    def prepare(cases: Iterable[Case]) -> None:
+        """Load what takes time once, not in the process of every case."""
+        with silenced(*LOGGERS):
             importlib.import_module("torch.utils.benchmark")
-            if any(row.compiled for row in rows):
+            if any(case.compiled for case in cases):
                 importlib.import_module("torch._inductor.compile_fx")
 
-    def measure(self, row: Row, folder: Path) -> Facts:
-        """What results.json has of a row; `refused` says why the machine can't run it.
+    def measure(self, case: Case, folder: Path) -> Facts:
+        """The case's row; `refused` has torch's reason if the machine can't run it.
 
         Args:
-            row: one.
-            folder: where a Chrome trace goes, if the row is profiled.
-
-        Raises:
-            Exception: whatever ended it, other than torch's refusal.
+            case: one.
+            folder: where a Chrome trace goes, if the case is profiled.
         """
-        facts: Facts = {"name": row.name, **asdict(row), "direction": row.direction, "refused": None}
-        return {**facts, **self._isolated(partial(self._row, row, folder))}
+        facts: Facts = {"name": case.name, **asdict(case), "direction": case.direction, "refused": None}
+        return {**facts, **self._isolated(partial(self._row, case, folder))}
+
+    def products(self, name: str, dtype: str) -> Facts:
+        """The row of this name for products of two square matrices of the type."""
+        return {"name": name, "part": "matmul", "dtype": dtype, "refused": None, **self.peak(dtype)}
 
     def peak(self, dtype: str) -> Facts:
         """The best of some products of two square matrices, by TFLOP/s."""
@@ -81,21 +70,21 @@ class Bench:
         if self.device.type == "cuda" or not can_fork():
             gc.collect()
             return measured()
-        with none_left(), tempfile.TemporaryDirectory() as folder:
+        with children_end_with_block(), tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "facts.json"
-            alone(partial(_told, measured, file), self.threads)
+            call_isolated(partial(_write_measured, measured, file), self.threads)
             return json.loads(file.read_text())
 
     # In a process of its own
 
-    def _row(self, row: Row, folder: Path) -> Facts:
+    def _row(self, case: Case, folder: Path) -> Facts:
         try:
-            with _quiet(), call(row, self.attention, self.device) as called:
+            with silenced(*LOGGERS), call(case, self.device) as called:
                 facts: Facts = {"kernel": kernel_of(called)}  # the first call, in which a compiler has its memory, too
                 memory = PeakMemory(self.device)
                 called()
-                facts |= {"peak_bytes": memory.bytes(), **self._timed(called, row.operations)}
-                return facts | ({"operators": self._profiled(called, row, folder)} if row.part == "profile" else {})
+                facts |= {"peak_bytes": memory.bytes(), **self._timed(called, case.operations)}
+                return facts | ({"operators": self._profiled(called, case, folder)} if case.part == "profile" else {})
         except BadInput as error:
             return {"refused": error.expected.partition("torch says: ")[2] or error.expected}
         except (torch.OutOfMemoryError, RuntimeError) as error:
@@ -134,7 +123,7 @@ class Bench:
                 break
         return max(found, key=lambda facts: facts["tflops_per_second"])
 
-    def _profiled(self, called: Call, row: Row, folder: Path) -> list[Facts]:
+    def _profiled(self, called: Call, case: Case, folder: Path) -> list[Facts]:
         """The operators that take longest by themselves, over some calls, whose Chrome trace is written."""
         on_gpu = self.device.type == "cuda"
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
@@ -143,7 +132,7 @@ class Bench:
                 called()
             if on_gpu:
                 torch.cuda.synchronize()
-        with atomic(folder / trace(row)) as path:
+        with atomic(folder / trace(case)) as path:
             profiler.export_chrome_trace(str(path))
         averages = profiler.key_averages()
         times = [(e.self_device_time_total if on_gpu else e.self_cpu_time_total, e.count, e.key) for e in averages
@@ -155,25 +144,9 @@ class Bench:
         ]
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Inside, torch does not tell what its compiler misses: a GPU, or a way to cache jagged texts."""
-    loggers = [logging.getLogger(name) for name in ("torch._inductor", "torch.fx", "torch.utils.cpp_extension")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
-
-
-def trace(row: Row) -> str:
-    """Name of the file of a row's Chrome trace."""
-    return f"trace_{'compiled' if row.compiled else 'eager'}.json"
+def trace(case: Case) -> str:
+    """File of a case's Chrome trace."""
+    return f"trace_{'compiled' if case.compiled else 'eager'}.json"
 
 
 def kernel_of(called: Call) -> str:
@@ -188,17 +161,6 @@ def fused(operators: Sequence[str]) -> str:
     return next((name for name in FUSED for key in operators if f"{name}_attention" in key), "math")
 
 
-def _told(measured: Callable[[], Facts], file: Path) -> None:
-    """Measure in a process that ends then, and that torch, not the system, stops when memory runs out."""
-    if LINUX:
-        import resource  # there is none on Windows
-
-        status, memory = (Path(f"/proc/{name}").read_text() for name in ("self/status", "meminfo"))
-        taken, free = _kilobytes(status, "VmData"), _kilobytes(memory, "MemAvailable")
-        resource.setrlimit(resource.RLIMIT_DATA, (max(taken + free - SPARE, taken),) * 2)
+def _write_measured(measured: Callable[[], Facts], file: Path) -> None:
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no processes of the compiler's own
     write_json(file, measured())
-
-
-def _kilobytes(text: str, name: str) -> int:
-    return next(2**10 * int(line.split()[1]) for line in text.splitlines() if line.startswith(f"{name}:"))

@@ -1,0 +1,235 @@
+"""The cases of the study: kernels by themselves, a block of attention, the tutorial's own shapes; and the options."""
+
+import random
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from apprentice.errors import BadInput
+from harness import config
+
+BACKENDS = ("auto", "math", "flash", "efficient", "cudnn")
+PARTS = ("kernels", "blocks", "tutorial", "profile")
+PADDING, SPREAD = 0.5, 0.01  # of the tutorial's texts
+DTYPES = ("float32", "float16", "bfloat16")
+QUICK = {
+    "lengths": [16, 32], "block_lengths": [32], "tokens": 64, "heads": 2, "head_dim": 8, "dtypes": ["float32"],
+    "parts": ["kernels", "blocks", "profile"], "seconds": 0.001,
+}  # fmt: skip
+
+
+@dataclass
+class Options(config.OneSeedOptions):
+    """Options of the study; sizes that are not given fit the device.
+
+    Args:
+        exact: none; nothing is trained.
+        device: auto takes a GPU where there is one.
+        parts: measure just these of kernels, blocks, tutorial, profile.
+        backends: just these kernels, such as --backends math flash; all when not given.
+        dtypes: of float32, float16 and bfloat16.
+        lengths: tokens of a text, for the kernels.
+        block_lengths: tokens of a text, for the block, eager and compiled.
+        tokens: of a batch, as near as texts of a length come to it.
+        heads: of the attention.
+        head_dim: width of a head.
+        seconds: for which a row is timed at least.
+        longest: seconds; a block whose products of matrices take longer than that is left out.
+        quick: take small sizes wherever none are given, to see what comes out.
+    """
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    parts: list[str] | None = None
+    backends: list[str] | None = None
+    dtypes: list[str] = field(default_factory=lambda: list(DTYPES))
+    lengths: list[int] | None = None
+    block_lengths: list[int] | None = None
+    tokens: int | None = None
+    heads: int = 8
+    head_dim: int = 64
+    seconds: float = 0.2
+    longest: float = 1.0
+    quick: bool = False
+    quick_values: ClassVar[Mapping[str, Any]] = QUICK
+    why_inexact: ClassVar[str] = "nothing is trained"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("tokens", "heads", "head_dim"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise BadInput(name, value, "at least 1")
+        for name in ("seconds", "longest"):
+            if not getattr(self, name) > 0:
+                raise BadInput(name, getattr(self, name), "seconds, above 0")
+        for name in ("lengths", "block_lengths"):
+            sizes = getattr(self, name)
+            if sizes is not None and (not sizes or len(set(sizes)) < len(sizes) or min(sizes) < 2):
+                raise BadInput(name, sizes, "numbers of tokens, at least 2, none of them twice")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call that is timed."""
+
+    part: str  # of the study
+    dtype: str  # torch's name
+    batch: int  # texts
+    length: int  # tokens of the longest
+    heads: int  # of the attention
+    head_dim: int  # width of a head
+    block: bool = False  # whether it is a block with its projections, or the kernel by itself
+    backend: str = "auto"  # which kernel
+    causal: bool = True  # whether tokens see none that come later
+    backward: bool = False  # whether gradients are computed, too
+    compiled: bool = False  # whether by torch.compile
+    lengths: tuple[int, ...] | None = None  # tokens of each text; None where all are padded to one length
+    bias: bool = True  # whether the block's projections have one
+    dropout: float = 0.0  # of the block, in training
+    tutorial_us: float | None = None  # what PyTorch's tutorial prints for it
+
+    @property
+    def name(self) -> str:
+        """The row's name, such as `kernels: flash, float32, 4 x 512, forward`."""
+        size = f"{self.batch} x {self.length}"
+        return f"{self.part}: {self.what}, {self.dtype}, {size}, {self.direction}"
+
+    @property
+    def what(self) -> str:
+        """`flash`, `dense compiled`, `jagged eager`."""
+        if not self.block:
+            return self.backend
+        return f"{'dense' if self.lengths is None else 'jagged'} {'compiled' if self.compiled else 'eager'}"
+
+    @property
+    def direction(self) -> str:
+        """`forward`, `forward + backward`."""
+        return "forward + backward" if self.backward else "forward"
+
+    @property
+    def width(self) -> int:
+        """Width of all heads together."""
+        return self.heads * self.head_dim
+
+    @property
+    def operations(self) -> float:
+        """Floating-point operations of a call, padding counted.
+
+        Of attention as FlashAttention-2 counts them (Dao 2023, section 4.1): 4 T² D, half of it if causal, and 2.5
+        times as many backward.
+        """
+        attention = 4 * self.width * sum(n * n for n in self._tokens) / (2 if self.causal else 1)
+        return (3.5 * attention if self.backward else attention) + self.projections
+
+    @property
+    def projections(self) -> float:
+        """Operations of the block's products with its matrices: 8 T D², and twice as many backward."""
+        forward = 8 * self.width**2 * sum(self._tokens) if self.block else 0
+        return 3 * forward if self.backward else forward
+
+    @property
+    def _tokens(self) -> tuple[int, ...]:
+        return self.lengths or (self.length,) * self.batch
+
+
+class Sizes(NamedTuple):
+    """Default sizes for a device."""
+
+    lengths: list[int]  # for the kernels
+    block_lengths: list[int]  # for the block
+    tokens: int  # of a batch
+    dtype: str  # of the tutorial's shapes, for which it takes float16
+
+
+SIZES = {
+    "cuda": Sizes([2**n for n in range(7, 15)], [2**n for n in range(7, 15)], 2**14, "float16"),
+    "cpu": Sizes([128, 512, 2048], [512], 2048, "float32"),
+}
+
+
+class Cases:
+    """All cases for a device.
+
+    Args:
+        options: the study's, as parsed.
+        device: its kind, cpu or cuda.
+    """
+
+    def __init__(self, options: Namespace, device: str) -> None:
+        fitting, self._options = SIZES[device], options
+        self._parts = config.pick(dict.fromkeys(PARTS), options.parts, "parts")
+        self._backends = list(config.pick(dict.fromkeys(BACKENDS), options.backends, "backends"))
+        self._dtypes = list(config.pick(dict.fromkeys(DTYPES), options.dtypes, "dtypes"))
+        self._lengths = options.lengths or fitting.lengths
+        self._block_lengths = options.block_lengths or fitting.block_lengths
+        self._tokens = options.tokens or fitting.tokens
+        self._tutorials_dtype = fitting.dtype
+
+    def all(self) -> list[Case]:
+        """In the order of the tables."""
+        made = {"kernels": self._kernels, "blocks": self._blocks, "tutorial": self._tutorial, "profile": self._profile}
+        return [case for part in self._parts for case in made[part]()]
+
+    def _kernels(self) -> list[Case]:
+        return [
+            replace(self._case("kernels", dtype, length), backend=backend, backward=backward)
+            for dtype in self._dtypes
+            for backward in (False, True)
+            for length in self._lengths
+            for backend in self._backends
+        ]
+
+    def _blocks(self) -> list[Case]:
+        """Without a mask: on a CPU torch has no kernel for jagged texts with one."""
+        return [
+            replace(case, block=True, causal=False, backward=backward, compiled=compiled, lengths=lengths)
+            for dtype in self._dtypes
+            for backward in (False, True)
+            for length in self._block_lengths
+            for case in [self._case("blocks", dtype, length)]
+            for lengths in (None, half_padded(case.batch, length))
+            for compiled in (False, True)
+        ]
+
+    def _case(self, part: str, dtype: str, length: int) -> Case:
+        return Case(part, dtype, max(self._tokens // length, 1), length, self._options.heads, self._options.head_dim)
+
+    def _tutorial(self) -> list[Case]:
+        """The shapes of PyTorch's tutorial on scaled dot product attention, in eval mode and so without a mask."""
+        published = {"auto": None, "math": 19_254, "flash": 2_263, "efficient": 4_143, "cudnn": None}
+        kernel = Case("tutorial", self._tutorials_dtype, 32, 1024, 32, 32, causal=False)
+        kernels = [replace(kernel, backend=name, tutorial_us=us) for name, us in published.items()]
+        block = Case("tutorial", self._tutorials_dtype, 32, 512, 8, 64, True, causal=False, bias=False, dropout=0.1)
+        texts = tutorials_lengths(block.batch, block.length, self._options.seeds[0])
+        short = replace(block, length=256)
+        return [
+            *(case for case in kernels if case.backend in self._backends),
+            replace(block, tutorial_us=939),
+            replace(block, lengths=texts, tutorial_us=560),
+            replace(short, tutorial_us=407.8),
+            replace(short, compiled=True, tutorial_us=521.2),
+        ]
+
+    def _profile(self) -> list[Case]:
+        """The causal block in the size that the tutorial profiles, eager and compiled."""
+        batch, length, heads, head_dim = (2, 16, 2, 8) if self._options.quick else (32, 256, 8, 64)
+        block = Case("profile", self._tutorials_dtype, batch, length, heads, head_dim, True, bias=False)
+        return [block, replace(block, compiled=True)]
+
+
+def half_padded(batch: int, length: int) -> tuple[int, ...]:
+    """Lengths of so many texts, evenly from 1 to the longest: padded to that, half of their tokens are padding.
+
+    Of a single text half of that is left.
+    """
+    if batch == 1:
+        return (-(-length // 2),)
+    return tuple(round(1 + (length - 1) * i / (batch - 1)) for i in range(batch))
+
+
+def tutorials_lengths(batch: int, length: int, seed: int) -> tuple[int, ...]:
+    """Of texts as the tutorial draws them: length · (1 - N(0.5, 0.01)), and one of full length."""
+    draw = random.Random(seed)
+    lengths = [int(length * (1 - draw.gauss(PADDING, SPREAD))) for _ in range(batch)]
+    lengths[draw.randrange(batch)] = length
+    return tuple(lengths)

@@ -1,0 +1,122 @@
+"""The cases of the study: a backend, an operation, a group and a size each; and the options that choose them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from apprentice.errors import BadInput
+from harness import config
+from harness.studies.comm.operations import ITEM, OPERATIONS, Operation
+
+WORLD, SUB = "world", "sub-group"
+QUICK = {"sizes": [2**10, 2**16], "repeats": 2}
+LARGEST = 2**32  # bytes: a rank has a few buffers of each size
+
+
+@dataclass
+class Options(config.OneSeedOptions):
+    """Options of the study.
+
+    Args:
+        exact: none; results are checked to the bit in any case.
+        sizes: bytes of the largest buffer, as nccl-tests count them.
+        repeats: blocks of calls that are timed; their median is reported.
+        only: measure just these operations, such as --only broadcast all_reduce_sum.
+        backends: just these, such as --backends gloo ring; all that fit the devices when not given.
+        timeout: seconds a rank may keep the others waiting.
+        quick: take two small sizes and fewer repeats, wherever none are given.
+    """
+
+    sizes: list[int] = field(default_factory=lambda: [2**power for power in range(10, 27, 2)])
+    repeats: int = 7
+    only: list[str] | None = None
+    backends: list[str] | None = None
+    timeout: float = 120.0
+    quick: bool = False
+    quick_values: ClassVar[Mapping[str, Any]] = QUICK
+    why_inexact: ClassVar[str] = "what is sent is checked to the bit in any case"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.repeats < 1:
+            raise BadInput("repeats", self.repeats, "at least 1")
+        if not self.timeout > 0:
+            raise BadInput("timeout", self.timeout, "seconds, above 0")
+        sizes = self.sizes
+        if not sizes or len(set(sizes)) < len(sizes) or not all(1 <= size <= LARGEST for size in sizes):
+            raise BadInput("sizes", sizes, f"bytes, from 1 to {LARGEST}, none of them twice")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One of torch's backends, by torch's name of it, and the kind of device its tensors are on."""
+
+    name: str
+    device: str = "cpu"
+    only_all_reduce: bool = False  # where it is another backend in everything else
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to measure."""
+
+    backend: Backend  # that carries it
+    operation: str  # its name
+    group: str  # "world" or "sub-group"
+    ranks: tuple[int, ...]  # of the group, by their numbers in the world
+    count: int  # numbers in the largest buffer; 0 where nothing is sent
+
+    @property
+    def of(self) -> Operation:
+        """The operation."""
+        return OPERATIONS[self.operation]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the largest buffer."""
+        return ITEM * self.count
+
+    @property
+    def name(self) -> str:
+        """The row's name, such as `gloo broadcast, world, 1,024 B`."""
+        size = f", {self.size:,} B" if self.count else ""
+        return f"{self.backend.name} {self.operation}, {self.group}{size}"
+
+
+class Cases:
+    """All cases for a number of ranks.
+
+    Args:
+        world_size: ranks, at least 2.
+        backends: in the order of the table.
+        operations: names of the wanted ones; None for all.
+        sizes: bytes; each buffer has at least as many, in whole numbers for every rank.
+    """
+
+    def __init__(
+        self, world_size: int, backends: Sequence[Backend], operations: Sequence[str] | None, sizes: Sequence[int]
+    ) -> None:
+        self.backends, self.sizes = backends, sizes
+        self.operations = list(config.pick(OPERATIONS, operations))
+        # With two ranks it is a second group of both: other connections, the same work.
+        self.groups = {WORLD: tuple(range(world_size)), SUB: tuple(range(max(2, world_size - 1)))}
+
+    def of(self, backend: Backend) -> list[Case]:
+        """Those of one backend, in order."""
+        return [
+            Case(backend, name, group, ranks, count)
+            for name in self.operations
+            for group, ranks in self.groups.items()
+            for count in self._counts(name, len(ranks))
+            if OPERATIONS[name].reduces_all or not backend.only_all_reduce
+        ]
+
+    def all(self) -> list[Case]:
+        """Those of all backends."""
+        return [case for backend in self.backends for case in self.of(backend)]
+
+    def _counts(self, name: str, ranks: int) -> list[int]:
+        """Numbers in a buffer, multiples of the number of ranks."""
+        if not OPERATIONS[name].sized:
+            return [0]
+        return list(dict.fromkeys(-(-size // (ITEM * ranks)) * ranks for size in self.sizes))

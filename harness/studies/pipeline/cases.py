@@ -1,0 +1,218 @@
+"""The cases of the study: a net on one device, split over several, and pipelined in every way; and the options."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+
+from apprentice.errors import BadInput
+from harness import config
+from harness.runs.fit import MakeTrainer
+from harness.studies.trainers import DURATION, check_forks, check_left_out, forking, with_strategy, with_timeout
+
+ONE = "one device"
+ONE_STAGE = ("GPipe", "1F1B")  # schedules with one stage a rank: theirs is the bubble that has a formula
+QUICK = {"batch_size": 8, "image_size": 32, "num_classes": 10, "split_sizes": [2, 4], "repeats": 2, "batches": 1}
+TUTORIALS_CUT = "model.layer2"
+
+
+@dataclass
+class Options(config.OneSeedOptions):
+    """Options of the study; sizes are the tutorial's.
+
+    Args:
+        exact: none; each row has other micro-batches, and no weights are compared.
+        batch_size: images of a step.
+        image_size: their height and width.
+        num_classes: outputs of the net.
+        split_sizes: images of a micro-batch.
+        repeats: how often each row is timed.
+        batches: steps that are timed together.
+        cut_after: path of the layer after which the net is cut in two, beside the cut of --trainer.strategy.balance.
+        quick: take small sizes wherever none are given.
+    """
+
+    batch_size: int = 120
+    image_size: int = 128
+    num_classes: int = 1000
+    split_sizes: list[int] = field(default_factory=lambda: [1, 3, 5, 8, 10, 12, 20, 40, 60])
+    repeats: int = 10
+    batches: int = 3
+    cut_after: str | None = TUTORIALS_CUT
+    quick: bool = False
+    quick_values: ClassVar[Mapping[str, Any]] = QUICK
+    why_inexact: ClassVar[str] = "each row has other micro-batches"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("batch_size", "image_size", "num_classes", "repeats", "batches"):
+            if getattr(self, name) < 1:
+                raise BadInput(name, getattr(self, name), "at least 1")
+        sizes = self.split_sizes
+        if not sizes or len(set(sizes)) < len(sizes) or not all(1 <= size < self.batch_size for size in sizes):
+            raise BadInput("split_sizes", sizes, f"numbers from 1 to {self.batch_size - 1}, none of them twice")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How layers are dealt to stages."""
+
+    label: str  # `by time`, `after layer2`
+    balance: str | list[int]  # as the strategy takes it: a way to find the sizes of stages, or the sizes
+
+    @classmethod
+    def of(cls, balance: str | list[int]) -> "Cut":
+        """The cut that the strategy's option stands for."""
+        return cls(f"by {balance}" if isinstance(balance, str) else f"into {balance}".replace(", ", ","), balance)
+
+
+BY_TIME = Cut.of("time")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to compute a step."""
+
+    name: str  # in the table
+    kind: str  # "one", "split", "pipelined" or "inside": the split within one process
+    num_microbatches: int  # into which a batch is cut
+    size: int  # the most images of a micro-batch
+    trainer: MakeTrainer  # makes a Trainer that computes so
+    devices: int = 1  # processes
+    schedule: str | None = None  # torch's name; None on one device
+    cut: Cut | None = None  # of the net; None on one device
+    bubble_bound: float | None = None  # the largest speed-up that the schedule allows; None where there is no formula
+
+
+class Cases:
+    """All cases for the Trainer's devices.
+
+    Args:
+        trainer: its settings; the pipeline strategy there has the options of the cases.
+        schedules: torch's names of those to compare.
+        batch_size: images.
+        split_sizes: images of a micro-batch, for the curve.
+        cut: another cut beside that of the strategy, of two stages, if any.
+    """
+
+    def __init__(
+        self,
+        trainer: config.Choice,
+        schedules: Sequence[str],
+        batch_size: int,
+        split_sizes: Sequence[int],
+        cut: Cut | None,
+    ) -> None:
+        check_left_out(trainer, DURATION, "--repeats says how long a row is measured")
+        check_left_out(trainer, ("gradient_clip_val",), "one device clips no gradients of micro-batches")
+        self._trainer, self._schedules = trainer, schedules
+        self._batch_size, self._split_sizes = batch_size, split_sizes
+        self._strategy = _checked(trainer)
+        probe = with_strategy(trainer, self._strategy)()
+        check_forks(probe)
+        self.devices = probe.num_devices
+        if self.devices < 2:
+            raise BadInput("trainer.devices", self.devices, "at least 2, the ranks of a pipeline")
+        self._gpus = torch.cuda.device_count() if probe.strategy.root_device.type == "cuda" else 0
+        self._schedule = self._strategy.init_args["schedule"]
+        fits = self.devices == 2 and self._schedule in ONE_STAGE
+        self.cuts = [*([cut] if cut is not None and fits else []), Cut.of(self._strategy.init_args["balance"])]
+        self.unfit: dict[str, str] = {}
+
+    def first(self) -> list[Case]:
+        """One device, the split, and all sizes of micro-batches, under the strategy's own schedule."""
+        alone = [self.alone(size) for size in [self._batch_size, *self._split_sizes]]
+        split = [self.pipelined("GPipe", cut, self._batch_size, split=True) for cut in self.cuts]
+        curve = [self.pipelined(self._schedule, cut, size) for cut in self.cuts for size in self._split_sizes]
+        return [*alone, *(case for case in [*split, *curve] if case is not None)]
+
+    def side_by_side(self, size: int) -> list[Case]:
+        """All schedules with micro-batches of this size; one of `first` may be among them."""
+        cases = [self.pipelined(name, self.cuts[-1], size) for name in self._schedules]
+        return [case for case in cases if case is not None]
+
+    def inside(self, size: int) -> list[Case]:
+        """The split within one process, whole batches and micro-batches, on two GPUs."""
+        if self._gpus < 2 or self.devices != 2:
+            self.unfit["split in one process"] = "it needs two GPUs"
+            return []
+        cut = self.cuts[0] if isinstance(self.cuts[0].balance, list) else Cut.of("parameters")
+        name, make = f"split in one process {cut.label}", with_strategy(self._trainer, "auto", one=True)
+        cases = []
+        for each in (self._batch_size, size):
+            count = self._count(each)
+            label = name if count == 1 else _sized(name, each)
+            cases.append(Case(label, "inside", count, each, make, cut=cut, bubble_bound=bubble_bound(2, count)))
+        return cases
+
+    def alone(self, size: int) -> Case:
+        """One device that computes micro-batches of this size."""
+        count, make = self._count(size), with_strategy(self._trainer, "auto", one=True)
+        return Case(ONE if count == 1 else _sized(ONE, size), "one", count, size, make)
+
+    def pipelined(self, schedule: str, cut: Cut, size: int, split: bool = False) -> Case | None:
+        """A pipeline, with a few more micro-batches, of fewer images, where the schedule needs them; or None.
+
+        Args:
+            schedule: torch's name of it.
+            cut: of the net; replaced by the one by time if the schedule has other stages.
+            size: images of a micro-batch.
+            split: whether it stands for the plain split, of which nothing is pipelined.
+        """
+        cut, refused = self._fitting(schedule, cut), ""
+        label = f"split {cut.label}" if split else f"{schedule} {cut.label}"
+        for count in range(self._count(size), self._count(size) + (1 if split else 2 * self.devices + 1)):
+            make = with_strategy(self._trainer, self._with(schedule, cut, count))
+            try:
+                make()
+            except BadInput as error:
+                refused = refused or str(error)
+                continue
+            bound = bubble_bound(self.devices, count) if schedule in ONE_STAGE else None
+            if count > self._count(size):
+                size = -(-self._batch_size // count)
+            kind, name = ("split", label) if split else ("pipelined", _sized(label, size))
+            return Case(name, kind, count, size, make, self.devices, schedule, cut, bound)
+        self.unfit[label if split else _sized(label, size)] = refused
+        return None
+
+    def _fitting(self, schedule: str, cut: Cut) -> Cut:
+        """The cut, unless it gives the sizes of stages and the schedule has other stages."""
+        as_many = schedule == self._schedule or {schedule, self._schedule} <= set(ONE_STAGE)
+        return cut if as_many or isinstance(cut.balance, str) else BY_TIME
+
+    def _with(self, schedule: str, cut: Cut, num_microbatches: int) -> config.Choice:
+        options: dict[str, Any] = {"schedule": schedule, "balance": cut.balance, "num_microbatches": num_microbatches}
+        if schedule != self._schedule:
+            options["stages_per_rank"] = None
+        return replace(self._strategy, init_args={**self._strategy.init_args, **options})
+
+    def _count(self, size: int) -> int:
+        return -(-self._batch_size // size)
+
+
+def _checked(trainer: config.Choice) -> config.Choice:
+    """The Trainer's pipeline strategy."""
+    strategy, settings = trainer.init_args["strategy"], trainer.init_args
+    wanted = {"schedule", "num_microbatches", "data_parallel_size", "stages_per_rank", "balance"}
+    if not isinstance(strategy, config.Choice) or not wanted <= set(strategy.init_args):
+        given = strategy.class_path if isinstance(strategy, config.Choice) else strategy
+        raise BadInput("trainer.strategy", given, "pipeline: it is what is measured; one device needs none")
+    if settings["accumulate_grad_batches"] != 1:
+        raise BadInput("trainer.accumulate_grad_batches", settings["accumulate_grad_batches"], "1: a step is timed")
+    count, replicas = (strategy.init_args[name] for name in ("num_microbatches", "data_parallel_size"))
+    if count is not None:
+        raise BadInput("trainer.strategy.num_microbatches", count, "it left out: --split_sizes")
+    if replicas != 1:
+        raise BadInput("trainer.strategy.data_parallel_size", replicas, "1: one pipeline")
+    return forking(with_timeout(strategy))
+
+
+def bubble_bound(ranks: int, num_microbatches: int) -> float:
+    """The largest speed-up of stages that take the same time: a rank waits for ranks - 1 micro-batches of a step."""
+    return ranks * num_microbatches / (num_microbatches + ranks - 1)
+
+
+def _sized(name: str, size: int) -> str:
+    return f"{name}, split size {size}"

@@ -1,0 +1,128 @@
+"""Measures a case: a fit, timed inside its ranks."""
+
+import json
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+
+from harness.runs.files import write_json
+from harness.studies.isolation import Stoppable, fit_isolated
+from harness.studies.pipeline.cases import Case
+from harness.studies.pipeline.task import Noise
+from harness.studies.report import Facts
+from harness.studies.trainers import QUIET
+
+WARMUP = 2  # steps: the first also allocates, chooses kernels and exchanges the shapes of activations
+
+
+@contextmanager
+def timed_only() -> Iterator[None]:
+    """Inside, a pipeline doesn't warn of layers that train to other weights in it; the tutorial's ResNet has them."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*BatchNorm sees", UserWarning)
+        warnings.filterwarnings("ignore", ".*noise from torch's generator", UserWarning)
+        yield
+
+
+@dataclass
+class Bench:
+    """Measures cases on one module and one batch."""
+
+    make: Callable[[Case], LightningModule]  # makes the module of a case afresh
+    loader: Callable[[int], Noise]  # makes what it is fitted on, of so many batches
+    batches: int  # steps that are timed together
+    repeats: int  # how often
+
+    def measure(self, case: Case) -> tuple[Facts, Facts]:
+        """The case's row without comparisons, and its timeline: `sizes` of stages, and `events` of the last step.
+
+        An event is (rank, stage, micro-batch, kind, start, stop), in seconds from the first.
+        """
+        ranks = self._ranks(case)
+        facts = {
+            "name": case.name,
+            "schedule": case.schedule,
+            "num_microbatches": case.num_microbatches,
+            "seconds_per_step": [max(each) for each in zip(*(rank["seconds"] for rank in ranks), strict=True)],
+        }
+        events = [[number, *event] for number, rank in enumerate(ranks) for event in rank["events"]]
+        start = min((event[-2] for event in events), default=0.0)
+        for event in events:
+            event[-2:] = (round(moment - start, 7) for moment in event[-2:])
+        stages = sorted(stage for rank in ranks for stage in rank["layers"].values())
+        return facts, {"sizes": [stages.count(stage) for stage in dict.fromkeys(stages)], "events": events}
+
+    def _ranks(self, case: Case) -> list[Facts]:
+        with tempfile.TemporaryDirectory() as folder, timed_only():
+            steps = Steps(Path(folder), WARMUP, self.batches, self.repeats)
+            trainer = case.trainer(callbacks=[steps], **QUIET | {"max_steps": steps.steps})
+            fit_isolated(trainer, partial(self._fit, trainer, case, steps.steps), threads=1)
+            return [json.loads((Path(folder) / f"rank{rank}.json").read_text()) for rank in range(case.devices)]
+
+    def _fit(self, trainer: Trainer, case: Case, steps: int) -> None:
+        """Make the module in the process that trains it, as it may lie on GPUs."""
+        trainer.fit(self.make(case), self.loader(steps))
+
+
+class Steps(Stoppable):
+    """Times blocks of steps; every rank writes `rank<r>.json` into the folder.
+
+    It holds `seconds` a step of each block; and of a pipeline the `events` of the last step, as (stage, micro-batch,
+    kind, start, stop), and the stages of this rank's `layers`, by the layers' numbers. `repeats` blocks of `batches`
+    steps follow the warm-up.
+    """
+
+    def __init__(self, folder: Path, warmup: int, batches: int, repeats: int) -> None:
+        self.folder, self.warmup, self.batches = folder, warmup, batches
+        self.steps, self.step = warmup + batches * repeats, 0
+        self._moments: list[float] = []
+        self._called: dict[int, float] = {}
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Compute with one thread on a CPU: there may be as many ranks as cores."""
+        if trainer.strategy.root_device.type == "cpu":
+            torch.set_num_threads(1)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note when layers are called."""
+        super().on_train_start(trainer, pl_module)
+        stages: Any = pl_module.pipeline_stages
+        for number, layer in enumerate(stages()):
+            layer.register_forward_hook(partial(self._note, number))
+
+    def _note(self, number: int, *_: Any) -> None:
+        self._called[number] = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """Note the time at the end of each block, once GPUs have done what is queued."""
+        self.step += 1
+        timed = self.step - self.warmup
+        if timed >= 0 and timed % self.batches == 0:
+            for device in {p.device for p in pl_module.parameters() if p.device.type == "cuda"}:
+                torch.cuda.synchronize(device)
+            self._moments.append(time.perf_counter())
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the file."""
+        if self.step < self.steps:
+            return  # it was stopped
+        events: list[Any] = getattr(trainer.strategy, "events", [])
+        forwards = [event for event in events if event.kind == "forward"]
+        found = {
+            "seconds": [(stop - start) / self.batches for start, stop in pairwise(self._moments)],
+            "events": events,
+            "layers": {
+                n: e.stage for n, moment in self._called.items() for e in forwards if e.start <= moment <= e.stop
+            },
+        }
+        write_json(self.folder / f"rank{trainer.global_rank}.json", found)

@@ -1,0 +1,74 @@
+"""What people read of a study: text for the terminal, results.md, pictures."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from harness.reports.tables import NONE, Table, paragraph
+from harness.runs.files import write_bytes, write_text
+
+Facts = dict[str, Any]
+MIB = 2**20
+
+
+class Code(NamedTuple):
+    """Lines to paste, in a language that the fence names."""
+
+    text: str
+    language: str = ""
+
+    def plain(self) -> str:
+        """The lines."""
+        return self.text
+
+    def markdown(self) -> str:
+        """The lines in a fence."""
+        return f"```{self.language}\n{self.text}\n```"
+
+
+Part = Table | Code | str
+
+
+def columns(cells: Mapping[str, Callable[[Any], str]], rows: Iterable[Any], left: int = 1) -> Table:
+    """A line a row, a column a function that gives its cells; the first `left` are words."""
+    return Table(list(cells), [[cell(row) for cell in cells.values()] for row in rows], left)
+
+
+class Report(NamedTuple):
+    """What a study has to say."""
+
+    header: Mapping[str, str]  # what was measured on what, as the page begins
+    text: Sequence[Part]  # for the terminal; strings are paragraphs
+    page: Sequence[Part]  # for results.md, below the header
+    figures: Mapping[str, bytes]  # PNGs by file name
+
+    def plain(self) -> str:
+        """What is printed."""
+        return "\n\n".join(paragraph(part) if isinstance(part, str) else part.plain() for part in self.text)
+
+    def markdown(self, title: str) -> str:
+        """The content of results.md."""
+        header = "\n".join(f"- {name}: {value}" for name, value in self.header.items())
+        parts = [part if isinstance(part, str) else part.markdown() for part in self.page]
+        return "\n\n".join([f"# {title}", header, *parts]) + "\n"
+
+    def save(self, folder: Path, title: str) -> None:
+        """Write results.md and the pictures."""
+        write_text(folder / "results.md", self.markdown(title))
+        for name, png in self.figures.items():
+            write_bytes(folder / name, png)
+
+
+def words(values: Mapping[str, Any]) -> str:
+    """Names with their values, such as `cores 2, gpus []`; what is None is left out."""
+    return ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
+
+
+def percent(share: float | None) -> str:
+    """A share as a whole number of hundredths."""
+    return NONE if share is None else f"{100 * share:.0f}"
+
+
+def machine(results: Facts) -> dict[str, str]:
+    """Lines of a page's header."""
+    return {name: words(results[name.lower()]) for name in ("Hardware", "Versions")}
