@@ -55,7 +55,7 @@ def cut(
 def warn_of_other_numbers(module: LightningModule, splits_batches: bool) -> None:
     """Warn of layers whose numbers depend on the pipeline, before the module is cut."""
     if noisy := keyed.unkeyed(module):
-        advice = "numbers will move with the pipeline; apprentice.keyed.Dropout's do not"
+        advice = "its numbers depend on the stages; those of apprentice.keyed.Dropout do not"
         rank_zero_warn(f"{', '.join(noisy)}: noise from torch's generator; {advice}")
     if splits_batches and (normalised := stages.normalised(module)):
         advice = "GroupNorm's numbers are those of one device"

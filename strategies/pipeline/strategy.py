@@ -175,7 +175,7 @@ class PipelineStrategy(PipelineTraining):
     def check_trainer(self, trainer: Trainer) -> None:
         """Raise ValueError for a setting that needs the whole module; the message names it."""
         if trainer._detect_anomaly:
-            raise ValueError("detect_anomaly True: expected False, as bits travel, some of which look like NaN")
+            raise ValueError("detect_anomaly True: expected False, as it takes the bits of packed tensors for NaN")
         averaging = StochasticWeightAveraging, WeightAveraging
         self._refuse_callbacks(trainer, averaging, "none that averages weights, which no rank has all of")
         self._refuse_callbacks(trainer, (BaseFinetuning,), "none that unfreezes layers, which no rank has all of")
