@@ -25,7 +25,7 @@ from strategies.base.agreeing import SharedReplica
 from strategies.base.gradients import packed, unpacked
 from strategies.base.model_parallel import PLAIN, devices_of
 from strategies.exact.shards import bounds
-from strategies.pipeline.noise import OwnNoise
+from strategies.pipeline.states import RankRandomState
 from strategies.rpc import agents, replica
 from strategies.rpc.base import RPCStrategy, trained
 from strategies.rpc.main_thread import MainThreadQueue
@@ -106,7 +106,7 @@ class RPCHybrid(RPCStrategy, SharedReplica):
             super().setup(trainer)
             return
         self._read_whole(trainer)
-        self._noise = OwnNoise(keyed.fold_in(torch.initial_seed(), self.global_rank))
+        self._noise = RankRandomState(keyed.fold_in(torch.initial_seed(), self.global_rank))
         self._share_metrics(self._own)
         if plain := [name for name in stages.normalised(module) if type(module.get_submodule(name)) in PLAIN]:
             rank_zero_warn(f"{', '.join(plain)}: BatchNorm sees the rows of one worker, not the batch")

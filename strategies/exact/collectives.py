@@ -1,5 +1,6 @@
-"""Refuses collectives in a module's steps, where ranks compute different numbers of them and would wait for ever."""
+"""Refuses collectives in a module's steps: ranks compute different numbers of shards and would wait for ever."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -11,44 +12,33 @@ from lightning.pytorch.strategies import Strategy
 from torchmetrics import Metric
 
 OF_STRATEGY = ("all_gather", "barrier", "broadcast", "reduce", "reduce_boolean_decision")
-OF_TORCH = (
-    *("all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_gather_single"),
-    *("all_reduce", "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv"),
-    *("broadcast", "broadcast_object_list", "gather", "gather_into_tensor", "gather_object", "gather_single"),
-    *("irecv", "isend", "monitored_barrier", "recv", "recv_object_list", "reduce", "reduce_scatter"),
-    *("reduce_scatter_single", "reduce_scatter_tensor", "scatter", "scatter_object_list", "send", "send_object_list"),
-)
-# What these functions end in, for code that has them under other names.
-OF_GROUPS = (
-    *("_allgather_base", "_reduce_scatter_base", "all_gather_single", "all_to_all_single", "allgather"),
-    *("allgather_coalesced", "allgather_into_tensor_coalesced", "allreduce", "allreduce_coalesced", "alltoall"),
-    *("alltoall_base", "barrier", "broadcast", "gather", "gather_into_tensor", "gather_single", "monitored_barrier"),
-    *("recv", "recv_anysource", "reduce", "reduce_scatter", "reduce_scatter_single"),
-    *("reduce_scatter_tensor_coalesced", "scatter", "send"),
+# Functions of torch.distributed, and the methods of ProcessGroup that they call.
+COLLECTIVE = re.compile(
+    "_?(all_?(gather|reduce|to)|(monitored_)?barrier|batch_isend|broadcast|gather|i?(send|recv)|reduce($|_s)|scatter)"
 )
 
 _step: ContextVar[str | None] = ContextVar("step", default=None)
 
 
 @contextmanager
-def refused(step: str, strategy: Strategy) -> Iterator[None]:
-    """Inside, each collective raises ValueError: of the strategy, of torch.distributed, and a metric's `compute()`.
+def refuse_collectives(step: str, strategy: Strategy) -> Iterator[None]:
+    """Inside, collectives of the strategy and torch.distributed, and a metric's `compute()`, raise ValueError.
 
-    A metric's `forward` is let through, as it computes the value of its own rows alone.
+    A metric's `forward` is allowed: it computes the value of its own rows.
 
     Args:
-        step: the module's method that is called inside, which the message names.
-        strategy: the one in use.
+        step: name of the module's method that runs inside.
+        strategy: the strategy in use.
     """
     token = _step.set(step)
     for name in OF_STRATEGY:
         setattr(strategy, name, _checked(getattr(strategy, name), f"trainer.strategy.{name}"))
-    for owner, name, _, checked in _global():
+    for owner, name, _, checked in _patches():
         setattr(owner, name, checked)
     try:
         yield
     finally:
-        for owner, name, original, _ in _global():
+        for owner, name, original, _ in _patches():
             setattr(owner, name, original)
         for name in OF_STRATEGY:
             delattr(strategy, name)
@@ -56,8 +46,8 @@ def refused(step: str, strategy: Strategy) -> Iterator[None]:
 
 
 @contextmanager
-def allowed() -> Iterator[None]:
-    """Inside, collectives are let through again: those of a strategy that computes what the step has asked for."""
+def allow_collectives() -> Iterator[None]:
+    """Inside, collectives are allowed again, such as those of a strategy that computes the module's `forward`."""
     token = _step.set(None)
     try:
         yield
@@ -65,17 +55,17 @@ def allowed() -> Iterator[None]:
         _step.reset(token)
 
 
-@cache
-def _global() -> list[tuple[Any, str, Callable, Callable]]:
-    """Owner, name, what is there (as it is stored) and what takes its place; made once: each shard wants it."""
-    groups = getattr(dist, "ProcessGroup", None)
-    names = [("torch.distributed", dist, name) for name in OF_TORCH] + [("ProcessGroup", groups, n) for n in OF_GROUPS]
-    replaced = [
-        (owner, name, vars(owner)[name], _checked(getattr(owner, name), f"{label}.{name}"))
-        for label, owner, name in names
-        if hasattr(owner, name)  # some are newer than others
+@cache  # each shard needs it
+def _patches() -> list[tuple[Any, str, Callable, Callable]]:
+    """Owner, name, original and replacement of each function."""
+    owners = {"torch.distributed": dist, "ProcessGroup": getattr(dist, "ProcessGroup", None)}
+    patches = [
+        (owner, name, original, _checked(getattr(owner, name), f"{label}.{name}"))
+        for label, owner in owners.items()
+        for name, original in (vars(owner).items() if owner else ())
+        if COLLECTIVE.match(name) and callable(original)
     ]
-    return [*replaced, (Metric, "sync_context", Metric.sync_context, _checked_metric(Metric.sync_context))]
+    return [*patches, (Metric, "sync_context", Metric.sync_context, _checked_metric(Metric.sync_context))]
 
 
 def _checked(call: Callable, name: str) -> Callable:

@@ -1,7 +1,7 @@
-"""Sums of gradients in which the order of the addends does not matter.
+"""Sums of gradients that don't depend on the order of the addends.
 
-A number is cut into digits of W bits on a grid of powers of two that is the same for all numbers. Digits of one place
-are added up in the gradients' own floating type, W being so small that no sum of N of them is rounded. So it is with
+A number is split into digits of W bits on a grid of powers of two that is the same for all numbers. Digits of one place
+are added in the gradients' own floating type; W is small enough that a sum of N digits is never rounded. This is
 reproducible summation (Demmel and Nguyen 2013; Ahrens, Demmel and Nguyen, ReproBLAS).
 """
 
@@ -14,27 +14,24 @@ from torch import Tensor, nn
 
 from apprentice import replicas
 
-# Of a type: bits of the integers that it holds, the exponent of its smallest number, and, of a parameter's largest
-# gradient, the bits to which a sum is right.
+# By type: bits of the integers that it holds, the exponent of its smallest number, and a sum's error, as the negative
+# exponent of a fraction of a parameter's largest gradient.
 TYPES = {torch.float32: (24, -149, 40), torch.float64: (53, -1074, 50)}
-NONE, FLAW = 0, 2**16  # in the place of a parameter's highest digit: no gradient at all; one that is not finite
-CHUNK = 2**16  # numbers that stay in a core's own cache from one operation to the next
+NONE, FLAW = 0, 2**16  # in place of a parameter's highest digit: no gradient at all; one that is not finite
+CHUNK = 2**16  # numbers that stay in a core's cache from one operation to the next
 
 
 class FixedPointSum:
-    """The sum of the parameters' gradients over all shards of a batch and all ranks, with the same bits in any order.
+    """The sum of the parameters' gradients over all shards and ranks, with the same bits in any order.
 
-    A parameter keeps its highest digits only, beginning with that of the largest element of any shard's gradient. What
-    a gradient adds to a digit depends on nothing else; so where a larger gradient comes, here or on another rank, the
-    digits move to make room, the lowest are dropped, and it is as if it had come first. An element's sum is right to
+    A parameter keeps its highest digits only, starting with that of the largest element of any shard's gradient. What a
+    gradient adds to a digit depends on nothing else. When a larger gradient comes, here or on another rank, the digits
+    move to make room, the lowest are dropped, and the result is as if it had come first. An element's sum is right to
     2^-40 of its parameter's largest gradient, to 2^-50 in float64. Every finite gradient can be added.
 
     Args:
-        parameters: whose `.grad` is added, by name.
-        addends: how many gradients of one parameter are added up at most.
-
-    Raises:
-        ValueError: a parameter is complex.
+        parameters: whose `.grad` is added, by name; complex ones raise ValueError.
+        addends: maximum number of gradients of one parameter.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], addends: int) -> None:
@@ -44,14 +41,14 @@ class FixedPointSum:
         device = self.parameters[0].device
         wide = torch.float64 if any(p.dtype == torch.float64 for p in self.parameters) else torch.float32
         bits, self._lowest, right = TYPES[wide]
-        carry = (addends - 1).bit_length()  # by so many bits a sum is longer than its addends
+        carry = (addends - 1).bit_length()  # bits by which a sum is longer than its addends
         self._width = bits - carry
         self._kept = 1 + -(-(right - 1 + carry) // self._width)
         self._sizes = [p.numel() for p in self.parameters]
         self._starts = [0, *itertools.accumulate(self._sizes)]
         self._used = self._kept * self._starts[-1]
-        self._highest = [NONE] * len(self.parameters)  # the place of the highest digit that is kept
-        self._vector = torch.zeros(self._used, dtype=wide, device=device)  # of all the highest, of all the next, ...
+        self._vector = torch.empty(self._used, dtype=wide, device=device)  # the highest digits of all, the next, ...
+        self.clear()
         self._packed = torch.zeros(self._starts[-1], dtype=wide, device=device)
         self._pieces = self._packed.split(self._sizes)
         self._views = [  # each with the shape and the strides of its parameter
@@ -70,16 +67,16 @@ class FixedPointSum:
         return self._lowest + place * self._width
 
     def clear(self) -> None:
-        """Begin a new sum."""
+        """Start a new sum."""
         self._vector.zero_()
-        self._highest = [NONE] * len(self.parameters)
+        self._highest = [NONE] * len(self.parameters)  # the place of the highest digit that is kept
 
     @torch.no_grad()
     def add(self) -> None:
-        """Add each parameter's gradient, and take it away from the parameter.
+        """Add each parameter's gradient and set it to None.
 
         Raises:
-            ValueError: one is sparse: it would come back dense, which some optimizers take for something else.
+            ValueError: a gradient is sparse: the sum would be dense, which changes what some optimizers do.
         """
         grads = {i: p.grad for i, p in enumerate(self.parameters) if p.grad is not None}
         if not grads:
@@ -96,7 +93,7 @@ class FixedPointSum:
         if found:
             scales = [math.ldexp(1.0, -self._unit(place)) for place in found.values()]
             torch._foreach_mul_([pieces[i] for i in found], scales)
-        # Those together that begin with the same of the digits that are kept, or have none of them.
+        # Add neighbours that start with the same of the kept digits at once; skip those that have none of these digits.
         skipped = [self._highest[i] - found[i] if i in found else self._kept for i in range(len(pieces))]
         for skip, group in itertools.groupby(range(len(pieces)), skipped.__getitem__):
             members = list(group)
@@ -104,7 +101,7 @@ class FixedPointSum:
                 self._add(self._starts[members[0]], self._starts[members[-1] + 1], skip)
 
     def _places(self, pieces: Sequence[Tensor]) -> list[int]:
-        """Of each the place of the highest digit, not below those that can be the highest of the digits kept."""
+        """The place of each piece's highest digit, at least that of the highest digit when the lowest are kept."""
         ends = [end for piece in pieces for end in (piece.aminmax() if len(piece) else piece.new_zeros(2))]
         largest = torch.stack(ends).abs().view(-1, 2).amax(1).tolist()
         return [
@@ -115,7 +112,7 @@ class FixedPointSum:
         ]
 
     def _make_room(self, places: Sequence[int]) -> None:
-        """Have each parameter keep the digits from its place on, if that is higher than before."""
+        """Keep each parameter's digits from its place on, if that is higher than before."""
         for i, (place, before) in enumerate(zip(places, self._highest, strict=True)):
             if place <= before:
                 continue
@@ -126,24 +123,24 @@ class FixedPointSum:
                 digits.copy_(torch.cat([torch.zeros_like(digits[:rise]), digits[: self._kept - rise]]))
 
     def _add(self, start: int, stop: int, skip: int) -> None:
-        """Add elements, given in units of their highest digit; so many of the digits that are kept are higher."""
+        """Add elements in units of their highest digit, which has `skip` kept digits above it."""
         for begin in range(start, stop, CHUNK):
             end = min(begin + CHUNK, stop)
             rest, digit = self._packed[begin:end], self._rounded[: end - begin]
             *higher, last = self._digits[skip:, begin:end].unbind()
             for total in higher:
                 total.add_(torch.round(rest, out=digit))
-                rest.sub_(digit).mul_(2.0**self._width)  # exact, both
+                rest.sub_(digit).mul_(2.0**self._width)  # both exact
             last.add_(rest.round_())
 
     def reduce(self, bits: Tensor) -> Tensor:
         """Add up the sums of all replicas.
 
         Args:
-            bits: float64 numbers, each other than zero on one replica at most; they travel along.
+            bits: float64 numbers to send along, each nonzero on at most one replica.
 
         Returns:
-            These numbers, of all replicas.
+            These numbers of all replicas.
         """
         if replicas.count() == 1:
             return bits
@@ -151,22 +148,21 @@ class FixedPointSum:
         length = self._used + 4 * bits.numel()
         if len(self._vector) != length:
             self._vector = torch.cat([self._vector[: self._used], self._vector.new_empty(length - self._used)])
-        self._vector[self._used :] = bits.flatten().view(torch.int16)  # which any type here holds and adds exactly
+        self._vector[self._used :] = bits.flatten().view(torch.int16)  # which both types hold and add exactly
         replicas.all_reduce_sum_(self._vector)
         return self._vector[self._used :].to(torch.int16).view(torch.float64).view_as(bits)
 
     def flawed(self) -> list[str]:
-        """Names of the parameters of which some gradient was not finite."""
+        """Names of the parameters with a gradient that was not finite."""
         return [name for name, place in zip(self.names, self._highest, strict=True) if place == FLAW]
 
     def divided(self, divisor: float) -> list[Tensor | None]:
-        """The sums over `divisor`, each in its parameter's type; None where there was no gradient at all, or a flaw."""
-        return [
-            None if place in {NONE, FLAW} else self._divided(i, place, divisor) for i, place in enumerate(self._highest)
-        ]
+        """The sums over `divisor`, each in its parameter's type; None without a gradient or with a flaw."""
+        places = enumerate(self._highest)
+        return [None if place in {NONE, FLAW} else self._divided(i, place, divisor) for i, place in places]
 
     def _divided(self, i: int, place: int, divisor: float) -> Tensor:
-        """The sum of one parameter, whose highest digit is at `place`; in pieces, as float64 takes twice the memory."""
+        """The sum of parameter `i`, whose highest digit is at `place`; in chunks, as float64 takes twice the memory."""
         found = torch.empty_like(self.parameters[i], device=self._vector.device, requires_grad=False)
         flat = found.as_strided((self._sizes[i],), (1,))
         unit = math.ldexp(1.0, self._unit(place - self._kept + 1))

@@ -1,149 +1,128 @@
-"""What travels from stage to stage: the tensors of a micro-batch in one flat tensor, bit by bit.
+"""Packs the tensors between two stages into one flat buffer, bit by bit.
 
-torch's pipeline wants the same number of tensors of the same shapes for every micro-batch, each with a gradient, and
-contiguous. A parcel is that whatever it holds: any number of tensors of any types, some without gradients, with fewer
-rows than there is room for. Each arrives with the bits and the memory format it was sent with, and so do gradients.
+torch's pipeline expects the same number of contiguous tensors of the same shapes for every micro-batch, each with a
+gradient. A flat buffer meets that for any number of tensors of any types, some without gradients, with fewer rows than
+it has room for. Tensors and gradients arrive with the same bits and memory format.
 """
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-UNIT = torch.float32  # only a name for four bytes: nothing is computed with a parcel
-ALIGNED = 4  # units
+UNIT = torch.float32  # a type with gradients, for four bytes of any type
+ALIGNMENT = 4  # units
 
 
-class Layout(NamedTuple):
-    """What is known of a tensor before it comes.
+@dataclass(frozen=True)
+class Layout:
+    """What a rank knows of a tensor before it arrives."""
 
-    Attributes:
-        row: its shape but for the first dimension, the rows.
-        order: its dimensions as they lie in memory, the outermost first.
-        dtype: its type.
-        differentiable: whether a gradient goes back.
-    """
-
-    row: tuple[int, ...]
-    order: tuple[int, ...]
+    row: tuple[int, ...]  # shape without the first dimension, the rows
+    order: tuple[int, ...]  # dimensions by stride, the outermost first
     dtype: torch.dtype
-    differentiable: bool
+    differentiable: bool  # whether a gradient goes back
 
     @classmethod
     def of(cls, x: Tensor) -> "Layout":
-        """The layout of a tensor, which becomes dense if it is not."""
+        """The layout of a tensor, made dense."""
         strides = torch.empty_like(x, device="meta").stride()
         order = tuple(sorted(range(x.dim()), key=lambda dim: (-strides[dim], dim)))
         return cls(tuple(x.shape[1:]), order, x.dtype, x.requires_grad)
 
-    def empty(self, device: torch.device) -> Tensor:
-        """Without rows: (0, *row)."""
-        return torch.empty(0, *self.row, dtype=self.dtype, device=device)
-
     def units(self, rows: int) -> int:
-        """Room for so many rows."""
+        """Units that so many rows take."""
         size = -(-rows * prod(self.row) * self.dtype.itemsize // UNIT.itemsize)
-        return -(-size // ALIGNED) * ALIGNED
+        return -(-size // ALIGNMENT) * ALIGNMENT
 
-    def inside(self, parcel: Tensor, start: int, rows: int) -> Tensor:
-        """(rows, *row), the tensor that lies in the parcel from unit `start` on; it shares memory, but no history."""
+    def view(self, buffer: Tensor, start: int, rows: int) -> Tensor:
+        """(rows, *row), the tensor at unit `start` of the buffer; it shares memory, but no history."""
         shape = rows, *self.row
         strides = torch.empty_permuted(shape, self.order, device="meta").stride()
-        begin = (parcel.storage_offset() + start) * UNIT.itemsize // self.dtype.itemsize
-        empty = torch.empty(0, dtype=self.dtype, device=parcel.device)
-        return empty.set_(parcel.untyped_storage(), begin, shape, strides)
+        begin = (buffer.storage_offset() + start) * UNIT.itemsize // self.dtype.itemsize
+        empty = torch.empty(0, dtype=self.dtype, device=buffer.device)
+        return empty.set_(buffer.untyped_storage(), begin, shape, strides)
 
 
 class Packing:
-    """How tensors are packed.
-
-    Args:
-        layouts: of the tensors.
-        capacity: the most rows that will come.
-    """
+    """Packs tensors of known layouts, with at most `capacity` rows."""
 
     def __init__(self, layouts: Sequence[Layout], capacity: int) -> None:
         self.layouts = tuple(layouts)
-        self.starts = [0, *itertools.accumulate(layout.units(capacity) for layout in layouts)]
+        *self.starts, self.units = itertools.accumulate((x.units(capacity) for x in layouts), initial=0)
+        self.differentiable = any(layout.differentiable for layout in layouts)
 
-    @property
-    def units(self) -> int:
-        """The length of a parcel."""
-        return self.starts[-1]
-
-    @property
-    def differentiable(self) -> bool:
-        """Whether any gradient goes back."""
-        return any(layout.differentiable for layout in self.layouts)
+    def empty(self, device: torch.device | str) -> Tensor:
+        """(units,) a buffer to receive into."""
+        return torch.empty(self.units, dtype=UNIT, device=device)
 
     def pack(self, tensors: Sequence[Tensor], anchor: Tensor) -> Tensor:
-        """A parcel (units,); it requires a gradient in any case, of `anchor` if of nothing else.
+        """(units,) a buffer with a gradient, of `anchor` if of no other tensor.
 
         Raises:
-            ValueError: tensors unlike those that the layouts were made of.
+            ValueError: tensors of other layouts.
         """
         self.check(tensors)
         return _Pack.apply(self, anchor, *tensors)
 
     def check(self, tensors: Sequence[Tensor]) -> None:
-        """Raise ValueError where tensors are unlike those that the layouts were made of."""
-        found = [(tuple(x.shape[1:]), x.dtype) for x in tensors]
-        expected = [(layout.row, layout.dtype) for layout in self.layouts]
+        """Raise ValueError for tensors of other layouts."""
+        found = [_described(tuple(x.shape[1:]), x.dtype) for x in tensors]
+        expected = [_described(layout.row, layout.dtype) for layout in self.layouts]
         if found != expected:
-            raise ValueError(
-                f"expected a stage to give {_listed(expected)} for every micro-batch, got {_listed(found)}"
-            )
+            listed = [" and ".join(each) or "nothing" for each in (expected, found)]
+            raise ValueError(f"expected a stage to give {listed[0]} for every micro-batch, got {listed[1]}")
 
-    def unpack(self, parcel: Tensor, rows: int) -> tuple[Tensor, ...]:
-        """The tensors, of so many rows."""
-        return _Unpack.apply(self, rows, parcel)
+    def unpack(self, buffer: Tensor, rows: int) -> tuple[Tensor, ...]:
+        """The tensors, with so many rows."""
+        return _Unpack.apply(self, rows, buffer)
 
-    def bare(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """A parcel without history; zeros where a tensor is missing."""
-        some = next(x for x in tensors if x is not None)
-        parcel = torch.empty(self.units, dtype=UNIT, device=some.device)
-        for x, layout, (start, stop) in zip(tensors, self.layouts, itertools.pairwise(self.starts), strict=True):
+    def pack_detached(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """(units,) a buffer without history; zeros for None."""
+        buffer = self.empty(next(x.device for x in tensors if x is not None))
+        ends = [*self.starts[1:], self.units]
+        for x, layout, start, end in zip(tensors, self.layouts, self.starts, ends, strict=True):
             if x is None:
-                parcel[start:stop].zero_()
+                buffer[start:end].zero_()
             else:
-                layout.inside(parcel, start, len(x)).copy_(x)
-        return parcel
+                layout.view(buffer, start, len(x)).copy_(x)
+        return buffer
 
-    def opened(self, parcel: Tensor, rows: int) -> list[Tensor]:
-        """The tensors in it, without history."""
-        return [layout.inside(parcel, start, rows) for layout, start in zip(self.layouts, self.starts, strict=False)]
+    def views(self, buffer: Tensor, rows: int) -> list[Tensor]:
+        """The tensors, without history."""
+        return [layout.view(buffer, start, rows) for layout, start in zip(self.layouts, self.starts, strict=True)]
 
 
 class _Pack(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, packing: Packing, _anchor: Tensor, *tensors: Tensor) -> Tensor:
         ctx.packing, ctx.rows = packing, len(tensors[0])
-        return packing.bare(tensors)
+        return packing.pack_detached(tensors)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        grads = ctx.packing.opened(grad, ctx.rows)
+        grads = ctx.packing.views(grad, ctx.rows)
         return None, None, *(g if wanted else None for g, wanted in zip(grads, ctx.needs_input_grad[2:], strict=True))
 
 
 class _Unpack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, packing: Packing, rows: int, parcel: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, packing: Packing, rows: int, buffer: Tensor) -> tuple[Tensor, ...]:
         ctx.packing = packing
         ctx.set_materialize_grads(False)
-        tensors = packing.opened(parcel, rows)
+        tensors = packing.views(buffer, rows)
         layouts = zip(tensors, packing.layouts, strict=True)
         ctx.mark_non_differentiable(*(x for x, layout in layouts if not layout.differentiable))
         return tuple(tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return None, None, ctx.packing.bare(grads)
+        return None, None, ctx.packing.pack_detached(grads)
 
 
-def _listed(tensors: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> str:
-    shapes = (f"(rows, {', '.join(map(str, row))}) {str(dtype).removeprefix('torch.')}" for row, dtype in tensors)
-    return " and ".join(shapes) or "nothing"
+def _described(row: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"(rows, {', '.join(map(str, row))}) {str(dtype).removeprefix('torch.')}"

@@ -1,4 +1,4 @@
-"""What a module's `training_step` calls `forward` with, and what it is answered."""
+"""The call of `forward` in a module's `training_step`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -9,54 +9,43 @@ from torch import Tensor
 from apprentice import keyed
 
 
-class Calls:
-    """Answers what `training_step` calls `forward` with.
+class Stopped(BaseException):
+    """Ends a `training_step` at its call of `forward`."""
 
-    Attributes:
-        inputs: what it was called with.
-        noise: makes the context in which keyed noise was to be drawn.
-    """
 
-    def __init__(self, name: str, answer: Callable[[tuple[Tensor, ...]], Any]) -> None:
-        self.name, self.answer, self.count = name, answer, 0
+def stop(_inputs: tuple[Tensor, ...]) -> Any:
+    """An answer for steps that run only to see the inputs of `forward`."""
+    raise Stopped
+
+
+class ForwardCall:
+    """Stands in for a module's `forward` during one `training_step`."""
+
+    def __init__(self, module: str, answer: Callable[[tuple[Tensor, ...]], Any]) -> None:
+        self.expected = f"{module}.training_step: expected one call of forward"
+        self.answer, self.called = answer, False
         self.inputs: tuple[Tensor, ...] = ()
-        self.noise: Callable[[], AbstractContextManager] = nullcontext
+        self.noise: Callable[[], AbstractContextManager] = nullcontext  # the keyed noise of the call
 
-    def forward(self, inputs: tuple[Tensor, ...]) -> Any:
-        """The answer.
-
-        Raises:
-            ValueError: it is asked for again.
-        """
-        self.count += 1
-        if self.count > 1:
-            raise ValueError(f"{self.name}.training_step: expected one call of forward, got a second")
+    def __call__(self, inputs: tuple[Tensor, ...]) -> Any:
+        """The answer; raises ValueError at a second call."""
+        if self.called:
+            raise ValueError(f"{self.expected}, got a second")
+        self.called = True
         self.inputs, self.noise = inputs, keyed.part(0, len(inputs[0]))
         return self.answer(inputs)
 
     @contextmanager
-    def expected_once(self) -> Iterator[None]:
-        """Raise ValueError where it is never asked for inside, whatever came of that."""
-        none = f"{self.name}.training_step: expected one call of forward, got none"
+    def required(self) -> Iterator[None]:
+        """Raise ValueError if `forward` is not called inside; the block may end with `stop`."""
+        none = f"{self.expected}, got none"
         try:
             yield
+        except Stopped:
+            pass
         except (RuntimeError, NotImplementedError) as error:
-            if self.count or "meta" not in str(error):
+            if self.called or "meta" not in str(error):
                 raise
-            raise ValueError(f"{none}: {error}") from error  # a layer was called itself that lives elsewhere
-        if not self.count:
+            raise ValueError(f"{none}: {error}") from error  # the step called a layer of another rank
+        if not self.called:
             raise ValueError(none)
-
-
-class Stopped(BaseException):
-    """Ends a step that was only to be asked."""
-
-
-def known(answer: Any, _inputs: tuple[Tensor, ...]) -> Any:
-    """Answer what is known already."""
-    return answer
-
-
-def stop(_inputs: tuple[Tensor, ...]) -> Any:
-    """Answer nothing: what was asked is all there is to know."""
-    raise Stopped

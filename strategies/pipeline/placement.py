@@ -1,4 +1,4 @@
-"""Where the tensors of a module live that is cut into stages."""
+"""Keeps each stage's tensors on its rank; other ranks hold meta tensors."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,136 +8,107 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from strategies.base.stages import tensors
+from strategies.pipeline.schedules import LocalStages
 
 
 class StagePlacement:
-    """Where a module's tensors live: what a rank does not compute with is on the meta device there.
+    """Places a module's tensors on the ranks of a pipeline.
 
-    Parameters stay the objects they are where they live; elsewhere others stand in for them, under the same names and
-    in the same order, so that optimizers and checkpoints count alike on all ranks.
+    A rank keeps its stages' parameters as the objects they are. Meta tensors stand in for the others, under the same
+    names and in the same order, so that optimizers and checkpoints number parameters alike on all ranks.
 
     Args:
-        module: the same on all ranks; rank zero's values are those that count.
-        stages: the modules of each stage.
-        ranks: of each stage the rank in the pipeline that computes it.
-        group: the ranks of this pipeline.
-        device: where this rank computes.
+        module: the same on all ranks; rank zero's values count.
+        local: the stages of this rank.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        stages: Sequence[Sequence[nn.Module]],
-        ranks: Sequence[int],
-        group: dist.ProcessGroup,
-        device: torch.device,
-    ) -> None:
-        self.group, self.device = group, device
-        self.owners: dict[Tensor, int] = {}  # rank in the pipeline; a tensor that is not here lives on all ranks
-        for stage, rank in zip(stages, ranks, strict=True):
+    def __init__(self, module: nn.Module, local: LocalStages) -> None:
+        self.group, self.device, self.rank = local.group, local.device, local.rank
+        self.owners: dict[Tensor, int] = {}  # rank in the pipeline; a tensor that is missing lives on all ranks
+        for stage, rank in zip(local.modules, local.assignment.rank_of, strict=True):
             self.owners |= {tensor: rank for part in stage for _, tensor in tensors(part)}
-        self._places: dict[Tensor, list[tuple[nn.Module, str]]] = {}
-        for m in module.modules():
-            for store in (m._parameters, m._buffers):
-                for name, tensor in store.items():
-                    if tensor is not None:
-                        self._places.setdefault(tensor, []).append((m, name))
-        self._names = {
-            prefix + ("." if prefix else "") + name: tensor
-            for prefix, m in module.named_modules(remove_duplicate=False)
-            for store in (m._parameters, m._buffers)
-            for name, tensor in store.items()
-            if tensor is not None
-        }
-        self._meta = {tensor: torch.empty_like(tensor, device="meta") for tensor in self.owners}
-        self._settle()
+        self._names: dict[str, Tensor] = {}
+        self._slots: dict[Tensor, list[tuple[nn.Module, str]]] = {}
+        for prefix, m in module.named_modules(remove_duplicate=False):
+            for name, tensor in [*m._parameters.items(), *m._buffers.items()]:
+                if tensor is not None:
+                    self._names[f"{prefix}.{name}".removeprefix(".")] = tensor
+                    self._slots.setdefault(tensor, []).append((m, name))
+        self._distribute()
+
+    def _is_here(self, tensor: Tensor) -> bool:
+        return self.owners.get(tensor, self.rank) == self.rank
 
     @torch.no_grad()
-    def _settle(self) -> None:
-        """Take rank zero's values, keep what is computed here, put stand-ins in the places of the rest."""
-        here = dist.get_rank(self.group)
-        for tensor, places in self._places.items():
+    def _distribute(self) -> None:
+        """Copy rank zero's values to where they belong, and put stand-ins elsewhere."""
+        for tensor, slots in self._slots.items():
+            stand_in = torch.empty_like(tensor, device="meta")
             values = _dense(tensor.detach().to(self.device))
-            dist.broadcast(_flat(values), 0)
-            if self.owners.get(tensor, here) == here:
+            dist.broadcast(_bytes(values), 0)
+            if self._is_here(tensor):
                 tensor.data = values
                 continue
             tensor.data = tensor.data.new_empty(0)
-            stand_in: Tensor = self._meta[tensor]
-            if isinstance(tensor, nn.Parameter):
-                stand_in = nn.Parameter(stand_in, tensor.requires_grad)
-            self._put(places, stand_in)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            _put(slots, nn.Parameter(stand_in, tensor.requires_grad) if is_parameter else stand_in)
 
-    @staticmethod
-    def _put(places: list[tuple[nn.Module, str]], tensor: Tensor) -> None:
-        for m, name in places:
-            setattr(m, name, tensor)
+    def full_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The module's whole state dict, on the CPU of the pipeline's first rank; empty on others. All ranks call it.
 
-    def whole(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The module's state dict as on one device, on the first rank of the pipeline; every rank has to ask.
-
-        What is no parameter or buffer, such as an extra state, is the first rank's own.
-
-        Args:
-            state: this rank's, with stand-ins.
-
-        Returns:
-            The whole state on the CPU; on other ranks an empty one.
-
-        Raises:
-            ValueError: a tensor has another name there than in the module.
+        Values other than parameters and buffers, such as an extra state, are the first rank's. ValueError names a
+        tensor that has another name in the `state`, which is this rank's, than in the module.
         """
         strange = [k for k, v in state.items() if k not in self._names and isinstance(v, Tensor) and v.is_meta]
         if strange:
             raise ValueError(f"state_dict: expected parameters under their own names; {strange[0]} is none's")
-        here = dist.get_rank(self.group)
         found: dict[str, Any] = {}
         for key, value in state.items():
             owner = self.owners.get(self._names[key], 0) if key in self._names else 0
-            kept = self._sent(value, owner, 0) if owner != 0 and here in {0, owner} else value
-            if here == 0:
+            kept = self._to_first(value, owner) if owner else value
+            if self.rank == 0:
                 found[key] = kept.detach().cpu() if isinstance(kept, Tensor) else kept
         return found
 
-    def _sent(self, value: Tensor, source: int, target: int) -> Tensor:
-        if dist.get_rank(self.group) == source:
-            dist.send(_flat(_dense(value.detach())), group=self.group, group_dst=target)
-            return value
-        received = torch.empty_like(value, device=self.device)
-        dist.recv(_flat(received), group=self.group, group_src=source)
-        return received
+    def _to_first(self, value: Tensor, owner: int) -> Tensor:
+        if self.rank == owner:
+            dist.send(_bytes(_dense(value.detach())), group=self.group, group_dst=0)
+        elif self.rank == 0:
+            value = torch.empty_like(value, device=self.device)
+            dist.recv(_bytes(value), group=self.group, group_src=owner)
+        return value
 
-    def mine(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A whole state dict, with stand-ins for what lives elsewhere."""
-        here = dist.get_rank(self.group)
-        elsewhere = {key for key, tensor in self._names.items() if self.owners.get(tensor, here) != here}
+    def local_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A whole state dict, with stand-ins for other ranks' tensors."""
+        elsewhere = {key for key, tensor in self._names.items() if not self._is_here(tensor)}
         return {key: value.to("meta") if key in elsewhere else value for key, value in state.items()}
 
-    def give_up(self) -> None:
-        """Put the module's own tensors back; those that live elsewhere are empty."""
-        for tensor, places in self._places.items():
-            self._put(places, tensor)
-
     @torch.no_grad()
-    def undo(self) -> None:
-        """Make the module whole again, on the CPU; every rank has to."""
-        here = dist.get_rank(self.group)
-        self.give_up()
-        for tensor in self._places:
-            owner = self.owners.get(tensor)
-            if owner not in {here, None}:
-                tensor.data = torch.empty_like(self._meta[tensor], device=self.device)
-            if owner is not None:
-                tensor.data = _dense(tensor.data)
-                dist.broadcast(_flat(tensor.data), group=self.group, group_src=owner)
-            tensor.data = tensor.data.cpu()
+    def restore(self, gather: bool) -> None:
+        """Put the module's own tensors back: all of them, on the CPU, if all ranks `gather`; else others' are empty."""
+        for tensor, slots in self._slots.items():
+            current = getattr(*slots[0])  # another object if a hook replaced it
+            if self._is_here(tensor):
+                tensor.data = _dense(current.detach())
+            elif gather:
+                tensor.data = torch.empty_like(current, device=self.device)
+            _put(slots, tensor)
+            if gather:
+                if tensor in self.owners:
+                    dist.broadcast(_bytes(tensor.data), group=self.group, group_src=self.owners[tensor])
+                tensor.data = tensor.data.cpu()
+
+
+def _put(slots: Sequence[tuple[nn.Module, str]], tensor: Tensor) -> None:
+    for m, name in slots:
+        setattr(m, name, tensor)
 
 
 def _dense(x: Tensor) -> Tensor:
-    """The tensor without gaps in memory, in whatever order its dimensions lie."""
+    """The tensor without gaps in memory, in any order of its dimensions."""
     return x if torch.empty_like(x, device="meta").stride() == x.stride() else torch.empty_like(x).copy_(x)
 
 
-def _flat(x: Tensor) -> Tensor:
-    """A dense tensor's memory as a vector of bytes, which collectives take of any type."""
+def _bytes(x: Tensor) -> Tensor:
+    """A dense tensor's memory as a vector of bytes, which collectives accept for any type."""
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)

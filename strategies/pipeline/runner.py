@@ -1,168 +1,155 @@
-"""What one rank does for its pipeline: forward only, and forward and backward as a schedule says."""
+"""Runs the stages of one rank: forward only, or forward and backward in a schedule's order."""
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from strategies.base.stages import chained
-from strategies.pipeline.buffers import UNIT, Layout, Packing
-from strategies.pipeline.microbatches import Form, MicroBatch, Step, given, travelling
-from strategies.pipeline.schedules import Place, Run
+from strategies.pipeline.buffers import Layout, Packing
+from strategies.pipeline.microbatches import MicroBatch, PipelineStep, last_output, stage_tensors
+from strategies.pipeline.schedules import LocalSchedule, LocalStages
+from strategies.pipeline.states import unchanged
 
-KEPT = 8  # kinds of inputs, as sequences of several lengths, for which a schedule with its memory is kept
+MAX_SCHEDULES = 8  # kept with their memory, one for each layout of inputs, such as sequences of several lengths
+Layouts = dict[int, list[Layout]]  # of each stage's inputs
 
 
 class PipelineRunner:
-    """The ranks of a pipeline in a row, as one of them sees it.
+    """Runs this rank's stages."""
 
-    Args:
-        place: of this rank.
-    """
+    def __init__(self, local: LocalStages) -> None:
+        self.local, self.rank_of = local, local.assignment.rank_of
+        self.group, self.device = local.group, local.device
+        self._schedules: dict[Any, LocalSchedule] = {}
 
-    def __init__(self, place: Place) -> None:
-        self.place, self.plan, self.group, self.device = place, place.plan, place.group, place.device
-        self._runs: dict[Any, Run] = {}
-
-    # Forward only
-
-    def forward(self, step: Step) -> dict[int, list[Layout]]:
-        """Send micro-batches through all stages, one stage after the other; the outputs come to all ranks.
+    def forward(self, step: PipelineStep) -> Layouts:
+        """Send micro-batches forward, stage after stage.
 
         Returns:
-            Of each of this rank's stages the layouts of what it takes; the first stage's are not asked for.
+            The layouts of the inputs of this rank's stages and of those that follow them.
         """
-        taken: dict[int, list[Layout]] = {}
-        carried: dict[int, tuple[Tensor, ...]] = {}
-        sent: list[tuple[dist.Work | None, Tensor]] = []
-        for stage in self.place.mine:
-            layouts: list[Layout] = []
+        layouts: Layouts = {}
+        kept: dict[int, tuple[Tensor, ...]] = {}  # for this rank's next stage, by micro-batch
+        sent: list[tuple[Any, Tensor]] = []
+        for stage, modules in self.local.own.items():
             for number, piece in enumerate(step.microbatches):
-                x = piece.inputs
-                if stage > 0:
-                    if number == 0:
-                        taken[stage] = self._announced(stage, carried)
-                    x = self._received(stage, taken[stage], piece.rows, carried.pop(number, None))
+                x = self._inputs(stage, piece.rows, layouts, kept.pop(number, None)) if stage else piece.inputs
                 with step.recorded(stage, number, "forward"), piece.context():
-                    y = chained(self.place.stages[stage], x)
-                step.went_forward(stage, number)
-                if stage == self.plan.num_stages - 1:
-                    step.outputs[number] = given(y, self.place.stages[stage][-1], piece.rows)
+                    y = chained(modules, x)
+                step.after_forward(stage, number)
+                if stage == len(self.rank_of) - 1:
+                    step.outputs[number] = last_output(y, modules[-1], piece.rows)
                     continue
-                tensors = travelling(y, self.place.stages[stage][-1], piece.rows)
-                if number == 0:
-                    layouts = [Layout.of(t) for t in tensors]
-                    self._announce(stage, layouts)
-                packing = Packing(layouts, piece.rows)
-                packing.check(tensors)
-                if self.plan.rank_of[stage + 1] == self.place.rank:
-                    carried[number] = tensors
+                tensors = stage_tensors(y, modules[-1], piece.rows)
+                packing = self._packing(stage + 1, tensors, layouts)
+                if self.rank_of[stage + 1] == self.local.rank:
+                    kept[number] = tensors
                 else:
-                    parcel = packing.bare([t.detach() for t in tensors])
-                    sent.append((dist.isend(parcel, group=self.group, group_dst=self.plan.rank_of[stage + 1]), parcel))
+                    buffer = packing.pack_detached([t.detach() for t in tensors])
+                    sent.append((dist.isend(buffer, group=self.group, group_dst=self.rank_of[stage + 1]), buffer))
         for work, _ in sent:
-            if work is not None:
-                work.wait()
-        return taken
+            work.wait()
+        return layouts
 
-    def _announce(self, stage: int, layouts: list[Layout]) -> None:
-        target = self.plan.rank_of[stage + 1]
-        if target != self.place.rank:
-            dist.send_object_list([layouts], group=self.group, group_dst=target, device=self.device)
+    def _packing(self, stage: int, tensors: tuple[Tensor, ...], layouts: Layouts) -> Packing:
+        """A packing of a stage's inputs; the first micro-batch's layouts are sent to that stage's rank."""
+        if stage not in layouts:
+            layouts[stage] = [Layout.of(t) for t in tensors]
+            if (target := self.rank_of[stage]) != self.local.rank:
+                dist.send_object_list([layouts[stage]], group=self.group, group_dst=target, device=self.device)
+        packing = Packing(layouts[stage], len(tensors[0]))
+        packing.check(tensors)
+        return packing
 
-    def _announced(self, stage: int, carried: dict[int, tuple[Tensor, ...]]) -> list[Layout]:
-        source = self.plan.rank_of[stage - 1]
-        if source == self.place.rank:
-            return [Layout.of(t) for t in carried[0]]
-        header: list[Any] = [None]
-        dist.recv_object_list(header, group=self.group, group_src=source, device=self.device)
-        return header[0]
-
-    def _received(
-        self, stage: int, layouts: list[Layout], rows: int, carried: tuple[Tensor, ...] | None
-    ) -> tuple[Tensor, ...]:
-        if carried is None:
-            packing = Packing(layouts, rows)
-            parcel = torch.empty(packing.units, dtype=UNIT, device=self.device)
-            dist.recv(parcel, group=self.group, group_src=self.plan.rank_of[stage - 1])
-            carried = tuple(packing.opened(parcel, rows))
-        tensors = [t.detach() for t in carried]
+    def _inputs(self, stage: int, rows: int, layouts: Layouts, kept: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
+        """The tensors of the previous stage, kept on this rank or received."""
+        source = self.rank_of[stage - 1]
+        if stage not in layouts:
+            header: list[Any] = [None]
+            dist.recv_object_list(header, group=self.group, group_src=source, device=self.device)
+            layouts[stage] = header[0]
+        if kept is None:
+            packing = Packing(layouts[stage], rows)
+            buffer = packing.empty(self.device)
+            dist.recv(buffer, group=self.group, group_src=source)
+            kept = tuple(packing.views(buffer, rows))
+        tensors = [t.detach() for t in kept]
         if torch.is_grad_enabled():  # clones of leaves, as layers may work in place
-            pairs = zip(tensors, layouts, strict=True)
+            pairs = zip(tensors, layouts[stage], strict=True)
             return tuple(t.requires_grad_(layout.differentiable).clone() for t, layout in pairs)
         return tuple(tensors)
 
-    # What the last stage gave
+    def broadcast_output(self, step: PipelineStep, form: Any = None) -> tuple[Any, Any]:
+        """The last stage's outputs, concatenated, and their form: a tree with layouts for tensors.
 
-    def joined(self, step: Step, form: Form | None = None) -> tuple[Any, Form]:
-        """The last stage's outputs of all micro-batches together, on all ranks.
-
-        Args:
-            step: that has been run.
-            form: what they look like, if that is known already; else the last stage's rank says it.
-
-        Returns:
-            The outputs, and what they look like.
+        The last stage's rank sends the form, unless it is given and has no other leaves, which may change.
         """
-        source = self.plan.rank_of[-1]
-        rows = sum(piece.rows for piece in step.microbatches)
-        output = None
-        if self.place.rank == source:
-            present = [step.outputs[n] for n, piece in enumerate(step.microbatches) if n in step.outputs]
+        source, output = self.rank_of[-1], None
+        if is_source := self.local.rank == source:
+            present = [step.outputs[number] for number in sorted(step.outputs)]
             output = tree_map(lambda *parts: torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0], *present)
-        if form is None:
-            header = [Form.of(output) if self.place.rank == source else None]
+        if not all(isinstance(leaf, Layout) for leaf in tree_leaves(form)):
+            header = [tree_map_only(Tensor, Layout.of, output)]
             dist.broadcast_object_list(header, group=self.group, group_src=source, device=self.device)
             form = header[0]
-        assert form is not None
-        packing = Packing(form.layouts, rows)
-        parcel = torch.empty(packing.units, dtype=UNIT, device=self.device)
-        if output is not None:
+        rows = sum(piece.rows for piece in step.microbatches)
+        packing = _packing_of(form, rows)
+        if is_source:
             tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
             packing.check(tensors)
-            parcel = packing.bare(tensors)
-        dist.broadcast(parcel, group=self.group, group_src=source)
-        return form.filled(packing.opened(parcel, rows)), form
+            buffer = packing.pack_detached(tensors)
+        else:
+            buffer = packing.empty(self.device)
+        dist.broadcast(buffer, group=self.group, group_src=source)
+        return _filled(form, packing.views(buffer, rows)), form
 
-    def from_last(self, value: float) -> float:
-        """A number of the last stage's rank, on all ranks."""
-        told = torch.tensor(value, dtype=torch.float64, device=self.device)
-        dist.broadcast(told, group=self.group, group_src=self.plan.rank_of[-1])
-        return told.item()
+    def broadcast_loss(self, step: PipelineStep) -> float:
+        """The sum of the last stage's losses, on all ranks."""
+        loss = sum(loss.item() for loss in step.losses.values())
+        found = torch.tensor(loss, dtype=torch.float64, device=self.device)
+        dist.broadcast(found, group=self.group, group_src=self.rank_of[-1])
+        return found.item()
 
-    # Training
-
-    def train(self, step: Step) -> Any:
-        """Send micro-batches forward and backward as the schedule says; the outputs, together, come to all ranks."""
-        run = self._run(step)
-        run.step(step)
+    def train(self, step: PipelineStep) -> Any:
+        """Send micro-batches forward and backward; returns the last stage's outputs, on all ranks."""
+        schedule = self._schedule(step)
+        schedule.run(step)
         if not any(piece.rows for piece in step.microbatches):
-            return run.form.filled([layout.empty(self.device) for layout in run.form.layouts])
-        return self.joined(step, None if run.form.others else run.form)[0]
+            empty = _packing_of(schedule.form, 0)
+            return _filled(schedule.form, empty.views(empty.empty(self.device), 0))
+        return self.broadcast_output(step, schedule.form)[0]
 
-    def _run(self, step: Step) -> Run:
+    def _schedule(self, step: PipelineStep) -> LocalSchedule:
+        """The schedule for the step's inputs, the latest last in `_schedules`."""
         shapes = tuple((tuple(x.shape[1:]), x.dtype) for x in step.microbatches[0].inputs)
-        trained = tuple(p.requires_grad for stage in self.place.stages for m in stage for p in m.parameters())
+        trained = tuple(p.requires_grad for stage in self.local.modules for m in stage for p in m.parameters())
         capacity = max(piece.rows for piece in step.microbatches)
-        run = self._runs.pop((shapes, trained), None)
-        if run is None or run.capacity < capacity:
-            run = self._tried(next(piece for piece in step.microbatches if piece.rows == capacity))
-        self._runs[shapes, trained] = run  # the latest is the last
-        if len(self._runs) > KEPT:
-            del self._runs[next(iter(self._runs))]
-        return run
+        schedule = self._schedules.pop((shapes, trained), None)
+        if schedule is None or schedule.capacity < capacity:
+            schedule = self._make(next(piece for piece in step.microbatches if piece.rows == capacity))
+        self._schedules[shapes, trained] = schedule
+        if len(self._schedules) > MAX_SCHEDULES:
+            del self._schedules[next(iter(self._schedules))]
+        return schedule
 
-    def _tried(self, piece: MicroBatch) -> Run:
-        """Send one micro-batch forward to see what travels; it leaves no trace."""
-        buffers = [b for stage in self.place.mine for m in self.place.stages[stage] for b in m.buffers()]
-        before = [b.clone() for b in buffers]
-        step = Step([piece])
-        cuda = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(cuda):
-            taken = self.forward(step)
-        for buffer, value in zip(buffers, before, strict=True):
-            buffer.data.copy_(value)
-        _, form = self.joined(step)
-        return Run(self.place, taken, form, max(piece.rows, 1))
+    def _make(self, piece: MicroBatch) -> LocalSchedule:
+        """Send one micro-batch forward to see the layouts; modules stay unchanged."""
+        step = PipelineStep([piece])
+        with unchanged(itertools.chain(*self.local.own.values()), self.device):
+            layouts = self.forward(step)
+        _, form = self.broadcast_output(step)
+        return LocalSchedule(self.local, layouts, form, max(piece.rows, 1))
+
+
+def _packing_of(form: Any, rows: int) -> Packing:
+    return Packing([leaf for leaf in tree_leaves(form) if isinstance(leaf, Layout)], rows)
+
+
+def _filled(form: Any, tensors: Sequence[Tensor]) -> Any:
+    rest = iter(tensors)
+    return tree_map_only(Layout, lambda _: next(rest), form)

@@ -1,7 +1,8 @@
 """torch's pipeline schedules, run over the stages of one rank."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,177 +14,125 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 
 from strategies.base.stages import chained
 from strategies.pipeline.buffers import UNIT, Layout, Packing
-from strategies.pipeline.microbatches import Form, MicroBatch, Step, given, travelling
+from strategies.pipeline.microbatches import PipelineStep, last_output, stage_tensors
 
 
-class Plan:
-    """Which stages a rank has under a schedule.
-
-    Args:
-        schedule: torch's name of it, in any letters.
-        ranks: of the pipeline.
-        stages_per_rank: stages that each holds; None for what the schedule needs, at least.
-        num_microbatches: into which a batch is cut.
-
-    Raises:
-        ValueError: the schedule can't be run so, in torch's words.
-    """
+class StageAssignment:
+    """Which rank computes which stages under a schedule; raises torch's ValueError where it can't run."""
 
     def __init__(self, schedule: str, ranks: int, stages_per_rank: int | None, num_microbatches: int) -> None:
-        self.kind = get_schedule_class(schedule)
-        self.num_microbatches, self.ranks = num_microbatches, ranks
-        multi = issubclass(self.kind, PipelineScheduleMulti)
-        self.stages_per_rank = stages_per_rank or (2 if multi else 1)
-        if not multi and self.stages_per_rank != 1:
+        self.schedule_class, self.num_microbatches = get_schedule_class(schedule), num_microbatches
+        self.is_multi = issubclass(self.schedule_class, PipelineScheduleMulti)
+        self.stages_per_rank = stages_per_rank or (2 if self.is_multi else 1)
+        if not self.is_multi and self.stages_per_rank != 1:
             raise ValueError(f"{schedule} has one stage on each rank")
         self.num_stages = ranks * self.stages_per_rank
         stand_ins = [SimpleNamespace(num_stages=self.num_stages, group_size=ranks, group_rank=0, stage_index=i,
                      is_first=False, is_last=False, submod=None) for i in range(self.stages_per_rank)]  # fmt: skip
-        tried = self.kind(stand_ins if multi else stand_ins[0], num_microbatches, loss_fn=_the_loss)
-        places = getattr(tried, "stage_index_to_group_rank", None) or {i: i for i in range(ranks)}
+        places = getattr(self.schedule_of(stand_ins), "stage_index_to_group_rank", None) or range(ranks)
         self.rank_of = [places[stage] for stage in range(self.num_stages)]
 
-    def stages_of(self, rank: int) -> list[int]:
-        """The numbers of a rank's stages."""
-        return [stage for stage, owner in enumerate(self.rank_of) if owner == rank]
+    def schedule_of(self, stages: Sequence[Any], **options: Any) -> Any:
+        """Torch's schedule over a rank's stages; the last stage's output is the loss."""
+        stage = stages if self.is_multi else stages[0]
+        return self.schedule_class(stage, self.num_microbatches, loss_fn=lambda output, _: output, **options)
 
 
-class Place:
-    """A rank in its pipeline.
+@dataclass
+class LocalStages:
+    """The stages of this rank."""
 
-    Attributes:
-        rank: in the pipeline.
-        mine: the numbers of its stages.
+    assignment: StageAssignment
+    modules: Sequence[Sequence[nn.Module]]  # of every stage
+    group: dist.ProcessGroup  # the ranks of this pipeline
+    device: torch.device
 
-    Args:
-        plan: which stages are whose.
-        stages: the modules of every stage; only this rank's are called.
-        group: the ranks of this pipeline.
-        device: where this rank computes.
-    """
-
-    def __init__(
-        self, plan: Plan, stages: Sequence[Sequence[nn.Module]], group: dist.ProcessGroup, device: torch.device
-    ) -> None:
-        self.plan, self.stages, self.group, self.device = plan, stages, group, device
-        self.rank = dist.get_rank(group)
-        self.mine = plan.stages_of(self.rank)
+    def __post_init__(self) -> None:
+        self.rank = dist.get_rank(self.group)
+        ranks = self.assignment.rank_of
+        self.own = {stage: self.modules[stage] for stage, rank in enumerate(ranks) if rank == self.rank}
 
 
-class Run:
-    """A schedule over this rank's stages, for inputs of one kind.
+class LocalSchedule:
+    """A schedule over this rank's stages, for one layout of the stages' inputs and at most `capacity` rows."""
 
-    Args:
-        place: of this rank.
-        taken: layouts of what its stages take.
-        form: of the last stage's output.
-        capacity: the most rows of a micro-batch.
-    """
-
-    def __init__(self, place: Place, taken: dict[int, list[Layout]], form: Form, capacity: int) -> None:
+    def __init__(self, local: LocalStages, layouts: Mapping[int, Sequence[Layout]], form: Any, capacity: int) -> None:
         self.form, self.capacity = form, capacity
-        plan = place.plan
-        packings = {stage: Packing(layouts, capacity) for stage, layouts in taken.items()}
-        packings |= self._given(place, packings, capacity)
-        self._parts = [Part(stage, place, packings.get(stage), packings.get(stage + 1)) for stage in place.mine]
-        stages = [_Stage(part, place) for part in self._parts]
-        multi = issubclass(plan.kind, PipelineScheduleMulti)
-        args = stages if multi else stages[0]
-        self._schedule = plan.kind(args, plan.num_microbatches, loss_fn=_the_loss, scale_grads=False)
+        packings = {stage: Packing(found, capacity) for stage, found in layouts.items()}
+        self._modules = [_StageModule(i, local, packings.get(i), packings.get(i + 1)) for i in local.own]
+        stages = [_RecordedStage(module, local) for module in self._modules]
+        self._schedule = local.assignment.schedule_of(stages, scale_grads=False)
 
-    def _given(self, place: Place, taken: dict[int, Packing], capacity: int) -> dict[int, Packing]:
-        """Packings of what the stages behind this rank's take."""
-        plan = place.plan
-        everyone: list[Any] = [None] * plan.ranks
-        dist.all_gather_object(
-            everyone, {stage: packing.layouts for stage, packing in taken.items()}, group=place.group
-        )
-        layouts = {stage: found for part in everyone for stage, found in part.items()}
-        return {stage + 1: Packing(layouts[stage + 1], capacity) for stage in place.mine if stage + 1 in layouts}
-
-    def step(self, step: Step) -> None:
-        """Run it over the micro-batches.
-
-        Raises:
-            Exception: whatever a stage has raised.
-        """
-        for part in self._parts:
-            part.step = step
-        torch_says = logging.getLogger("torch.distributed.pipelining.schedules")
-        quiet, torch_says.disabled = torch_says.disabled, True  # it prints the whole schedule where a stage fails
+    def run(self, step: PipelineStep) -> None:
+        """Send the micro-batches forward and backward; raises what a stage has raised."""
+        for module in self._modules:
+            module.step = step
+        torch_logger = logging.getLogger("torch.distributed.pipelining.schedules")
+        before, torch_logger.disabled = torch_logger.disabled, True  # it prints the whole schedule if a stage fails
         try:
             self._schedule.step(target=torch.zeros(len(step.microbatches)), return_outputs=False)
         except RuntimeError as error:
             raise error.__cause__ or error from None
         finally:
-            torch_says.disabled = quiet
-            for part in self._parts:
-                part.step = Step([])
+            torch_logger.disabled = before
+            for module in self._modules:
+                module.step = PipelineStep([])
 
 
-class Part(nn.Module):
-    """A stage as torch's schedules see it: from a parcel to a parcel; the last one's output is the loss.
+class _StageModule(nn.Module):
+    """A stage for torch's schedules: from a buffer to a buffer; the last stage returns the loss."""
 
-    Attributes:
-        step: the batch that is on its way.
-        number: of the micro-batch that is computed now.
-    """
-
-    def __init__(self, stage: int, place: Place, taken: Packing | None, sent: Packing | None) -> None:
+    def __init__(self, stage: int, local: LocalStages, received: Packing | None, sent: Packing | None) -> None:
         super().__init__()
-        self.stage, self.taken, self.sent, self.device = stage, taken, sent, place.device
-        self.layers = nn.ModuleList(place.stages[stage])
-        self.step, self.number = Step([]), 0
-        self.is_last = stage == place.plan.num_stages - 1
+        self.stage, self.received, self.sent, self.device = stage, received, sent, local.device
+        self.layers = nn.ModuleList(local.own[stage])
+        self.step, self.number = PipelineStep([]), 0  # and its current micro-batch
 
-    def forward(self, parcel: Tensor | None = None) -> Tensor:
-        """Compute a micro-batch."""
+    def forward(self, buffer: Tensor | None = None) -> Tensor:
         piece = self.step.microbatches[self.number]
-        source = torch.zeros(1, dtype=UNIT, device=self.device, requires_grad=True) if parcel is None else parcel
+        source = torch.zeros(1, dtype=UNIT, device=self.device, requires_grad=True) if buffer is None else buffer
         if not piece.rows:
-            return _Tied.apply(self._empty(), source)
-        x = piece.inputs
-        if self.taken is not None and parcel is not None:
-            x = self.taken.unpack(parcel, piece.rows)
+            return _Tied.apply(self.zeros(self.device), source)
+        x = piece.inputs if self.received is None else self.received.unpack(source, piece.rows)
         with piece.context():
             y = chained(self.layers, x)
-            self.step.went_forward(self.stage, self.number)
-            out = self._loss(piece, y) if self.sent is None else self._packed(piece, y, self.sent, source)
-        if self.taken is not None and not self.taken.differentiable:
+            self.step.after_forward(self.stage, self.number)
+            if self.sent is None:
+                out = self._loss(y)
+            else:
+                out = self.sent.pack(stage_tensors(y, self.layers[-1], piece.rows), source)
+        if self.received is not None and not self.received.differentiable:
             return _Tied.apply(out, source)
         return out
 
-    def _empty(self) -> Tensor:
+    def zeros(self, device: torch.device | str) -> Tensor:
+        """An output of zeros; the loss is float64, into which every loss fits without rounding."""
         if self.sent is None:
-            return torch.zeros((), dtype=torch.float64, device=self.device)
-        return torch.zeros(self.sent.units, dtype=UNIT, device=self.device)
+            return torch.zeros((), dtype=torch.float64, device=device)
+        return torch.zeros(self.sent.units, dtype=UNIT, device=device)
 
-    def _packed(self, piece: MicroBatch, y: Any, sent: Packing, source: Tensor) -> Tensor:
-        return sent.pack(travelling(y, self.layers[-1], piece.rows), source)
-
-    def _loss(self, piece: MicroBatch, y: Any) -> Tensor:
+    def _loss(self, output: Any) -> Tensor:
+        piece = self.step.microbatches[self.number]
         assert piece.loss is not None
-        self.step.outputs[self.number] = given(y, self.layers[-1], piece.rows)
-        loss = piece.loss(y)
+        self.step.outputs[self.number] = last_output(output, self.layers[-1], piece.rows)
+        loss = piece.loss(output)
         self.step.losses[self.number] = loss.detach()
-        return loss.double()  # a type that every loss fits in without rounding
+        return loss.double()
 
 
-class _Stage(PipelineStage):
-    """torch's stage, which says which micro-batch it computes and when its gradients are there."""
+class _RecordedStage(PipelineStage):
+    """torch's stage. It tells the module the micro-batch's number, and the step what has been computed."""
 
-    def __init__(self, part: Part, place: Place) -> None:
-        self.part = part
-        taken = (
-            () if part.taken is None else torch.empty(part.taken.units, dtype=UNIT, device="meta", requires_grad=True)
-        )
-        sent = part._empty().to("meta").requires_grad_()
-        plan = place.plan
-        super().__init__(part, part.stage, plan.num_stages, place.device, taken, sent, group=place.group)
+    def __init__(self, module: _StageModule, local: LocalStages) -> None:
+        self.module = module
+        inputs = module.received.empty("meta").requires_grad_() if module.received else ()
+        output = module.zeros("meta").requires_grad_()
+        count = local.assignment.num_stages
+        super().__init__(module, module.stage, count, local.device, inputs, output, group=local.group)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self.part.number = fwd_chunk_id
-        with self.part.step.recorded(self.part.stage, fwd_chunk_id, "forward"):
+        self.module.number = fwd_chunk_id
+        with self.module.step.recorded(self.module.stage, fwd_chunk_id, "forward"):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
@@ -193,25 +142,21 @@ class _Stage(PipelineStage):
         self._backward(super().backward_weight_one_chunk, "weights", bwd_chunk_id, *args, **kwargs)
 
     def _backward(self, compute: Callable, kind: str, number: int, *args: Any, **kwargs: Any) -> None:
-        step = self.part.step
-        with step.recorded(self.part.stage, number, kind), torch.autocast(self.device.type, enabled=False):
+        step = self.module.step
+        with step.recorded(self.module.stage, number, kind), torch.autocast(self.device.type, enabled=False):
             compute(number, *args, **kwargs)
-            step.computed(self.part.stage)
+            step.after_backward(self.module.stage)
 
 
 class _Tied(torch.autograd.Function):
-    """A tensor as it is, with a gradient of zeros for another."""
+    """Returns a tensor as it is; another one gets a gradient of zeros, which torch's stage expects of every input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
-        ctx.other = other.shape, other.dtype, other.device
+        ctx.other = torch.empty_like(other, device="meta"), other.device
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        shape, dtype, device = ctx.other
-        return grad, torch.zeros(shape, dtype=dtype, device=device)
-
-
-def _the_loss(output: Tensor, _target: Tensor) -> Tensor:
-    return output
+        like, device = ctx.other
+        return grad, torch.zeros_like(like, device=device)

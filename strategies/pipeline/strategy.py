@@ -1,54 +1,55 @@
-"""Pipeline parallelism: each rank holds some layers, and micro-batches of a batch are at different layers at a time."""
+"""Pipeline parallelism: each rank holds some layers, and several micro-batches are in the pipeline at a time."""
 
-import itertools
-import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
-from lightning.pytorch import LightningModule
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import LBFGS, Optimizer
 
 from apprentice import keyed, replicas
-from strategies.base.gradients import averaged, handed_over, set_aside
-from strategies.exact import Shard, collectives
-from strategies.exact.shard_logging import ShardLogger, shard_logger_of
-from strategies.exact.shards import RunningStatistics, bounds, part, rows, share
-from strategies.pipeline.calls import Calls, Stopped, known, stop
-from strategies.pipeline.microbatches import Event, MicroBatch, Step
-from strategies.pipeline.noise import OwnNoise
+from strategies.base import checkpoints, stages
+from strategies.exact.shard_logging import shard_logger_of
+from strategies.exact.shards import Shard, part, rows
+from strategies.pipeline.cutting import check_contract, cut, parameter_counts, warn_of_other_numbers
+from strategies.pipeline.placement import StagePlacement
 from strategies.pipeline.runner import PipelineRunner
-from strategies.pipeline.schedules import Place, Plan
-from strategies.pipeline.staged import Staged
+from strategies.pipeline.schedules import LocalStages, StageAssignment
+from strategies.pipeline.states import RankRandomState
 from strategies.pipeline.timing import seconds
+from strategies.pipeline.training import PipelineTraining
 
 Schedule = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
 ]
-TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of two ways to add up one loss; else 1e-3
 
 
-class PipelineStrategy(Staged):
+class PipelineStrategy(PipelineTraining):
     """Trains a LightningModule that is cut into stages, with the numbers of one device.
 
     The module offers `pipeline_stages()`, modules in order whose composition is its `forward`, and
     `pipeline_loss(output, batch)`, the loss of its `training_step` for some rows of a batch, a mean over these rows.
-    Its hooks stay as they are: wherever they call `forward`, all ranks get what the last stage gives.
+    Its hooks need no change: wherever they call `forward`, all ranks get the last stage's output.
+
+    Parameters, optimizer states and gradients are on their stage's rank; clipping, logs, metrics and checkpoints are
+    those of one device.
 
     Args:
         schedule: torch's name of the order in which micro-batches go forward and backward.
-        num_microbatches: into which a batch is cut; when not given, four for each rank of a pipeline; or `exact`'s.
-        data_parallel_size: pipelines side by side, which share a batch; the ranks of one follow one another.
+        num_microbatches: of a batch; when not given, four for each rank of a pipeline, or `exact`'s shards.
+        data_parallel_size: number of pipelines that share a batch; the ranks of one follow one another.
         stages_per_rank: stages on each rank; when not given, as many as the schedule needs.
-        balance: how modules are dealt to stages: by their "parameters", by the "time" they take for a micro-batch, or
-            how many each stage gets.
-        **kwargs: Staged's.
+        balance: how modules are distributed over stages: by their "parameters", by the "time" they take for a
+            micro-batch, or by a list of numbers of modules, one for each stage.
+        **kwargs: Exact's.
 
     Raises:
         ValueError: an option's value can't be used, alone, with these devices or with the module.
@@ -63,18 +64,56 @@ class PipelineStrategy(Staged):
         balance: Literal["parameters", "time"] | list[int] = "parameters",
         **kwargs: Any,
     ) -> None:
-        super().__init__(data_parallel_size, stages_per_rank, balance, **kwargs)
+        super().__init__(**kwargs)
         if schedule not in get_args(Schedule):
             raise ValueError(f"schedule {schedule}: expected {', '.join(get_args(Schedule))}")
-        if num_microbatches is not None and num_microbatches < 1:
-            raise ValueError(f"num_microbatches {num_microbatches}: expected at least 1")
-        self.schedule, self.num_microbatches = schedule, num_microbatches
-        self.events: list[Event] = []
-        self._runner: PipelineRunner
-        self._agreed = False
-        self._calls: Calls | None = None
+        counts = {"data_parallel_size": data_parallel_size, "stages_per_rank": stages_per_rank}
+        for name, value in {**counts, "num_microbatches": num_microbatches}.items():
+            if value is not None and value < 1:
+                raise ValueError(f"{name} {value}: expected at least 1")
+        if isinstance(balance, str) and balance not in {"parameters", "time"}:
+            raise ValueError(f"balance {balance}: expected parameters, time or a list of numbers of modules")
+        if not isinstance(balance, str) and min(balance, default=0) < 1:
+            raise ValueError(f"balance {balance}: expected at least one module for every stage")
+        self.schedule, self.num_microbatches, self.balance = schedule, num_microbatches, balance
+        self.data_parallel_size, self.stages_per_rank = data_parallel_size, stages_per_rank
+        self.events = []
+        self._placement: StagePlacement | None = None
+        self._group: Any = None  # the ranks of this pipeline
+        self._interrupted = False
 
-    def _planned(self) -> Plan:
+    # Ranks
+
+    @property
+    def pipeline_size(self) -> int:
+        """Ranks of one pipeline."""
+        return self.num_processes * self.num_nodes // self.data_parallel_size
+
+    @property
+    def replica(self) -> tuple[int, int]:
+        """The number of this rank's pipeline, and the number of pipelines."""
+        return self.global_rank // self.pipeline_size, self.data_parallel_size
+
+    @property
+    def _needs_no_group(self) -> bool:
+        return False
+
+    @property
+    def _hands_over(self) -> bool:
+        return self.global_rank % self.pipeline_size == 0
+
+    def _check_devices(self) -> None:
+        devices = self.num_processes * self.num_nodes
+        if devices % self.data_parallel_size:
+            expected = f"expected a number that divides the {devices} devices"
+            raise ValueError(f"data_parallel_size {self.data_parallel_size}: {expected}")
+        super()._check_devices()
+        self.assignment = self._assign_stages()
+        if not isinstance(self.balance, str) and len(self.balance) != self.assignment.num_stages:
+            expected = f"expected {self.assignment.num_stages} numbers, one for each stage"
+            raise ValueError(f"balance {self.balance}: {expected}")
+
+    def _assign_stages(self) -> StageAssignment:
         ranks = self.pipeline_size
         shards = None if self.exact is None else -(-self.exact // self.data_parallel_size)
         if shards is not None and self.num_microbatches not in {None, shards}:
@@ -82,214 +121,158 @@ class PipelineStrategy(Staged):
             raise ValueError(f"num_microbatches {self.num_microbatches}: {expected}")
         count = shards or self.num_microbatches or 4 * ranks
         try:
-            return Plan(self.schedule, ranks, self.stages_per_rank, count)
+            return StageAssignment(self.schedule, ranks, self.stages_per_rank, count)
         except ValueError as error:
             expected = f"expected one for {count} micro-batches and {ranks} ranks"
             raise ValueError(f"schedule {self.schedule}: {expected}: {error}") from None
 
-    def _settled(self, place: Place) -> None:
-        self._runner, self._agreed = PipelineRunner(place), False
-        self._noise = OwnNoise(keyed.fold_in(torch.initial_seed(), self.global_rank))
+    def setup_environment(self) -> None:
+        """Join the process group, and the groups of this pipeline and of this rank's peers in other pipelines."""
+        super().setup_environment()
+        shape = self.data_parallel_size, self.pipeline_size
+        mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("data", "pipeline"))
+        self._group = mesh.get_group("pipeline")
+        replicas.set_group(mesh.get_group("data"))
 
-    def _seconds(self, module: LightningModule, modules: list[nn.Module]) -> list[float]:
-        """What each module takes for the first micro-batch, measured on rank zero; others read it and wait."""
+    # Setting up
+
+    def setup(self, trainer: Trainer) -> None:
+        """Cut the module and keep this rank's stages."""
+        self.check_trainer(trainer)
+        self.check_module(self._module)
+        if self.exact is not None:
+            self._replace_loops(trainer)
+            self._draw_alike()
+        elif self.data_parallel_size == 1:
+            self._read_whole(trainer)
+        self._share_metrics(replicas.group())
+        self._interrupted = False
+        self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
+        Strategy.setup(self, trainer)
+        if any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers):
+            raise ValueError("strategy pipeline: expected an optimizer other than LBFGS, which needs all gradients")
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Make the optimizers, without initial states of other ranks' parameters."""
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            for p in [p for p in optimizer.state if p.is_meta]:
+                del optimizer.state[p]
+
+    def check_module(self, module: LightningModule) -> None:
+        """Raise ValueError if the module can't be cut, or not so; the message names the module or the option."""
+        check_contract(module)
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if scaler is not None and scaler.is_enabled():
+            raise ValueError("precision 16-mixed: expected one without a loss scale, as bf16-mixed, for a pipeline")
+        if self._layer_sync is not None:
+            raise ValueError("sync_batchnorm True: expected False, as ranks of a pipeline have different layers")
+        if self.exact is not None and (noisy := keyed.unkeyed(module)):
+            expected = "expected apprentice.keyed.Dropout in a pipeline"
+            raise ValueError(f"exact {self.exact}: {expected}; {noisy[0]} is torch's")
+        stages.check_composition(module, self._cut(module, timed=False))
+
+    def check_trainer(self, trainer: Trainer) -> None:
+        """Raise ValueError for a setting that needs the whole module; the message names it."""
+        if trainer._detect_anomaly:
+            raise ValueError("detect_anomaly True: expected False, as it takes the bits of packed tensors for NaN")
+        averaging = StochasticWeightAveraging, WeightAveraging
+        self._refuse_callbacks(trainer, averaging, "none that averages weights, which no rank has all of")
+        self._refuse_callbacks(trainer, (BaseFinetuning,), "none that unfreezes layers, which no rank has all of")
+
+    def _setup_model(self, model: nn.Module) -> Any:
+        return model
+
+    def model_to_device(self) -> None:
+        """Keep this rank's stages on its device, and meta tensors for the others."""
+        module = self._module
+        module.forward = self._forward  # type: ignore[method-assign]
+        groups = self._cut(module, timed=self.balance == "time" and module.trainer.training)
+        warn_of_other_numbers(module, self.exact is None and self.assignment.num_microbatches > 1)
+        local = LocalStages(self.assignment, groups, self._group, self.root_device)
+        self._placement, self._runner = StagePlacement(module, local), PipelineRunner(local)
+        self._random_state = RankRandomState(keyed.fold_in(torch.initial_seed(), self.global_rank))
+        self._losses_match = False
+        module._device = self.root_device
+
+    def _cut(self, module: LightningModule, timed: bool) -> list[list[nn.Module]]:
+        sizes = None if isinstance(self.balance, str) else self.balance
+        costs = partial(self._seconds, module) if timed else parameter_counts
+        return cut(module, self.assignment.num_stages, sizes, costs)
+
+    def _seconds(self, module: LightningModule, modules: Sequence[nn.Module]) -> list[float]:
+        """Seconds of each module for the first micro-batch, measured on rank zero."""
         with torch.random.fork_rng():
             loaders = CombinedLoader(module.trainer.fit_loop._data_source.dataloader(), "max_size_cycle")
-            batch, *_ = next(iter(loaders))
-        if not self.is_global_zero:
-            return []
+            batch, *_ = next(iter(loaders))  # on all ranks, as reading may need them
+        return self.broadcast(self._measured(module, modules, batch) if self.is_global_zero else [])
+
+    def _measured(self, module: LightningModule, modules: Sequence[nn.Module], batch: Any) -> list[float]:
         module.to(self.root_device)
         with torch.random.fork_rng(), replicas.shard(0):
-            batch = self.precision_plugin.convert_input(batch)
-            batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+            batch = module._on_before_batch_transfer(self.precision_plugin.convert_input(batch), dataloader_idx=0)
             batch = Strategy.batch_to_device(self, batch)
-            stop = -(-rows(batch) // self.plan.num_microbatches)
+            stop = -(-rows(batch) // self.assignment.num_microbatches)
             number = [0] if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else []
-            piece = self._asked(shard_logger_of(module), Shard(0, 0, stop, part(batch, 0, stop)), *number)
+            shard = Shard(0, 0, stop, part(batch, 0, stop))
+            piece = self._shard_microbatch(shard_logger_of(module), shard, *number)
             with self.precision_plugin.train_step_context(), piece.context():
                 return seconds(modules, piece.inputs)
 
-    # What the module calls
+    # Gradients of all stages
 
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Stands in for the module's `forward`, on all ranks at once."""
-        with collectives.allowed():
-            return self._answered(*args, **kwargs)
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clip by the norm over all stages, added up in the order of the parameters, as on one device."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        norms = torch.zeros(2, len(parameters), dtype=torch.float64, device=self.root_device)
+        for i, p in enumerate(parameters):
+            if p.grad is not None:
+                norms[:, i] = torch.stack([torch.linalg.vector_norm(p.grad).double(), norms.new_ones(())])
+        dist.all_reduce(norms, group=self._group)
+        dtype = next((p.grad.dtype for p in parameters if p.grad is not None), torch.float32)
+        total = torch.linalg.vector_norm(norms[0, norms[1] > 0].to(dtype))
+        nn.utils.clip_grads_with_norm_(parameters, clip_val, total)
 
-    def _answered(self, *args: Any, **kwargs: Any) -> Any:
-        named = dict(enumerate(args)) | kwargs
-        wrong = [key for key, x in named.items() if key in kwargs or not isinstance(x, Tensor) or not x.dim()]
-        if wrong or not args:
-            found = f"argument {wrong[0]} is {_described(named[wrong[0]])}" if wrong else "there is none"
-            found += " by name" if wrong and wrong[0] in kwargs else ""
-            expected = "expected calls with tensors by position, rows first"
-            raise TypeError(f"{type(self.lightning_module).__name__}.forward: {expected}; {found}")
-        if self._calls is not None:
-            return self._calls.forward(args)
-        size = len(args[0])
-        # In one piece for the bits of one device, and where ranks have several stages: they'd wait for their own.
-        whole = self.exact is not None or self.plan.stages_per_rank > 1
-        cuts = bounds(size, 1 if whole else min(self.plan.num_microbatches, max(size, 1)))
-        spans = itertools.pairwise(cuts)
-        step = Step([MicroBatch(b - a, tuple(x[a:b] for x in args), None, keyed.part(a, b)) for a, b in spans])
-        with self._noise():
-            self._runner.forward(step)
-        self.events = step.events
-        return self._runner.joined(step)[0]
+    # Checkpoints are those of one device
 
-    # Training
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole state, on rank zero; all ranks call it."""
+        state = super().lightning_module_state_dict()
+        return state if self._placement is None else self._placement.full_state(state)
 
-    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """The loss of the batch; its backward hands over the gradients that the schedule has made on the way."""
-        if self.exact is not None:
-            return super().training_step(batch, *args, **kwargs)
-        assert self.lightning_module is not None
-        with set_aside(self._trainable), self._calling(partial(self._through, batch)) as calls:
-            with calls.expected_once():
-                output = Strategy.training_step(self, batch, *args, **kwargs)
-            gradients = {p: p.grad for p in self._trainable().values()}
-        loss = output["loss"] if isinstance(output, Mapping) else output
-        if loss is None:
-            return None
-        if not self._agreed:
-            self._agree(loss.item(), loss.dtype)
-        loss = handed_over(loss.detach(), averaged(gradients))
-        return {**output, "loss": loss} if isinstance(output, Mapping) else loss
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load this rank's stages from the whole state."""
+        state = checkpoint["state_dict"]
+        local = state if self._placement is None else self._placement.local_state(state)
+        super().load_model_state_dict({**checkpoint, "state_dict": local}, strict)
 
-    @contextmanager
-    def _calling(self, answer: Callable[[tuple[Tensor, ...]], Any]) -> Iterator[Calls]:
-        """Inside, this is what the module's `forward` does, once."""
-        self._calls = Calls(type(self.lightning_module).__name__, answer)
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole state, on rank zero; all ranks call it."""
+        return checkpoints.gathered(super().optimizer_state(optimizer), self.is_global_zero, self._group)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the states of this rank's parameters from the whole state."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            local = {i: kept for i, kept in state["state"].items() if not parameters[i].is_meta}
+            optimizer.load_state_dict({**state, "state": local})
+
+    # Ending
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Leave the module in parts: other ranks may have ended."""
+        self._interrupted = True
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        """Make the module whole again on every rank."""
+        placement, self._placement = self._placement, None
+        vars(self._module).pop("forward", None)
+        vars(self.precision_plugin).pop("clip_grad_by_norm", None)
         try:
-            yield self._calls
+            if placement is not None:
+                placement.restore(gather=not self._interrupted)
+            self._share_metrics(None)
         finally:
-            self._calls = None
-
-    def _through(self, batch: Any, inputs: tuple[Tensor, ...]) -> Any:
-        """Send a batch through the pipeline, micro-batch by micro-batch."""
-        size = rows(batch)
-        self._check_rows(inputs, size)
-        counts = share(batch) / max(size, 1)
-        spans = list(itertools.pairwise(bounds(size, self.plan.num_microbatches)))
-        pieces = [
-            MicroBatch(
-                b - a,
-                tuple(x[a:b] for x in inputs),
-                partial(self._loss, Shard(number, a, b, part(batch, a, b)), (b - a) * counts),
-                keyed.part(a, b),
-            )
-            for number, (a, b) in enumerate(spans)
-        ]
-        return self._train(Step(pieces))
-
-    def _check_rows(self, inputs: tuple[Tensor, ...], rows: int) -> None:
-        if wrong := [tuple(x.shape) for x in inputs if len(x) != rows]:
-            expected = f"expected a call of forward with tensors of the batch's {rows} rows"
-            raise ValueError(f"{type(self.lightning_module).__name__}.training_step: {expected}, got one of {wrong[0]}")
-
-    def _train(self, step: Step) -> Any:
-        with self._noise():
-            output = self._runner.train(step)
-        if self.exact is not None and self._noise.drawn:
-            raise ValueError(f"exact {self.exact}: expected noise from apprentice.keyed in a pipeline, not torch's")
-        self.events = step.events
-        if not self._agreed:
-            self._found = self._runner.from_last(sum(loss.item() for loss in step.losses.values()))
-        return output
-
-    def _loss(self, shard: Shard, weight: float, output: Any) -> Tensor:
-        module: Any = self.lightning_module
-        alone = nullcontext() if self.exact is None else collectives.refused("pipeline_loss", self)
-        with replicas.shard(shard.start), alone:
-            loss = module.pipeline_loss(output, shard.batch)
-        if not isinstance(loss, Tensor) or loss.dim():
-            found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise TypeError(f"{type(module).__name__}.pipeline_loss: expected a scalar tensor, got {found}")
-        return loss * weight
-
-    def _agree(self, loss: float, dtype: torch.dtype) -> None:
-        """Compare, once, what `training_step` returns with what gradients were computed of."""
-        finite = math.isfinite(loss), math.isfinite(self._found)
-        if not any(finite):
-            return  # nothing to compare yet
-        tolerance = TOLERANCE.get(dtype, 1e-3)
-        if not all(finite) or not math.isclose(loss, self._found, rel_tol=tolerance, abs_tol=tolerance):
-            expected = f"expected the loss that training_step returns, {loss:g}, as the mean over micro-batches"
-            raise ValueError(f"{type(self.lightning_module).__name__}.pipeline_loss: {expected}; got {self._found:g}")
-        self._agreed = True
-
-    # The exact mode: a shard is a micro-batch
-
-    def _parts(self) -> list[dict[str, nn.Parameter]]:
-        return list(self._trained().values())
-
-    def _trained(self) -> dict[int, dict[str, nn.Parameter]]:
-        """The trainable parameters of those of this rank's stages that have any."""
-        assert self.lightning_module is not None
-        names = {p: name for name, p in self.lightning_module.named_parameters() if p.requires_grad}
-        found = {}
-        for stage in self._runner.place.mine:
-            own = dict.fromkeys(p for m in self._runner.place.stages[stage] for p in m.parameters() if p in names)
-            found[stage] = {names[p]: p for p in own}
-        return {stage: own for stage, own in found.items() if own}
-
-    def _statistics(self, module: LightningModule) -> RunningStatistics:
-        return RunningStatistics(*(m for stage in self._runner.place.mine for m in self._runner.place.stages[stage]))
-
-    def _forward_and_backward(
-        self, speaker: ShardLogger, statistics: RunningStatistics, batch: Any, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        sums = dict(zip(self._trained(), self._sums, strict=True))
-        shards = self._cut(batch)
-        nothing = Shard(0, 0, 0, part(batch, 0, 0))
-        pieces = [self._asked(speaker, shard, *args, **kwargs) for shard in shards or [nothing]]
-        empty = MicroBatch(0, tuple(x[:0] for x in pieces[0].inputs), None, nullcontext)
-        pieces += [empty] * (self.plan.num_microbatches - len(pieces))
-        by_stage = {stage: RunningStatistics(*self._runner.place.stages[stage]) for stage in self._runner.place.mine}
-        taken: dict[int, list[Tensor]] = {}
-
-        def computed(stage: int) -> None:
-            if stage in sums:
-                sums[stage].add()
-
-        def went_forward(stage: int, number: int) -> None:
-            taken.setdefault(number, []).extend(by_stage[stage].take())
-
-        step = Step(pieces, computed, went_forward)
-        with self.precision_plugin.train_step_context():
-            output = self._train(step)
-        found: dict[int, Tensor] = {}
-        for number, shard in enumerate(shards):
-            start = shard.start - shards[0].start
-            answer = tree_map(partial(_rows, start, start + shard.rows), output)
-            context = self.precision_plugin.train_step_context
-            with self._alone_with(shard), self._calling(partial(known, answer)), context():
-                loss = speaker.step(shard.batch, *args, **kwargs)
-            values = torch.stack([loss.detach().double(), *speaker.values()])
-            found[shard.number] = torch.cat([values, *taken[number]])
-        if not self._agreed:
-            self._agree(sum(found[s.number][0].item() * self._weight(s.rows) for s in shards), torch.float32)
-        return self._table(speaker, found, statistics.size)
-
-    def _asked(self, speaker: ShardLogger, shard: Shard, *args: Any, **kwargs: Any) -> MicroBatch:
-        """What the module calls `forward` with for a shard; it gets no answer yet."""
-        with self._alone_with(shard), self.precision_plugin.train_step_context():
-            with self._calling(stop) as calls, calls.expected_once(), suppress(Stopped):
-                speaker.step(shard.batch, *args, **kwargs)
-            noise, inputs = calls.noise, calls.inputs
-        self._check_rows(inputs, shard.rows)
-
-        @contextmanager
-        def alone() -> Iterator[None]:
-            with replicas.shard(shard.start), noise(), self._named(shard):
-                yield
-
-        return MicroBatch(shard.rows, inputs, partial(self._loss, shard, self._weight(shard.rows)), alone)
-
-
-def _described(value: Any) -> str:
-    return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-
-
-def _rows(start: int, stop: int, leaf: Any) -> Any:
-    return leaf[start:stop].clone() if isinstance(leaf, Tensor) else leaf
+            replicas.set_group(None)
+            super().teardown()

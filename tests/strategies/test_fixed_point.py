@@ -52,8 +52,8 @@ class Ranks:
     def __init__(self, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.size, self.barrier, self.given = size, threading.Barrier(size, timeout=20), dict[int, Tensor]()
         monkeypatch.setattr(replicas, "count", lambda: size)
-        monkeypatch.setattr(replicas, "largest", lambda x: self._met(x, lambda given: given.amax(0)))
-        monkeypatch.setattr(replicas, "add_up", lambda x: self._met(x, lambda given: given.sum(0)))
+        monkeypatch.setattr(replicas, "all_reduce_max_", lambda x: self._met(x, lambda given: given.amax(0)))
+        monkeypatch.setattr(replicas, "all_reduce_sum_", lambda x: self._met(x, lambda given: given.sum(0)))
 
     def _met(self, x: Tensor, reduced: Callable[[Tensor], Tensor]) -> Tensor:
         self.given[threading.get_ident()] = x.clone()

@@ -108,7 +108,8 @@ def test_a_parameter_that_is_replaced_in_a_fit_goes_on_training() -> None:
     plain, _ = ended(Plain, **options)
     exact, _ = ended(Plain, DDP(exact=4), devices=1, **options)
     assert_same(plain, exact, atol=1e-12)
-    assert_same(exact, ended(Plain, DDP(timeout=60, exact=4), **options)[0])
+    for strategy in (DDP(timeout=60, exact=4), pipeline(exact=4)):
+        assert_same(exact, ended(Plain, strategy, **options)[0])
 
 
 class Unfreezes(Plain):

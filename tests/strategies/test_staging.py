@@ -117,8 +117,8 @@ def test_texts_of_a_batch_are_cut_with_its_rows() -> None:
 
 
 def test_a_state_under_other_names_is_refused() -> None:
-    residence = StagePlacement.__new__(StagePlacement)
-    residence._names, residence.owners = {}, {}
-    residence.group = None
+    placement = StagePlacement.__new__(StagePlacement)
+    placement._names, placement.owners = {}, {}
+    placement.group = None
     with pytest.raises(ValueError, match="state_dict: expected parameters under their own names; renamed is none's"):
-        residence.whole({"renamed": torch.empty(2, device="meta")})
+        placement.full_state({"renamed": torch.empty(2, device="meta")})

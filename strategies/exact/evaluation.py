@@ -1,0 +1,131 @@
+"""Evaluation and prediction under `exact`: whole batches are distributed round-robin."""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.data import extract_batch_size
+from torchmetrics import Metric
+
+from apprentice import replicas
+from strategies.base.agreeing import SYNCHRONISE
+from strategies.exact.base import ExactBase
+from strategies.exact.captured_logs import LogCall, capture_logs
+from strategies.exact.collectives import refuse_collectives
+
+# An evaluation batch's number and what it logged, with the number of rows that each value stands for.
+BatchLogs = tuple[int, list[tuple[LogCall, int]]]
+
+
+class RoundRobinEvaluation(ExactBase):
+    """Evaluates batch i on replica i % replicas; all ranks log the same values."""
+
+    _evaluated = 0  # batches, of all ranks
+    _logs: list[BatchLogs]  # of this rank
+    _replaced: list[tuple[Any, str]]  # loops, and their methods that are replaced
+
+    def _is_mine(self) -> bool:
+        rank, replicas = self.replica
+        return self._evaluated % replicas == rank
+
+    def on_validation_start(self) -> None:
+        """Start with the first rank."""
+        self._evaluated, self._logs = 0, []
+
+    on_test_start = on_predict_start = on_validation_start
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Validate a batch, if it is this rank's."""
+        return self._evaluate(super().validation_step, *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Test a batch, if it is this rank's."""
+        return self._evaluate(super().test_step, *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict a batch."""
+        if self.exact is None:
+            return super().predict_step(*args, **kwargs)
+        with self._isolated("predict_step"):
+            return super().predict_step(*args, **kwargs)
+
+    def _evaluate(self, step: Callable, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.exact is None:
+            return step(batch, *args, **kwargs)
+        mine = self._is_mine()
+        self._evaluated += 1
+        if not mine:
+            return None
+        with capture_logs(self._module) as calls, self._isolated(step.__name__):
+            output = step(batch, *args, **kwargs)
+        # Values go to the CPU, as they are sent to other ranks.
+        on_cpu = [(c._replace(value=c.value if c.value is None else c.value.cpu()), _rows(batch, c)) for c in calls]
+        self._logs.append((self._evaluated, on_cpu))
+        return output
+
+    @contextmanager
+    def _isolated(self, step: str) -> Iterator[None]:
+        """Inside, random numbers depend on the epoch and the number of the batch; collectives are refused."""
+        with self._seeded(self._module.trainer.current_epoch, self._evaluated), refuse_collectives(step, self):
+            yield
+
+    def _replace_loops(self, trainer: Trainer) -> None:
+        """Log the same values on all ranks, and predict each batch on one, until `_restore_loops`."""
+        warnings.filterwarnings("ignore", SYNCHRONISE, UserWarning)
+        loops: list[Any] = [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
+        methods: list[tuple[Any, str, Callable]] = [(trainer.predict_loop, "_predict_step", self._predict_mine)]
+        for loop, name, method in [*methods, *((x, "_store_dataloader_outputs", self._log_all_batches) for x in loops)]:
+            setattr(loop, name, partial(method, loop, getattr(loop, name)))
+            self._replaced.append((loop, name))
+
+    def _restore_loops(self) -> None:
+        for loop, name in self._replaced:
+            vars(loop).pop(name, None)
+        self._replaced = []
+
+    def _log_all_batches(self, loop: Any, store_outputs: Callable) -> None:
+        """At the end of a loader, log the batches of all ranks."""
+        if self._evaluated <= self.replica[0]:  # this rank had no batch: its metrics would warn of that
+            for metric in (m for m in self._module.modules() if isinstance(m, Metric)):
+                metric._update_count += 1
+        gathered: list[list[BatchLogs]] = [self._logs]
+        if replicas.count() > 1:
+            gathered = [[] for _ in range(replicas.count())]
+            dist.all_gather_object(gathered, self._logs, group=replicas.group())
+        self._logs = []
+        _repeat(loop, [logs for of_rank in gathered for logs in of_rank])
+        store_outputs()
+
+    def _predict_mine(self, loop: Any, predict: Callable, *args: Any) -> None:
+        """Predict a batch, if it is this rank's; only here callbacks write it."""
+        if self._is_mine():
+            predict(*args)
+        self._evaluated += 1
+
+
+def _rows(batch: Any, call: LogCall) -> int:
+    """The number of rows that a value stands for, as Lightning counts them."""
+    if call.batch_size is not None:
+        return int(call.batch_size)
+    weighted = call.metric is None and call.is_mean and call.options["on_epoch"]
+    return extract_batch_size(batch) if weighted else 1
+
+
+def _repeat(loop: Any, batches: Iterable[BatchLogs]) -> None:
+    """Log what a loader's batches logged, in their order, as on one device; `loop` is at the loader's end."""
+    trainer = loop.trainer
+    connector, results = trainer._logger_connector, trainer._results
+    ordered = sorted(batches, key=lambda logs: logs[0])
+    before = loop._seen_batches_per_dataloader[results.dataloader_idx or 0] - len(ordered)  # in earlier evaluations
+    connector.epoch_end_reached()  # the next batch is the first
+    for step, (_, calls) in enumerate(ordered, start=before):
+        connector.on_batch_start(None, results.dataloader_idx)
+        for call, rows in calls:
+            call.repeat(trainer.lightning_module, call.value, rows)
+        connector.on_batch_end()
+        if not trainer.sanity_checking:
+            connector.update_eval_step_metrics(step)

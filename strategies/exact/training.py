@@ -1,0 +1,149 @@
+"""A training step under `exact`: shard by shard."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from apprentice import replicas
+from strategies.base.gradients import handed_over, set_aside
+from strategies.exact.base import ExactBase
+from strategies.exact.fixed_point import FixedPointSum
+from strategies.exact.running_statistics import RunningStatistics
+from strategies.exact.shard_logging import ShardLogger, shard_logger_of
+from strategies.exact.shards import Shard, bounds, fewest_rows, mean_over_rows, part, rows, spans
+
+
+class ShardedTraining(ExactBase):
+    """Computes this rank's shards one by one and sums their gradients without rounding."""
+
+    _sums: list[FixedPointSum]
+    _global_rows = 0
+    _spans: list[tuple[int, int]]  # rows of all shards
+
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """The loss of the global batch, whose backward adds the gradients of all shards."""
+        if self.exact is None:
+            return super().training_step(batch, *args, **kwargs)
+        self._clear_sums(self.exact)
+        logger, statistics = shard_logger_of(self._module), self._statistics()
+        with set_aside(self._trainable):
+            table = self._forward_and_backward(logger, statistics, batch, *args, **kwargs)
+        tables = [total.reduce(table) for total in self._sums] or [replicas.all_reduce_sum(table)]
+        sizes = [stop - start for start, stop in self._spans]
+        means = mean_over_rows(tables[0], sizes)
+        end = len(means) - statistics.size
+        statistics.put(means[end:])
+        with self.precision_plugin.train_step_context():  # gives logged numbers their type
+            frozen = logger.log_batch(tables[0][:, 1:end], sizes)
+        return handed_over(means[0].to(self._module.dtype), self._gradients({id(p) for p in frozen}))
+
+    def _split_batch(self, batch: Any, exact: int) -> Any:
+        """The rows of this rank's shards."""
+        self._global_rows = rows(batch)
+        self._spans = spans(self._global_rows, exact, fewest_rows(self._module))
+        mine = [self._spans[number] for number in self._shard_numbers()]
+        return part(batch, mine[0][0], mine[-1][1])
+
+    def _shard_numbers(self) -> range:
+        rank, replicas = self.replica
+        return range(*bounds(self.exact or 1, replicas)[rank : rank + 2])
+
+    def _shards(self, batch: Any) -> list[Shard]:
+        """This rank's shards that have any rows."""
+        numbers = self._shard_numbers()
+        first = self._spans[numbers[0]][0]
+        mine = ((number, *self._spans[number]) for number in numbers)
+        return [Shard(n, a, b, part(batch, a - first, b - first)) for n, a, b in mine if a < b]
+
+    # Parameters
+
+    def _parameter_groups(self) -> list[dict[str, nn.Parameter]]:
+        """The trainable parameters by name, in groups whose gradients are complete at the same time."""
+        trainable = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
+        return [trainable] if trainable else []
+
+    def _trainable(self) -> dict[str, nn.Parameter]:
+        return {name: p for parameters in self._parameter_groups() for name, p in parameters.items()}
+
+    def _clear_sums(self, exact: int) -> None:
+        groups = self._parameter_groups()
+        current = [[*map(id, total.parameters)] for total in self._sums]
+        if current != [[*map(id, parameters.values())] for parameters in groups]:
+            self._sums = [FixedPointSum(parameters, exact) for parameters in groups]
+        for total in self._sums:
+            total.clear()
+
+    def _gradients(self, frozen: set[int]) -> dict[nn.Parameter, Tensor | None]:
+        """The global batch's gradients, None for parameters that have none or are frozen."""
+        gradients: dict[nn.Parameter, Tensor | None] = {}
+        for total in self._sums:
+            parameters = dict(zip(total.names, total.parameters, strict=True))
+            if flawed := [name for name in total.flawed() if id(parameters[name]) not in frozen]:
+                expected = f"expected finite gradients; that of {', '.join(flawed[:3])} is not"
+                raise OverflowError(f"--exact {self.exact}: {expected}")
+            gradients |= zip(total.parameters, total.divided(self._weight(self._global_rows)), strict=True)
+        return {p: None if id(p) in frozen else gradient for p, gradient in gradients.items()}
+
+    # Shards
+
+    def _statistics(self) -> RunningStatistics:
+        return RunningStatistics(self._module)
+
+    def _forward_and_backward(
+        self, logger: ShardLogger, statistics: RunningStatistics, batch: Any, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Compute this rank's shards.
+
+        Returns:
+            (shards, k) for each shard its loss, logged values and running statistics; zeros for other ranks' shards.
+        """
+        results: dict[int, Tensor] = {}
+        for shard in self._shards(batch):
+            with self._isolated_shard(shard):
+                with self.precision_plugin.train_step_context():
+                    loss = logger.step(shard.batch, *args, **kwargs)
+                (loss * self._weight(shard.rows)).backward()
+            for total in self._sums:
+                total.add()
+            results[shard.number] = row_of(loss, logger, statistics.take())
+        return self._table(logger, results, statistics.size)
+
+    def _table(self, logger: ShardLogger, results: dict[int, Tensor], statistics: int) -> Tensor:
+        logger.share_layout(self, some_empty=any(start == stop for start, stop in self._spans))
+        width = 1 + len(logger.values()) + statistics
+        table = torch.zeros(self.exact or 1, width, dtype=torch.float64, device=self.root_device)
+        for number, values in results.items():
+            table[number] = values
+        return table
+
+    @contextmanager
+    def _isolated_shard(self, shard: Shard) -> Iterator[None]:
+        """Inside, nothing is shared with other ranks, and random numbers depend on the shard's number."""
+        trainer = self._module.trainer
+        numbers = trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx, shard.number
+        with self._seeded(*numbers), replicas.shard(shard.start), self._shard_named(shard):
+            yield
+
+    @contextmanager
+    def _shard_named(self, shard: Shard) -> Iterator[None]:
+        """Name the shard where torch's BatchNorm refuses a single row."""
+        try:
+            yield
+        except ValueError as error:
+            if "Expected more than 1 value per channel" not in str(error):
+                raise
+            expected = "expected batches of two rows or more for BatchNorm"
+            found = f"shard {shard.number} of {self.exact} has {shard.rows} of the batch's {self._global_rows}"
+            raise ValueError(f"exact {self.exact}: {expected}; {found}") from error
+
+    def _weight(self, rows: int) -> float:
+        """The weight of a mean over some rows: exact, and at most 1, so that no shard overflows alone."""
+        return rows / 2.0 ** (self._global_rows - 1).bit_length()
+
+
+def row_of(loss: Tensor, logger: ShardLogger, statistics: list[Tensor]) -> Tensor:
+    """(k,) of a shard its loss, logged values and running statistics."""
+    return torch.cat([torch.stack([loss.detach().double(), *logger.values()]), *statistics])

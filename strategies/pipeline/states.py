@@ -1,0 +1,41 @@
+"""Random states and buffers that a rank keeps for itself."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+class RankRandomState:
+    """A state of torch's CPU generator for the layers of one rank.
+
+    Ranks have different layers. If these drew from the state that samplers and collate functions draw from, ranks would
+    soon read different batches.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._state = torch.Generator().manual_seed(seed).get_state()
+        self.drawn = False  # whether the last block drew any numbers
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Inside, torch's CPU generator continues where the last block stopped."""
+        outside, before = torch.get_rng_state(), self._state
+        torch.set_rng_state(before)
+        try:
+            yield
+        finally:
+            self._state = torch.get_rng_state()
+            self.drawn = not torch.equal(self._state, before)
+            torch.set_rng_state(outside)
+
+
+@contextmanager
+def unchanged(modules: Iterable[nn.Module], device: torch.device) -> Iterator[None]:
+    """Restore the modules' buffers and torch's random states afterwards."""
+    buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
+    for buffer, value in buffers:
+        buffer.data.copy_(value)

@@ -1,0 +1,231 @@
+"""The forward and the training step of a module in stages."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from apprentice import keyed, replicas
+from strategies.base.agreeing import SharedReplica
+from strategies.base.gradients import averaged, handed_over, set_aside
+from strategies.exact import Exact
+from strategies.exact.collectives import allow_collectives, refuse_collectives
+from strategies.exact.running_statistics import RunningStatistics
+from strategies.exact.shard_logging import ShardLogger
+from strategies.exact.shards import Shard, bounds, part, rows, share
+from strategies.exact.training import row_of
+from strategies.pipeline.calls import ForwardCall, stop
+from strategies.pipeline.microbatches import Event, MicroBatch, PipelineStep
+from strategies.pipeline.runner import PipelineRunner
+from strategies.pipeline.schedules import StageAssignment
+from strategies.pipeline.states import RankRandomState
+
+TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 5e-2}  # between two ways to add up one loss; else 1e-3
+
+
+class PipelineTraining(SharedReplica, Exact):
+    """Computes a module's `forward` with the stages of all ranks; under `exact` a shard is a micro-batch."""
+
+    assignment: StageAssignment
+    events: list[Event]  # of this rank in the last step
+    _runner: PipelineRunner
+    _random_state: RankRandomState
+    _call: ForwardCall | None = None
+    _losses_match = False  # whether `pipeline_loss` has been seen to be `training_step`'s loss
+
+    # The module's forward
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Stands in for the module's `forward`; all ranks call it together."""
+        self._check_arguments(args, kwargs)
+        with allow_collectives():
+            return self._call(args) if self._call is not None else self._evaluate_stages(args)
+
+    def _check_arguments(self, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> None:
+        named = dict(enumerate(args)) | kwargs
+        wrong = [key for key, x in named.items() if key in kwargs or not isinstance(x, Tensor) or not x.dim()]
+        if wrong or not args:
+            found = f"argument {wrong[0]} is {_described(named[wrong[0]])}" if wrong else "there is none"
+            found += " by name" if wrong and wrong[0] in kwargs else ""
+            expected = "expected calls with tensors by position, rows first"
+            raise TypeError(f"{type(self.lightning_module).__name__}.forward: {expected}; {found}")
+
+    def _evaluate_stages(self, inputs: tuple[Tensor, ...]) -> Any:
+        size = len(inputs[0])
+        # In one piece for the bits of one device, or if ranks have several stages: these would wait for each other.
+        whole = self.exact is not None or self.assignment.stages_per_rank > 1
+        count = 1 if whole else min(self.assignment.num_microbatches, max(size, 1))
+        step = PipelineStep([_microbatch(inputs, a, b) for a, b in itertools.pairwise(bounds(size, count))])
+        with self._random_state():
+            self._runner.forward(step)
+        self.events = step.events
+        return self._runner.broadcast_output(step)[0]
+
+    @contextmanager
+    def _answering(self, answer: Callable[[tuple[Tensor, ...]], Any]) -> Iterator[ForwardCall]:
+        """Inside, the module's `forward` has to be called once and returns `answer(inputs)`."""
+        self._call = ForwardCall(type(self.lightning_module).__name__, answer)
+        try:
+            with self._call.required():
+                yield self._call
+        finally:
+            self._call = None
+
+    # Training
+
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """The loss of the batch; its backward adds the gradients that the schedule has computed."""
+        if self.exact is not None:
+            return super().training_step(batch, *args, **kwargs)
+        with set_aside(self._trainable):
+            with self._answering(partial(self._train_batch, batch)):
+                output = Strategy.training_step(self, batch, *args, **kwargs)
+            gradients = {p: p.grad for p in self._trainable().values()}
+        loss = output["loss"] if isinstance(output, Mapping) else output
+        if loss is None:
+            return None
+        if not self._losses_match:
+            self._compare_losses(loss.item(), loss.dtype)
+        loss = handed_over(loss.detach(), averaged(gradients))
+        return {**output, "loss": loss} if isinstance(output, Mapping) else loss
+
+    def _train_batch(self, batch: Any, inputs: tuple[Tensor, ...]) -> Any:
+        size = rows(batch)
+        self._check_rows(inputs, size)
+        weight = share(batch) / max(size, 1)
+        pieces = []
+        for number, (a, b) in enumerate(itertools.pairwise(bounds(size, self.assignment.num_microbatches))):
+            shard = Shard(number, a, b, part(batch, a, b))
+            pieces.append(_microbatch(inputs, a, b, partial(self._loss, shard, (b - a) * weight)))
+        return self._train(PipelineStep(pieces))
+
+    def _check_rows(self, inputs: tuple[Tensor, ...], rows: int) -> None:
+        if wrong := [tuple(x.shape) for x in inputs if len(x) != rows]:
+            expected = f"expected a call of forward with tensors of the batch's {rows} rows"
+            raise ValueError(f"{type(self.lightning_module).__name__}.training_step: {expected}, got one of {wrong[0]}")
+
+    def _train(self, step: PipelineStep) -> Any:
+        with self._random_state():
+            output = self._runner.train(step)
+        if self.exact is not None and self._random_state.drawn:
+            raise ValueError(f"exact {self.exact}: expected noise from apprentice.keyed in a pipeline, not torch's")
+        self.events = step.events
+        if not self._losses_match:
+            self._pipeline_loss = self._runner.broadcast_loss(step)
+        return output
+
+    def _loss(self, shard: Shard, weight: float, output: Any) -> Tensor:
+        module: Any = self.lightning_module
+        refused = nullcontext() if self.exact is None else refuse_collectives("pipeline_loss", self)
+        with replicas.shard(shard.start), refused:
+            loss = module.pipeline_loss(output, shard.batch)
+        if not isinstance(loss, Tensor) or loss.dim():
+            found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise TypeError(f"{type(module).__name__}.pipeline_loss: expected a scalar tensor, got {found}")
+        return loss * weight
+
+    def _compare_losses(self, loss: float, dtype: torch.dtype) -> None:
+        """Check once, as soon as they are finite, that `training_step` and `pipeline_loss` give the same loss."""
+        finite = math.isfinite(loss), math.isfinite(self._pipeline_loss)
+        if not any(finite):
+            return
+        tolerance = TOLERANCE.get(dtype, 1e-3)
+        if not all(finite) or not math.isclose(loss, self._pipeline_loss, rel_tol=tolerance, abs_tol=tolerance):
+            expected = f"expected the loss that training_step returns, {loss:g}, as the mean over micro-batches"
+            name = type(self.lightning_module).__name__
+            raise ValueError(f"{name}.pipeline_loss: {expected}; got {self._pipeline_loss:g}")
+        self._losses_match = True
+
+    # Under exact
+
+    def _parameter_groups(self) -> list[dict[str, nn.Parameter]]:
+        return list(self._trainable_by_stage().values())
+
+    def _trainable_by_stage(self) -> dict[int, dict[str, nn.Parameter]]:
+        """The trainable parameters of those of this rank's stages that have any."""
+        names = {p: name for name, p in self._module.named_parameters() if p.requires_grad}
+        own = {
+            stage: {names[p]: p for m in modules for p in m.parameters() if p in names}
+            for stage, modules in self._runner.local.own.items()
+        }
+        return {stage: parameters for stage, parameters in own.items() if parameters}
+
+    def _statistics(self) -> RunningStatistics:
+        return RunningStatistics(*itertools.chain(*self._runner.local.own.values()))
+
+    def _forward_and_backward(
+        self, logger: ShardLogger, statistics: RunningStatistics, batch: Any, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        shards = self._shards(batch)
+        pieces = self._shard_microbatches(logger, shards or [Shard(0, 0, 0, part(batch, 0, 0))], *args, **kwargs)
+        sums = dict(zip(self._trainable_by_stage(), self._sums, strict=True))
+        by_stage = {stage: RunningStatistics(*modules) for stage, modules in self._runner.local.own.items()}
+        taken: dict[int, list[Tensor]] = {}
+
+        def after_backward(stage: int) -> None:
+            if stage in sums:
+                sums[stage].add()
+
+        def after_forward(stage: int, number: int) -> None:
+            taken.setdefault(number, []).extend(by_stage[stage].take())
+
+        step, context = PipelineStep(pieces, after_backward, after_forward), self.precision_plugin.train_step_context
+        with context():
+            output = self._train(step)
+        results: dict[int, Tensor] = {}
+        for number, shard in enumerate(shards):
+            start = shard.start - shards[0].start
+            answer = tree_map_only(Tensor, partial(_cut, start, start + shard.rows), output)
+            with self._isolated_shard(shard), self._answering(partial(_known, answer)), context():
+                loss = logger.step(shard.batch, *args, **kwargs)
+            results[shard.number] = row_of(loss, logger, taken[number])
+        if not self._losses_match:
+            losses = (results[s.number][0].item() * self._weight(s.rows) for s in shards)
+            self._compare_losses(sum(losses), torch.float32)
+        return self._table(logger, results, statistics.size)
+
+    def _shard_microbatches(
+        self, logger: ShardLogger, shards: list[Shard], *args: Any, **kwargs: Any
+    ) -> list[MicroBatch]:
+        """One for each shard, then empty ones."""
+        pieces = [self._shard_microbatch(logger, shard, *args, **kwargs) for shard in shards]
+        empty = MicroBatch(0, tuple(x[:0] for x in pieces[0].inputs), None, nullcontext)
+        return pieces + [empty] * (self.assignment.num_microbatches - len(pieces))
+
+    def _shard_microbatch(self, logger: ShardLogger, shard: Shard, *args: Any, **kwargs: Any) -> MicroBatch:
+        """Run a shard's step up to its call of `forward` to see the inputs."""
+        with self._isolated_shard(shard), self.precision_plugin.train_step_context(), self._answering(stop) as call:
+            logger.step(shard.batch, *args, **kwargs)
+        self._check_rows(call.inputs, shard.rows)
+
+        @contextmanager
+        def isolated() -> Iterator[None]:
+            with replicas.shard(shard.start), call.noise(), self._shard_named(shard):
+                yield
+
+        return MicroBatch(shard.rows, call.inputs, partial(self._loss, shard, self._weight(shard.rows)), isolated)
+
+
+def _microbatch(
+    inputs: tuple[Tensor, ...], start: int, stop: int, loss: Callable[[Any], Tensor] | None = None
+) -> MicroBatch:
+    return MicroBatch(stop - start, tuple(x[start:stop] for x in inputs), loss, keyed.part(start, stop))
+
+
+def _cut(start: int, stop: int, x: Tensor) -> Tensor:
+    return x[start:stop].clone()
+
+
+def _known(answer: Any, _inputs: tuple[Tensor, ...]) -> Any:
+    return answer
+
+
+def _described(value: Any) -> str:
+    return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
