@@ -12,7 +12,7 @@ from torch import Tensor
 
 from apprentice import keyed
 from apprentice.batch import Batch
-from apprentice.errors import BadInput, is_utf8
+from apprentice.errors import BadInput
 from datamodules.loaders import ChunkLoader, NoLoaders, TrainLoader
 from datamodules.sampling import EpochOrder, PartitionedOrder
 from datamodules.splits import (
@@ -108,7 +108,7 @@ class InMemoryData(LightningDataModule):
             return
         training, testing = self.read()
         for name in self.class_names:
-            if not is_utf8(name):
+            if name.encode(errors="replace").decode() != name:  # bytes that are not UTF-8 are surrogates
                 raise BadInput("data", self.name, f"classes named in UTF-8; {os.fsencode(name)!r} is not")
         sizes = self.train_size, self.validation_size
         train, validation = train_and_validation(training.labels, *sizes, self.seed, self.subset)

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from jsonargparse import get_loader
 
-from apprentice.errors import BadInput, is_utf8
+from apprentice.errors import BadInput
 
 BARE = ("help", "print_config")  # flags without a value
 OF_LAUNCHERS = ("local-rank", "local_rank")  # torch.distributed.launch gives it, and the environment says it, too
@@ -35,7 +35,9 @@ def flags(argv: Sequence[str]) -> dict[str, Any]:
         if key in OF_LAUNCHERS:
             continue
         for value in values:
-            if not is_utf8(value):
+            if (
+                value.encode(errors="replace").decode() != value
+            ):  # bytes of an argument that are not UTF-8 are surrogates
                 raise BadInput(key, os.fsencode(value), "text in UTF-8, as the run's files are")
         if key in BARE:
             if values:

@@ -15,7 +15,7 @@ class _Normalize(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, mean: Tensor, invstd: Tensor, total: Tensor) -> Tensor:
         normal = (x - _like(mean, x)) * _like(invstd, x)
         ctx.save_for_backward(normal, invstd, total)
-        ctx.total = replicas.summing()  # asked for here: backward can run in a thread without this context
+        ctx.total = replicas.bound_all_reduce_sum()  # bound here: backward can run in a thread without this context
         return normal
 
     @staticmethod

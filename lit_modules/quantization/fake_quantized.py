@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from apprentice import replicas
-from apprentice.weights import fitting
+from apprentice.weights import check_weights
 from lit_modules.nets.base import DEFAULT_LAYER, layer
 from lit_modules.quantization import graphs
 from lit_modules.quantization.ranges import Range
@@ -113,7 +113,8 @@ class FakeQuantized(nn.Module):
             BadInput: a key is missing, unknown or of another shape; all of them are named.
         """
         own = self.float_state()
-        for name, value in fitting(own, weights, path, flag).items():
+        check_weights(own, weights, path, flag)
+        for name, value in weights.items():
             own[name].copy_(value)
 
     def int8(self, state: Mapping[str, Tensor] | None = None) -> nn.Module:

@@ -14,7 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from apprentice import extras, replicas
 from apprentice.errors import BadInput
-from apprentice.keyed import drops
+from apprentice.keyed import is_dropout
 from lit_modules.nets.base import run
 from lit_modules.quantization.ranges import Range
 
@@ -54,7 +54,7 @@ def captured(net: nn.Module, example: Tensor, layers: Sequence[str] = ()) -> Gra
         for module in net.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 module.__class__ = _plain(module)  # the quantiser knows torch's own by their names
-            elif drops(module):
+            elif is_dropout(module):
                 module.__class__ = _Drop
         example = example[:1].repeat(3, *[1] * (example.dim() - 1))
         with replicas.shard(0):  # nothing of other ranks is captured
@@ -70,7 +70,7 @@ def captured(net: nn.Module, example: Tensor, layers: Sequence[str] = ()) -> Gra
     graph = program.module(check_guards=False)
     for node in graph.graph.nodes:
         wanted = ""
-        if _draws(node) and not drops(net.get_submodule(_path(node))):
+        if _draws(node) and not is_dropout(net.get_submodule(_path(node))):
             wanted = (
                 f"draws noise in layers such as nn.Dropout only; {_path(node) or 'its forward'} calls {node.target}"
             )
