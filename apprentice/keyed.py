@@ -86,13 +86,7 @@ _noise: ContextVar[_Context | None] = ContextVar("noise", default=None)
 
 @contextmanager
 def noise(seed: int, step: int, rows: Tensor) -> Iterator[None]:
-    """Keyed layers inside draw for these rows of the global batch.
-
-    Args:
-        seed: the run's seed.
-        step: number of the global batch.
-        rows: (b,) int64, the rows of the global batch that are computed here.
-    """
+    """Keyed layers inside draw for these rows (b,) int64 of the global batch number `step`."""
     with _within(_Context(seed, step, rows)):
         yield
 
@@ -107,12 +101,7 @@ def _within(context: _Context | None) -> Iterator[None]:
 
 
 def part(start: int, stop: int) -> Callable[[], AbstractContextManager]:
-    """Makes contexts in which keyed layers draw for a part of the current context's rows, such as a microbatch.
-
-    Args:
-        start: first of these rows, counted from the current context's first.
-        stop: last + 1.
-    """
+    """Makes contexts in which keyed layers draw for a slice of the current context's rows, such as a microbatch."""
     context = _noise.get()
     if context is not None:
         part = _Context(context.seed, context.step, context.rows[start:stop])

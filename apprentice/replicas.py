@@ -15,12 +15,7 @@ _idle = 0
 
 
 def set_group(ranks: dist.ProcessGroup | None, idle: int = 0) -> None:
-    """Set which processes hold a replica each.
-
-    Args:
-        ranks: these processes, including this one; None for all.
-        idle: how many of them get no rows in training, such as a parameter server.
-    """
+    """Set the processes that hold a replica each (None: all); `idle` of them get no rows, such as parameter servers."""
     global _group, _idle
     _group, _idle = ranks, idle
 
@@ -32,11 +27,7 @@ def group() -> dist.ProcessGroup | None:
 
 @contextmanager
 def shard(first_row: int) -> Iterator[None]:
-    """Inside, this process computes some rows of a global batch alone, as if there were one replica.
-
-    Args:
-        first_row: the first of these rows in the global batch.
-    """
+    """Inside, this process computes rows of a global batch from `first_row` on, as if there were one replica."""
     token = _first_row.set(first_row)
     try:
         yield

@@ -67,14 +67,7 @@ def check_weights(
 ) -> None:
     """Check that weights fit a net: the same keys and shapes, and finite floats for floats.
 
-    A net's own buffers may hold infinities, such as a mask; weights may hold them there too.
-
-    Args:
-        own: the net's state dict.
-        weights: what is to be loaded.
-        path: the weights' file, for messages.
-        flag: the flag that names it.
-        name: the net's class.
+    Where the net's own state is infinite, such as in a mask, weights may be too.
 
     Raises:
         BadInput: they don't fit; the message names the keys.

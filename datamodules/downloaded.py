@@ -117,12 +117,8 @@ def fetch(download: Callable[[], object], targets: Sequence[Path]) -> None:
     It runs in a thread, which is abandoned when it writes nothing for PATIENCE seconds: a limit on sockets would apply
     to each address of a name anew, and not to looking the name up.
 
-    Args:
-        download: does it.
-        targets: the files and folders that it writes.
-
     Raises:
-        TimeoutError: nothing was written for PATIENCE seconds.
+        TimeoutError: nothing was written to the target files and folders.
         Exception: whatever `download` raised.
     """
     raised: list[BaseException] = []

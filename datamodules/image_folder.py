@@ -27,14 +27,7 @@ LARGE = 128 * 128  # pixels from which two threads decode faster than one; at 32
 
 
 class Files(NamedTuple):
-    """Images on disk.
-
-    Attributes:
-        paths: n files.
-        labels: (n,) int64.
-        image_size: the size to bring them to; None if all have the size of `first`.
-        first: the first training image.
-    """
+    """Images on disk with labels (n,), to be resized to `image_size`, or all of the size of `first`."""
 
     paths: list[Path]
     labels: Tensor
@@ -102,10 +95,7 @@ def readable(path: Path) -> Iterator[Image.Image]:
 def in_rgb(image: Image.Image, form: str | None, path: Path) -> Image.Image:
     """The image in RGB. Scales 16 bits of grey, and floats from 0 to 1, to 8 bits, where PIL would clip.
 
-    Args:
-        image: decoded.
-        form: PIL's name of the file's format; PIL gives PGM's greys of up to 16 bits as integers up to 65535.
-        path: of the file, for messages.
+    `form` is PIL's name of the file's format; PIL gives PGM's greys of up to 16 bits as integers up to 65535.
 
     Raises:
         BadInput: the range of its numbers is unknown.

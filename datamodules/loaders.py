@@ -16,13 +16,7 @@ class TrainLoader:
     """This rank's rows of each global batch, in the sampler's order.
 
     The last batch may be smaller; none is dropped. Every rank gets the same number of batches, some perhaps empty.
-
-    Args:
-        split: the training set, on the device where batches are wanted.
-        batch_size: samples in a global batch.
-        sampler: the order, and which rows of a batch belong to which rank.
-        rank: of this process among those that share a batch.
-        replicas: how many share it.
+    `batch_size` counts samples of the global batch; batches are on the split's device.
     """
 
     def __init__(self, split: Samples, batch_size: int, sampler: EpochOrder, rank: int = 0, replicas: int = 1) -> None:
@@ -62,13 +56,7 @@ class ChunkLoader:
     Chunks are the same for any number of ranks, so a kernel sees the same shapes, and gives the same bits, on all of
     them. Each sample is visited exactly once. Every rank gets the same number of batches, the last perhaps empty. A
     batch stands for itself: `replicas` is 1, `step` 0 and `count` its rows (1 if empty, so that its mean is 0).
-
-    Args:
-        split: the samples, on the device where batches are wanted.
-        batch_size: samples in a chunk.
-        rank: of this process among the replicas.
-        replicas: how many ranks chunks are dealt to.
-        index: (n,) int64, the samples' places in their data set, on that device; default: the split is the whole set.
+    `index` (n,) int64 has the samples' places in their data set, if the split is only a part of it.
     """
 
     def __init__(

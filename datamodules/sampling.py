@@ -17,7 +17,7 @@ class EpochOrder:
     a fit resumes in mid-epoch; any other pass over the loader begins at the start.
 
     Args:
-        size: samples in the training set.
+        size: number of samples.
         seed: the training seed.
         position: batches of the current epoch that the running fit has completed.
     """
@@ -42,11 +42,7 @@ class EpochOrder:
     def share(self, start: int, count: int, rank: int, replicas: int) -> Tensor:
         """(b,) int64, the rows of a global batch that this rank sees; b may be 0.
 
-        Args:
-            start: the place of its first sample in the epoch's order.
-            count: its rows.
-            rank: of this process among those that share it.
-            replicas: how many share it.
+        The batch has `count` rows, from the place `start` in the epoch's order on.
         """
         return share(count, rank, replicas)
 
@@ -63,9 +59,7 @@ class PartitionedOrder(EpochOrder):
     Args:
         fractions: each rank's fraction of the whole.
         chosen: seed of the partition.
-        size: samples in the training set.
-        seed: the training seed, of their orders.
-        position: EpochOrder's.
+        size: as in `EpochOrder`, like the others.
     """
 
     def __init__(

@@ -106,12 +106,7 @@ def without(places: Tensor, size: int) -> Tensor:
 
 
 def unequal_counts(labels: Tensor, class_names: Sequence[str]) -> str:
-    """The class counts as text; empty if they differ by no more than one or a tenth.
-
-    Args:
-        labels: (n,) int64.
-        class_names: in the order of the labels.
-    """
+    """The class counts as text; empty if they differ by no more than one or a tenth."""
     counts = labels.bincount(minlength=len(class_names)).tolist()
     least, most = min(counts), max(counts)
     if most - least <= max(1, least / 10):
@@ -134,13 +129,7 @@ def check_sizes(train_size: int | None, test_size: int | None, validation_size: 
 
 
 def check_partition(partition: Sequence[float] | None, replicas: int | None = None, exact: int | None = None) -> None:
-    """Raise BadInput for fractions that can't be partitions.
-
-    Args:
-        partition: each rank's fraction of the training samples; None for no fixed partitions.
-        replicas: how many ranks share a batch, where that is known.
-        exact: N of `--exact N`.
-    """
+    """Raise BadInput for fractions that can't be partitions, for this number of replicas if known, and `--exact`."""
     if partition is None:
         return
     if not partition or not all(math.isfinite(f) and f >= 0 for f in partition) or abs(sum(partition) - 1) > ROUNDING:

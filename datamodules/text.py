@@ -22,12 +22,7 @@ NEEDED = 16  # bytes of memory that reading takes for each of the file's
 
 
 class Windows(NamedTuple):
-    """All windows of `length` tokens in a text: sample i is tokens i to i + length, its labels are one token later.
-
-    Attributes:
-        text: (n,) of any integer type.
-        length: T.
-    """
+    """All windows of T tokens in a text (n,): sample i is tokens i to i + T, its labels are one token later."""
 
     text: Tensor
     length: int
@@ -53,13 +48,7 @@ class Windows(NamedTuple):
 
 
 class BlockOrder(EpochOrder):
-    """Cuts a text into blocks, from another offset in each epoch; no token is predicted twice.
-
-    Args:
-        tokens: of the text, at least 2 T.
-        length: T, tokens of a block.
-        options: EpochOrder's `seed` and `position`.
-    """
+    """Cuts a text of at least 2 T tokens into blocks of T, from another offset in each epoch."""
 
     def __init__(self, tokens: int, length: int, *options: Any) -> None:
         super().__init__((tokens - length) // length, *options)

@@ -35,10 +35,6 @@ class Vocabulary:
     def encode(self, text: str, flag: str = "prompt") -> Tensor:
         """(n,) int64, the tokens of a text.
 
-        Args:
-            text: the text.
-            flag: the flag that gave it, for the message.
-
         Raises:
             BadInput: characters are unknown; the message names them.
         """
