@@ -1,4 +1,4 @@
-"""A rank's share of a global batch: all that a loss needs to be the same number on any number of devices."""
+"""A rank's share of a global batch, with what a loss needs to be the same on any number of devices."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,18 +13,18 @@ class Batch(NamedTuple):
     """The b rows that this rank sees of a global batch of `count` rows; b may be 0.
 
     Attributes:
-        inputs: (b, ...), images as stored uint8 (b, C, H, W) or floats once normalised, or token numbers (b, T).
-        labels: (b,) int64, or (b, T) where each token has one.
+        inputs: (b, ...), such as stored uint8 images (b, C, H, W), their normalised floats, or token numbers (b, T).
+        labels: (b,) int64, or (b, T) with a label for each token.
         index: (b,) int64, each sample's place in its data set.
         rows: (b,) int64, each sample's row in the global batch.
         count: rows in the global batch.
-        replicas: ranks that share the batch; gradients are averaged over them, and a server is none of them.
+        replicas: number of ranks that gradients are averaged over, without parameter servers.
         step: number of this global batch since training began.
     """
 
     inputs: Tensor
     labels: Tensor
-    index: Tensor  # type: ignore[assignment]  # shadows tuple.index, which a batch has no use for
+    index: Tensor  # type: ignore[assignment]  # shadows tuple.index, which a batch does not need
     rows: Tensor
     count: int  # type: ignore[assignment]
     replicas: int
@@ -32,9 +32,9 @@ class Batch(NamedTuple):
 
     @classmethod
     def of(cls, batch: "Batch | Sequence[Tensor]", step: int, shared: bool = True) -> "Batch":
-        """The batch itself, or a plain (inputs, labels) pair from anyone's DataLoader.
+        """The batch itself, or one made of a plain (inputs, labels) pair from any DataLoader.
 
-        If `shared`, the pairs that all ranks have now are one global batch; else a rank's pair stands for itself.
+        With `shared`, the pairs of all ranks form one global batch; otherwise each rank's pair is a batch of its own.
         """
         if isinstance(batch, cls):
             return batch
@@ -43,18 +43,18 @@ class Batch(NamedTuple):
         sizes = replicas.all_gather(size).flatten().tolist() if shared else [len(inputs)]
         first = replicas.first_row() + sum(sizes[: replicas.rank()]) if shared else 0
         rows = torch.arange(len(inputs), device=inputs.device) + first
-        return cls(inputs, labels, rows, rows, sum(sizes), replicas.averaged() if shared else 1, step)
+        return cls(inputs, labels, rows, rows, sum(sizes), replicas.training_count() if shared else 1, step)
 
     def part(self, start: int, stop: int) -> "Batch":
-        """The rows from `start` to `stop` as a batch that stands for itself."""
+        """The rows from `start` to `stop` as a batch of their own."""
         inputs, labels, index, rows = (tensor[start:stop] for tensor in self[:4])
         return Batch(inputs, labels, index, rows, max(stop - start, 1), 1, self.step)
 
     @property
     def share(self) -> float:
-        """What the mean over these rows counts, so that averaged over the ranks it is the global mean."""
+        """The weight of the mean over these rows: averaged over the ranks, weighted means give the global mean."""
         return len(self.labels) * self.replicas / self.count
 
     def mean(self, per_sample: Tensor) -> Tensor:
-        """This rank's part of the global mean of a (b,) tensor: averaged over the ranks it is that mean, exactly."""
+        """This rank's part of the global mean of a (b,) tensor; the average over the ranks is that mean, exactly."""
         return per_sample.sum() * (self.replicas / self.count)

@@ -1,4 +1,4 @@
-"""What only some experiments need: the extras of pyproject.toml."""
+"""Optional dependencies: the extras of pyproject.toml."""
 
 import importlib
 import logging
@@ -8,7 +8,7 @@ from apprentice.errors import BadInput
 
 
 class Missing(BadInput):
-    """A package of an extra is not there; it has no flag."""
+    """A package of an extra is not installed; there is no flag to name."""
 
     def __str__(self) -> str:
         return f"{self.value}: expected {self.expected}"
@@ -23,14 +23,14 @@ def need(extra: str, *packages: str) -> None:
     """Import the packages of an extra.
 
     Raises:
-        Missing: one is not there; the message says how to install it.
+        Missing: a package is not installed; the message has the command that installs it.
     """
     log = logging.getLogger("torch.utils._pytree")
     level = log.level
-    log.setLevel(logging.ERROR)  # torchao 0.18 registers an enum in a way that torch 2.15 calls old
+    log.setLevel(logging.ERROR)  # torchao 0.18 registers an enum with an API that torch 2.15 deprecates
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of others' source, where Python compiles it now
+            warnings.simplefilter("ignore")  # from compiling the packages' source
             for package in packages:
                 importlib.import_module(package)
     except ModuleNotFoundError as error:

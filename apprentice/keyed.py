@@ -1,4 +1,4 @@
-"""Randomness as a function of what it belongs to, not of how many draws came before.
+"""Randomness as a function of keys, such as seed, step and row, instead of a generator's state.
 
 Noise is a counter-based integer hash in tensor operations (lowbias32, C. Wellons, "Prospecting for Hash Functions",
 2018): the same bits on every device, in any order, on any number of ranks.
@@ -18,11 +18,12 @@ from torch.nn import functional as F
 from torch.nn.modules.dropout import _DropoutNd
 
 T = TypeVar("T")
+Ints = TypeVar("Ints", int, Tensor)
 MASK = 0xFFFFFFFF
 
 
-def mix(x: Tensor) -> Tensor:
-    """Hash each element of an int64 tensor of 32-bit values to a 32-bit value."""
+def mix(x: Ints) -> Ints:
+    """Hash a 32-bit integer, or each element of an int64 tensor of such, to 32 bits."""
     x = x ^ (x >> 16)
     x = (x * 0x7FEB352D) & MASK
     x = x ^ (x >> 15)
@@ -31,21 +32,16 @@ def mix(x: Tensor) -> Tensor:
 
 
 def fold_in(*keys: int) -> int:
-    """One 32-bit key from several integers, in order; each key counts with all of its bits."""
+    """One 32-bit key from several integers; their order matters, and all their bits."""
     state = 0x9E3779B9
     for key in keys:
         for word in (key & MASK, (key >> 32) & MASK):
-            x = (state * 31 + word + 0x9E3779B9) & MASK
-            x ^= x >> 16
-            x = (x * 0x7FEB352D) & MASK
-            x ^= x >> 15
-            x = (x * 0x846CA68B) & MASK
-            state = x ^ (x >> 16)
+            state = mix((state * 31 + word + 0x9E3779B9) & MASK)
     return state
 
 
 def bits(key: int, rows: Tensor, columns: int = 1) -> Tensor:
-    """(len(rows), columns) int64 random values in [0, 2**32), row r a function of `key` and `rows[r]` alone."""
+    """(len(rows), columns) int64 random values in [0, 2**32); row r depends on `key` and `rows[r]` alone."""
     row_keys = mix((rows * 0x9E3779B1 + key) & MASK)
     column_keys = mix(torch.arange(1, columns + 1, device=rows.device) * 0x85EBCA6B & MASK)
     return mix(row_keys[:, None] ^ column_keys)
@@ -57,8 +53,8 @@ def permutation(size: int, *keys: int) -> Tensor:
 
 
 def with_seed(seed: int, make: Callable[[], T]) -> T:
-    """What `make` makes with torch, numpy and `random` with_seed; their states are left as they were."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - from which others' nets draw
+    """Call `make` with torch, numpy and `random` seeded, then restore their states."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - other people's nets draw from it
     try:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would reseed the GPUs too
@@ -70,13 +66,13 @@ def with_seed(seed: int, make: Callable[[], T]) -> T:
         np.random.set_state(of_numpy)  # noqa: NPY002
 
 
-class _Noise:
-    """Where noise is drawn now: seed, step and the rows of the global batch that are being computed."""
+class _Context:
+    """The seed, the step and the rows of the global batch that keyed layers draw for."""
 
     def __init__(self, seed: int, step: int, rows: Tensor) -> None:
         self.seed, self.step, self.rows = seed, step, rows
-        self.parts: dict[tuple[int, int], _Noise] = {}
-        self.masks: dict[tuple, Tensor] = {}  # nets of equal shape draw equal noise: it is made once a step
+        self.parts: dict[tuple[int, int], _Context] = {}
+        self.masks: dict[tuple, Tensor] = {}  # nets of equal shape share a mask: it is made once a step
 
     def keep(self, layer: int, columns: int, p: float) -> Tensor:
         if (layer, columns, p) not in self.masks:
@@ -85,24 +81,18 @@ class _Noise:
         return self.masks[layer, columns, p]
 
 
-_noise: ContextVar[_Noise | None] = ContextVar("noise", default=None)
+_noise: ContextVar[_Context | None] = ContextVar("noise", default=None)
 
 
 @contextmanager
 def noise(seed: int, step: int, rows: Tensor) -> Iterator[None]:
-    """Keyed layers inside draw for these rows of the global batch.
-
-    Args:
-        seed: the run's seed.
-        step: number of the global batch.
-        rows: (b,) int64, the rows of the global batch that are computed here.
-    """
-    with _within(_Noise(seed, step, rows)):
+    """Keyed layers inside draw for these rows (b,) int64 of the global batch number `step`."""
+    with _within(_Context(seed, step, rows)):
         yield
 
 
 @contextmanager
-def _within(context: _Noise | None) -> Iterator[None]:
+def _within(context: _Context | None) -> Iterator[None]:
     token = _noise.set(context)
     try:
         yield
@@ -111,30 +101,25 @@ def _within(context: _Noise | None) -> Iterator[None]:
 
 
 def part(start: int, stop: int) -> Callable[[], AbstractContextManager]:
-    """What makes contexts in which keyed layers draw for some of the rows that this call's context has, if any.
-
-    Args:
-        start: first of these rows, counted from the context's first.
-        stop: last + 1.
-    """
+    """Makes contexts in which keyed layers draw for a slice of the current context's rows, such as a microbatch."""
     context = _noise.get()
     if context is not None:
-        part = _Noise(context.seed, context.step, context.rows[start:stop])
+        part = _Context(context.seed, context.step, context.rows[start:stop])
         context = context.parts.setdefault((start, stop), part)
     return partial(_within, context)
 
 
 class Dropout(nn.Module):
-    """Dropout whose mask depends on seed, step, layer and row of the global batch, and on nothing else.
+    """Dropout whose mask depends on seed, step, layer and row of the global batch alone.
 
-    Inside `noise(...)` it is keyed; outside, as in a notebook, it is torch's own dropout.
+    Inside `noise(...)` it is keyed; outside, such as in a notebook, it is torch's own dropout.
 
     Args:
         p: probability of a zero.
         layer: tells the dropout layers of one net apart.
 
     Raises:
-        ValueError: `p` is not in [0, 1), or the input's first dimension is not that of the context's rows.
+        ValueError: `p` is not in [0, 1), or the input has another number of rows than the context.
     """
 
     def __init__(self, p: float = 0.5, layer: int = 0) -> None:
@@ -146,7 +131,7 @@ class Dropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         return self._dropped(x) if self.training and self.p else x
 
-    @torch.compiler.disable  # of each step's number a kernel of its own would be made, and a slow one
+    @torch.compiler.disable  # it would compile a kernel for each step's number, and a slow one
     def _dropped(self, x: Tensor) -> Tensor:
         context = _noise.get()
         if context is None:
@@ -154,24 +139,24 @@ class Dropout(nn.Module):
         if len(x) != len(context.rows):
             raise ValueError(f"keyed dropout got {len(x)} rows, expected the {len(context.rows)} of the step's context")
         keep = context.keep(self.layer, x[:1].numel() if len(x) else 1, self.p)
-        return x * keep.to(x.device).view_as(x) / (1 - self.p)  # of a split module another device's
+        return x * keep.to(x.device).view_as(x) / (1 - self.p)  # a split module's layers are on several devices
 
     def extra_repr(self) -> str:  # noqa: D102
         return f"p={self.p}, layer={self.layer}"
 
 
 def unkeyed(module: nn.Module) -> list[str]:
-    """Names of the layers that in training draw noise from torch's own generator."""
+    """Names of the layers in training mode that draw noise from torch's own generator."""
     return [name for name, layer in module.named_modules() if layer.training and _rate(layer) > 0]
 
 
 def _rate(layer: nn.Module) -> float:
-    if isinstance(rate := getattr(layer, "dropout", None), (int, float)):  # of attention and of recurrent layers
+    if isinstance(rate := getattr(layer, "dropout", None), (int, float)):  # attention and recurrent layers
         return float(rate)
-    return float(getattr(layer, "p", 0.0)) if drops(layer) and not isinstance(layer, Dropout) else 0.0
+    return float(getattr(layer, "p", 0.0)) if is_dropout(layer) and not isinstance(layer, Dropout) else 0.0
 
 
-def drops(layer: nn.Module) -> bool:
-    """Whether that is all it does: dropout of any kind, keyed or torch's."""
-    # torchvision's StochasticDepth goes by its name: to import torchvision takes longer than what is done here
+def is_dropout(layer: nn.Module) -> bool:
+    """Whether the layer is dropout of any kind, keyed or torch's, and nothing else."""
+    # torchvision's StochasticDepth is known by its name: importing torchvision is slow
     return isinstance(layer, Dropout | _DropoutNd) or type(layer).__name__ == "StochasticDepth"

@@ -1,4 +1,4 @@
-"""Sums over the ranks that share a batch. Without a process group there is one replica and nothing is sent."""
+"""Collectives over the ranks that share a batch. Without a process group there is one replica and nothing is sent."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,28 +15,19 @@ _idle = 0
 
 
 def set_group(ranks: dist.ProcessGroup | None, idle: int = 0) -> None:
-    """Say which processes hold a replica each, this one among them, where that is not all (None).
-
-    Args:
-        ranks: these processes.
-        idle: how many of them get no rows in training, such as a parameter server.
-    """
+    """Set the processes that hold a replica each (None: all); `idle` of them get no rows, such as parameter servers."""
     global _group, _idle
     _group, _idle = ranks, idle
 
 
 def group() -> dist.ProcessGroup | None:
-    """The processes that hold a replica each, for collectives; None: all."""
+    """The process group of the replicas; None for all processes."""
     return _group
 
 
 @contextmanager
 def shard(first_row: int) -> Iterator[None]:
-    """Inside, this process computes some rows of a global batch by themselves: nothing is shared.
-
-    Args:
-        first_row: the first of these rows in the global batch.
-    """
+    """Inside, this process computes rows of a global batch from `first_row` on, as if there were one replica."""
     token = _first_row.set(first_row)
     try:
         yield
@@ -45,7 +36,7 @@ def shard(first_row: int) -> Iterator[None]:
 
 
 def first_row() -> int:
-    """The row of the global batch at which a shard begins; 0 outside of one."""
+    """The global batch's row at which the current shard begins; 0 outside of a shard."""
     return _first_row.get() or 0
 
 
@@ -56,13 +47,13 @@ def count() -> int:
     return dist.get_world_size(_group) if dist.is_available() and dist.is_initialized() else 1
 
 
-def averaged() -> int:
+def training_count() -> int:
     """Number of ranks that gradients are averaged over: those that get rows."""
     return max(count() - _idle, 1)
 
 
 def rank() -> int:
-    """This process's place among them."""
+    """This process's rank among the replicas."""
     return dist.get_rank(_group) if count() > 1 else 0
 
 
@@ -79,18 +70,18 @@ def all_reduce_sum_(x: Tensor) -> Tensor:
 
 
 def all_reduce_max_(x: Tensor) -> Tensor:
-    """The largest of every rank's `x`, element by element, in place of `x`."""
+    """The elementwise maximum of every rank's `x`, in place of `x`."""
     if count() > 1:
         dist.all_reduce(x, dist.ReduceOp.MAX, group=_group)
     return x
 
 
-def summing() -> Callable[[Tensor], Tensor]:
-    """`all_reduce_sum` among those who are replicas now, for a backward that may run when or where others are."""
-    return partial(_summed, _group) if count() > 1 else torch.clone
+def bound_all_reduce_sum() -> Callable[[Tensor], Tensor]:
+    """`all_reduce_sum` over the current replicas, for a backward that runs later or in another thread."""
+    return partial(_sum_over, _group) if count() > 1 else torch.clone
 
 
-def _summed(ranks: dist.ProcessGroup | None, x: Tensor) -> Tensor:
+def _sum_over(ranks: dist.ProcessGroup | None, x: Tensor) -> Tensor:
     x = x.clone()
     dist.all_reduce(x, group=ranks)
     return x

@@ -1,4 +1,4 @@
-"""Files of weights: read without running code, and loaded into a net after every key, shape and value is checked."""
+"""Weights files: read without running code, and loaded into a net after all keys, shapes and values are checked."""
 
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from apprentice.errors import BadInput
 
-Tensors = dict[str, torch.Tensor]
-# What files of weights hold beside tensors, and torch takes for code: the settings of a script, and numpy's numbers.
+LISTED = 20  # keys in a message, of a kind
+# What weights files hold beside tensors, and torch takes for code: a script's settings, and numpy's numbers.
 _SCALAR = np.float64(0).__reduce__()[0]
 HARMLESS: list[Any] = [
     Namespace, type(Path()), np.dtype, *(type(np.dtype(kind)) for kind in ("float32", "float64", "int64", "bool")),
@@ -20,11 +21,11 @@ HARMLESS: list[Any] = [
 ]  # fmt: skip
 
 
-def read_weights(path: str, flag: str) -> Tensors:
-    """The state dict in a user's file: bare, or inside a checkpoint, Lightning's or another's.
+def read_weights(path: str, flag: str) -> dict[str, Tensor]:
+    """The state dict in a user's file: bare, or inside a checkpoint of Lightning's or anyone's.
 
     Raises:
-        BadInput: no such file, not a checkpoint, cut short, or a pickle that would have to run code.
+        BadInput: there is no such file, or it is no checkpoint, truncated, or a pickle that would run code.
     """
     if not Path(path).is_file():
         raise BadInput(flag, path, "a file of weights; there is none")
@@ -38,43 +39,38 @@ def read_weights(path: str, flag: str) -> Tensors:
     for key in ("state_dict", "model_state_dict", "model", "net"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
-    if not isinstance(content, dict) or not content or not all(isinstance(v, torch.Tensor) for v in content.values()):
+    if not isinstance(content, dict) or not content or not all(isinstance(v, Tensor) for v in content.values()):
         raise BadInput(flag, path, "a file of weights; it holds no state dict")
     return content
 
 
-def load_weights(net: torch.nn.Module, path: str, flag: str) -> None:
-    """Load a user's file of weights into a net, which one of the two may have wrapped: `module.`, `model.`.
+def load_weights(net: nn.Module, path: str, flag: str) -> None:
+    """Load a user's weights file into a net; a prefix such as `module.` around either of them is ignored.
 
     Raises:
-        BadInput: the file can't be read, or its weights are another net's or no numbers to compute with; the message
-            names the first of them.
+        BadInput: the file can't be read, or its weights don't fit the net; the message names the keys.
     """
     weights, own = read_weights(path, flag), net.state_dict()
-    name, wrapper = type(net).__name__, _shared(own)
-    prefix = _shared(weights).removesuffix(wrapper)
-    weights = {key.removeprefix(prefix): value for key, value in weights.items()}
-    if not any(key.startswith(wrapper) for key in weights):  # of the bare net
+    wrapper = _prefix(own)
+    extra = _prefix(weights).removesuffix(wrapper)
+    weights = {key.removeprefix(extra): value for key, value in weights.items()}
+    if not any(key.startswith(wrapper) for key in weights):  # weights of the bare net
         weights = {wrapper + key: value for key, value in weights.items()}
-    unused = tuple(getattr(net, "unused_weights", ()))  # which files of the net's kind hold, and the net does without
+    unused = tuple(getattr(net, "unused_weights", ()))  # keys in files of this architecture that the net ignores
     weights = {key: value for key, value in weights.items() if not key.startswith(unused)}
-    if missing := [key for key in own if key not in weights]:
-        raise BadInput(flag, path, f"weights of {name}; {missing[0]} is missing ({len(missing)} of {len(own)} are)")
-    if extra := [key for key in weights if key not in own]:
-        raise BadInput(flag, path, f"weights of {name}, which has no {extra[0]} ({len(extra)} more than it has)")
-    for key, value in weights.items():
-        if value.shape != own[key].shape:
-            shapes = f"{key} is {tuple(value.shape)} there and {tuple(own[key].shape)} here"
-            raise BadInput(flag, path, f"weights of {name}; {shapes}")
-    _check_values(own, weights, path, flag)
+    check_weights(own, weights, path, flag, type(net).__name__)
     net.load_state_dict(weights)
 
 
-def fitting(own: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor], path: str, flag: str) -> Tensors:
-    """The weights, if they are those that are wanted, no more and no less.
+def check_weights(
+    own: Mapping[str, Tensor], weights: Mapping[str, Tensor], path: str, flag: str, name: str = "the net"
+) -> None:
+    """Check that weights fit a net: the same keys and shapes, and finite floats for floats.
+
+    Where the net's own state is infinite, such as in a mask, weights may be too.
 
     Raises:
-        BadInput: naming every key that does not fit.
+        BadInput: they don't fit; the message names the keys.
     """
     faults = {
         "missing": [key for key in own if key not in weights],
@@ -85,26 +81,23 @@ def fitting(own: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]
         ],
     }  # fmt: skip
     if any(faults.values()):
-        told = "; ".join(f"{what}: {', '.join(keys)}" for what, keys in faults.items() if keys)
-        raise BadInput(flag, path, f"weights that fit the net; {told}")
-    _check_values(own, weights, path, flag)
-    return dict(weights)
-
-
-def _check_values(own: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor], path: str, flag: str) -> None:
-    """Refuse integers and what is not finite where the net has finite floats: a mask of its own may hold infinities."""
+        listed = "; ".join(f"{kind}: {_listed(keys)}" for kind, keys in faults.items() if keys)
+        raise BadInput(flag, path, f"weights that fit {name}; {listed}")
     for key, value in weights.items():
         if not own[key].is_floating_point():
             continue
         if not value.is_floating_point():
             raise BadInput(flag, path, f"floats as weights; {key} is {str(value.dtype).removeprefix('torch.')}")
-        if spoilt := int((own[key].cpu().isfinite() & ~value.float().isfinite()).sum()):
-            raise BadInput(
-                flag, path, f"finite weights; {key} has {spoilt} of {value.numel()} that are NaN or infinite"
-            )
+        if broken := int((own[key].cpu().isfinite() & ~value.float().isfinite()).sum()):
+            found = f"{key} has {broken} of {value.numel()} that are NaN or infinite"
+            raise BadInput(flag, path, f"finite weights; {found}")
 
 
-def _shared(keys: Iterable[str]) -> str:
-    """The parts that all keys begin with, as `module.`, or `net.` of a LightningModule around its net."""
+def _listed(keys: list[str]) -> str:
+    return ", ".join(keys[:LISTED]) + (f" and {len(keys) - LISTED} more" if len(keys) > LISTED else "")
+
+
+def _prefix(keys: Iterable[str]) -> str:
+    """The modules that all keys begin with, such as `module.`, or `net.` of a LightningModule around its net."""
     parts = zip(*(key.split(".")[:-1] for key in keys), strict=False)
     return "".join(f"{part[0]}." for part in takewhile(lambda part: len(set(part)) == 1, parts))

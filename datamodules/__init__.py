@@ -1,15 +1,12 @@
-"""Where samples come from, and which rank sees which of them."""
+"""Where samples come from, and which rank sees which of them. A new data set is a file here and a line below."""
 
 from datamodules.base import InMemoryData
+from datamodules.cifar10 import CIFAR10
 from datamodules.digits import Digits
-from datamodules.downloaded import CIFAR10, MNIST
-from datamodules.folder import ImageFolder
+from datamodules.image_folder import ImageFolder
 from datamodules.images import ImageData
-from datamodules.labelled_text import LabelledText, Shakespeare
+from datamodules.labelled_text import LabelledText
+from datamodules.mnist import MNIST
+from datamodules.shakespeare import Shakespeare
 from datamodules.text import Text
 from datamodules.vocabulary import Vocabulary
-
-__all__ = [
-    "CIFAR10", "MNIST", "Digits", "ImageData", "ImageFolder", "InMemoryData", "LabelledText", "Shakespeare", "Text",
-    "Vocabulary",
-]  # fmt: skip

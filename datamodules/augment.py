@@ -1,4 +1,4 @@
-"""Random crop and flip as a function of key and sample: the same image whatever the batch, the rank or the device."""
+"""Random crop and flip as a function of key and sample: independent of batch, rank and device."""
 
 import torch
 from torch import Tensor
@@ -8,17 +8,17 @@ from apprentice import keyed
 
 
 def crop_padding(height: int, width: int) -> int:
-    """Pixels of padding for the random crop: 4, as is the custom at 32 x 32, and in proportion for smaller images."""
+    """Pixels of padding for the random crop: 4, as usual at 32 x 32, and proportionally fewer for smaller images."""
     return min(4, min(height, width) // 8)
 
 
 def augment(images: Tensor, key: int, index: Tensor, flip: bool) -> Tensor:
-    """Shift each image at random over a black border, and mirror half of them left to right.
+    """Shift each image randomly over a black border, and mirror half of them.
 
     Args:
-        images: (B, C, H, W) of any type; 0 is the border's colour, so give them as stored, before normalising.
-        key: where noise is drawn, such as `keyed.fold_in(seed, epoch)`.
-        index: (B,) int64, each sample's place in its data set: its draw depends on this and on the key alone.
+        images: (B, C, H, W) of any type, as stored: the border is 0, which is black before normalising only.
+        key: key of the noise, such as `keyed.fold_in(seed, epoch)`.
+        index: (B,) int64, each sample's place in its data set; its draw depends on this and the key alone.
         flip: mirror too.
 
     Returns:

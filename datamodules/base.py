@@ -12,7 +12,7 @@ from torch import Tensor
 
 from apprentice import keyed
 from apprentice.batch import Batch
-from apprentice.errors import BadInput, is_utf8
+from apprentice.errors import BadInput
 from datamodules.loaders import ChunkLoader, NoLoaders, TrainLoader
 from datamodules.sampling import EpochOrder, PartitionedOrder
 from datamodules.splits import (
@@ -21,7 +21,7 @@ from datamodules.splits import (
     Subset,
     check_partition,
     check_sizes,
-    tested,
+    test_places,
     train_and_validation,
     unequal_counts,
 )  # fmt: skip
@@ -30,29 +30,29 @@ LIMITS = {"train": "limit_train_batches", "validation": "limit_val_batches", "te
 
 
 class InMemoryData(LightningDataModule):
-    """Labelled samples in memory as uint8, seen batch by batch.
+    """Labelled samples in memory as uint8, loaded in batches.
 
-    A kind of data overrides `normalize`, a data set `read`.
+    A kind of data overrides `normalize`, a data set overrides `read`.
 
     Attributes:
         input_shape: of one sample, as nets take it.
         class_names: names of the classes, in the order of their labels.
-        given_to_nets: what a net's constructor is told of the data: attributes, by name.
-        tokens_per_character: where each token of a sample has a label, its tokens for one of the text's characters.
-        order_seed: the training seed. Order and augmentation depend on it, splits and subsets on `seed` alone.
+        given_to_nets: the attributes that a net's constructor takes, by name.
+        tokens_per_character: tokens for one character of the text, if each token of a sample has a label.
+        order_seed: the training seed. Order and augmentation depend on it; splits and subsets depend on `seed` alone.
 
     Args:
         batch_size: samples in a batch over all devices together, whatever their number.
-        train_size: train on a with_seed subset of so many; when not given, on all not held out.
-        test_size: likewise for testing; all when not given.
-        validation_size: held out of the training samples for watching, of each class its proportion: a count, or a
-            fraction of the training set; 0 for none.
-        subset: of `train_size` and `test_size`: `balanced` has equal counts of the classes, as far as each goes;
-            `proportional` has their shares of the set.
-        seed: what splits and subsets are drawn from.
-        partition: fractions of the training samples, as [0.7, 0.2, 0.1]: each device trains on a fixed share of its
-            own. A batch is still of `batch_size` samples over all devices, of each in proportion, and an update still
-            the mean over them. When not given, each batch is cut anew.
+        train_size: train on a seeded subset of this size; default: on all samples that are not held out.
+        test_size: likewise for testing; default: all.
+        validation_size: training samples to hold out for validation, stratified by class: a count, or a fraction of the
+            training set; 0 for none.
+        subset: how `train_size` and `test_size` draw: `balanced` takes equal counts of all classes, as far as they
+            last; `proportional` keeps the proportions of the set.
+        seed: of splits and subsets.
+        partition: fractions of the training samples, such as [0.7, 0.2, 0.1]: each device trains on a fixed share of
+            its own. A batch still has `batch_size` samples over all devices, each device's in proportion, and an update
+            is still their mean. Default: every batch is split evenly.
 
     Raises:
         BadInput: a value can't be used.
@@ -69,7 +69,7 @@ class InMemoryData(LightningDataModule):
         *,
         train_size: int | None = None,
         test_size: int | None = None,
-        validation_size: int | float = 0.1,  # noqa: PYI041 - a count or a fraction: the command line must keep them apart
+        validation_size: int | float = 0.1,  # noqa: PYI041 - the command line must distinguish a count from a fraction
         subset: Subset = "balanced",
         seed: int = 0,
         partition: list[float] | None = None,
@@ -92,27 +92,24 @@ class InMemoryData(LightningDataModule):
         """The whole training and test sets, before subsets are drawn; called once.
 
         Raises:
-            BadInput: they are not there, or damaged.
+            BadInput: they are absent or damaged.
         """
         raise NotImplementedError
 
     def check_fits(self, count: int) -> None:
-        """Raise BadInput when so many samples would not fit in memory; sets of known size need not."""
+        """Raise BadInput if so many samples would not fit in memory; sets of unknown size override this."""
 
     def setup(self, stage: str | None = None) -> None:
-        """Read the data, once: later calls, in a forked rank too, cost nothing.
-
-        Counts of classes are told where they are unequal.
-        """
+        """Read the data once; later calls, also in forked ranks, do nothing. Prints unequal class counts."""
         if self._splits:
             return
         training, testing = self.read()
         for name in self.class_names:
-            if not is_utf8(name):
+            if name.encode(errors="replace").decode() != name:  # bytes that are not UTF-8 are surrogates
                 raise BadInput("data", self.name, f"classes named in UTF-8; {os.fsencode(name)!r} is not")
         sizes = self.train_size, self.validation_size
         train, validation = train_and_validation(training.labels, *sizes, self.seed, self.subset)
-        test = tested(testing.labels, self.test_size, self.seed, self.subset)
+        test = test_places(testing.labels, self.test_size, self.seed, self.subset)
         self.check_fits(len(train) + len(validation) + len(test))
         self._splits = {
             "train": training.take(train),
@@ -123,7 +120,7 @@ class InMemoryData(LightningDataModule):
             rank_zero_only(sys.stderr.write)(f"{self.name}: training samples of a class: {counts}\n")
 
     def split(self, part: str) -> Samples:
-        """The samples of `train`, `validation` or `test`, in memory; read first if need be, as in a notebook."""
+        """The samples of `train`, `validation` or `test`; reads the data first if needed, such as in a notebook."""
         if not self._splits:
             self.prepare_data()
             self.setup()
@@ -135,7 +132,7 @@ class InMemoryData(LightningDataModule):
         return {part: len(self.split(part).labels) for part in ("train", "validation", "test")}
 
     def used(self, trainer: Trainer) -> dict[str, int]:
-        """`sizes` under a Trainer's `limit_train_batches` (samples of an epoch), `limit_val_batches` and so on.
+        """`sizes` under a Trainer's `limit_train_batches` (samples of an epoch), `limit_val_batches` and the like.
 
         Raises:
             BadInput: a fraction is less than one batch.
@@ -147,12 +144,12 @@ class InMemoryData(LightningDataModule):
         }
 
     def _count(self, part: str) -> int:
-        """Samples that all batches of a part have together."""
+        """Samples in all batches of a part together."""
         samples = len(self.split(part).labels)
         return len(self._order(samples)) if part == "train" else samples
 
     def _kept(self, part: str, trainer: Trainer | None) -> int:
-        """Those that the batches have which a Trainer's limit leaves: an int counts them, a float is a fraction."""
+        """Samples in the batches within a Trainer's limit: an int is a count of batches, a float a fraction."""
         count, limit = self._count(part), getattr(trainer, LIMITS[part], 1.0)
         size = self.batch_size if part == "train" else self.evaluation_batch_size
         whole = math.ceil(count / size)
@@ -163,12 +160,12 @@ class InMemoryData(LightningDataModule):
         return min(batches * size, count)
 
     def _size(self, part: str, kept: int) -> int:
-        """What `sizes` counts, of so many samples that a limit leaves."""
+        """What `sizes` counts in so many samples."""
         return kept
 
     @property
     def evaluation_batch_size(self) -> int:
-        """Samples that are evaluated at a time."""
+        """Samples in an evaluation batch."""
         return self.batch_size
 
     @property
@@ -178,17 +175,17 @@ class InMemoryData(LightningDataModule):
 
     @property
     def net_arguments(self) -> dict[str, Any]:
-        """What a net's constructor is told of the data."""
+        """Arguments of a net's constructor that the data determines."""
         return {name: getattr(self, name) for name in self.given_to_nets}
 
     @property
     def example(self) -> Tensor:
-        """(2, ...), inputs of a net as it takes them; all zeros as they are stored."""
+        """(2, ...), inputs as a net takes them, from stored zeros."""
         return self.normalize(torch.zeros(2, *self.input_shape, dtype=torch.uint8))
 
     @property
     def train_inputs_repeat(self) -> bool:
-        """Whether a training sample looks the same in each epoch, so that a teacher's output for it can be kept."""
+        """Whether a training sample is the same in each epoch, so that a teacher's output for it can be cached."""
         return True
 
     # Loading
@@ -197,7 +194,7 @@ class InMemoryData(LightningDataModule):
         """Global batches in the order of (order_seed, epoch), cut into contiguous shares for the ranks.
 
         Raises:
-            BadInput: a batch has fewer samples than there are ranks, or a partition other fractions.
+            BadInput: a batch has fewer samples than there are ranks, or the partition another number of fractions.
         """
         rank, replicas = self._place()
         self.check_replicas(replicas, getattr(self.trainer and self.trainer.strategy, "exact", None))
@@ -210,26 +207,23 @@ class InMemoryData(LightningDataModule):
         return PartitionedOrder(self.partition, keyed.fold_in(self.seed, 3), size, self.order_seed, self._position)
 
     def train_in_order(self, rank: int = 0, replicas: int = 1) -> ChunkLoader:
-        """The training set once, in whole chunks in index order; `index` is that of `train_dataloader`'s batches."""
+        """The training set once, in chunks in index order; `index` is the same as in `train_dataloader`'s batches."""
         return ChunkLoader(self._resident("train"), self.batch_size, rank, replicas)
 
     def val_dataloader(self) -> ChunkLoader | NoLoaders:
-        """The held-out samples, each exactly once; no loader when there are none.
-
-        What is said of a limit in `test_dataloader` holds here, too.
-        """
+        """The validation samples, each exactly once; no loader if there are none. For limits see `test_dataloader`."""
         return self._chunks("validation") if self.sizes["validation"] else NoLoaders()
 
     def test_dataloader(self) -> ChunkLoader:
         """The test samples, each exactly once.
 
-        A Trainer's `limit_test_batches` is of batches as one device has them, whatever the number of devices, and takes
-        the first samples of a with_seed order.
+        A Trainer's `limit_test_batches` counts batches of a single device, whatever the number of devices, and takes
+        the first samples of a seeded order.
         """
         return self._chunks("test")
 
     def check_replicas(self, replicas: int, exact: int | None = None) -> None:
-        """Raise BadInput when a batch can't be shared among so many ranks, or not with `--exact`."""
+        """Raise BadInput if a batch can't be shared among so many ranks, or not under `--exact`."""
         check_partition(self.partition, replicas, exact)
         if self.batch_size < replicas:
             raise BadInput("data.batch_size", self.batch_size, f"at least {replicas}, one sample for each device")
@@ -238,7 +232,9 @@ class InMemoryData(LightningDataModule):
         samples, size, kept = self._resident(part), self.evaluation_batch_size, self._kept(part, self.trainer)
         if kept == len(samples.labels):
             return ChunkLoader(samples, size, *self._place())
-        if isinstance(getattr(self.trainer, LIMITS[part]), float):  # it would be taken of this rank's batches once more
+        if isinstance(
+            getattr(self.trainer, LIMITS[part]), float
+        ):  # Lightning would apply it to this rank's batches again
             setattr(self.trainer, LIMITS[part], math.ceil(kept / size))
         index = self._chosen(part, kept).to(samples.labels.device)
         return ChunkLoader(samples.take(index), size, *self._place(), index)
@@ -248,18 +244,18 @@ class InMemoryData(LightningDataModule):
         return keyed.permutation(len(self.split(part).labels), keyed.fold_in(self.seed, 4))[:kept].sort().values
 
     def _place(self) -> tuple[int, int]:
-        """Rank and number of those that share a batch: under a pipeline that is not the world size."""
+        """Rank and number of replicas that share a batch; under a pipeline these are fewer than all ranks."""
         place = (self.trainer and self.trainer.distributed_sampler_kwargs) or {"rank": 0, "num_replicas": 1}
         return place["rank"], place["num_replicas"]
 
     def _position(self) -> int:
-        """Batches of the current epoch that a running fit has behind it: not 0 when it was resumed in mid-epoch."""
+        """Batches of the current epoch that a running fit has completed; above 0 after a resume in mid-epoch."""
         if self.trainer is None or not self.trainer.training:
             return 0
         return self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
     def _resident(self, part: str) -> Samples:
-        """A split where its batches are wanted: on the fit's GPU, else in the memory where it was read."""
+        """A split on the fit's GPU, if there is one."""
         split = self.split(part)
         device = torch.device("cpu") if self.trainer is None else self.trainer.strategy.root_device
         if device.type != "cuda":
@@ -271,11 +267,11 @@ class InMemoryData(LightningDataModule):
     # From stored samples to inputs
 
     def normalize(self, inputs: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Stored samples (B, ...) to what nets take, of this type where that is floats."""
+        """Stored samples (B, ...) to inputs of nets; floats get this type."""
         raise NotImplementedError
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Lightning's hook, on the device: from stored samples to inputs of the module's type."""
+        """Lightning's hook, on the device: stored samples to inputs of the module's type."""
         if not isinstance(batch, Batch):
             return batch
         dtype = None if self.trainer is None else cast("torch.dtype", self.trainer.lightning_module.dtype)

@@ -1,26 +1,21 @@
-"""scikit-learn's handwritten digits: embedded, so that the main job runs anywhere, with no download."""
-
-from typing import Any
+"""scikit-learn's handwritten digits, which need no download."""
 
 import torch
 
 from datamodules.images import ImageData
-from datamodules.splits import Split, balanced_subset
+from datamodules.splits import Split, balanced_subset, without
 
 
 class Digits(ImageData):
     """1,797 real handwritten digits, 8 x 8, with grey levels from 0 to 16 (Alpaydin and Kaynak, UCI, 1998).
 
-    1,437 train and 360 test, 36 of each class; that split is fixed and depends on no seed.
+    1,437 train and 360 test, 36 of each class; this split is fixed and depends on no seed.
     """
 
     input_shape = (1, 8, 8)
     class_names = tuple("0123456789")
     mean, std = (0.3049,), (0.3759,)  # of the 1,437
     levels = 16
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
 
     def read(self) -> tuple[Split, Split]:
         """The fixed split."""
@@ -29,6 +24,4 @@ class Digits(ImageData):
         digits = load_digits()
         whole = Split(torch.from_numpy(digits.images).byte()[:, None], torch.from_numpy(digits.target).long())
         test = balanced_subset(whole.labels, 360, key=0)
-        train = torch.ones(len(whole.labels), dtype=torch.bool)
-        train[test] = False
-        return whole.take(train.nonzero().flatten()), whole.take(test)
+        return whole.take(without(test, len(whole.labels))), whole.take(test)

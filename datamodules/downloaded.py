@@ -1,26 +1,31 @@
-"""MNIST and CIFAR-10 over torchvision's loaders, which know the addresses and checksums; downloaded when absent."""
+"""Data sets that torchvision downloads and reads; it knows their addresses and checksums."""
 
+import contextlib
 import http.client
+import io
+import sys
 import tarfile
+import threading
 import zlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torchvision.datasets
+from torchvision.datasets import VisionDataset
 from torchvision.datasets.utils import calculate_md5
 
 from apprentice.errors import BadInput
-from datamodules.download import fetch
 from datamodules.images import ImageData
 from datamodules.splits import Split
 
+PATIENCE = 9.0  # a download that writes nothing in a span of so many seconds is given up, so at the latest after twice
 FETCHING = (OSError, RuntimeError, EOFError, http.client.HTTPException, tarfile.TarError, zlib.error)
 READING = (OSError, RuntimeError, EOFError, ValueError, AssertionError, TypeError, KeyError, IndexError)
 
 
 class Downloaded(ImageData):
-    """A data set that one of torchvision's classes fetches and reads.
+    """A data set that one of torchvision's classes downloads and reads.
 
     Attributes:
         source: that class.
@@ -30,10 +35,10 @@ class Downloaded(ImageData):
         options: those of ImageData.
 
     Raises:
-        BadInput: what is in `root` is damaged, or it is absent and can't be downloaded.
+        BadInput: the files in `root` are damaged, or absent and can't be downloaded.
     """
 
-    source: type[torchvision.datasets.VisionDataset]
+    source: type[VisionDataset]
 
     def __init__(self, root: str | Path = "data", **options: Any) -> None:
         super().__init__(**options)
@@ -56,10 +61,8 @@ class Downloaded(ImageData):
         if self._splits or self._open("test") is not None:
             return
         try:
-            fetch(
-                lambda: self.source(self.root, train=False, download=True),
-                [self.files(), *(path for path, _ in self.archives())],
-            )
+            targets = [self.files(), *(path for path, _ in self.archives())]
+            fetch(lambda: self.source(self.root, train=False, download=True), targets)
         except FETCHING as error:
             raise BadInput("data.root", self.root, self._remedy(error)) from error
 
@@ -68,11 +71,11 @@ class Downloaded(ImageData):
         return self._read("train"), self._read("test")
 
     def _open(self, part: str) -> Any:
-        """Torchvision's data set, or None if it is not there."""
+        """Torchvision's data set, or None if it is absent."""
         try:
             return self.source(self.root, train=part == "train")
         except READING as error:
-            if "download=True" in str(error):  # so torchvision says that it is absent, or not what it should be
+            if "download=True" in str(error):  # torchvision's words for absent files, or unexpected ones
                 return None
             raise self._damaged(error) from error
 
@@ -95,7 +98,7 @@ class Downloaded(ImageData):
 
     def _remedy(self, error: Exception) -> str:
         archives = self.archives()
-        names = _listed([path.name for path, _ in archives])
+        names = " and ".join(filter(None, [", ".join(p.name for p, _ in archives[:-1]), archives[-1][0].name]))
         corrupt = [
             f"{path} is corrupt or incomplete (its MD5 sum is {found}, not {md5})"
             for path, md5 in archives
@@ -108,59 +111,43 @@ class Downloaded(ImageData):
         )
 
 
+def fetch(download: Callable[[], object], targets: Sequence[Path]) -> None:
+    """Run `download`, with its progress bars on a terminal only.
+
+    It runs in a thread, which is abandoned when it writes nothing for PATIENCE seconds: a limit on sockets would apply
+    to each address of a name anew, and not to looking the name up.
+
+    Raises:
+        TimeoutError: nothing was written to the target files and folders.
+        Exception: whatever `download` raised.
+    """
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            download()
+        except BaseException as error:  # noqa: BLE001 - the waiting thread raises it again
+            raised.append(error)
+
+    worker = threading.Thread(target=run, daemon=True)  # so that a stalled one does not keep the process from ending
+    with contextlib.ExitStack() as quiet:
+        if not sys.stderr.isatty():
+            quiet.enter_context(contextlib.redirect_stdout(io.StringIO()))
+            quiet.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        worker.start()
+        while worker.is_alive():
+            before = _bytes_in(targets)
+            worker.join(PATIENCE)
+            if worker.is_alive() and _bytes_in(targets) == before:
+                raise TimeoutError(f"timed out: nothing came for {PATIENCE:g} seconds")
+    if raised:
+        raise raised[0]
+
+
+def _bytes_in(targets: Sequence[Path]) -> int:
+    paths = (path for target in targets for path in (target, *target.rglob("*")))
+    return sum(path.stat().st_size for path in paths if path.is_file())
+
+
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
-
-
-def _listed(names: list[str]) -> str:
-    *others, last = names
-    return f"{', '.join(others)} and {last}" if others else last
-
-
-class MNIST(Downloaded):
-    """70,000 handwritten digits, 28 x 28: 60,000 train, 10,000 test (LeCun et al., 1998). `root` holds `MNIST/raw/`."""
-
-    source = torchvision.datasets.MNIST
-    input_shape = (1, 28, 28)
-    class_names = tuple("0123456789")
-    mean, std = (0.1307,), (0.3081,)
-
-    def __init__(self, root: str | Path = "data", **options: Any) -> None:
-        super().__init__(root, **options)
-
-    def archives(self) -> list[tuple[Path, str]]:
-        """Four of them."""
-        return [(self.files() / name, md5) for name, md5 in torchvision.datasets.MNIST.resources]
-
-    def addresses(self) -> list[str]:
-        """The mirrors, tried in turn."""
-        return torchvision.datasets.MNIST.mirrors
-
-    def files(self) -> Path:
-        """Archives and extracted files lie together; torchvision checks the sums of the former only."""
-        return self.root / "MNIST" / "raw"
-
-
-class CIFAR10(Downloaded):
-    """60,000 colour photographs, 32 x 32, of ten classes: 50,000 train, 10,000 test (Krizhevsky, 2009)."""
-
-    source = torchvision.datasets.CIFAR10
-    input_shape = (3, 32, 32)
-    class_names = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, as the distillation tutorial has them
-    flips = True
-
-    def __init__(self, root: str | Path = "data", **options: Any) -> None:
-        super().__init__(root, **options)
-
-    def archives(self) -> list[tuple[Path, str]]:
-        """One, in `root` itself."""
-        return [(self.root / torchvision.datasets.CIFAR10.filename, torchvision.datasets.CIFAR10.tgz_md5)]
-
-    def addresses(self) -> list[str]:
-        """One."""
-        return [torchvision.datasets.CIFAR10.url]
-
-    def files(self) -> Path:
-        """The folder that the archive holds; torchvision checks the sum of each file."""
-        return self.root / torchvision.datasets.CIFAR10.base_folder

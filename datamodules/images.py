@@ -1,4 +1,4 @@
-"""The base of all image data modules: normalisation and augmentation, a batch at a time, on the training device."""
+"""The base of all image data modules: normalisation and augmentation of a batch on the training device."""
 
 import functools
 import math
@@ -16,15 +16,14 @@ from datamodules.base import InMemoryData
 class ImageData(InMemoryData):
     """Images in memory as uint8.
 
-    For a data set of your own give the attributes and override `read`; `prepare_data` too, if something must be
-    fetched first.
+    For a data set of your own, set the attributes and override `read`, and `prepare_data` if it must be downloaded.
 
     Attributes:
         input_shape: (C, H, W).
         mean: of each channel, on a scale from 0 to 1.
-        std: likewise.
+        std: standard deviation of each channel, likewise.
         levels: the pixel value that is 1 on that scale.
-        flips: whether a mirrored image is still one of its class.
+        flips: whether a mirrored image still belongs to its class.
 
     Args:
         batch_size: images in a batch over all devices together, whatever their number.
@@ -53,8 +52,8 @@ class ImageData(InMemoryData):
     def normalize(self, images: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Stored (B, C, H, W) uint8 to floats of mean 0 and deviation 1.
 
-        What torchvision's ToTensor and Normalize give, bit for bit. Computed in float64 if that is the `dtype` wanted
-        (torch's default when not given), else in float32.
+        Equal to torchvision's ToTensor and Normalize, bit for bit. Computes in float64 if that is the `dtype` (default:
+        torch's default type), otherwise in float32.
         """
         dtype = dtype or torch.get_default_dtype()
         exact = torch.float64 if dtype == torch.float64 else torch.float32
@@ -62,7 +61,7 @@ class ImageData(InMemoryData):
         return images.to(exact).div_(self.levels).sub_(mean).div_(std).to(dtype)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Lightning's hook, on the device: augment if training, then normalise to the module's type."""
+        """Lightning's hook, on the device: augment in training, then normalise to the module's type."""
         if isinstance(batch, Batch) and self.augment and self.trainer is not None and self.trainer.training:
             epoch = batch.step // math.ceil(self.sizes["train"] / self.batch_size)
             key = keyed.fold_in(self.order_seed, epoch)
@@ -74,6 +73,6 @@ class ImageData(InMemoryData):
 def _statistics(
     mean: tuple[float, ...], std: tuple[float, ...], device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Mean and deviation as (C, 1, 1); kept, because a copy to a GPU would wait for all the work queued there."""
-    with torch.inference_mode(False):  # may be first asked for in a test, and then be wanted in training
+    """Mean and deviation as (C, 1, 1); cached, because a copy to a GPU waits for all work queued there."""
+    with torch.inference_mode(False):  # the first call may be in a test, and a later one in training
         return tuple(torch.tensor(x, dtype=dtype, device=device)[:, None, None] for x in (mean, std))  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""Loaders over samples in memory: a batch is one indexing of a uint8 tensor. No workers, no collation, no state."""
+"""Loaders over samples in memory: a batch is one indexing of a uint8 tensor, without workers, collation or state."""
 
 import math
 from collections.abc import Iterator
@@ -13,16 +13,10 @@ from datamodules.splits import Samples
 
 
 class TrainLoader:
-    """Global batches in the sampler's order, of each the rows of this rank.
+    """This rank's rows of each global batch, in the sampler's order.
 
-    The last batch may be smaller, none is dropped. Every rank gets the same number of batches, some perhaps empty.
-
-    Args:
-        split: the training set, on the device where batches are wanted.
-        batch_size: samples in a global batch.
-        sampler: the order, and which rows of a batch are whose.
-        rank: of this process among those that share a batch.
-        replicas: how many share it.
+    The last batch may be smaller; none is dropped. Every rank gets the same number of batches, some perhaps empty.
+    `batch_size` counts samples of the global batch; batches are on the split's device.
     """
 
     def __init__(self, split: Samples, batch_size: int, sampler: EpochOrder, rank: int = 0, replicas: int = 1) -> None:
@@ -33,7 +27,7 @@ class TrainLoader:
         return math.ceil(len(self.sampler) / self.batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
-        # A generator: the position is asked for with the first batch, not at iter(), which Lightning calls long before.
+        # A generator asks for the position with the first batch; Lightning calls iter() long before.
         first_step = self.sampler.epoch * len(self)
         start = self.sampler.start()
         device = self.split.labels.device
@@ -47,10 +41,9 @@ class TrainLoader:
             rows = rows.to(device, non_blocking=True)
             yield Batch(inputs, labels, index, rows, len(whole), self.replicas, first_step + position)
 
-    # Lightning warns at a resume in mid-epoch unless the loader can go on. This one can, by Lightning's own count of
-    # batches, so there is nothing to store: these two say so.
+    # Without these two Lightning warns when it resumes in mid-epoch.
     def state_dict(self) -> dict:
-        """Nothing: the order is a function of seed and epoch, and the position is in Lightning's progress."""
+        """Empty: seed and epoch give the order, and Lightning's progress has the position."""
         return {}
 
     def load_state_dict(self, state_dict: dict) -> None:
@@ -58,19 +51,12 @@ class TrainLoader:
 
 
 class ChunkLoader:
-    """A split in index order, in whole chunks dealt to the ranks like cards: chunk c goes to rank c % replicas.
+    """A split in index order, in chunks that are dealt to the ranks in turn: chunk c goes to rank c % replicas.
 
-    A chunk is cut the same for any number of ranks, so a kernel sees the same shapes, and gives the same bits, on all
-    of them. Each sample is visited exactly once. Every rank gets the same number of batches, the last perhaps empty. A
-    batch stands for itself: `replicas` is 1, `count` its rows (1 for an empty one: its mean is a sum of nothing, so 0),
-    `step` 0.
-
-    Args:
-        split: the samples, on the device where batches are wanted.
-        batch_size: samples in a chunk.
-        rank: of this process among those that are dealt to.
-        replicas: how many are.
-        index: (n,) int64, the samples' places in their data set, there too; when not given, they are the whole of it.
+    Chunks are the same for any number of ranks, so a kernel sees the same shapes, and gives the same bits, on all of
+    them. Each sample is visited exactly once. Every rank gets the same number of batches, the last perhaps empty. A
+    batch stands for itself: `replicas` is 1, `step` 0 and `count` its rows (1 if empty, so that its mean is 0).
+    `index` (n,) int64 has the samples' places in their data set, if the split is only a part of it.
     """
 
     def __init__(
@@ -92,14 +78,14 @@ class ChunkLoader:
 
 
 class NoLoaders(CombinedLoader):
-    """No loader at all: Lightning passes over the stage in silence. An empty list or loader would make it warn."""
+    """No loader: Lightning skips the stage silently. It would warn of an empty list or loader."""
 
     def __init__(self) -> None:
         super().__init__([], "sequential")
 
     @property
     def flattened(self) -> list:
-        """None; CombinedLoader itself takes an empty list for one loader."""
+        """Empty; CombinedLoader itself takes an empty list for one loader."""
         return []
 
     @flattened.setter

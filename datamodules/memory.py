@@ -4,25 +4,25 @@ import os
 from pathlib import Path
 
 MEMINFO = Path("/proc/meminfo")
-CGROUPS = (  # a container's limit and use, with control groups of version 2 and 1
+CGROUPS = (  # a container's limit and use, in control groups of version 2 and 1
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
     (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
 )
 
 
 def available_bytes() -> int:
-    """What can be allocated without swapping, as far as the system tells; at least the container's limit is heeded."""
-    return min([_machine(), *(_whole(limit) - _whole(used) for limit, used in CGROUPS if _whole(limit))])
+    """Bytes that can be allocated without swapping, within the container's limit."""
+    return min([_machine(), *(_number(limit) - _number(used) for limit, used in CGROUPS if _number(limit))])
 
 
 def _machine() -> int:
-    if MEMINFO.is_file():  # Linux: includes what the file cache would give back
+    if MEMINFO.is_file():  # Linux: includes the file cache that can be dropped
         lines = dict(line.split(":") for line in MEMINFO.read_text().splitlines())
         return int(lines["MemAvailable"].split()[0]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2  # macOS does not say what is free: half of all
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2  # macOS does not say what is free: take half
 
 
-def _whole(path: Path) -> int:
-    """The number in a file; 0 where there is none (`max`: no limit)."""
+def _number(path: Path) -> int:
+    """The number in a file; 0 if there is none (`max`: no limit)."""
     text = path.read_text().strip() if path.is_file() else ""
     return int(text) if text.isdigit() else 0

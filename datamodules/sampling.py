@@ -1,4 +1,4 @@
-"""Which samples an epoch visits in which order, and which of them a rank sees."""
+"""The order in which an epoch visits samples, and which of them a rank sees."""
 
 import functools
 import itertools
@@ -11,15 +11,15 @@ from apprentice import keyed
 
 
 class EpochOrder:
-    """The with_seed order of the current epoch, the same on every rank.
+    """The seeded order of the current epoch, the same on every rank.
 
-    Lightning calls `set_epoch` before each pass of its own. Such a pass begins at `position()`, which is not zero when
-    a fit goes on from a checkpoint that was written in mid-epoch; any other pass over the loader is a whole one.
+    Lightning calls `set_epoch` before each of its passes. Such a pass begins at `position()`, which is above zero when
+    a fit resumes in mid-epoch; any other pass over the loader begins at the start.
 
     Args:
-        size: samples in the training set.
+        size: number of samples.
         seed: the training seed.
-        position: batches of the current epoch that the running fit has behind it.
+        position: batches of the current epoch that the running fit has completed.
     """
 
     def __init__(self, size: int, seed: int, position: Callable[[], int] = lambda: 0) -> None:
@@ -27,11 +27,11 @@ class EpochOrder:
         self._position, self._announced = position, False
 
     def set_epoch(self, epoch: int) -> None:
-        """Take the order of this epoch from the next pass on."""
+        """Use the order of this epoch from the next pass on."""
         self.epoch, self._announced = epoch, True
 
     def start(self) -> int:
-        """The batch at which the pass that begins now starts; each announcement counts for one pass."""
+        """The batch at which the pass that begins now starts; each `set_epoch` counts for one pass."""
         announced, self._announced = self._announced, False
         return self._position() if announced else 0
 
@@ -42,11 +42,7 @@ class EpochOrder:
     def share(self, start: int, count: int, rank: int, replicas: int) -> Tensor:
         """(b,) int64, the rows of a global batch that this rank sees; b may be 0.
 
-        Args:
-            start: the place of its first sample in the epoch's order.
-            count: its rows.
-            rank: of this process among those that share it.
-            replicas: how many share it.
+        The batch has `count` rows, from the place `start` in the epoch's order on.
         """
         return share(count, rank, replicas)
 
@@ -55,17 +51,15 @@ class EpochOrder:
 
 
 class PartitionedOrder(EpochOrder):
-    """One in which each rank has a fixed, with_seed share of the samples, in an order of its own in each epoch.
+    """Gives each rank a fixed, seeded partition of the samples, in an order of its own in each epoch.
 
-    Shares take turns in the global order in proportion to their sizes, so every global batch has as many samples as
-    without shares, and of each rank's as many as its share is of the whole, about; that can be none.
+    Partitions alternate in the global order in proportion to their sizes. Every global batch keeps its size, and has
+    about a rank's fraction of samples from that rank's partition, perhaps none.
 
     Args:
-        fractions: each rank's share of the whole.
-        chosen: seed of who has which samples.
-        size: samples in the training set.
-        seed: the training seed, of their orders.
-        position: EpochOrder's.
+        fractions: each rank's fraction of the whole.
+        chosen: seed of the partition.
+        size: as in `EpochOrder`, like the others.
     """
 
     def __init__(
@@ -86,12 +80,12 @@ class PartitionedOrder(EpochOrder):
         return order
 
     def share(self, start: int, count: int, rank: int, replicas: int) -> Tensor:
-        """(b,) int64, those rows of a global batch that belong to this rank; b may be 0."""
+        """(b,) int64, the rows of a global batch from this rank's partition; b may be 0."""
         return (self._owners[start : start + count] == rank).nonzero().flatten()
 
 
 @functools.lru_cache(64)
 def share(count: int, rank: int, replicas: int) -> Tensor:
-    """(b,) int64, the rows of a global batch of `count` that this rank sees: contiguous, b may be 0; it is shared."""
-    with torch.inference_mode(False):  # may be first asked for in an evaluation, and then be wanted in training
+    """(b,) int64, this rank's contiguous rows of a global batch of `count`; b may be 0. Cached: do not modify it."""
+    with torch.inference_mode(False):  # the first call may be in an evaluation, and a later one in training
         return torch.arange(count).tensor_split(replicas)[rank]

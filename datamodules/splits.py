@@ -1,4 +1,4 @@
-"""Which samples train, which are held out for watching, which are tested: with_seed, disjoint, by class."""
+"""Training, validation and test samples: seeded, disjoint and stratified by class."""
 
 import math
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ from torch import Tensor
 from apprentice import keyed
 from apprentice.errors import BadInput
 
-ROUNDING = 1e-6  # by which fractions may miss 1
-LISTED = 12  # classes whose counts are told one by one
+ROUNDING = 1e-6  # tolerance of a sum of fractions
+LISTED = 12  # classes whose counts are listed
 Subset = Literal["balanced", "proportional"]
 
 
@@ -24,7 +24,7 @@ class Samples(Protocol):
 
     @property
     def labels(self) -> Tensor:
-        """(n,), or (n, T) where each token has one."""
+        """(n,), or (n, T) with a label for each token."""
 
     def take(self, chosen: Tensor) -> "Split":
         """The samples at these (k,) places."""
@@ -34,7 +34,7 @@ class Samples(Protocol):
 
 
 class Split(NamedTuple):
-    """Samples one by one: inputs (n, ...) uint8, such as images (n, C, H, W), and labels (n,) or (n, T) int64."""
+    """Inputs (n, ...) uint8, such as images (n, C, H, W), and labels (n,) or (n, T) int64."""
 
     inputs: Tensor
     labels: Tensor
@@ -49,7 +49,7 @@ class Split(NamedTuple):
 
 
 class Source(Protocol):
-    """A data set before subsets are drawn from it: its labels are known, its inputs perhaps not yet read."""
+    """A data set before subsets are drawn: its labels are known, its inputs may not be read yet."""
 
     @property
     def labels(self) -> Tensor:
@@ -60,9 +60,9 @@ class Source(Protocol):
 
 
 def balanced_subset(labels: Tensor, size: int, key: int) -> Tensor:
-    """(size,) int64, sorted places in `labels`; class counts differ by at most one for as long as the classes last.
+    """(size,) int64, sorted places in `labels`; class counts differ by at most one until a class is used up.
 
-    Classes take turns in giving a random sample each, so a smaller subset of the same key lies within a larger one.
+    Each class gives a random sample in turn, so a smaller subset of the same key lies within a larger one.
     """
     order, turn, _ = _shuffled(labels, key)
     return order[turn.argsort(stable=True)[:size]].sort().values
@@ -71,8 +71,8 @@ def balanced_subset(labels: Tensor, size: int, key: int) -> Tensor:
 def proportional_subset(labels: Tensor, size: int, key: int) -> Tensor:
     """(size,) int64, sorted places in `labels`; each class gives its proportion, rounded down or up at random.
 
-    Each class keeps a sample for as long as there are others to take. Where equal counts are within a sample of all
-    proportions, the classes take turns as in `balanced_subset`.
+    The last sample of a class is taken only when nothing else is left. If equal counts are within one sample of all
+    proportions, the subset is balanced as in `balanced_subset`.
     """
     order, turn, counts = _shuffled(labels, key)
     classes = labels[order]
@@ -81,13 +81,13 @@ def proportional_subset(labels: Tensor, size: int, key: int) -> Tensor:
     if (proportion - equal)[counts > 0].abs().lt(1).all():
         proportion.zero_()
     given = proportion.floor().long()
-    rank = (turn - given[classes]).clamp(min=-1)  # -1: what a class gives at least; beyond that, classes take turns
+    rank = (turn - given[classes]).clamp(min=-1)  # -1: within a class's proportion; beyond that, classes take turns
     rank[turn == counts[classes] - 1] = len(labels)
     return order[rank.argsort(stable=True)[:size]].sort().values
 
 
 def _shuffled(labels: Tensor, key: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A random order (n,), how many of its class come before each sample there (n,), and the classes' counts (C,)."""
+    """A random order (n,), how many samples of its class precede each one there (n,), and the class counts (C,)."""
     order = keyed.permutation(len(labels), key)
     shuffled = labels[order]
     by_class = shuffled.argsort(stable=True)
@@ -99,19 +99,14 @@ def _shuffled(labels: Tensor, key: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def without(places: Tensor, size: int) -> Tensor:
-    """The places below `size` that are not among these, sorted."""
+    """The places below `size` without these, sorted."""
     others = torch.ones(size, dtype=torch.bool)
     others[places] = False
     return others.nonzero().flatten()
 
 
 def unequal_counts(labels: Tensor, class_names: Sequence[str]) -> str:
-    """The classes' counts in words, empty where they differ by no more than one or a tenth.
-
-    Args:
-        labels: (n,) int64.
-        class_names: in the order of the labels.
-    """
+    """The class counts as text; empty if they differ by no more than one or a tenth."""
     counts = labels.bincount(minlength=len(class_names)).tolist()
     least, most = min(counts), max(counts)
     if most - least <= max(1, least / 10):
@@ -122,7 +117,7 @@ def unequal_counts(labels: Tensor, class_names: Sequence[str]) -> str:
 
 
 def check_sizes(train_size: int | None, test_size: int | None, validation_size: float, subset: Subset) -> None:
-    """Raise BadInput for sizes that no data set could have."""
+    """Raise BadInput for sizes that no data set can have."""
     if subset not in get_args(Subset):
         raise BadInput("data.subset", subset, " or ".join(get_args(Subset)))
     for flag, size in (("data.train_size", train_size), ("data.test_size", test_size)):
@@ -134,13 +129,7 @@ def check_sizes(train_size: int | None, test_size: int | None, validation_size: 
 
 
 def check_partition(partition: Sequence[float] | None, replicas: int | None = None, exact: int | None = None) -> None:
-    """Raise BadInput for shares that ranks can't have.
-
-    Args:
-        partition: each rank's fraction of the training samples; None: there are no fixed shares.
-        replicas: how many ranks share a batch, where that is known.
-        exact: N of `--exact N`.
-    """
+    """Raise BadInput for fractions that can't be partitions, for this number of replicas if known, and `--exact`."""
     if partition is None:
         return
     if not partition or not all(math.isfinite(f) and f >= 0 for f in partition) or abs(sum(partition) - 1) > ROUNDING:
@@ -153,20 +142,20 @@ def check_partition(partition: Sequence[float] | None, replicas: int | None = No
 
 
 def held_out(validation_size: float, size: int) -> int:
-    """The number of samples held out beside (or, of a whole set, from) `size` of them."""
+    """The number of samples to hold out in addition to `size` training samples, or from a whole set of `size`."""
     return validation_size if isinstance(validation_size, int) else round(validation_size * size)
 
 
 def train_and_validation(
     labels: Tensor, train_size: int | None, validation_size: float, seed: int, subset: Subset
 ) -> tuple[Tensor, Tensor]:
-    """Places in `labels` that train and that are held out, each sorted, and disjoint.
+    """Places in `labels` for training and for validation, each sorted, and disjoint.
 
-    The held-out samples are drawn first, of each class its proportion: when their number is given as a count they are
-    the same for any `train_size`. At least one sample of each class trains.
+    Validation samples are drawn first, in proportion to the classes; if `validation_size` is a count, they are the same
+    for any `train_size`. At least one sample of each class is for training.
 
     Raises:
-        BadInput: there are not so many samples, or a class would have none to train on.
+        BadInput: there are fewer samples, or a class would have none for training.
     """
     available, classes = len(labels), len(labels.unique())
     count = held_out(validation_size, available if train_size is None else train_size)
@@ -190,11 +179,11 @@ def train_and_validation(
     return train, validation
 
 
-def tested(labels: Tensor, test_size: int | None, seed: int, subset: Subset) -> Tensor:
-    """Places in `labels` that are tested, sorted; all for None.
+def test_places(labels: Tensor, test_size: int | None, seed: int, subset: Subset) -> Tensor:
+    """Places in `labels` for testing, sorted; None for all.
 
     Raises:
-        BadInput: there are not so many samples.
+        BadInput: there are fewer samples.
     """
     if test_size is not None and test_size > len(labels):
         raise BadInput("data.test_size", test_size, f"at most {len(labels)}, the test samples there are")
@@ -202,7 +191,7 @@ def tested(labels: Tensor, test_size: int | None, seed: int, subset: Subset) -> 
 
 
 def chosen(labels: Tensor, size: int, key: int, subset: Subset) -> Tensor:
-    """(size,) int64, sorted places in `labels`, of each class as many as `subset` says, and one where that can be."""
+    """(size,) int64, sorted places in `labels`, stratified as `subset` says, with every class if possible."""
     if subset == "balanced":
         return balanced_subset(labels, size, key)
     return without(proportional_subset(labels, len(labels) - size, key), len(labels))

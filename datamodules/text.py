@@ -1,4 +1,4 @@
-"""One text to learn a language from: which token comes next?"""
+"""A text for next-token prediction."""
 
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, get_args
@@ -16,18 +16,13 @@ from datamodules.splits import Split
 from datamodules.vocabulary import Vocabulary
 
 Unit = Literal["characters", "bytes"]
-IGNORED = -100  # the label of a token that is not to be predicted, as torch's cross_entropy has it
-EVALUATED = 8192  # tokens that are evaluated at a time, about
-NEEDED = 16  # bytes of memory that reading takes for one of the file's
+IGNORED = -100  # label of a token that is not predicted, as in torch's cross_entropy
+EVALUATED = 8192  # tokens in an evaluation batch, about
+NEEDED = 16  # bytes of memory that reading takes for each of the file's
 
 
 class Windows(NamedTuple):
-    """All windows of `length` tokens in a text: the sample at place i is tokens i to i + length, the labels one later.
-
-    Attributes:
-        text: (n,) of any integer type.
-        length: T.
-    """
+    """All windows of T tokens in a text (n,): sample i is tokens i to i + T, its labels are one token later."""
 
     text: Tensor
     length: int
@@ -53,44 +48,38 @@ class Windows(NamedTuple):
 
 
 class BlockOrder(EpochOrder):
-    """Cuts a text into blocks, in each epoch from another place on: windows are new, no token is predicted twice.
-
-    Args:
-        tokens: of the text, at least 2 T.
-        length: T, tokens of a block.
-        options: EpochOrder's `seed` and `position`.
-    """
+    """Cuts a text of at least 2 T tokens into blocks of T, from another offset in each epoch."""
 
     def __init__(self, tokens: int, length: int, *options: Any) -> None:
         super().__init__((tokens - length) // length, *options)
         self.length = length
 
     def indices(self) -> Tensor:
-        """(size,) int64, where the current epoch's blocks begin, in its order."""
+        """(size,) int64, the starts of the current epoch's blocks, in its order."""
         return super().indices() * self.length + keyed.fold_in(self.seed, self.epoch, 1) % self.length
 
 
 class Text(InMemoryData):
-    """A text whose last tenth is held out: training is watched, and the result tested, on all of it.
+    """A text whose last tenth is held out, for validation and for the test alike.
 
-    A sample is a block of tokens, its labels are the tokens that follow each. An epoch cuts the training text into
-    blocks from a place that depends on seed and epoch. Held out, each token but the first is predicted once, in
-    blocks that follow one another; the last overlaps the one before it, and labels there are -100.
+    A sample is a block of tokens; its labels are the tokens that follow each. An epoch cuts the training text into
+    blocks at an offset that depends on seed and epoch. In the held-out text each token but the first is predicted once,
+    in consecutive blocks; the last one overlaps the one before it, and labels there are -100.
 
     Attributes:
         block_size: T.
-        vocabulary: what tokens stand for; known when the text is read.
-        tokens_per_character: of the held-out text: 1 but for bytes.
+        vocabulary: what tokens stand for; known after the text is read.
+        tokens_per_character: of the held-out text; 1 unless tokens are bytes.
 
     Args:
-        path: any file of text; the documentation that Python itself ships (`pydoc_data.topics`) when not given.
+        path: any text file; default: the documentation that Python ships (`pydoc_data.topics`).
         block_size: T, tokens of a sample.
         vocabulary: tokens are the `characters` that occur in the text, or its `bytes`, 256 of them.
         batch_size: samples in a batch over all devices together, whatever their number.
 
     Raises:
-        BadInput: a value can't be used; when read, the file is not there, empty, no UTF-8 (bytes can be anything), too
-            short for a block in each part, or too large for memory.
+        BadInput: a value can't be used; when read, the file is absent, empty, not UTF-8 (for characters), too short for
+            a block in each part, or too large for memory.
     """
 
     given_to_nets = ("vocab_size", "block_size")
@@ -136,7 +125,7 @@ class Text(InMemoryData):
             raise BadInput("data.path", self.path, f"a file of text ({error.strerror})") from error
 
     def _parts(self, content: bytes) -> tuple[Tensor, Tensor]:
-        """Tokens of the first nine tenths and of the last, in the smallest type that holds them."""
+        """Tokens of the first nine tenths and of the last one, in the smallest type that holds them."""
         if not content:
             raise BadInput("data.path", self.path, "a file of text; this one is empty")
         if self.unit == "bytes":
@@ -156,7 +145,7 @@ class Text(InMemoryData):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Tokens: of the training text, and those that are predicted of the held-out one."""
+        """Counts of tokens: in the training text, and predicted in the held-out text."""
         held_out = int((self.split("test").labels != IGNORED).sum())
         return {"train": len(cast("Windows", self.split("train")).text), "validation": held_out, "test": held_out}
 
@@ -174,12 +163,12 @@ class Text(InMemoryData):
 
     @property
     def vocab_size(self) -> int:
-        """The number of classes, as language models call it."""
+        """The number of classes, under the name that language models use."""
         return self.num_classes
 
     @property
     def train_inputs_repeat(self) -> bool:
-        """No: each epoch has blocks of its own."""
+        """False: each epoch has its own blocks."""
         return False
 
     def _order(self, size: int) -> EpochOrder:
@@ -187,7 +176,7 @@ class Text(InMemoryData):
 
     @property
     def evaluation_batch_size(self) -> int:
-        """Blocks that are evaluated at a time."""
+        """Blocks in an evaluation batch."""
         return max(EVALUATED // self.block_size, 1)
 
     def normalize(self, inputs: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -201,7 +190,7 @@ def _tenths(tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _consecutive(tokens: Tensor, length: int) -> Split:
-    """Blocks (k, T) and labels (k, T) int64, in which each token but the first is predicted once."""
+    """Blocks (k, T) and labels (k, T) int64, which predict each token but the first once."""
     last = len(tokens) - 1 - length
     starts = torch.tensor([*range(0, last + 1, length), *([last] if last % length else [])])
     inputs, labels = Windows(tokens, length).take(starts)

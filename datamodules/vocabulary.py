@@ -1,4 +1,4 @@
-"""Numbers for the characters of a text, or for its bytes."""
+"""Token numbers for characters or bytes."""
 
 import numpy as np
 import torch
@@ -11,13 +11,13 @@ SHOWN = 10  # unknown characters in a message
 
 
 class Vocabulary:
-    """Characters, numbered in the order of Unicode; or the 256 bytes of UTF-8.
+    """Characters, numbered in Unicode order, or the 256 bytes of UTF-8.
 
     Attributes:
-        characters: those that are known, each once and sorted; None for bytes.
+        characters: the known ones, each once and sorted; None for bytes.
 
     Args:
-        characters: any text, of whose characters the vocabulary is; None for bytes.
+        characters: any text with all characters of the vocabulary; None for bytes.
     """
 
     def __init__(self, characters: str | None = None) -> None:
@@ -29,18 +29,14 @@ class Vocabulary:
 
     @property
     def start(self) -> str:
-        """A prompt of one character for a text from nothing: a new line, where that is known."""
+        """A prompt of one character: a new line, if that is known."""
         return "\n" if self.characters is None or "\n" in self.characters else self.characters[0]
 
     def encode(self, text: str, flag: str = "prompt") -> Tensor:
         """(n,) int64, the tokens of a text.
 
-        Args:
-            text: the text.
-            flag: where it was given, for the message.
-
         Raises:
-            BadInput: a character is unknown; the message names those that are.
+            BadInput: characters are unknown; the message names them.
         """
         if self._codes is None:
             return torch.tensor(list(text.encode(errors="surrogatepass")), dtype=torch.int64)
@@ -52,14 +48,14 @@ class Vocabulary:
         return torch.from_numpy(places)
 
     def decode(self, tokens: Tensor) -> str:
-        """The text of tokens (n,); bytes that are no UTF-8, as between two characters, become U+FFFD."""
+        """The text of tokens (n,); bytes that are not UTF-8 become U+FFFD."""
         if self._codes is None:
             return bytes(tokens.tolist()).decode(errors="replace")
         return _text(self._codes[tokens.numpy(force=True)])
 
 
 def _codes(text: str) -> np.ndarray:
-    """(n,) uint32, the characters' numbers in Unicode."""
+    """(n,) uint32, the characters' code points."""
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
 
 

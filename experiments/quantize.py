@@ -50,7 +50,7 @@ from harness.studies.study import ResumableResults
 from lit_modules import nets, objectives
 from lit_modules.classifier import LitClassifier
 from lit_modules.quantization import EXTRA, post_training
-from lit_modules.quantization.graphs import captured
+from lit_modules.quantization.capture import captured
 from lit_modules.quantized import NAME, Quantized
 
 DATA, STUDENT = "Digits", "student"

@@ -1,4 +1,4 @@
-"""A classifier of samples, or of the tokens of texts, trained with cross-entropy: the teacher, or a net of its own."""
+"""A classifier of samples or of tokens, trained with cross-entropy, such as a teacher."""
 
 import copy
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from lit_modules.scores import ClassScores, MakeScores
 
 
 class LitClassifier(Learner):
-    """Trains a net, inputs (B, ...) -> logits (B, classes), by cross-entropy; equal numbers on any number of devices.
+    """Trains a net, inputs (B, ...) -> logits (B, classes), by cross-entropy; same results on any number of devices.
 
     Batches are `apprentice.batch.Batch` from our data modules, or plain (inputs, labels) pairs.
 
@@ -24,8 +24,8 @@ class LitClassifier(Learner):
         num_classes: number of logits.
         optimizer: makes the optimizer from parameter groups.
         scheduler: makes a learning-rate scheduler, stepped once an epoch.
-        seed: keys the dropout's noise.
-        scores: makes what evaluation counts; `partial(TokenScores, ...)` where a net gives logits (B, T, classes).
+        seed: key of the dropout's noise.
+        scores: makes the evaluation scores; `partial(TokenScores, ...)` if the net gives logits (B, T, classes).
     """
 
     def __init__(
@@ -49,20 +49,24 @@ class LitClassifier(Learner):
         return self.net(inputs)
 
     def losses(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Cross-entropy of logits (b, ..., classes), and what is logged of it."""
+        """Cross-entropy of logits (b, ..., classes), and values to log."""
         losses = cross_entropy(outputs, batch.labels)
-        parts = {"loss": losses, **self.scores_of("").of_each(outputs, batch.labels, losses)}
+        parts = {"loss": losses, **self.scores_of("").per_sample(outputs, batch.labels, losses)}
         return self.loss_scales.scaled("", batch.mean(losses)), parts
 
     def pipeline_stages(self) -> list[nn.Module]:
-        """The net's."""
+        """The net's stages."""
         return pipeline_stages(self.net)
 
     def predict(self, inputs: Tensor) -> dict[str, Tensor]:
         """The net's logits."""
         return {"": self(inputs)}
 
+    def copied_net(self) -> nn.Module:
+        """A copy of the net in training mode."""
+        return copy.deepcopy(self.net).train()
+
     def step_alone(self, run: str, batch: Batch) -> Callable[[], Tensor]:
         """A step of a copy of the net."""
-        net = copy.deepcopy(self.net).train()
+        net = self.copied_net()
         return step_of(net, lambda: batch.mean(cross_entropy(net(batch.inputs), batch.labels)))

@@ -8,9 +8,9 @@ UNIT = 2.0**32
 
 
 class ExactMean(Metric):
-    """Mean of per-sample values, added up in integers: whole parts, and fractions in units of 2**-32.
+    """Mean of per-sample values, summed in integers: whole parts, and fractions in units of 2**-32.
 
-    Each value is rounded to 2e-10; a value that is not finite, or above 2**53, makes the mean NaN.
+    Each value is rounded to 2e-10; a value that is not finite or above 2**53 makes the mean NaN.
     """
 
     whole: Tensor
@@ -24,7 +24,7 @@ class ExactMean(Metric):
             self.add_state(name, torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, values: Tensor) -> None:
-        """Count b samples: values (b,)."""
+        """Add b samples: values (b,)."""
         values = values.detach().double()
         usable = values.abs() <= 2.0**53
         values = values.where(usable, 0.0)

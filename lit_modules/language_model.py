@@ -1,29 +1,25 @@
-"""A language model trained to predict the next token."""
+"""Training of a language model on next-token prediction."""
 
-import copy
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from apprentice.batch import Batch
 from apprentice.errors import BadInput
 from lit_modules.classifier import LitClassifier
-from lit_modules.learner import step_of
-from lit_modules.objectives.cross_entropy import cross_entropy
+from lit_modules.objectives.base import positive, weight
 from lit_modules.scores import TokenScores
 
 
 class LitLanguageModel(LitClassifier):
-    """Trains a net, tokens (B, T) -> logits (B, T, V), as GPT-2 is; equal numbers on any number of devices.
+    """Trains a net, tokens (B, T) -> logits (B, T, V), as GPT-2 was; same results on any number of devices.
 
-    AdamW, whose weight decay is for matrices alone; a learning rate that rises for `warmup_steps` and then falls along
-    a half cosine to a tenth, at the Trainer's last step; gradients clipped by their norm. Batches are
-    `apprentice.batch.Batch` with labels (b, T), or plain (tokens, labels) pairs.
+    AdamW with weight decay for matrices only; linear warm-up for `warmup_steps`, then cosine decay to a tenth at the
+    Trainer's last step; gradients clipped by norm. Batches are `apprentice.batch.Batch` with labels (b, T), or plain
+    (tokens, labels) pairs.
 
     Args:
         net: the net.
@@ -31,10 +27,10 @@ class LitLanguageModel(LitClassifier):
         warmup_steps: steps in which it rises.
         weight_decay: of parameters with two dimensions or more.
         betas: AdamW's.
-        clip_norm: the largest norm of gradients, unless the Trainer has a `gradient_clip_val`; 0 for none.
-        tokens_per_character: 1 where tokens are characters; for bits per character.
-        compiled: let torch.compile make the net's kernels, in each rank when it begins to fit.
-        seed: keys the dropout's noise.
+        clip_norm: maximum norm of gradients, unless the Trainer has a `gradient_clip_val`; 0 for no clipping.
+        tokens_per_character: 1 if tokens are characters; for bits per character.
+        compiled: compile the net with torch.compile, in each rank at the start of a fit.
+        seed: key of the dropout's noise.
 
     Raises:
         BadInput: a value can't be used.
@@ -54,22 +50,24 @@ class LitLanguageModel(LitClassifier):
     ) -> None:
         super().__init__(net, seed=seed, scores=partial(TokenScores, tokens_per_character))
         for name, value in {"warmup_steps": warmup_steps, "weight_decay": weight_decay, "clip_norm": clip_norm}.items():
-            if not 0 <= value < math.inf:
-                raise BadInput(name, value, "a number of 0 or more")
-        if not 0 < lr < math.inf:
-            raise BadInput("lr", lr, "a number above 0")
+            weight(name, value)
         if not all(0 <= beta < 1 for beta in betas):
             raise BadInput("betas", list(betas), "two numbers of at least 0 and below 1")
-        self.lr, self.warmup_steps, self.weight_decay, self.betas = lr, warmup_steps, weight_decay, betas
+        self.lr, self.warmup_steps, self.weight_decay, self.betas = (
+            positive("lr", lr),
+            warmup_steps,
+            weight_decay,
+            betas,
+        )
         self.clip_norm, self.compiled = clip_norm, compiled
 
     def on_fit_start(self) -> None:
-        """Compile the net: here, as what is compiled is neither pickled nor of use in a fork."""
+        """Compile the net; not earlier, as a compiled net can't be pickled or used in a fork."""
         if self.compiled:
             self.net.compile(dynamic=False)
 
     def configure_optimizers(self) -> Any:
-        """AdamW, with a group that decays and one that does not; its rate changes with every step."""
+        """AdamW with a group with weight decay and one without, and a learning rate that changes with every step."""
         self.take_over_scales()
         (parameters,) = self.parameter_groups()
         groups = [
@@ -84,26 +82,20 @@ class LitLanguageModel(LitClassifier):
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clip by the Trainer's value, where it has one, else by the module's."""
+        """Clip by the Trainer's value if it has one, otherwise by the module's."""
         clip = self.clip_norm if gradient_clip_val is None else gradient_clip_val
         super().configure_gradient_clipping(optimizer, clip, gradient_clip_algorithm)
 
-    def step_alone(self, run: str, batch: Batch) -> Callable[[], Tensor]:
-        """A step of a copy of the net, compiled where this one is."""
-        net = copy.deepcopy(self.net).train()
+    def copied_net(self) -> nn.Module:
+        """A copy of the net in training mode, compiled if this one is."""
+        net = super().copied_net()
         if self.compiled:
             net.compile(dynamic=False)
-        return step_of(net, lambda: batch.mean(cross_entropy(net(batch.inputs), batch.labels)))
+        return net
 
 
 def share_of_rate(warmup_steps: int, steps: float, step: int) -> float:
-    """What the learning rate of a step is, of its highest: rising, then a half cosine from 1 to a tenth.
-
-    Args:
-        warmup_steps: steps in which it rises.
-        steps: of the whole training.
-        step: the number of this one, from 0.
-    """
+    """The learning rate of a step divided by the highest one: linear warm-up, then a half cosine from 1 to a tenth."""
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)
     done = min((step - warmup_steps) / max(steps - warmup_steps, 1), 1.0)

@@ -1,4 +1,4 @@
-"""A loss scale for each run, so that one run's overflow is no other run's lost step."""
+"""A loss scale for each run, so that one run's overflow does not cost another run a step."""
 
 import copy
 import math
@@ -13,25 +13,25 @@ from torch.amp import GradScaler
 
 from apprentice import replicas
 
-HOPELESS = 2.0**-24  # gradients of 1e12 fit into float16 at this scale: what is not finite then never will be
+HOPELESS = 2.0**-24  # gradients of 1e12 fit into float16 at this scale: a smaller one will not help
 
 
 class LossScales:
-    """Copies of the precision plugin's `torch.amp.GradScaler`, one a run; the plugin's own rests while they work.
+    """Copies of the precision plugin's `torch.amp.GradScaler`, one for each run, which replace it during a fit.
 
-    GradScaler multiplies, finds what is not finite and moves the scale. Only its `step` is not used, as that is an
-    optimizer's, whole or not at all, and a run is one group of the only optimizer.
+    They scale losses, find infinite gradients and update the scales. `GradScaler.step` is not used: it steps or skips a
+    whole optimizer, and a run is one group of the only optimizer.
     """
 
     def __init__(self) -> None:
         self.scalers: dict[str, GradScaler] = {}
-        self._state: dict[str, dict[str, Any]] = {}  # of scalers that are not there yet, or not any more
+        self._state: dict[str, dict[str, Any]] = {}  # of scalers that are not made yet, or already removed
 
     def take_over(self, plugin: Precision, runs: Iterable[str]) -> None:
-        """Do for each run what the plugin would do for all together; nothing if its precision needs no scale.
+        """Replace the plugin's scaler by one for each run; does nothing if its precision has no scaler.
 
         Raises:
-            ValueError: the scale isn't always a power of two, so that it would round gradients.
+            ValueError: the scale can be other than a power of two, which would round gradients.
         """
         stock: Any = getattr(plugin, "scaler", None) or getattr(plugin, "resting_scaler", None)
         self.scalers = {}
@@ -45,23 +45,23 @@ class LossScales:
         plugin.scaler, plugin.resting_scaler = None, stock  # type: ignore[attr-defined]
 
     def give_back(self, plugin: Precision) -> None:
-        """Let the plugin's own scaler work again, for whatever its Trainer fits next."""
+        """Restore the plugin's own scaler."""
         if self.scalers:
             self._state, self.scalers = self.state_dict(), {}
             plugin.scaler = plugin.resting_scaler  # type: ignore[attr-defined]
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """Each run's scale and what moves it, as plain numbers."""
+        """The state of each run's scaler, as plain numbers."""
         return self._state | {run: scaler.state_dict() for run, scaler in self.scalers.items()}
 
     def load_state_dict(self, state: Mapping[str, dict[str, Any]]) -> None:
-        """Go on from there, now or when taking over; a run that is not in it begins anew."""
+        """Restore the scalers, now or in `take_over`; a run that is not in `state` starts with a new one."""
         self._state = dict(state)
         for run in state.keys() & self.scalers.keys():
             self.scalers[run].load_state_dict(state[run])
 
     def scaled(self, run: str, loss: Tensor) -> Tensor:
-        """A run's loss: its value stays as it is, the gradient that comes back to it is multiplied."""
+        """A run's loss with its value unchanged, whose gradient will be multiplied by the scale."""
         if run in self.scalers and loss.requires_grad:
             loss = loss.float()
             loss.register_hook(self.scalers[run].scale)
@@ -69,19 +69,16 @@ class LossScales:
 
     @torch.no_grad()
     def unscale(self, parameters: Mapping[str, Iterable[nn.Parameter]], device: torch.device) -> list[str]:
-        """Divide these runs' gradients by their scales, then move the scales; the same on all ranks.
+        """Divide these runs' gradients by their scales, then update the scales; the same on all ranks.
 
-        Args:
-            parameters: of each run that still trains.
-            device: where ranks exchange tensors.
-
-        Returns:
-            The runs that can't step: a gradient is not finite on some rank.
+        Returns the runs that must not step, since a gradient is not finite on some rank.
         """
         found: dict[str, list[Tensor]] = {}
         for run, group in parameters.items():
             if held := [_local(p) for p in group if p.grad is not None]:
-                seen: Any = SimpleNamespace(param_groups=[{"params": held}])  # what GradScaler asks of an optimizer
+                seen: Any = SimpleNamespace(
+                    param_groups=[{"params": held}]
+                )  # all that GradScaler reads of an optimizer
                 self.scalers[run].unscale_(seen)
                 found[run] = list(self.scalers[run]._found_inf_per_device(seen).values())
         if not found:
@@ -95,12 +92,12 @@ class LossScales:
         return [run for run, count in anywhere.items() if count]
 
     def hopeless(self, run: str) -> bool:
-        """Whether its scale has shrunk so far that the scale can't be what keeps the run from stepping."""
+        """Whether the scale is so small that it can't be the cause of overflows."""
         return self.scalers[run].get_scale() < HOPELESS
 
 
 def _local(parameter: nn.Parameter) -> Tensor:
-    """A parameter with its gradient; of a DTensor, the part of both that is on this rank."""
+    """A parameter with its gradient; for a DTensor, this rank's part of both."""
     if not hasattr(parameter, "to_local"):
         return parameter
     local = parameter.to_local().detach()

@@ -1,4 +1,4 @@
-"""Quantisation-aware training of a trained student, by its labels alone or still distilling."""
+"""Quantisation-aware training of a trained student, from labels alone or with distillation."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,29 +18,28 @@ NAME, BEST = "int8-qat", "best."
 
 
 class Quantized(Distillation):
-    """Trains a student that computes as its int8 form will (Jacob et al. 2018), over torchao's PT2E.
+    """Trains a student that computes as its int8 form will (Jacob et al. 2018), with torchao's PT2E.
 
-    It is a distillation of one student, `int8-qat`, and so works with every objective. What is evaluated is int8: a
-    copy is converted, the net in training stays as it is. The int8 form of the validated epoch with the most correct
-    answers is kept, of the first of several; where there is no validation, the last one. It is part of this module's
-    state, and so comes back from ranks and checkpoints.
+    It is a distillation of one student, `int8-qat`, so it works with every objective. Evaluation converts a copy to
+    int8. The module keeps the state of the epoch with the most correct answers in validation (the first of several; the
+    last epoch without validation), as part of its own state, so it returns from ranks and checkpoints.
 
     Args:
         net: the trained student, in floats; it is copied.
-        objective: what it learns by; cross-entropy when not given.
-        teacher: a trained net, for objectives that ask it.
-        input_shape: of one input, as (C, H, W).
+        objective: what it learns by; default: cross-entropy.
+        teacher: a trained net, for objectives that use one.
+        input_shape: of one input, such as (C, H, W).
         num_classes: number of logits.
         optimizer: makes the optimizer from parameter groups.
         scheduler: makes a learning-rate scheduler, stepped once an epoch.
-        seed: keys the dropout's noise and the objective's initial weights.
-        teacher_cache_mb: as of `Distillation`.
-        freeze_epoch: from this epoch on, counted from 0, ranges and BatchNorm's statistics stay as they are.
+        seed: key of the dropout's noise and of the objective's initial weights.
+        teacher_cache_mb: see `Distillation`.
+        freeze_epoch: the epoch, counted from 0, from which ranges and BatchNorm statistics no longer change.
 
     Raises:
-        BadInput: the objective needs a teacher or refuses the pair; the net can't be captured as a graph;
-            `freeze_epoch` is 0, when no range is known.
-        Missing: torchao is not there.
+        BadInput: the objective needs a teacher or refuses the nets; the net can't be captured as a graph;
+            `freeze_epoch` is 0, before any range is known.
+        Missing: torchao is not installed.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class Quantized(Distillation):
                 teacher or nn.Identity(), {NAME: (fake, objective)}, input_shape, num_classes, optimizer, scheduler,
                 seed, teacher_cache_mb,
             )  # fmt: skip
-        except BadInput as fault:  # there is one objective, and no variants
+        except BadInput as fault:  # the flag is that of one objective, not of variants
             raise BadInput(fault.flag.replace(f"variants.{NAME}", "objective"), fault.value, fault.expected) from None
         self.freeze_epoch = freeze_epoch
         self.best: dict[str, Tensor] = {}  # epoch and correct answers, () int64; the net's state under net.<name>
@@ -84,12 +83,12 @@ class Quantized(Distillation):
         return net
 
     def best_state(self) -> dict[str, Tensor]:
-        """The state of `net` in the best epoch, for its `int8`; where nothing was validated, as it is now."""
+        """The state of `net` in the best epoch, for its `int8`; without validation, the current state."""
         found = {name.removeprefix("net."): value for name, value in self.best.items() if name.startswith("net.")}
         return found or self.net.state_dict()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """This rank's part of the loss; freezes first if it is time, after a resume in mid-epoch, too."""
+        """This rank's part of the loss; freezes first if it is time, also after a resume in mid-epoch."""
         if self.freeze_epoch is not None and self.current_epoch >= self.freeze_epoch and not self.net.frozen:
             self.net.freeze()
         return super().training_step(batch, batch_idx)
@@ -105,12 +104,12 @@ class Quantized(Distillation):
         self._int8[:] = [self.net.int8(state).to(self.device)]
 
     def on_validation_epoch_start(self) -> None:
-        """Convert what there is now; the best epoch's state for a test."""
+        """Convert the current state; for a test, that of the best epoch."""
         super().on_validation_epoch_start()
         self._convert(self.best_state() if self.trainer.testing else self.net.state_dict())
 
     def on_validation_epoch_end(self) -> None:
-        """Log the int8 net's scores; keep its state if it is the best epoch of the fit so far."""
+        """Log the int8 net's scores; keep the state if this is the best epoch so far."""
         super().on_validation_epoch_end()
         trainer = self.trainer
         if NAME in self.failed or trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:

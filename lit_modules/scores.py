@@ -1,4 +1,4 @@
-"""What evaluation says of a run: each sample counts once, on any number of ranks."""
+"""Evaluation scores, which count each sample once on any number of ranks."""
 
 import math
 from collections.abc import Callable
@@ -16,32 +16,26 @@ class Scores(nn.Module):
     """The scores of one run.
 
     Attributes:
-        names: of the values that a test's result has, the one that counts first.
+        names: of the values in a test's result, the most important first.
     """
 
     names: tuple[str, ...]
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
-        """Count b samples: logits (b, ..., classes), labels (b, ...)."""
+        """Add b samples: logits (b, ..., classes), labels (b, ...)."""
         raise NotImplementedError
 
     def compute(self) -> dict[str, Tensor]:
-        """Values over all ranks, among them those of `names`."""
+        """Values over all ranks, including those of `names`."""
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Count from zero."""
+        """Start from zero."""
         for metric in self.children():
             metric.reset()  # type: ignore[operator]
 
-    def of_each(self, logits: Tensor, labels: Tensor, ce: Tensor | None = None) -> dict[str, Tensor]:
-        """Values (b,) by name, of which training logs the means beside the loss.
-
-        Args:
-            logits: (b, ..., classes).
-            labels: (b, ...).
-            ce: their cross-entropies (b,), where they are known already.
-        """
+    def per_sample(self, logits: Tensor, labels: Tensor, ce: Tensor | None = None) -> dict[str, Tensor]:
+        """Values (b,) by name, whose means training logs; `ce` are the cross-entropies (b,), if already computed."""
         raise NotImplementedError
 
 
@@ -49,7 +43,7 @@ MakeScores = Callable[[], Scores]
 
 
 class ClassScores(Scores):
-    """A classifier's: loss, accuracy, and the confusion matrix (classes, classes), rows the truth.
+    """Scores of a classifier: loss, accuracy, and the confusion matrix (classes, classes) with the truth in rows.
 
     Args:
         num_classes: number of logits.
@@ -63,7 +57,7 @@ class ClassScores(Scores):
         self.loss = ExactMean()
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
-        """Count b samples: logits (b, classes), labels (b,)."""
+        """Add b samples: logits (b, classes), labels (b,)."""
         self.confusion.update(logits, labels)
         self.loss.update(cross_entropy(logits, labels))
 
@@ -73,27 +67,27 @@ class ClassScores(Scores):
         correct, samples = confusion.trace(), confusion.sum()
         return {"loss": self.loss.compute(), "acc": correct.double() / samples, "correct": correct.double()}
 
-    def of_each(self, logits: Tensor, labels: Tensor, ce: Tensor | None = None) -> dict[str, Tensor]:
-        """Whether the largest logit is the label's."""
+    def per_sample(self, logits: Tensor, labels: Tensor, ce: Tensor | None = None) -> dict[str, Tensor]:
+        """Accuracy: whether the largest logit is the label's."""
         return {"acc": logits.detach().argmax(1) == labels}
 
 
 class TokenScores(Scores):
-    """A language model's: loss of a token in nats, bits per character, and perplexity; a label of -100 does not count.
+    """Scores of a language model: loss per token in nats, bits per character, perplexity; a label of -100 is ignored.
 
     Args:
-        tokens_per_character: 1 where tokens are characters.
+        tokens_per_character: 1 if tokens are characters.
     """
 
     names = ("loss", "bpc", "perplexity")
 
     def __init__(self, tokens_per_character: float = 1.0) -> None:
         super().__init__()
-        self.bits = tokens_per_character / math.log(2)  # a character, of a nat a token
+        self.bits = tokens_per_character / math.log(2)  # per character, for a nat per token
         self.loss = ExactMean()
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
-        """Count the tokens of b texts: logits (b, T, V), labels (b, T)."""
+        """Add the tokens of b texts: logits (b, T, V), labels (b, T)."""
         losses = F.cross_entropy(widened(logits).flatten(0, 1), labels.flatten(), reduction="none")
         self.loss.update(losses[labels.flatten() >= 0])
 
@@ -102,6 +96,6 @@ class TokenScores(Scores):
         loss = self.loss.compute()
         return {"loss": loss, "bpc": loss * self.bits, "perplexity": loss.exp()}
 
-    def of_each(self, logits: Tensor, labels: Tensor, ce: Tensor | None = None) -> dict[str, Tensor]:
+    def per_sample(self, logits: Tensor, labels: Tensor, ce: Tensor | None = None) -> dict[str, Tensor]:
         """Bits per character."""
         return {"bpc": (cross_entropy(logits, labels) if ce is None else ce).detach() * self.bits}

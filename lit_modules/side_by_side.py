@@ -1,24 +1,26 @@
-"""Several nets cut into the pieces of one pipeline, which they go down side by side."""
+"""Pipeline stages of a distillation: teacher and students side by side."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lit_modules.nets import Outputs, any_kernel, pipeline_stages, stage_of, typed
+from lit_modules.nets.base import observed
+from lit_modules.student import Student
 
-Cast = Callable[[], tuple[bool, Sequence[str]]]
+TEACHER = ""  # no student has this name
+Active = Callable[[], tuple[bool, Sequence[str]]]
 
 
 class Track(NamedTuple):
-    """How a net goes down the pipeline.
+    """A net's way through the pipeline.
 
     Attributes:
-        pieces: its modules in each stage, none in some.
-        features: stages after which the outputs of layers are known, with the modules that give them, by path.
-        widths: how many tensors the net has between its modules behind each stage.
+        pieces: its modules in each stage; some stages may have none.
+        features: for each layer that is read, by path, the stage that computes it and the module that gives it.
+        widths: number of tensors that the net passes on after each stage.
     """
 
     pieces: list[list[nn.Module]]
@@ -26,23 +28,21 @@ class Track(NamedTuple):
     widths: list[int]
 
     def known(self, stage: int) -> list[str]:
-        """The features that are known before a stage."""
+        """The features that are computed before a stage."""
         return [path for path, (where, _) in self.features.items() if where < stage]
 
 
-def side_by_side(teacher: nn.Module, students: Mapping[str, Any], active: Cast, example: Tensor) -> list[nn.Module]:
-    """The stages of a distillation: their composition gives the teacher's outputs, or None, and those of students.
+def side_by_side(
+    teacher: nn.Module, students: Mapping[str, Student], active: Active, example: Tensor
+) -> list[nn.Module]:
+    """The stages of a distillation, whose composition gives the teacher's outputs, or None, and the students' outputs.
 
-    Args:
-        teacher: its net.
-        students: by name; each has a net and an objective.
-        active: says who takes part: whether the teacher, and which students.
-        example: (1, ...) of the inputs.
+    `active` says whether the teacher runs, and which students.
 
     Raises:
         BadInput: a net can't be cut.
     """
-    asked: dict[str, str] = {}  # of the teacher, by path the flag that names it
+    asked: dict[str, str] = {}  # the teacher's layers, and the flag that names each
     nets = [(teacher, asked)]
     for name, student in students.items():
         objective = student.objective
@@ -51,8 +51,8 @@ def side_by_side(teacher: nn.Module, students: Mapping[str, Any], active: Cast, 
     modules = [pipeline_stages(net) for net, _ in nets]
     count = max(map(len, modules))
     tracks = [_track(net, layers, own, count, example) for (net, layers), own in zip(nets, modules, strict=True)]
-    named = dict(zip(students, tracks[1:], strict=True))
-    return [Stage(number, count, tracks[0], named, students, active) for number in range(count)]
+    named = dict(zip([TEACHER, *students], tracks, strict=True))
+    return [Stage(number, count, named, students, active) for number in range(count)]
 
 
 def _track(net: nn.Module, layers: Mapping[str, str], modules: list[nn.Module], count: int, example: Tensor) -> Track:
@@ -77,44 +77,37 @@ def _widths(net: nn.Module, pieces: list[list[nn.Module]], x: Any) -> Iterator[i
 
 
 class Stage(nn.Module):
-    """One stage of all nets; it takes and gives what each has computed so far, and the features that are known."""
+    """One stage of all nets. Its inputs and outputs are each net's tensors, followed by its features so far."""
 
     def __init__(
-        self, number: int, count: int, teacher: Track, tracks: Mapping[str, Track], students: Mapping[str, Any],
-        active: Cast,
-    ) -> None:  # fmt: skip
+        self, number: int, count: int, tracks: Mapping[str, Track], students: Mapping[str, Student], active: Active
+    ) -> None:
         super().__init__()
-        self.number, self.is_last, self.active = number, number == count - 1, active
-        self.tracks = {"": teacher, **tracks}  # "" is no student's name
+        self.number, self.is_last, self.tracks, self.active = number, number == count - 1, tracks, active
         self.layers = nn.ModuleList(m for track in self.tracks.values() for m in track.pieces[number])
         objectives = {name: student.objective for name, student in students.items()}
         self.objectives = nn.ModuleDict(objectives if self.is_last else {})
 
     def forward(self, *tensors: Tensor) -> Any:
-        """From inputs (b, ...), or what the stage before gave, to what the next one takes; the last gives outputs."""
+        """Takes inputs (b, ...) or the previous stage's tensors; gives those for the next, or at the end outputs."""
         teacher, names = self.active()
         rest = iter(tensors)
-        found = {name: self._net(name, tensors if self.number == 0 else rest) for name in [""] * teacher + [*names]}
+        running = [TEACHER, *names] if teacher else names
+        found = {name: self._net(name, iter(tensors) if self.number == 0 else rest) for name in running}
         if not self.is_last:
             return tuple(x for state, features in found.values() for x in (*state, *features.values()))
         outputs = {name: Outputs(state[0], features) for name, (state, features) in found.items()}
-        taught = outputs.pop("", None)
-        return taught, {name: self.objectives[name].adapt(out) for name, out in outputs.items()}  # type: ignore[operator]
+        teacher_outputs = outputs.pop(TEACHER, None)
+        return teacher_outputs, {name: self.objectives[name].adapt(out) for name, out in outputs.items()}  # type: ignore[operator]
 
-    def _net(self, name: str, given: Any) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    def _net(self, name: str, given: Iterator[Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
         track = self.tracks[name]
-        rest = iter(given)
-        x = tuple(next(rest) for _ in range(track.widths[self.number - 1] if self.number else 1))
-        features = {path: next(rest) for path in track.known(self.number)}
+        x = tuple(next(given) for _ in range(track.widths[self.number - 1] if self.number else 1))
+        features = {path: next(given) for path in track.known(self.number)}
         here = {path: module for path, (stage, module) in track.features.items() if stage == self.number}
-        with ExitStack() as stack:
-            if not name:
-                stack.enter_context(torch.no_grad())
-            for path, module in here.items():
-                handle = module.register_forward_hook(lambda _m, _i, out, path=path: features.__setitem__(path, out))
-                stack.callback(handle.remove)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and name != TEACHER), observed(here) as outputs:
             for module in track.pieces[self.number]:
-                given = module(*x)
-                x = given if isinstance(given, tuple) else (given,)
-        ordered = {path: features[path] for path in track.features if path in features}
-        return x, ordered
+                result = module(*x)
+                x = result if isinstance(result, tuple) else (result,)
+        features |= outputs
+        return x, {path: features[path] for path in track.features if path in features}

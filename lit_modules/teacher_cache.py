@@ -1,4 +1,4 @@
-"""The teacher's outputs, computed once where its inputs repeat."""
+"""The teacher's outputs for each training sample, computed once if inputs repeat."""
 
 from collections.abc import Callable, Iterable
 
@@ -10,10 +10,9 @@ from lit_modules.nets import Outputs
 
 
 class TeacherCache:
-    """Outputs of a frozen teacher for each training sample, found by the sample's index.
+    """Outputs of a frozen teacher, by the sample's index.
 
-    Chunks of a fixed size and order are dealt to the ranks and then put together, so that a run resumed anywhere fills
-    it with the same bits.
+    Ranks compute chunks of fixed size and order and then share them, so a resumed run gets the same bits.
 
     Args:
         outputs: logits (n, classes) and features (n, ...).
@@ -26,13 +25,14 @@ class TeacherCache:
     def fill(
         cls, chunks: Iterable[Batch], samples: int, teacher: Callable[[Tensor], Outputs], max_bytes: int
     ) -> "TeacherCache | None":
-        """Run the teacher over all chunks; None if `samples` outputs would take more than `max_bytes` on each rank."""
+        """Run the teacher over all chunks; None if `samples` outputs take more than `max_bytes` on each rank."""
         store: dict[str, Tensor] | None = None
         for chunk in chunks:
             logits, features = teacher(chunk.inputs)
             found = {"": logits, **features}
             if store is None:
-                row_bytes = sum(x[:1].numel() * x.element_size() for x in _rows(found))
+                # A rank's first chunk may be empty, but has the shapes.
+                row_bytes = sum(x.new_empty(1, *x.shape[1:]).nbytes for x in found.values())
                 if row_bytes * samples > max_bytes:
                     return None
                 store = {k: x.new_zeros(samples, *x.shape[1:]) for k, x in found.items()}
@@ -46,8 +46,3 @@ class TeacherCache:
         """The outputs of the samples (b,)."""
         logits, features = self.outputs
         return Outputs(logits[index], {k: x[index] for k, x in features.items()})
-
-
-def _rows(found: dict[str, Tensor]) -> list[Tensor]:
-    # A rank's first chunk may be empty, but its shape is there.
-    return [x.new_empty(1, *x.shape[1:]) for x in found.values()]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import yaml
 from jsonargparse import get_loader
 
-from apprentice.errors import BadInput, is_utf8
+from apprentice.errors import BadInput
 
 BARE = ("help", "print_config")  # flags without a value
 OF_LAUNCHERS = ("local-rank", "local_rank")  # from torch.distributed.launch; the environment has it too
@@ -62,7 +62,7 @@ def read(argv: Sequence[str]) -> tuple[list[Layer], set[str]]:
         else:
             raise Stray("", token, "a flag first, such as --data; --help lists them")
     for flag, values in pairs:
-        if wrong := [value for value in values if not is_utf8(value)]:
+        if wrong := [value for value in values if value.encode(errors="replace").decode() != value]:
             raise BadInput(flag, os.fsencode(wrong[0]), "text in UTF-8, as the run's files are")
         if bool(values) is (flag in BARE) and flag not in OF_LAUNCHERS:
             raise BadInput(flag, " ".join(values) or "(nothing)", "no value" if values else "a value")

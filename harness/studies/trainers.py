@@ -9,8 +9,8 @@ from lightning.pytorch import Trainer
 
 from apprentice.errors import BadInput
 from harness import config
-from harness.runs.trainer import trainers
 from harness.runs.fit import MakeTrainer
+from harness.runs.trainer import trainers
 from harness.studies.isolation import can_fork
 from strategies import NAMES
 

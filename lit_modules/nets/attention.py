@@ -1,41 +1,26 @@
-"""Multi-head self-attention (Vaswani et al. 2017) over torch's kernels, chosen by name."""
+"""Multi-head self-attention (Vaswani et al. 2017) with torch's kernels."""
 
-import logging
-import re
-import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any, Literal, get_args
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from apprentice.errors import BadInput
-
-Backend = Literal["auto", "math", "flash", "efficient", "cudnn"]
-KERNELS = {
-    "math": SDPBackend.MATH,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-}
-NO_KERNEL = re.compile("No available kernel|No viable backend")
-CHOOSES = ("cpu", "cuda", "xpu", "meta")  # devices on which torch heeds the choice of a kernel
+from lit_modules.nets.attention_kernels import Backend, check_backend, chosen, kernel
 
 
 class Cache:
-    """Keys and values of the tokens that one causal attention has seen, so that each is computed once.
+    """Keys and values of the tokens that one causal attention layer has seen, for generation.
 
-    For generation: a cache belongs to one layer and one batch of texts, begins empty, and grows with each call of
-    `SelfAttention.forward(x, cache)` by the tokens of x. It holds no gradients: generate under `torch.no_grad()`.
+    Use one for each layer and batch of texts. It starts empty and grows with each `SelfAttention.forward(x, cache)` by
+    the tokens of x. It holds no gradients: generate under `torch.no_grad()`.
 
     Attributes:
         length: number of tokens it holds, which is the position of the next.
 
     Args:
-        max_length: tokens there is room for.
+        max_length: its capacity in tokens.
     """
 
     def __init__(self, max_length: int) -> None:
@@ -44,10 +29,10 @@ class Cache:
         self._values: Tensor | None = None
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add keys and values (B, heads, t, D / heads); those of all tokens, (B, heads, length, D / heads).
+        """Add keys and values (B, heads, t, D / heads); returns those of all tokens, (B, heads, length, D / heads).
 
         Raises:
-            ValueError: there is no room for them, or they ask for gradients.
+            ValueError: there is no room for them, or they require gradients.
         """
         if keys.requires_grad:
             raise ValueError("a cache holds no gradients: expected a call under torch.no_grad()")
@@ -66,17 +51,16 @@ class Cache:
 class SelfAttention(nn.Module):
     """Multi-head self-attention, softmax(q kᵀ / √(D / heads)) v, with queries, keys and values from one matrix.
 
-    Dropout of attention weights happens inside torch's kernel, in training alone, and draws from torch's generator:
-    unlike the suite's own layers it is not keyed to rows. Under `torch.compile` a refusal may be an error of the
-    compiler's, which quotes torch's.
+    Dropout of attention weights happens inside torch's kernel and draws from torch's generator, so unlike the suite's
+    other dropout it is not keyed. Under `torch.compile` a refusal may be a compiler error that quotes torch's.
 
     Args:
         embed_dim: D, width of tokens.
         num_heads: heads, each of width D / heads.
-        causal: whether a token sees only itself and those before it.
-        dropout: probability with which a weight is zero.
+        causal: whether a token attends only to itself and earlier tokens.
+        dropout: probability that a weight is zero, in training.
         bias: whether the projections have one.
-        backend: the kernel; `auto` leaves the choice to torch, any other is taken or refused, never replaced.
+        backend: the kernel; `auto` leaves the choice to torch, any other is used or refused, never replaced.
 
     Raises:
         ValueError: `num_heads` does not divide `embed_dim`, `dropout` is not in [0, 1), or the backend is unknown.
@@ -96,7 +80,7 @@ class SelfAttention(nn.Module):
             raise ValueError(f"num_heads {num_heads}: expected a divisor of embed_dim, {embed_dim}")
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout {dropout}: expected 0 <= dropout < 1")
-        _check(backend)
+        check_backend(backend)
         self.embed_dim, self.num_heads, self.causal = embed_dim, num_heads, causal
         self.dropout, self.backend = float(dropout), backend
         self.qkv = nn.Linear(embed_dim, 3 * embed_dim, bias)
@@ -105,12 +89,11 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
         """(B, T, D) of tokens (B, T, D), which may be a jagged nested tensor: texts of unequal lengths, no padding.
 
-        With a cache, x are the tokens after those that it holds, and see these, too.
+        With a cache, x are the tokens after the cached ones, and attend to these too.
 
         Raises:
             BadInput: the backend has no kernel for this input; the message has torch's reasons.
-            ValueError: a cache is given though tokens see later ones, texts are jagged or gradients are on, or it is
-                full.
+            ValueError: a cache is full, or given for attention that is not causal, jagged texts or with gradients on.
         """
         query, key, value = self._heads(x)
         mask, causal = None, self.causal
@@ -119,7 +102,7 @@ class SelfAttention(nn.Module):
                 raise ValueError("a cache serves causal attention over texts of one length (B, T, D)")
             past = cache.length
             key, value = cache.append(key, value)
-            if past:  # query t of these sees keys up to past + t; torch's `is_causal` would count from the first
+            if past:  # query t attends to keys up to past + t; torch's `is_causal` would count from the first
                 causal = False
                 if x.shape[1] > 1:
                     mask = torch.ones(x.shape[1], cache.length, dtype=torch.bool, device=x.device).tril(past)
@@ -137,95 +120,21 @@ class SelfAttention(nn.Module):
         call = (query, key, value, mask, p, causal)
         if self.backend == "auto" and not query.is_nested:
             return F.scaled_dot_product_attention(*call)
-        with _chosen(self.backend, query) if torch.compiler.is_compiling() else kernel(self.backend, *call):
+        with chosen(self.backend, query) if torch.compiler.is_compiling() else kernel(self.backend, *call):
             return F.scaled_dot_product_attention(*call)
 
     def extra_repr(self) -> str:  # noqa: D102
         return f"num_heads={self.num_heads}, causal={self.causal}, dropout={self.dropout}, backend={self.backend}"
 
 
-def _check(backend: str) -> None:
-    if backend not in get_args(Backend):
-        raise ValueError(f"backend {backend}: expected one of {', '.join(get_args(Backend))}")
-
-
 @contextmanager
 def any_kernel(module: nn.Module) -> Iterator[None]:
-    """Inside, attention in this module takes any kernel: to learn shapes on another device than it will train on."""
-    chosen = {m: m.backend for m in module.modules() if isinstance(m, SelfAttention)}
-    for attention in chosen:
+    """Inside, attention in this module uses any kernel: to learn shapes on another device than the training's."""
+    backends = {m: m.backend for m in module.modules() if isinstance(m, SelfAttention)}
+    for attention in backends:
         attention.backend = "auto"
     try:
         yield
     finally:
-        for attention, backend in chosen.items():
+        for attention, backend in backends.items():
             attention.backend = backend
-
-
-@contextmanager
-def kernel(backend: str, query: Tensor, *others: Any) -> Iterator[None]:
-    """Inside, `scaled_dot_product_attention(query, *others)` takes this kernel, or refuses.
-
-    The choice is torch's own and the process's: two threads can't choose differently at a time.
-
-    Args:
-        backend: the kernel; `auto` leaves the choice to torch.
-        query: (B, heads, T, D / heads), dense or jagged.
-        others: key, value, mask, dropout and whether it is causal.
-
-    Raises:
-        BadInput: it can't serve the input; the message has torch's reasons.
-        ValueError: the backend is unknown.
-    """
-    _check(backend)
-    device = query.device.type
-    kind = f"{str(query.dtype).removeprefix('torch.')} {'jagged' if query.is_nested else 'dense'} on {device}"
-    if backend not in {"auto", "math"} and device not in CHOOSES:
-        raise BadInput("backend", backend, f"auto or math: torch chooses the kernel itself for {kind}")
-    try:
-        with _chosen(backend, query):
-            yield
-    except RuntimeError as error:
-        asked_gpu = device == "cpu" and isinstance(error, torch.AcceleratorError)  # about jagged texts, where none is
-        if not asked_gpu and not NO_KERNEL.search(str(error)):
-            raise
-        reasons = " ".join([str(error).split("\n")[0], *_reasons(backend, query, *others)])
-        raise BadInput("backend", backend, f"a kernel that serves attention of {kind}; torch says: {reasons}") from None
-
-
-def _chosen(backend: str, query: Tensor) -> AbstractContextManager:
-    """Lets torch take this kernel alone."""
-    if backend == "auto" and query.is_nested and query.device.type == "cpu":
-        backend = "math"  # there is no other, and torch would ask a GPU about them
-    return nullcontext() if backend == "auto" else sdpa_kernel(KERNELS[backend])
-
-
-def _reasons(backend: str, query: Tensor, *others: Any) -> list[str]:
-    """Why torch rejects this kernel for a call, which is made once more: it warns, and of jagged texts it logs, too."""
-    logged: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("torch.nested._internal.sdpa")
-    spread, logger.propagate = logger.propagate, False
-    logger.addHandler(handler)
-    try:
-        with warnings.catch_warnings(record=True) as warned, suppress(RuntimeError), _chosen(backend, query):
-            warnings.simplefilter("always")
-            F.scaled_dot_product_attention(query, *others)
-    finally:
-        logger.removeHandler(handler)
-        logger.propagate = spread
-    return [*_against(backend, logged), *_against(backend, [str(each.message) for each in warned])]
-
-
-def _against(backend: str, said: list[str]) -> list[str]:
-    """Of what torch said the reasons against this backend; all of them, if it did not say against which they are."""
-    sections: list[tuple[str, list[str]]] = [("", [])]
-    for line in said:
-        reason = line.partition("(Triggered internally at")[0].strip()
-        if reason.endswith("not used because:"):
-            sections.append((reason.lower(), []))
-        elif "runtime disabled" not in reason:  # as all but this one are
-            sections[-1][1].append(reason)
-    mine = [reasons for header, reasons in sections if len(sections) == 1 or backend == "auto" or backend in header]
-    return list(dict.fromkeys(reason for reasons in mine for reason in reasons))

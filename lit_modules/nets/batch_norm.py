@@ -9,13 +9,13 @@ from apprentice import replicas
 
 
 class _Normalize(torch.autograd.Function):
-    """(x - mean) / std over all ranks' rows, with the gradient through both statistics."""
+    """(x - mean) / std over all ranks' rows; the gradient flows through both statistics."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mean: Tensor, invstd: Tensor, total: Tensor) -> Tensor:
         normal = (x - _like(mean, x)) * _like(invstd, x)
         ctx.save_for_backward(normal, invstd, total)
-        ctx.total = replicas.summing()  # asked for here: backward can run in a thread without this context
+        ctx.total = replicas.bound_all_reduce_sum()  # bound here: backward can run in a thread without this context
         return normal
 
     @staticmethod
@@ -32,7 +32,7 @@ def _like(per_channel: Tensor, x: Tensor) -> Tensor:
 
 
 def _statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and biased variance (C,) over all ranks, and the values a channel; stable, as each rank is centred first."""
+    """Mean and biased variance (C,) over all ranks, and the values in a channel; stable: each rank is centred first."""
     axes = [d for d in range(x.dim()) if d != 1]
     count = x.numel() / max(x.shape[1], 1)
     mean = x.sum(axes) / max(count, 1)
@@ -47,7 +47,7 @@ def _statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Global(nn.modules.batchnorm._BatchNorm):
-    """In training with several replicas the statistics are the global batch's; else torch's own BatchNorm."""
+    """In training with several replicas it uses the global batch's statistics; otherwise it is torch's BatchNorm."""
 
     def _check_input_dim(self, x: Tensor) -> None:
         if x.dim() < 2:
@@ -55,8 +55,8 @@ class _Global(nn.modules.batchnorm._BatchNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or (replicas.count() == 1 and x.numel() > x.shape[1]):
-            return super().forward(x)  # torch refuses one value a channel, as a last batch of one row can have
-        if x.dtype in {torch.float16, torch.bfloat16}:  # sums and counts would overflow or be rounded
+            return super().forward(x)  # torch refuses one value a channel, such as in a last batch of one row
+        if x.dtype in {torch.float16, torch.bfloat16}:  # sums and counts would overflow or round
             return self.forward(x.float()).to(x.dtype)
         with torch.no_grad():
             mean, variance, total = _statistics(x)
@@ -93,9 +93,9 @@ GLOBAL: dict[type[nn.Module], type[_Global]] = {
 
 
 def globalise(net: nn.Module) -> nn.Module:
-    """Let every BatchNorm inside `net` use the global batch; parameters, buffers and their names stay as they are.
+    """Make every BatchNorm inside `net` use the global batch; parameters, buffers and their names stay the same.
 
-    The layers' class is changed in place, so that a weight shared or watched from elsewhere stays the same object.
+    It changes the layers' class in place, so that weights shared with other modules stay the same objects.
     """
     for module in net.modules():
         if (kind := type(module)) in GLOBAL:

@@ -1,4 +1,4 @@
-"""A language model of characters, bytes or any tokens: GPT-2 (Radford et al. 2019)."""
+"""GPT-2 (Radford et al. 2019), a language model of any tokens."""
 
 import math
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ from lit_modules.nets.attention import Backend, Cache
 from lit_modules.nets.base import Net
 from lit_modules.nets.transformer import Block
 
-STD = 0.02  # of GPT-2's first weights
+STD = 0.02  # of GPT-2's initial weights
 
 
 class GPT(Net):
-    """Tokens (B, T) to logits (B, T, V) of the token after each; pre-norm blocks, learned positions.
+    """Tokens (B, T) to logits (B, T, V) of each next token; pre-norm blocks, learned positions.
 
-    First weights are GPT-2's: normal of deviation 0.02, in what a block adds to its input less by √(2 · num_layers).
+    Initial weights as in GPT-2: normal with deviation 0.02, divided by √(2 · num_layers) in residual projections.
 
     Args:
         vocab_size: V, number of tokens.
@@ -27,14 +27,14 @@ class GPT(Net):
         num_layers: blocks.
         num_heads: attention heads of a block, a divisor of `embed_dim`.
         embed_dim: D, width of tokens.
-        dropout: probability of a zero in embeddings and in what attention and MLP add; keyed.
-        bias: whether projections and norms have one; the head has none.
+        dropout: probability of a zero in embeddings and residual branches; keyed.
+        bias: whether projections and norms have a bias; the head has none.
         tie_weights: whether the head's weight is the tokens' embedding. A pipeline needs False.
-        attention_dropout: probability of a zero among attention's weights; drawn in the kernel, so not keyed.
-        backend: the attention's kernel, as `SelfAttention` takes it.
+        attention_dropout: probability of a zero attention weight; the kernel draws it, so it is not keyed.
+        backend: the attention kernel, see `SelfAttention`.
 
     Raises:
-        ValueError: a size is below 1, or what `Block` refuses.
+        ValueError: a size is below 1, or `Block` refuses one.
     """
 
     feature_layer = "norm"
@@ -106,17 +106,17 @@ class GPT(Net):
         seed: int = 0,
         cached: bool = True,
     ) -> Tensor:
-        """Texts that go on from prompts, until they are as long as the block.
+        """Continue prompts, at most up to the block size.
 
-        What is drawn depends on seed, row and position alone: a row is what it is in any company, up to rounding.
+        Draws depend on seed, row and position alone: other rows change a row by rounding only.
 
         Args:
             tokens: (B, t) int64, the prompts, 1 to `block_size` tokens.
-            length: new tokens at most; as many as the block has room for when not given.
+            length: new tokens at most; default: up to the block size.
             temperature: divides the logits; 0 takes the likeliest token.
-            top_k: draw from so many of the likeliest tokens; from all when not given.
+            top_k: draw from this many of the likeliest tokens; default: from all.
             seed: of the draws.
-            cached: keep keys and values of what has been seen, rather than compute all anew for each token.
+            cached: cache keys and values instead of computing all tokens again for each new one.
 
         Returns:
             (B, t + new) int64, prompts included.
@@ -124,7 +124,7 @@ class GPT(Net):
         Raises:
             ValueError: a prompt is empty or longer than the block, or an option's value can't be used.
         """
-        _check_drawing(length, temperature, top_k)
+        _check_sampling(length, temperature, top_k)
         rows, room = tokens.shape[0], self.block_size - tokens.shape[1]
         if not tokens.shape[1] or room < 0:
             raise ValueError(f"tokens {tuple(tokens.shape)}: expected prompts of 1 to {self.block_size} tokens")
@@ -136,14 +136,14 @@ class GPT(Net):
         try:
             for end in range(tokens.shape[1], text.shape[1]):
                 logits = self._last(text[:, first:end], caches)
-                text[:, end] = _drawn(logits, temperature, top_k, keyed.fold_in(seed, end))
+                text[:, end] = _sample(logits, temperature, top_k, keyed.fold_in(seed, end))
                 first = end if cached else 0
         finally:
             self.train(training)
         return text
 
     def _last(self, tokens: Tensor, caches: Sequence[Cache | None]) -> Tensor:
-        """Logits (B, V) after the last of tokens (B, T), which follow those in the caches, if there are any."""
+        """Logits (B, V) after the last of tokens (B, T), which follow any cached ones."""
         x = self.embedding(tokens, 0 if caches[0] is None else caches[0].length)
         for block, cache in zip(self.blocks, caches, strict=True):
             x = block(x, cache)
@@ -158,7 +158,7 @@ class _Embedding(nn.Module):
         self.noise = Dropout(dropout, 0)
 
     def forward(self, tokens: Tensor, start: int = 0) -> Tensor:
-        """(B, T) -> (B, T, D), the first of them at position `start`."""
+        """(B, T) -> (B, T, D), the first token at position `start`."""
         end, block_size = start + tokens.shape[1], self.positions.num_embeddings
         if end > block_size:
             raise ValueError(f"tokens {tuple(tokens.shape)}: expected texts of at most {block_size}, the block size")
@@ -173,7 +173,7 @@ def _initialise(module: nn.Module) -> None:
         nn.init.zeros_(module.bias)
 
 
-def _check_drawing(length: int | None, temperature: float, top_k: int | None) -> None:
+def _check_sampling(length: int | None, temperature: float, top_k: int | None) -> None:
     if length is not None and length < 0:
         raise ValueError(f"length {length}: expected 0 or more tokens")
     if not 0 <= temperature < math.inf:
@@ -182,8 +182,8 @@ def _check_drawing(length: int | None, temperature: float, top_k: int | None) ->
         raise ValueError(f"top_k {top_k}: expected at least 1")
 
 
-def _drawn(logits: Tensor, temperature: float, top_k: int | None, key: int) -> Tensor:
-    """(B,) tokens drawn from softmax(logits / temperature), logits (B, V): the largest when Gumbel noise is added."""
+def _sample(logits: Tensor, temperature: float, top_k: int | None, key: int) -> Tensor:
+    """(B,) tokens drawn from softmax(logits / temperature) of logits (B, V), by the Gumbel-max trick."""
     if temperature == 0:
         return logits.argmax(1)
     rows, count = logits.shape

@@ -1,4 +1,4 @@
-"""GroupNorm, which treats each image by itself (Wu and He 2018), in the place of BatchNorm."""
+"""GroupNorm, which normalises each image by itself (Wu and He 2018), in place of BatchNorm."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -9,7 +9,7 @@ Norm = Literal["batch", "group"]
 
 
 def norm_layer(norm: Norm) -> Callable[[int], nn.Module]:
-    """What makes the norm of so many channels.
+    """A function from a number of channels to their norm.
 
     Raises:
         ValueError: there is no norm of this name.
@@ -21,6 +21,6 @@ def norm_layer(norm: Norm) -> Callable[[int], nn.Module]:
 
 
 def group_norm(channels: int) -> nn.GroupNorm:
-    """GroupNorm of the most groups of equal size that are no more than 32, the paper's number, and have 8 channels."""
+    """GroupNorm with as many equal groups as possible: at most 32, the paper's number, of at least 8 channels."""
     groups = range(max(1, min(32, channels // 8)), 0, -1)
     return nn.GroupNorm(next(n for n in groups if channels % n == 0), channels)

@@ -1,4 +1,4 @@
-"""The tutorial's teacher and student: plain convolutions, then two linear layers."""
+"""The teacher and the student of the tutorial: convolutions, then two linear layers."""
 
 import torch
 from torch import Tensor, nn

@@ -36,7 +36,7 @@ class ResNet(Net):
         depth: 8, 20, 32, 44, 56, 110: any 6n + 2.
         input_shape: (C, H, W).
         num_classes: number of logits.
-        norm: over the batch, as in the paper, or over groups of channels of each image.
+        norm: BatchNorm, as in the paper, or GroupNorm.
 
     Raises:
         ValueError: `depth` is not 6n + 2.

@@ -10,21 +10,21 @@ from lit_modules.nets.base import Net
 class RNNClassifier(Net):
     """Tokens (B, T) to logits (B, classes), from the GRU's state after the last token that is not 0.
 
-    What follows it is padding; a 0 before it is a token like others.
+    Zeros after that token are padding; a 0 before it is an ordinary token.
 
-    Its parts are those of the model that PyTorch's "Getting Started with Distributed RPC Framework" splits over
-    processes; here they are stages of a pipeline.
+    Source: the model that PyTorch's "Getting Started with Distributed RPC Framework" splits over processes; here its
+    parts are pipeline stages.
 
     Args:
-        embedding_dim: values of a token's embedding.
-        hidden: values of the GRU's state.
-        dropout: probability of a zero in the state that the head sees.
+        embedding_dim: width of a token's embedding.
+        hidden: width of the GRU's state.
+        dropout: probability of a zero in the head's input.
         vocab_size: number of tokens; 256 for bytes.
-        input_shape: (T,); any T will do.
+        input_shape: (T,), any T.
         num_classes: number of logits.
 
     Raises:
-        ValueError: the inputs are no text.
+        ValueError: the inputs are not text.
     """
 
     feature_layer = "gru"
@@ -50,7 +50,7 @@ class RNNClassifier(Net):
         return self.head(self.gru(*self.embedding(tokens)))
 
     def pipeline_stages(self) -> list[nn.Module]:
-        """Embedding, GRU and head; between the first two a tuple travels."""
+        """Embedding, GRU and head; the first gives the second a tuple."""
         return [self.embedding, self.gru, self.head]
 
 
@@ -71,6 +71,6 @@ class _LastState(nn.Module):
         self.cells = nn.GRU(embedding_dim, hidden, batch_first=True)
 
     def forward(self, embedded: Tensor, lengths: Tensor) -> Tensor:
-        """(B, T, D) and (B,) -> (B, H), the state after the last token; after one of padding for an empty text."""
+        """(B, T, D) and (B,) -> (B, H), the state after the last token; for an empty text, after one of padding."""
         states, _ = self.cells(embedded)  # (B, T, H)
         return states[torch.arange(len(states), device=states.device), lengths.clamp(min=1) - 1]

@@ -1,4 +1,4 @@
-"""Nets as chains of modules, to be cut into the stages of a pipeline."""
+"""Nets as chains of modules, which a pipeline cuts into stages."""
 
 from collections.abc import Iterable, Sequence
 
@@ -9,11 +9,7 @@ from lit_modules.nets.base import layer
 
 
 def pipeline_stages(net: nn.Module, flag: str = "net") -> list[nn.Module]:
-    """Modules of the net, in order, whose composition is its forward: by its own `pipeline_stages()`, if it has that.
-
-    Args:
-        net: the net.
-        flag: where it was chosen.
+    """Ordered modules of the net whose composition is its forward: its own `pipeline_stages()`, or a sequence's parts.
 
     Raises:
         BadInput: the net has no such method and is no `nn.Sequential`.
@@ -27,9 +23,9 @@ def pipeline_stages(net: nn.Module, flag: str = "net") -> list[nn.Module]:
 
 
 def cuttable(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The modules with sequences replaced by their members, and what works in place joined to what is before it.
+    """The modules, with sequences split into their members, and in-place modules joined to their predecessors.
 
-    A stage can't begin in place: it would change what was received, which others may have yet to read.
+    A stage can't begin in place: it would change a tensor that others may still read.
     """
     groups: list[list[nn.Module]] = []
     for module in _members(modules):
@@ -41,7 +37,7 @@ def cuttable(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def _members(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    # Subclasses of Sequential, such as a convolution with its norm, are blocks of their authors'.
+    # Subclasses of Sequential, such as a convolution with its norm, stay whole.
     return [part for m in modules for part in (_members(m) if type(m) is nn.Sequential else [m])]
 
 
@@ -50,20 +46,12 @@ def _is_chain(module: nn.Module) -> bool:
 
 
 def stage_of(net: nn.Module, stages: Sequence[nn.Module], path: str, flag: str = "layer") -> tuple[int, nn.Module]:
-    """Where a layer's output is to be had when the net runs stage by stage.
+    """The number of the stage that computes a layer's output, and the module that gives it.
 
-    Args:
-        net: the net.
-        stages: what `pipeline_stages(net)` gives.
-        path: of the layer, as objectives name it: "default" is the net's own.
-        flag: where it was chosen.
-
-    Returns:
-        The number of the stage after which the output is there, and the module whose output it is: the layer, or, where
-        that is a sequence which was itself cut, its last member.
+    That is the layer itself, or the last member of a sequence that was split.
 
     Raises:
-        BadInput: the net has no such layer, or its output is that of no module in a stage.
+        BadInput: the net has no such layer, or no module in a stage gives its output.
     """
     module = layer(net, path, flag)
     while True:
@@ -71,7 +59,6 @@ def stage_of(net: nn.Module, stages: Sequence[nn.Module], path: str, flag: str =
             if module in set(stage.modules()):
                 return number, module
         if not _is_chain(module):
-            raise BadInput(
-                flag, path, f"a layer of {type(net).__name__} inside a pipeline stage, or a sequence of such"
-            )
+            expected = f"a layer of {type(net).__name__} inside a pipeline stage, or a sequence of such"
+            raise BadInput(flag, path, expected)
         module = list(module.children())[-1]

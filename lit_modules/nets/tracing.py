@@ -1,4 +1,4 @@
-"""Finding out by example whether anyone's model is a chain of its children, and what it does between them."""
+"""Tests by example whether a model is a chain of its children, and finds what it does between them."""
 
 import copy
 from functools import partial
@@ -7,22 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# What models do between two children without having a module for it.
+# What models do between two children without a module for it.
 GLUES: tuple[tuple[nn.Module, ...], ...] = ((), (nn.Flatten(1),), (nn.AdaptiveAvgPool2d(1), nn.Flatten(1)))
 
 
 @torch.no_grad()
 def chain(model: nn.Module, example: Tensor) -> list[nn.Module]:
-    """The model's children as they follow one another, with modules for the pooling and flattening between them.
+    """The model's children in order, with modules for the pooling and flattening between them.
 
-    Their composition equals the model's forward, to the bit, in eval mode and for the example.
-
-    Args:
-        model: the model; left as it is.
-        example: a few inputs that differ.
+    Their composition equals the model's forward, bit for bit, in eval mode and for the example's inputs.
 
     Raises:
-        ValueError: the model is no such chain.
+        ValueError: the model is not such a chain.
     """
     names, tensors = _traced(copy.deepcopy(model).eval(), example)
     if len(set(names)) < len(names):
@@ -34,9 +30,9 @@ def chain(model: nn.Module, example: Tensor) -> list[nn.Module]:
 
 
 def _traced(model: nn.Module, example: Tensor) -> tuple[list[str], list[tuple[Tensor, Tensor]]]:
-    """The children's names in the order of their calls; before, between and after them, what was given and what taken.
+    """The children's names in call order; for each gap around them the tensor before and the tensor after it.
 
-    These are copies, as a child may work in place on what another gave.
+    Tensors are cloned, since a child may work in place.
     """
     names: list[str] = []
     given, taken = [example], []
@@ -63,4 +59,4 @@ def _between(given: Tensor, taken: Tensor) -> tuple[nn.Module, ...]:
     for glue in GLUES if given.dim() == 4 else ((),):
         if torch.equal(nn.Sequential(*glue)(given), taken):
             return glue
-    raise ValueError(f"something unknown is done between {tuple(given.shape)} and {tuple(taken.shape)}")
+    raise ValueError(f"an unknown operation between {tuple(given.shape)} and {tuple(taken.shape)}")

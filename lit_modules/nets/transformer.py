@@ -1,4 +1,4 @@
-"""The block that transformers of language and of vision are stacked from."""
+"""The transformer block of GPT and ViT."""
 
 from torch import Tensor, nn
 
@@ -12,17 +12,17 @@ class Block(nn.Module):
     Args:
         embed_dim: D, width of tokens.
         num_heads: attention heads, a divisor of `embed_dim`.
-        mlp_ratio: the MLP's hidden width, in widths of a token.
-        causal: whether a token sees only itself and those before it.
-        dropout: probability of a zero in what attention and MLP add; keyed.
-        bias: whether projections and norms have one.
-        backend: the attention's kernel, as `SelfAttention` takes it.
-        attention_dropout: probability of a zero among attention's weights; drawn in the kernel, so not keyed.
+        mlp_ratio: the MLP's hidden width divided by D.
+        causal: whether a token attends only to itself and earlier tokens.
+        dropout: probability of a zero in the residual branches; keyed.
+        bias: whether projections and norms have a bias.
+        backend: the attention kernel, see `SelfAttention`.
+        attention_dropout: probability of a zero attention weight; the kernel draws it, so it is not keyed.
         layer: number of its first dropout layer; it has two.
-        norm_eps: what the norms add to the variance.
+        norm_eps: epsilon of the norms.
 
     Raises:
-        ValueError: what `SelfAttention` refuses, or `mlp_ratio` is below 1.
+        ValueError: `mlp_ratio` is below 1, or `SelfAttention` refuses a value.
     """
 
     def __init__(
@@ -50,6 +50,6 @@ class Block(nn.Module):
         self.dropout2 = Dropout(dropout, layer + 1)
 
     def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
-        """(B, T, D) of tokens (B, T, D); with a cache, of those after the ones that it holds."""
+        """(B, T, D) of tokens (B, T, D), which follow any cached ones."""
         x = x + self.dropout1(self.attention(self.norm1(x), cache))
         return x + self.dropout2(self.mlp(self.norm2(x)))

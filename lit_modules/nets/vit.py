@@ -1,4 +1,4 @@
-"""A vision transformer for small images (Dosovitskiy et al. 2021), with DeiT's distillation token if that is wanted."""
+"""A vision transformer for small images (Dosovitskiy et al. 2021), optionally with DeiT's distillation token."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,28 +17,28 @@ EPS = 1e-6  # of norms, as in timm and torchvision; GPT-2's is 1e-5
 
 
 class ViT(Net):
-    """Patches of an image as tokens, behind a class token; learned positions, pre-norm blocks (arXiv:2010.11929).
+    """A class token and an image's patches as tokens; learned positions, pre-norm blocks (arXiv:2010.11929).
 
     With a distillation token (DeiT, Touvron et al. 2021, arXiv:2012.12877) a second head, `head_dist`, reads that
-    token, and the logits are the mean of both heads', in training, too. An objective that trains each head by itself,
-    as `DeiTToken` does, asks for the layers `head` and `head_dist`.
+    token, and the logits are the mean of both heads, in training too. An objective that trains each head separately,
+    such as `DeiTToken`, reads the layers `head` and `head_dist`.
 
-    The feature layer is what the last block receives of the patches, as maps (B, D, H / patch_size, W / patch_size).
+    The feature layer is the patches' input of the last block, as maps (B, D, H / patch_size, W / patch_size).
 
     Args:
         patch_size: pixels of a patch's side, a divisor of height and width.
         embed_dim: D, width of tokens.
         num_layers: number of blocks.
         num_heads: attention heads, a divisor of `embed_dim`.
-        mlp_ratio: the hidden width of the blocks' MLPs, in widths of a token.
-        dropout: probability of a zero in the embedding, and in what attention and MLP add; keyed.
+        mlp_ratio: the MLPs' hidden width divided by D.
+        dropout: probability of a zero in the embedding and the residual branches; keyed.
         distillation_token: whether there is one.
-        backend: the attention's kernel, as `SelfAttention` takes it.
+        backend: the attention kernel, see `SelfAttention`.
         input_shape: (C, H, W).
         num_classes: number of logits.
 
     Raises:
-        ValueError: the patches don't fit, the heads don't, or there is no block.
+        ValueError: patch size or number of heads doesn't divide its width, or there is no block.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class ViT(Net):
 
     @property
     def heads(self) -> list[nn.Module]:
-        """A head for each token before the patches."""
+        """One head for each token before the patches."""
         return [self.head, self.head_dist] if self.num_tokens == 2 else [self.head]
 
     def forward(self, images: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class ViT(Net):
         return _logits(self.norm, self.heads, x)
 
     def pipeline_stages(self) -> list[nn.Module]:
-        """The embedding, each block, and the heads with the norm before them."""
+        """The embedding, each block, and the norm with the heads."""
         return [self.embedding, *self.blocks, _Heads(self.norm, self.heads)]
 
 
@@ -111,7 +111,7 @@ class _Embedding(nn.Module):
 
 
 class _Maps(nn.Module):
-    """The patches' tokens where they are in the image: (B, T, D) -> (B, D, rows, columns). For objectives alone."""
+    """The patches' tokens as maps, for objectives: (B, T, D) -> (B, D, rows, columns)."""
 
     def __init__(self, rows: int, columns: int) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class _Maps(nn.Module):
 
 
 class _Last(Block):
-    """The last block; `maps` gives what it receives to whoever asks for this layer by a hook."""
+    """The last block; hooks on `maps` see its input as maps."""
 
     def __init__(self, rows: int, columns: int, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -134,7 +134,7 @@ class _Last(Block):
 
 
 class _Heads(nn.Module):
-    """Norm and heads as a stage."""
+    """Norm and heads as one pipeline stage."""
 
     def __init__(self, norm: nn.Module, heads: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -145,6 +145,6 @@ class _Heads(nn.Module):
 
 
 def _logits(norm: nn.Module, heads: Sequence[nn.Module] | nn.ModuleList, x: Tensor) -> Tensor:
-    """(B, classes), the mean of what the heads read from the first tokens of (B, T, D)."""
+    """(B, classes), the mean of the heads' logits from the first tokens of (B, T, D)."""
     x = norm(x[:, : len(heads)])
     return torch.stack([head(x[:, number]) for number, head in enumerate(heads)]).mean(0)

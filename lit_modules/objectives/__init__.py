@@ -1,4 +1,4 @@
-"""Objectives: one distillation method a file. A new one is a file here and a line below."""
+"""Objectives: one distillation method a file. A new method is a file here and a line below."""
 
 from lit_modules.objectives.base import FeatureObjective, Objective, Term
 from lit_modules.objectives.cosine import Cosine
@@ -9,17 +9,3 @@ from lit_modules.objectives.hinton import Hinton
 from lit_modules.objectives.jensen_shannon import JensenShannon
 from lit_modules.objectives.reverse_kl import ReverseKL
 from lit_modules.objectives.sum import Sum
-
-__all__ = [
-    "Cosine",
-    "CrossEntropy",
-    "DeiTToken",
-    "FeatureObjective",
-    "Hint",
-    "Hinton",
-    "JensenShannon",
-    "Objective",
-    "ReverseKL",
-    "Sum",
-    "Term",
-]

@@ -1,4 +1,4 @@
-"""Directions of flattened features: the tutorial's CosineLoss."""
+"""Cosine similarity of flattened features: the tutorial's CosineLoss."""
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -9,12 +9,12 @@ from lit_modules.objectives.cross_entropy import ce_term
 
 
 class Cosine(FeatureObjective):
-    """cosine_weight * (1 - cos(f_s, f_t)) + ce_weight * CE, the longer of the flattened features pooled to the shorter.
+    """cosine_weight * (1 - cos(f_s, f_t)) + ce_weight * CE; the longer flattened features are pooled to the shorter.
 
-    Source: PyTorch, "Knowledge Distillation Tutorial": there the teacher's 2048 values are pooled to 1024.
+    Source: PyTorch, "Knowledge Distillation Tutorial", which pools the teacher's 2048 values to 1024.
 
     Args:
-        cosine_weight: weight of the angle between the features.
+        cosine_weight: weight of the cosine distance between the features.
         ce_weight: weight of the cross-entropy with the labels.
         student_layer: path of the student's layer.
         teacher_layer: path of the teacher's layer.

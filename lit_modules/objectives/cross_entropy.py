@@ -1,4 +1,4 @@
-"""No distillation: the control that every other method is compared with."""
+"""No distillation: the control for every other method."""
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -17,11 +17,11 @@ class CrossEntropy(Objective):
 
 
 def ce_term(student: Outputs, labels: Tensor, weight: float) -> Term:
-    """The term that learns from the labels: the cross-entropy of the student's logits."""
+    """The cross-entropy of the student's logits with the labels."""
     return Term(cross_entropy(student.logits, labels), weight, is_ce=True)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """(b,) cross-entropies of logits (b, classes) with labels (b,); of (b, T, classes) with (b, T) a sample's mean."""
+    """(b,) cross-entropies of logits (b, classes) with labels (b,); for (b, T, classes) and (b, T) means over T."""
     losses = F.cross_entropy(widened(logits).flatten(0, -2), labels.flatten(), reduction="none")
     return per_sample(losses.view_as(labels))

@@ -1,4 +1,4 @@
-"""DeiT's distillation token (Touvron et al. 2021, arXiv:2012.12877): what its head learns from the teacher."""
+"""DeiT's distillation token (Touvron et al. 2021, arXiv:2012.12877), whose head learns from the teacher."""
 
 from typing import Literal
 
@@ -12,17 +12,17 @@ from lit_modules.objectives.divergence import softened_kl
 
 
 class DeiTToken(Objective):
-    """ce_weight * CE(z_class, label) + token_weight * what the distillation head z_token learns from the teacher.
+    """ce_weight * CE(z_class, label) + token_weight * the loss of the distillation head z_token.
 
     Hard (the paper's equation 3): CE(z_token, argmax z_t). Soft (equation 2): T^2 * KL(softmax(z_t / T) ||
-    softmax(z_token / T)). As in the equation that is a mean over the batch; the code released with the paper divides by
-    batch and classes, so that its token_weight is one of token_weight / classes here.
+    softmax(z_token / T)), a mean over the batch as in the equation. The code released with the paper divides by batch
+    and classes: its token_weight is token_weight / classes here.
 
-    For a student with two heads, whose logits are the mean of both, as the paper predicts: `ViT` with
-    `distillation_token`, or timm's distilled models. A third term, of weight 0, is the logits' cross-entropy.
+    For a student with two heads whose logits are their mean: `ViT` with `distillation_token`, or timm's distilled
+    models. A third term, of weight 0, is the cross-entropy of these logits.
 
     Args:
-        kind: what is learned from the teacher: its decisions, or its distribution.
+        kind: learn the teacher's decisions (hard) or its distribution (soft).
         token_weight: weight of the distillation head's term; the paper has 0.5 for hard, 0.1 for soft.
         ce_weight: weight of the class head's cross-entropy; the paper has 0.5 and 0.9.
         temperature: T, for soft only.
@@ -61,7 +61,7 @@ class DeiTToken(Objective):
         return {
             "token": Term(self._learned(z_token, teacher.logits), self.token_weight),
             "ce": Term(cross_entropy(z_class, labels), self.ce_weight),
-            # What the net predicts is watched; not to use a net's output would leave FSDP waiting for its gradient.
+            # For monitoring; FSDP would wait for the gradient of an unused output.
             "mean": ce_term(student, labels, 0.0),
         }
 

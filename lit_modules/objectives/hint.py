@@ -18,7 +18,7 @@ class Hint(FeatureObjective):
         teacher_layer: path of the teacher's layer, with maps (b, C_t, H, W).
 
     Raises:
-        BadInput: the two layers' maps differ in height or width (when built).
+        BadInput: in `build`, the two layers' maps differ in height or width.
     """
 
     regressor: nn.Conv2d
@@ -41,7 +41,7 @@ class Hint(FeatureObjective):
         self.regressor = nn.Conv2d(f_s.shape[1], f_t.shape[1], 3, padding=1)
 
     def adapt(self, student: Outputs) -> Outputs:
-        """The student's maps as the regressor gives them, (b, C_t, H, W), in the place of its own."""
+        """The student's outputs with its maps replaced by the regressor's (b, C_t, H, W)."""
         path = self.student_layer
         return student._replace(features=student.features | {path: self.regressor(student.features[path])})
 

@@ -1,4 +1,4 @@
-"""Between the two directions of the divergence: generalised Jensen-Shannon (GKD, Agarwal et al. 2024)."""
+"""Generalised Jensen-Shannon divergence (GKD, Agarwal et al. 2024)."""
 
 import math
 
@@ -15,14 +15,14 @@ from lit_modules.objectives.divergence import kl
 class JensenShannon(Objective):
     """js_weight * T^2 * (beta KL(p_t || m) + (1 - beta) KL(p_s || m)) + ce_weight * CE, m = beta p_t + (1 - beta) p_s.
 
-    p = softmax(z / T). Divided by beta it tends to KL(p_t || p_s) as beta goes to 0, divided by 1 - beta to
-    KL(p_s || p_t) as it goes to 1.
+    p = softmax(z / T). Divided by beta it tends to KL(p_t || p_s) as beta goes to 0; divided by 1 - beta, to
+    KL(p_s || p_t) as beta goes to 1.
 
     Source: Agarwal et al. 2024, "On-Policy Distillation of Language Models" (GKD, arXiv:2306.13649). This is its loss
-    on the data's own texts (the paper's lambda 0); left out are texts that the student writes.
+    on the data's texts (the paper's lambda 0), without texts that the student generates.
 
     Args:
-        beta: the teacher's part of the mixture.
+        beta: the teacher's share of the mixture.
         temperature: T, which softens both distributions; the factor T^2 keeps the gradients' size.
         js_weight: weight of the divergence.
         ce_weight: weight of the cross-entropy with the labels.

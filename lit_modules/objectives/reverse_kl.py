@@ -1,4 +1,4 @@
-"""The divergence the other way round, by which a small student may leave out what it can't have (MiniLLM)."""
+"""Reverse Kullback-Leibler divergence, which lets a small student ignore some modes of the teacher (MiniLLM)."""
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ class ReverseKL(Objective):
     """reverse_weight * T^2 * KL(softmax(z_s / T) || softmax(z_t / T)) + ce_weight * CE.
 
     Source: Gu et al. 2024, "MiniLLM: Knowledge Distillation of Large Language Models" (arXiv:2306.08543). This is its
-    divergence for each token of the data; left out is the paper's sampling of texts from the student.
+    divergence for each token of the data, without the paper's sampling from the student.
 
     Args:
         temperature: T, which softens both distributions; the factor T^2 keeps the gradients' size.

@@ -1,4 +1,4 @@
-"""Several objectives at once."""
+"""A weighted sum of objectives."""
 
 from collections.abc import Iterable, Mapping
 
@@ -8,17 +8,17 @@ from apprentice.errors import BadInput
 from lit_modules.nets.base import Outputs
 from lit_modules.objectives.base import Objective, Term, weight
 
-OWN = ">"  # between a part's position and the path of a feature that is its own; no path has it
+OWN = ">"  # separates a part's position from the path of a feature that it made; no path contains it
 
 
 class Sum(Objective):
-    """The weighted sum of objectives, itself an objective: the tutorial suggests soft targets and cosine together.
+    """The weighted sum of objectives, such as the tutorial's suggestion of soft targets and cosine together.
 
-    Its terms are named `<position>.<term>`, so that two objectives of one kind keep their own.
+    Its terms are named `<position>.<term>`, which keeps those of two objectives of one kind apart.
 
     Args:
         objectives: the parts.
-        weights: a weight for each part; all 1 unless given.
+        weights: a weight for each part; default: all 1.
     """
 
     def __init__(self, objectives: list[Objective], weights: list[float] | None = None) -> None:
@@ -43,23 +43,24 @@ class Sum(Objective):
                 raise BadInput(f"objectives.{i}.{fault.flag}", fault.value, fault.expected) from None
 
     def parts(self) -> list[nn.Module]:
-        """Those of all objectives."""
+        """The parts of all objectives."""
         return [part for objective in self.objectives for part in objective.parts()]  # type: ignore[operator]
 
     def adapt(self, student: Outputs) -> Outputs:
-        """The student's outputs, and beside its features those that a part has made, as `<position>><path>`."""
-        features = dict(student.features)
-        for i, objective in enumerate(self.objectives):
-            adapted = objective.adapt(student).features  # type: ignore[operator]
-            own = {path: x for path, x in adapted.items() if x is not student.features.get(path)}
-            features |= {f"{i}{OWN}{path}": x for path, x in own.items()}
-        return student._replace(features=features)
+        """The student's outputs, with the features that parts made added as `<position>><path>`."""
+        own = {
+            f"{i}{OWN}{path}": x
+            for i, objective in enumerate(self.objectives)
+            for path, x in objective.adapt(student).features.items()  # type: ignore[operator]
+            if x is not student.features.get(path)
+        }
+        return student._replace(features=student.features | own)
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
         return {
             f"{i}.{name}": term._replace(weight=term.weight * part)
             for i, (objective, part) in enumerate(zip(self.objectives, self.weights, strict=True))
-            for name, term in objective(_seen_by(i, student), teacher, labels).items()
+            for name, term in objective(_view_of(i, student), teacher, labels).items()
         }
 
 
@@ -67,9 +68,8 @@ def _of_parts(layers: Iterable[Mapping[str, str]]) -> dict[str, str]:
     return {f"objectives.{i}.{flag}": path for i, named in enumerate(layers) for flag, path in named.items()}
 
 
-def _seen_by(position: int, student: Outputs) -> Outputs:
-    """The student's features as one part has adapted them, without those of the others."""
+def _view_of(position: int, student: Outputs) -> Outputs:
+    """The student's outputs as one part adapted them."""
     prefix = f"{position}{OWN}"
-    raw = {path: x for path, x in student.features.items() if OWN not in path}
     own = {path.removeprefix(prefix): x for path, x in student.features.items() if path.startswith(prefix)}
-    return student._replace(features=raw | own)
+    return student._replace(features=student.features | own)

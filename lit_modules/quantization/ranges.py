@@ -1,6 +1,6 @@
-"""Ranges of tensors, from which scales and zero points follow; in the place of torchao's observers.
+"""Ranges of tensors over the global batch, which give scales and zero points.
 
-Those are not used in training as they see one rank's rows, and observe in evaluation, too.
+torchao's observers see only one rank's rows, and observe in evaluation too.
 """
 
 from collections.abc import Callable
@@ -13,18 +13,18 @@ from apprentice import replicas
 
 
 class Range(nn.Module):
-    """A moving average of the smallest and largest value of the global batch, observed in training only.
+    """A moving average of the global batch's minimum and maximum, observed in training only.
 
-    Source: Jacob et al. 2018, "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only
-    Inference", section 3.1. What torchao's FakeQuantize asks of an observer.
+    An observer for torchao's FakeQuantize. Source: Jacob et al. 2018, "Quantization and Training of Neural Networks for
+    Efficient Integer-Arithmetic-Only Inference", section 3.1.
 
     Args:
         dtype: the integer type.
-        qscheme: `per_tensor_affine`, or `per_channel_symmetric` for a weight, which all ranks have alike.
+        qscheme: `per_tensor_affine`, or `per_channel_symmetric` for a weight, which is equal on all ranks.
         quant_min: smallest integer.
         quant_max: largest integer.
         ch_axis: the axis of the channels.
-        averaging_constant: what a new batch counts; 1 takes the range of the last.
+        averaging_constant: the weight of a new batch; 1 keeps the last range alone.
         eps: the smallest scale.
     """
 
@@ -60,14 +60,14 @@ class Range(nn.Module):
         return x
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Range":
-        def wide(x: Tensor) -> Tensor:  # in 16 bits a moving average of 0.01 would stand still
+        def wide(x: Tensor) -> Tensor:  # in 16 bits a moving average of 0.01 would not move
             moved = fn(x)
             return moved if moved.element_size() >= 4 else x.to(moved.device)
 
         return super()._apply(wide, recurse)
 
     def forget(self) -> None:
-        """As if nothing had been observed."""
+        """Reset to nothing observed."""
         self.low.fill_(torch.inf)
         self.high.fill_(-torch.inf)
 
@@ -86,11 +86,11 @@ class Range(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *more: Any) -> None:
         for name in ("low", "high"):
             if f"{prefix}{name}" in state_dict:
-                getattr(self, name).resize_(state_dict[f"{prefix}{name}"].shape)  # one a channel, once observed
+                getattr(self, name).resize_(state_dict[f"{prefix}{name}"].shape)  # one for each channel, once observed
         super()._load_from_state_dict(state_dict, prefix, *more)
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:
-        """Scale in float32 and zero point, (1,) or (channels,); 1 and 0 before anything was observed."""
+        """Scale in float32 and zero point, (1,) or (channels,); 1 and 0 before anything is observed."""
         if not self.low.isfinite().all():
             return torch.ones_like(self.low).float(), torch.zeros_like(self.low, dtype=torch.int64)
         low, high = self.low.clamp(max=0), self.high.clamp(min=0)

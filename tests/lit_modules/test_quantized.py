@@ -123,7 +123,7 @@ def test_weights_are_rounded_by_their_own_ranges(frozen: bool) -> None:
         fake.freeze()
     state, before = weights(fake), fake.int8()(inputs())
     for name in ("head.weight", "head.bias"):
-        fake.float_state()[name].mul_(2)
+        fake.state_dict()[f"graph.net.{name}"].mul_(2)
     grown = weights(fake)
     assert torch.equal(fake.int8()(inputs()), 2 * before) == (not frozen)
     again = module(SMALL).net  # which knows by the state alone whether that was frozen
@@ -220,20 +220,6 @@ def observed(fake: FakeQuantized) -> dict[str, torch.Tensor]:
     """Ranges of activations, and BatchNorm's statistics."""
     wanted = ("low", "high", "running_mean", "running_var")
     return {key: value for key, value in weights(fake).items() if key.endswith(wanted)}
-
-
-def test_a_float_net_is_loaded_whole_or_every_fault_is_named() -> None:
-    fake, other = module(SMALL).net, net(SMALL, seed=5)
-    fake.load_float(other.state_dict())
-    assert_same(fake.float_state(), other.state_dict())
-    state = other.state_dict()
-    for key in ("stem.1.running_mean", "head.bias"):
-        del state[key]
-    state |= {"strange": torch.zeros(1), "head.weight": torch.zeros(3, 64)}
-    with pytest.raises(BadInput) as refused:
-        fake.load_float(state, "FILE")
-    for word in ("FILE", "missing: stem.1.running_mean, head.bias;", "unknown: strange;", "head.weight (3, 64)"):
-        assert word in str(refused.value)
 
 
 class Branching(nn.Module):

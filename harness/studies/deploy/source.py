@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from apprentice import keyed
 from apprentice.errors import BadInput
-from apprentice.weights import fitting, read_weights
+from apprentice.weights import load_weights
 from harness import config
 from harness.config.classes import imported
 from harness.config.sources import load, read
@@ -98,7 +98,7 @@ def read_net(folder: str | Path, flag: str, input_shape: tuple[int, ...]) -> tup
     if made != tuple(input_shape):
         raise BadInput(flag, folder, f"a net for inputs {tuple(input_shape)}, as this data has them; it is for {made}")
     path = str(Path(folder) / "weights.pt")
-    net.load_state_dict(fitting(net.state_dict(), read_weights(path, flag), path, flag))
+    load_weights(net, path, flag)
     return net.eval(), spec
 
 

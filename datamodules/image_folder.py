@@ -2,8 +2,8 @@
 
 import os
 import sys
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from PIL import Image, ImageOps
 from torch import Tensor
-from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
+from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
 from torchvision.transforms import functional as transforms
 
 from apprentice.errors import BadInput
@@ -27,7 +27,7 @@ LARGE = 128 * 128  # pixels from which two threads decode faster than one; at 32
 
 
 class Files(NamedTuple):
-    """Images on disk: paths, labels (n,) int64, the size to bring them to, or None if all have the size of `first`."""
+    """Images on disk with labels (n,), to be resized to `image_size`, or all of the size of `first`."""
 
     paths: list[Path]
     labels: Tensor
@@ -56,11 +56,11 @@ class Files(NamedTuple):
             rows[row] = pixels.transpose(2, 0, 1)
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            _exhaust((pool.map if self.is_large() else map)(decode, range(len(paths))))
+            deque((pool.map if self.is_large() else map)(decode, range(len(paths))), maxlen=0)
         return Split(images, self.labels[chosen])
 
     def open(self, path: Path) -> Image.Image:
-        """One image, decoded, upright, in RGB, its short side resized and its middle cut out if a size is wanted."""
+        """One image, decoded, upright and in RGB; with an image size, short side resized and centre cropped."""
         with readable(path) as image:
             upright, form = ImageOps.exif_transpose(image), image.format
         colours = in_rgb(upright, form, path)
@@ -77,7 +77,7 @@ class Files(NamedTuple):
         return upright.height, upright.width
 
     def is_large(self) -> bool:
-        """Whether decoding is worth a pool of threads."""
+        """Whether decoding is worth a thread pool."""
         with readable(self.first) as image:
             return image.width * image.height > LARGE
 
@@ -93,15 +93,12 @@ def readable(path: Path) -> Iterator[Image.Image]:
 
 
 def in_rgb(image: Image.Image, form: str | None, path: Path) -> Image.Image:
-    """The image in RGB; 16 bits of grey, and floats from 0 to 1, are scaled to 8 bits, which PIL would cut off.
+    """The image in RGB. Scales 16 bits of grey, and floats from 0 to 1, to 8 bits, where PIL would clip.
 
-    Args:
-        image: decoded.
-        form: PIL's name of the file's format; PIL gives PGM's greys of up to 16 bits as whole numbers up to 65535.
-        path: of the file, for messages.
+    `form` is PIL's name of the file's format; PIL gives PGM's greys of up to 16 bits as integers up to 65535.
 
     Raises:
-        BadInput: it has numbers whose range is unknown.
+        BadInput: the range of its numbers is unknown.
     """
     if image.mode != "F" and not image.mode.startswith("I"):
         return image.convert("RGB")
@@ -114,18 +111,18 @@ def in_rgb(image: Image.Image, form: str | None, path: Path) -> Image.Image:
 
 
 class ImageFolder(ImageData):
-    """Images in `root/train/<class>/` and `root/test/<class>/`, as RGB; of a subset only the chosen ones are decoded.
+    """Images in `root/train/<class>/` and `root/test/<class>/`, as RGB; decodes only the chosen subset.
 
-    Folders in those of the classes are searched too, as torchvision does. Hidden files and folders and those that are
-    no images are left out, and counted in a line. Images are turned upright by their EXIF tags. Greys of 16 bits, and
-    floats from 0 to 1, are scaled to 8 bits.
+    Class folders are searched recursively, as in torchvision. Hidden files and folders, and files that are no images,
+    are skipped and counted in one line. Images are turned upright by their EXIF tags. Greys of 16 bits, and floats from
+    0 to 1, are scaled to 8 bits.
 
     Args:
         root: the folder.
-        image_size: bring each image to so many pixels in height and width: short side resized, middle cut out. Needed
-            unless all images have one size.
+        image_size: resize the short side of each image to so many pixels, and crop the centre. Required unless all
+            images have one size.
         mean: of the three channels, on a scale from 0 to 1; ImageNet's by default.
-        std: likewise.
+        std: standard deviation, likewise.
         options: those of ImageData.
 
     Raises:
@@ -152,28 +149,49 @@ class ImageFolder(ImageData):
         self.root, self.image_size, self.mean, self.std = Path(root).expanduser(), image_size, tuple(mean), tuple(std)
 
     def read(self) -> tuple[Files, Files]:
-        """List the files; nothing is decoded yet."""
+        """List the files without decoding them."""
         skipped = Counter[str]()
-        names = {part: self._classes(part, skipped) for part in ("train", "test")}
-        for name in sorted(set(names["train"]) ^ set(names["test"])):
+        found = {part: self._samples(part, skipped) for part in ("train", "test")}
+        names = {part: {path.relative_to(self.root / part).parts[0] for path, _ in found[part]} for part in found}
+        for name in sorted(names["train"] ^ names["test"]):
             there, missing = ("train", "test") if name in names["train"] else ("test", "train")
-            raise BadInput(
-                "data.root", self.root, f"the same classes in train/ and test/; {there}/{name} is not in {missing}/"
-            )
-        if len(names["train"]) < 2:
-            raise BadInput("data.root", self.root, f"at least 2 classes; there is one, {names['train'][0]}")
-        self.class_names = tuple(names["train"])
-        paths, labels = self._files("train", skipped)
-        train = Files(paths, labels, self.image_size, paths[0])
-        test = Files(*self._files("test", skipped), self.image_size, paths[0])
+            expected = f"the same classes in train/ and test/; {there}/{name} is not in {missing}/"
+            raise BadInput("data.root", self.root, expected)
+        self.class_names = tuple(sorted(names["train"]))
+        if len(self.class_names) < 2:
+            raise BadInput("data.root", self.root, f"at least 2 classes; there is one, {self.class_names[0]}")
+        first = found["train"][0][0]
+        train, test = (
+            Files([path for path, _ in samples], torch.tensor([label for _, label in samples]), self.image_size, first)
+            for samples in found.values()
+        )
         self.input_shape = (3, *train.size())
         if skipped:
             counts = ", ".join(f"{count} {kind}" for kind, count in sorted(skipped.items()))
             rank_zero_only(sys.stderr.write)(f"{self.name}: skipped in {self.root}: {counts}\n")
         return train, test
 
+    def _samples(self, part: str, skipped: Counter[str]) -> list[tuple[Path, int]]:
+        """Images and labels of a part; counts what else is there."""
+        folder = self.root / part
+
+        def is_image(file: str) -> bool:
+            path = Path(file).relative_to(folder)
+            taken = path.suffix.lower() in IMG_EXTENSIONS and not _hidden(path)
+            skipped.update([] if taken else [_kind(path)])
+            return taken
+
+        try:
+            names = [name for name in find_classes(folder)[0] if not _hidden(Path(name))]
+            samples = make_dataset(folder, {name: label for label, name in enumerate(names)}, is_valid_file=is_image)
+        except (OSError, ValueError) as error:
+            wanted = f"images ({', '.join(IMG_EXTENSIONS)}) in train/<class>/ and test/<class>/"
+            raise BadInput("data.root", self.root, f"{wanted}; {folder}: {str(error).rstrip('. ')}") from error
+        skipped.update(_kind(path.relative_to(folder)) for path in folder.iterdir() if path.name not in names)
+        return [(Path(path), label) for path, label in samples]
+
     def check_fits(self, count: int) -> None:
-        """Raise BadInput when so many decoded images would not fit in the memory that is available."""
+        """Raise BadInput if so many decoded images would not fit in the available memory."""
         need, have = count * int(np.prod(self.input_shape)), memory.available_bytes()
         if need > have:
             h, w = self.input_shape[1:]
@@ -184,52 +202,13 @@ class ImageFolder(ImageData):
                 "give a smaller --data.image_size, --data.train_size or --data.test_size",
             )  # fmt: skip
 
-    def _classes(self, part: str, skipped: Counter[str]) -> list[str]:
-        folder = self.root / part
-        if not folder.is_dir():
-            raise BadInput("data.root", self.root, f"train/<class>/* and test/<class>/*; {folder} is not there")
-        found = sorted(folder.iterdir())
-        names = [path.name for path in found if path.is_dir() and not path.name.startswith(".")]
-        skipped.update(_kind(path.relative_to(folder)) for path in found if path.name not in names)
-        if not names:
-            raise BadInput(
-                "data.root", self.root, f"train/<class>/* and test/<class>/*; {folder} holds no class folders"
-            )
-        return names
-
-    def _files(self, part: str, skipped: Counter[str]) -> tuple[list[Path], Tensor]:
-        folder = self.root / part
-
-        def is_image(file: str) -> bool:
-            path = Path(file).relative_to(folder)
-            taken = path.suffix.lower() in IMG_EXTENSIONS and not _hidden(path)
-            skipped.update([] if taken else [_kind(path)])
-            return taken
-
-        numbers = {name: label for label, name in enumerate(self.class_names)}
-        samples = make_dataset(folder, numbers, is_valid_file=is_image, allow_empty=True)
-        labels = torch.tensor([label for _, label in samples])
-        for name, label in numbers.items():
-            if label not in labels:
-                raise BadInput(
-                    "data.root",
-                    self.root,
-                    f"images in each class folder; {folder / name} holds none ({', '.join(IMG_EXTENSIONS)})",
-                )
-        return [Path(path) for path, _ in samples], labels
-
 
 def _hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
 def _kind(path: Path) -> str:
-    """What a file or folder is that is no image of a class."""
+    """Why a file or folder is skipped."""
     if _hidden(path):
         return "hidden"
     return "outside a class" if len(path.parts) == 1 else path.suffix.lower() or "without an extension"
-
-
-def _exhaust(work: Iterable[None]) -> None:
-    for _ in work:
-        pass

@@ -1,0 +1,121 @@
+"""A net as a graph of torch's operations, by torch.export."""
+
+import operator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torch.nn import functional as F
+
+from apprentice import replicas
+from apprentice.errors import BadInput
+from apprentice.keyed import is_dropout
+from lit_modules.nets.base import run
+
+NET = "net"  # prefix of the float net's parameters in a graph: net.<name>
+ATEN = torch.ops.aten
+
+
+class _WithFeatures(nn.Module):
+    """A net that returns its logits, followed by the outputs of some layers."""
+
+    def __init__(self, net: nn.Module, layers: Sequence[str]) -> None:
+        super().__init__()
+        self.net, self.layers = net, layers
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        logits, features = run(self.net, images, set(self.layers))
+        return logits, *(features[path] for path in self.layers)
+
+
+class _Dropout(nn.Module):
+    """Stands in for any layer of dropout during capture, so that it differs from other noise and can be removed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, training=self.training)
+
+
+def captured(net: nn.Module, example: Tensor, layers: Sequence[str] = ()) -> GraphModule:
+    """The net's operations on inputs like `example` (b, ...) with any number of rows, in the net's current mode.
+
+    The graph returns a tuple: logits (b, classes), and the outputs of the layers. It contains dropout of any kind as
+    `aten.dropout`.
+
+    Raises:
+        BadInput: torch.export can't capture the net, it draws noise outside of dropout layers, or a BatchNorm has no
+            statistics.
+    """
+    # Autograd counts devices at the first backward, and export registers one more: with threads for it, no fork of this
+    # process could run a backward.
+    with torch.enable_grad():
+        torch.ones(1, requires_grad=True).sum().backward()
+    example = example[:1].repeat(3, *[1] * (example.dim() - 1))
+    rows = ({0: torch.export.Dim("batch")},)
+    try:
+        with _plain_layers(net), replicas.shard(0):  # nothing of other ranks is captured
+            program = torch.export.export(_WithFeatures(net, layers), (example,), dynamic_shapes=rows)
+    except RuntimeError as error:
+        said = f"a net that torch.export can capture for batches of any size; it says: {str(error).splitlines()[0]}"
+        raise BadInput("net", type(net).__name__, said) from error
+    graph = program.module(check_guards=False)
+    for node in graph.graph.nodes:
+        _check(node, net)
+        if node.op == "call_function" and (source := _source(node)):
+            node.meta["source_fn_stack"] = [source]
+    return graph
+
+
+@contextmanager
+def _plain_layers(net: nn.Module) -> Iterator[None]:
+    """Inside, the net's BatchNorm and dropout are of classes whose names the quantiser knows."""
+    kinds: dict[nn.Module, Any] = {module: type(module) for module in net.modules()}
+    try:
+        for module, kind in kinds.items():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.__class__ = next(k for k in kind.__mro__ if k.__module__.startswith("torch.nn.modules"))
+            elif is_dropout(module):
+                module.__class__ = _Dropout
+        yield
+    finally:
+        for module, kind in kinds.items():
+            module.__class__ = kind
+
+
+def _check(node: Node, net: nn.Module) -> None:
+    wanted = ""
+    if draws(node) and not is_dropout(net.get_submodule(path_of(node))):
+        wanted = f"draws noise in layers such as nn.Dropout only; {path_of(node) or 'its forward'} calls {node.target}"
+    elif node.target is ATEN.batch_norm.default and node.args[3] is None:
+        wanted = f"has BatchNorm with running statistics; {path_of(node)} has none"
+    if wanted:
+        raise BadInput("net", type(net).__name__, f"a net that {wanted}")
+
+
+def draws(node: Node) -> bool:
+    """Whether an operation draws random numbers."""
+    operation: Any = node.target
+    if torch.Tag.nondeterministic_seeded not in getattr(operation, "tags", ()):
+        return False
+    arguments = operation._schema.arguments
+    given = {argument.name: argument.default_value for argument in arguments}
+    given |= dict(zip(given, node.args, strict=False)) | node.kwargs
+    return all(given.get(name, True) for name in ("p", "dropout_p", "dropout", "train", "training"))
+
+
+def _source(node: Node) -> tuple[str, Any] | None:
+    """The operation's origin, by which the quantiser finds patterns."""
+    known: dict[Any, Any] = {ATEN.relu.default: nn.ReLU, ATEN.relu_.default: nn.ReLU, ATEN.add.Tensor: operator.add}
+    if node.target in known:
+        tensors = all(isinstance(value, Node) for value in node.args)  # it fails at the sum of a tensor and a number
+        return node.name, known[node.target] if tensors else node.target
+    path, module = list(node.meta["nn_module_stack"].values())[-1]  # torch 2.11 does not look there itself
+    return (path, resolve_name(module)) if module.startswith("torch.nn.modules.") else None
+
+
+def path_of(node: Node) -> str:
+    """Path of the module that called the operation, in its net; "" is the net itself."""
+    return list(node.meta["nn_module_stack"].values())[-1][0].removeprefix(NET).removeprefix(".")
