@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from experiments import kd
@@ -22,6 +23,7 @@ from harness.runs import safepoints
 from harness.runs.safepoints import SafePoints
 from harness.studies import distillation
 from strategies import DDP, FSDP, DataParallel
+from tests.figures import sketch
 from tests.processes import Run, launch
 from tests.training import assert_same, classifier, digits, trainer, weights
 
@@ -37,6 +39,7 @@ TIMES = {"step_ms", "fit_seconds", "students_fit_seconds"}
 
 def start(out: Path, *more: str, before: Callable[[], None] | None = None) -> Run:
     def main() -> None:
+        Figure.draw = sketch  # type: ignore[method-assign]  # in the fixture, too
         if before is not None:
             before()
         kd.main([*SMALL, "--out", str(out), *more])
