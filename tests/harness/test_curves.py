@@ -83,6 +83,7 @@ def test_kd_killed_ten_times(tmp_path: Path) -> None:
     assert_unharmed(kd, flags, [*teacher, *students, (kd, "save_results", 1, False)], tmp_path)
 
 
+@pytest.mark.slow
 def test_gpt_killed_ten_times(tmp_path: Path) -> None:
     kills = [batch(2), *[batch(6)] * 6, TRAINED, NOT_RECORDED, (gpt, "write_text", 1, False)]
     flags = [*NET, *EVERY, "--data.path", str(written(tmp_path)), "--data.block_size", "16", "--data.batch_size", "13"]

@@ -120,6 +120,7 @@ def test_shares_are_shares(two: Path) -> None:
         assert row["hidden_share"] is None if name == "single" else 0 <= row["hidden_share"] <= 1, name
 
 
+@pytest.mark.slow
 def test_powersgd_sends_far_less(tmp_path: Path) -> None:
     only = ["--only", "ddp", "ddp_powersgd", "--trainer.devices", "2"]
     hardware.main([*LIGHT, *only, "--out", str(tmp_path / "run")])
@@ -371,6 +372,7 @@ def test_a_module_is_split_over_gpus_by_torchs_own_wrapper() -> None:
     assert {name.replace("net.module.", "net.", 1) for name in module.state_dict()} == set(plain)
 
 
+@pytest.mark.slow
 def test_the_benchmark_measures_the_callback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

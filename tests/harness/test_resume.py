@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from harness.runs.safepoints import SafePoints
 from harness.studies import distillation
 from strategies import DDP, FSDP, DataParallel
 from tests.figures import sketch
+from tests.grids import mostly_slow
 from tests.processes import Run, launch
 from tests.training import assert_same, classifier, digits, trainer, weights
 
@@ -87,7 +89,7 @@ def assert_same_end(out: Path, reference: tuple[dict[str, torch.Tensor], Any]) -
     assert results == reference[1]
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=mostly_slow([1, 2], 2))
 def devices(request: pytest.FixtureRequest) -> int:
     return request.param
 
@@ -146,8 +148,10 @@ MOMENTS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("moment", MOMENTS)
+AT_WORST = ("teacher, in the middle of writing a checkpoint", "students, in mid-epoch")
+
+
+@pytest.mark.parametrize("moment", mostly_slow(MOMENTS, *AT_WORST))
 def test_killed_at_any_moment_it_ends_the_same(
     moment: str, devices: int, undisturbed: tuple[dict[str, torch.Tensor], Any], tmp_path: Path
 ) -> None:
@@ -192,8 +196,13 @@ def test_exact_runs_go_on_with_the_same_bits_on_other_numbers_of_processes(tmp_p
     assert_same_end(out, ended(tmp_path / "whole"))
 
 
-@pytest.mark.parametrize("whole_group", [False, True], ids=["kill", "terminal"])
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("signum", "whole_group"),
+    mostly_slow(
+        product((signal.SIGINT, signal.SIGTERM), (False, True)), (signal.SIGINT, True), (signal.SIGTERM, False)
+    ),
+    ids=["SIGINT-kill", "SIGINT-terminal", "SIGTERM-kill", "SIGTERM-terminal"],
+)
 def test_a_signal_saves_first_and_says_how_to_go_on(
     signum: int, whole_group: bool, devices: int, undisturbed: tuple[dict[str, torch.Tensor], Any], tmp_path: Path
 ) -> None:
@@ -277,7 +286,7 @@ def fitted(make: Callable[..., DataParallel], rank: int, path: Path) -> None:
     save({"weights": weights(module), "facts": facts}, path / str(rank))
 
 
-@pytest.mark.parametrize("make", [DDP, FSDP])
+@pytest.mark.parametrize("make", mostly_slow([DDP, FSDP], DDP))
 def test_no_rank_reads_a_checkpoint_before_it_is_written(make: Callable[..., DataParallel], tmp_path: Path) -> None:
     ranks = launch(partial(fitted, make), tmp_path)
     assert [rank.wait() for rank in ranks] == [0, 0], "".join(rank.output for rank in ranks)
