@@ -148,10 +148,7 @@ MOMENTS = {
 }
 
 
-AT_WORST = ("teacher, in the middle of writing a checkpoint", "students, in mid-epoch")
-
-
-@pytest.mark.parametrize("moment", mostly_slow(MOMENTS, *AT_WORST))
+@pytest.mark.parametrize("moment", mostly_slow(MOMENTS, "students, in mid-epoch"))
 def test_killed_at_any_moment_it_ends_the_same(
     moment: str, devices: int, undisturbed: tuple[dict[str, torch.Tensor], Any], tmp_path: Path
 ) -> None:
@@ -168,6 +165,7 @@ def test_killed_at_any_moment_it_ends_the_same(
     assert not list(out.rglob("*.ckpt")) + list(out.rglob("*.tmp"))
 
 
+@pytest.mark.slow
 def test_a_run_that_accumulates_gradients_goes_on_between_steps(tmp_path: Path) -> None:
     flags = ["--trainer.accumulate_grad_batches", "2"]
     whole = start(tmp_path / "whole", *flags)

@@ -150,6 +150,7 @@ def bits(path: Path, devices: int, make: Make = DDP, **options: Any) -> tuple[di
     return weights(module), (Path(logger.log_dir) / "metrics.csv").read_bytes()
 
 
+@pytest.mark.slow
 def test_exact_bits_are_those_of_one_process(tmp_path: Path) -> None:
     one, tied = bits(tmp_path, 1), bits(tmp_path, 1, tie_weights=True)
     assert len(one[1].splitlines()) > 10
