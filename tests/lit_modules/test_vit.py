@@ -203,6 +203,7 @@ def test_every_strategy_is_tried() -> None:
     assert {*PLACES, "ddp_fp16", "ddp_powersgd"} == strategies.NAMES.keys() - SAME
 
 
+@pytest.mark.slow
 def test_exact_bits_are_those_of_one_process() -> None:
     def bits(devices: int, strategy: type = DDP) -> dict[str, torch.Tensor]:
         return weights(fit(students(), digits(), devices, strategy=strategy(timeout=60, exact=4)))

@@ -142,10 +142,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[list[
         pytest.param("resnet8", 2, FSDP, {}, CLIP_VALUES, marks=pytest.mark.slow),
         pytest.param("resnet8", 2, FSDP, {"activation_checkpointing": True}, ACCUMULATE, marks=pytest.mark.slow),
         ("blocks", 3, FSDP, {"activation_checkpointing": True}, {}),
-        ("students", 2, FSDP, {}, {}),
+        pytest.param("students", 2, FSDP, {}, {}, marks=pytest.mark.slow),
         pytest.param("teacher not stored", 2, FSDP, {}, CLIP | ACCUMULATE, marks=pytest.mark.slow),
         pytest.param("one fails", 2, FSDP, {}, {}, marks=pytest.mark.slow),
-        ("ranks without rows", 3, FSDP, {}, {}),
+        pytest.param("ranks without rows", 3, FSDP, {}, {}, marks=pytest.mark.slow),
     ],
 )
 def test_training_is_that_of_one_process(
@@ -269,6 +269,7 @@ def test_a_rank_holds_its_part_of_the_state(
     assert all(rank["before"] == 0 for rank in ranks)
 
 
+@pytest.mark.slow
 def test_any_strategy_goes_on_from_any_checkpoint(tmp_path: Path) -> None:
     def make() -> Distillation:
         return distillation(["hint"]).double()  # a single device loads before it converts, which would round
@@ -401,7 +402,7 @@ class Rounded(LitClassifier):
 
 @pytest.mark.parametrize(
     ("sharding", "precision", "tolerance"),
-    [({}, "bf16-mixed", 0.03),
+    [pytest.param({}, "bf16-mixed", 0.03, marks=pytest.mark.slow),
      pytest.param({"param_dtype": "bf16", "reduce_dtype": "bf16"}, "32-true", 0.05, marks=pytest.mark.slow),
      pytest.param({"param_dtype": "fp16", "activation_checkpointing": True}, "32-true", 0.01, marks=pytest.mark.slow),
      ({"reduce_dtype": "fp16"}, "32-true", 0.01)],

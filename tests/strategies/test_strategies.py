@@ -134,7 +134,8 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.05)
 
 
-@pytest.mark.parametrize("devices", mostly_slow([2, 3], 2))
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [2, 3])
 def test_local_sgd_of_every_step_is_data_parallel_sgd(devices: int, tmp_path: Path) -> None:
     def ended(strategy: DataParallel) -> dict[str, torch.Tensor]:
         module = distillation(optimizer=sgd)
