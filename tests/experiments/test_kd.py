@@ -157,6 +157,7 @@ def test_the_table_in_float64_is_that_of_one_process(devices: int, tmp_path: Pat
     assert len(tables[0]) == 5
 
 
+@pytest.mark.slow
 def test_an_exact_pipeline_gives_the_very_table_of_one_device(tmp_path: Path) -> None:
     found = []
     for devices, strategy in ((1, "ddp"), (2, "pipeline")):

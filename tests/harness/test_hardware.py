@@ -129,6 +129,7 @@ def test_powersgd_sends_far_less(tmp_path: Path) -> None:
     assert 1e-9 < found["ddp_powersgd"]["max_difference"] < 1
 
 
+@pytest.mark.slow
 def test_one_device_and_options_of_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = [
         "--trainer.devices", "1", "--trainer.accumulate_grad_batches", "2", "--trainer.strategy", "local_sgd",

@@ -60,7 +60,11 @@ def inputs(rows: int = 16) -> torch.Tensor:
     return torch.randn(rows, *SHAPE, generator=torch.Generator().manual_seed(3))
 
 
-@pytest.mark.parametrize(("make", "distil"), [(LightNN, True), (SMALL, False)], ids=["LightNN distilled", "ResNet"])
+@pytest.mark.parametrize(
+    ("make", "distil"),
+    [pytest.param(LightNN, True, marks=pytest.mark.slow), (SMALL, False)],
+    ids=["LightNN distilled", "ResNet"],
+)
 def test_any_number_of_processes_trains_the_same_net(make: Any, distil: bool) -> None:
     one, *more = (
         weights(fit(module(make, distil).double(), digits(validation_size=40), devices, precision="64-true"))

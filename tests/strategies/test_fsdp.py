@@ -136,7 +136,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[list[
     [
         pytest.param("light", 1, FSDP, {}, {}, marks=pytest.mark.slow),
         pytest.param("light", 3, FSDP, {"reshard_after_forward": False}, CLIP, marks=pytest.mark.slow),
-        ("light", 4, HSDP, {"shard_size": 2}, CLIP | ACCUMULATE),
+        pytest.param("light", 4, HSDP, {"shard_size": 2}, CLIP | ACCUMULATE, marks=pytest.mark.slow),
         pytest.param("foreign", 8, FSDP, {}, CLIP, marks=pytest.mark.slow),
         pytest.param("deep", 2, FSDP, {}, CLIP, marks=pytest.mark.slow),
         pytest.param("resnet8", 2, FSDP, {}, CLIP_VALUES, marks=pytest.mark.slow),

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from strategies import DDP, AllReduce, DataParallel, DDPRing
 from strategies.base.buckets import Bucket, Buckets
-from tests.grids import mostly_slow
 from tests.ranks import ranks
 from tests.strategies.test_strategies import OPTIONS, Gathered, outcome
 from tests.training import assert_same, classifier, digits, fit, trainer, weights
@@ -23,7 +22,8 @@ def ended(strategy: DataParallel, devices: int, path: Path, run: str = "students
     return outcome(run, devices, path, strategy=strategy, **options)
 
 
-@pytest.mark.parametrize("devices", mostly_slow([1, 2, 3], 3))
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2, 3])
 def test_both_train_as_ddp_does(devices: int, tmp_path: Path) -> None:
     losses, right = ended(DDP(timeout=60), devices, tmp_path, **CLIPPED)
     _, around = ended(DDPRing(timeout=60), devices, tmp_path, **CLIPPED)

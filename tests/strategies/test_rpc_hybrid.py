@@ -35,7 +35,7 @@ def hybrid(**options: Any) -> RPCHybrid:
     ("run", "devices", "chosen", "options"),
     [
         ("students", 1, {}, {}),
-        ("students", 2, SPLIT, CLIPPED),
+        pytest.param("students", 2, SPLIT, CLIPPED, marks=pytest.mark.slow),
         pytest.param("students", 3, {}, CLIPPED, marks=pytest.mark.slow),
         pytest.param("students", 8, {}, {}, marks=pytest.mark.slow),
         pytest.param("teacher", 3, SPLIT, {}, marks=pytest.mark.slow),
