@@ -18,13 +18,17 @@ from lit_modules.nets import DeepNN
 from tests.training import SHAPE, digits, fit, net, weights
 
 ROOT = Path(__file__).parents[1]
-LIBRARY = ("apprentice", "lit_modules", "datamodules", "strategies", "harness")
+BELOW = ("apprentice", "lit_modules", "datamodules", "strategies")  # of the harness
+LIBRARY = (*BELOW, "harness")
 PACKAGES = (*LIBRARY, "experiments", "benchmarks")
 # What a package may import of ours; the longest name that fits a module counts.
 MAY_IMPORT = {
     "experiments": LIBRARY,
     "benchmarks": (*LIBRARY, "experiments", "benchmarks"),
     "harness": LIBRARY,
+    "harness.config": (*BELOW, "harness.config"),
+    "harness.runs": (*BELOW, "harness.config", "harness.runs"),
+    "harness.reports": (*BELOW, "harness.config", "harness.runs", "harness.reports"),
     "lit_modules": ("lit_modules", "apprentice"),
     "lit_modules.objectives": ("lit_modules.objectives", "lit_modules.nets", "apprentice"),
     "lit_modules.nets": ("lit_modules.nets", "apprentice"),
