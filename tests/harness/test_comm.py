@@ -277,7 +277,6 @@ def test_a_table_compares_with_gloo() -> None:
     assert picture([]).startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
 def test_the_benchmark_measures_every_ratio(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -373,7 +373,6 @@ def test_a_module_is_split_over_gpus_by_torchs_own_wrapper() -> None:
     assert {name.replace("net.module.", "net.", 1) for name in module.state_dict()} == set(plain)
 
 
-@pytest.mark.slow
 def test_the_benchmark_measures_the_callback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

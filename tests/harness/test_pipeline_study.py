@@ -314,7 +314,6 @@ def test_micro_batches_on_one_device_take_the_same_step(monkeypatch: pytest.Monk
     assert (ends[0] - torch.cat([p.detach().flatten() for p in start.parameters()])).abs().max() > 0.01
 
 
-@pytest.mark.slow
 def test_the_benchmark_measures_every_ratio(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

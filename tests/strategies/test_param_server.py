@@ -210,7 +210,6 @@ def test_a_staleness_that_can_not_be_is_refused() -> None:
         ParamServer(max_staleness=-1)
 
 
-@pytest.mark.slow
 def test_its_speed_is_measured_beside_ddp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rpc_speed.main(["--quick", "--devices", "2", "--out", str(tmp_path / "out.json")])
     (figures,) = json.loads((tmp_path / "out.json").read_text())["nets"].values()
