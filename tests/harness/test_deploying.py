@@ -181,6 +181,7 @@ with open(sys.argv[1]) as job:
 """
 
 
+@pytest.mark.slow
 @needs_extras
 def test_each_file_stands_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     images, plain = torch.randn(3, 1, 8, 8), net(LightNN).eval()

@@ -185,7 +185,7 @@ PLACES: dict[str, tuple[int, Callable[..., Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(PLACES, "ddp", "pipeline"))
+@pytest.mark.parametrize("name", mostly_slow(PLACES, "ddp"))
 def test_float64_agrees_with_one_process_under_every_strategy(name: str) -> None:
     devices, strategy, options = PLACES[name]
     optimizer = sgd if name == "local_sgd" else None  # averaged moments are not those of averaged gradients

@@ -121,7 +121,7 @@ RANKS: dict[str, tuple[int, Callable[[], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", RANKS)
+@pytest.mark.parametrize("name", mostly_slow(RANKS, "one", "exact, two"))
 def test_each_batch_that_a_step_accumulates_has_its_own_noise(name: str) -> None:
     devices, strategy = RANKS[name]
     plain, numbered = (accumulated(kind, devices, strategy=strategy()) for kind in (False, True))

@@ -43,7 +43,7 @@ def alone(run: str, clipped: bool) -> tuple[list[float], dict[str, torch.Tensor]
     ("run", "devices", "options"),
     [
         ("students", 1, {}),
-        ("students", 2, CLIPPED),
+        pytest.param("students", 2, CLIPPED, marks=pytest.mark.slow),
         pytest.param("students", 3, {}, marks=pytest.mark.slow),
         pytest.param("students", 8, {}, marks=pytest.mark.slow),
         pytest.param("teacher", 3, CLIPPED, marks=pytest.mark.slow),

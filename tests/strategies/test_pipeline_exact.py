@@ -86,7 +86,8 @@ def test_exact_batches_smaller_than_their_number_of_shards(batch: int) -> None:
         assert_same(weights(one), weights(fitted(Conv, devices, pipeline(exact=8, **options), **small)))
 
 
-@pytest.mark.parametrize("batch", mostly_slow([21, 5], 5))  # two shards and an end of two rows; one shard
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [21, 5])  # two shards and an end of two rows; one shard
 def test_exact_batch_norm_in_fewer_shards_than_micro_batches(batch: int) -> None:
     small = {"data": {"train_size": 23, "batch_size": batch}}
     one = fitted(lambda: classifier(ResNet, depth=8), strategy=DDP(exact=8), **small)
