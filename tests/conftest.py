@@ -3,9 +3,11 @@
 import os
 
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # the same tests everywhere, before torch looks
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two workers share two cores, and their ranks do too
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # its pool of compilers hangs in a fork of its process
 
 import importlib.util
+from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
 
@@ -19,11 +21,19 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
 
 
-def pytest_sessionstart() -> None:
+def pytest_sessionstart(session: pytest.Session) -> None:
     """Have autograd count devices before a compiler registers more: with threads of its own no fork goes backward."""
-    import torch
+    if session.config.getoption("dist", "no") == "no":  # xdist's controller runs no test
+        import torch
 
-    torch.ones(1, requires_grad=True).sum().backward()
+        torch.ones(1, requires_grad=True).sum().backward()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start the files with the most slow tests first, so that two workers end at about the same time."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])
 
 
 @pytest.fixture(scope="session")
@@ -33,6 +43,17 @@ def data_root() -> Path:
     if not root.is_dir():
         pytest.skip(f"real data is not at {root}; APPRENTICE_DATA can name another place")
     return root
+
+
+@pytest.fixture(autouse=True)
+def _sketched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sketch figures, but for those of tests marked `drawn` and of fixtures of a whole module, which come before."""
+    if not request.node.get_closest_marker("drawn"):
+        from matplotlib.figure import Figure
+
+        from tests.figures import sketch
+
+        monkeypatch.setattr(Figure, "draw", sketch)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,9 +1,22 @@
 #!/usr/bin/env bash
-# Every check: format, lint, types, tests. Stops at the first that fails; arguments go to pytest.
+# Format, lint, types and the quick tests; with --all, the slow tests too. Other arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [ -z "${VIRTUAL_ENV:-}" ] && [ -f .venv/bin/activate ]; then . .venv/bin/activate; fi
+chosen=(-m "not slow")
+arguments=()
+for argument; do
+    if [ "$argument" = --all ]; then chosen=(); else arguments+=("$argument"); fi
+done
+
 ruff format --check .
 ruff check .
-mypy
-pytest --durations=10 "$@"
+types=$(mktemp)
+trap 'rm -f "$types"' EXIT
+mypy > "$types" 2>&1 & # beside the tests
+mypy=$!
+failed=0
+pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10 "${chosen[@]}" "${arguments[@]}" || failed=$?
+wait "$mypy" || failed=$?
+cat "$types"
+exit "$failed"

@@ -52,6 +52,7 @@ def test_the_bake_off_is_timed_beside_the_tutorial(
         assert shown in printed
 
 
+@pytest.mark.slow
 def test_local_sgd_is_compared_with_data_parallelism(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     local_sgd.main(["--devices", "2", "--epochs", "1", "--periods", "1", "16", "--out", str(tmp_path / "out.json")])
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
@@ -64,6 +65,7 @@ def test_local_sgd_is_compared_with_data_parallelism(tmp_path: Path, capsys: pyt
     assert len(capsys.readouterr().out.splitlines()) == 7
 
 
+@pytest.mark.slow
 def test_a_language_models_step_is_timed_beside_a_plain_loop(tmp_path: Path) -> None:
     path = written(tmp_path, 2000)
     steps = {side: gpt_speed.milliseconds(gpt_speed.STEPS[side](path, 22)) for side in ("loop", "bare", "ours")}

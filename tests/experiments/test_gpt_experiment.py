@@ -19,6 +19,7 @@ from harness.runs.nets import load_net
 from harness.runs.safepoints import SafePoints
 from lit_modules.scores import TokenScores
 from tests.commands import left_by_overwriting, refused, results
+from tests.grids import mostly_slow
 from tests.harness.test_resume import kill_at
 from tests.language import written
 from tests.processes import Run
@@ -238,7 +239,7 @@ def ended(out: Path) -> tuple[dict[str, torch.Tensor], Any]:
     return torch.load(out / "seed0" / "gpt" / "weights.pt", weights_only=True), (found["runs"], found["samples"])
 
 
-@pytest.mark.parametrize("devices", ["1", "2"])
+@pytest.mark.parametrize("devices", mostly_slow(["1", "2"], "2"))
 def test_killed_and_resumed_it_ends_the_same(devices: str, tmp_path: Path) -> None:
     flags = [*QUICK, "--data.path", str(written(tmp_path)), "--trainer.devices", devices, "--checkpoint_every", "1e-9"]
 
@@ -277,6 +278,7 @@ def test_exact_runs_leave_equal_weights_on_one_process_two_and_a_pipeline(tmp_pa
         assert content == found[0][1]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own looking
 def test_compiled_on_two_processes_it_ends_as_eager_on_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))

@@ -157,6 +157,7 @@ def test_the_table_in_float64_is_that_of_one_process(devices: int, tmp_path: Pat
     assert len(tables[0]) == 5
 
 
+@pytest.mark.slow
 def test_an_exact_pipeline_gives_the_very_table_of_one_device(tmp_path: Path) -> None:
     found = []
     for devices, strategy in ((1, "ddp"), (2, "pipeline")):
@@ -242,6 +243,7 @@ def test_one_epoch_of_mnist_brings_the_student_above_95_percent(data_root: Path,
     assert found["students"]["kd"]["delta_vs_ce"]["mean"] is None  # there is no ce to compare with
 
 
+@pytest.mark.slow
 @pytest.mark.real_data
 def test_a_subset_of_mnist_and_other_nets(data_root: Path, tmp_path: Path) -> None:
     flags = ["--data", "MNIST", "--data.root", str(data_root), "--data.train_size", "200", "--data.test_size", "100"]

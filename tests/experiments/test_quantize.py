@@ -138,7 +138,6 @@ def resume(run: Path, out: Path) -> None:
 
 
 @needs_extras
-@pytest.mark.slow
 def test_a_fresh_student_with_a_file_that_is_broken_and_one_that_can_not_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

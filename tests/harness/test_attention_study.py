@@ -131,6 +131,7 @@ def test_what_is_measured_is_not_measured_again(
 
 
 @pytest.mark.slow
+@pytest.mark.drawn
 @pytest.mark.skipif(NO_COMPILER, reason="torch.compile needs a C++ compiler")
 def test_blocks_dense_and_jagged_eager_and_compiled(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     attention.main([*QUICK, "--parts", "blocks", "profile", "--out", str(tmp_path)])

@@ -253,6 +253,7 @@ def test_rows_of_any_number_of_ranks() -> None:
     assert [words(size) for size in (8, 1024, 1032, 2**26, 2**20 + 4)] == ["8 B", "1 KB", "1 KB", "64 MB", "1 MB"]
 
 
+@pytest.mark.drawn
 def test_a_table_compares_with_gloo() -> None:
     def fact(backend: str, size: int, latency: float) -> dict[str, Any]:
         row = Case(Backend(backend), "broadcast", "world", (0, 1), size // 4)

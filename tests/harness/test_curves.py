@@ -6,11 +6,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from matplotlib.figure import Figure
 
 from apprentice import extras
 from experiments import gpt, kd, quantize
-from harness.runs import fit, safepoints, tensorboard
+from harness.runs import fit, safepoints
 from harness.runs.nets import save_net
 from harness.runs.safepoints import SafePoints
 from harness.studies import distillation
@@ -43,7 +42,6 @@ def ends_with(code: int, experiment: ModuleType, flags: list[str], kill: Kill | 
     def main() -> None:
         count_seconds_in_batches()
         quantize.Study.run = lambda *args: None  # type: ignore[method-assign]  # files and latency, but no curves
-        tensorboard.confusion_figure = lambda *args: Figure((1, 1))  # drawing takes longer than training does here
         if kill is not None:
             kill_at(*kill)()
         experiment.main(flags)
@@ -83,6 +81,7 @@ def test_kd_killed_ten_times(tmp_path: Path) -> None:
     assert_unharmed(kd, flags, [*teacher, *students, (kd, "save_results", 1, False)], tmp_path)
 
 
+@pytest.mark.slow
 def test_gpt_killed_ten_times(tmp_path: Path) -> None:
     kills = [batch(2), *[batch(6)] * 6, TRAINED, NOT_RECORDED, (gpt, "write_text", 1, False)]
     flags = [*NET, *EVERY, "--data.path", str(written(tmp_path)), "--data.block_size", "16", "--data.batch_size", "13"]

@@ -131,6 +131,7 @@ def test_only_our_own_files_are_replaced(tmp_path: Path, monkeypatch: pytest.Mon
     assert {path.name for path in folder.iterdir()} == {"notes.txt", "net.yaml"}
 
 
+@pytest.mark.slow
 @needs_extras
 def test_files_of_a_net_with_folded_batch_norm_answer_as_it_does(tmp_path: Path) -> None:
     images = torch.randn(64, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -179,6 +180,7 @@ with open(sys.argv[1]) as job:
 """
 
 
+@pytest.mark.slow
 @needs_extras
 def test_each_file_stands_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     images, plain = torch.randn(3, 1, 8, 8), net(LightNN).eval()

@@ -40,6 +40,7 @@ def meeting() -> list[str]:
     return ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{free_port()}", "--local_addr", "127.0.0.1"]
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_is_started_again_and_the_bits_are_the_same(tmp_path: Path) -> None:
     whole = alone(tmp_path / "whole", "--trainer.devices", "2")
     killed = faults(tmp_path / "faults.yaml", ("Killed", {"rank": 1, "step": 5}))
@@ -50,6 +51,7 @@ def test_a_worker_that_is_killed_is_started_again_and_the_bits_are_the_same(tmp_
     assert weights(out) == weights(whole)
 
 
+@pytest.mark.slow
 def test_rank_zero_is_killed_in_the_exact_mode_and_another_job_is_refused(tmp_path: Path) -> None:
     whole = alone(tmp_path / "whole", *EXACT)
     killed = faults(tmp_path / "faults.yaml", ("Killed", {"rank": 0, "step": 3}))

@@ -120,6 +120,7 @@ def test_shares_are_shares(two: Path) -> None:
         assert row["hidden_share"] is None if name == "single" else 0 <= row["hidden_share"] <= 1, name
 
 
+@pytest.mark.slow
 def test_powersgd_sends_far_less(tmp_path: Path) -> None:
     only = ["--only", "ddp", "ddp_powersgd", "--trainer.devices", "2"]
     hardware.main([*LIGHT, *only, "--out", str(tmp_path / "run")])
@@ -128,6 +129,7 @@ def test_powersgd_sends_far_less(tmp_path: Path) -> None:
     assert 1e-9 < found["ddp_powersgd"]["max_difference"] < 1
 
 
+@pytest.mark.slow
 def test_one_device_and_options_of_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = [
         "--trainer.devices", "1", "--trainer.accumulate_grad_batches", "2", "--trainer.strategy", "local_sgd",

@@ -183,6 +183,7 @@ def test_ranks_meet_at_an_address_and_in_a_file_that_a_dead_run_has_left(
         assert weights(out) == alone
 
 
+@pytest.mark.slow
 def test_runs_that_start_at_once_never_meet_on_a_port(alone: dict[str, bytes], tmp_path: Path) -> None:
     flags = [*EXACT, "--trainer.devices", "2", "--out"]
     ended([Run(kd.main, [*flags, str(tmp_path / str(i))], log=tmp_path / f"{i}.log") for i in range(3)])

@@ -89,6 +89,7 @@ def test_two_nodes_train_as_one_and_the_end_of_one_is_soon_that_of_both(nodes: l
     assert weights(tmp_path / "run") == weights(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_wire_that_is_cut_ends_the_run_within_the_timeout(nodes: list[str], tmp_path: Path) -> None:
     argv = [*TINY, "--trainer.strategy", "ddp", "--trainer.strategy.timeout", "4", "--out", tmp_path / "run"]
     argv += ["--trainer.max_epochs", "100000"]

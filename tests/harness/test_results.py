@@ -20,6 +20,8 @@ from harness.reports.tables import Table, flops_unit, listed, short
 from harness.runs.files import atomic, write_bytes, write_json, write_text
 from tests.bake_off_facts import CE, FAILED, HINT, KD, TEST, header, results, student, teacher
 
+pytestmark = pytest.mark.drawn
+
 NOTHING = {"mean": None, "low": None, "high": None}
 
 

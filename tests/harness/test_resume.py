@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from experiments import kd
@@ -22,6 +24,8 @@ from harness.runs import safepoints
 from harness.runs.safepoints import SafePoints
 from harness.studies import distillation
 from strategies import DDP, FSDP, DataParallel
+from tests.figures import sketch
+from tests.grids import mostly_slow
 from tests.processes import Run, launch
 from tests.training import assert_same, classifier, digits, trainer, weights
 
@@ -37,6 +41,7 @@ TIMES = {"step_ms", "fit_seconds", "students_fit_seconds"}
 
 def start(out: Path, *more: str, before: Callable[[], None] | None = None) -> Run:
     def main() -> None:
+        Figure.draw = sketch  # type: ignore[method-assign]  # in the fixture, too
         if before is not None:
             before()
         kd.main([*SMALL, "--out", str(out), *more])
@@ -84,7 +89,7 @@ def assert_same_end(out: Path, reference: tuple[dict[str, torch.Tensor], Any]) -
     assert results == reference[1]
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=mostly_slow([1, 2], 2))
 def devices(request: pytest.FixtureRequest) -> int:
     return request.param
 
@@ -143,8 +148,7 @@ MOMENTS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", mostly_slow(MOMENTS, "students, in mid-epoch"))
 def test_killed_at_any_moment_it_ends_the_same(
     moment: str, devices: int, undisturbed: tuple[dict[str, torch.Tensor], Any], tmp_path: Path
 ) -> None:
@@ -161,6 +165,7 @@ def test_killed_at_any_moment_it_ends_the_same(
     assert not list(out.rglob("*.ckpt")) + list(out.rglob("*.tmp"))
 
 
+@pytest.mark.slow
 def test_a_run_that_accumulates_gradients_goes_on_between_steps(tmp_path: Path) -> None:
     flags = ["--trainer.accumulate_grad_batches", "2"]
     whole = start(tmp_path / "whole", *flags)
@@ -189,8 +194,11 @@ def test_exact_runs_go_on_with_the_same_bits_on_other_numbers_of_processes(tmp_p
     assert_same_end(out, ended(tmp_path / "whole"))
 
 
-@pytest.mark.parametrize("whole_group", [False, True], ids=["kill", "terminal"])
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("signum", "whole_group"),
+    mostly_slow(product((signal.SIGINT, signal.SIGTERM), (False, True)), (signal.SIGINT, True)),
+    ids=["SIGINT-kill", "SIGINT-terminal", "SIGTERM-kill", "SIGTERM-terminal"],
+)
 def test_a_signal_saves_first_and_says_how_to_go_on(
     signum: int, whole_group: bool, devices: int, undisturbed: tuple[dict[str, torch.Tensor], Any], tmp_path: Path
 ) -> None:
@@ -274,7 +282,7 @@ def fitted(make: Callable[..., DataParallel], rank: int, path: Path) -> None:
     save({"weights": weights(module), "facts": facts}, path / str(rank))
 
 
-@pytest.mark.parametrize("make", [DDP, FSDP])
+@pytest.mark.parametrize("make", mostly_slow([DDP, FSDP], DDP))
 def test_no_rank_reads_a_checkpoint_before_it_is_written(make: Callable[..., DataParallel], tmp_path: Path) -> None:
     ranks = launch(partial(fitted, make), tmp_path)
     assert [rank.wait() for rank in ranks] == [0, 0], "".join(rank.output for rank in ranks)

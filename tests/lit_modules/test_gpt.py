@@ -178,6 +178,7 @@ def test_what_can_not_be_computed_is_refused() -> None:
         pipeline_stages(gpt())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # torch 2.11's own
 def test_compiled_it_gives_the_same_losses_and_gradients() -> None:
     found = []

@@ -39,6 +39,7 @@ from strategies import (
     RPCHybrid,
     ZeRO1,
 )
+from tests.grids import mostly_slow
 from tests.language import gpt, language_model, text
 from tests.strategies.test_strategies import STEPS, SaveAndStop
 from tests.training import LinesLogger, assert_same, fit, trainer, weights
@@ -101,7 +102,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Outcome]:
     return found
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", mostly_slow(STRATEGIES, "pipeline", "rpc_hybrid"))
 def test_float64_losses_are_those_of_one_process(name: str, alone: dict[bool, Outcome], tmp_path: Path) -> None:
     make, devices, options = STRATEGIES[name]
     tied = make is not PipelineStrategy
@@ -149,6 +150,7 @@ def bits(path: Path, devices: int, make: Make = DDP, **options: Any) -> tuple[di
     return weights(module), (Path(logger.log_dir) / "metrics.csv").read_bytes()
 
 
+@pytest.mark.slow
 def test_exact_bits_are_those_of_one_process(tmp_path: Path) -> None:
     one, tied = bits(tmp_path, 1), bits(tmp_path, 1, tie_weights=True)
     assert len(one[1].splitlines()) > 10
@@ -231,6 +233,7 @@ def tracing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own looking
 @pytest.mark.usefixtures("tracing")
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_compiled_it_trains_to_eager_losses(devices: int, tmp_path: Path) -> None:
     found = []
@@ -245,6 +248,7 @@ def test_compiled_it_trains_to_eager_losses(devices: int, tmp_path: Path) -> Non
     assert found[0] == pytest.approx(found[1], abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tracing")
 def test_what_a_spawned_rank_receives_compiles_and_so_does_the_step_alone(tmp_path: Path) -> None:
     data = text(tmp_path)

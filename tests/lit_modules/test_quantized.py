@@ -27,6 +27,7 @@ from lit_modules.objectives import CrossEntropy, Hint, Hinton
 from lit_modules.quantization import EXTRA, FakeQuantized, post_training
 from lit_modules.quantization.ranges import Range
 from lit_modules.quantized import Quantized
+from tests.grids import mostly_slow
 from tests.lit_modules.test_distillation import Formula
 from tests.ranks import ranks
 from tests.strategies.test_strategies import SaveAndStop
@@ -60,7 +61,11 @@ def inputs(rows: int = 16) -> torch.Tensor:
     return torch.randn(rows, *SHAPE, generator=torch.Generator().manual_seed(3))
 
 
-@pytest.mark.parametrize(("make", "distil"), [(LightNN, True), (SMALL, False)], ids=["LightNN distilled", "ResNet"])
+@pytest.mark.parametrize(
+    ("make", "distil"),
+    [pytest.param(LightNN, True, marks=pytest.mark.slow), (SMALL, False)],
+    ids=["LightNN distilled", "ResNet"],
+)
 def test_any_number_of_processes_trains_the_same_net(make: Any, distil: bool) -> None:
     one, *more = (
         weights(fit(module(make, distil).double(), digits(validation_size=40), devices, precision="64-true"))
@@ -185,7 +190,7 @@ def test_a_test_converts_the_best_epoch_once(monkeypatch: pytest.MonkeyPatch) ->
     assert_same(state, trained.best_state())
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", mostly_slow([1, 2], 1))
 def test_a_run_that_is_resumed_in_mid_epoch_ends_as_if_undisturbed(devices: int, tmp_path: Path) -> None:
     stopped = tmp_path / "stopped.ckpt"
 

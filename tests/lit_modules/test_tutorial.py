@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from apprentice import keyed
 from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN, LightNN
+from tests.grids import mostly_slow
 from tests.training import SHAPE, VARIANTS, LinesLogger, digits, fit, net
 
 STEPS = 30
@@ -55,8 +56,8 @@ def plain(teacher: nn.Module, student: nn.Module, images: torch.Tensor, labels: 
 LOOPS = {"ce": plain, "kd": soft_targets, "cosine": cosine, "hint": hint}
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["plain", "keyed-dropout"])
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("dropout", mostly_slow([0.0, 0.1], 0.1), ids=["plain", "keyed-dropout"])
+@pytest.mark.parametrize("name", mostly_slow(LOOPS, "kd"))
 def test_the_loss_curve_is_the_tutorials(name: str, dropout: float, tmp_path: Path) -> None:
     data = digits(batch_size=64, train_size=400)
     module = Distillation(

@@ -38,6 +38,7 @@ from strategies import (
     ZeRO1,
 )
 from tests.commands import refused, results
+from tests.grids import mostly_slow
 from tests.lit_modules.test_language_model import SAME
 from tests.training import SHAPE, LinesLogger, assert_same, classifier, digits, fit, net, weights
 
@@ -184,7 +185,7 @@ PLACES: dict[str, tuple[int, Callable[..., Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("name", mostly_slow(PLACES, "ddp"))
 def test_float64_agrees_with_one_process_under_every_strategy(name: str) -> None:
     devices, strategy, options = PLACES[name]
     optimizer = sgd if name == "local_sgd" else None  # averaged moments are not those of averaged gradients
@@ -202,6 +203,7 @@ def test_every_strategy_is_tried() -> None:
     assert {*PLACES, "ddp_fp16", "ddp_powersgd"} == strategies.NAMES.keys() - SAME
 
 
+@pytest.mark.slow
 def test_exact_bits_are_those_of_one_process() -> None:
     def bits(devices: int, strategy: type = DDP) -> dict[str, torch.Tensor]:
         return weights(fit(students(), digits(), devices, strategy=strategy(timeout=60, exact=4)))
@@ -211,6 +213,7 @@ def test_exact_bits_are_those_of_one_process() -> None:
         assert_same(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile wants a compiler")
 def test_compiled_it_gives_eager_logits_and_gradients() -> None:
     x, found = torch.randn(6, *SHAPE, generator=torch.Generator().manual_seed(0)), []
@@ -224,6 +227,7 @@ def test_compiled_it_gives_eager_logits_and_gradients() -> None:
     assert_same(found[0], found[1], atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own looking
 @pytest.mark.parametrize("devices", [1, 2])
 def test_compiled_it_trains_to_eager_losses(devices: int, tmp_path: Path) -> None:

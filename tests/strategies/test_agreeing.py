@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from strategies import RPCHybrid
 from strategies.base.data_parallel import DataParallel
+from tests.grids import mostly_slow
 from tests.pipelines import Plain, ended, pairs, pipeline
 from tests.training import LinesLogger, assert_same
 
@@ -29,7 +30,7 @@ class Seeds(Callback):
         torch.manual_seed(trainer.global_rank)
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("shuffle", mostly_slow([False, True], True))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_batches_come_in_the_order_of_the_users_own_loader(strategy: str, shuffle: bool) -> None:
     one, both = (

@@ -4,7 +4,7 @@ import itertools
 import json
 import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from lit_modules.nets import DeepNN, ResNet
 from lit_modules.objectives import CrossEntropy
 from strategies import DDP, ZeRO1
 from strategies.exact.shards import bounds, part, spans
+from tests.grids import mostly_slow
 from tests.lit_modules.test_distillation import Poisoned
 from tests.training import SHAPE, assert_same, classifier, digits, distillation, fit, net, trainer, weights
 
@@ -86,13 +87,19 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(a[key], b[key]) for key in a)
 
 
-@pytest.mark.parametrize("run", MODULES)
-def test_bits_are_equal_on_any_number_of_processes(run: str, tmp_path: Path) -> None:
-    one = bits(run, 1, tmp_path)
+@pytest.fixture(scope="module")
+def on_one_process(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple]:
+    return cache(lambda run: bits(run, 1, tmp_path_factory.mktemp(run)))
+
+
+@pytest.mark.parametrize(("run", "devices"), mostly_slow(itertools.product(MODULES, DEVICES), ("students", 3)))
+def test_bits_are_equal_on_any_number_of_processes(
+    run: str, devices: int, on_one_process: Callable[[str], tuple], tmp_path: Path
+) -> None:
+    one, other = on_one_process(run), bits(run, devices, tmp_path)
     assert len(one[1].splitlines()) > 6
-    for devices in DEVICES:
-        assert_same(one[0], (other := bits(run, devices, tmp_path))[0])
-        assert one[1:] == other[1:]
+    assert_same(one[0], other[0])
+    assert one[1:] == other[1:]
 
 
 def test_without_it_they_are_not(tmp_path: Path) -> None:
@@ -113,12 +120,14 @@ def accumulated() -> dict[str, Any]:
     return {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "max_epochs": 3}
 
 
-@pytest.mark.parametrize("options", [zero1, half, accumulated])
-def test_it_composes(options: Callable[[], dict[str, Any]], tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", mostly_slow([zero1, half, accumulated], zero1))
+def test_it_composes(
+    options: Callable[[], dict[str, Any]], on_one_process: Callable[[str], tuple], tmp_path: Path
+) -> None:
     one, three = (bits("students", devices, tmp_path, **options()) for devices in (1, 3))
     assert_same(one[0], three[0])
     assert one[1:] == three[1:]
-    plain = bits("students", 1, tmp_path)
+    plain = on_one_process("students")
     assert same(plain[0], one[0]) == (options is zero1)
 
 
@@ -136,7 +145,9 @@ def stranger(devices: int, folder: Path, samples: int = 101, **kwargs: Any) -> t
     return weights(module), (Path(logger.log_dir) / "metrics.csv").read_bytes()
 
 
-@pytest.mark.parametrize("samples", [101, 114])  # 114: a last batch of 3 rows, fewer than there are shards
+@pytest.mark.parametrize(
+    "samples", mostly_slow([101, 114], 114)
+)  # 114: a last batch of 3 rows, fewer than there are shards
 def test_anyones_module_can_be_exact(samples: int, tmp_path: Path) -> None:
     one = stranger(1, tmp_path, samples)
     assert one[1].startswith(b"constant,")

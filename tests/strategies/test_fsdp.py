@@ -27,6 +27,7 @@ from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN, ResNet
 from lit_modules.objectives import CrossEntropy
 from strategies import DDP, FSDP, HSDP, NAMES
+from tests.grids import mostly_slow
 from tests.lit_modules.test_distillation import Poisoned
 from tests.processes import launch
 from tests.training import SHAPE, LinesLogger, assert_same, classifier, digits, distillation, fit, net, trainer, weights
@@ -133,18 +134,18 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[list[
 @pytest.mark.parametrize(
     ("name", "devices", "make", "sharding", "options"),
     [
-        ("light", 1, FSDP, {}, {}),
-        ("light", 3, FSDP, {"reshard_after_forward": False}, CLIP),
-        ("light", 4, HSDP, {"shard_size": 2}, CLIP | ACCUMULATE),
-        ("foreign", 8, FSDP, {}, CLIP),
-        ("deep", 2, FSDP, {}, CLIP),
-        ("resnet8", 2, FSDP, {}, CLIP_VALUES),
-        ("resnet8", 2, FSDP, {"activation_checkpointing": True}, ACCUMULATE),
+        pytest.param("light", 1, FSDP, {}, {}, marks=pytest.mark.slow),
+        pytest.param("light", 3, FSDP, {"reshard_after_forward": False}, CLIP, marks=pytest.mark.slow),
+        pytest.param("light", 4, HSDP, {"shard_size": 2}, CLIP | ACCUMULATE, marks=pytest.mark.slow),
+        pytest.param("foreign", 8, FSDP, {}, CLIP, marks=pytest.mark.slow),
+        pytest.param("deep", 2, FSDP, {}, CLIP, marks=pytest.mark.slow),
+        pytest.param("resnet8", 2, FSDP, {}, CLIP_VALUES, marks=pytest.mark.slow),
+        pytest.param("resnet8", 2, FSDP, {"activation_checkpointing": True}, ACCUMULATE, marks=pytest.mark.slow),
         ("blocks", 3, FSDP, {"activation_checkpointing": True}, {}),
-        ("students", 2, FSDP, {}, {}),
-        ("teacher not stored", 2, FSDP, {}, CLIP | ACCUMULATE),
-        ("one fails", 2, FSDP, {}, {}),
-        ("ranks without rows", 3, FSDP, {}, {}),
+        pytest.param("students", 2, FSDP, {}, {}, marks=pytest.mark.slow),
+        pytest.param("teacher not stored", 2, FSDP, {}, CLIP | ACCUMULATE, marks=pytest.mark.slow),
+        pytest.param("one fails", 2, FSDP, {}, {}, marks=pytest.mark.slow),
+        pytest.param("ranks without rows", 3, FSDP, {}, {}, marks=pytest.mark.slow),
     ],
 )
 def test_training_is_that_of_one_process(
@@ -245,7 +246,8 @@ def saved(path: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("devices", "make", "parts", "resumed"), [(2, FSDP, 2, True), (3, FSDP, 3, False), (4, HSDP, 2, False)]
+    ("devices", "make", "parts", "resumed"),
+    mostly_slow([(2, FSDP, 2, True), (3, FSDP, 3, False), (4, HSDP, 2, False)], (2, FSDP, 2, True)),
 )
 def test_a_rank_holds_its_part_of_the_state(
     devices: int, make: type[FSDP], parts: int, resumed: bool, tmp_path: Path
@@ -267,6 +269,7 @@ def test_a_rank_holds_its_part_of_the_state(
     assert all(rank["before"] == 0 for rank in ranks)
 
 
+@pytest.mark.slow
 def test_any_strategy_goes_on_from_any_checkpoint(tmp_path: Path) -> None:
     def make() -> Distillation:
         return distillation(["hint"]).double()  # a single device loads before it converts, which would round
@@ -399,8 +402,9 @@ class Rounded(LitClassifier):
 
 @pytest.mark.parametrize(
     ("sharding", "precision", "tolerance"),
-    [({}, "bf16-mixed", 0.03), ({"param_dtype": "bf16", "reduce_dtype": "bf16"}, "32-true", 0.05),
-     ({"param_dtype": "fp16", "activation_checkpointing": True}, "32-true", 0.01),
+    [pytest.param({}, "bf16-mixed", 0.03, marks=pytest.mark.slow),
+     pytest.param({"param_dtype": "bf16", "reduce_dtype": "bf16"}, "32-true", 0.05, marks=pytest.mark.slow),
+     pytest.param({"param_dtype": "fp16", "activation_checkpointing": True}, "32-true", 0.01, marks=pytest.mark.slow),
      ({"reduce_dtype": "fp16"}, "32-true", 0.01)],
 )  # fmt: skip
 def test_half_precision_stays_near(sharding: dict[str, Any], precision: Any, tolerance: float, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from benchmarks import rpc_speed
 from harness import config
 from harness.runs.progress import quiet
 from strategies import DDP, DataParallel, ParamServer
+from tests.grids import mostly_slow
 from tests.processes import Run, launch
 from tests.strategies.test_strategies import STEPS, Gathered, outcome, state_bytes
 from tests.training import LinesLogger, assert_same, classifier, digits, fit, trainer, weights
@@ -42,11 +43,11 @@ def alone(run: str, clipped: bool) -> tuple[list[float], dict[str, torch.Tensor]
     ("run", "devices", "options"),
     [
         ("students", 1, {}),
-        ("students", 2, CLIPPED),
-        ("students", 3, {}),
-        ("students", 8, {}),
-        ("teacher", 3, CLIPPED),
-        ("resnet8", 3, {}),
+        pytest.param("students", 2, CLIPPED, marks=pytest.mark.slow),
+        pytest.param("students", 3, {}, marks=pytest.mark.slow),
+        pytest.param("students", 8, {}, marks=pytest.mark.slow),
+        pytest.param("teacher", 3, CLIPPED, marks=pytest.mark.slow),
+        pytest.param("resnet8", 3, {}, marks=pytest.mark.slow),
     ],
 )
 def test_float64_agrees_with_one_process(run: str, devices: int, options: dict[str, Any], tmp_path: Path) -> None:
@@ -174,7 +175,7 @@ def start(at: At, log: Path, **options: Any) -> Run:
     return Run(main, log=log)
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("rank", mostly_slow([0, 1, 2], 1))
 @pytest.mark.parametrize("does", [bug, killed])
 def test_a_rank_that_dies_in_mid_step_ends_the_run(does: Callable[[], Any], rank: int, tmp_path: Path) -> None:
     begun = time.monotonic()
@@ -194,7 +195,7 @@ def left_alone(rank: int, path: Path, dies: int = 0) -> None:
         fit(classifier(), digits(), 2, max_epochs=3, **options)
 
 
-@pytest.mark.parametrize("dies", [0, 1])
+@pytest.mark.parametrize("dies", mostly_slow([0, 1], 1))
 def test_who_is_left_of_ranks_that_torchrun_started_ends_with_one_line(dies: int, tmp_path: Path) -> None:
     begun = time.monotonic()
     runs = launch(partial(left_alone, dies=dies), tmp_path)

@@ -19,6 +19,7 @@ from harness.runs.progress import quiet
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import RNNClassifier
 from strategies import DDP
+from tests.grids import mostly_slow
 from tests.pipelines import MODULES, SCHEDULES, SHAPES, Conv, Plateau, fitted, pipeline
 from tests.training import assert_same, digits, fit, trainer, weights
 
@@ -33,15 +34,20 @@ def on_one_process(name: str) -> LightningModule:
     return fitted(MODULES[name], **settings(name))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", MODULES)
+PAIRS = [("students", "2"), ("resnet8", "3")]
+
+
+@pytest.mark.parametrize(("name", "shape"), mostly_slow(itertools.product(MODULES, SHAPES), *PAIRS))
 def test_twenty_steps_end_where_one_process_does(name: str, shape: str) -> None:
     devices, options = SHAPES[shape]
+    if name == "resnet50":
+        options = {**options, "num_microbatches": 4}  # to read as many weights for each row takes most of the time
     module = fitted(MODULES[name], devices, pipeline(**options), **settings(name))
     assert_same(weights(on_one_process(name)), weights(module), atol=1e-9)
     assert list(module.state_dict()) == list(on_one_process(name).state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.real_data
 @pytest.mark.parametrize("exact", [None, 8])
 def test_a_text_classifier_on_two_pipelines_of_two(exact: int | None, data_root: Path) -> None:
@@ -71,7 +77,7 @@ def both(devices: int, options: dict[str, Any], **kwargs: Any) -> tuple[dict, di
     return weights(fitted(Conv, **settings)), weights(found)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", mostly_slow(SCHEDULES, "Interleaved1F1B", "ZBVZeroBubble"))
 def test_every_schedule(schedule: str) -> None:
     assert_same(*both(2, {"schedule": schedule, "num_microbatches": 4}), atol=1e-9)
 
@@ -80,10 +86,10 @@ def test_every_schedule(schedule: str) -> None:
     "options",
     [
         {"gradient_clip_val": 0.05},
-        {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"},
+        pytest.param({"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"}, marks=pytest.mark.slow),
         {"accumulate_grad_batches": 2},
-        {"data": {"train_size": 23, "batch_size": 5}},
-        {"data": {"validation_size": 50}},
+        pytest.param({"data": {"train_size": 23, "batch_size": 5}}, marks=pytest.mark.slow),
+        pytest.param({"data": {"validation_size": 50}}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -91,7 +97,7 @@ def test_what_trainers_do(options: dict[str, Any]) -> None:
     assert_same(*both(3, {"num_microbatches": 6}, **options), atol=1e-9)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", mostly_slow([1, 2], 2))
 def test_the_naive_split(devices: int) -> None:
     assert_same(*both(devices, {"schedule": "GPipe", "num_microbatches": 1}), atol=1e-9)
 

@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, Trainer
 
 from harness.runs.progress import quiet
 from strategies import DDP
+from tests.grids import mostly_slow
 from tests.pipelines import MODULES, SHAPES, Conv, Make, fitted, pipeline
 from tests.processes import launch
 from tests.training import assert_same, digits, trainer, weights
@@ -40,7 +41,7 @@ def resumed(make: Make, path: Path, hops: list[tuple[int, Any]]) -> dict[str, to
     return weights(module)
 
 
-@pytest.mark.parametrize("name", ["teacher", "students"])
+@pytest.mark.parametrize("name", mostly_slow(["teacher", "students"], "teacher"))
 def test_runs_go_on_under_ddp_and_back(name: str, tmp_path: Path) -> None:
     one = fitted(MODULES[name], strategy=DDP(exact=8), max_epochs=4)
     shapes = [pipeline(exact=8, **options) for _, options in (SHAPES["3"], SHAPES["2x2"], SHAPES["4"])]

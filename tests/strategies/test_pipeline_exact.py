@@ -14,6 +14,7 @@ from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN, ResNet
 from lit_modules.objectives import CrossEntropy
 from strategies import DDP, PipelineStrategy
+from tests.grids import mostly_slow
 from tests.pipelines import MODULES, SCHEDULES, SHAPES, Conv, Make, Plain, Plateau, ended, fitted, pipeline
 from tests.training import SHAPE, assert_same, classifier, digits, distillation, fit, net, trainer, weights
 
@@ -37,8 +38,12 @@ def given(kind: type, **options: Any) -> Any:
     return strategy
 
 
-@pytest.mark.parametrize("name", ["teacher", "students", "resnet8"])
-@pytest.mark.parametrize("settings", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}], ids=str)
+@pytest.mark.parametrize("name", mostly_slow(["teacher", "students", "resnet8"], "students"))
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param({}, marks=pytest.mark.slow), {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}],
+    ids=str,
+)
 def test_exact_bits_are_those_of_one_process(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
     one = told(1, tmp_path, given(DDP, exact=8), MODULES[name], **settings)
     for devices, options in SHAPES.values() if not settings else [SHAPES["3"]]:
@@ -47,7 +52,7 @@ def test_exact_bits_are_those_of_one_process(name: str, settings: dict[str, Any]
         assert one[1:] == other[1:]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", mostly_slow(SCHEDULES, "1F1B"))
 def test_exact_bits_under_every_schedule(schedule: str, tmp_path: Path) -> None:
     one = told(1, tmp_path, given(DDP, exact=4))
     other = told(2, tmp_path, given(PipelineStrategy, exact=4, schedule=schedule))
@@ -55,6 +60,7 @@ def test_exact_bits_under_every_schedule(schedule: str, tmp_path: Path) -> None:
     assert one[1:] == other[1:]
 
 
+@pytest.mark.slow
 def test_exact_bits_of_torchvisions_resnet50() -> None:
     small = {"data": {"train_size": 21, "batch_size": 8}}
     one = fitted(MODULES["resnet50"], strategy=DDP(exact=8), **small)
@@ -71,6 +77,7 @@ def test_exact_batch_norm_sees_a_shard_in_any_case() -> None:
     assert_same(weights(one), weights(other))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [5, 3])  # fewer rows than micro-batches, and than stages
 def test_exact_batches_smaller_than_their_number_of_shards(batch: int) -> None:
     small = {"data": {"train_size": 23, "batch_size": batch}}
@@ -79,6 +86,7 @@ def test_exact_batches_smaller_than_their_number_of_shards(batch: int) -> None:
         assert_same(weights(one), weights(fitted(Conv, devices, pipeline(exact=8, **options), **small)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [21, 5])  # two shards and an end of two rows; one shard
 def test_exact_batch_norm_in_fewer_shards_than_micro_batches(batch: int) -> None:
     small = {"data": {"train_size": 23, "batch_size": batch}}
@@ -88,6 +96,7 @@ def test_exact_batch_norm_in_fewer_shards_than_micro_batches(batch: int) -> None
         assert_same(weights(one), weights(other))
 
 
+@pytest.mark.slow
 def test_exact_bits_on_eight_processes() -> None:
     one = fitted(Conv, strategy=DDP(exact=8))
     assert_same(weights(one), weights(fitted(Conv, 8, pipeline(exact=8))))

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from harness.runs.progress import quiet
 from strategies import DDP, PipelineStrategy, RPCHybrid
+from tests.grids import mostly_slow
 from tests.pipelines import Plain, pairs
 from tests.training import trainer
 
@@ -85,7 +86,7 @@ CASES: dict[str, tuple[int, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", mostly_slow(CASES, "exact-3", "ddp", "pipeline-2x2", "rpc_hybrid"))
 def test_each_row_is_predicted_once(case: str, tmp_path: Path) -> None:
     devices, strategy = CASES[case]
     alone = predicted(tmp_path / "alone", 1, "auto")

@@ -15,6 +15,7 @@ from lightning.pytorch import Callback
 from harness import config
 from strategies import DDP, FSDP, AllReduce, DataParallel, DDPRing, PipelineStrategy, ZeRO1
 from strategies.base import missing_ranks
+from tests.grids import mostly_slow
 from tests.processes import Run
 from tests.training import classifier, digits, fit, trainer, weights
 
@@ -50,19 +51,26 @@ def start(does: Callable[[], Any], log: Path, devices: int = 3, **options: Any) 
     return Run(main, log=log)
 
 
-EXACT = {"exact": 8}
+DIES = [
+    (DDP, None),
+    (DDP, 8),
+    (DDPRing, None),
+    (AllReduce, None),
+    (ZeRO1, None),
+    (FSDP, None),
+    (PipelineStrategy, None),
+]
+PAIRS = [(bug, DDP, None), (killed, DDP, None), (killed, PipelineStrategy, None), (bug, FSDP, None)]
 
 
 @pytest.mark.parametrize(
-    ("strategy", "options"),
-    [(DDP, {}), (DDP, EXACT), (DDPRing, {}), (AllReduce, {}), (ZeRO1, {}), (FSDP, {}), (PipelineStrategy, {})],
+    ("does", "strategy", "exact"), mostly_slow([(does, *dies) for does in (bug, killed) for dies in DIES], *PAIRS)
 )
-@pytest.mark.parametrize("does", [bug, killed])
 def test_a_rank_that_dies_ends_the_run(
-    does: Callable[[], Any], strategy: type[DataParallel], options: dict[str, Any], tmp_path: Path
+    does: Callable[[], Any], strategy: type[DataParallel], exact: int | None, tmp_path: Path
 ) -> None:
     begun = time.monotonic()
-    run = start(does, tmp_path / "log", strategy=strategy(timeout=100, **options))
+    run = start(does, tmp_path / "log", strategy=strategy(timeout=100, **({"exact": exact} if exact else {})))
     assert run.wait(30) != 0
     assert time.monotonic() - begun < 30
     told = "LookupError: a bug of rank 1's" if does is bug else "rank 1 was killed by SIGKILL"

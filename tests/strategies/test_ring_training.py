@@ -22,6 +22,7 @@ def ended(strategy: DataParallel, devices: int, path: Path, run: str = "students
     return outcome(run, devices, path, strategy=strategy, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2, 3])
 def test_both_train_as_ddp_does(devices: int, tmp_path: Path) -> None:
     losses, right = ended(DDP(timeout=60), devices, tmp_path, **CLIPPED)
@@ -32,6 +33,7 @@ def test_both_train_as_ddp_does(devices: int, tmp_path: Path) -> None:
     assert_same(by_hand, right, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_eight_processes_agree_with_one(tmp_path: Path) -> None:
     losses, right = ended(DDP(timeout=60), 1, tmp_path)
     for strategy in (DDPRing(timeout=60), AllReduce(timeout=60, process_group_backend="gloo")):
@@ -40,6 +42,7 @@ def test_eight_processes_agree_with_one(tmp_path: Path) -> None:
         assert_same(other, right, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_batch_norm_over_the_global_batch_agrees(tmp_path: Path) -> None:
     losses, right = ended(DDP(timeout=60), 1, tmp_path, "resnet8")
     for strategy in (DDPRing(timeout=60, find_unused_parameters=True), AllReduce(timeout=60, bucket_cap_mb=0.1)):

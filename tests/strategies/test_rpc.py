@@ -14,6 +14,7 @@ from torch.multiprocessing import ProcessRaisedException
 from harness.runs.progress import quiet
 from lit_modules.classifier import LitClassifier
 from strategies import DataParallel, ParamServer, RPCHybrid, ZeRO1
+from tests.grids import mostly_slow
 from tests.launching import free_port
 from tests.strategies.test_param_server import Plain, pairs
 from tests.strategies.test_ring_training import AtValidation, statistics
@@ -29,7 +30,7 @@ CHAINS: dict[str, Chain] = {
 
 
 @BOTH
-@pytest.mark.parametrize("method", ["file", "tcp"])
+@pytest.mark.parametrize("method", mostly_slow(["file", "tcp"], "file"))
 def test_ranks_may_meet_anywhere(strategy: Any, method: str, tmp_path: Path) -> None:
     where = f"file://{tmp_path}/meeting" if method == "file" else f"tcp://127.0.0.1:{free_port()}"
     ended = [
@@ -39,7 +40,7 @@ def test_ranks_may_meet_anywhere(strategy: Any, method: str, tmp_path: Path) -> 
     assert_same(*ended, atol=0)
 
 
-@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("chain", mostly_slow(CHAINS, "param_server"))
 def test_a_run_goes_on_under_another_strategy_and_number_of_devices(chain: str, tmp_path: Path) -> None:
     right = weights(fit(distillation(["ce", "hint"]), digits(), 1, **STEPS | {"max_steps": 16}))
     path = tmp_path / "saved.ckpt"

@@ -35,10 +35,10 @@ def hybrid(**options: Any) -> RPCHybrid:
     ("run", "devices", "chosen", "options"),
     [
         ("students", 1, {}, {}),
-        ("students", 2, SPLIT, CLIPPED),
-        ("students", 3, {}, CLIPPED),
-        ("students", 8, {}, {}),
-        ("teacher", 3, SPLIT, {}),
+        pytest.param("students", 2, SPLIT, CLIPPED, marks=pytest.mark.slow),
+        pytest.param("students", 3, {}, CLIPPED, marks=pytest.mark.slow),
+        pytest.param("students", 8, {}, {}, marks=pytest.mark.slow),
+        pytest.param("teacher", 3, SPLIT, {}, marks=pytest.mark.slow),
         ("resnet8", 3, {}, {}),  # its BatchNorm sees the global batch, backward too
     ],
 )

@@ -28,6 +28,7 @@ from harness.runs.progress import quiet
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import DeepNN, ResNet
 from strategies import DDP, DDPFP16, FSDP, DataParallel, DDPPowerSGD, DDPRing, LocalSGD, ZeRO1
+from tests.grids import mostly_slow
 from tests.training import LinesLogger, assert_same, classifier, digits, distillation, fit, trainer, weights
 
 STEPS = {"max_epochs": -1, "max_steps": 20, "log_every_n_steps": 1, "precision": "64-true"}
@@ -64,6 +65,7 @@ def test_float64_agrees_with_one_process(run: str, options: str, tmp_path: Path)
             assert_same(ended, other, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_eight_processes_and_shards_agree_too(tmp_path: Path) -> None:
     losses, ended = outcome("students", 1, tmp_path)
     for strategy in (ZeRO1(timeout=60), DDP(timeout=60, exact=8)):
@@ -111,7 +113,7 @@ def state_bytes(trainer: Any, _module: LightningModule) -> float:
     return sum(x.nbytes for state in states for x in state.values() if isinstance(x, torch.Tensor) and x.dim())
 
 
-@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize("devices", mostly_slow([2, 3], 3))
 def test_zero1_cuts_the_optimizers_state(devices: int, tmp_path: Path) -> None:
     parameters = 8 * sum(p.numel() for p in ResNet(depth=20).parameters())  # Adam has two float32 numbers for each
     found = {}
@@ -132,6 +134,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, 3])
 def test_local_sgd_of_every_step_is_data_parallel_sgd(devices: int, tmp_path: Path) -> None:
     def ended(strategy: DataParallel) -> dict[str, torch.Tensor]:
