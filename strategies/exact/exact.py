@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from apprentice import keyed, replicas
-from strategies.base.agreeing import SYNCHRONISE
 from strategies.base.data_parallel import DataParallel
 from strategies.base.gradients import handed_over, set_aside
+from strategies.base.shared_replica import SYNCHRONISE
 from strategies.exact import collectives
 from strategies.exact.fixed_point import FixedPointSum
 from strategies.exact.shard_logging import Record, ShardLogger, caught, record, replay, shard_logger_of
@@ -142,7 +142,7 @@ class Exact(DataParallel):
             assert self.lightning_module is not None
             self.check_module(self.lightning_module)
             self._share_evaluation(trainer)
-            self._draw_alike()
+            self._broadcast_random_states()
         if self._alone:
             Strategy.setup(self, trainer)
         else:

@@ -16,7 +16,7 @@ from torch.optim import LBFGS, Optimizer
 
 from apprentice import keyed, replicas
 from strategies.base import checkpoints, stages
-from strategies.base.agreeing import SharedReplica
+from strategies.base.shared_replica import SharedReplica
 from strategies.exact import Exact
 from strategies.pipeline.placement import StagePlacement
 from strategies.pipeline.schedules import Place, Plan
@@ -77,7 +77,7 @@ class Staged(SharedReplica, Exact):
         return False
 
     @property
-    def _hands_over(self) -> bool:
+    def _returns_predictions(self) -> bool:
         return self.global_rank % self.pipeline_size == 0
 
     def _check_devices(self) -> None:
@@ -116,10 +116,10 @@ class Staged(SharedReplica, Exact):
         self.check_module(module)
         if self.exact is not None:
             self._share_evaluation(trainer)
-            self._draw_alike()
+            self._broadcast_random_states()
         elif self.data_parallel_size == 1:
-            self._read_whole(trainer)
-        self._share_metrics(replicas.group())
+            self._read_whole_batches(trainer)
+        self._set_metrics_group(replicas.group())
         self._interrupted = False
         self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
         Strategy.setup(self, trainer)
@@ -203,7 +203,7 @@ class Staged(SharedReplica, Exact):
         if listed := keyed.unkeyed(module):
             advice = "numbers will move with the pipeline; apprentice.keyed.Dropout's do not"
             rank_zero_warn(f"{', '.join(listed)}: noise from torch's generator; {advice}")
-        listed = stages.normalised(module)
+        listed = stages.batch_norms(module)
         if listed and self.exact is None and self.plan.num_microbatches > 1:
             advice = "GroupNorm's numbers are those of one device"
             rank_zero_warn(f"{', '.join(listed)}: BatchNorm sees a micro-batch, not the batch; {advice}")
@@ -276,7 +276,7 @@ class Staged(SharedReplica, Exact):
                 residence.give_up()
             elif residence is not None:
                 residence.undo()
-            self._share_metrics(None)
+            self._set_metrics_group(None)
         finally:
             replicas.set_group(None)
             super().teardown()
