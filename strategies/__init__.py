@@ -1,4 +1,4 @@
-"""Where tensors live: Lightning Strategy objects, usable in anyone's Lightning project."""
+"""Lightning strategies: data parallel, sharded, exact, pipelined and over RPC, for any Lightning project."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ __all__ = [
     "register",
 ]
 
-# Short names, as for `--trainer.strategy`, with the class that each stands for and the options it sets.
+# Short names, for `--trainer.strategy` and others: the class and the options that it gets.
 NAMES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "ddp": (DDP, {}),
     "ddp_fork": (DDP, {"start_method": "fork"}),
@@ -59,11 +59,11 @@ NAMES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
 
 
 def register() -> None:
-    """Put these strategies under their names in Lightning's registry, where its own choice finds them too."""
+    """Register these strategies by name in Lightning's registry, which its automatic choice uses too."""
     from lightning.pytorch.strategies import FSDPStrategy, StrategyRegistry
 
     for name, (strategy, options) in NAMES.items():
         summary = (strategy.__doc__ or name).splitlines()[0]
         StrategyRegistry.register(name, strategy, summary, override=True, **options)
-        if name in FSDPStrategy._registered_strategies:  # Lightning refuses these on CPUs, whoever answers to them
+        if name in FSDPStrategy._registered_strategies:  # Lightning refuses these names on CPUs
             FSDPStrategy._registered_strategies.remove(name)

@@ -1,4 +1,4 @@
-"""Data parallelism with compressed gradients, through torch's own communication hooks."""
+"""Data parallelism with compressed gradients, by torch's communication hooks."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from strategies.base.replicated import HOOK, Replicated
 
 
 class DDPFP16(Replicated):
-    """Gradients travel as 16-bit floats: half the bytes, and three digits."""
+    """Sends gradients as 16-bit floats: half the bytes, and three digits."""
 
     def __init__(self, **kwargs: Any) -> None:
         self._refuse(kwargs, *HOOK)
@@ -19,23 +19,20 @@ class DDPFP16(Replicated):
 
 
 class DDPPowerSGD(Replicated):
-    """Gradients of matrices travel as factors of low rank (Vogels et al. 2019, "PowerSGD", algorithm 2).
+    """Sends gradients of matrices as low-rank factors (Vogels et al. 2019, "PowerSGD", algorithm 2).
 
-    What a step leaves out is added to the next one's gradient; that memory is a rank's own and in no checkpoint, so a
-    resumed run starts with none. So does one in which a layer is unfrozen, from there on, with whole gradients again.
+    The error of a step is added to the next gradient. Each rank keeps its own errors, in no checkpoint: they start anew
+    after a resume, and when a layer is unfrozen, then with `start_step` steps of whole gradients.
 
     Args:
         rank: of the factors; more is closer and costs more.
-        start_step: gradients travel whole before; at least 2.
+        start_step: steps with whole gradients at the start; at least 2.
         **kwargs: Replicated's.
-
-    Raises:
-        ValueError: an option's value can't be used.
     """
 
     def __init__(self, *, rank: int = 1, start_step: int = 10, **kwargs: Any) -> None:
         self._refuse(kwargs, *HOOK)
-        super().__init__(ddp_comm_hook=_in_turn, **kwargs)
+        super().__init__(ddp_comm_hook=_bucket_by_bucket, **kwargs)
         if rank < 1:
             raise ValueError(f"rank {rank}: expected at least 1")
         if start_step < 2:
@@ -49,11 +46,11 @@ class DDPPowerSGD(Replicated):
         super()._register_ddp_hooks()
 
 
-def _in_turn(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Torch's hook, one bucket after another where that matters.
+def _bucket_by_bucket(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Torch's hook, one bucket after another on CPU.
 
-    It sends in several rounds, each begun when the one before has ended; with gloo that is another order on each rank
-    as soon as there are two buckets, and the process dies of the mismatch. With NCCL the order is that of the calls.
+    It sends in several rounds. With gloo and several buckets their order differs between ranks, and the process dies of
+    the mismatch. NCCL keeps the order of the calls.
     """
     future = powerSGD_hook(state, bucket)
     if bucket.buffer().device.type == "cpu":

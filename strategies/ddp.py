@@ -1,11 +1,11 @@
-"""Data parallelism: each rank holds the whole model, gradients are averaged."""
+"""Data parallelism: each rank holds the whole model, and gradients are averaged."""
 
 from strategies.base.replicated import Replicated
 from strategies.exact import Exact
 
 
 class DDP(Exact, Replicated):
-    """Lightning's distributed data parallel, started by fork on CPU; `--exact` can run on it."""
+    """Lightning's distributed data parallel, forked on CPU; supports `--exact`."""
 
     def _check_devices(self) -> None:
         super()._check_devices()

@@ -1,4 +1,4 @@
-"""Data parallelism over the project's own process-group backend."""
+"""Data parallelism over the process-group backend `ring`."""
 
 from typing import Any
 
@@ -7,15 +7,12 @@ from strategies.ddp import DDP
 
 
 class DDPRing(DDP):
-    """DDP whose gradients go around a ring, by messages from one rank to the next: see `strategies/ring`.
+    """DDP that sends gradients around a ring, from one rank to the next: see `strategies/ring`.
 
-    Everything else is `ddp`, its options and `--exact` too. The ring sends from a CPU's memory.
+    All else is `ddp`, including its options and `--exact`. The ring needs tensors in a CPU's memory.
 
     Args:
-        **kwargs: DDP's, but for the backend.
-
-    Raises:
-        ValueError: the devices are no CPUs.
+        **kwargs: DDP's, except the backend.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -29,6 +26,6 @@ class DDPRing(DDP):
             raise ValueError(f"accelerator {kind}: expected cpu, as strategy ddp_ring sends from a CPU's memory")
 
     def setup_distributed(self) -> None:
-        """Make the backend known to torch in this process, and join the process group."""
+        """Register the backend in this process, and join the process group."""
         ring.register()
         super().setup_distributed()

@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: parameters, gradients and the optimizer's state in parts, one on each rank."""
+"""Fully sharded data parallelism: each rank keeps a part of parameters, gradients and optimizer state."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,23 +26,20 @@ DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class FSDP(DataParallel):
-    """Each rank holds a part of all parameters, gradients and optimizer state; a layer is put together to be called.
+    """Shards parameters, gradients and optimizer state over the ranks; a layer's are gathered while it is computed.
 
-    Sharded are the modules that the LightningModule's `sharded_modules()` returns, else its children; each has to be
+    It shards the modules that the LightningModule's `sharded_modules()` returns, or else its children; each has to be
     called through its own `forward`. Inside, each member of an `nn.Sequential` or `nn.ModuleList` is a layer.
-    Checkpoints are those of one device. A device must have room for the whole model at the start, and the CPU at the
+    Checkpoints have the layout of one device. A device needs room for the whole model at the start, and the CPU at the
     end, when each rank's module is made whole again.
 
     Args:
-        param_dtype: to what parameters and inputs are rounded for forward and backward; None: they are not.
-        reduce_dtype: to what gradients are rounded to be averaged; None: they are not.
-        offload: keep what is sharded in the CPU's memory, beside a GPU.
-        activation_checkpointing: keep only a layer's inputs for backward, and compute it again there.
+        param_dtype: rounds parameters and inputs for forward and backward; None: no rounding.
+        reduce_dtype: rounds gradients for averaging; None: no rounding.
+        offload: keep the shards in the CPU's memory, beside a GPU.
+        activation_checkpointing: store only a layer's inputs for backward, and recompute the layer.
         reshard_after_forward: free a layer's parameters after forward; else only after backward.
         **kwargs: DataParallel's.
-
-    Raises:
-        ValueError: an option's value can't be used, alone or with these devices.
     """
 
     def __init__(
@@ -72,7 +69,7 @@ class FSDP(DataParallel):
     def _get_process_group_backend(self) -> str:
         backend = super()._get_process_group_backend()
         if self.offload and ":" not in backend:
-            return f"cpu:gloo,{self.root_device.type}:{backend}"  # norms of what is offloaded are added up on the CPU
+            return f"cpu:gloo,{self.root_device.type}:{backend}"  # norms of offloaded gradients are added on the CPU
         return backend
 
     def check_trainer(self, trainer: Trainer) -> None:
@@ -82,27 +79,18 @@ class FSDP(DataParallel):
         self._refuse_callbacks(trainer, averaging, "none that averages weights, which no rank has all of")
 
     def setup(self, trainer: Trainer) -> None:
-        """Set the module up.
-
-        Raises:
-            ValueError: a callback averages weights.
-        """
+        """Set the module up, unless a callback averages weights."""
         self.check_trainer(trainer)
         super().setup(trainer)
 
     # Sharding
 
     def configure_ddp(self) -> None:
-        """Shard the module, in place of wrapping it.
-
-        Raises:
-            MisconfigurationException: a parameter can't be sharded where it is; the message names it.
-        """
-        assert self.lightning_module is not None
-        _sync_module_states(self.lightning_module)
+        """Shard the module instead of wrapping it."""
+        _sync_module_states(self._module)
         self._interrupted, self._mesh = False, self._make_mesh()
         try:
-            self._sharding = Sharding(self.lightning_module, self._shard)
+            self._sharding = Sharding(self._module, self._shard)
         except ValueError as error:
             raise MisconfigurationException(str(error)) from error
 
@@ -126,15 +114,15 @@ class FSDP(DataParallel):
     def _policy(self, module: nn.Module, is_layer: bool) -> MixedPrecisionPolicy:
         if self.param_dtype is None:
             return MixedPrecisionPolicy(reduce_dtype=self.reduce_dtype)
-        if isinstance(module, _NormBase):  # its averages are not rounded, and torch wants its weights to be like them
+        if isinstance(module, _NormBase):  # its averages are not rounded, and torch wants weights of their type
             return MixedPrecisionPolicy(reduce_dtype=self.reduce_dtype, cast_forward_inputs=False)
         own = next(module.parameters()).dtype
-        output = None if is_layer else own  # losses are computed in full precision
+        output = None if is_layer else own  # full precision for losses
         return MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype or own, output_dtype=output)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Leave the gradients of a batch on their rank, as more are to be added."""
+        """Accumulate gradients without averaging inside the block."""
         self._average_gradients(False)
         try:
             yield
@@ -142,42 +130,39 @@ class FSDP(DataParallel):
             self._average_gradients(True)
 
     def _average_gradients(self, wanted: bool) -> None:
-        assert self.lightning_module is not None
-        for module in self.lightning_module.modules():
+        for module in self._module.modules():
             if isinstance(module, FSDPModule):
                 module.set_requires_gradient_sync(wanted, recurse=False)
 
-    # Checkpoints are those of one device
+    # Checkpoints, in the layout of one device
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """What is loaded is cut as the parameters are, so these come first."""
+        """Load after sharding, as states are cut like the parameters."""
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state, on rank zero; every rank has to ask."""
-        assert self.lightning_module is not None
-        return checkpoints.collected(self.lightning_module.state_dict(), self.is_global_zero)
+        """The module's state, on rank zero; collective."""
+        return checkpoints.collected(self._module.state_dict(), self.is_global_zero)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the module's state, whatever strategy has saved it."""
-        assert self.lightning_module is not None
-        checkpoints.load_module(self.lightning_module, checkpoint["state_dict"], strict)
+        """Load a module's state that any strategy has saved."""
+        checkpoints.load_module(self._module, checkpoint["state_dict"], strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state, on rank zero; every rank has to ask."""
+        """The optimizer's state, on rank zero; collective."""
         optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return checkpoints.collected(optimizer.state_dict(), self.is_global_zero)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the optimizers' states, whatever strategy has saved them."""
+        """Load optimizers' states that any strategy has saved."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             checkpoints.load_optimizer(optimizer, state)
 
     # Ending
 
     def on_exception(self, exception: BaseException) -> None:
-        """Leave the module in parts: other ranks may have gone."""
+        """Leave the module sharded, as other ranks may have gone."""
         self._interrupted = True
         super().on_exception(exception)
 

@@ -1,4 +1,4 @@
-"""Hybrid sharding: groups of ranks, each of which holds the whole model in parts."""
+"""Hybrid sharding: each group of ranks shards a whole model."""
 
 from typing import Any
 
@@ -11,11 +11,8 @@ class HSDP(FSDP):
     """FSDP within groups of ranks, such as the GPUs of one machine; gradients are averaged between the groups.
 
     Args:
-        shard_size: ranks in a group, which follow one another.
+        shard_size: consecutive ranks in a group.
         **kwargs: FSDP's.
-
-    Raises:
-        ValueError: an option's value can't be used, alone or with these devices.
     """
 
     def __init__(self, shard_size: int = 2, **kwargs: Any) -> None:
@@ -24,9 +21,8 @@ class HSDP(FSDP):
 
     def _check_devices(self) -> None:
         super()._check_devices()
-        devices = self.num_processes * self.num_nodes
-        if self.shard_size < 1 or devices % self.shard_size:
-            expected = f"expected a number that divides the {devices} devices"
+        if self.shard_size < 1 or self._num_ranks % self.shard_size:
+            expected = f"expected a number that divides the {self._num_ranks} devices"
             raise ValueError(f"shard_size {self.shard_size}: {expected}")
 
     def _make_mesh(self) -> DeviceMesh:

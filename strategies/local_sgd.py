@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
@@ -19,16 +18,13 @@ class LocalSGD(Replicated):
     """Ranks step by their own gradients and average their parameters after every `period` steps.
 
     With `period` 1 and plain SGD this is DDP; with momentum or Adam it is not, as each rank's moments are its own.
-    Validation, checkpoints and the end see the average, of the moments too; a run goes on from it. What a module
-    computes together, BatchNorm over the global batch among it, is still sent at every step.
+    Validation, checkpoints and the end use the average, of the moments too, and a resumed run starts from it. A
+    module's own collectives, such as those of BatchNorm over the global batch, still run at every step.
 
     Args:
-        period: optimizer steps from one averaging to the next.
-        warmup_steps: steps at the start in which gradients are averaged.
+        period: optimizer steps between two averagings.
+        warmup_steps: first steps, in which gradients are averaged.
         **kwargs: Replicated's.
-
-    Raises:
-        ValueError: an option's value can't be used.
     """
 
     def __init__(self, *, period: int = 4, warmup_steps: int = 0, **kwargs: Any) -> None:
@@ -46,12 +42,11 @@ class LocalSGD(Replicated):
         return False
 
     def _enable_model_averaging(self) -> None:
-        """Lightning's own, which counts its steps anew after a resume, is not used."""
+        """Not used: Lightning's averaging restarts its count of steps after a resume."""
 
     def _parameters(self) -> list[nn.Parameter]:
-        assert self.lightning_module is not None
         averaged = self._averaged or set()
-        return [p for p in self.lightning_module.parameters() if p in averaged]
+        return [p for p in self._module.parameters() if p in averaged]
 
     def _average(self) -> None:
         parameters = self._parameters()
@@ -59,49 +54,43 @@ class LocalSGD(Replicated):
             average_parameters(iter(parameters), dist.group.WORLD)  # type: ignore[arg-type]
 
     def on_train_start(self) -> None:
-        """Count warm-up steps on after a resume."""
-        assert self.lightning_module is not None
+        """Continue the count of warm-up steps after a resume."""
         assert isinstance(self._ddp_comm_state, PostLocalSGDState)
-        self._ddp_comm_state.iter = self.lightning_module.trainer.global_step
+        self._ddp_comm_state.iter = self._trainer.global_step
 
-    def optimizer_step(
-        self, optimizer: Optimizer, closure: Callable[[], Any], model: LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        """Step, and average if it is time."""
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Step, and average the parameters every `period` steps."""
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        assert self.lightning_module is not None
-        steps = self.lightning_module.trainer.global_step + 1 - self.warmup_steps
+        steps = self._trainer.global_step + 1 - self.warmup_steps
         if steps > 0 and steps % self.period == 0:
             self._average()
         return result
 
-    # What others see is the average
+    # Evaluation and checkpoints use the average
 
     def on_train_end(self) -> None:
         """End with the average."""
         self._average()
 
     def on_validation_start(self) -> None:
-        """Validate the average, while a fit runs."""
-        assert self.lightning_module is not None
-        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            self._show_average()
+        """Validate the average during a fit."""
+        if self._trainer.state.fn == TrainerFn.FITTING:
+            self._load_average()
 
-    def _show_average(self) -> None:
+    def _load_average(self) -> None:
         self._own = [p.detach().clone() for p in self._parameters()]
         self._average()
 
     @torch.no_grad()
     def on_validation_end(self) -> None:
-        """Go on with this rank's own parameters."""
+        """Restore this rank's own parameters."""
         for p, own in zip(self._parameters(), self._own, strict=False):
             p.copy_(own)
         self._own = []
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state with averaged parameters; collective."""
-        self._show_average()
+        self._load_average()
         state = {
             key: x.clone() if isinstance(x, Tensor) else x for key, x in super().lightning_module_state_dict().items()
         }

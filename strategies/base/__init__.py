@@ -1,1 +1,1 @@
-"""What the strategies share: starting and ending ranks, rendezvous, gradients, checkpoints, stages of a module."""
+"""Shared by all strategies: launchers, rendezvous, errors of ranks, gradients, checkpoints, stages of a module."""

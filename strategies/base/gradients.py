@@ -1,21 +1,118 @@
-"""Gradients that are known before Lightning asks for them."""
+"""Gradients and parameters in flat vectors, which one collective carries; and gradients that Lightning takes over."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from apprentice import replicas
 
 
+def parameters_of(*optimizers: Optimizer) -> list[nn.Parameter]:
+    """The parameters that the optimizers step, in their order."""
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+
+
+# Flat vectors
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """(elements,) all tensors, one after another, on the first one's device."""
+    return torch.cat([x.detach().flatten().to(tensors[0].device) for x in tensors])
+
+
+def unflatten(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Views of a vector with these tensors' shapes."""
+    pieces = vector.split([x.numel() for x in like])
+    return [piece.view(x.shape) for piece, x in zip(pieces, like, strict=True)]
+
+
+@torch.no_grad()
+def copy_from(vector: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Set tensors to the values that `flatten` has put into a vector."""
+    for x, values in zip(tensors, unflatten(vector, tensors), strict=True):
+        x.copy_(values)
+
+
+@torch.no_grad()
+def pack(gradients: Mapping[nn.Parameter, Tensor | None]) -> Tensor:
+    """(elements + parameters,) all gradients, zeros for None; then 1 for each that is a tensor, 0 for None."""
+    present = torch.tensor([float(g is not None) for g in gradients.values()])
+    parts = [torch.zeros_like(p) if g is None else g for p, g in gradients.items()]
+    return flatten([*parts, present.to(parts[0])])
+
+
+@torch.no_grad()
+def unpack(vector: Tensor, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor | None]:
+    """The gradients in a packed vector, or in a sum of several: None where no rank had one."""
+    *gradients, present = unflatten(vector, [*parameters, vector[: len(parameters)]])
+    pairs = zip(parameters, gradients, present.tolist(), strict=True)
+    return {p: gradient.to(p) if count else None for p, gradient, count in pairs}
+
+
+def averaged(gradients: Mapping[nn.Parameter, Tensor | None]) -> dict[nn.Parameter, Tensor | None]:
+    """Gradients averaged over the replicas; None counts as zeros where another replica has a gradient."""
+    if replicas.count() == 1 or not gradients:
+        return dict(gradients)
+    return unpack(replicas.all_reduce_sum_(pack(gradients)) / replicas.count(), list(gradients))
+
+
+class Buckets:
+    """Groups of parameters of one type and device with at most `cap_mb` MiB, or one parameter, to be sent together."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], cap_mb: float) -> None:
+        by_kind = sorted(parameters, key=_kind)  # stable: else in their order
+        groups = [group for _, kind in groupby(by_kind, _kind) for group in _split(kind, cap_mb * 2**20)]
+        self.buckets: list[list[nn.Parameter]] = groups
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Replace each gradient by its mean over the ranks; None counts as zeros where another rank has a gradient."""
+        if (world_size := dist.get_world_size()) == 1:
+            return
+        sent = []
+        for bucket in self.buckets:  # one is filled while others are sent
+            # Divided before the sum, as DDP does: a sum of 16-bit floats may overflow.
+            vector = pack({p: p.grad for p in bucket}).div_(world_size)
+            sent.append((bucket, vector, dist.all_reduce(vector, async_op=True)))
+        for bucket, vector, work in sent:
+            assert work is not None
+            work.wait()
+            for p, mean in unpack(vector, bucket).items():
+                if mean is not None:
+                    p.grad = torch.empty_like(p) if p.grad is None else p.grad
+                    p.grad.copy_(mean)
+
+
+def _kind(p: Tensor) -> str:
+    return f"{p.dtype} {p.device}"
+
+
+def _split(parameters: Iterable[nn.Parameter], cap: float) -> Iterator[list[nn.Parameter]]:
+    bucket: list[nn.Parameter] = []
+    for p in parameters:
+        if bucket and sum(other.nbytes for other in bucket) + p.nbytes > cap:
+            yield bucket
+            bucket = []
+        bucket.append(p)
+    yield bucket
+
+
+# Gradients that are computed before Lightning calls backward
+
+
 @contextmanager
 def set_aside(trained: Callable[[], Mapping[str, nn.Parameter]]) -> Iterator[None]:
-    """Inside, the parameters that are trained have no gradients; then those again that earlier batches have left.
+    """Clear the trained parameters' gradients inside; restore those of earlier batches afterwards.
 
     Raises:
-        ValueError: one has a hook, which would see the pieces of a batch; or others are trained in the end.
+        ValueError: a parameter has a hook, which would be called for each piece of a batch; or other parameters are
+            trained at the end.
     """
     parameters = trained()
     if hooked := [name for name, p in parameters.items() if p._backward_hooks]:
@@ -35,43 +132,13 @@ def set_aside(trained: Callable[[], Mapping[str, nn.Parameter]]) -> Iterator[Non
         raise ValueError(f"{expected}; it does so with {changed[0]}")
 
 
-def averaged(gradients: Mapping[nn.Parameter, Tensor | None]) -> dict[nn.Parameter, Tensor | None]:
-    """Gradients averaged over the replicas; one that a replica does not have counts as zeros, if another has it."""
-    if replicas.count() == 1 or not gradients:
-        return dict(gradients)
-    return unpacked(replicas.all_reduce_sum_(packed(gradients)), list(gradients), replicas.count())
-
-
-@torch.no_grad()
-def packed(gradients: Mapping[nn.Parameter, Tensor | None]) -> Tensor:
-    """(elements + parameters,) all gradients in one vector to add up, then how many there are of each: 1 or 0."""
-    here = next(iter(gradients)).device  # a split module has others, too
-    parts = [(torch.zeros_like(p) if g is None else g).to(here) for p, g in gradients.items()]
-    there = torch.tensor([float(g is not None) for g in gradients.values()])
-    return torch.cat([*(part.flatten() for part in parts), there.to(parts[0])])
-
-
-@torch.no_grad()
-def unpacked(total: Tensor, parameters: Sequence[nn.Parameter], replicas: int = 1) -> dict[nn.Parameter, Tensor | None]:
-    """The mean over replicas of what they have packed, None where none of them has a gradient.
-
-    Args:
-        total: (elements + parameters,), their sum.
-        parameters: in the order in which they were packed.
-        replicas: how many share the batch.
-    """
-    *sums, there = total.split([*(p.numel() for p in parameters), len(parameters)])
-    means = [(s / replicas).view(p.shape).to(p) for p, s in zip(parameters, sums, strict=True)]
-    return {p: mean if count else None for p, mean, count in zip(parameters, means, there.tolist(), strict=True)}
-
-
 def handed_over(loss: Tensor, gradients: Mapping[nn.Parameter, Tensor | None]) -> Tensor:
-    """A loss whose backward adds these gradients: Lightning's accumulation, clipping and hooks work on it untouched."""
+    """A loss whose backward adds these gradients, so that Lightning's accumulation, clipping and hooks work."""
     anchor = torch.zeros((), device=loss.device, requires_grad=True)  # a rank may have no parameters
-    return _HandedOver.apply(loss, list(gradients.values()), anchor, *gradients)
+    return _GivenGradients.apply(loss, list(gradients.values()), anchor, *gradients)
 
 
-class _HandedOver(torch.autograd.Function):
+class _GivenGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, gradients: list[Tensor | None], *_parameters: Tensor) -> Tensor:
         ctx.gradients = gradients

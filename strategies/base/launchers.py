@@ -1,4 +1,4 @@
-"""How the ranks of a run are started: forked from this process where that is safe, else as sub-processes."""
+"""Launchers: ranks are forked from this process where that is safe, else started as sub-processes."""
 
 import ctypes
 import inspect
@@ -18,7 +18,6 @@ from lightning.pytorch.strategies.launchers.multiprocessing import _WorkerOutput
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import _TunerExitException
-from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from strategies.base import fit_state
 
@@ -27,38 +26,38 @@ if TYPE_CHECKING:
 
 
 class ForkLauncher(_MultiProcessingLauncher):
-    """Lightning's launcher, made safe for OpenMP, double precision, and parents that die or go on with the Trainer."""
+    """Lightning's launcher, safe for OpenMP and float64; ranks end with their parent, and return their state."""
 
     _strategy: "DataParallel"
-    _result: Path  # the file in which rank zero leaves what `fit_state` collects
+    _result: Path  # rank zero's `fit_state`, in a file
 
     def launch(self, function: Callable, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Run `function` in every rank and bring rank zero's results back."""
+        """Run `function` in every rank and return rank zero's results."""
         module = trainer and trainer.lightning_module
         if module is not None:
             self._strategy.check_trainer(trainer)
-            if not any(is_overridden(hook, module, LightningModule) for hook in fit_state.BUILDING):
+            if not fit_state.builds_layers(module):
                 self._strategy.check_module(module)
-            # The ranks' weights come back into this module: one of another dtype would round them.
+            # The ranks' weights are loaded into this module: another dtype would round them.
             trainer.precision_plugin.convert_module(module)
-        self._already_fit = False  # Lightning would refuse a second fit, as its own does not bring loops back
+        self._already_fit = False  # Lightning would refuse a second fit, as its launcher does not return loops
         port = os.environ.get("MASTER_PORT")
         if trainer is not None:
             fit_state.prepare_logs(trainer)
-        self._strategy.listen()
+        self._strategy.bind()
         fits = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         try:
             with (
                 tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
-                self._strategy.optimizers_aside(for_good=fits),
+                self._strategy.without_optimizers(restore=not fits),
             ):
                 self._result = Path(folder) / "result.pt"
                 results = super().launch(function, *args, trainer=trainer, **kwargs)
                 if module is not None:
-                    self._take_over(trainer, function, args, kwargs)
+                    self._restore(trainer, function, args, kwargs)
                 return results
-        finally:  # the next fit has a port of its own
-            self._strategy.stop_listening()
+        finally:  # the next fit takes another port
+            self._strategy.close_socket()
             os.environ.pop("MASTER_PORT", None)
             if port is not None:
                 os.environ["MASTER_PORT"] = port
@@ -66,22 +65,22 @@ class ForkLauncher(_MultiProcessingLauncher):
     def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
         _die_with_parent()
         if process_idx:
-            self._strategy.stop_listening()  # where rank 0 dies nobody answers any more
+            self._strategy.close_socket()  # so that nobody answers when rank 0 has died
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # keeps Lightning from choosing a number
-        # A child hangs in OpenMP with more threads than one once its parent has used them.
+        # With more threads a child hangs in OpenMP once its parent has used them.
         torch.set_num_threads(1)
         _compile_alone()
         if args[0] is not None:
-            # Told to go, as when another rank has died, it goes: Lightning's own handler would talk to the others.
+            # SIGTERM, such as after another rank's death, ends it at once: Lightning's handler would call the others.
             args[0]._signal_connector._sigterm_notifier_fn = lambda *_: os._exit(128 + signal.SIGTERM)
             args = args[0], partial(_run, *args[:2]), *args[2:]
         try:
             super()._wrapping_function(process_idx, *args, **kwargs)
         except Exception as exception:
-            self._strategy.on_exception(exception)  # here, as Lightning calls it in the parent alone
+            self._strategy.on_exception(exception)  # Lightning calls it in the parent alone
             raise
 
-    # What comes back
+    # Results
 
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
         state = fit_state.collected(trainer)
@@ -93,22 +92,22 @@ class ForkLauncher(_MultiProcessingLauncher):
     def _recover_results_in_main_process(self, worker_output: Any, trainer: Trainer) -> None:
         trainer.state = worker_output.trainer_state
 
-    def _take_over(self, trainer: Trainer, function: Callable, args: Any, kwargs: Any) -> None:
-        """Have the Trainer of this process know what rank zero's does."""
-        # Mapped: what is not asked for takes no memory.
+    def _restore(self, trainer: Trainer, function: Callable, args: Any, kwargs: Any) -> None:
+        """Bring rank zero's state to the Trainer of this process."""
+        # Memory-mapped: unused tensors take no memory.
         state = torch.load(self._result, map_location="cpu", weights_only=False, mmap=True)
         fits = trainer.state.fn == TrainerFn.FITTING
         arguments = inspect.signature(function).bind(*args, **kwargs).arguments
         if fits:
             _attach(trainer, **arguments)
         given = [value for value in arguments.values() if isinstance(value, LightningDataModule)]
-        fit_state.take_over(trainer, state, given[0] if given else trainer.datamodule)  # type: ignore[attr-defined]
-        if fits and not self._strategy.node_rank:  # other nodes have no whole state
-            self._strategy.make_later(partial(fit_state.make_optimizers, trainer, state))
+        fit_state.restore(trainer, state, given[0] if given else trainer.datamodule)  # type: ignore[attr-defined]
+        if fits and not self._strategy.node_rank:  # other nodes lack the whole state
+            self._strategy.defer_optimizers(partial(fit_state.make_optimizers, trainer, state))
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
-    """Lightning's launcher of sub-processes, which are told a port that no other run can take."""
+    """Lightning's launcher of sub-processes, on a port that no other run can take."""
 
     def __init__(self, strategy: "DataParallel") -> None:
         assert strategy.cluster_environment is not None
@@ -116,14 +115,14 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         self._strategy = strategy
 
     def launch(self, function: Callable, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Run `function` in this rank, after starting the others where nobody else does."""
+        """Run `function` in this rank, after starting the others unless a launcher has."""
         if not self.cluster_environment.creates_processes_externally:
-            self._strategy.listen()
+            self._strategy.bind()
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
 
 def _run(trainer: Trainer, function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Run a Trainer's function; a Tuner ends it by an exception, which Lightning takes for an end in one process."""
+    """Run a Trainer's function; the exception by which a Tuner stops it is a normal end, as it is in one process."""
     try:
         return function(*args, **kwargs)
     except _TunerExitException:
@@ -140,7 +139,7 @@ def _attach(
     datamodule: LightningDataModule | None = None,
     **_: Any,
 ) -> None:
-    """Have Trainer, module and data know each other, as in the ranks; loaders that are asked for here are whole."""
+    """Connect Trainer, module and data as in the ranks, except `datamodule.trainer`: loaders created here are whole."""
     if isinstance(train_dataloaders, LightningDataModule):
         train_dataloaders, datamodule = None, train_dataloaders
     before = None if datamodule is None else datamodule.trainer
@@ -150,14 +149,14 @@ def _attach(
 
 
 def _compile_alone() -> None:
-    """Have torch.compile compile in this process: the pool of compilers that its parent may have hangs in a fork."""
+    """Make torch.compile compile in this process: the parent's pool of compilers hangs in a fork."""
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-    if inductor := sys.modules.get("torch._inductor.config"):  # it has read the variable
+    if inductor := sys.modules.get("torch._inductor.config"):  # has read the variable already
         inductor.compile_threads = 1  # type: ignore[attr-defined]
 
 
 def _die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies, so that no rank trains on alone."""
+    """Have the kernel kill this process when its parent dies."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

@@ -10,31 +10,28 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from apprentice import keyed
-from strategies.base.stages import chained, grouped, normalised, sizes_by_cost
+from strategies.base.stages import batch_norms, chained, grouped, sizes_by_parameters
 
 PLAIN = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d}
 
 
 class ModelParallel(nn.Module):
-    """Stages of a module, one after another, each on a device of its own.
+    """Stages of a module, one after another, each on its own device.
 
-    Tensors may come from any device; the output is on the last one, and labels have to be there too. Under a plain
-    Trainer, name that GPU (`Trainer(devices=[1])` for "cuda:0" and "cuda:1"); under `strategies.DDP` batches go there
-    by themselves, and `Trainer(devices=...)` counts the processes: a process of a module of n stages takes n GPUs.
+    Inputs may be on any device; the output is on the last one, where labels have to be too. Under a plain Trainer, name
+    that GPU (`Trainer(devices=[1])` for "cuda:0" and "cuda:1"). `strategies.DDP` moves batches there, and
+    `Trainer(devices=...)` counts processes: each takes as many GPUs as the module has stages.
 
-    The state dict is that of `nn.Sequential(*stages)`, whatever the devices. The stages are the modules that were
-    given, not copies: a net that they are parts of has the weights that are trained here, under its own names.
+    The state dict is that of `nn.Sequential(*stages)` on any devices. The stages are the given modules, not copies: a
+    net that contains them holds the trained weights under its own names.
 
     Args:
-        stages: the modules; one whose input is a tuple gets it as several arguments.
-        devices: where they stay, whatever `to` and `cpu` say. Fewer devices than stages take several each, about as
-            many parameters on each device. When not given, all stages go where the module goes; under `strategies.DDP`
-            process r of a node puts its n stages on the GPUs n r, n r + 1, ...
-        split_size: rows of a micro-batch. All devices compute at the same time, each another part of the batch. When
-            not given, the batch stays whole, and one device computes at a time.
-
-    Raises:
-        ValueError: a value can't be used, or two stages share a weight.
+        stages: the modules; a tuple as input becomes several arguments.
+        devices: of the stages; `to` and `cpu` don't move them. Fewer devices than stages take several stages each, with
+            about as many parameters on each device. When not given, all stages go where the module goes; under
+            `strategies.DDP` process r of a node puts its n stages on the GPUs n r, n r + 1, ...
+        split_size: rows of a micro-batch, so that all devices compute at the same time. When not given, the batch stays
+            whole, and one device computes at a time.
     """
 
     def __init__(
@@ -52,34 +49,29 @@ class ModelParallel(nn.Module):
             self.add_module(str(number), stage)
         self.split_size = split_size
         self.place(devices)
-        if split_size is not None and (listed := normalised(self)):
+        if split_size is not None and (listed := batch_norms(self)):
             advice = "GroupNorm's numbers are those of the whole batch"
             rank_zero_warn(f"{', '.join(listed)}: BatchNorm sees {split_size} rows, not the batch; {advice}")
 
-    # Where stages are
+    # Placement
 
     def place(self, devices: Sequence[torch.device | str] | None) -> None:
-        """Move the stages to these devices, to stay there; None: they stay where they are until the module is moved.
-
-        Raises:
-            ValueError: more devices than stages, or a weight that would be on two of them.
-        """
+        """Move the stages to these devices and keep them there; None: they stay until the module is moved."""
         stages = self._stages()
         if devices is not None and not 0 < len(devices) <= len(stages):
             raise ValueError(f"devices {[str(d) for d in devices]}: expected one to {len(stages)}, one for each stage")
-        costs = [sum(p.numel() for p in stage.parameters()) for stage in stages]
-        self._sizes = [1] * len(stages) if devices is None else sizes_by_cost(costs, len(devices))
+        self._sizes = [1] * len(stages) if devices is None else sizes_by_parameters(stages, len(devices))
         self._check()
         self.devices = None if devices is None else [torch.device(device) for device in devices]
         self._apply(lambda tensor: tensor)
 
     @property
     def num_stages(self) -> int:
-        """How many devices compute, or would."""
+        """The number of devices, or of stages if there are none."""
         return len(self._sizes)
 
     def _stages(self) -> list[nn.Module]:
-        """The modules; asked for anew, as others may replace some (SyncBatchNorm's conversion)."""
+        """The modules now: others may replace some, such as SyncBatchNorm's conversion."""
         return [module for module in self._modules.values() if module is not None]
 
     def _groups(self) -> list[list[nn.Module]]:
@@ -98,7 +90,7 @@ class ModelParallel(nn.Module):
                 raise ValueError(f"stages: expected that a weight belongs to one stage; {found}")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ModelParallel":
-        """What `to`, `double`, `cpu` and their like do: stages that have devices stay there."""
+        """Implements `to`, `double`, `cpu` and so on: stages that have devices stay there."""
         if self.devices is None:
             return super()._apply(fn, recurse)
         for device, group in zip(self.devices, self._groups(), strict=True):
@@ -108,17 +100,13 @@ class ModelParallel(nn.Module):
 
     def gathering(self) -> list[str]:
         """Names of the layers that compute over all ranks: BatchNorm other than torch's plain one."""
-        layers = {name: self.get_submodule(name) for name in normalised(self)}
+        layers = {name: self.get_submodule(name) for name in batch_norms(self)}
         return [name for name, layer in layers.items() if type(layer) not in PLAIN]
 
     # Computing
 
     def forward(self, *inputs: Tensor) -> Any:
-        """The last stage's output, a tensor or a tuple of tensors, on the last device.
-
-        Raises:
-            ValueError: what a stage gets is something else; or, of a batch that is split, an output has other rows.
-        """
+        """The last stage's output, on the last device; each stage returns a tensor or a tuple of tensors."""
         if self.split_size is None:
             return self._outputs([inputs], [nullcontext])[0]
         spans = _spans(len(inputs[0]), self.split_size)
@@ -147,10 +135,10 @@ class ModelParallel(nn.Module):
 
 
 def in_turn(splits: int, stages: int) -> Iterator[tuple[int, int]]:
-    """Split and stage of each computation, in the order in which GPUs are told of them; they don't wait in between.
+    """Micro-batch and stage of each computation, in the order in which they are queued on the GPUs.
 
-    In tick t stage s computes split t - s. The last stage is told first: a copy to its device waits for all that this
-    device has been told before, and then stage 1 goes on with split k + 1 while stage 2 has split k.
+    In tick t stage s computes micro-batch t - s. The last stage comes first: a copy to its device waits for all that is
+    queued there, and then stage 1 continues with micro-batch k + 1 while stage 2 has micro-batch k.
     """
     for tick in range(splits + stages - 1):
         for stage in reversed(range(stages)):
@@ -159,16 +147,9 @@ def in_turn(splits: int, stages: int) -> Iterator[tuple[int, int]]:
 
 
 def devices_of(process: int, stages: int, devices: Sequence[torch.device], gpus: int) -> list[torch.device]:
-    """The devices of one of a node's processes, whose module has some number of stages.
+    """The devices of a node's process, one for each stage of its module.
 
-    Args:
-        process: its number on the node.
-        stages: of the module.
-        devices: those that Lightning was told to use, one for each process of the node.
-        gpus: how many the node has.
-
-    Raises:
-        ValueError: there are too few GPUs, or they were chosen one by one.
+    Lightning has chosen `devices`, one for each process; ValueError if there are too few `gpus`, or gaps.
     """
     if devices[0].type != "cuda":
         return [devices[process]] * stages
@@ -182,7 +163,7 @@ def devices_of(process: int, stages: int, devices: Sequence[torch.device], gpus:
 
 
 def _spans(rows: int, size: int) -> list[tuple[int, int]]:
-    """First row and last + 1 of each split; one that is empty for an empty batch, as a rank can have."""
+    """First row and last + 1 of each micro-batch; one empty span for an empty batch, which a rank can have."""
     return list(itertools.pairwise([*range(0, rows, size), rows])) or [(0, 0)]
 
 

@@ -1,119 +1,207 @@
-"""Where ranks meet before they train: one store for those that are here now, whatever was left there before.
+"""Rendezvous: how ranks find each other, in a file or at rank 0's address, and share one store.
 
-A store may outlive the ranks that filled it: a file on a disk does, and so does the one that torchrun keeps for its
-workers over restarts. Read as it is, it sends ranks to the addresses of dead ones. So rank 0 draws a token for each
-meeting and gives it to those who ask now; all that follows is kept below that token.
+A store may outlive the ranks that filled it: a file does, and so does the store that torchrun keeps over restarts. Old
+entries would send ranks to the addresses of dead ones. So rank 0 draws a token for each rendezvous and gives it to
+whoever asks now; all keys of this rendezvous are below that token.
 """
 
+import os
 import secrets
 import socket
 import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment
 
-from strategies.base import stores
-
-PAUSE = 0.02  # seconds between two looks
-FAREWELL = 1.0  # seconds in which others hear why a meeting has failed, before the store goes
+FLAG, TIMEOUT_FLAG = "--trainer.strategy.init_method", "--trainer.strategy.timeout"
+BY_ENVIRONMENT = {None, "env://"}  # MASTER_ADDR and MASTER_PORT say where
+CONNECT_INTERVAL, POLL_INTERVAL = 0.2, 0.02  # seconds
+GRACE = 1.0  # seconds in which other ranks read why a rendezvous has failed, before the store goes
 
 
 class StartedTwiceError(ConnectionError):
-    """This rank is there already, and perhaps nobody else will notice."""
+    """This rank is there already, and perhaps no other rank notices."""
 
 
-def meet(
-    method: str | None,
-    address: tuple[str, int],
-    rank: int,
-    world_size: int,
-    timeout: float,
-    listening: socket.socket | None = None,
-) -> dist.Store:
-    """The store that all ranks share, once all of them have come.
+def check_init_method(method: str | None) -> None:
+    """Raise ValueError where an init_method is none of env://, tcp://HOST:PORT and file:///PATH."""
+    if method is None or method in BY_ENVIRONMENT:
+        return
+    try:
+        parts = urlsplit(method)
+        fits = {"tcp": bool(parts.hostname and parts.port), "file": not parts.netloc and len(parts.path) > 1}
+    except ValueError:  # a port that is no number, or too large
+        fits = {}
+    if not fits.get(method.partition("://")[0], False):
+        raise ValueError(f"init_method {method}: expected env://, tcp://HOST:PORT or file:///PATH")
 
-    Args:
-        method: an init_method; None and env:// stand for `address`.
-        address: host and port of rank 0, as the launcher tells them.
-        rank: of this process.
-        world_size: how many ranks there are.
-        timeout: seconds in which all have to come.
-        listening: rank 0's socket, where it has one already.
+
+def bind(host: str, port: int = 0, where: str = "") -> socket.socket:
+    """A listening socket on a port, or on any free one for 0; ConnectionError, about `where`, if the port is taken."""
+    local = host in {"127.0.0.1", "localhost"}
+    dual = not local and socket.has_dualstack_ipv6()
+    bound = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
+    try:
+        if dual:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        if port:  # connections of a run that has just ended don't block the port
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host if local else "", port))
+        bound.listen(4096)
+    except OSError as error:
+        bound.close()
+        raise ConnectionError(f"{where}: expected a port that is free; {os.strerror(error.errno or 0)}") from None
+    return bound
+
+
+def bind_master_port(environment: ClusterEnvironment) -> socket.socket:
+    """Bind MASTER_PORT, or a free port, and tell the environment and sub-processes its number."""
+    chooses = type(environment).main_port is LightningEnvironment.main_port  # a port that was free some time ago
+    port = os.environ.get("MASTER_PORT", "0") if chooses else str(environment.main_port)
+    bound = bind(environment.main_address, int(port), f"MASTER_PORT {port}")
+    os.environ["MASTER_PORT"] = str(bound.getsockname()[1])
+    if isinstance(environment, LightningEnvironment):
+        environment._main_port = bound.getsockname()[1]  # it caches the last launch's
+    return bound
+
+
+def rendezvous(
+    method: str | None, address: tuple[str, int], rank: int, world_size: int, timeout: float,
+    bound: socket.socket | None = None,
+) -> dist.Store:  # fmt: skip
+    """The store that all ranks share, once all of them have come, in `timeout` seconds.
+
+    The init_methods None and env:// stand for `address`, rank 0's, which may have `bound` a socket to it.
 
     Raises:
-        TimeoutError: nobody answers, or someone has not come.
-        ConnectionError: the port or the file can't be used, or a rank is there twice.
+        TimeoutError: rank 0 does not answer, or a rank is missing.
+        ConnectionError: the port or the file can't be used, or a rank was started twice.
     """
     deadline = time.monotonic() + timeout
     try:
-        store = stores.reach(method, address, rank, timeout, listening)
-        token = (
-            _receive(store, world_size, deadline, timeout)
-            if rank == 0
-            else _ask(store, rank, world_size, deadline, timeout)
-        )
+        meeting = _Rendezvous(_connect(method, address, rank, timeout, bound), rank, world_size, deadline, timeout)
+        token = meeting.lead() if rank == 0 else meeting.follow()
     except dist.DistError:
-        told = "expected rank 0 to stay until all ranks have come; it has gone"
-        raise ConnectionError(f"--trainer.strategy.timeout {timeout:g}: {told}") from None
-    return dist.PrefixStore(f"meeting/{token}", store)
+        expected = "expected rank 0 to stay until all ranks have come; it has gone"
+        raise ConnectionError(f"{TIMEOUT_FLAG} {timeout:g}: {expected}") from None
+    return dist.PrefixStore(f"rendezvous/{token}", meeting.store)
 
 
-def _receive(store: dist.Store, world_size: int, deadline: float, timeout: float) -> str:
-    """Rank 0's part: give the token to whoever asks, until all are here; those that asked in vain before are dead."""
-    token, asked = secrets.token_hex(8), dict[int, str]()
-    missing = list(range(1, world_size))
-    fault: OSError | None = None
-    while missing and fault is None:
-        time.sleep(PAUSE)
-        for rank in range(1, world_size):
-            request = _read(store, f"request/{rank}")
-            if request is not None and request != asked.get(rank):
-                asked[rank] = request
-                store.set(f"answer/{request}", token)
-        here = {rank: int(_read(store, f"here/{token}/{rank}") or 0) for rank in range(1, world_size)}
-        missing = [rank for rank, times in here.items() if not times]
-        if twice := [rank for rank, times in here.items() if times > 1]:
-            fault = ConnectionError(_twice(twice[0], world_size))
-        elif missing and time.monotonic() > deadline:
-            fault = TimeoutError(_late(missing, world_size, timeout))
-    store.set(f"outcome/{token}", "" if fault is None else f"{type(fault).__name__} {fault}")
-    if fault is not None:
-        time.sleep(FAREWELL)
-        raise fault
-    return token
+# The store
 
 
-def _twice(rank: int, world_size: int) -> str:
-    return f"rank {rank}: expected each of the {world_size} ranks once; this one was started twice"
+def _connect(
+    method: str | None, address: tuple[str, int], rank: int, timeout: float, bound: socket.socket | None
+) -> dist.Store:
+    if method is None or method in BY_ENVIRONMENT:
+        return _tcp_store(*address, f"MASTER_ADDR {address[0]} MASTER_PORT {address[1]}", rank, timeout, bound)
+    parts = urlsplit(method)
+    if parts.scheme == "tcp":
+        return _tcp_store(str(parts.hostname), int(parts.port or 0), f"{FLAG} {method}", rank, timeout, None)
+    path = Path(parts.path)
+    if not path.parent.is_dir() or path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConnectionError(f"{FLAG} {method}: expected a file that can be written, in a folder that is there")
+    return dist.FileStore(str(path), -1)  # -1: never removed, so that no late rank can lose it
 
 
-def _late(missing: list[int], world_size: int, timeout: float) -> str:
-    names = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} have"
-    return f"--trainer.strategy.timeout {timeout:g}: expected {world_size} ranks within that time; {names} not come"
+def _tcp_store(
+    host: str, port: int, where: str, rank: int, timeout: float, bound: socket.socket | None
+) -> dist.TCPStore:
+    limit, agent = timedelta(seconds=timeout), (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
+    served_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and agent == (host, str(port))
+    if rank > 0 or served_by_agent:
+        _wait_for_server(host, port, where, timeout)
+        return dist.TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
+    # Rank 0 connects to itself: a name need not resolve. Others in this process, such as RPC, can share the port.
+    own = host if bound is None else "127.0.0.1"
+    fd = bind(host, port, where).detach() if bound is None else os.dup(bound.fileno())
+    return dist.TCPStore(
+        own, port, is_master=True, timeout=limit, wait_for_workers=False, multi_tenant=True, master_listen_fd=fd
+    )
 
 
-def _ask(store: dist.Store, rank: int, world_size: int, deadline: float, timeout: float) -> str:
-    """Another rank's part: ask for the token, tell that it is here, and wait for all."""
-    request = secrets.token_hex(8)
-    while (token := _read(store, f"answer/{request}")) is None:
-        if _read(store, f"request/{rank}") != request:
-            store.set(f"request/{rank}", request)  # again, where another one of this number has put its own there
-        _pause(deadline, timeout)
-    if store.add(f"here/{token}/{rank}", 1) > 1:  # the first one may be under way already
-        raise StartedTwiceError(_twice(rank, world_size))
-    while (outcome := _read(store, f"outcome/{token}")) is None:
-        _pause(deadline + 2 * FAREWELL, timeout)  # rank 0 knows better who is missing
-    if outcome:
-        kind, _, told = outcome.partition(" ")
-        raise (TimeoutError if kind == "TimeoutError" else ConnectionError)(told)
-    return token
+def _wait_for_server(host: str, port: int, where: str, timeout: float) -> None:
+    """Wait until rank 0 listens; torch's own client logs many lines meanwhile."""
+    deadline, why = time.monotonic() + timeout, "nobody did"
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            socket.create_connection((host, port), timeout=left).close()
+            return
+        except OSError as error:
+            why = str(error.strerror) if isinstance(error, socket.gaierror) else "nobody did"
+        time.sleep(min(CONNECT_INTERVAL, max(left, 0)))
+    raise TimeoutError(f"{where}: expected rank 0 to answer there within {timeout:g} s ({TIMEOUT_FLAG}); {why}")
 
 
-def _read(store: dist.Store, key: str) -> str | None:
-    return store.get(key).decode() if store.check([key]) else None
+# The token
 
 
-def _pause(deadline: float, timeout: float) -> None:
-    if time.monotonic() > deadline:
-        told = "expected an answer of rank 0 within that time; it has not come, or has all its ranks"
-        raise TimeoutError(f"--trainer.strategy.timeout {timeout:g}: {told}")
-    time.sleep(PAUSE)
+@dataclass
+class _Rendezvous:
+    store: dist.Store
+    rank: int
+    world_size: int
+    deadline: float
+    timeout: float
+
+    def lead(self) -> str:
+        """Rank 0's part: give the token to each request, until all ranks are here. Old requests have no reader."""
+        token, answered = secrets.token_hex(8), set[str]()
+        missing = list(range(1, self.world_size))
+        error: OSError | None = None
+        while missing and error is None:
+            time.sleep(POLL_INTERVAL)
+            for rank in range(1, self.world_size):
+                request = self._get(f"request/{rank}")
+                if request is not None and request not in answered:
+                    answered.add(request)
+                    self.store.set(f"answer/{request}", token)
+            here = {rank: int(self._get(f"here/{token}/{rank}") or 0) for rank in range(1, self.world_size)}
+            missing = [rank for rank, times in here.items() if not times]
+            if twice := [rank for rank, times in here.items() if times > 1]:
+                error = ConnectionError(self._twice(twice[0]))
+            elif missing and time.monotonic() > self.deadline:
+                error = TimeoutError(self._late(missing))
+        self.store.set(f"outcome/{token}", "" if error is None else f"{type(error).__name__} {error}")
+        if error is not None:
+            time.sleep(GRACE)
+            raise error
+        return token
+
+    def follow(self) -> str:
+        """Another rank's part: ask for the token, count itself, and wait for all."""
+        request = secrets.token_hex(8)
+        while (token := self._get(f"answer/{request}")) is None:
+            if self._get(f"request/{self.rank}") != request:
+                self.store.set(f"request/{self.rank}", request)  # again, if another process of this rank replaced it
+            self._wait(self.deadline)
+        if self.store.add(f"here/{token}/{self.rank}", 1) > 1:  # the first one may be training already
+            raise StartedTwiceError(self._twice(self.rank))
+        while (outcome := self._get(f"outcome/{token}")) is None:
+            self._wait(self.deadline + 2 * GRACE)  # rank 0 knows who is missing
+        if outcome:
+            kind, _, message = outcome.partition(" ")
+            raise (TimeoutError if kind == "TimeoutError" else ConnectionError)(message)
+        return token
+
+    def _get(self, key: str) -> str | None:
+        return self.store.get(key).decode() if self.store.check([key]) else None
+
+    def _wait(self, deadline: float) -> None:
+        if time.monotonic() > deadline:
+            expected = "expected an answer of rank 0 within that time; it has not come, or has all its ranks"
+            raise TimeoutError(f"{TIMEOUT_FLAG} {self.timeout:g}: {expected}")
+        time.sleep(POLL_INTERVAL)
+
+    def _twice(self, rank: int) -> str:
+        return f"rank {rank}: expected each of the {self.world_size} ranks once; this one was started twice"
+
+    def _late(self, missing: list[int]) -> str:
+        names = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} have"
+        expected = f"expected {self.world_size} ranks within that time"
+        return f"{TIMEOUT_FLAG} {self.timeout:g}: {expected}; {names} not come"

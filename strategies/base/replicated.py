@@ -10,30 +10,29 @@ from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from strategies.base.data_parallel import DataParallel
+from strategies.base.averaging import AveragesGradients
 from strategies.base.model_parallel import ModelParallel, devices_of
 
-# Options of the wrapper that have no name in the class below; where it is, the strategy says itself.
+# Options of DistributedDataParallel that pass through `**kwargs`; the strategy sets the devices.
 WRAPPER = inspect.signature(DistributedDataParallel).parameters.keys() - {"module", "device_ids", "output_device"}
 
 HOOK = "ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"
 
 
-class Replicated(DataParallel):
+class Replicated(AveragesGradients):
     """Wraps the module in DistributedDataParallel, which averages gradients while backward runs.
 
-    A module that is split over several devices (ModelParallel) is one on every rank: each has GPUs of its own, as many
-    as there are stages, and batches go to the last of them.
+    A rank whose module is a ModelParallel has as many GPUs as that has stages; batches go to the last.
 
     Args:
-        find_unused_parameters: look at each step for parameters that the loss does not depend on.
-        static_graph: the same parameters are used at every step, which spares some work.
-        gradient_as_bucket_view: let gradients lie where they are sent from, which saves their memory once.
+        find_unused_parameters: look in each step for parameters that the loss does not depend on.
+        static_graph: the same parameters are used at every step, which saves some work.
+        gradient_as_bucket_view: keep gradients in the buffers they are sent from, which saves their memory once.
         bucket_cap_mb: MiB of gradients that are sent together; torch's choice when not given.
-        ddp_comm_state: what the hook gets beside a bucket.
-        ddp_comm_hook: sends a bucket of gradients in DistributedDataParallel's place.
-        ddp_comm_wrapper: makes another hook of it.
-        model_averaging_period: steps between two averagings of the parameters; for a PostLocalSGDState alone.
+        ddp_comm_state: the state that the hook gets.
+        ddp_comm_hook: communicates a bucket of gradients.
+        ddp_comm_wrapper: wraps the hook.
+        model_averaging_period: steps between two averagings of the parameters; only for a PostLocalSGDState.
         **kwargs: DistributedDataParallel's other options, and DataParallel's.
     """
 
@@ -61,33 +60,28 @@ class Replicated(DataParallel):
             "bucket_cap_mb": bucket_cap_mb,
         }
         self._splits: list[ModelParallel] = []
-        self._dealt: list[ModelParallel] = []  # those of them that this strategy gives devices to
+        self._unplaced: list[ModelParallel] = []  # those whose devices this strategy chooses
         self._split_devices: list[torch.device] | None = None
 
     def configure_ddp(self) -> None:
-        """Wrap the module; a share without rows has gradients in another memory order, which is no news to the user."""
+        """Wrap the module."""
+        # A share without rows has gradients in another memory order.
         warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides", UserWarning)
-        self._pl_static_graph_delay_done = False  # Lightning's own note of what the last wrapper has done
+        self._pl_static_graph_delay_done = False  # Lightning's flag for the last wrapper
         super().configure_ddp()
         self._averaged = self._ever_trained()
 
     def _average_more(self, batch_idx: int) -> None:
-        """Wrap the module again. Nothing is sent: replicas are equal, or differ on purpose, as LocalSGD's do.
-
-        Raises:
-            ValueError: the old wrapper knows which parameters were used in batches that are still accumulated.
-        """
-        assert self.lightning_module is not None
+        """Wrap the module again, without a broadcast: replicas are equal, or differ on purpose as in LocalSGD."""
         options, flags = self._ddp_kwargs, {p: p.requires_grad for p in self._ever_trained()}
-        if options["find_unused_parameters"] and batch_idx % self.lightning_module.trainer.accumulate_grad_batches:
-            expected = (
-                "with find_unused_parameters expected parameters to be unfrozen at the first of accumulated batches"
-            )
-            raise ValueError(f"batch {batch_idx}: {expected}")
+        if options["find_unused_parameters"] and batch_idx % self._trainer.accumulate_grad_batches:
+            # Only the old wrapper knows which parameters the accumulated batches have used.
+            expected = "expected parameters to be unfrozen at the first of accumulated batches"
+            raise ValueError(f"batch {batch_idx}: with find_unused_parameters {expected}")
         try:
             for p in flags:
                 p.requires_grad_(True)
-            self.model, self._ddp_kwargs = self.lightning_module, options | {"init_sync": False}
+            self.model, self._ddp_kwargs = self._module, options | {"init_sync": False}
             self.configure_ddp()
         finally:
             self._ddp_kwargs = options
@@ -95,28 +89,24 @@ class Replicated(DataParallel):
                 p.requires_grad_(flag)
 
     def _register_ddp_hooks(self) -> None:
-        """Register the communication hook on any device: Lightning's own ignores it on CPU in silence."""
+        """Register the communication hook on any device; Lightning silently ignores it on CPU."""
         if self._ddp_comm_hook is not None:
             assert isinstance(self.model, DistributedDataParallel)
-            hook = self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper
-            _register_ddp_comm_hook(self.model, *hook)
+            _register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
 
-    # A module that is split over several devices
+    # A module split over several devices
 
     @property
     def root_device(self) -> torch.device:
-        """Where batches go, and all that no part of a split module has: the last of its devices."""
+        """The last of a split module's devices, for batches and all parameters that are not in a stage."""
         return super().root_device if self._split_devices is None else self._split_devices[-1]
 
     def setup_environment(self) -> None:
-        """Choose this rank's devices, and join the process group.
-
-        Raises:
-            ValueError: there are not enough of them.
-        """
+        """Choose this rank's devices and join the process group."""
         self._splits = self._split_parts()
-        self._dealt = [split for split in self._splits if split.devices is None]
-        self._split_devices = self._devices_to_deal() if self._dealt else next((s.devices for s in self._splits), None)
+        self._unplaced = [split for split in self._splits if split.devices is None]
+        placed = next((split.devices for split in self._splits), None)
+        self._split_devices = self._devices_of_stages() if self._unplaced else placed
         if len(set(self._split_devices or [])) > 1 and not self._on_several_devices():
             raise ValueError("strategy: expected plain ddp, without exact, for a ModelParallel on several GPUs")
         super().setup_environment()
@@ -126,38 +116,29 @@ class Replicated(DataParallel):
         return True
 
     def _split_parts(self) -> list[ModelParallel]:
-        assert self.lightning_module is not None
-        return [part for part in self.lightning_module.modules() if isinstance(part, ModelParallel)]
+        return [part for part in self._module.modules() if isinstance(part, ModelParallel)]
 
-    def _devices_to_deal(self) -> list[torch.device]:
+    def _devices_of_stages(self) -> list[torch.device]:
         assert self.parallel_devices is not None
-        sizes = sorted({split.num_stages for split in self._dealt})
+        sizes = sorted({split.num_stages for split in self._unplaced})
         if len(sizes) > 1:
             raise ValueError(f"ModelParallel: expected one number of stages throughout a module, got {sizes}")
         return devices_of(self.local_rank, sizes[0], self.parallel_devices, torch.cuda.device_count())
 
     def _bound_device(self) -> torch.device | None:
-        """None for a rank that has several: bound to one of them NCCL refuses tensors of another."""
+        """None for a rank with several devices: bound to one of them NCCL refuses tensors of another."""
         return super()._bound_device() if self._split_devices is None else None
 
     def model_to_device(self) -> None:
-        """Move the module to this rank's device, and each stage of a split one to its own.
-
-        Raises:
-            ValueError: it was split when devices had been chosen.
-        """
+        """Move the module to this rank's device, and each stage of a split module to its own."""
         if any(split not in self._splits for split in self._split_parts()):
             raise ValueError("ModelParallel: expected it to be made in the module's constructor, not in a later hook")
-        for split in self._dealt:
+        for split in self._unplaced:
             split.place(self._split_devices)
         super().model_to_device()
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        """Wrap the module; one on several devices moves its inputs by itself.
-
-        Raises:
-            ValueError: a layer computes over all ranks, some of which would have fewer splits than others.
-        """
+        """Wrap the module; a split one moves its inputs by itself."""
         for split in self._splits if self.world_size > 1 else []:
             if split.split_size is not None and (layers := split.gathering()):
                 why = f"as {layers[0]} computes over all ranks, and they can have different numbers of splits"
@@ -167,15 +148,15 @@ class Replicated(DataParallel):
         return DistributedDataParallel(model, **self._ddp_kwargs)
 
     def on_train_start(self) -> None:
-        """Bring optimizer states, which Lightning has put on one device, to their parameters."""
+        """Move optimizer states, which Lightning has loaded to one device, to their parameters' devices."""
         for optimizer in self.optimizers if self._split_devices else []:
             for p, state in optimizer.state.items():
                 moved = {key: x.to(p.device) for key, x in state.items() if isinstance(x, Tensor) and key != "step"}
                 state.update(moved)
 
     def teardown(self) -> None:
-        """Let go of the devices."""
-        for split in self._dealt:
+        """Release the devices."""
+        for split in self._unplaced:
             split.place(None)
         super().teardown()
-        self._splits, self._dealt, self._split_devices = [], [], None
+        self._splits, self._unplaced, self._split_devices = [], [], None

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from torchmetrics import Metric
 
 from apprentice import replicas
-from strategies.base.agreeing import SYNCHRONISE
+from strategies.base.shared_replica import SYNCHRONISE
 from strategies.exact.base import ExactBase
 from strategies.exact.captured_logs import LogCall, capture_logs
 from strategies.exact.collectives import refuse_collectives

@@ -98,7 +98,7 @@ class Exact(ShardedTraining, RoundRobinEvaluation):
         if self.exact is not None:
             self.check_module(self._module)
             self._replace_loops(trainer)
-            self._draw_alike()
+            self._broadcast_random_states()
         if self._needs_no_group:
             Strategy.setup(self, trainer)
         else:

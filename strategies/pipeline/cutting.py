@@ -57,6 +57,6 @@ def warn_of_other_numbers(module: LightningModule, splits_batches: bool) -> None
     if noisy := keyed.unkeyed(module):
         advice = "its numbers depend on the stages; those of apprentice.keyed.Dropout do not"
         rank_zero_warn(f"{', '.join(noisy)}: noise from torch's generator; {advice}")
-    if splits_batches and (normalised := stages.normalised(module)):
+    if splits_batches and (normalised := stages.batch_norms(module)):
         advice = "GroupNorm's numbers are those of one device"
         rank_zero_warn(f"{', '.join(normalised)}: BatchNorm sees a micro-batch, not the batch; {advice}")

@@ -99,7 +99,7 @@ class PipelineStrategy(PipelineTraining):
         return False
 
     @property
-    def _hands_over(self) -> bool:
+    def _returns_predictions(self) -> bool:
         return self.global_rank % self.pipeline_size == 0
 
     def _check_devices(self) -> None:
@@ -142,10 +142,10 @@ class PipelineStrategy(PipelineTraining):
         self.check_module(self._module)
         if self.exact is not None:
             self._replace_loops(trainer)
-            self._draw_alike()
+            self._broadcast_random_states()
         elif self.data_parallel_size == 1:
-            self._read_whole(trainer)
-        self._share_metrics(replicas.group())
+            self._read_whole_batches(trainer)
+        self._set_metrics_group(replicas.group())
         self._interrupted = False
         self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
         Strategy.setup(self, trainer)
@@ -272,7 +272,7 @@ class PipelineStrategy(PipelineTraining):
         try:
             if placement is not None:
                 placement.restore(gather=not self._interrupted)
-            self._share_metrics(None)
+            self._set_metrics_group(None)
         finally:
             replicas.set_group(None)
             super().teardown()

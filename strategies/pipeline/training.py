@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from apprentice import keyed, replicas
-from strategies.base.agreeing import SharedReplica
 from strategies.base.gradients import averaged, handed_over, set_aside
+from strategies.base.shared_replica import SharedReplica
 from strategies.exact import Exact
 from strategies.exact.collectives import allow_collectives, refuse_collectives
 from strategies.exact.running_statistics import RunningStatistics

@@ -1,13 +1,13 @@
-"""A process-group backend in Python: every collective is made of messages from one rank to another.
+"""A process-group backend in Python: every collective consists of messages between two ranks.
 
     from strategies import ring
 
     ring.register()
     torch.distributed.init_process_group("ring")
 
-All of torch.distributed works on it as on gloo, for tensors in a CPU's memory: it is there to be read. `links` sends
-and receives, `algorithms` are the collectives, `queue` runs them one after the other beside the caller, and `group` is
-what torch calls.
+All of torch.distributed works on it as on gloo, for tensors in a CPU's memory. It is made to be read: `links` sends
+and receives, `algorithms` are the collectives, `queue` runs them in order beside the caller, `reductions` are torch's
+sum, maximum and so on, and torch calls `group`, over `process_group`.
 """
 
 from strategies.ring.group import NAME, UNCHUNKED, RingGroup, UnchunkedGroup, register

@@ -1,4 +1,4 @@
-"""Collectives that run one after the other, in the order of their calls, in a thread beside the one that called."""
+"""Collectives that run in the order of their calls, in a thread beside the caller."""
 
 import threading
 import weakref
@@ -15,47 +15,38 @@ NO_TIMEOUT = timedelta(0)
 
 
 class Collective(dist.Work):
-    """One that was called, as torch hands it to the caller.
-
-    Args:
-        name: of the call.
-        run: does it.
-        tensors: where its result will be.
-    """
+    """A collective that was called, as torch returns it to the caller; `run` computes `tensors`."""
 
     def __init__(self, name: str, run: Callable[[], None], tensors: list[Tensor]) -> None:
         super().__init__()
-        self._name, self._run, self._tensors = name, run, tensors
-        self._ended = threading.Event()
+        self._name, self._tensors = name, tensors
+        self._run: Callable[[], None] | None = run
+        self._done = threading.Event()
         self._error: Exception | None = None
         self._end: Future[None] = Future()
-        # An error that is raised here reaches DDP's reducer as one; `set_exception` reaches only Python.
-        self._future = self._end.then(self._outcome)
+        # An error raised in a callback reaches DDP's reducer; `set_exception` reaches only Python.
+        self._future = self._end.then(lambda _: self.result())
 
     def run(self) -> None:
-        """Do it, and wake those who wait for it."""
+        """Execute it, and wake those who wait for it."""
+        assert self._run is not None
         try:
-            with torch.inference_mode():  # takes tensors of inference, too, and keeps no graph
+            with torch.inference_mode():  # accepts inference tensors, too, and keeps no graph
                 self._run()
-        except Exception as error:  # noqa: BLE001 - it is raised where the collective is waited for
+        except Exception as error:  # noqa: BLE001 - raised where the collective is waited for
             self._error = error
-        self._run = _nothing  # lets go of what it was called with
-        self._ended.set()
+        self._run = None  # releases its arguments
+        self._done.set()
         self._end.set_result(None)
-
-    def _outcome(self, _end: object) -> list[Tensor]:
-        if self._error is not None:
-            raise self._error
-        return self._tensors
 
     # torch's names
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Return when it is done; raise what it raised."""
+        """Wait until it is done; raise its error."""
         seconds = timeout.total_seconds() or None
-        if not self._ended.wait(seconds):
+        if not self._done.wait(seconds):
             raise RuntimeError(f"Timed out waiting {1000 * (seconds or 0):.0f}ms for {self._name} to complete")
-        self._outcome(None)
+        self.result()
         return True
 
     def get_future(self) -> Future:
@@ -63,66 +54,59 @@ class Collective(dist.Work):
         return self._future
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or not."""
-        return self._ended.is_set()
+        """Whether it has ended."""
+        return self._done.is_set()
 
     def is_success(self) -> bool:
-        """Whether it has ended well."""
-        return self._ended.is_set() and self._error is None
+        """Whether it has ended without an error."""
+        return self._done.is_set() and self._error is None
 
     def exception(self) -> Exception | None:
-        """What it raised."""
+        """Its error."""
         return self._error
 
     def result(self) -> list[Tensor]:
-        """Its tensors."""
+        """Its tensors; raises its error."""
+        if self._error is not None:
+            raise self._error
         return self._tensors
 
 
 class Queue:
-    """A thread that runs collectives; it ends when the queue is closed or no longer used."""
+    """A thread that runs collectives, and ends when the queue is closed or garbage-collected."""
 
     def __init__(self) -> None:
-        self._lines = _Lines()
-        self._thread = threading.Thread(target=self._lines.work_off, name="ring", daemon=True)
+        self._shared = _Shared()
+        self._thread = threading.Thread(target=self._shared.work, name="ring", daemon=True)
         self._thread.start()
-        self.close = weakref.finalize(self, self._lines.waiting.put, None)
+        self.close = weakref.finalize(self, self._shared.waiting.put, None)
 
     def add(self, collective: Collective, at_once: bool) -> Collective:
-        """Have it run when those before it have ended.
-
-        Args:
-            collective: to be run.
-            at_once: whether its caller waits for it: it is run here, if none is before it, which spares two changes of
-                threads.
-        """
-        if threading.current_thread() is self._thread:  # called in what follows on another one
+        """Run a collective after those before it; `at_once` in the caller's thread, which waits, if there are none."""
+        if threading.current_thread() is self._thread:  # called in a callback of another one
             collective.run()
             return collective
-        with self._lines.lock:
-            if at_once and not self._lines.unfinished:
+        with self._shared.lock:
+            if at_once and not self._shared.unfinished:
                 collective.run()
             else:
-                self._lines.unfinished += 1
-                self._lines.waiting.put(collective)
+                self._shared.unfinished += 1
+                self._shared.waiting.put(collective)
         return collective
 
 
-class _Lines:
-    """What the thread shares with those who call, and does not keep the queue alive by."""
+class _Shared:
+    """State that the thread shares with callers, without a reference to the queue."""
 
     def __init__(self) -> None:
         self.waiting: SimpleQueue[Collective | None] = SimpleQueue()
         self.lock = threading.RLock()
         self.unfinished = 0
 
-    def work_off(self) -> None:
-        """Run what comes, in order."""
+    def work(self) -> None:
+        """Run collectives in order."""
         while (collective := self.waiting.get()) is not None:
             collective.run()
-            del collective  # else it would be kept until the next one comes
+            del collective  # not kept until the next one comes
             with self.lock:
                 self.unfinished -= 1
-
-
-def _nothing() -> None: ...

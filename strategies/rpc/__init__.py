@@ -1,1 +1,1 @@
-"""What strategies over torch.distributed.rpc are made of: its agents, and who waits for whom."""
+"""Parts of the strategies over torch.distributed.rpc: agents, queues of remote calls, replicas on workers."""

@@ -1,5 +1,7 @@
-"""A replica of a module on a worker, and what a master asks of it by remote references."""
+"""A worker's replica of a module, and the remote calls by which the master uses it."""
 
+import logging
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,32 +13,24 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from strategies.base import stages
-from strategies.rpc.main_thread import MainThreadQueue
+from strategies.base.gradients import parameters_of
+from strategies.rpc import agents
+from strategies.rpc.queues import MainThreadQueue
 
 
 class Replica:
-    """A module's `forward`, on one device or in stages on several.
-
-    Args:
-        module: what is computed.
-        devices: of the stages; None: the module stays whole, where it is.
-
-    Raises:
-        ValueError: it can't be cut so.
-    """
+    """A module's `forward`: in stages on `devices`, or, without any, whole and where it is."""
 
     def __init__(self, module: LightningModule, devices: Sequence[torch.device] | None = None) -> None:
         self.module = module
-        self._stages: list[tuple[torch.device, list[nn.Module]]] = []
-        if devices is not None:
-            groups = cut(module, len(devices))
-            self._stages = list(zip(devices, groups, strict=True))
-            for device, group in self._stages:
-                for part in group:
-                    part.to(device)
+        groups = [] if devices is None else cut(module, len(devices))
+        self._stages = list(zip(devices or [], groups, strict=True))
+        for device, group in self._stages:
+            for part in group:
+                part.to(device)
 
     def __call__(self, *inputs: Tensor) -> Any:
-        """What the module makes of inputs, rows first."""
+        """The module's output."""
         if not self._stages:
             return type(self.module).forward(self.module, *inputs)
         x: Any = inputs
@@ -53,82 +47,95 @@ def cut(module: LightningModule, count: int) -> list[list[nn.Module]]:
     modules: list[nn.Module] = list(module.pipeline_stages())  # type: ignore[operator]
     if len(modules) < count:
         raise ValueError(f"devices_per_worker {count}: expected at most the {len(modules)} stages of {name}")
-    sizes = stages.sizes_by_cost([sum(p.numel() for p in m.parameters()) for m in modules], count)
-    groups = stages.grouped(modules, sizes)
+    groups = stages.grouped(modules, stages.sizes_by_parameters(modules, count))
     stages.check(module, groups)
     return groups
 
 
 class Worker:
-    """What a master holds a remote reference to, one on each worker.
+    """The object on each worker to which the master holds a remote reference; no optimizer if nothing is trained."""
 
-    Args:
-        desk: where the worker's main thread attends to calls.
-        optimizer: the worker's own; None where nothing is trained.
-    """
-
-    def __init__(self, desk: MainThreadQueue, optimizer: Optimizer | None = None) -> None:
-        self.desk, self.optimizer = desk, optimizer
+    def __init__(self, calls: MainThreadQueue, optimizer: Optimizer | None = None) -> None:
+        self.calls, self.optimizer = calls, optimizer
 
     def forward(self, *inputs: Tensor) -> tuple[Any, str]:
-        """What the replica makes of some rows, on the CPU; or, in words, how it failed."""
+        """The replica's output for some rows, on the CPU, and ""; or None and the error."""
         try:
-            output = self.desk.call("forward", *inputs)
+            output = self.calls.call("forward", *inputs)
         except Exception as error:  # noqa: BLE001 - it is raised on both sides, here by the main thread
             return None, f"{type(error).__name__}: {error}"
         return tree_map(lambda leaf: _sendable(leaf) if isinstance(leaf, Tensor) else leaf, output), ""
 
     def parameters(self) -> list[Any]:
-        """Remote references to what is trained."""
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        return [rpc.RRef(p) for group in groups for p in group["params"]]
+        """Remote references to the trained parameters."""
+        return [rpc.RRef(p) for p in (parameters_of(self.optimizer) if self.optimizer else [])]
 
 
 def _sendable(tensor: Tensor) -> Tensor:
-    """The tensor on the CPU; a view of no rows as a tensor of its own, as its offset would abort who receives it."""
+    """The tensor on the CPU; an empty view is copied, as its offset would abort the receiver."""
     return (tensor if tensor.numel() else tensor.clone()).cpu()
 
 
+_local: list[Worker] = []  # this process's, if any: a remote call reaches a process, not an object
+
+
+def set_local_worker(worker: Worker | None) -> None:
+    """Make `worker` this process's own; None: it has none."""
+    _local[:] = [] if worker is None else [worker]
+
+
+def local_worker() -> Worker:
+    """This process's worker."""
+    return _local[0]
+
+
+# The master's calls
+
+
+def connect(ranks: Sequence[int]) -> list[Any]:
+    """Remote references to the workers of these ranks."""
+    return [rpc.remote(agents.worker_name(rank), local_worker) for rank in ranks]
+
+
 def call(method: Callable[..., Any], worker: Any, *args: Any) -> Any:
-    """A future of what a method of a worker gives, called where the worker is.
+    """A future of a method's result, called on a remote reference's owner.
 
-    `worker.rpc_async()` would ask for the worker's type first, and make the first call outside of the thread whose
-    distributed autograd is to know of it: it loses its gradients without a word (torch 2.15).
+    `worker.rpc_async()` would first ask for the worker's type, and make the first call outside the thread whose
+    distributed autograd context records it: its gradients are silently lost (torch 2.15).
     """
-    return rpc.rpc_async(worker.owner(), _called, args=(method, worker, *args))
+    return rpc.rpc_async(worker.owner(), _call_local, args=(method, worker, *args))
 
 
-def _called(method: Callable[..., Any], worker: Any, *args: Any) -> Any:
+def _call_local(method: Callable[..., Any], worker: Any, *args: Any) -> Any:
     return method(worker.local_value(), *args)
 
 
-_employed: Worker | None = None
+def load_distributed_optimizer() -> Any:
+    """The class of torch: imported late, as that is slow, and without hints and warnings about torch's own parts."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch.distributed.optim import DistributedOptimizer
+    logging.getLogger(DistributedOptimizer.__module__).addFilter(_is_no_hint)
+    return DistributedOptimizer
 
 
-def employ(worker: Worker | None) -> None:
-    """Have `worker` work in this process from now on; None: no longer."""
-    global _employed  # noqa: PLW0603 - calls from elsewhere reach a process, not an object
-    _employed = worker
+def _is_no_hint(record: logging.LogRecord) -> bool:
+    """Whether a record is not the hint that `LocalOptimizer` has no functional form."""
+    return record.args != (LocalOptimizer,)
 
 
-def employed() -> Worker:
-    """This process's worker."""
-    assert _employed is not None
-    return _employed
+def distributed_optimizer(workers: Sequence[Any]) -> Any:
+    """A DistributedOptimizer over the workers' optimizers."""
+    calls = [call(Worker.parameters, worker) for worker in workers]
+    parameters = [p for rank, future in enumerate(calls, 1) for p in agents.wait(future, rank)]
+    return load_distributed_optimizer()(LocalOptimizer, parameters)
 
 
-class LocalStep:
-    """What DistributedOptimizer takes for the optimizer of a worker: the step of the one that Lightning has there.
+class LocalOptimizer:
+    """The optimizer class for DistributedOptimizer: it steps the worker's own, with its groups and learning rates."""
 
-    torch's would make optimizers of its own, which have neither parameter groups nor learning-rate schedules.
-
-    Args:
-        parameters: those whose gradients are in the context of distributed autograd; of no interest here.
-    """
-
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self.parameters = parameters
+    def __init__(self, parameters: Sequence[Tensor]) -> None: ...
 
     def step(self) -> None:
-        """Have the main thread step."""
-        employed().desk.call("step")
+        """Step in the main thread."""
+        local_worker().calls.call("step")

@@ -1,1 +1,1 @@
-"""What FSDP and HSDP do to a module: wrap it, make it whole again, recompute activations."""
+"""What FSDP and HSDP do to a module: shard it, make it whole again, recompute activations."""

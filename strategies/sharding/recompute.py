@@ -1,4 +1,4 @@
-"""Activation checkpointing: backward computes a layer again instead of keeping what it computed."""
+"""Activation checkpointing: backward recomputes a layer instead of storing its activations."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -10,26 +10,23 @@ from torch.utils.checkpoint import checkpoint
 
 
 def recompute(layer: nn.Module) -> None:
-    """Keep only the layer's inputs for backward. No parameter, name or result changes, and no noise."""
-    contexts = partial(_contexts, layer)
-    again = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=contexts)
-    layer.forward = again
+    """Store only the layer's inputs for backward; parameters, names, results and noise stay the same."""
 
+    def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:  # of forward and of the recomputation
+        return nullcontext(), _same_conditions(layer, copy_context())
 
-def _contexts(layer: nn.Module) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """What the layer is computed in, and in what again."""
-    return nullcontext(), _as_before(layer, copy_context())
+    layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=contexts)
 
 
 @contextmanager
-def _as_before(layer: nn.Module, context: Context) -> Iterator[None]:
-    """In these context variables, which key noise; a buffer, as BatchNorm's averages, does not move a second time."""
+def _same_conditions(layer: nn.Module, context: Context) -> Iterator[None]:
+    """Restore the context variables, which key noise, and keep buffers, such as BatchNorm's, from a second update."""
     tokens = [(variable, variable.set(value)) for variable, value in context.items()]
     buffers = [(buffer, buffer.clone()) for buffer in layer.buffers()]
     try:
         yield
     finally:
         for buffer, value in buffers:
-            buffer.data.copy_(value)  # `data`: autograd refuses buffers that it has saved and then sees change
+            buffer.data.copy_(value)  # `data`: autograd refuses changes of buffers that it has saved
         for variable, token in tokens:
             variable.reset(token)

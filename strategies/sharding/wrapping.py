@@ -1,4 +1,4 @@
-"""Which modules are sharded together, and how they become whole again."""
+"""Sharding a module in units, and undoing it."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +14,7 @@ Shard = Callable[[nn.Module, bool], None]
 
 
 def units(module: nn.Module) -> list[nn.Module]:
-    """The modules with parameters to shard: of those that `module.sharded_modules()` returns, else of its children."""
+    """The modules to shard: those with parameters of `module.sharded_modules()`, or of its children."""
     named = getattr(module, "sharded_modules", None)
     if named is not None:
         return [m for m in named() if _has_parameters(m)]
@@ -28,7 +28,7 @@ def units(module: nn.Module) -> list[nn.Module]:
 
 
 def layers(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost members with parameters of the sequences and lists in a module."""
+    """The outermost members with parameters of each `nn.Sequential` and `nn.ModuleList` in a module."""
     for child in module.children():
         if not (isinstance(module, nn.Sequential | nn.ModuleList) and _is_called(child)):
             yield from layers(child)
@@ -37,7 +37,7 @@ def layers(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Whether it has a forward: lists and dictionaries of modules have none."""
+    """Whether it has a forward, unlike lists and dictionaries of modules."""
     return type(module).forward is not nn.Module.forward
 
 
@@ -46,17 +46,11 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 class Sharding:
-    """A module while its parameters are sharded.
+    """Shards a module's parameters until `undo`.
 
-    What `fully_shard` adds to modules (classes, hooks, attributes) is found by comparison, and so can be taken away
-    again, for which torch has no call.
+    torch can't undo `fully_shard`: the classes, hooks and attributes that it adds are found by comparison.
 
-    Args:
-        module: has the same parameters on all ranks.
-        shard: shards a module in place, but for what is sharded inside it already; told whether it is a layer.
-
-    Raises:
-        ValueError: a parameter can't be sharded where it is.
+    `shard` shards a module in place, except parts that are sharded already; it gets whether the module is a layer.
     """
 
     def __init__(self, module: nn.Module, shard: Shard) -> None:
@@ -68,7 +62,7 @@ class Sharding:
         self._strides = {p: p.stride() for p in self._places}
         found = units(module)
         self._check(module, found)
-        before = [(m, type(m), _contents(m)) for m in modules]  # not a dictionary: metrics' hashes change
+        before = [(m, type(m), _contents(m)) for m in modules]  # not a dictionary, as the hashes of metrics change
         for unit in found:
             self._shard(unit, shard)
         self._changes = [(m, kind, _contents(m) - contents) for m, kind, contents in before]
@@ -100,12 +94,12 @@ class Sharding:
                 shard(layer, True)
         shard(unit, False)
         for m in unit.modules():
-            if isinstance(m, FSDPModule):  # what is allocated in inference mode at first can't be trained
+            if isinstance(m, FSDPModule):  # memory first allocated in inference mode can't be trained
                 m.unshard()
                 m.reshard()
 
     def undo(self) -> None:
-        """Put the parameters back, whole and on the CPU, and take all else away; every rank has to."""
+        """Restore the whole parameters, on the CPU, and remove what was added; collective."""
         from torch.distributed._composable_state import _module_state_mapping
 
         for m, _, _ in self._changes:
@@ -130,7 +124,7 @@ class Sharding:
 
 
 def _contents(module: nn.Module) -> set[tuple[Any, ...]]:
-    """Names of a module's attributes; with the keys of those that are dictionaries, as its hooks are."""
+    """Names of a module's attributes, and the keys of those that are dictionaries, such as its hooks."""
     own = vars(module).items()
     return {(name,) for name, _ in own} | {
         (name, key) for name, value in own if isinstance(value, dict) for key in value
@@ -138,7 +132,7 @@ def _contents(module: nn.Module) -> set[tuple[Any, ...]]:
 
 
 def _make_contiguous(module: nn.Module) -> None:
-    """Give parameters the layout that `fully_shard` wants; a convolution's inputs then say that it is channels-last."""
+    """Give parameters the layout that `fully_shard` wants; channels-last weights convert their inputs instead."""
     for p in module.parameters(recurse=False):
         if p.is_contiguous():
             continue

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from experiments import kd
 from harness.runs import job
 from harness.runs import launch as launches
-from strategies.base import stores
+from strategies.base import rendezvous
 from tests.launching import ROOT, TINY, Command, by_hand, ended, free_port, ranks, weights
 from tests.processes import Run
 from tests.ranks import ranks as process_group
@@ -188,7 +188,7 @@ def test_runs_that_start_at_once_never_meet_on_a_port(alone: dict[str, bytes], t
     flags = [*EXACT, "--trainer.devices", "2", "--out"]
     ended([Run(kd.main, [*flags, str(tmp_path / str(i))], log=tmp_path / f"{i}.log") for i in range(3)])
     assert all(weights(tmp_path / str(i)) == alone for i in range(3))
-    held = [stores.listen("127.0.0.1") for _ in range(200)]  # a port is held from the moment it is chosen
+    held = [rendezvous.bind("127.0.0.1") for _ in range(200)]  # a port is held from the moment it is chosen
     assert len({each.getsockname()[1] for each in held}) == 200
     for each in held:
         each.close()
@@ -311,4 +311,4 @@ def test_sub_processes_that_come_too_late_are_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["tcp://h", "tcp://h:x", "tcp://h:99999", "file://", "file://x/y", "", "env://x"])
 def test_where_ranks_can_not_meet(method: str) -> None:
     with pytest.raises(ValueError, match="expected env://, tcp://HOST:PORT or file:///PATH"):
-        stores.check(method)
+        rendezvous.check_init_method(method)

@@ -60,7 +60,7 @@ def inside(names: list[str]) -> Callable[[int], None]:
 def by_hand() -> list[dict[str, Any]]:
     """The environments of a rank on each node."""
     given = {"WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_WORLD_SIZE": 2}
-    given |= {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": PORT}
+    given |= {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": PORT, "GLOO_SOCKET_IFNAME": "wire"}
     return [given | {"RANK": rank, "GROUP_RANK": rank} for rank in range(2)]
 
 
@@ -73,7 +73,7 @@ def test_two_nodes_train_as_one_and_the_end_of_one_is_soon_that_of_both(nodes: l
     def node(number: int) -> Command:
         words = ["--nnodes", "2", "--nproc_per_node", "1", "--node_rank", str(number)]
         words += ["--master_addr", ADDRESSES[0], "--master_port", PORT]
-        given = {"NODE": "AB"[number]}
+        given = {"NODE": "AB"[number], "GLOO_SOCKET_IFNAME": "wire"}
         return torchrun(*words, log=tmp_path / str(number), flags=argv, within=nodes[number], **given)
 
     running = [node(0), node(1)]

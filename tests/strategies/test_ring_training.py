@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from strategies import DDP, AllReduce, DataParallel, DDPRing
-from strategies.base.buckets import Bucket, Buckets
+from strategies.base.gradients import Buckets
 from tests.ranks import ranks
 from tests.strategies.test_strategies import OPTIONS, Gathered, outcome
 from tests.training import assert_same, classifier, digits, fit, trainer, weights
@@ -63,18 +63,18 @@ def test_the_ring_is_exact(tmp_path: Path) -> None:
 
 
 def sends(_trainer: Any, _module: LightningModule) -> float:
-    return Bucket.begun  # type: ignore[attr-defined, no-any-return]
+    return Buckets.sent  # type: ignore[attr-defined, no-any-return]
 
 
 def test_accumulated_batches_are_sent_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = Bucket.begin
+    average = Buckets.average
 
-    def counted(self: Bucket, world_size: int) -> Any:
-        Bucket.begun += 1  # type: ignore[attr-defined]
-        return begin(self, world_size)
+    def counted(self: Buckets) -> None:
+        Buckets.sent += len(self.buckets)  # type: ignore[attr-defined]
+        average(self)
 
-    monkeypatch.setattr(Bucket, "begun", 0, raising=False)
-    monkeypatch.setattr(Bucket, "begin", counted)
+    monkeypatch.setattr(Buckets, "sent", 0, raising=False)
+    monkeypatch.setattr(Buckets, "average", counted)
     told = Gathered(tmp_path / "sends", sends)
     options = {"accumulate_grad_batches": 3, "max_epochs": 1, "callbacks": [told]}
     fit(classifier(), digits(train_size=185), 2, strategy=AllReduce(timeout=60), **options)  # five batches
@@ -88,7 +88,7 @@ def averages() -> None:
     unused = nn.Parameter(torch.zeros(5))
     wide.data = torch.zeros(1000)
     buckets = Buckets([a, other, b, wide, unused, c], cap_mb=100 / 2**20)
-    assert [[p.numel() for p in bucket.parameters] for bucket in buckets.buckets] == [[6, 6], [1000], [5, 6], [4]]
+    assert [[p.numel() for p in bucket] for bucket in buckets.buckets] == [[6, 6], [1000], [5, 6], [4]]
     a.grad = torch.full((3, 2), float(rank)).t()
     if rank == 1:
         b.grad = torch.full((2, 3), 3.0)

@@ -257,8 +257,8 @@ def test_means_by_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_server_logs_on_its_own_device() -> None:
     received: list[Tensor] = []
-    fitting, here = SimpleNamespace(trainer=SimpleNamespace(training=True)), torch.device("meta")
-    server: Any = SimpleNamespace(lightning_module=fitting, server=1, _serves=True, root_device=here)
+    fitting, here = SimpleNamespace(training=True), torch.device("meta")
+    server: Any = SimpleNamespace(_trainer=fitting, server=1, _serves=True, root_device=here)
     server.broadcast = lambda value: received.append(value) or value
     assert ParamServer.reduce(server, torch.ones(2)).device == here
     assert received[0].device == torch.device("cpu")
