@@ -11,7 +11,7 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from apprentice.errors import BadInput
 from harness.config.building import REFUSAL
-from harness.runs import job
+from harness.runs import launch as job
 
 if TYPE_CHECKING:
     from harness.config.parser import Parser

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from apprentice import keyed
 from apprentice.errors import BadInput
-from apprentice.weights import fitting, read_weights
 from harness.config.imports import imported
 from harness.config.layers import layers_of
 from harness.config.sources import flags, load
-from harness.runs.nets import Spec, read_spec
+from harness.runs.nets import Spec, load_net, read_spec
 
 
 def data_of_run(argv: Sequence[str], default: Any, kind: type) -> Any:
@@ -62,18 +61,11 @@ def read_net(folder: str | Path, flag: str, input_shape: tuple[int, ...]) -> tup
         BadInput: there are no such files, or they are broken; they are of a net for other images; or the weights don't
             fit, when all that differs is named.
     """
-    spec = read_spec(Path(folder), flag)
-    try:
-        net = imported(spec["class_path"], flag, (nn.Module,))(**spec["init_args"])
-        made = tuple(spec["init_args"].get("input_shape", input_shape))
-    except Exception as error:  # whatever a class makes of another's arguments
-        said = f"a net's folder, whose net.yaml its class takes; it says: {_line(error)}"
-        raise BadInput(flag, folder, said) from error
+    spec, net = read_spec(folder, flag), load_net(folder, flag)
+    made = tuple(spec["init_args"].get("input_shape", input_shape))
     if made != tuple(input_shape):
         raise BadInput(flag, folder, f"a net for inputs {tuple(input_shape)}, as this data has them; it is for {made}")
-    path = str(Path(folder) / "weights.pt")
-    net.load_state_dict(fitting(net.state_dict(), read_weights(path, flag), path, flag))
-    return net.eval(), spec
+    return net.float(), spec
 
 
 @contextmanager
