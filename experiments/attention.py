@@ -1,4 +1,4 @@
-"""Attention measured: which of torch's kernels is fastest on this machine, for which type and length.
+"""Attention kernels of torch: which is fastest on this machine, for which type and length.
 
     python experiments/attention.py                                        # all of it: minutes on 2 CPU cores
     python experiments/attention.py --parts kernels --lengths 1024 4096 --dtypes bfloat16
@@ -14,7 +14,7 @@ results.json and .md, kernels.png, blocks.png, and Chrome traces of the block, e
 
 import os
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch is loaded: its profiler reports on stderr otherwise
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch is loaded: its profiler logs to stderr
 
 from collections.abc import Sequence
 
@@ -22,24 +22,23 @@ import torch
 
 from apprentice.errors import BadInput
 from harness import config as cli
-from harness.runs import environment, session, signals
-from harness.runs.progress import quiet
+from harness.runs.session import session
 from harness.studies.attention import Bench, Cases, Options, Study
 from harness.studies.isolation import one_thread
 from harness.studies.study import ResumableResults
 
 
 def parser() -> cli.Parser:
-    """What can be chosen: parts, kernels, types and sizes."""
+    """The command line: parts, kernels, types and sizes."""
     return cli.Parser("attention.py", (__doc__ or "").split("\n", 1)[0], Options)
 
 
 def place(device: str) -> torch.device:
-    """Where it is measured; a GPU is asked for its name, so that the results have it."""
-    there = torch.cuda.is_available()
-    if device == "cuda" and not there:
+    """The device to measure on; CUDA is initialised, so that the results have the GPU's name."""
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
         raise BadInput("device", device, "auto or cpu: torch sees no GPU here")
-    if device == "cpu" or not there:
+    if device == "cpu" or not available:
         return torch.device("cpu")
     torch.cuda.init()
     return torch.device("cuda", torch.cuda.current_device())
@@ -48,13 +47,12 @@ def place(device: str) -> torch.device:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure what the command line describes."""
     command = parser()
-    with cli.one_line_errors(command), signals.handled(), quiet(), one_thread() as threads:
-        config = command.parse(argv)
+    with one_thread() as threads, session("attention", command, argv) as run:
+        config = run.config
         device = place(config.device)
         cases = Cases(config, device.type).all()
-        environment.keep_memory()
         bench = Bench(device, config.seconds, threads)
-        with session.opened("attention", command, config) as out:
+        with run.folder() as out:
             results = ResumableResults("attention", "name", out, command, config, device=device.type, threads=threads)
             Study(results, config.longest).run(bench, cases)
 

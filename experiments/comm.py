@@ -1,4 +1,4 @@
-"""What messages and collectives take on this machine, by gloo (and NCCL on GPUs) and by our own ring.
+"""The time of messages and collectives on this machine: gloo, NCCL on GPUs, and our own ring.
 
     python experiments/comm.py --trainer.devices 2                        # all of it: some minutes on 2 CPU cores
     python experiments/comm.py --only all_reduce_sum broadcast --sizes 1024 16777216
@@ -16,8 +16,7 @@ from collections.abc import Sequence
 import strategies
 from apprentice.errors import BadInput
 from harness import config as cli
-from harness.runs import environment, session, signals
-from harness.runs.progress import quiet
+from harness.runs.session import session
 from harness.runs.trainer import trainers
 from harness.studies.comm import Backend, Bench, Cases, Options, Study
 from harness.studies.isolation import one_thread
@@ -27,19 +26,19 @@ from strategies import ring
 
 UNUSED = ("precision", "gradient_clip_val", "profiler", "callbacks", "plugins")
 BACKENDS = [Backend("gloo"), Backend(ring.NAME), Backend(ring.UNCHUNKED, only_all_reduce=True)]
-BLOCK, QUICK_BLOCK = 0.02, 0.002  # seconds that calls are timed together for, where they are shorter than that
+BLOCK, QUICK_BLOCK = 0.02, 0.002  # seconds: shorter calls are timed several together
 NCCL = Backend("nccl", "cuda")
 
 
 def parser() -> cli.Parser:
-    """What can be chosen: sizes, operations, backends; of the Trainer its devices."""
+    """The command line: sizes, operations, backends; of the Trainer its devices."""
     parser = cli.Parser("comm.py", (__doc__ or "").split("\n", 1)[0], Options)
     parser.add_trainer(strategies.NAMES, devices=default_devices())
     return parser
 
 
 def world(trainer: cli.Choice) -> tuple[int, list[Backend]]:
-    """How many ranks there are, and the backends that fit them."""
+    """The number of ranks, and the backends for their devices."""
     check_left_out(trainer, (*DURATION, *UNUSED), "nothing is trained")
     if (strategy := trainer.init_args["strategy"]) != "auto":
         shown = strategy.class_path if isinstance(strategy, cli.Choice) else strategy
@@ -54,14 +53,13 @@ def world(trainer: cli.Choice) -> tuple[int, list[Backend]]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure what the command line describes."""
     command = parser()
-    with cli.one_line_errors(command), signals.handled(), quiet(), one_thread():
-        config = command.parse(argv)
+    with one_thread(), session("comm", command, argv) as run:
+        config = run.config
         size, backends = world(config.trainer)
         known = {backend.name: backend for backend in backends}
         cases = Cases(size, [*cli.pick(known, config.backends, "backends").values()], config.only, config.sizes)
-        environment.keep_memory()
         bench = Bench(size, config.repeats, config.timeout, QUICK_BLOCK if config.quick else BLOCK)
-        with session.opened("comm", command, config) as out:
+        with run.folder() as out:
             Study(ResumableResults("comm", "name", out, command, config)).run(bench, cases)
 
 

@@ -21,15 +21,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import get_args
 
-import torch
 from torch import nn
 
 import strategies
 from apprentice.errors import BadInput
-from apprentice.keyed import with_seed
 from harness import config as cli
-from harness.runs import environment, session, signals
-from harness.runs.progress import quiet
+from harness.runs.session import session
+from harness.studies.builders import make_net
 from harness.studies.isolation import one_thread
 from harness.studies.pipeline import Bench, Case, Cases, Cut, Noise, Options, Study, Task
 from harness.studies.pipeline.cases import TUTORIALS_CUT
@@ -43,7 +41,7 @@ TWO = ("cuda:0", "cuda:1")  # devices of one process
 
 
 def parser() -> cli.Parser:
-    """What can be chosen: sizes, net, trainer; the pipeline strategy's options are those of the rows."""
+    """The command line: sizes, net, trainer; the options of the pipeline strategy are those of its rows."""
     parser = cli.Parser("pipeline.py", (__doc__ or "").split("\n", 1)[0], Options)
     resnet = {"class_path": "Torchvision", "init_args": {"name": "resnet50"}}
     parser.add_choice("net", (nets.Net, nn.Module), nets, resnet, skip={"input_shape", "num_classes"})
@@ -53,7 +51,7 @@ def parser() -> cli.Parser:
 
 
 def other_cut(net: nn.Module, layers: Sequence[nn.Module], path: str | None) -> Cut | None:
-    """The cut after a layer; none where the net is not the tutorial's and no other was named."""
+    """The cut after a layer; None where the tutorial's layer is meant and the net has none of that name."""
     if path is None or (path == TUTORIALS_CUT and path not in dict(net.named_modules())):
         return None
     try:
@@ -66,7 +64,7 @@ def other_cut(net: nn.Module, layers: Sequence[nn.Module], path: str | None) -> 
 
 
 def module(layers: list[nn.Module], case: Case) -> Task:
-    """What a case trains, from the same weights."""
+    """A case's module, with the same first weights in every case."""
     layers = copy.deepcopy(layers)
     if case.kind == "inside":
         balance = case.cut and case.cut.balance
@@ -79,21 +77,19 @@ def module(layers: list[nn.Module], case: Case) -> Task:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure what the command line describes."""
     command = parser()
-    with cli.one_line_errors(command), signals.handled(), quiet(), one_thread():
-        config = command.parse(argv)
+    with one_thread(), session("pipeline", command, argv) as run:
+        config = run.config
         strategies.register()
-        environment.keep_memory()
-        torch.backends.cudnn.allow_tf32 = False  # float32 means float32
         shape = (3, config.image_size, config.image_size)
         sizes = {"input_shape": shape, "num_classes": config.num_classes}
-        net = with_seed(config.seeds[0], lambda: cli.build(config.net, "net", **sizes))
+        net = make_net(config, "net", config.seeds[0], sizes)
         with cli.refusals(config.net, "net"):
             layers = nets.pipeline_stages(net)
         cut = other_cut(net, layers, config.cut_after)
         cases = Cases(config.trainer, get_args(Schedule), config.batch_size, config.split_sizes, cut)
         loader = partial(Noise, config.batch_size, shape, config.num_classes, seed=config.seeds[0])
         bench = Bench(partial(module, layers), loader, config.batches, config.repeats)
-        with session.opened("pipeline", command, config) as out:
+        with run.folder() as out:
             Study(ResumableResults("pipeline", "name", out, command, config)).run(bench, cases)
 
 

@@ -1,4 +1,4 @@
-"""What a result was measured on."""
+"""The machine: what it is, for reports, and how many threads and how much memory a run uses."""
 
 import ctypes
 import importlib.metadata
@@ -19,7 +19,7 @@ PACKAGES = ("apprentice", "torch", "torchvision", "lightning", "torchmetrics", "
 def hardware() -> dict[str, Any]:
     """Processor, cores, memory in GiB and GPUs."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30 if hasattr(os, "sysconf") else None
-    # A GPU's name is read where one is in use: asking for it initialises CUDA, after which nothing can be forked.
+    # Reading a GPU's name initialises CUDA, after which a fork can't use it.
     named = torch.cuda.is_initialized()
     gpus = [torch.cuda.get_device_name(i) if named else "GPU" for i in range(torch.cuda.device_count())]
     return {"cpu": _processor(), "cores": os.cpu_count(), "memory_gib": memory and round(memory, 1), "gpus": gpus}
@@ -33,19 +33,19 @@ def _processor() -> str:
 
 
 def limit_threads(input_shape: Sequence[int]) -> None:
-    """Use one thread for tiny images (C, H, W), unless OMP_NUM_THREADS says otherwise: there, threads mostly wait.
+    """Use one thread for tiny images (C, H, W), unless OMP_NUM_THREADS is set.
 
-    A step of LightNN on 8 x 8 images takes 2 ms with one thread, and up to 34 ms with two on a busy machine. The rule
-    depends on the inputs alone, as the number of threads changes the bits of a kernel.
+    A step of LightNN on 8 x 8 images takes 2 ms with one thread and up to 34 ms with two on a busy machine. The rule
+    depends on the inputs alone because the number of threads changes a kernel's bits.
     """
     if "OMP_NUM_THREADS" not in os.environ and len(input_shape) == 3 and math.prod(input_shape[1:]) <= 256:
         torch.set_num_threads(1)
 
 
 def keep_memory() -> None:
-    """Let glibc keep what training frees: handing it back and faulting it in again costs a fifth of every step on CPU.
+    """Make glibc keep freed memory: returning it and faulting it in again takes a fifth of every step on a CPU.
 
-    Forked ranks inherit this; peak memory grows by up to a fifth.
+    Forked ranks inherit the setting. Peak memory grows by up to a fifth.
     """
     if sys.platform != "linux":
         return
@@ -57,7 +57,7 @@ def keep_memory() -> None:
 
 
 def setting() -> dict[str, Any]:
-    """What a figure is told with: the date, how busy the machine is, hardware and versions."""
+    """The conditions of a measurement: date, load, hardware and versions."""
     load = os.getloadavg()[0]
     return {"date": time.strftime("%Y-%m-%d"), "load_before": load, "hardware": hardware(), "versions": versions()}
 

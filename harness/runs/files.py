@@ -1,4 +1,4 @@
-"""Files that are either the old or the new, never half of it: after a kill, a full disk or a power cut."""
+"""Files written whole or not at all, whether the process is killed, the disk is full or the power fails."""
 
 import json
 import math
@@ -13,13 +13,10 @@ from harness.runs import manifest
 
 @contextmanager
 def atomic(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary path in the same folder; what was written there replaces `path` when the block ends well.
+    """Yield a temporary path in the same folder; it replaces `path` when the block succeeds.
 
-    In the folder of the run that is open, the file is recorded as the run's first.
-
-    If the block fails, `path` stays as it was and the temporary file is removed. There is one temporary name for each
-    path, so that a killed process leaves at most one behind and the next write reuses it; two processes must not write
-    one path at a time (a run's folder is locked).
+    In the folder of an open run the file is recorded as the run's first. If the block fails, `path` stays as it was.
+    Each path has one temporary name: two processes must not write one path at a time (a run's folder is locked).
 
     Raises:
         OSError: the folder is missing or can't be written, or the disk is full.
@@ -34,26 +31,26 @@ def atomic(path: str | Path) -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    with suppress(OSError):  # the file is in place; not every network disk can sync a folder
+    with suppress(OSError):  # some network disks can't sync a folder
         _sync(path.parent)
 
 
 def write_bytes(path: str | Path, data: bytes) -> None:
-    """Replace the file by these bytes, all or nothing."""
+    """Replace the file by these bytes."""
     with atomic(path) as temporary:
         temporary.write_bytes(data)
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Replace the file by this text in UTF-8, all or nothing."""
+    """Replace the file by this text in UTF-8."""
     write_bytes(path, text.encode())
 
 
 def write_json(path: str | Path, value: object) -> None:
-    """Replace the file by this value, all or nothing; NaN and infinities, which JSON does not have, become null.
+    """Replace the file by this value as JSON; NaN and infinities become null.
 
     Raises:
-        TypeError: something in it is no JSON value.
+        TypeError: a part of it is no JSON value.
     """
     write_text(path, json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 

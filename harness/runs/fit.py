@@ -1,35 +1,38 @@
-"""One fit in a run's folder: it goes on where it was cut off, and is never done twice."""
+"""One fit and test: an interrupted fit resumes from its checkpoint, a finished one is not repeated."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.strategies import Strategy
 from torch.multiprocessing import ProcessExitedException
 
 from harness.runs import safepoints, signals
-from harness.runs.safepoints import AtomicCheckpointIO, SafePoints
 from harness.runs.progress import progress, quiet
+from harness.runs.safepoints import AtomicCheckpointIO, SafePoints
 from harness.runs.tensorboard import RunsLogger
 
 MakeTrainer = Callable[..., Trainer]
 
 
-class Fitted:
-    """What a fit ended with.
+@dataclass(frozen=True)
+class Fit:
+    """The outcome of a fit.
 
     Attributes:
-        seconds: of training, all sessions together; None if there was none.
+        seconds: of training over all sessions; None if the module was only tested.
         scores: what the test logged.
-        device: where this process trained.
-        autocast: the precision in which it did, a context.
+        device: where this process tested the module.
+        autocast: makes the context of the Trainer's precision.
     """
 
-    def __init__(self, seconds: float | None, scores: dict[str, float], strategy: Strategy) -> None:
-        self.seconds, self.scores = seconds, scores
-        self.device, self.autocast = strategy.root_device, strategy.precision_plugin.forward_context
+    seconds: float | None
+    scores: dict[str, float]
+    device: torch.device
+    autocast: Callable[[], Any]
 
 
 def fit_and_test(
@@ -43,24 +46,24 @@ def fit_and_test(
     tensorboard: bool = True,
     label: str = "",
     trained: bool = False,
-) -> Fitted:
-    """Fit the module from its checkpoint if there is one, then test its last weights once.
+) -> Fit:
+    """Fit the module, from its checkpoint if there is one, then test its last weights once.
 
-    The module ends with the trained weights in this process, whatever processes the trainer started.
+    The module ends with the trained weights in this process, even if the trainer started others.
 
     Args:
-        module: what to train.
-        data: what on.
-        make_trainer: Trainer with the user's settings; takes callbacks, logger and plugins by keyword.
-        checkpoint: the file in which the fit is kept, in the folder of the runs.
-        runs: names of the module's runs, for TensorBoard; the first is the default.
+        module: to train.
+        data: to train and test on.
+        make_trainer: makes a Trainer with the user's settings; takes callbacks, logger and plugins by keyword.
+        checkpoint: the fit's file, in the folder of the runs.
+        runs: names of the module's TensorBoard runs; the first is the default.
         every: seconds between checkpoints.
         tensorboard: whether to write TensorBoard's files.
         label: begins each line of progress.
-        trained: the module's weights are there already: only test it.
+        trained: whether the module has its weights already and is only tested.
 
     Raises:
-        Interrupted: the user asked to stop; what was trained is in the checkpoint.
+        Interrupted: the user asked to stop; the checkpoint has what was trained.
     """
     state = safepoints.read(checkpoint) if checkpoint.exists() else None
 
@@ -70,13 +73,14 @@ def fit_and_test(
 
     with quiet():
         if not trained and (state is None or not _progress(state)["finished"]):
-            with _stopping_after_save():
+            with _stop_after_save():
                 resumed: dict[str, Any] = {"ckpt_path": str(checkpoint), "weights_only": True} if state else {}
                 shown = progress(label)
                 callbacks = [SafePoints(checkpoint, every), *shown.pop("callbacks")]
                 purge_step = state["global_step"] if state else 0
-                fitting = trainer(purge_step, callbacks=callbacks, enable_checkpointing=True, **shown)
-                fitting.fit(module, data, **resumed)
+                trainer(purge_step, callbacks=callbacks, enable_checkpointing=True, **shown).fit(
+                    module, data, **resumed
+                )
             state = safepoints.read(checkpoint)
         if state is not None:
             module.load_state_dict(state["state_dict"])
@@ -84,7 +88,8 @@ def fit_and_test(
         testing = trainer(part=".test", callbacks=[], enable_checkpointing=False, enable_progress_bar=False)
         scores = testing.test(module, data, verbose=False)[0]
         testing.strategy.barrier()
-    return Fitted(_progress(state)["seconds"] if state else None, dict(scores), testing.strategy)
+    seconds, strategy = _progress(state)["seconds"] if state else None, testing.strategy
+    return Fit(seconds, dict(scores), strategy.root_device, strategy.precision_plugin.forward_context)
 
 
 def _progress(state: dict[str, Any]) -> dict[str, Any]:
@@ -92,8 +97,8 @@ def _progress(state: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _stopping_after_save() -> Any:
-    """Signals are noted while a fit runs; its end on account of one is `Interrupted`, in one process or many."""
+def _stop_after_save() -> Iterator[None]:
+    """Defer signals during a fit; raise Interrupted if it ended on account of one, in one process or many."""
     try:
         with signals.deferred():
             yield

@@ -1,6 +1,5 @@
 """A run's folder: refused when it is in use or holds results, locked while a process works in it."""
 
-import json
 import os
 import sys
 import time
@@ -10,40 +9,42 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from harness.runs import job, manifest
 from apprentice.errors import BadInput
-from harness.runs.files import write_json
+from harness.runs import launch, manifest
+from harness.runs.files import write_text
 
-# What runs write that goes by a fixed name: a folder that holds some of it is not taken for a new one.
-OURS = (
-    "config.yaml", "environment.json", "results.json", "results.md", "results.png",
-    "timeline.png", "timelines.json", "kernels.png", "blocks.png", "trace_eager.json", "trace_compiled.json",
-    *(f"seed[0-9]*/{stage}.{kind}" for stage in ("teacher", "students", "student", "gpt") for kind in ("json", "ckpt")),
-    "seed[0-9]*/int8-qat.ckpt", "seed[0-9]*/int8-qat/best.pt",
-    *(f"{form}/{file}" for form in ("float32", "bfloat16", "int8-ptq", "int8-qat")
-      for file in ("model.pt2", "model.onnx", "weights.safetensors")),
-)  # fmt: skip
-
-AGENTS = ".agents"  # those of torchrun that have started the ranks, if it has
+# Files of runs that have no record of their files: a folder with one of these is not taken for a new one.
+RUN_FILES = ("config.yaml", "environment.json", "results.*", "seed[0-9]*/*.json", "seed[0-9]*/*.ckpt")
+JOB = ".job"  # the torchrun job that opened the folder last
 
 
-def new_folder(experiment: str) -> Path:
-    """A fresh folder `runs/<experiment>/<time>`, the same for all processes of one invocation, restarted ones too."""
-    parent, agents = Path("runs") / experiment, job.agents()
-    if job.ranks() > 1:
-        with job.main_first("new folder"):
-            if job.is_main_process():
-                job.store_set("out", str(_restarted(parent, agents) or _fresh(parent)))
-        return Path(job.store_get("out"))
+def new_folder(experiment: str, job: str = "") -> Path:
+    """A new folder `runs/<experiment>/<time>`, the same for all processes of one call and after a restart.
+
+    Args:
+        experiment: its name.
+        job: the torchrun job, as `launch.torchrun_job` gives it.
+    """
+    parent = Path("runs") / experiment
+    if launch.ranks() > 1:
+        with launch.main_first("new folder"):
+            if launch.is_main_process():
+                launch.store_set("out", str(_opened_before(parent, job) or _fresh(parent)))
+        return Path(launch.store_get("out"))
     variable = f"APPRENTICE_OUT_{experiment.upper()}"
-    if variable not in os.environ:  # sub-processes that Lightning starts run the script again and find it here
-        os.environ[variable] = str(_restarted(parent, agents) or _fresh(parent))
+    if variable not in os.environ:  # sub-processes that Lightning starts run the script again and read it
+        os.environ[variable] = str(_opened_before(parent, job) or _fresh(parent))
     return Path(os.environ[variable])
 
 
-def _restarted(parent: Path, agents: set[str]) -> Path | None:
-    """The folder in which this very job has begun, if it was restarted."""
-    return next((path for path in sorted(parent.glob("*")) if agents & _opened_by(path)), None)
+def _opened_before(parent: Path, job: str) -> Path | None:
+    return next((path for path in sorted(parent.glob("*"), reverse=True) if _is_restart(path, job)), None)
+
+
+def _is_restart(out: Path, job: str) -> bool:
+    """Whether this torchrun job opened the folder last."""
+    path = out / JOB
+    return launch.is_restart_of(job) and path.exists() and path.read_text() == job
 
 
 def _fresh(parent: Path) -> str:
@@ -60,21 +61,20 @@ def _fresh(parent: Path) -> str:
 
 
 @contextmanager
-def opened(out: Path, resume: bool = False, overwrite: bool = False) -> Iterator[Path]:
-    """Create, check and lock the folder; ranks that were started by others find it ready.
+def opened(out: Path, resume: bool = False, overwrite: bool = False, job: str = "") -> Iterator[Path]:
+    """Create, check and lock the folder. Where ranks have joined, rank zero does that before the others enter.
 
-    A job of torchrun's that restarts its ranks goes on in the folder that it has opened before.
+    A torchrun job that restarts its ranks resumes in its folder without `resume`.
 
     Raises:
-        BadInput: it can't be written or is in use; it holds a run, and neither `resume` nor `overwrite` is set; or with
-            `overwrite` it holds files that may be a run's and are in no record.
+        BadInput: the folder can't be written or is in use; it holds a run, and neither `resume` nor `overwrite` is set;
+            or `overwrite` is set and a file that may be a run's is in no record.
     """
-    agents = job.agents()
-    if not job.is_main_process():
-        with job.main_first("folder"), manifest.recording(out):
+    if not launch.is_main_process():
+        with launch.main_first("folder"), manifest.recording(out):
             yield out
         return
-    with job.main_first("folder"):
+    with launch.main_first("folder"):
         lock = _locked(out)
         try:
             found = holds(out) if resume else []
@@ -83,9 +83,9 @@ def opened(out: Path, resume: bool = False, overwrite: bool = False) -> Iterator
                 raise BadInput("resume", "true", missing)
             if resume and not found:
                 sys.stderr.write(f"{out} holds no run to go on with: a new one starts\n")
-            if not (resume or agents & _opened_by(out)):
+            if not (resume or _is_restart(out, job)):
                 _clear(out, overwrite)
-            write_json(out / AGENTS, sorted(agents))
+            write_text(out / JOB, job)
         except BaseException:
             lock.release()
             raise
@@ -97,33 +97,23 @@ def opened(out: Path, resume: bool = False, overwrite: bool = False) -> Iterator
 
 
 def _locked(out: Path) -> FileLock:
-    lock = FileLock(out / ".lock")
+    lock, pid = FileLock(out / ".lock"), out / ".pid"
     try:
         out.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=3)  # ranks of a killed run may need a moment to go away
-        (out / ".pid").write_text(str(os.getpid()))
+        lock.acquire(timeout=3)  # ranks of a killed run may need a moment to end
+        pid.write_text(str(os.getpid()))
     except Timeout:
-        raise BadInput("out", out, f"a folder not in use; process {_owner(out)} works in it") from None
+        owner = pid.read_text() if pid.exists() else "unknown"
+        raise BadInput("out", out, f"a folder not in use; process {owner} works in it") from None
     except OSError as error:
         lock.release()
         raise BadInput("out", out, f"a folder that can be written ({error.strerror})") from None
     return lock
 
 
-def _opened_by(out: Path) -> set[str]:
-    """The agents of the job that has opened a folder last."""
-    path = out / AGENTS
-    return set(json.loads(path.read_text())) if path.exists() else set()
-
-
-def _owner(out: Path) -> str:
-    pid = out / ".pid"
-    return pid.read_text() if pid.exists() else "unknown"
-
-
 def holds(out: Path) -> list[str]:
     """Names of the files that a run has left in a folder; none in a new one."""
-    known = [path for pattern in OURS for path in sorted(out.glob(pattern))]
+    known = [path for pattern in RUN_FILES for path in sorted(out.glob(pattern))]
     return list(dict.fromkeys(path.relative_to(out).as_posix() for path in [*manifest.recorded(out), *known]))
 
 
@@ -131,10 +121,9 @@ def _clear(out: Path, overwrite: bool) -> None:
     found = holds(out)
     if found and not overwrite:
         raise BadInput("out", out, f"a new folder, as this one holds {found[0]}; or --resume true, --overwrite true")
-    own = {path.relative_to(out).as_posix() for path in manifest.recorded(out)}
-    if others := [name for name in found if name not in own]:
+    recorded = {path.relative_to(out).as_posix() for path in manifest.recorded(out)}
+    if others := [name for name in found if name not in recorded]:
         more = f" and {len(others) - 1} more are" if len(others) > 1 else " is"
-        told = f"{out / others[0]}{more} in no record: delete that by hand, or take another --out"
-        expected = f"a folder whose files a run has recorded; {told}"
-        raise BadInput("overwrite", "true", expected)
+        advice = f"{out / others[0]}{more} in no record: delete that by hand, or take another --out"
+        raise BadInput("overwrite", "true", f"a folder whose files a run has recorded; {advice}")
     manifest.remove(out)

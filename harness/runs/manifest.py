@@ -1,4 +1,4 @@
-"""Which files in a run's folder the run has written: `--overwrite true` deletes these and no others."""
+"""The record of the files that a run writes into its folder: `--overwrite true` deletes these and no others."""
 
 import json
 import os
@@ -7,12 +7,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 NAME = ".files"
-RUN = "APPRENTICE_RUN"  # the open run's folder; a variable, as processes that the run starts write files, too
+RUN = "APPRENTICE_RUN"  # the open run's folder, in the environment: processes that the run starts write files too
 
 
 @contextmanager
 def recording(out: Path) -> Iterator[None]:
-    """Inside the block, `record` records files in this folder."""
+    """Let `record` record files of this folder inside the block."""
     os.environ[RUN] = str(out.absolute())
     try:
         yield
@@ -21,13 +21,13 @@ def recording(out: Path) -> Iterator[None]:
 
 
 def record(path: str | Path) -> None:
-    """Record that the open run writes this file, before it does; files elsewhere are not recorded."""
+    """Record a file as the open run's before it is written; files outside its folder are not recorded."""
     run = os.environ.get(RUN)
     if run is None or not Path(path).absolute().is_relative_to(run) or is_recorded(path):
         return
     with Path(run, NAME).open("a", encoding="utf-8") as file:
         name = Path(path).absolute().relative_to(run).as_posix()
-        file.write(f"\n{json.dumps(name)}")  # what a killed process has not finished stays a line of its own
+        file.write(f"\n{json.dumps(name)}")  # a line that a killed process has not finished stays by itself
         file.flush()
         os.fsync(file.fileno())
 
@@ -39,12 +39,12 @@ def is_recorded(path: str | Path) -> bool:
 
 
 def recorded(out: Path) -> list[Path]:
-    """The files that were recorded and are there."""
+    """The recorded files that exist."""
     return [path for name in _names(out) if (path := out / name).is_file()]
 
 
 def remove(out: Path) -> None:
-    """Delete the files that were recorded, what a killed process has left of them, and folders that are empty then."""
+    """Delete the recorded files, temporary files of killed processes, and folders that are empty then."""
     names = _names(out)
     for name in names:
         for path in (out / name, temporary(out / name)):
@@ -58,12 +58,12 @@ def remove(out: Path) -> None:
 
 
 def temporary(path: Path) -> Path:
-    """Under which name a file is written before it replaces the old one."""
+    """Where a file is written before it replaces the old one."""
     return path.with_name(f".{path.name}.tmp")
 
 
 def _names(out: Path) -> list[str]:
-    """What the record names; paths that lead out of the folder, in a record of somebody else's, are none."""
+    """The recorded names; a damaged line or a path out of the folder is ignored."""
     path, names = out / NAME, []
     for line in path.read_text("utf-8", errors="replace").splitlines() if path.exists() else ():
         with suppress(ValueError):

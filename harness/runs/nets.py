@@ -1,4 +1,4 @@
-"""A trained net as two files that need nothing else of us: its weights, and the class and arguments to rebuild it."""
+"""Trained nets as files: `weights.pt`, a bare state dict, and `net.yaml`, the class and its arguments."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,18 +8,19 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from harness.config.classes import imported
 from apprentice.errors import BadInput
+from apprentice.weights import check_weights, read_weights
+from harness.config.classes import imported
 from harness.runs.files import atomic, write_text
 
 Spec = dict[str, Any]
 
 
-def spec(net_class: str, arguments: dict[str, Any]) -> Spec:
+def spec(net_class: str, arguments: Mapping[str, Any]) -> Spec:
     """What `net.yaml` holds: the class's import path and its constructor's arguments.
 
     Raises:
-        BadInput: an argument can't be written down.
+        BadInput: YAML can't hold an argument.
     """
     plain = {key: list(value) if isinstance(value, tuple) else value for key, value in arguments.items()}
     try:
@@ -30,7 +31,7 @@ def spec(net_class: str, arguments: dict[str, Any]) -> Spec:
 
 
 def save_net(net: nn.Module, net_spec: Spec, folder: Path) -> None:
-    """Write `weights.pt` (a bare state dict on the CPU) and `net.yaml` into the folder."""
+    """Write `weights.pt`, on the CPU, and `net.yaml` into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     write_spec(net_spec, folder)
     weights = {key: value.detach().cpu().contiguous() for key, value in net.state_dict().items()}
@@ -43,15 +44,14 @@ def write_spec(net_spec: Spec, folder: Path) -> None:
     write_text(folder / "net.yaml", yaml.safe_dump(net_spec, sort_keys=False))
 
 
-def read_spec(folder: Path, flag: str) -> Spec:
-    """What a net's folder has in `net.yaml`.
+def read_spec(folder: str | Path, flag: str = "run") -> Spec:
+    """What a folder's `net.yaml` holds.
 
     Raises:
-        BadInput: there is no such file, or something else is in it.
+        BadInput: there is no such file, or it holds something else.
     """
-    path = folder / "net.yaml"
     try:
-        found = yaml.safe_load(path.read_text())
+        found = yaml.safe_load((Path(folder) / "net.yaml").read_text())
         if set(found) == {"class_path", "init_args"}:
             return found
     except (OSError, TypeError, UnicodeDecodeError, yaml.YAMLError):
@@ -59,20 +59,26 @@ def read_spec(folder: Path, flag: str) -> Spec:
     raise BadInput(flag, folder, "a net's folder, as RUN/seed0/kd, with weights.pt and net.yaml")
 
 
-def load_net(folder: str | Path) -> nn.Module:
-    """The net that `save_net` wrote, rebuilt and in eval mode, on the CPU."""
-    return rebuilt(folder, torch.load(Path(folder) / "weights.pt", weights_only=True, map_location="cpu"))
+def load_net(folder: str | Path, flag: str = "run", weights: Mapping[str, Tensor] | None = None) -> nn.Module:
+    """Rebuild a folder's net, in the weights' type and in eval mode, on the CPU.
 
-
-def rebuilt(folder: str | Path, weights: Mapping[str, Tensor]) -> nn.Module:
-    """The net of a folder's `net.yaml` with these weights, in their type and in eval mode.
+    Args:
+        folder: with `net.yaml` and `weights.pt`.
+        flag: the option that named the folder, for messages.
+        weights: to load instead of `weights.pt`.
 
     Raises:
-        RuntimeError: they are another net's.
+        BadInput: a file is missing or damaged, or the weights don't fit the net; the message names all that differ.
     """
-    found = yaml.safe_load((Path(folder) / "net.yaml").read_text())
-    net = imported(found["class_path"], "net.yaml", (nn.Module,))(**found["init_args"])
+    found, path = read_spec(folder, flag), str(Path(folder) / "weights.pt")
+    try:
+        net: nn.Module = imported(found["class_path"], flag, (nn.Module,))(**found["init_args"])
+    except Exception as error:  # whatever the class makes of the arguments
+        told = " ".join(f"{type(error).__name__}: {error}".split())
+        raise BadInput(flag, folder, f"a net's folder, whose net.yaml its class takes; it says: {told}") from error
+    weights = read_weights(path, flag) if weights is None else weights
     if kinds := {value.dtype for value in weights.values()} & {torch.float64, torch.bfloat16}:
-        net.to(kinds.pop())  # trained in double precision: nothing is rounded
+        net.to(kinds.pop())
+    check_weights(net.state_dict(), weights, path, flag)
     net.load_state_dict(weights)
     return net.eval()

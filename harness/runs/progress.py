@@ -1,4 +1,4 @@
-"""What a user sees of a fit: a bar on a terminal, a quiet line an epoch elsewhere."""
+"""What a user sees of a fit: a progress bar on a terminal, a line an epoch elsewhere."""
 
 import logging
 import sys
@@ -11,14 +11,23 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 
+EXPECTED_WARNINGS = (
+    r"Found \d+ module\(s\) in eval mode",  # the teacher always is
+    r".*isinstance\(treespec, LeafSpec\)",  # Lightning 2.6 with torch 2.15
+    r"`weights_only` was not set",  # Lightning reads a rank's weights back into this process
+    r"The '(train|val|test)_dataloader' does not have many workers",
+    r"The number of training batches \(\d+\) is smaller than the logging interval",
+)
+TAGS = ("val/acc", "val/loss", "train/acc", "train/loss")
+
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Inside the block Lightning keeps its advertisements to itself, and what is warned of that is meant to be so."""
+    """Silence Lightning's information messages and expected warnings inside the block."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
-        for message in EXPECTED:
+        for message in EXPECTED_WARNINGS:
             warnings.filterwarnings("ignore", message)
         warnings.filterwarnings("ignore", module=r"lit_modules\.nets\.attention$")  # the refusal has torch's reasons
         for logger in loggers:
@@ -31,27 +40,16 @@ def quiet() -> Iterator[None]:
 
 
 def progress(label: str) -> dict[str, Any]:
-    """A Trainer's arguments for a progress bar if output is a terminal, for lines otherwise."""
+    """A Trainer's arguments for a progress bar if stderr is a terminal, for lines otherwise."""
     if sys.stderr.isatty():
         return {"callbacks": [TQDMProgressBar(refresh_rate=10)]}
     return {"callbacks": [Lines(label)], "enable_progress_bar": False}
 
 
-EXPECTED = (
-    r"Found \d+ module\(s\) in eval mode",  # the teacher always is
-    r".*isinstance\(treespec, LeafSpec\)",  # Lightning 2.6 against torch 2.15
-    r"`weights_only` was not set",  # its way to carry weights from a rank back to this process
-    r"The '(train|val|test)_dataloader' does not have many workers",
-    r"The number of training batches \(\d+\) is smaller than the logging interval",
-)
-
-TAGS = ("val/acc", "val/loss", "train/acc", "train/loss")
-
-
 class Lines(Callback):
-    """One line an epoch; one a validation where training is counted in steps.
+    """Prints a line an epoch, or a validation where training is counted in steps.
 
-    It has the loss, and each run's accuracy, or loss where it has none: validation's, else training's.
+    It has the loss and each run's accuracy, or loss where there is none: of validation, or else of training.
     """
 
     def __init__(self, label: str) -> None:
@@ -69,11 +67,11 @@ class Lines(Callback):
             self._print(trainer, f"step {trainer.global_step}/{trainer.max_steps}")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the line of the epoch that ends."""
+        """Print the epoch's line."""
         if trainer.max_epochs != -1:
             self._print(trainer, f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}")
 
-    def _print(self, trainer: Trainer, place: str) -> None:
+    def _print(self, trainer: Trainer, done: str) -> None:
         if not trainer.is_global_zero:
             return
         values = trainer.callback_metrics
@@ -81,4 +79,4 @@ class Lines(Callback):
         found = {name.removesuffix(tag).rstrip("/"): float(v) for name, v in values.items() if name.endswith(tag)}
         shown = "  ".join(f"{name} {value:.4f}".strip() for name, value in found.items())
         loss = f"loss {float(values['loss']):.4f}  " if "loss" in values else ""
-        print(f"{self.label}  {place}  {time.monotonic() - self._start:.1f} s  {loss}{tag} {shown}", flush=True)
+        print(f"{self.label}  {done}  {time.monotonic() - self._start:.1f} s  {loss}{tag} {shown}", flush=True)

@@ -1,77 +1,164 @@
-"""One call of an experiment: the folder that it works in, what it says of itself there, and how to go on with it."""
+"""One call of an experiment, from its flags to its folder: `with session("kd", parser(), argv) as run:`."""
 
 import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from harness import config as cli
-from harness.runs import environment, folders, signals, job, manifest
+import torch
+from lightning.pytorch import Trainer
+
+import strategies
 from apprentice.errors import BadInput
-from harness.runs.files import write_json, write_text
+from datamodules import InMemoryData
+from harness import config as cli
 from harness.config.sources import INVOCATION, flat
+from harness.runs import environment, folders, launch, manifest, signals
+from harness.runs.files import write_json, write_text
+from harness.runs.fit import MakeTrainer
+from harness.runs.progress import quiet
+from harness.runs.trainer import trainers
+
+
+class Session:
+    """One call of an experiment. Trainer and data are made when first used; `folder` is the first to write files.
+
+    Attributes:
+        name: the experiment's.
+        parser: its command line.
+        config: the parsed options, of `cli.RunOptions`.
+        argv: the flags.
+        used: numbers of samples that the Trainer uses, after `checked_trainer`.
+        out: the run's folder, inside `folder`.
+
+    Args:
+        name: the experiment's.
+        parser: its command line.
+        argv: its flags; the process's own by default.
+    """
+
+    used: dict[str, int]
+    out: Path
+
+    def __init__(self, name: str, parser: cli.Parser, argv: Sequence[str] | None = None) -> None:
+        self.name, self.parser, self.argv = name, parser, sys.argv[1:] if argv is None else list(argv)
+        self.config: Namespace = parser.parse(self.argv)
+
+    @cached_property
+    def trainer(self) -> MakeTrainer:
+        """Makes Trainers with the user's settings."""
+        strategies.register()
+        return trainers(self.config.trainer, self.config.exact, strategies.NAMES)
+
+    @cached_property
+    def data(self) -> InMemoryData:
+        """The data module, set up, after joining the ranks that a launcher started."""
+        launch.join(self.trainer())
+        return load_data(self.config)
+
+    @property
+    def tensorboard(self) -> bool:
+        """Whether TensorBoard's files are written."""
+        return self.config.trainer.init_args["logger"] is not False
+
+    @property
+    def is_double(self) -> bool:
+        """Whether nets are float64."""
+        return self.config.trainer.init_args.get("precision") in {"64-true", "64", 64}
+
+    def checked_trainer(self) -> Trainer:
+        """A Trainer that can divide the data among its devices.
+
+        Raises:
+            BadInput: it can't.
+        """
+        trainer = self.trainer()
+        place = trainer.distributed_sampler_kwargs or {"num_replicas": 1}
+        self.data.check_replicas(place["num_replicas"], self.config.exact)
+        self.used = self.data.used(trainer)
+        return trainer
+
+    @contextmanager
+    def folder(self) -> Iterator[Path]:
+        """Open and lock the run's folder, `--out` or a new one.
+
+        Raises:
+            BadInput: the folder can't be written, is in use, holds a run that is neither resumed nor replaced, or is to
+                be replaced by a run that reads its files.
+            Interrupted: the user asked to stop; the command that resumes has been printed.
+        """
+        config, job = self.config, launch.torchrun_job(self.argv)
+        self.out = Path(config.out) if config.out else folders.new_folder(self.name, job)
+        if config.overwrite:
+            _check_inputs(self.out, self.parser.as_dict(config), config.seeds[0])
+        with folders.opened(self.out, config.resume, config.overwrite, job):
+            try:
+                yield self.out
+            except signals.Interrupted:
+                again = f"python experiments/{self.parser.prog} --out {self.out} --resume true"
+                sys.stderr.write(f"stopped; go on with: {again}\n")
+                raise
+
+    def describe(self) -> None:
+        """Write config.yaml and environment.json into the run's folder."""
+        describe(self.out, self.parser, self.config)
+
+    def header(self) -> dict[str, Any]:
+        """How results.json begins."""
+        return {
+            "experiment": self.name, "data": {"name": self.data.name, **self.used},
+            "hardware": environment.hardware(), "versions": environment.versions(),
+            "config": self.parser.as_dict(self.config), "seeds": list(self.config.seeds),
+        }  # fmt: skip
 
 
 @contextmanager
-def opened(experiment: str, command: cli.Parser, config: Namespace) -> Iterator[Path]:
-    """The run's folder, locked.
+def session(name: str, parser: cli.Parser, argv: Sequence[str] | None = None) -> Iterator[Session]:
+    """Parse the flags and set up the process: signals, memory, float32 arithmetic; the block is the experiment.
 
     Args:
-        experiment: its name.
-        command: the command line.
-        config: what it said, of `cli.RunOptions`.
+        name: the experiment's, also that of its folder in runs/.
+        parser: its command line.
+        argv: its flags; the process's own by default.
 
     Raises:
-        BadInput: the folder can't be written, is in use, or holds a run that is neither gone on with nor replaced, or
-            is to be replaced by one that reads its files.
-        Interrupted: the user asked to stop; how to go on has been said.
+        SystemExit: with code 2 after one line on stderr, for what the user can correct; after --help; on a signal.
     """
-    out = Path(config.out) if config.out else folders.new_folder(experiment)
-    if config.overwrite:
-        _check_inputs(out, command.as_dict(config), config.seeds[0])
-    with folders.opened(out, config.resume, config.overwrite):
-        try:
-            yield out
-        except signals.Interrupted:
-            sys.stderr.write(f"stopped; go on with: python experiments/{command.prog} --out {out} --resume true\n")
-            raise
+    with cli.one_line_errors(parser), signals.handled(), quiet():
+        run = Session(name, parser, argv)
+        environment.keep_memory()
+        torch.backends.cudnn.allow_tf32 = False  # float32 means float32
+        yield run
+
+
+def load_data(config: Namespace) -> InMemoryData:
+    """The chosen data module, set up by rank zero first; limits threads to what its inputs need."""
+    data = cli.build(config.data, "data")
+    with launch.main_first("data"):
+        data.prepare_data()
+        data.setup()
+    environment.limit_threads(data.input_shape)
+    return data
 
 
 def _check_inputs(out: Path, settings: dict[str, Any], seed: int) -> None:
     """Raise BadInput if a setting names a file, or a folder of files, that would be deleted before it is read."""
-    own = {place for path in manifest.recorded(out) for place in (path, *path.parents)} - {out, *out.parents}
-    own = {place.absolute() for place in own}
+    recorded = {place for path in manifest.recorded(out) for place in (path, *path.parents)} - {out, *out.parents}
+    recorded = {place.absolute() for place in recorded}
     for flag, value in flat(settings):
         if isinstance(value, str) and flag not in INVOCATION:
             given = os.path.abspath(value.replace("{seed}", str(seed)))  # noqa: PTH100 - Path keeps ..
-            if Path(given) in own:
+            if Path(given) in recorded:
                 expected = f"--{flag} outside of {out}, the files of which are deleted first; it is {value}"
                 raise BadInput("overwrite", "true", expected)
 
 
-def describe(out: Path, command: cli.Parser, config: Namespace) -> None:
+def describe(out: Path, parser: cli.Parser, config: Namespace) -> None:
     """Write config.yaml and environment.json into the run's folder."""
-    if job.is_main_process():
-        command.save(config, out / "config.yaml", write_text)
+    if launch.is_main_process():
+        parser.save(config, out / "config.yaml", write_text)
         write_json(out / "environment.json", environment.hardware() | environment.versions())
-
-
-def header(
-    experiment: str, data: Any, used: dict[str, int], settings: dict[str, Any], seeds: Sequence[int]
-) -> dict[str, Any]:
-    """How results.json begins.
-
-    Args:
-        experiment: its name.
-        data: the data module, set up.
-        used: counts of its samples that are trained on, validated and tested, as its `used` gives them.
-        settings: the configuration, plain.
-        seeds: the training seeds.
-    """
-    return {
-        "experiment": experiment, "data": {"name": data.name, **used}, "hardware": environment.hardware(),
-        "versions": environment.versions(), "config": settings, "seeds": list(seeds),
-    }  # fmt: skip

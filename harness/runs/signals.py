@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: a fit finishes its batch, saves and stops; elsewhere nothing is lost by stopping at once."""
+"""Ctrl-C and SIGTERM: a fit finishes its batch, saves and stops; anything else stops at once."""
 
 import multiprocessing
 import os
@@ -9,13 +9,11 @@ from contextlib import contextmanager
 from typing import Any
 
 SAVED = 75  # exit code of a rank that stopped after saving (EX_TEMPFAIL: try again later)
-
-
-FORWARDED = getattr(signal, "SIGUSR1", signal.SIGINT)  # Windows has no other, and no group to signal twice
+FORWARDED = getattr(signal, "SIGUSR1", signal.SIGINT)  # from a process to its ranks; Windows has no SIGUSR1
 
 
 class Interrupted(SystemExit):
-    """The run was asked to stop; its exit code is the shell's for that signal."""
+    """The user asked to stop; the exit code is the shell's for that signal."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(128 + signum)
@@ -24,9 +22,9 @@ class Interrupted(SystemExit):
 
 class _State:
     requested: int | None = None
-    by_hand = False  # by a signal of the user's own, not only by our forwarding it
+    by_user = False  # not only forwarded by our parent process
     deferring = False
-    owner = 0  # the process that handles signals; ranks that it forks have another id
+    owner = 0  # the process that handles signals, not a rank that it forked
 
 
 def requested() -> bool:
@@ -41,20 +39,20 @@ def stop_if_requested() -> None:
 
 
 def _handle(signum: int, _frame: Any) -> None:
-    again = requested() and _State.by_hand
-    _State.requested, _State.by_hand = signum, signum != FORWARDED
+    again = requested() and _State.by_user
+    _State.requested, _State.by_user = signum, signum != FORWARDED
     for child in multiprocessing.active_children():
         if child.pid is not None and not again:
             os.kill(child.pid, FORWARDED)
     if _State.deferring and not again:
         return
     if os.getpid() != _State.owner:
-        os._exit(128 + signum)  # a forked rank: its parent tells the user
+        os._exit(128 + signum)  # a forked rank; its parent prints the message
     raise Interrupted(signum)
 
 
 def _forwarded(_signum: int, _frame: Any) -> None:
-    """The same request by another way: a terminal signals this rank too, sooner or later, `kill` only its parent."""
+    """Handle a forwarded signal once: a terminal signals this rank as well, `kill` only its parent."""
     if not requested():
         _handle(FORWARDED, None)
 
@@ -66,12 +64,12 @@ def _install() -> dict[int, Any]:
 
 @contextmanager
 def handled() -> Iterator[None]:
-    """Handle both signals inside the block; only the main thread can."""
+    """Handle both signals inside the block; does nothing outside of the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = _install()
-    _State.requested, _State.by_hand, _State.owner = None, False, os.getpid()
+    _State.requested, _State.by_user, _State.owner = None, False, os.getpid()
     try:
         yield
     finally:
@@ -81,7 +79,7 @@ def handled() -> Iterator[None]:
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Inside the block a first signal is only noted, for `requested`; a second one stops at once."""
+    """Inside the block the first signal only sets `requested`; a second one stops at once."""
     _State.deferring = True
     try:
         yield
@@ -90,12 +88,12 @@ def deferred() -> Iterator[None]:
 
 
 def deferring() -> bool:
-    """Whether a fit that saves on a signal is being started or runs."""
+    """Whether a fit that saves on a signal runs or is being started."""
     return _State.deferring
 
 
 def take_over() -> None:
-    """In a rank: put our handlers in place of Lightning's, which talks to other ranks from inside a signal handler."""
-    _State.deferring = True  # a spawned rank has not inherited it
+    """Replace Lightning's handlers in a rank; these would communicate with other ranks inside a signal handler."""
+    _State.deferring = True  # a spawned rank does not inherit it
     if threading.current_thread() is threading.main_thread():
         _install()

@@ -1,4 +1,4 @@
-"""TensorBoard: one logger that gives each run of a module a folder of its own, and the HPARAMS tab its rows."""
+"""TensorBoard: a logger with a folder for each run of a module, and rows of the HPARAMS tab."""
 
 import time
 from argparse import Namespace
@@ -24,8 +24,9 @@ class RunsLogger(Logger):
         root: the folder of the runs.
         runs: their names.
         default: the run of values that are logged without a run's name.
-        purge_step: after a resume, points from this step on belong to a past that did not happen; 0: all points do.
-        part: ends the names of the files; what is purged at step 0 are the files of this part, or of "" all.
+        purge_step: TensorBoard drops earlier points from this step on, as after a resume; 0 deletes the files of this
+            part, or all files where it is "".
+        part: ends the names of the files.
     """
 
     def __init__(self, root: Path, runs: Iterable[str], default: str, purge_step: int = 0, part: str = "") -> None:
@@ -41,7 +42,7 @@ class RunsLogger(Logger):
 
     @property
     def version(self) -> str:
-        """There is one."""
+        """Empty: the folder is the run's own."""
         return ""
 
     @property
@@ -68,7 +69,7 @@ class RunsLogger(Logger):
                 self._writer(run).add_scalar(tag, value, step)
 
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """Nothing: `log_run` writes a run's options with what they led to."""
+        """Does nothing: `log_run` writes a run's options with its results."""
 
     @rank_zero_only
     def log_confusion(self, run: str, confusion: Tensor, names: Sequence[str] | None, step: int) -> None:
@@ -87,7 +88,7 @@ class RunsLogger(Logger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Close all writers; what is logged later opens them again, and purges nothing."""
+        """Close all writers; later values open them again and purge nothing."""
         for writer in self._writers.values():
             writer.close()
 
@@ -96,9 +97,9 @@ class RunsLogger(Logger):
 
 
 def _summary_writer(folder: Path, part: str = "", purge_step: int = 0) -> SummaryWriter:
-    """A writer of a run's events, or of a part of them, after what a session that was cut off has left of these."""
+    """A writer of a run's events, or of a part of them, after purging those of an interrupted session."""
     if purge_step:
-        _let_the_second_pass(folder)
+        _wait_for_the_next_second(folder)
     else:
         for file in folder.glob(f"events.out.tfevents.*{part}"):
             if manifest.is_recorded(file):
@@ -108,16 +109,16 @@ def _summary_writer(folder: Path, part: str = "", purge_step: int = 0) -> Summar
     return writer
 
 
-def _let_the_second_pass(folder: Path) -> None:
-    """Wait until a new file of events is the folder's last to TensorBoard, which sorts them by second, then process."""
+def _wait_for_the_next_second(folder: Path) -> None:
+    """Wait until a new file sorts last: TensorBoard sorts event files by second, then by process."""
     while any(folder.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
         time.sleep(0.02)
 
 
 def log_run(folder: Path, options: Mapping[str, Any], values: Mapping[str, float | None]) -> None:
-    """Give a finished run its row in the HPARAMS tab: its options, and values as scalars beside its curves.
+    """Write a finished run's row of the HPARAMS tab: its options, and values as scalars beside its curves.
 
-    Without a summary of the whole experiment the tab shows the union of all runs' options and scalars, live.
+    Without a summary of the whole experiment the tab shows the union of all runs' options and scalars.
     """
     plain = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in options.items()}
     with _summary_writer(folder, ".hparams") as writer:
@@ -130,18 +131,18 @@ def log_run(folder: Path, options: Mapping[str, Any], values: Mapping[str, float
 
 
 def log_text(folder: Path, tag: str, text: str) -> None:
-    """Show a text as it stands, in the TEXT tab of a finished run."""
+    """Show a text verbatim in the TEXT tab of a finished run."""
     with _summary_writer(folder, ".text") as writer:
         writer.add_text(tag, indented(text))
 
 
 def indented(text: str) -> str:
-    """The text as Markdown shows it to the letter."""
+    """The text as a Markdown code block, shown verbatim."""
     return "".join(f"    {line}\n" for line in text.split("\n"))
 
 
 def confusion_figure(confusion: Tensor, names: Sequence[str] | None) -> Figure:
-    """A picture of counts (classes, classes), rows the true class, coloured by share of the row."""
+    """A picture of counts (classes, classes), a row for each true class, coloured by share of the row."""
     classes = len(confusion)
     side = min(3 + 0.35 * classes, 12)
     figure = Figure(figsize=(side, side), layout="constrained")

@@ -1,138 +1,103 @@
-"""The stages of a bake-off in a run's folder: each leaves weights and facts, and is not done twice."""
+"""The distillation study: for each seed a teacher and its students, then one table of all seeds."""
 
-import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Protocol
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
-from apprentice.batch import Batch
-from harness.runs.files import write_json
-from harness.runs.fit import Fitted, MakeTrainer, fit_and_test
-from harness.runs.job import is_main_process
-from harness.runs.nets import Spec, save_net
-from harness.runs.tensorboard import log_run
-from harness.studies import costs
-
-Facts = dict[str, Any]
-
-
-@dataclass
-class Candidate:
-    """One net that a stage trains.
-
-    Attributes:
-        net: the bare net, to be exported.
-        spec: how to rebuild it.
-        objective: name of what it learns by.
-        options: the settings that its row in the HPARAMS tab shows.
-    """
-
-    net: nn.Module
-    spec: Spec
-    objective: str
-    options: Mapping[str, Any]
+from apprentice.errors import BadInput
+from harness.reports.metrics import ACCURACY, BITS
+from harness.reports.pages import save_results, text
+from harness.reports.results import bake_off_results
+from harness.runs.launch import is_main_process
+from harness.runs.nets import load_net
+from harness.runs.session import Session
+from harness.studies.builders import check_modules, check_net
+from harness.studies.fits import Candidate, Facts, failure, train
+from lit_modules.classifier import LitClassifier
+from lit_modules.distillation import Distillation
 
 
-@dataclass
+class Builder(Protocol):
+    """Makes what is trained, for each seed anew."""
+
+    @property
+    def variants(self) -> Mapping[str, Any]:
+        """The wanted students' objectives, by name."""
+        ...
+
+    def teacher(self, seed: int) -> tuple[LitClassifier, dict[str, Candidate]]:
+        """The teacher's module, loaded if `--teacher_ckpt` is given."""
+        ...
+
+    def students(self, seed: int, teacher: nn.Module) -> tuple[Distillation, dict[str, Candidate]]:
+        """The module of all students of a teacher."""
+        ...
+
+
 class DistillationStudy:
-    """Trains and tests the modules of a bake-off, stage by stage.
+    """Trains teachers and students, compares the students.
 
-    Attributes:
-        folder: the run's folder, OUT.
-        data: the data module, set up.
-        make_trainer: makes a Trainer with the user's settings.
-        every: seconds between checkpoints.
-        tensorboard: whether TensorBoard's files are written.
+    Args:
+        run: the session of kd.py.
+        builder: makes the modules.
     """
 
-    folder: Path
-    data: Any
-    make_trainer: MakeTrainer
-    every: float = 30.0
-    tensorboard: bool = True
+    def __init__(self, run: Session, builder: Builder) -> None:
+        self.session, self.builder = run, builder
+        self.ckpt: str | None = run.config.teacher_ckpt
 
-    def stage(
-        self, seed: int, name: str, make: Callable[[], tuple[Any, dict[str, Candidate]]], trained: bool = False
-    ) -> Facts:
-        """Fit and test a module of one or several runs, export its nets, measure their costs.
-
-        Args:
-            seed: the training seed; keys order and augmentation.
-            name: of the stage, and of its only run where the module has but one.
-            make: makes the module and its candidates by name; not called if the stage is finished.
-            trained: the module's weights are there already: only test it.
-
-        Returns:
-            `fit_seconds`, and by the candidates' names `runs`, the facts that `results.bake_off_results` takes.
+    def check(self) -> None:
+        """Build everything once.
 
         Raises:
-            Interrupted: the user asked to stop; what was trained is kept.
+            BadInput: something can't be trained.
         """
-        folder = self.folder / f"seed{seed}"
-        record, checkpoint = folder / f"{name}.json", folder / f"{name}.ckpt"
-        if record.exists():
-            if is_main_process():
-                checkpoint.unlink(missing_ok=True)  # a crash may have come just before
-            return json.loads(record.read_text())
-        self.data.order_seed = seed
-        module, candidates = make()
-        names = list(candidates)
-        found = fit_and_test(
-            module, self.data, self.make_trainer, checkpoint,
-            runs=names, every=self.every, tensorboard=self.tensorboard, label=f"seed {seed} {name:8}", trained=trained,
-        )  # fmt: skip
-        facts: Facts = {"fit_seconds": found.seconds, "runs": {}}
+        builder, (first, *others) = self.builder, self.session.config.seeds
+        trainer = self.session.checked_trainer()
+        check_net(self.session, "teacher", trainer, trained=self.ckpt is None)
+        check_net(self.session, "student", trainer)
+        for seed in others if "{seed}" in (self.ckpt or "") else ():
+            builder.teacher(seed)
+        teacher, _ = builder.teacher(first)
+        students, _ = builder.students(first, teacher.net)
+        check_modules(trainer, teacher, students)
+
+    def run(self) -> None:
+        """Train and test for each seed, then print and save the table.
+
+        Raises:
+            BadInput: a teacher's loss is not finite.
+        """
+        self.session.describe()
+        teachers, students = [], []
+        for seed in self.session.config.seeds:
+            teachers.append(self._teacher(seed))
+            students.append(train(self.session, seed, "students", partial(self._students, seed)))
         if is_main_process():
-            module.to(found.device)  # a fit on a GPU ends on the CPU
-            for run, candidate in candidates.items():
-                facts["runs"][run] = self._facts(module, run if module.runs != [""] else "", candidate, found)
-                save_net(candidate.net, candidate.spec, folder / run)
-                self._track(folder / run, candidate, facts["runs"][run])
-            write_json(record, facts)
-            checkpoint.unlink(missing_ok=True)
-        if dist.is_initialized():
-            dist.barrier()  # ranks of a launcher's go on to read what the first has written
+            self._report(teachers, students)
+
+    def _teacher(self, seed: int) -> Facts:
+        make = partial(self.builder.teacher, seed)
+        facts = train(self.session, seed, "teacher", make, trained=self.ckpt is not None)
+        if fault := failure(facts, "teacher"):
+            optimizer = self.session.config.optimizer.name
+            raise BadInput("optimizer", optimizer, f"settings that train the teacher; with seed {seed} {fault}")
         return facts
 
-    def _facts(self, module: Any, run: str, candidate: Candidate, found: Fitted) -> Facts:
-        scores = found.scores
-        prefix = f"{run}/test" if run else "test"
-        failed, names = module.failed.get(run), module.scores_of(run).names
-        facts: Facts = {
-            "objective": candidate.objective,
-            "parameters": costs.parameters(candidate.net),
-            **{f"test_{name}": None if failed else scores[f"{prefix}/{name}"] for name in names},
-            "step_ms": None,
-            "train_flops": None,
-            "failed": failed,
-        }
-        if "test_correct" in facts and not failed:
-            facts["test_correct"] = round(facts["test_correct"])
-        if module.samples and not failed:  # a loaded net's training was paid for elsewhere
-            batch = self._batch(module)
-            with found.autocast():
-                step = module.step_alone(run, batch)
-                if (operations := costs.flops(step)) is not None:
-                    facts["train_flops"] = round(operations / batch.count * module.samples)
-                facts["step_ms"] = costs.milliseconds(step)
-        return facts
+    def _students(self, seed: int) -> tuple[Distillation, dict[str, Candidate]]:
+        return self.builder.students(seed, load_net(self.session.out / f"seed{seed}" / "teacher"))
 
-    def _batch(self, module: nn.Module) -> Batch:
-        """The training set's first samples as one whole batch."""
-        parameter = next(module.parameters())
-        train = self.data.split("train")
-        rows = torch.arange(min(self.data.batch_size, len(train.labels)))
-        inputs, labels = train.take(rows)
-        inputs = self.data.normalize(inputs.to(parameter.device), parameter.dtype)
-        rows = rows.to(parameter.device)
-        return Batch(inputs, labels.to(parameter.device), rows, rows, len(rows), 1, 0)
-
-    def _track(self, folder: Path, candidate: Candidate, facts: Facts) -> None:
-        if self.tensorboard:
-            options = {"objective": candidate.objective, **candidate.options}
-            log_run(folder, options, {f"cost/{key}": facts[key] for key in ("parameters", "train_flops", "step_ms")})
+    def _report(self, teachers: list[Facts], students: list[Facts]) -> None:
+        out = self.session.out
+        results = bake_off_results(
+            self.session.header(),
+            [{**fit["runs"]["teacher"], "fit_seconds": fit["fit_seconds"]} for fit in teachers],
+            {name: [fit["runs"][name] for fit in students] for name in self.builder.variants},
+            [fit["fit_seconds"] for fit in students],
+            ACCURACY if self.session.data.tokens_per_character is None else BITS,
+            one_teacher=self.ckpt is not None and "{seed}" not in self.ckpt,
+        )
+        save_results(out, results)
+        print(f"{text(results)}\n\n{out}/results.md, .png, .json; curves: tensorboard --logdir {out}")

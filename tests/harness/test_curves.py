@@ -12,8 +12,8 @@ from experiments import gpt, kd, quantize
 from harness.runs import fit, safepoints
 from harness.runs.nets import save_net
 from harness.runs.safepoints import SafePoints
-from harness.studies import distillation
-from harness.studies.deploy import formats
+from harness.studies import distillation, fits, language_model
+from harness.studies.deploy import builder, formats
 from lit_modules.quantization import EXTRA
 from lit_modules.quantization.prepare import quantizer
 from tests.experiments.test_gpt_experiment import NET
@@ -56,8 +56,8 @@ def batch(number: int) -> Kill:
 
 
 TRAINED: Kill = fit.SafePoints, "on_train_end", 1, True
-NOT_RECORDED: Kill = distillation, "write_json", 1, False
-NOT_KEPT: Kill = quantize, "atomic", 1, False
+NOT_RECORDED: Kill = fits, "write_json", 1, False
+NOT_KEPT: Kill = builder, "atomic", 1, False
 
 
 def assert_unharmed(experiment: ModuleType, flags: list[str], kills: list[Kill], folder: Path) -> None:
@@ -76,14 +76,14 @@ def assert_unharmed(experiment: ModuleType, flags: list[str], kills: list[Kill],
 @pytest.mark.slow
 def test_kd_killed_ten_times(tmp_path: Path) -> None:
     teacher = [batch(2), batch(6), TRAINED, NOT_RECORDED]
-    students = [batch(2), batch(4), batch(6), NOT_RECORDED, (distillation, "save_net", 2, True)]
+    students = [batch(2), batch(4), batch(6), NOT_RECORDED, (fits, "save_net", 2, True)]
     flags = [*SMALL, *EVERY, "--trainer.val_check_interval", "2"]
-    assert_unharmed(kd, flags, [*teacher, *students, (kd, "save_results", 1, False)], tmp_path)
+    assert_unharmed(kd, flags, [*teacher, *students, (distillation, "save_results", 1, False)], tmp_path)
 
 
 @pytest.mark.slow
 def test_gpt_killed_ten_times(tmp_path: Path) -> None:
-    kills = [batch(2), *[batch(6)] * 6, TRAINED, NOT_RECORDED, (gpt, "write_text", 1, False)]
+    kills = [batch(2), *[batch(6)] * 6, TRAINED, NOT_RECORDED, (language_model, "write_text", 1, False)]
     flags = [*NET, *EVERY, "--data.path", str(written(tmp_path)), "--data.block_size", "16", "--data.batch_size", "13"]
     flags += ["--trainer.max_steps", "24", "--trainer.val_check_interval", "4", "--trainer.log_every_n_steps", "1"]
     assert_unharmed(gpt, flags, kills, tmp_path)

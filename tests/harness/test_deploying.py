@@ -120,9 +120,9 @@ def test_a_missing_compiler_is_one_line() -> None:
 def test_only_our_own_files_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "bfloat16"
     folder.mkdir()
-    for name in ("notes.txt", "weights.safetensors", "model.pt2"):
+    for name in ("notes.txt", "weights.safetensors", "model.pt2", "../results.json"):
         (folder / name).touch()
-    with pytest.raises(BadInput, match=r"this one holds bfloat16/model\.pt2"), folders.opened(tmp_path):
+    with pytest.raises(BadInput, match=r"this one holds results\.json"), folders.opened(tmp_path):
         pass
     monkeypatch.setattr(formats, "write_program", lambda net, example, folder: None)
     monkeypatch.setattr(formats, "write_weights", lambda net, folder: None)

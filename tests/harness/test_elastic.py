@@ -37,7 +37,9 @@ def torchrun(name: str, words: Sequence[str], argv: Sequence[str], folder: Path)
 
 
 def meeting() -> list[str]:
-    return ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{free_port()}", "--local_addr", "127.0.0.1"]
+    port = free_port()
+    where = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}", "--local_addr", "127.0.0.1"]
+    return [*where, "--rdzv_id", f"job{port}"]
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ TINY += ["--only", "ce", "--trainer.max_epochs", "1"]
 
 def files(out: Path) -> set[str]:
     names = (path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file())
-    return {name for name in names if name not in {".lock", ".pid", ".agents", ".files"}}
+    return {name for name in names if name not in {".lock", ".pid", ".job", ".files"}}
 
 
 def run(out: Path) -> None:
@@ -79,7 +79,7 @@ def test_files_elsewhere_or_written_when_no_run_is_open_are_not_recorded(tmp_pat
 
 
 @pytest.mark.parametrize("recorded", [True, False], ids=["beside a run", "alone"])
-@pytest.mark.parametrize("name", ["results.md", "seed0/student.json", "seed12/students.ckpt", "int8-qat/model.onnx"])
+@pytest.mark.parametrize("name", ["results.md", "seed0/student.json", "seed12/students.ckpt", "environment.json"])
 def test_what_may_be_a_runs_and_is_in_no_record_is_not_touched(name: str, recorded: bool, tmp_path: Path) -> None:
     out = tmp_path / "run"
     if recorded:

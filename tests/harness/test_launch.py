@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from experiments import kd
-from harness.runs import job
+from harness.runs import clusters
 from harness.runs import launch as launches
 from strategies.base import rendezvous
 from tests.launching import ROOT, TINY, Command, by_hand, ended, free_port, ranks, weights
@@ -66,7 +66,7 @@ def test_one_launcher_inside_another_is_the_one_that_counts(monkeypatch: pytest.
     for key, value in (slurm(0) | mpirun | mpich).items():
         monkeypatch.setenv(key, str(value))
     assert launches.launched() == launches.Launch("mpi", 1, 2, 1)
-    assert not job.is_main_process()
+    assert not launches.is_main_process()
     for key in (*mpirun, *slurm(0)):
         monkeypatch.delenv(key)
     assert launches.launched() is None
@@ -139,7 +139,7 @@ def test_mpirun_without_mpi4py_names_the_extra(tmp_path: Path) -> None:
     (line,) = "".join(run.output for run in runs).splitlines()  # one of the machine's ranks tells
     assert line.startswith("error: mpirun -n 2: expected mpi4py")
     assert "the extra [mpi]" in line
-    assert launches.INSTALL in line
+    assert clusters.INSTALL in line
 
 
 @pytest.mark.parametrize("given", [["--local-rank", "1"], ["--local_rank", "1"], ["--local_rank=1"]])
@@ -149,7 +149,7 @@ def test_the_rank_that_the_old_launch_module_gives_is_ignored(given: list[str]) 
 
 def first_by_turns(folder: Path) -> None:
     for turn in range(2):
-        with job.main_first("task"):
+        with launches.main_first("task"):
             file = folder / str(turn)
             if dist.get_rank():
                 assert file.exists()

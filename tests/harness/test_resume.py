@@ -22,7 +22,7 @@ from harness.reports import pages
 from harness.runs import fit as stages
 from harness.runs import safepoints
 from harness.runs.safepoints import SafePoints
-from harness.studies import distillation
+from harness.studies import distillation, fits
 from strategies import DDP, FSDP, DataParallel
 from tests.figures import sketch
 from tests.grids import mostly_slow
@@ -137,13 +137,13 @@ MOMENTS = {
     "teacher, in the middle of writing a checkpoint": (torch, "save", 5, False),
     "teacher, between a checkpoint's write and its rename": (Path, "replace", 9, False),
     "teacher, trained and not tested": (stages.SafePoints, "on_train_end", 1, True),
-    "teacher, before its weights are written": (distillation, "save_net", 1, False),
-    "teacher, exported and not recorded": (distillation, "write_json", 1, False),
-    "between teacher and students": (distillation, "write_json", 1, True),
+    "teacher, before its weights are written": (fits, "save_net", 1, False),
+    "teacher, exported and not recorded": (fits, "write_json", 1, False),
+    "between teacher and students": (fits, "write_json", 1, True),
     "students, in mid-epoch": (SafePoints, "on_train_batch_start", 14, True),
     "students, between a checkpoint's write and its rename": (Path, "replace", 22, False),
-    "students, one of two exported": (distillation, "save_net", 2, True),
-    "everything but the results": (kd, "save_results", 1, False),
+    "students, one of two exported": (fits, "save_net", 2, True),
+    "everything but the results": (distillation, "save_results", 1, False),
     "in the middle of the results": (pages, "write_json", 1, False),
 }
 

@@ -20,6 +20,8 @@ from apprentice.keyed import noise, with_seed
 from experiments import kd
 from harness.config.messages import one_line
 from harness.runs.nets import load_net
+from harness.runs.session import Session
+from harness.studies.distillation import DistillationStudy
 from lit_modules.distillation import Distillation
 from lit_modules.nets import ViT, run
 from lit_modules.objectives import CrossEntropy, DeiTToken, Hint
@@ -309,12 +311,14 @@ def test_bad_input_is_one_line(kind: str, tmp_path: Path, capsys: pytest.Capture
 
 def test_the_kernels_of_another_device_are_not_asked_for_here() -> None:
     flags = ["--teacher", "ViT", "--teacher.backend", "efficient", *VIT, *TOKEN, *DEIT, "--student.backend", "cudnn"]
-    config, data = kd.parser().parse(flags), digits()
+    data = digits()
 
     def check(device: str) -> None:
         strategy = SimpleNamespace(root_device=torch.device(device))
         trainer = SimpleNamespace(strategy=strategy, distributed_sampler_kwargs=None)
-        kd.Builder(config, data, lambda: trainer).check(data)
+        run = Session("kd", kd.parser(), flags)
+        run.data, run.trainer = data, lambda: trainer
+        DistillationStudy(run, kd.Builder(run)).check()
 
     check("cuda")
     with pytest.raises(BadInput, match=r"^--teacher\.backend efficient: expected a kernel"):

@@ -41,9 +41,9 @@ def safetensors(path: str) -> Answer:
     import torch
     from safetensors.torch import load_file
 
-    from harness.runs.nets import rebuilt
+    from harness.runs.nets import load_net
 
-    net = rebuilt(Path(path).parent, load_file(path))
+    net = load_net(Path(path).parent, weights=load_file(path))
     dtype = next(net.parameters()).dtype
     return lambda batch: net(torch.from_numpy(batch).to(dtype)).detach().float().numpy()
 

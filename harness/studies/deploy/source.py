@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 from apprentice import keyed
 from apprentice.errors import BadInput
-from apprentice.weights import load_weights
 from harness import config
 from harness.config.classes import imported
 from harness.config.sources import load, read
-from harness.runs.nets import Spec, read_spec
+from harness.runs.nets import Spec, load_net, read_spec
 
 
 @dataclass
@@ -88,18 +87,11 @@ def read_net(folder: str | Path, flag: str, input_shape: tuple[int, ...]) -> tup
     Raises:
         BadInput: the files are missing or broken, or of a net for other images; or the weights don't fit, and how.
     """
-    spec = read_spec(Path(folder), flag)
-    try:
-        net = imported(spec["class_path"], flag, (nn.Module,))(**spec["init_args"])
-        made = tuple(spec["init_args"].get("input_shape", input_shape))
-    except Exception as error:  # a class may raise anything for another's arguments
-        said = f"a net's folder, whose net.yaml its class takes; it says: {_line(error)}"
-        raise BadInput(flag, folder, said) from error
+    spec, net = read_spec(folder, flag), load_net(folder, flag)
+    made = tuple(spec["init_args"].get("input_shape", input_shape))
     if made != tuple(input_shape):
         raise BadInput(flag, folder, f"a net for inputs {tuple(input_shape)}, as this data has them; it is for {made}")
-    path = str(Path(folder) / "weights.pt")
-    load_weights(net, path, flag)
-    return net.eval(), spec
+    return net.float(), spec
 
 
 @contextmanager

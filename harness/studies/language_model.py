@@ -1,0 +1,106 @@
+"""The language model study: a net for each seed, its held-out loss, and texts that it writes."""
+
+import json
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from apprentice.errors import BadInput
+from datamodules import Text, Vocabulary
+from harness.reports.metrics import BITS
+from harness.reports.pages import header
+from harness.reports.results import load_results
+from harness.reports.tables import Table, count, short
+from harness.runs.files import write_json, write_text
+from harness.runs.launch import is_main_process
+from harness.runs.nets import load_net
+from harness.runs.session import Session
+from harness.runs.tensorboard import indented, log_text
+from harness.studies.fits import Candidate, Facts, failure, train
+from lit_modules import nets
+from lit_modules.language_model import LitLanguageModel
+
+NAME = "gpt"  # of the experiment, of its fit and of the net's folder
+Make = Callable[[int], tuple[LitLanguageModel, dict[str, Candidate]]]
+
+
+def run_study(run: Session, make: Make) -> None:
+    """Train and test a net for each seed, let each write, then print and save the table.
+
+    Args:
+        run: the session, its folder open.
+        make: makes a seed's module and candidate.
+
+    Raises:
+        BadInput: a loss is not finite.
+    """
+    run.describe()
+    fits = []
+    for seed in run.config.seeds:
+        fits.append(train(run, seed, NAME, partial(make, seed)))
+        if fault := failure(fits[-1], NAME):
+            rate = run.config.model.init_args["lr"]
+            raise BadInput("model.lr", rate, f"settings that train the net; with seed {seed} {fault}")
+    if not is_main_process():
+        return
+    results = run.header() | {
+        "metric": {"name": BITS.name, "higher_is_better": False},
+        "runs": [fit["runs"][NAME] | {"fit_seconds": fit["fit_seconds"]} for fit in fits],
+        "samples": {str(seed): _write_samples(run, seed) for seed in run.config.seeds},
+    }
+    out, shown, first = run.out, table(results), results["samples"][str(run.config.seeds[0])][0]
+    write_text(out / "results.md", "\n\n".join([header(results), shown.markdown(), indented(first)]))
+    write_json(out / "results.json", results)
+    print(f"{first}\n\n{shown.plain()}\n\n{out}/results.md, .json; curves: tensorboard --logdir {out}")
+
+
+def _write_samples(run: Session, seed: int) -> list[str]:
+    folder, data = run.out / f"seed{seed}" / NAME, run.data
+    assert isinstance(data, Text)
+    write_json(folder / "vocabulary.json", {"characters": data.vocabulary.characters})
+    texts = generated(folder, data.vocabulary.start, run.config)
+    if run.tensorboard:
+        log_text(folder, "sample", "\n\n".join(texts))
+    return texts
+
+
+def table(results: Facts) -> Table:
+    """A line for each seed."""
+    header = ["seed", "parameters", "held-out loss", "bits a character", "perplexity", "step, ms", "training, s"]
+    keys = ("test_loss", "test_bpc", "test_perplexity")
+    rows = [
+        [str(seed), count(facts["parameters"]), *(f"{facts[key]:.4f}" for key in keys), short(facts["step_ms"]),
+         short(facts["fit_seconds"])]
+        for seed, facts in zip(results["seeds"], results["runs"], strict=True)
+    ]  # fmt: skip
+    return Table(header, rows)
+
+
+def generated(folder: Path, prompt: str, config: Namespace) -> list[str]:
+    """Texts that begin with the prompt, by the net in a folder, each as long as its block.
+
+    Raises:
+        BadInput: the prompt has unknown characters, or too many or too few tokens.
+    """
+    net: Any = load_net(folder)
+    vocabulary = Vocabulary(**json.loads((folder / "vocabulary.json").read_text("utf-8")))
+    tokens = vocabulary.encode(prompt, "sample")
+    if not 1 <= len(tokens) <= net.block_size:
+        raise BadInput("sample", repr(prompt), f"1 to {net.block_size} tokens, the net's block size; not {len(tokens)}")
+    drawing = {"temperature": config.temperature, "top_k": config.top_k, "seed": config.sample_seed}
+    with nets.any_kernel(net):  # on the CPU, wherever the net was trained
+        return [vocabulary.decode(text) for text in net.generate(tokens.expand(config.samples, -1), **drawing)]
+
+
+def sample(config: Namespace) -> Sequence[str]:
+    """Texts that begin with `--sample`, by the net that a finished run trained with its first seed.
+
+    Raises:
+        BadInput: `--run` is no finished run of gpt.py.
+    """
+    results = load_results(config.run)
+    if results["experiment"] != NAME:
+        raise BadInput("run", config.run, f"a run of gpt.py; this one is of {results['experiment']}.py")
+    return generated(Path(config.run) / f"seed{results['seeds'][0]}" / NAME, config.sample, config)
