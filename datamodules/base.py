@@ -3,7 +3,7 @@
 import math
 import os
 import sys
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
@@ -39,6 +39,8 @@ class InMemoryData(LightningDataModule):
         class_names: names of the classes, in the order of their labels.
         given_to_nets: what a net's constructor is told of the data: attributes, by name.
         tokens_per_character: where each token of a sample has a label, its tokens for one of the text's characters.
+        training_options: options that change training, not which samples there are.
+        free_options: options that change neither, such as where a fixed data set lies.
         order_seed: the training seed. Order and augmentation depend on it, splits and subsets on `seed` alone.
 
     Args:
@@ -62,6 +64,8 @@ class InMemoryData(LightningDataModule):
     class_names: tuple[str, ...]
     given_to_nets: tuple[str, ...] = ("input_shape", "num_classes")
     tokens_per_character: float | None = None
+    training_options: ClassVar[frozenset[str]] = frozenset({"batch_size"})
+    free_options: ClassVar[frozenset[str]] = frozenset({"num_workers"})
 
     def __init__(
         self,

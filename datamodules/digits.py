@@ -18,6 +18,7 @@ class Digits(ImageData):
     class_names = tuple("0123456789")
     mean, std = (0.3049,), (0.3759,)  # of the 1,437
     levels = 16
+    free_options = ImageData.free_options | {"root"}
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
