@@ -18,7 +18,7 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -80,39 +80,26 @@ def parts(net: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
     return maps, net.classifier(torch.flatten(maps, 1))  # type: ignore[operator]
 
 
-def cross_entropy(net: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """For the teacher, and for the student on its own."""
-    return F.cross_entropy(net(images), labels)
-
-
-def soft_targets(student: nn.Module, images: Tensor, labels: Tensor, teacher: nn.Module) -> Tensor:
-    """Both distributions softened with temperature 2."""
+def loss_of(name: str, student: nn.Module, teacher: nn.Module | None, images: Tensor, labels: Tensor) -> Tensor:
+    """The tutorial's loss of a variant; without a teacher, cross-entropy."""
+    if teacher is None:
+        return F.cross_entropy(student(images), labels)
     with torch.no_grad():
-        wanted = F.softmax(teacher(images) / 2, 1)
-    logits = student(images)
-    divergence = (wanted * (wanted.log() - F.log_softmax(logits / 2, 1))).sum() / len(images)
-    return 0.25 * 2**2 * divergence + 0.75 * F.cross_entropy(logits, labels)
-
-
-def cosine(student: nn.Module, images: Tensor, labels: Tensor, teacher: nn.Module) -> Tensor:
-    """Flattened feature maps; the teacher's 2048 values are pooled to the student's 1024."""
-    with torch.no_grad():
-        wanted = F.avg_pool1d(torch.flatten(parts(teacher, images)[0], 1), 2)
+        teachers_maps, teachers_logits = parts(teacher, images)
     maps, logits = parts(student, images)
-    angle = F.cosine_embedding_loss(torch.flatten(maps, 1), wanted, torch.ones(len(images)))
-    return 0.25 * angle + 0.75 * F.cross_entropy(logits, labels)
+    loss = 0.75 * F.cross_entropy(logits, labels)
+    if name == "kd":  # both distributions softened with temperature 2
+        wanted = F.softmax(teachers_logits / 2, 1)
+        divergence = (wanted * (wanted.log() - F.log_softmax(logits / 2, 1))).sum() / len(images)
+        return loss + 0.25 * 2**2 * divergence
+    if name == "cosine":  # flattened maps; the teacher's 2048 values are pooled to the student's 1024
+        wanted = F.avg_pool1d(torch.flatten(teachers_maps, 1), 2)
+        return loss + 0.25 * F.cosine_embedding_loss(torch.flatten(maps, 1), wanted, torch.ones(len(images)))
+    # hint: the student's maps go through a convolution that is trained with it
+    return loss + 0.25 * F.mse_loss(student.regressor(maps), teachers_maps)  # type: ignore[operator]
 
 
-def hint(student: nn.Module, images: Tensor, labels: Tensor, teacher: nn.Module) -> Tensor:
-    """Feature maps; the student's go through a convolution that is trained with it."""
-    with torch.no_grad():
-        wanted, _ = parts(teacher, images)
-    maps, logits = parts(student, images)
-    distance = F.mse_loss(student.regressor(maps), wanted)  # type: ignore[operator]
-    return 0.25 * distance + 0.75 * F.cross_entropy(logits, labels)
-
-
-def train(net: nn.Module, loss_of: Callable[..., Tensor], loader: DataLoader, epochs: int, label: str) -> float:
+def train(name: str, net: nn.Module, teacher: nn.Module | None, loader: DataLoader, epochs: int) -> float:
     """The plain loop; returns its seconds."""
     start = time.perf_counter()
     optimizer = torch.optim.Adam(net.parameters(), lr=0.001)
@@ -121,11 +108,11 @@ def train(net: nn.Module, loss_of: Callable[..., Tensor], loader: DataLoader, ep
         running_loss = 0.0
         for images, labels in loader:
             optimizer.zero_grad()
-            loss = loss_of(net, images, labels)
+            loss = loss_of(name, net, teacher, images, labels)
             loss.backward()
             optimizer.step()
             running_loss += loss.item()
-        print(f"tutorial {label:8}  epoch {epoch + 1}/{epochs}  loss {running_loss / len(loader):.4f}", flush=True)
+        print(f"tutorial {name:8}  epoch {epoch + 1}/{epochs}  loss {running_loss / len(loader):.4f}", flush=True)
     return time.perf_counter() - start
 
 
@@ -134,16 +121,14 @@ def tutorial(folder: str, count: int, epochs: int) -> Figures:
     loader = DataLoader(Pictures(folder, count), batch_size=128, shuffle=True, num_workers=2)
     torch.manual_seed(42)
     teacher = DeepNN()
-    seconds = {"teacher": train(teacher, cross_entropy, loader, epochs, "teacher")}
+    seconds = {"teacher": train("teacher", teacher, None, loader, epochs)}
     teacher.eval()
-    distilled = {"kd": soft_targets, "cosine": cosine, "hint": hint}
     for name in VARIANTS:
         torch.manual_seed(42)
         student = LightNN()
         if name == "hint":
             student.regressor = nn.Conv2d(16, 32, 3, padding=1)
-        loss_of = functools.partial(distilled[name], teacher=teacher) if name in distilled else cross_entropy
-        seconds[name] = train(student, loss_of, loader, epochs, name)
+        seconds[name] = train(name, student, None if name == "ce" else teacher, loader, epochs)
     students = sum(seconds[name] for name in VARIANTS)
     return {**seconds, "students": students, "peak_mib": peak_mib(), "threads": torch.get_num_threads()}
 

@@ -12,6 +12,7 @@ import json
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,10 @@ from lit_modules.classifier import LitClassifier
 from lit_modules.nets import DeepNN
 from strategies import DDP, DataParallel, LocalSGD
 
-
-def sgd(params: Any) -> torch.optim.Optimizer:
-    """SGD with momentum; each rank has its own buffers."""
-    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
-
-
-def adam(params: Any) -> torch.optim.Optimizer:
-    """Adam with the bake-off's rate."""
-    return torch.optim.Adam(params, lr=1e-3)
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9),  # each rank has momentum of its own
+    "adam": partial(torch.optim.Adam, lr=1e-3),  # as in the bake-off
+}
 
 
 class Losses(Callback):
@@ -85,15 +81,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     rows = []
     print("optimizer  strategy      loss at 1/3   at 2/3   at the end   steps   seconds")
-    for optimizer in (sgd, adam):
+    for label, optimizer in OPTIMIZERS.items():
         made = {"ddp": DDP()} | {f"local_sgd k={k}": LocalSGD(period=k) for k in options.periods}
         for name, strategy in made.items():
             found = fit(strategy, optimizer, options.devices, options.epochs)
             losses = found["losses"]
             shown = [losses[len(losses) * third // 3 - 1][1] for third in (1, 2, 3)]
             numbers = f"{shown[0]:11.3f}  {shown[1]:7.3f}  {shown[2]:11.3f}  {losses[-1][0]:6}  {found['seconds']:8.1f}"
-            print(f"{optimizer.__name__:9}  {name:13}{numbers}", flush=True)
-            rows.append({"optimizer": optimizer.__name__, "strategy": name, **found})
+            print(f"{label:9}  {name:13}{numbers}", flush=True)
+            rows.append({"optimizer": label, "strategy": name, **found})
     facts = {"devices": options.devices, "hardware": hardware(), "versions": versions(), "rows": rows}
     write_json(options.out, facts)
 
