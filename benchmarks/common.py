@@ -59,11 +59,17 @@ class Clock(Callback):
 
     Args:
         folder: where.
+        keep: whether glibc keeps freed memory in the ranks, as in the experiments.
     """
 
-    def __init__(self, folder: str) -> None:
-        self.folder, self.first = folder, 0.0
+    def __init__(self, folder: str, keep: bool = True) -> None:
+        self.folder, self.keep, self.first = folder, keep, 0.0
         self.moments: list[float] = []
+
+    def setup(self, *args: Any, **kwargs: Any) -> None:
+        """Set glibc, in each rank."""
+        if self.keep:
+            environment.keep_memory()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
@@ -85,13 +91,19 @@ class Clock(Callback):
 
 
 def step_seconds(
-    module: LightningModule, data: Any, steps: int, warmup: int = 2, callbacks: Sequence[Callback] = (), **settings: Any
+    module: LightningModule,
+    data: Any,
+    steps: int,
+    warmup: int = 2,
+    keep: bool = True,
+    callbacks: Sequence[Callback] = (),
+    **settings: Any,
 ) -> list[float]:
-    """Seconds of each step of a fit on the CPU after some to warm up, on rank zero."""
+    """Seconds of each step of a fit on the CPU after some to warm up, on rank zero; `keep` as Clock has it."""
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # such as BatchNorm's in a pipeline
         settings |= {"max_steps": warmup + steps, "max_epochs": -1, "limit_val_batches": 0}
-        trainer = Trainer(callbacks=[Clock(folder), *callbacks], **SILENT, **settings)
+        trainer = Trainer(callbacks=[Clock(folder, keep), *callbacks], **SILENT, **settings)
         trainer.fit(module, data)
         return json.loads((Path(folder) / f"{type(module).__name__}0.json").read_text())["steps"][warmup:]
 
@@ -122,7 +134,10 @@ def over(above: Sequence[float], below: Sequence[float]) -> list[float]:
 
 
 def forked(measure: Callable[[int], T], copies: int = 1) -> list[T]:
-    """What the function returns in processes forked from this one, all at the same time; it is told its number."""
+    """What the function returns in processes forked from this one, all at the same time; it gets its number.
+
+    It can't fork ranks itself: Lightning refuses that in a fork whose parent has asked for GPUs.
+    """
     with tempfile.TemporaryDirectory() as folder:
         start_processes(_answer, args=(measure, folder), nprocs=copies, start_method="fork")
         return [json.loads((Path(folder) / str(number)).read_text()) for number in range(copies)]
@@ -261,6 +276,8 @@ def run(
         found = measure(args)
     header |= found.facts
     print(*(f"{key}: {value}" for key, value in header.items()), table(found, targets), sep="\n")
+    if settings.get("quick"):
+        print("sizes are tiny: what is missed says nothing")
     medians = {unit: {name: median(runs) for name, runs in named.items()} for unit, named in found.figures.items()}
     ratios = {name: median(runs) for name, runs in found.ratios.items()}
     if args.out:

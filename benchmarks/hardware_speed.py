@@ -38,7 +38,6 @@ from benchmarks import common
 from benchmarks.common import Found, Noise, Runs, Target
 from benchmarks.kd_speed import ARCHIVE, image_flags, unpacked
 from datamodules import Digits
-from harness.runs import environment
 from harness.studies.hardware.callbacks import Measure, Plan
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import DeepNN, LightNN
@@ -60,12 +59,12 @@ def ddp(args: argparse.Namespace) -> Found:
     """Images/s of one process, of DDP and of two halves."""
 
     def images_per_second(batch_size: int, devices: int = 1, copies: int = 1) -> float:
-        def fit(_: int) -> float:
+        def fit(_: int = 0) -> float:
             settings: dict[str, Any] = {"devices": devices} | ({"strategy": DDP()} if devices > 1 else {})
             module, data = LitClassifier(with_seed(0, DeepNN)), Noise(batch_size, validation_size=0)
             return batch_size / median(common.step_seconds(module, data, 8, 4, **settings))
 
-        return sum(common.forked(fit, copies))
+        return sum(common.forked(fit, copies)) if devices == 1 else fit()
 
     rivals = {
         "one": partial(images_per_second, 128),
@@ -132,7 +131,6 @@ PARTS: dict[str, Callable[[argparse.Namespace], Found]] = {
 
 def measure(args: argparse.Namespace) -> Found:
     """All parts that were asked for."""
-    environment.keep_memory()
     torch.set_num_threads(1)
     return common.merged({name: PARTS[name](args) for name in args.parts})
 

@@ -21,6 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import argparse
+import copy
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -101,15 +102,13 @@ class Setting:
             keep: whether glibc keeps freed memory.
         """
 
-        def measure(_: int) -> float:
-            if keep:
-                environment.keep_memory()
+        def measure(_: int = 0) -> float:
             settings = {"devices": 1} if strategy is None else {"devices": 2, "strategy": strategy}
             loader = self.loader(self.batch // copies, WARMUP + self.steps)
-            module = Task(self.layers, num_microbatches)
-            return mean(common.step_seconds(module, loader, self.steps, WARMUP, **settings))
+            module = Task(copy.deepcopy(self.layers), num_microbatches)
+            return mean(common.step_seconds(module, loader, self.steps, WARMUP, keep, **settings))
 
-        return max(common.forked(measure, copies))
+        return max(common.forked(measure, copies)) if strategy is None else measure()
 
     def bare(self) -> float:
         """Mean seconds of a step by torch's own 1F1B schedule and an optimizer, without Lightning."""

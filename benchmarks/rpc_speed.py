@@ -25,7 +25,6 @@ import torch
 from apprentice.keyed import with_seed
 from benchmarks import common
 from benchmarks.common import Found, Noise, Runs, Target
-from harness.runs import environment
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import DeepNN, LightNN
 from strategies import DDP, DataParallel, ParamServer, RPCHybrid
@@ -53,7 +52,6 @@ def step_ms(net: str, rival: str, devices: int, steps: int) -> float:
 
 def measure(args: argparse.Namespace) -> Found:
     """Milliseconds a step of all rivals, net by net."""
-    environment.keep_memory()
     torch.set_num_threads(1)
     figures: Runs = {}
     for net in args.nets:
