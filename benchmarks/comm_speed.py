@@ -4,10 +4,10 @@
     python benchmarks/comm_speed.py --quick          # seconds: a small size, whose figures say nothing
 
 ring: an all-reduce of 16 MB by `ring`, and by the tutorial's unchunked ring, over that by gloo, on 2 and 3 processes.
-figures: what comm.py tells of gloo over a bare loop of the same calls, at several sizes, on 2 processes.
+comm.py: what it measures of gloo over a bare loop of the same calls, at several sizes, on 2 processes.
 
-Rivals take turns in the same ranks: a ratio is of one round, and told is the median. It ends with exit code 1 where a
-target is missed.
+Rivals take turns in the same ranks; each ratio is the median over all rounds. Ends with exit code 1 where a target is
+missed.
 """
 
 import os
@@ -15,173 +15,127 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded
 
 import argparse
-import json
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
-from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import start_processes
 
+from benchmarks import common
+from benchmarks.common import Found, Runs, Target
 from harness.runs import environment
 from harness.studies.comm import Backend, Bench, Case
 from harness.studies.comm.cases import WORLD
-from harness.studies.comm.measure import block, timed
-from harness.studies.comm.operations import ITEM, OPERATIONS, Member
-from harness.studies.isolation import children_end_with_block
+from harness.studies.comm.measure import timed
+from harness.studies.comm.operations import ITEM, Member
 from strategies import ring
 
 MB = 2**20
-PAIRS = 5  # of what comm.py tells and a bare loop, in a round
-Found = dict[str, list[float]]  # ratios, one a round, by what is compared
+SIZES = (2**10, 2**16, MB, 16 * MB)
+PAIRS = 5  # of comm.py's measurement and a bare loop, per round
+TARGETS = {
+    **{f"{ring.NAME}, {n} processes": Target(f"{ring.NAME} over gloo, {n} processes", high=2.0) for n in (2, 3)},
+    **{f"{ring.UNCHUNKED}, {n} processes": Target(f"{ring.UNCHUNKED} over gloo, {n} processes") for n in (2, 3)},
+    **{f"comm.py at {n:,} bytes": Target(f"comm.py over a bare loop at {n:,} bytes", 0.9, 1.1) for n in SIZES},
+}
 
 
-def in_ranks(size: int, part: Callable[..., Found], *args: Any) -> Found:
-    """What rank zero finds."""
-    with tempfile.TemporaryDirectory() as folder, children_end_with_block():
-        start_processes(_rank, args=(size, folder, part, args), nprocs=size, start_method="fork")
-        return json.loads((Path(folder) / "found").read_text())
+def in_ranks(world_size: int, part: Callable[[], Runs]) -> Runs:
+    """What rank zero measures in a group of processes."""
+    with tempfile.TemporaryDirectory() as folder:
 
+        def rank(number: int) -> Runs:
+            ring.register()
+            dist.init_process_group(
+                "gloo", init_method=f"file://{folder}/store", rank=number, world_size=world_size,
+                timeout=timedelta(seconds=120),
+            )  # fmt: skip
+            runs = part()
+            dist.destroy_process_group()
+            return runs
 
-def _rank(rank: int, size: int, folder: str, part: Callable[..., Found], args: Sequence[Any]) -> None:
-    torch.set_num_threads(1)
-    ring.register()
-    store, timeout = f"file://{folder}/store", timedelta(seconds=120)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timeout)
-    found = part(*args)
-    if rank == 0:
-        (Path(folder) / "found").write_text(json.dumps(found))
-    dist.destroy_process_group()
-
-
-def place(group: Any) -> Member:
-    """This rank's in a group of all."""
-    return Member(group, range(dist.get_world_size()), dist.get_rank(), torch.device("cpu"))
+        return common.forked(rank, world_size)[0]
 
 
 def slowest(seconds: float) -> float:
-    """The same on all ranks."""
-    told = torch.tensor([seconds], dtype=torch.float64)
-    dist.all_reduce(told, dist.ReduceOp.MAX)
-    return told.item()
+    """The maximum over all ranks."""
+    largest = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.item()
 
 
-def rings(size: int, rounds: int, calls: int) -> Found:
-    """Seconds of an all-reduce of so many bytes, over gloo's."""
-    names = {"gloo": None, ring.NAME: ring.NAME, ring.UNCHUNKED: ring.UNCHUNKED}
-    places = {name: place(dist.new_group(backend=backend) if backend else None) for name, backend in names.items()}
-    cases = {name: OPERATIONS["all_reduce_sum"].make(place, size // ITEM) for name, place in places.items()}
-    for case in cases.values():
-        case.run()
-        assert case.is_correct()
-        case.buffers[0].zero_()
-    found: Found = {ring.NAME: [], ring.UNCHUNKED: []}
-    for number in range(rounds):
-        order = list(cases.items())[:: 1 if number % 2 else -1]  # the first is now and then the slower
-        seconds = {name: slowest(block(case, places[name], calls)) for name, case in order}
-        for name, ratios in found.items():
-            ratios.append(seconds[name] / seconds["gloo"])
-    return found
+def call_seconds(x: torch.Tensor, calls: int, group: dist.ProcessGroup | None = None) -> float:
+    """Seconds of an all-reduce, from a loop of calls."""
+    dist.barrier(group)
+    start = time.perf_counter()
+    for _ in range(calls):
+        dist.all_reduce(x, group=group)
+    return slowest((time.perf_counter() - start) / calls)
 
 
-def figures(sizes: Sequence[int], rounds: int) -> Found:
-    """Seconds that comm.py finds over those of a bare loop, for each size; they take turns."""
+def rings(size: int, rounds: int, calls: int) -> Runs:
+    """An all-reduce of so many bytes by each ring, over gloo's."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    groups = {name: dist.new_group(backend=name) for name in ("gloo", ring.NAME, ring.UNCHUNKED)}
+    for name, group in groups.items():
+        x = torch.full((size // ITEM,), 2.0**rank)
+        dist.all_reduce(x, group=group)
+        assert x.eq(2**world - 1).all(), name
+    x = torch.zeros(size // ITEM)
+    seconds = common.take_turns(
+        {name: partial(call_seconds, x, calls, group) for name, group in groups.items()}, rounds
+    )
+    return {name: common.over(seconds[name], seconds["gloo"]) for name in (ring.NAME, ring.UNCHUNKED)}
+
+
+def measurements(sizes: Sequence[int], rounds: int) -> Runs:
+    """What comm.py measures, over a bare loop, at each size."""
     bench, found = Bench(2, 1), {}
+    place = Member(None, range(2), dist.get_rank(), torch.device("cpu"))
     for size in sizes:
-        row = Case(Backend("gloo"), "all_reduce_sum", WORLD, (0, 1), size // ITEM)
-        both = [partial(_ours, row, bench), partial(_bare, torch.zeros(row.count))]
-        ratios = found[str(size)] = []
-        for number in range(rounds * PAIRS):
-            order = (0, 1) if number % 2 else (1, 0)
-            seconds = {which: both[which]() for which in order}
-            ratios.append(seconds[0] / seconds[1])
+        row, x = Case(Backend("gloo"), "all_reduce_sum", WORLD, (0, 1), size // ITEM), torch.zeros(size // ITEM)
+        rivals = {"ours": partial(_ours, row, place, bench), "bare": partial(_bare, x)}
+        seconds = common.take_turns(rivals, rounds * PAIRS)
+        found[f"{size:,}"] = common.over(seconds["ours"], seconds["bare"])
     return found
 
 
-def _ours(row: Case, bench: Bench) -> float:
-    """What comm.py tells of a row, from one repeat."""
-    _, (seconds,) = timed(row, place(None), bench)
+def _ours(row: Case, place: Member, bench: Bench) -> float:
+    _, (seconds,) = timed(row, place, bench)
     return slowest(seconds)
 
 
 def _bare(x: torch.Tensor) -> float:
-    """What a loop of calls takes, with warm-up."""
-    calls = min(max(4 * MB // x.nbytes, 3), 100)
-    for _ in range(3):
-        dist.all_reduce(x)
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(calls):
-        dist.all_reduce(x)
-    return slowest((time.perf_counter() - start) / calls)
+    call_seconds(x, 3)  # warm-up
+    return call_seconds(x, min(max(4 * MB // x.nbytes, 3), 100))
 
 
-def measured(args: argparse.Namespace) -> dict[str, list[float]]:
-    """All ratios, by what is compared."""
-    size, small = (64 * 2**10, [2**10]) if args.quick else (16 * MB, [2**10, 2**16, MB, 16 * MB])
-    found = {
-        f"{name}, {processes} processes": ratios
-        for processes in (2, 3)
-        for name, ratios in in_ranks(processes, rings, size, args.rounds, args.calls).items()
-    }
-    for bytes_, ratios in in_ranks(2, figures, small, args.rounds).items():
-        found[f"comm.py at {int(bytes_):,} bytes"] = ratios
-    return found
-
-
-# By the beginning of what is compared: between which bounds the median is to be.
-TARGETS = {f"{ring.NAME},": (0.0, 2.0), "comm.py": (0.9, 1.1)}
-
-
-def target(name: str) -> tuple[float, float] | None:
-    """The bounds of a ratio; None where there are none."""
-    return next((bounds for begins, bounds in TARGETS.items() if name.startswith(begins)), None)
-
-
-def reached(name: str, ratio: float) -> bool:
-    """Whether it is within them."""
-    low, high = target(name) or (0.0, float("inf"))
-    return low <= ratio <= high
-
-
-def line(name: str, ratios: Sequence[float]) -> str:
-    """A line of the table."""
-    middle, bounds = median(ratios), target(name)
-    wanted = "" if bounds is None else f"at most {bounds[1]}" if not bounds[0] else f"{bounds[0]} to {bounds[1]}"
-    spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
-    return f"{name:32}{middle:8.3f}   {spread:16}{wanted}{'' if reached(name, middle) else '   MISSED'}"
+def measure(args: argparse.Namespace) -> Found:
+    """All ratios."""
+    environment.keep_memory()
+    torch.set_num_threads(1)
+    size, sizes = (64 * 2**10, SIZES[:1]) if args.quick else (16 * MB, SIZES)
+    ratios: Runs = {}
+    for count in (2, 3):
+        runs = in_ranks(count, partial(rings, size, args.rounds, args.calls))
+        ratios |= {f"{name}, {count} processes": values for name, values in runs.items()}
+    runs = in_ranks(2, partial(measurements, sizes, args.rounds))
+    ratios |= {f"comm.py at {name} bytes": values for name, values in runs.items()}
+    return Found({}, ratios)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15, help="in which rivals take turns")
-    parser.add_argument("--calls", type=int, default=5, help="of an all-reduce in a round of a ring")
-    parser.add_argument("--quick", action="store_true", help="a small size and one round, to see that it runs")
-    parser.add_argument("--out", type=Path, help="write all figures to this file, as JSON")
-    args = parser.parse_args(argv)
+    command = common.parser(__doc__, ("--rounds", 15), "in which rivals take turns")
+    command.add_argument("--calls", type=int, default=5, help="of an all-reduce in a round of a ring")
+    command.add_argument("--quick", action="store_true", help="a small size and one round, to see that it runs")
+    args = command.parse_args(argv)
     if args.quick:
         args.rounds, args.calls = 1, 2
-    environment.keep_memory()
-    torch.set_num_threads(1)
-    header = {"rounds": args.rounds, **environment.setting()}
-    found = measured(args)
-    print(*(f"{key}: {value}" for key, value in header.items()), sep="\n")
-    print(f"{'seconds over its rival':32}{'ratio':>8}   {'of all rounds':16}target")
-    print(*(line(name, ratios) for name, ratios in found.items()), sep="\n")
-    if args.out:
-        ratios = {name: median(each) for name, each in found.items()}
-        told = {"benchmark": "comm_speed", **header, "ratios": ratios, "rounds_ratios": found}
-        args.out.write_text(json.dumps(told, indent=2) + "\n")
-    if not args.quick and not all(reached(name, median(ratios)) for name, ratios in found.items()):
-        sys.exit(1)
+    common.run(args, measure, TARGETS, strict=not args.quick)
 
 
 if __name__ == "__main__":

@@ -2,36 +2,40 @@
 
     python benchmarks/int8_speed.py --depth 20 --batch_size 128 --threads 1 --out int8_speed.json
 
-Both nets are compiled by Inductor with frozen weights and called in turn (`harness.studies.deploy.Latency`); one that
-then answers otherwise is an error. Weights are random, which no time depends on, and int8 is post-training. Expected on
-a processor with VNNI: at least 2 times the throughput; elsewhere the ratio is told without a bound. The int8 ONNX file
-is expected to have at most 0.3 of the bytes. Ends with exit code 1 where it is not so. Run it on a quiet machine.
+Both nets are compiled by Inductor with frozen weights and called in turn (`harness.studies.deploy.Latency`); a compiled
+net that answers otherwise is an error. Weights are random, as no time depends on them, and int8 is post-training.
+Expected on a processor with VNNI: at least 2 times the throughput; elsewhere there is no bound. The int8 ONNX file is
+expected to have at most 0.3 of the bytes. Ends with exit code 1 where it is not so. Run it on a quiet machine.
 """
 
 import argparse
-import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from apprentice.keyed import with_seed
-from harness.runs.environment import setting
+from benchmarks import common
+from benchmarks.common import Found, Runs, Target
 from harness.studies.deploy import Latency, formats
 from lit_modules.nets import ResNet
 from lit_modules.quantization import post_training
 
 SHAPE = (3, 32, 32)
-FASTER, SMALLER = 2.0, 0.3
 
 
 def vnni() -> bool:
-    """Whether the processor multiplies int8 by itself."""
+    """Whether the processor has instructions for int8 products."""
     info = Path("/proc/cpuinfo")
     return info.exists() and "vnni" in info.read_text()
+
+
+TARGETS = {
+    "speed": Target("int8 over float32, images/s", low=2.0 if vnni() else 0.0),
+    "size": Target("int8 over float32, bytes of the ONNX file", high=0.3),
+}
 
 
 def both(depth: int, batch_size: int) -> tuple[dict[str, nn.Module], Tensor]:
@@ -48,38 +52,25 @@ def onnx_bytes(net: nn.Module, images: Tensor) -> int:
         return (Path(folder) / formats.ONNX).stat().st_size
 
 
-def measured(depth: int, batch_size: int, threads: int, repeats: int) -> dict[str, Any]:
-    """Milliseconds, images/s and bytes of both, and their ratios."""
-    nets, images = both(depth, batch_size)
-    times = Latency(threads, [batch_size], repeats).measure(nets, images)
-    found: dict[str, Any] = {"vnni": vnni(), "threads": threads, "batch_size": batch_size, "depth": depth}
-    for name, each in nets.items():
-        milliseconds = times[name][str(batch_size)]
-        speed = batch_size / milliseconds["median"] * 1e3
-        size = onnx_bytes(each, images)
-        found[name] = {"latency_ms": milliseconds, "images_per_second": speed, "onnx_bytes": size}
-    found["speedup"] = found["int8"]["images_per_second"] / found["float32"]["images_per_second"]
-    found["size_ratio"] = found["int8"]["onnx_bytes"] / found["float32"]["onnx_bytes"]
-    return found
+def measure(args: argparse.Namespace) -> Found:
+    """Images/s and bytes of both, and their ratios."""
+    nets, images = both(args.depth, args.batch_size)
+    latency = Latency(args.threads, [args.batch_size], args.rounds).measure(nets, images)
+    times = {name: each[str(args.batch_size)] for name, each in latency.items()}
+    speeds: Runs = {name: [args.batch_size / each["median"] * 1e3] for name, each in times.items()}
+    sizes: Runs = {name: [onnx_bytes(net, images)] for name, net in nets.items()}
+    ratios = {name: common.over(runs["int8"], runs["float32"]) for name, runs in (("speed", speeds), ("size", sizes))}
+    return Found({"images/s": speeds, "bytes": sizes}, ratios, {"vnni": vnni(), "latency_ms": times})
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print, save."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--depth", type=int, default=20)
-    parser.add_argument("--batch_size", type=int, default=128)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--out", type=Path, default=Path("int8_speed.json"))
-    options = parser.parse_args(argv)
-    told = setting() | measured(options.depth, options.batch_size, options.threads, options.repeats)
-    options.out.write_text(json.dumps(told, indent=2) + "\n")
-    for name in ("float32", "int8"):
-        print(f"{name:8} {told[name]['images_per_second']:10,.0f} images/s {told[name]['onnx_bytes']:10,} bytes")
-    bound = f"(expected: at least {FASTER})" if told["vnni"] else "(no VNNI: no bound)"
-    print(f"int8 over float32: {told['speedup']:.2f} in speed {bound}, {told['size_ratio']:.3f} in size")
-    if told["size_ratio"] > SMALLER or (told["vnni"] and told["speedup"] < FASTER):
-        raise SystemExit(1)
+    """Measure, print, write."""
+    command = common.parser(__doc__, ("--repeats", 30), "calls of each net")
+    command.set_defaults(out=Path("int8_speed.json"))
+    command.add_argument("--depth", type=int, default=20)
+    command.add_argument("--batch_size", type=int, default=128)
+    command.add_argument("--threads", type=int, default=1)
+    common.run(command.parse_args(argv), measure, TARGETS, strict=True)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import math
 import os
 import sys
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
@@ -39,6 +39,8 @@ class InMemoryData(LightningDataModule):
         class_names: names of the classes, in the order of their labels.
         given_to_nets: the attributes that a net's constructor takes, by name.
         tokens_per_character: tokens for one character of the text, if each token of a sample has a label.
+        training_options: options that change training but not the samples.
+        free_options: options that change neither, such as where a fixed data set lies.
         order_seed: the training seed. Order and augmentation depend on it; splits and subsets depend on `seed` alone.
 
     Args:
@@ -62,6 +64,8 @@ class InMemoryData(LightningDataModule):
     class_names: tuple[str, ...]
     given_to_nets: tuple[str, ...] = ("input_shape", "num_classes")
     tokens_per_character: float | None = None
+    training_options: ClassVar[frozenset[str]] = frozenset({"batch_size"})
+    free_options: ClassVar[frozenset[str]] = frozenset({"num_workers"})
 
     def __init__(
         self,

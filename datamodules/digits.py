@@ -16,6 +16,7 @@ class Digits(ImageData):
     class_names = tuple("0123456789")
     mean, std = (0.3049,), (0.3759,)  # of the 1,437
     levels = 16
+    free_options = ImageData.free_options | {"root"}
 
     def read(self) -> tuple[Split, Split]:
         """The fixed split."""

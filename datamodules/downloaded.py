@@ -39,6 +39,7 @@ class Downloaded(ImageData):
     """
 
     source: type[VisionDataset]
+    free_options = ImageData.free_options | {"root"}
 
     def __init__(self, root: str | Path = "data", **options: Any) -> None:
         super().__init__(**options)

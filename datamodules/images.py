@@ -39,6 +39,7 @@ class ImageData(InMemoryData):
     std: tuple[float, ...]
     levels: int = 255
     flips: bool = False
+    training_options = InMemoryData.training_options | {"augment"}
 
     def __init__(self, batch_size: int = 128, *, augment: bool = False, **options: Any) -> None:
         super().__init__(batch_size, **options)

@@ -21,6 +21,8 @@ class Shakespeare(LabelledText):
         BadInput: the file is absent or holds no plays, or there are fewer speakers of ten lines or more.
     """
 
+    free_options = LabelledText.free_options | {"root"}
+
     def __init__(self, root: str | Path = "data", speakers: int = 8, length: int = 64, **options: Any) -> None:
         super().__init__(root, length, **options)
         self.speakers = speakers

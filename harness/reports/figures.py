@@ -1,14 +1,14 @@
-"""Pictures of results, drawn with Agg on figures of their own: no backend, style or figure of the caller changes."""
+"""Pictures of results, drawn with Agg: no backend, style or figure of the caller changes."""
 
 import io
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from harness.reports.metrics import ACCURACY, Metric
-from harness.reports.results import t_interval
+from harness.reports.statistics import t_interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,11 +26,14 @@ LINE_INCHES = 0.18
 @contextmanager
 def figure(width: float, height: float) -> Iterator[tuple["Figure", io.BytesIO]]:
     """A Figure on Agg of so many inches, and a buffer that holds its PNG after the block."""
+    import warnings
+
     import matplotlib.style
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    with matplotlib.style.context(["default", LOOK]):
+    with matplotlib.style.context(["default", LOOK]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph", UserWarning)  # a name in a script that the font lacks
         drawn, buffer = Figure(figsize=(width, height), dpi=120, layout="constrained"), io.BytesIO()
         FigureCanvasAgg(drawn)
         yield drawn, buffer
@@ -44,7 +47,7 @@ class Dot:
     Attributes:
         name: as in the table.
         values: the metric of each seed; None where it failed.
-        cost: its place on the axis of costs, if known.
+        cost: its place on the cost axis, if known.
         group: students of one group share a colour.
         metric: what the values are.
     """
@@ -54,51 +57,39 @@ class Dot:
     cost: float | None
     group: int
     metric: Metric = ACCURACY
-    known: list[float] = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.known = self.metric.scaled(self.values)
+    @property
+    def known(self) -> list[float]:
+        """The values of the seeds that finished, in the metric's unit."""
+        return self.metric.scaled(self.values)
 
     @property
     def mean(self) -> float:
-        """Mean in the metric's unit, of the seeds that finished."""
+        """Mean of the known values."""
         return statistics.mean(self.known)
 
     @property
     def look(self) -> dict[str, Any]:
-        """Colour and marker, the same wherever it is drawn."""
+        """Colour and marker, the same in both panels."""
         return {"color": f"C{self.group % 10}", "marker": MARKERS[self.group // 10 % len(MARKERS)]}
 
 
 def metric_picture(dots: Sequence[Dot], cost: str, teacher: float | None = None) -> bytes:
-    """A PNG: left each student's metric, its seeds and its 95 % interval; right the metric against cost.
+    """A PNG. Left: each student's seeds, mean and 95 % interval. Right: the mean against cost.
 
     Args:
-        dots: the students, from top to bottom, all of one metric.
-        cost: label of the axis of costs.
+        dots: the students from top to bottom, all of one metric.
+        cost: label of the cost axis.
         teacher: the teacher's mean in the metric's unit, drawn as a line.
     """
-    import warnings
-
-    import matplotlib.style
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    with matplotlib.style.context("default"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph", UserWarning)  # a name in a script that the font lacks
-        figure = Figure(figsize=(11, max(3.2, 1.5 + 0.34 * len(dots))), dpi=120, layout="constrained")
-        FigureCanvasAgg(figure)
-        left, right = figure.subplots(1, 2, width_ratios=(1.1, 1))
+    with figure(11, max(3.2, 1.5 + 0.34 * len(dots))) as (drawn, png):
+        left, right = drawn.subplots(1, 2, width_ratios=(1.1, 1))
         for axes in (left, right):
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.grid(alpha=0.25, linewidth=0.6)
             axes.ticklabel_format(useOffset=False)  # 94.2, not 0.2 and a "+94" in the corner
         metric = dots[0].metric
         _values(left, dots, metric, teacher)
         _against_cost(right, [dot for dot in dots if dot.known and dot.cost is not None], metric, cost, teacher)
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png")
-    return buffer.getvalue()
+    return png.getvalue()
 
 
 def _values(axes: "Axes", dots: Sequence[Dot], metric: Metric, teacher: float | None) -> None:
@@ -140,32 +131,18 @@ def _teacher(draw: Any, teacher: float | None) -> None:
 
 
 def _name(axes: "Axes", dots: Sequence[Dot]) -> None:
-    """Write the names at the right edge, each joined to its dot: costs are often too close for names beside the dots.
-
-    Args:
-        axes: where the dots are.
-        dots: lowest first.
-    """
+    """Write the names of dots, lowest first, at the right edge, each joined to its dot: costs are often too close."""
     if not dots:
         return
     low, high = axes.get_ylim()
     axes.set_ylim(low, high)
     gap = min(LINE_INCHES / axes.bbox.height * axes.figure.dpi, 1 / len(dots))
-    wanted = [(dot.mean - low) / (high - low) for dot in dots]
-    heights: list[float] = []
-    for place, height in enumerate(wanted):
-        lowest = heights[-1] + gap if heights else 0.0
-        heights.append(min(max(height, lowest), 1 - gap * (len(dots) - 1 - place)))
-    for dot, height in zip(dots, heights, strict=True):
-        assert dot.cost is not None
+    height = -gap
+    for place, dot in enumerate(dots):
+        wanted = max((dot.mean - low) / (high - low), height + gap)
+        height = min(wanted, 1 - gap * (len(dots) - 1 - place))
         axes.annotate(
-            dot.name,
-            (dot.cost, dot.mean),
-            xytext=(1.03, height),
-            textcoords="axes fraction",
-            va="center",
-            fontsize=9,
-            parse_math=False,
-            annotation_clip=False,
+            dot.name, (dot.cost or 0.0, dot.mean), xytext=(1.03, height), textcoords="axes fraction", va="center",
+            fontsize=9, parse_math=False, annotation_clip=False,
             arrowprops={"arrowstyle": "-", "color": dot.look["color"], "alpha": 0.4, "linewidth": 0.8, "shrinkB": 4},
-        )
+        )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What students are judged by: its name in results.json, its words, and how its values are written."""
+"""Metrics that students are judged by: keys in results.json, words, and how values are written."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -9,21 +9,21 @@ from harness.reports.tables import NONE
 
 @dataclass(frozen=True)
 class Metric:
-    """A value of the test, with what is kept beside it.
+    """A test metric, with the other values that are kept beside it.
 
     Attributes:
         name: its key in results.json.
-        tested: keys of all values that are kept, each with what brings it to its type; less `test_`, the module logs
-            them under these names.
+        tested: keys of all values that are kept, each with the function that gives it its type; the module logs them
+            under these names without `test_`.
         columns: titles of the values that a table shows, by key.
-        word: what it is called in a sentence.
-        title: what an axis says, with its unit.
+        word: its name in a sentence.
+        title: an axis label, with the unit.
         unit: of differences.
         higher_is_better: whether more of it is better.
-        scale: by which a value is multiplied to be in its unit.
-        digits: how many stand after the point.
+        scale: factor from a value to its unit.
+        digits: digits after the point.
         counted: what a data set's sizes count.
-        limits: the least and the most that a value can be, in its unit.
+        limits: the least and the greatest possible value, in its unit.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Metric:
     limits: tuple[float, float]
 
     def mean(self, values: Sequence[float | None]) -> str:
-        """Mean ± standard deviation in the metric's unit, over the seeds that have a value."""
+        """Mean ± standard deviation over the seeds that have a value, in the metric's unit."""
         known = self.scaled(values)
         if not known:
             return "failed"
@@ -47,7 +47,7 @@ class Metric:
         return f"{statistics.mean(known):.{self.digits}f}{spread}"
 
     def scaled(self, values: Sequence[float | None]) -> list[float]:
-        """The values that are there, in the metric's unit."""
+        """The values that are not None, in the metric's unit."""
         return [self.scale * value for value in values if value is not None]
 
     def difference(self, interval: Mapping[str, float | None]) -> str:
@@ -60,7 +60,7 @@ class Metric:
         return f"{mean} [{self.signed(interval['low'])}, {self.signed(interval['high'])}]"
 
     def signed(self, difference: float) -> str:
-        """A difference in the metric's unit with its sign; what rounds to nothing has none."""
+        """A difference with its sign, in the metric's unit; zero after rounding has no sign."""
         value = round(self.scale * difference, self.digits)
         return f"{value:+.{self.digits}f}" if value else f"{0:.{self.digits}f}"
 

@@ -1,12 +1,12 @@
-"""A bake-off told: its table on the terminal, results.md, results.png and results.json."""
+"""Pages of a comparison of students: the table on the terminal, results.md, results.png and results.json."""
 
 from pathlib import Path
 from typing import Any
 
-from harness.reports.conclusion import conclude
 from harness.reports.figures import Dot, metric_picture
 from harness.reports.metrics import METRICS, Metric
-from harness.reports.results import BASELINE, Facts, paired_differences
+from harness.reports.results import BASELINE, Facts
+from harness.reports.statistics import conclude, paired_differences
 from harness.reports.tables import NONE, Table, count, flops_unit, listed, paragraph, short
 from harness.runs.files import write_bytes, write_json, write_text
 
@@ -19,10 +19,10 @@ SETTINGS = (
 
 
 def save_results(folder: str | Path, results: Facts) -> None:
-    """Write results.md, results.png and, last, results.json: where it stands, the run is finished.
+    """Write results.md, results.png and, last, results.json, which marks the run as finished.
 
     Raises:
-        OSError: the folder can't be written; files that were there before are as they were.
+        OSError: the folder can't be written; existing files keep their content.
     """
     folder = Path(folder)
     write_text(folder / "results.md", markdown(results))
@@ -31,18 +31,18 @@ def save_results(folder: str | Path, results: Facts) -> None:
 
 
 def text(results: Facts) -> str:
-    """The table for a terminal, with what it says beneath it; plain text of at most 110 columns."""
+    """The table and its notes for a terminal: plain text of at most 110 columns."""
     return "\n\n".join(filter(None, [table(results).plain(), "\n".join(map(paragraph, notes(results)))]))
 
 
 def markdown(results: Facts) -> str:
-    """results.md: what was run, the table, what it says, the picture."""
+    """results.md: what was run, the table, its notes, the picture."""
     drawn = "![{0}, and {0} against cost](results.png)".format(_metric(results).word)
     return "\n\n".join([header(results), table(results).markdown(), *notes(results), drawn]) + "\n"
 
 
 def header(results: Facts) -> str:
-    """How results.md begins: what was run, on what."""
+    """The head of results.md: what was run, on what."""
     data, seeds = results["data"], results["seeds"]
     sizes = ", ".join(
         f"{count(data[part])} {part}" for part in ("train", "validation", "test") if data.get(part) is not None
@@ -51,8 +51,8 @@ def header(results: Facts) -> str:
         "Data": f"{data['name']}: {sizes} {_metric(results).counted}",
         "Seeds": ", ".join(map(str, seeds)),
         "Settings": "; ".join(settings(results["config"])),
-        "Hardware": _words(results["hardware"]),
-        "Versions": _words(results["versions"]),
+        "Hardware": words(results["hardware"]),
+        "Versions": words(results["versions"]),
     }
     lines = "\n".join(f"- {name}: {value}" for name, value in facts.items() if value)
     return f"# {results['experiment']} on {data['name']}\n\n{lines}"
@@ -80,7 +80,7 @@ def table(results: Facts) -> Table:
 
 
 def notes(results: Facts) -> list[str]:
-    """What stands beneath the table: what it means, which students failed, what the intervals support."""
+    """The notes beneath the table: what it shows, which students failed, what the intervals support."""
     students, seeds, metric = results["students"], results["seeds"], _metric(results)
     spread = f" ± standard deviation over {len(seeds)} seeds" if len(seeds) > 1 else ""
     lines = [f"{metric.word.capitalize()}: mean{spread}." if spread else ""]
@@ -97,7 +97,7 @@ def notes(results: Facts) -> list[str]:
 
 
 def failures(results: Facts, prefix: str = "") -> list[str]:
-    """A line for each student that failed, saying where; `prefix` stands before its name."""
+    """One line for each student that failed, saying where; `prefix` comes before its name."""
     lines = []
     for name, entry in results["students"].items():
         failed = [(seed, f) for seed, f in zip(results["seeds"], entry.get("failed") or [], strict=False) if f]
@@ -111,12 +111,12 @@ def failures(results: Facts, prefix: str = "") -> list[str]:
 
 
 def starred(name: str, entry: Facts) -> str:
-    """The name as the table has it: a star points to the line of its failure."""
+    """The name in the table; a star points to the line of its failure."""
     return f"{name} *" if any(entry.get("failed") or []) else name
 
 
 def picture(results: Facts) -> bytes:
-    """results.png: the metric with intervals, and against the cost of training."""
+    """results.png: the metric with its intervals, and against the cost of training."""
     teacher, students, metric = results["teacher"], results["students"], _metric(results)
     label, costs = cost_axis(list(students.values()), teacher)
     entries = zip(students.items(), costs, strict=True)
@@ -130,11 +130,11 @@ def _metric(results: Facts) -> Metric:
 
 
 def cost_axis(entries: list[Facts], *others: Facts) -> tuple[str, list[float | None]]:
-    """Label and values of what training costs: FLOPs, or a step's milliseconds where none were counted.
+    """Label and values of the cost axis: FLOPs of training, or milliseconds a step where no FLOPs were counted.
 
     Args:
-        entries: those whose costs are wanted.
-        others: more that stand in the table, and so have a say in the unit.
+        entries: whose costs are wanted.
+        others: further entries of the table, which count for the unit.
     """
     flops = [entry["train_flops"] for entry in entries]
     if all(value is None for value in flops):
@@ -144,7 +144,7 @@ def cost_axis(entries: list[Facts], *others: Facts) -> tuple[str, list[float | N
 
 
 def settings(config: Facts) -> list[str]:
-    """The few settings that decide most, as `name value`; those that a configuration lacks are left out."""
+    """The settings that matter most, as `name value`, without those that the configuration lacks."""
     found = {name: _look_up(config, name.split(".")) for name in SETTINGS}
     return [f"{name} {_call(value)}" for name, value in found.items() if value not in (None, False, -1)]  # -1: no limit
 
@@ -164,7 +164,8 @@ def _call(value: Any) -> str:
     return value["class_path"].rsplit(".", 1)[-1] + (f"({arguments})" if arguments else "")
 
 
-def _words(value: Any) -> str:
+def words(value: Any) -> str:
+    """Names with their values, without those that are not known; anything but a dict as it is."""
     if not isinstance(value, dict):
         return str(value or "")
     return ", ".join(f"{name} {entry}" for name, entry in value.items() if entry is not None)

@@ -1,4 +1,4 @@
-"""Tables as plain text and as Markdown, and how numbers are written in them."""
+"""Tables as plain text and as Markdown, and the numbers in them."""
 
 import re
 import textwrap
@@ -13,20 +13,20 @@ MIN_COLUMN = 8
 
 @dataclass
 class Table:
-    """Cells as text, under a header; the first `left` columns hold words, the others numbers."""
+    """Cells as text, under a header; the first `left` columns hold words, the others hold numbers."""
 
     header: list[str]
     rows: list[list[str]]
     left: int = 1
 
     def markdown(self) -> str:
-        """A GitHub table, numbers to the right."""
+        """A GitHub table with right-aligned numbers."""
         rule = [":--" if column < self.left else "--:" for column in range(len(self.header))]
         lines = [self.header, rule, *self.rows]
         return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
     def plain(self, width: int = WIDTH) -> str:
-        """Aligned text of at most `width` characters a line: if need be the columns of words are wrapped."""
+        """Aligned text of at most `width` characters a line; columns of words wrap where they must."""
         widths = self._widths(width)
         lines = [self._line(self.header, widths), "  ".join("-" * w for w in widths)]
         return "\n".join([*lines, *(self._line(row, widths) for row in self.rows)])
@@ -42,14 +42,10 @@ class Table:
 
     def _line(self, row: Sequence[str], widths: Sequence[int]) -> str:
         wrapped = [_wrap(cell, width) for cell, width in zip(row, widths, strict=True)]
-        lines = []
-        for cells in zip_longest(*wrapped, fillvalue=""):
-            padded = [
-                cell.ljust(width) if column < self.left else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
-            ]
-            lines.append("  ".join(padded).rstrip())
-        return "\n".join(lines)
+        pads = [str.ljust if column < self.left else str.rjust for column in range(len(row))]
+        lines = zip_longest(*wrapped, fillvalue="")
+        padded = [[pad(cell, width) for pad, cell, width in zip(pads, line, widths, strict=True)] for line in lines]
+        return "\n".join("  ".join(cells).rstrip() for cells in padded)
 
 
 def _wrap(cell: str, width: int) -> list[str]:
@@ -70,21 +66,21 @@ def paragraph(text: str, width: int = WIDTH) -> str:
 
 
 def count(value: int | None) -> str:
-    """An integer with thousands set apart."""
+    """An integer with thousands separators."""
     return NONE if value is None else f"{value:,}"
 
 
 def short(value: float | None) -> str:
-    """Three digits that count, never in powers of ten."""
+    """Three significant digits, never in powers of ten."""
     if value is None:
         return NONE
-    return (
-        f"{value:,.0f}" if abs(value) >= 100 else f"{value:#.3g}".rstrip(".") if abs(value) >= 1e-3 else f"{value:.5f}"
-    )
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:#.3g}".rstrip(".") if abs(value) >= 1e-3 else f"{value:.5f}"
 
 
 def flops_unit(flops: Sequence[float | None]) -> tuple[float, str]:
-    """Size and name of the unit in which these costs are best written: one for all, so that they compare."""
+    """Size and name of one unit that suits all these costs."""
     largest = max((value for value in flops if value is not None), default=0.0)
     units = ((1e15, "PFLOPs"), (1e12, "TFLOPs"), (1e9, "GFLOPs"))
     return next((unit for unit in units if largest >= unit[0]), (1e6, "MFLOPs"))

@@ -1,4 +1,4 @@
-"""Finished runs side by side: a line for each run's student, compared with the first run's `ce` where that is fair."""
+"""Finished runs side by side: a row for each run's student, compared with the first run's `ce` where that is fair."""
 
 import os
 import zlib
@@ -7,61 +7,83 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import datamodules
 from apprentice.errors import BadInput
 from harness.config.sources import flat, free
-from harness.reports.conclusion import conclude
 from harness.reports.figures import Dot, metric_picture
 from harness.reports.metrics import METRICS, Metric
 from harness.reports.pages import cost_axis, failures, starred
-from harness.reports.results import BASELINE, Facts, load_results, paired_differences, paired_interval
+from harness.reports.results import BASELINE, Facts, load_results, reading
+from harness.reports.statistics import conclude, paired_differences, paired_interval
 from harness.reports.tables import NONE, Table, count, flops_unit, listed, paragraph, short
 from harness.runs.files import write_bytes, write_json, write_text
 
-# Settings of data that choose no other samples, or choose them by a number that stands in `data`.
-NOT_SAMPLES = {"batch_size", "augment", "train_size", "test_size", "validation_size", "num_workers"}
-# Under these options of the Trainer the number in `data` is of what was used, and a setting says of what.
-LIMITS = {"limit_val_batches": "validation_size", "limit_test_batches": "test_size"}
-ONE_ROOT = {"Digits", "MNIST", "CIFAR10", "Shakespeare"}  # the same samples wherever they lie
-
-TRAINING_DATA = {"data.batch_size", "data.augment"}  # settings of data that choose no samples, and change training
+# With these options of the Trainer, `data` in results.json has the size of the part that was used.
+LIMITS = {"validation": "limit_val_batches", "test": "limit_test_batches"}
 NOT_TRAINING = {
     "seeds", "only", "teacher_cache_mb", "variants",  # paired; each net is trained as if alone; the methods
-    *(f"trainer.{name}" for name in ("num_sanity_val_steps", *LIMITS)),
+    *(f"trainer.{name}" for name in ("num_sanity_val_steps", *LIMITS.values())),
 }  # fmt: skip
 CONFOUNDED = "What differs between them may come from these, not from a method: no verdict."
 
 
 @dataclass
 class Run:
-    """A finished run's results under the name that tells it from the others."""
+    """A finished run.
+
+    Attributes:
+        name: the end of its path that tells it from the other runs.
+        folder: where it is.
+        results: its results.json.
+        scores: by student, the metric of each seed.
+        settings: its configuration as flags and values.
+    """
 
     name: str
     folder: Path
     results: Facts
+    scores: dict[str, dict[int, float | None]]
+    settings: dict[str, Any]
+
+    @property
+    def data(self) -> type[datamodules.InMemoryData]:
+        """The class of its data; the base class where it is not one of ours."""
+        return getattr(datamodules, str(self.results["data"]["name"]), datamodules.InMemoryData)
 
 
 def load_runs(folders: Sequence[str | Path]) -> list[Run]:
-    """The runs in these folders, each named by as many of its last folders as tell it from the others.
+    """The runs in these folders.
 
     Raises:
-        BadInput: a folder holds no finished run, or no bake-off, or is given twice.
+        BadInput: a folder holds no finished run, or one without students, or is given twice.
     """
     paths = [Path(os.path.abspath(folder)) for folder in folders]  # noqa: PTH100 - `resolve` would rename links
-    seen: set[Path] = set()
-    for given, path in zip(folders, paths, strict=True):
-        if path.resolve() in seen:
+    for place, (given, path) in enumerate(zip(folders, paths, strict=True)):
+        if path.resolve() in {other.resolve() for other in paths[:place]}:
             raise BadInput("RUN", given, "each run once; this one is given twice")
-        seen.add(path.resolve())
-    results = [load_results(folder, "RUN") for folder in folders]
-    for given, found in zip(folders, results, strict=True):
-        if not found.get("students"):
-            raise BadInput(
-                "RUN", given, f"a run that has students; this one is of the experiment {found['experiment']}"
-            )
-        wanted = [results[0]["metric"].get("name")] if found is not results[0] else [*METRICS]
-        if (name := found["metric"].get("name")) not in wanted:
-            raise BadInput("RUN", given, f"a run measured by {' or '.join(wanted)}; this one has {name}")
-    return [Run(*entry) for entry in zip(_names(paths), paths, results, strict=True)]
+    runs: list[Run] = []
+    for given, path, name in zip(folders, paths, _names(paths), strict=True):
+        results = load_results(given, "RUN")
+        if not results.get("students"):
+            found = results["experiment"]
+            raise BadInput("RUN", given, f"a run that has students; this one is of the experiment {found}")
+        with reading(given, "RUN"):
+            metric = str(results["metric"]["name"])
+        wanted = [runs[0].results["metric"]["name"]] if runs else [*METRICS]
+        if metric not in wanted:
+            raise BadInput("RUN", given, f"a run measured by {' or '.join(wanted)}; this one has {metric}")
+        with reading(given, "RUN"):
+            runs.append(Run(name, path, results, _scores(results), dict(flat(results.get("config") or {}))))
+            table(compare(runs[-1:]))  # whatever a row needs is there
+    return runs
+
+
+def _scores(results: Facts) -> dict[str, dict[int, float | None]]:
+    metric, seeds = results["metric"]["name"], results["seeds"]
+    return {
+        name: {seed: value if value is None else float(value) for seed, value in zip(seeds, entry[metric], strict=True)}
+        for name, entry in results["students"].items()
+    }
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
@@ -78,11 +100,11 @@ def _names(paths: Sequence[Path]) -> list[str]:
 def compare(runs: Sequence[Run]) -> Facts:
     """The content of compare.json: `metric`, `runs`, `baseline`, `rows` (one for each run's student) and `notes`.
 
-    Runs may differ in the options of their methods. One that differs from the first in other settings too has intervals
-    and no verdict.
+    Runs may differ in the options of their methods. A run that differs from the first in other settings has intervals
+    but no verdict.
     """
     first, metric = runs[0], runs[0].results["metric"]["name"]
-    baseline = f"{first.name}/{BASELINE}" if BASELINE in first.results["students"] else None
+    baseline = f"{first.name}/{BASELINE}" if BASELINE in first.scores else None
     rows: list[Facts] = []
     notes = [] if baseline else [f"{first.name}, the first run, has no student called ce: no differences are given."]
     other = {run.name: _other_settings(run, first) for run in runs}
@@ -90,12 +112,10 @@ def compare(runs: Sequence[Run]) -> Facts:
         reason = _why_not_comparable(first, run) if baseline else ""
         if reason:
             notes.append(f"{run.name} is not compared with {baseline}: {reason}.")
-        if told := [f"{flag} {now}, not {was}" for flag, (now, was) in other[run.name].items()]:
+        if differ := [f"{flag} {now}, not {was}" for flag, (now, was) in other[run.name].items()]:
             advice = "" if reason else f" {CONFOUNDED}"
-            notes.append(f"{run.name} and {first.name} differ in settings: {'; '.join(told)}.{advice}")
-        rows += [
-            _row(run, student, first, comparable=bool(baseline and not reason)) for student in run.results["students"]
-        ]
+            notes.append(f"{run.name} and {first.name} differ in settings: {'; '.join(differ)}.{advice}")
+        rows += [_row(run, student, first, comparable=bool(baseline and not reason)) for student in run.scores]
         notes += failures(run.results, f"{run.name}/")
     if baseline and any(set(run.results["seeds"]) != set(first.results["seeds"]) for run in runs):
         notes.append("Differences are paired over the seeds that a run has in common with the first.")
@@ -114,13 +134,17 @@ def compare(runs: Sequence[Run]) -> Facts:
 
 
 def _row(run: Run, student: str, first: Run, comparable: bool) -> Facts:
-    entry, data, metric = run.results["students"][student], run.results["data"], first.results["metric"]["name"]
-    differences = _differences(run, student, first) if comparable else []
+    entry, metric = run.results["students"][student], first.results["metric"]["name"]
+    differences: list[float] = []
+    if comparable:  # over the common seeds, in the first run's order
+        own, base = run.scores[student], first.scores[BASELINE]
+        common = [seed for seed in base if seed in own]
+        differences = paired_differences([own[seed] for seed in common], [base[seed] for seed in common])
     return {
         "name": f"{run.name}/{student}",
         "run": run.name,
         "student": student,
-        "data": data,
+        "data": run.results["data"],
         "seeds": run.results["seeds"],
         **{key: entry[key] for key in ("objective", "parameters", metric, "step_ms", "train_flops")},
         "failed": entry.get("failed"),
@@ -129,19 +153,10 @@ def _row(run: Run, student: str, first: Run, comparable: bool) -> Facts:
     }
 
 
-def _differences(run: Run, student: str, first: Run) -> list[float]:
-    """Over the common seeds, in the first run's order: the metric less that of the first run's `ce`."""
-    metric = first.results["metric"]["name"]
-    own = dict(zip(run.results["seeds"], run.results["students"][student][metric], strict=True))
-    base = dict(zip(first.results["seeds"], first.results["students"][BASELINE][metric], strict=True))
-    common = [seed for seed in base if seed in own]
-    return paired_differences([own[seed] for seed in common], [base[seed] for seed in common])
-
-
 def _why_not_comparable(first: Run, run: Run) -> str:
     """Empty if both runs had the same samples, and a seed in common."""
-    limits = _limits(run.results) | _limits(first.results)
-    ours, theirs = _samples(run.results, limits), _samples(first.results, limits)
+    limited = _limited(run) | _limited(first)
+    ours, theirs = _samples(run, limited), _samples(first, limited)
     other = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
     if other:
         return f"other data ({', '.join(f'{key} {ours.get(key)}, not {theirs.get(key)}' for key in other)})"
@@ -150,62 +165,49 @@ def _why_not_comparable(first: Run, run: Run) -> str:
     return ""
 
 
-def _samples(results: Facts, limits: set[str]) -> Facts:
-    """What decides which samples a run saw: the set, its sizes, and the settings that choose from it.
+def _samples(run: Run, limited: set[str]) -> Facts:
+    """What decides which samples a run saw: the data set, its sizes, and the settings that choose from it.
 
     Args:
-        results: the run's.
-        limits: under which this run or the one that it is compared with has used a part only.
+        run: the run.
+        limited: the parts of which this run or the one compared with used only some batches: there, the option for the
+            size decides, not the size.
     """
-    data = _section(results, "data")
-    given = data.get("init_args", data) or {}
-    ignored = (NOT_SAMPLES - {LIMITS[name] for name in limits}) | {"class_path"}
-    if results["data"].get("name") in ONE_ROOT:
-        ignored.add("root")
-    chosen = {f"data.{key}": value for key, value in given.items() if key not in ignored}
-    sizes = dict(results["data"])
-    if "limit_val_batches" in limits:
-        sizes.pop("validation", None)  # what was held out is the same
+    ignored = run.data.free_options | run.data.training_options
+    ignored |= {f"{part}_size" for part in ("train", "validation", "test") if part not in limited}
+    names = {flag: flag.removeprefix("data.").partition(".")[0] for flag in run.settings if flag.startswith("data.")}
+    chosen = {flag: run.settings[flag] for flag, name in names.items() if name not in ignored}
+    sizes = {key: value for key, value in run.results["data"].items() if key != "validation" or key not in limited}
     return {**sizes, **chosen}
 
 
-def _limits(results: Facts) -> set[str]:
-    """Those of the limits that are set; 1 is one batch, 1.0 all."""
-    trainer = _section(results, "trainer")
-    return {name for name in LIMITS if repr(trainer.get(name)) not in {"None", "1.0"}}
-
-
-def _section(results: Facts, key: str) -> Facts:
-    config: Any = results.get("config")
-    section = config.get(key) if isinstance(config, dict) else None
-    return section if isinstance(section, dict) else {}
+def _limited(run: Run) -> set[str]:
+    """The parts of the data that a limit is set for; 1 is one batch, 1.0 all."""
+    return {part for part, flag in LIMITS.items() if repr(run.settings.get(f"trainer.{flag}")) not in {"None", "1.0"}}
 
 
 def _other_settings(run: Run, first: Run) -> dict[str, tuple[Any, Any]]:
-    """By flag, where the runs differ in how they trained, but for the methods' own options: this value and the first's.
+    """By flag, this value and the first run's, where the two trained differently other than in their methods' options.
 
-    Which samples they had is another question. Of a class that differs the options are left out.
+    Which samples they had is another question. Where a class differs, its options are left out.
     """
-    ours, theirs = (_training(each.results) for each in (run, first))
+    ours, theirs = _training(run), _training(first)
     differ = [flag for flag in {**theirs, **ours} if ours.get(flag) != theirs.get(flag)]
     inside = [flag for flag in differ if any(flag.startswith(f"{other}.") for other in differ)]
     return {flag: (ours.get(flag), theirs.get(flag)) for flag in differ if flag not in inside}
 
 
-def _training(results: Facts) -> Facts:
-    config: Any = results.get("config")
-    settings = dict(flat(config)) if isinstance(config, dict) else {}
-    settings = {flag: value for flag, value in settings.items() if not free(flag)}
-    left_out = {"data", *NOT_TRAINING}
+def _training(run: Run) -> Facts:
+    data, left_out = {f"data.{name}" for name in run.data.training_options}, {"data", *NOT_TRAINING}
     return {
         flag: value
-        for flag, value in settings.items()
-        if flag in TRAINING_DATA or left_out.isdisjoint({flag, flag.partition(".")[0]})
+        for flag, value in run.settings.items()
+        if not free(flag) and (flag in data or left_out.isdisjoint({flag, flag.partition(".")[0]}))
     }
 
 
 def table(comparison: Facts) -> Table:
-    """One line for each run's student, in the order in which the runs were given."""
+    """One line for each run's student, in the order of the runs."""
     rows, metric = comparison["rows"], _metric(comparison)
     size, unit = flops_unit([row["train_flops"] for row in rows])
     baseline = f" to {comparison['baseline']}" if len(comparison["baseline"] or "") < 12 else ""
@@ -241,7 +243,7 @@ def _notes(comparison: Facts) -> list[str]:
 
 
 def text(comparison: Facts) -> str:
-    """The table for a terminal, with what it says beneath it."""
+    """The table and its notes for a terminal."""
     return "\n".join([table(comparison).plain(), "", *map(paragraph, _notes(comparison))])
 
 
@@ -251,20 +253,18 @@ def save(comparison: Facts, out: str | Path | None = None) -> Path:
     Raises:
         BadInput: the folder can't be written.
     """
-    folder = Path(out) if out else Path("runs", "compare", _short([run["name"] for run in comparison["runs"]]))
+    names, metric = [run["name"] for run in comparison["runs"]], _metric(comparison)
+    folder = Path(out) if out else Path("runs", "compare", _short(names))
     sources = "\n".join(f"- {run['name']}: `{run['folder']}`" for run in comparison["runs"])
     page = ["# Runs compared", sources, table(comparison).markdown(), *_notes(comparison)]
-    metric = _metric(comparison)
     page.append(f"![{metric.word}](compare.png)")
     label, costs = cost_axis(comparison["rows"])
-    groups = [run["name"] for run in comparison["runs"]]
     lines = zip(comparison["rows"], costs, strict=True)
-    dots = [Dot(row["name"], row[metric.name], cost, groups.index(row["run"]), metric) for row, cost in lines]
-    picture = metric_picture(dots, label)
+    dots = [Dot(row["name"], row[metric.name], cost, names.index(row["run"]), metric) for row, cost in lines]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / "compare.md", "\n\n".join(page) + "\n")
-        write_bytes(folder / "compare.png", picture)
+        write_bytes(folder / "compare.png", metric_picture(dots, label))
         write_json(folder / "compare.json", comparison)
     except OSError as error:
         raise BadInput("out", folder, f"a folder that can be written ({error.strerror})") from error
@@ -272,6 +272,6 @@ def save(comparison: Facts, out: str | Path | None = None) -> Path:
 
 
 def _short(names: Sequence[str]) -> str:
-    """One folder name from the runs' names, the same for the same runs."""
+    """One folder name for these runs, always the same."""
     joined = "-".join(name.strip("/").replace("/", "_") for name in names)
     return joined if len(joined) <= 80 else f"{joined[:70]}-{zlib.crc32(joined.encode()):08x}"

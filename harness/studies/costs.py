@@ -1,4 +1,4 @@
-"""What training a net costs: floating-point operations, and the time of a step by itself."""
+"""The cost of training a net: its floating-point operations, and the time of a step alone."""
 
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -16,24 +16,24 @@ aten = torch.ops.aten
 
 
 def _conv_backward(grad: Shape, x: Shape, w: Shape, *rest: Any, **_: Any) -> int:
-    """As much as forward for each gradient that is wanted; torch's own formula ignores groups in that of weights."""
+    """As many as forward for each gradient that is computed; torch's formula ignores groups for that of weights."""
     transposed, output_mask = rest[4], rest[7]
     return sum(output_mask[:2]) * conv_flop_count(list(x), list(w), list(grad), transposed)
 
 
 def _recurrent(x: Shape, weights: Iterable[Shape]) -> int:
-    """Of x (..., features): each matrix multiplies each row, of x or of the states, once; backward is twice that."""
+    """For x (..., features): each matrix multiplies each row of x or of the states once; backward is twice that."""
     return 2 * prod(x[:-1]) * sum(prod(w) for w in weights if len(w) == 2)
 
 
-FORMULAS: dict[Any, Any] = {  # by the shapes of an operator's arguments
+FORMULAS: dict[Any, Any] = {  # of the shapes of an operator's arguments
     aten.convolution_backward: _conv_backward,
     aten.mv: lambda a, _v, **_: 2 * prod(a),
     aten.mkldnn_rnn_layer: lambda x, w, u, *_, **__: _recurrent(x, (w, u)),
     aten.mkldnn_rnn_layer_backward: lambda x, w, u, *_, **__: 2 * _recurrent(x, (w, u)),
     aten._cudnn_rnn: lambda x, weights, *_, **__: _recurrent(x, weights),
     aten._cudnn_rnn_backward: lambda x, weights, *_, **__: 2 * _recurrent(x, weights),
-    # which torch 2.11's counter does not know
+    # unknown to the counter of torch 2.11
     aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: (
         lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v)
@@ -47,10 +47,10 @@ PRODUCTS = {
 
 
 class _Uncounted(TorchDispatchMode):
-    """Notes whether an operator ran that may multiply matrices and has no formula.
+    """Finds out whether an operator ran that may multiply matrices and has no formula.
 
     Args:
-        known: operators that have one.
+        known: operators with a formula.
     """
 
     supports_higher_order_operators = True
@@ -73,9 +73,9 @@ def parameters(net: nn.Module) -> int:
 
 
 def flops(step: Callable[[], Tensor]) -> int | None:
-    """Operations of a step: forward and loss, which it returns, and backward; nothing is compiled to count them.
+    """Operations of forward, loss and backward of a step, which returns the loss; counted without compiling.
 
-    None if an operator whose operations can't be told takes part, as a custom one: the others' alone would mislead.
+    None if the step runs an operator without a formula, such as a custom one: a count without it would mislead.
     """
     counter = FlopCounterMode(display=False, custom_mapping=FORMULAS)
     uncounted = _Uncounted(counter.flop_registry)
@@ -85,7 +85,7 @@ def flops(step: Callable[[], Tensor]) -> int | None:
 
 
 def milliseconds(step: Callable[[], Tensor], times: int = 10) -> float:
-    """Median time of a step, which clears gradients itself, with its backward, after one to warm up."""
+    """Median time of a step with its backward, after one warm-up step; the step clears gradients itself."""
     seconds = []
     for _ in range(times + 1):
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The benchmarks run, and measure every phase; what they find is for a quiet machine."""
+"""The benchmarks run, and measure every ratio; what they find is for a quiet machine."""
 
 import json
 import warnings
@@ -9,20 +9,50 @@ import pytest
 import torch
 from PIL import Image
 
-from benchmarks import gpt_speed, int8_speed, kd_speed, local_sgd
+from benchmarks import common, gpt_speed, int8_speed, kd_speed, local_sgd
+from benchmarks.common import Found, Target
 from tests.language import written
 from tests.processes import Run
 
 
 @pytest.fixture
 def photographs(tmp_path: Path) -> Path:
-    """Noise: seven images of each of ten classes."""
-    noise = np.random.default_rng(0).integers(0, 256, (70, 32, 32, 3), dtype=np.uint8)
+    """Noise: eight images of each of ten classes, one of them to test on."""
+    noise = np.random.default_rng(0).integers(0, 256, (80, 32, 32, 3), dtype=np.uint8)
     for i, pixels in enumerate(noise):
-        folder = tmp_path / "photographs" / "train" / f"class{i % 10}"
+        folder = tmp_path / "photographs" / ("train" if i < 70 else "test") / f"class{i % 10}"
         folder.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels).save(folder / f"{i}.jpg")
     return tmp_path / "photographs"
+
+
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some benchmarks would set these for all tests to come when they are imported."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
+
+
+def test_targets_are_told_and_misses_marked() -> None:
+    targets = {"a": Target("a over b", 0.9, 1.1), "c": Target("c over d", high=1 / 8), "e": Target("e over f", low=2.0)}
+    found = Found({"ms": {"a": [3.0, 1.0, 2.0]}}, {"a": [0.5, 1.0, 3.0], "c": [0.2], "e": [2.5]})
+    lines = common.table(found, targets).splitlines()[2:]
+    assert [line.split("  ")[0] for line in lines] == ["a, ms", "a over b", "c over d", "e over f"]
+    assert "2.00" in lines[0]
+    assert "1.00 to 3.00" in lines[0]
+    assert "at least 0.9, at most 1.1" in lines[1]
+    assert ["MISSED" in line for line in lines] == [False, False, True, False]
+    assert "at most 1/8" in lines[2]
+    assert "0.200 = 1/5.0" in lines[2]
+
+
+def test_rivals_take_turns_in_changing_order() -> None:
+    calls: list[str] = []
+    runs = common.take_turns({name: lambda name=name: calls.append(name) or len(calls) for name in "ab"}, 2)
+    assert calls == ["a", "b", "b", "a"]
+    assert runs == {"a": [1, 4], "b": [2, 3]}
+    assert common.over(runs["a"], runs["b"]) == [1 / 2, 4 / 3]
 
 
 @pytest.mark.slow
@@ -33,16 +63,20 @@ def test_the_bake_off_is_timed_beside_the_tutorial(
     sizes = ["--images", "64", "--epochs", "1", "--threads", "1"]
     kd_speed.main(["--data", str(photographs), "--out", str(out), *sizes])
     found = json.loads(out.read_text())
-    students = ["ce", "kd", "cosine", "hint"]
+    students = ["student ce", "student kd", "student cosine", "student hint"]
     phases = {
-        "tutorial": {"teacher", *students, "students", "total", "peak_mib"},
-        "ours": {"teacher", "students", "storing", "total", "peak_mib"},
-        "ratios": {"teacher", "students", "total", "peak_mib"},
+        "tutorial": {"teacher", *students, "all students", "teacher and students"},
+        "ours": {"teacher", "all students", "of it storing outputs", "teacher and students"},
     }
-    for part, names in phases.items():
-        assert set(found[part]) == names
-        assert all(figure > 0 for figure in found[part].values())
-    assert found["tutorial"]["students"] == pytest.approx(sum(found["tutorial"][name] for name in students))
+    seconds = found["figures"]["s"]
+    assert set(seconds) == {f"{side}, {name}" for side, names in phases.items() for name in names}
+    assert set(found["figures"]["MiB"]) == {f"{side}, peak memory" for side in phases}
+    assert all(figure > 0 for unit in found["figures"].values() for figure in unit.values())
+    assert set(found["ratios"]) == {"teacher", "students", "total", "peak_mib"}
+    assert found["ratios"]["students"] == pytest.approx(
+        seconds["ours, all students"] / seconds["tutorial, all students"]
+    )
+    assert seconds["tutorial, all students"] == pytest.approx(sum(seconds[f"tutorial, {name}"] for name in students))
     assert found["threads"] == {"tutorial": 1, "ours": 1}
     assert found["wait_policy"]["ours"] == "PASSIVE"
     assert found["hardware"]["cpu"]
@@ -67,9 +101,11 @@ def test_local_sgd_is_compared_with_data_parallelism(tmp_path: Path, capsys: pyt
 
 @pytest.mark.slow
 def test_a_language_models_step_is_timed_beside_a_plain_loop(tmp_path: Path) -> None:
-    path = written(tmp_path, 2000)
-    steps = {side: gpt_speed.milliseconds(gpt_speed.STEPS[side](path, 22)) for side in ("loop", "bare", "ours")}
-    assert min(steps.values()) > 0
+    path = str(written(tmp_path, 2000))
+    seconds = {"loop": gpt_speed.loop(path, 22), "bare": gpt_speed.bare(path, 22)}
+    seconds["ours"] = gpt_speed.experiment("ours", path, 22)
+    steps = {side: [gpt_speed.milliseconds(each)] for side, each in seconds.items()}
+    assert min(steps.values()) > [0]
     data = gpt_speed.text(path)
     sizes = gpt_speed.BLOCK, gpt_speed.LAYERS, gpt_speed.HEADS, gpt_speed.WIDTH
     plain, ours = gpt_speed.PlainGPT(data.num_classes), gpt_speed.net_of(data, *sizes)
@@ -77,12 +113,14 @@ def test_a_language_models_step_is_timed_beside_a_plain_loop(tmp_path: Path) -> 
     x, y = gpt_speed.slices(gpt_speed.written(data, tmp_path))
     assert x.shape == y.shape == (12, 64)
     assert torch.equal(x[:, 1:], y[:, :-1])
-    found = {"steps": steps | {"compiled": 1.0, "bfloat16": 1.0}, "fetching": gpt_speed.fetching(path)}
-    found["generation"] = {"recomputed": 3.0, "cached": 1.0}
-    found["ratios"] = gpt_speed.ratios(*found.values())
-    told = gpt_speed.table(found)
-    assert "ours / bare" in told
-    assert "1/3.0   target: at most 0.333" in told
+    every = steps | {"compiled": [1.0], "bfloat16": [1.0]}
+    ratios = gpt_speed.ratios(every, gpt_speed.fetching(path, 1), {"recomputed": [3.0], "cached": [1.0]})
+    assert set(ratios) == set(gpt_speed.TARGETS)
+    assert min(ratios.values()) > [0]
+    told = common.table(Found({}, ratios), gpt_speed.TARGETS)
+    assert "over the bare step" in told
+    assert "1/3.0" in told
+    assert "at most 1/3" in told
 
 
 @pytest.mark.extras
@@ -93,9 +131,9 @@ def test_int8_is_compared_with_float32(tmp_path: Path) -> None:
     run.wait()  # not faster on so few images, it ends with 1
     assert (tmp_path / "out.json").exists(), run.output
     found = json.loads((tmp_path / "out.json").read_text())
-    rates = [found[name]["images_per_second"] for name in ("int8", "float32")]
-    assert found["speedup"] == pytest.approx(rates[0] / rates[1])
-    assert found["size_ratio"] == found["int8"]["onnx_bytes"] / found["float32"]["onnx_bytes"]
+    speeds, sizes = (found["figures"][unit] for unit in ("images/s", "bytes"))
+    assert found["ratios"]["speed"] == pytest.approx(speeds["int8"] / speeds["float32"])
+    assert found["ratios"]["size"] == pytest.approx(sizes["int8"] / sizes["float32"])
     assert "images/s" in run.output
 
 
@@ -107,3 +145,67 @@ def int8(out: Path) -> None:
         sizes = {name: int8_speed.onnx_bytes(net, images) for name, net in nets.items()}
         assert sizes["int8"] <= 0.3 * sizes["float32"], sizes
         int8_speed.main(["--depth", "8", "--batch_size", "2", "--repeats", "1", "--out", str(out)])
+
+
+def test_rings_and_comm_are_compared_with_gloo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from benchmarks import comm_speed
+
+    comm_speed.main(["--quick", "--out", str(tmp_path / "speed.json")])
+    ratios = json.loads((tmp_path / "speed.json").read_text())["ratios"]
+    rings = {f"{name}, {n} processes" for name in ("ring", "ring_unchunked") for n in (2, 3)}
+    assert set(ratios) == {*rings, "comm.py at 1,024 bytes"}
+    assert all(ratio > 0 for ratio in ratios.values())
+    printed = capsys.readouterr().out
+    assert all(comm_speed.TARGETS[name].text in printed for name in ratios)
+    assert not comm_speed.TARGETS["ring, 2 processes"].reached(2.1)
+    assert not comm_speed.TARGETS["comm.py at 1,024 bytes"].reached(0.8)
+    assert comm_speed.TARGETS["ring, 2 processes"].reached(1.9)
+    assert comm_speed.TARGETS["ring_unchunked, 3 processes"].reached(9.0)
+
+
+def test_pipelines_are_compared_with_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from benchmarks import pipeline_speed
+
+    flags = ["--quick", "--schedules", "1F1B", "--num_microbatches", "4", "--balance", "2", "3"]
+    pipeline_speed.main([*flags, "--out", str(tmp_path / "speed.json")])
+    found = json.loads((tmp_path / "speed.json").read_text())
+    seconds, cost = found["figures"]["s a step (fits)"], found["figures"]["s a step (cost)"]
+    assert set(seconds) == {"one", "one 8", "split", "1F1B 8", "1F1B 4", "halves", "plain"}
+    best = min(seconds["1F1B 8"], seconds["1F1B 4"])
+    assert found["ratios"] == pytest.approx({
+        "split": seconds["one"] / seconds["split"],
+        "bound": seconds["one 8"] / seconds["1F1B 8"] / (2 * 8 / 9),
+        "whole": seconds["one"] / best,
+        "plain": seconds["plain"] / best,
+        "halves": best / seconds["halves"],
+        "cost": cost["strategy"] / cost["bare"],
+    })  # fmt: skip
+    printed = capsys.readouterr().out
+    for name, target in pipeline_speed.TARGETS.items():
+        assert target.text in printed, name
+    assert not pipeline_speed.TARGETS["plain"].reached(1.9)
+    for name, ratio in {"plain": 2.1, "whole": 1.7, "cost": 1.01, "bound": 0.93}.items():
+        assert pipeline_speed.TARGETS[name].reached(ratio)
+
+
+def test_the_callback_of_hardware_py_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarks import hardware_speed
+
+    monkeypatch.setattr(hardware_speed, "STEPS", 20)
+    hardware_speed.main(["--parts", "overhead", "--repeat", "1", "--out", str(tmp_path / "speed.json")])
+    assert json.loads((tmp_path / "speed.json").read_text())["ratios"]["overhead"] > 0
+    assert "at most 1.05" in capsys.readouterr().out
+
+
+def test_rpc_is_compared_with_ddp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from benchmarks import rpc_speed
+
+    rpc_speed.main(["--quick", "--devices", "2", "--out", str(tmp_path / "out.json")])
+    found = json.loads((tmp_path / "out.json").read_text())
+    names = {f"LightNN, {name}" for name in ("ddp", "param_server", "param_server, late", "rpc_hybrid")}
+    assert set(found["ratios"]) == set(found["figures"]["ms a step"]) == names
+    assert found["ratios"]["LightNN, ddp"] == 1
+    assert all(ratio > 0 for ratio in found["ratios"].values())
+    assert "LightNN, param_server, late" in capsys.readouterr().out

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+import datamodules
 from harness.reports.pages import save_results
-from harness.reports.results import bake_off_results, paired_interval
+from harness.reports.results import bake_off_results
+from harness.reports.statistics import paired_interval
 from harness.runs.files import write_json
 from harness.studies.compare import compare, load_runs
 from tests.bake_off_facts import CE, FAILED, KD, TEST, header, results, student, teacher
@@ -231,6 +233,33 @@ def test_one_seed(runs):
     found, notes = rows(runs("t4", one))
     assert found["t4/kd"]["delta"]["low"] is None
     assert any("One seed gives no interval" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seeds": None},
+        {"seeds": [1]},
+        {"students": {"kd": {}}},
+        {"students": {"kd": {**results()["students"]["kd"], "test_acc": ["a", 1, 2]}}},
+        {"students": {"kd": {**results()["students"]["kd"], "parameters": "many"}}},
+        {"students": [1]},
+        {"data": None},
+        {"metric": []},
+    ],
+)
+def test_damaged_runs_are_refused_in_one_line(runs, main, capsys, changes):
+    other = runs("other", **changes)
+    said = refused(main, capsys, runs("t4"), other)
+    assert said.startswith(f"error: {other}: expected a readable results.json of our experiments in it (")
+
+
+def test_data_sets_say_which_options_choose_samples():
+    for name in ("Digits", "MNIST", "CIFAR10", "Shakespeare"):
+        assert "root" in getattr(datamodules, name).free_options
+    for kind in (datamodules.InMemoryData, datamodules.ImageFolder, datamodules.LabelledText):
+        assert "root" not in kind.free_options
+    assert datamodules.ImageFolder.training_options == {"batch_size", "augment"}
 
 
 def test_bad_input_is_one_line(runs, main, capsys, tmp_path):

@@ -1,6 +1,5 @@
 """The comparison of strategies: what it measures, what it refuses, and that no row costs another."""
 
-import json
 import os
 import signal
 import socket
@@ -371,18 +370,3 @@ def test_a_module_is_split_over_gpus_by_torchs_own_wrapper() -> None:
     module: LightningModule = hardware.classifier(config, data, split=True)
     plain = hardware.classifier(config, data).state_dict()
     assert {name.replace("net.module.", "net.", 1) for name in module.state_dict()} == set(plain)
-
-
-def test_the_benchmark_measures_the_callback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # it would set it for all tests to come
-    from benchmarks import hardware_speed
-
-    monkeypatch.setattr(hardware_speed, "STEPS", 60)
-    hardware_speed.main(["--parts", "overhead", "--repeat", "1", "--out", str(tmp_path / "speed.json")])
-    found = json.loads((tmp_path / "speed.json").read_text())
-    assert found["parts"]["overhead"]["ratios"]["overhead"] > 0
-    assert "below 1.05" in capsys.readouterr().out
-    ratios = dict.fromkeys(hardware_speed.LINES, 1.5)
-    assert hardware_speed.table({"all": {"ratios": ratios}}).count("1.500") == len(ratios)

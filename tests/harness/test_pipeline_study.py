@@ -312,31 +312,3 @@ def test_micro_batches_on_one_device_take_the_same_step(monkeypatch: pytest.Monk
         ends.append(torch.cat([p.detach().flatten() for p in task.parameters()]))
     torch.testing.assert_close(*ends, rtol=0, atol=1e-14)
     assert (ends[0] - torch.cat([p.detach().flatten() for p in start.parameters()])).abs().max() > 0.01
-
-
-def test_the_benchmark_measures_every_ratio(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # it would set them for all tests to come
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-    from benchmarks import pipeline_speed
-
-    flags = ["--quick", "--schedules", "1F1B", "--num_microbatches", "4", "--balance", "2", "3"]
-    pipeline_speed.main([*flags, "--out", str(tmp_path / "speed.json")])
-    parts = json.loads((tmp_path / "speed.json").read_text())["parts"]
-    seconds = parts["fits"]["seconds"]
-    assert set(seconds) == {"one", "one 8", "split", "1F1B 8", "1F1B 4", "halves", "plain"}
-    best = min(seconds["1F1B 8"], seconds["1F1B 4"])
-    assert parts["fits"]["ratios"] == pytest.approx({
-        "split": seconds["one"] / seconds["split"],
-        "bound": seconds["one 8"] / seconds["1F1B 8"] / (2 * 8 / 9),
-        "whole": seconds["one"] / best,
-        "plain": seconds["plain"] / best,
-        "halves": best / seconds["halves"],
-    })  # fmt: skip
-    assert parts["cost"]["ratios"]["cost"] == parts["cost"]["seconds"]["strategy"] / parts["cost"]["seconds"]["bare"]
-    printed = capsys.readouterr().out
-    for name, target in pipeline_speed.TARGETS.items():
-        assert target.text in printed, name
-    assert "MISSED" in pipeline_speed.table({"plain": 1.9})
-    assert "MISSED" not in pipeline_speed.table({"plain": 2.1, "whole": 1.7, "cost": 1.01, "bound": 0.93})

@@ -1,6 +1,5 @@
 """A parameter server gives the numbers of one process; asynchronously, workers are as late as they may be, no later."""
 
-import json
 import os
 import signal
 import tempfile
@@ -17,7 +16,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from apprentice.keyed import with_seed
-from benchmarks import rpc_speed
 from harness import config
 from harness.runs.progress import quiet
 from strategies import DDP, DataParallel, ParamServer
@@ -208,12 +206,3 @@ def test_who_is_left_of_ranks_that_torchrun_started_ends_with_one_line(dies: int
 def test_a_staleness_that_can_not_be_is_refused() -> None:
     with pytest.raises(ValueError, match="max_staleness -1: expected 0"):
         ParamServer(max_staleness=-1)
-
-
-def test_its_speed_is_measured_beside_ddp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rpc_speed.main(["--quick", "--devices", "2", "--out", str(tmp_path / "out.json")])
-    (figures,) = json.loads((tmp_path / "out.json").read_text())["nets"].values()
-    assert set(figures["ratios"]) == {"ddp", "param_server", "param_server, late", "rpc_hybrid"}
-    assert figures["ratios"]["ddp"] == 1
-    assert all(ratio > 0 for ratio in figures["ratios"].values())
-    assert "LightNN   param_server, late" in capsys.readouterr().out

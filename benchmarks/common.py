@@ -1,0 +1,288 @@
+"""What the benchmarks share: rivals in turns, a clock for fits, processes, ratios with targets, one report."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.multiprocessing.spawn import start_processes
+
+from datamodules import ImageData
+from datamodules.splits import Split
+from harness.reports.tables import Table, short
+from harness.runs import environment
+from harness.runs.files import write_json
+from harness.runs.progress import quiet
+
+ROOT = Path(__file__).resolve().parents[1]
+DATA = ROOT.parent / "shared" / "data"
+SILENT: dict[str, Any] = {"accelerator": "cpu", "logger": False} | dict.fromkeys(
+    ("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+)
+T = TypeVar("T")
+Runs = dict[str, list[float]]  # one value a round, by name
+
+
+class Noise(ImageData):
+    """512 images of 3 x 32 x 32 without content: a step takes as long as on real ones."""
+
+    input_shape, class_names = (3, 32, 32), tuple("0123456789")
+    mean, std = (0.5,) * 3, (0.3,) * 3
+
+    def read(self) -> tuple[Split, Split]:
+        """The same images for training and testing."""
+        images = torch.randint(256, (512, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        whole = Split(images, torch.arange(512) % 10)
+        return whole, whole
+
+
+# Measuring
+
+
+class Clock(Callback):
+    """Times a fit; each rank writes FOLDER/<module><rank>.json.
+
+    It holds `first`, the time of day after the first batch; `before`, the seconds until the first step; `steps`, the
+    seconds of each step.
+
+    Args:
+        folder: where.
+        keep: whether glibc keeps freed memory in the ranks, as in the experiments.
+    """
+
+    def __init__(self, folder: str, keep: bool = True) -> None:
+        self.folder, self.keep, self.first = folder, keep, 0.0
+        self.moments: list[float] = []
+
+    def setup(self, *args: Any, **kwargs: Any) -> None:
+        """Set glibc, in each rank."""
+        if self.keep:
+            environment.keep_memory()
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock."""
+        self.moments, self.first = [time.perf_counter()], 0.0
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        """A step begins, and the one before ends."""
+        self.moments.append(time.perf_counter())
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        """Note the end of the first batch."""
+        self.first = self.first or time.time()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the file."""
+        before, *steps = (stop - start for start, stop in pairwise([*self.moments, time.perf_counter()]))
+        file = Path(self.folder) / f"{type(pl_module).__name__}{trainer.global_rank}.json"
+        file.write_text(json.dumps({"first": self.first, "before": before, "steps": steps}))
+
+
+def step_seconds(
+    module: LightningModule,
+    data: Any,
+    steps: int,
+    warmup: int = 2,
+    keep: bool = True,
+    callbacks: Sequence[Callback] = (),
+    **settings: Any,
+) -> list[float]:
+    """Seconds of each step of a fit on the CPU after some to warm up, on rank zero; `keep` as Clock has it."""
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # such as BatchNorm's in a pipeline
+        settings |= {"max_steps": warmup + steps, "max_epochs": -1, "limit_val_batches": 0}
+        trainer = Trainer(callbacks=[Clock(folder, keep), *callbacks], **SILENT, **settings)
+        trainer.fit(module, data)
+        return json.loads((Path(folder) / f"{type(module).__name__}0.json").read_text())["steps"][warmup:]
+
+
+def take_turns(rivals: Mapping[str, Callable[[], T]], rounds: int, unit: str = "") -> dict[str, list[T]]:
+    """What each rival measures in each round; every other round has the reverse order.
+
+    Args:
+        rivals: by name.
+        rounds: how many.
+        unit: of the values, which are then printed as they come.
+    """
+    runs: dict[str, list[T]] = {name: [] for name in rivals}
+    for number in range(rounds):
+        for name in [*rivals][:: -1 if number % 2 else 1]:
+            runs[name].append(rivals[name]())
+            if unit:
+                print(f"round {number + 1}: {name:24} {runs[name][-1]:10.3f} {unit}", flush=True)
+    return runs
+
+
+def over(above: Sequence[float], below: Sequence[float]) -> list[float]:
+    """The ratio in each round: what slows a whole round down is in both."""
+    return [a / b for a, b in zip(above, below, strict=True)]
+
+
+# Processes
+
+
+def forked(measure: Callable[[int], T], copies: int = 1) -> list[T]:
+    """What the function returns in processes forked from this one, all at the same time; it gets its number.
+
+    It can't fork ranks itself: Lightning refuses that in a fork whose parent has asked for GPUs.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        start_processes(_answer, args=(measure, folder), nprocs=copies, start_method="fork")
+        return [json.loads((Path(folder) / str(number)).read_text()) for number in range(copies)]
+
+
+def _answer(number: int, measure: Callable[[int], Any], folder: str) -> None:
+    (Path(folder) / str(number)).write_text(json.dumps(measure(number)))
+
+
+CALL = """import importlib, json, sys
+file, module, name, args = sys.argv[1:]
+found = getattr(importlib.import_module(module), name)(*json.loads(args))
+json.dump(found, open(file, "w"))
+"""
+
+
+def called(function: Callable[..., T], *args: Any, env: Mapping[str, str] | None = None) -> T:
+    """What a benchmark's function returns in a fresh interpreter; its output goes to stderr."""
+    module = f"benchmarks.{Path(function.__code__.co_filename).stem}"
+    with tempfile.NamedTemporaryFile("r") as answer:
+        command = [sys.executable, "-c", CALL, answer.name, module, function.__name__, json.dumps(args)]
+        subprocess.run(command, env=env, stdout=sys.stderr, check=True)
+        return json.load(answer)
+
+
+def clocked(experiment: str, *flags: str, env: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Run an experiment; by module and rank, what the clock has found in its last fit."""
+    with tempfile.TemporaryDirectory() as folder:
+        clock = ["--trainer.callbacks", "benchmarks.common.Clock", "--trainer.callbacks.folder", folder]
+        command = [sys.executable, str(ROOT / "experiments" / f"{experiment}.py"), *flags, *clock]
+        subprocess.run([*command, "--out", f"{folder}/out"], env=env, stdout=subprocess.DEVNULL, check=True)
+        return {file.stem: json.loads(file.read_text()) for file in Path(folder).glob("*.json")}
+
+
+def threads(count: int | None) -> dict[str, str]:
+    """The environment with so many threads of OpenMP; with the machine's own number if None."""
+    return {**os.environ} if count is None else {**os.environ, "OMP_NUM_THREADS": str(count)}
+
+
+# Reporting
+
+
+class Target(NamedTuple):
+    """What a ratio compares, and its bounds.
+
+    Attributes:
+        text: what is compared.
+        low: at least.
+        high: at most.
+        aim: what would be better still.
+    """
+
+    text: str
+    low: float = 0.0
+    high: float = float("inf")
+    aim: str = ""
+
+    def reached(self, ratio: float) -> bool:
+        """Whether the ratio is within the bounds."""
+        return self.low <= ratio <= self.high
+
+    def words(self, ratio: float) -> str:
+        """The bounds, and whether the ratio misses them."""
+        bounds = [f"at least {self.low:g}"] * (self.low > 0) + [f"at most {_share(self.high)}"] * (self.high < 1e9)
+        return f"{', '.join(bounds)}{self.aim}{'' if self.reached(ratio) else '   MISSED'}"
+
+
+def _share(ratio: float) -> str:
+    return f"1/{1 / ratio:g}" if ratio < 0.5 else f"{ratio:g}"
+
+
+@dataclass
+class Found:
+    """What a benchmark has measured.
+
+    Attributes:
+        figures: by unit and name.
+        ratios: by the name of their target.
+        facts: anything else, for the file.
+    """
+
+    figures: dict[str, Runs]
+    ratios: Runs
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def merged(parts: Mapping[str, Found]) -> Found:
+    """All that the parts have measured, their figures under their names."""
+    figures = {f"{unit} ({name})": runs for name, part in parts.items() for unit, runs in part.figures.items()}
+    ratios = {name: runs for part in parts.values() for name, runs in part.ratios.items()}
+    return Found(figures, ratios, {key: value for part in parts.values() for key, value in part.facts.items()})
+
+
+def table(found: Found, targets: Mapping[str, Target]) -> str:
+    """A line for each figure and each ratio: medians, and the range over all rounds."""
+    figures = [
+        [f"{name}, {unit}", "", short(median(runs)), f"{short(min(runs))} to {short(max(runs))}"]
+        for unit, named in found.figures.items()
+        for name, runs in named.items()
+    ]
+    ratios = [
+        [
+            targets[name].text,
+            targets[name].words(middle := median(runs)),
+            f"{middle:.3f}" + (f" = 1/{1 / middle:.1f}" if middle < 0.5 else ""),
+            f"{min(runs):.2f} to {max(runs):.2f}",
+        ]
+        for name, runs in found.ratios.items()
+    ]
+    return Table(["", "target", "median", "all rounds"], [*figures, *ratios], left=2).plain(200)
+
+
+def parser(description: str | None, rounds: tuple[str, int], rounds_help: str) -> argparse.ArgumentParser:
+    """A parser with `--out` and the option for the number of rounds."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    command = argparse.ArgumentParser(description=description, formatter_class=formatter)
+    command.add_argument(rounds[0], dest="rounds", type=int, default=rounds[1], help=rounds_help)
+    command.add_argument("--out", type=Path, help="write all figures to this file, as JSON")
+    return command
+
+
+def run(
+    args: argparse.Namespace,
+    measure: Callable[[argparse.Namespace], Found],
+    targets: Mapping[str, Target],
+    strict: bool = False,
+) -> None:
+    """Measure, print the table and write `--out`.
+
+    Raises:
+        SystemExit: `strict`, and a target is missed.
+    """
+    settings = {name: value for name, value in vars(args).items() if name != "out"}
+    header = json.loads(json.dumps(settings, default=str)) | environment.setting()
+    with quiet():
+        found = measure(args)
+    header |= found.facts
+    print(*(f"{key}: {value}" for key, value in header.items()), table(found, targets), sep="\n")
+    if settings.get("quick"):
+        print("sizes are tiny: what is missed says nothing")
+    medians = {unit: {name: median(runs) for name, runs in named.items()} for unit, named in found.figures.items()}
+    ratios = {name: median(runs) for name, runs in found.ratios.items()}
+    if args.out:
+        rounds = {"figures": found.figures, "ratios": found.ratios}
+        name = Path(measure.__code__.co_filename).stem
+        write_json(args.out, {"benchmark": name, **header, "figures": medians, "ratios": ratios, "all_rounds": rounds})
+    if strict and not all(targets[name].reached(ratio) for name, ratio in ratios.items()):
+        sys.exit(1)
