@@ -69,7 +69,8 @@ def _of_parts(layers: Iterable[Mapping[str, str]]) -> dict[str, str]:
 
 
 def _view_of(position: int, student: Outputs) -> Outputs:
-    """The student's outputs as one part adapted them."""
+    """The student's outputs as one part adapted them, without the features that other parts made."""
     prefix = f"{position}{OWN}"
+    raw = {path: x for path, x in student.features.items() if OWN not in path}
     own = {path.removeprefix(prefix): x for path, x in student.features.items() if path.startswith(prefix)}
-    return student._replace(features=student.features | own)
+    return student._replace(features=raw | own)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lit_modules.quantization.graphs import captured
 from torch import nn
 
 from apprentice.errors import BadInput
@@ -24,6 +23,7 @@ from harness.studies.fits import Candidate, failure, train, wait_for_main
 from lit_modules import nets
 from lit_modules.classifier import LitClassifier
 from lit_modules.quantization import post_training
+from lit_modules.quantization.capture import captured
 from lit_modules.quantized import NAME, Quantized
 
 STUDENT = "student"
