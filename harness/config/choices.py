@@ -37,8 +37,8 @@ class Resolver:
 
     def choose(self, classes: Classes, key: str) -> Chosen:
         """What is chosen at this key, with its options."""
-        given, source = self.given.get(key, Given(None))
-        name = from_yaml(given, key)
+        given = self.given.get(key, Given(None))
+        name, source = from_yaml(given.value, key), given.source
         if isinstance(name, dict):
             self.given = {**layer(name, source, key), **{flag: v for flag, v in self.given.items() if flag != key}}
             return self.choose(classes, key)

@@ -16,10 +16,7 @@ class ByHand(TorchElasticEnvironment):
     """Torchrun's variables, set by the user, who may leave out those that follow from RANK and WORLD_SIZE.
 
     Attributes:
-        guesses: whether LOCAL_RANK is not given, so that it is computed.
-
-    Args:
-        local_size: number of ranks on each machine.
+        guesses: whether LOCAL_RANK is not given, so that it follows from `local_size`, the ranks on each machine.
     """
 
     def __init__(self, local_size: int) -> None:

@@ -4,7 +4,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -124,7 +124,6 @@ def with_launcher(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _environment(launch: Launch | None) -> list[ClusterEnvironment]:
-    """Lightning's own choice, but for MPI and ranks started by hand."""
     if launch is None:
         return [] if LSFEnvironment.detect() else [LightningEnvironment()]
     if launch.by == "slurm":  # Lightning asks for it, and `srun -n` does not set it
@@ -201,18 +200,16 @@ def main_first(task: str) -> Iterator[None]:
     if ranks() == 1:
         yield
         return
+    outcome = "failed"
     if dist.get_rank() == 0:
         try:
             yield
-        except BaseException:
-            store_set(task, "failed")
-            raise
-        store_set(task, "done")
+            outcome = "done"
+        finally:
+            store_set(task, outcome)
         return
-    try:
-        failed = store_get(task) == "failed"
-    except ConnectionError:
-        failed = True
-    if failed:
+    with suppress(ConnectionError):
+        outcome = store_get(task)
+    if outcome == "failed":
         raise SystemExit(2)
     yield
