@@ -5,7 +5,7 @@ class BadInput(ValueError):  # noqa: N818 - it names the fault, and users read i
     """A value that can't be used; the command line prints it as one line and exits with code 2.
 
     Args:
-        flag: the option as on the command line, without dashes (`data.root`); in a notebook, the argument.
+        flag: the option as on the command line, without dashes (`data.root`); in a notebook, the argument; "" for none.
         value: what was given.
         expected: what would have been right.
     """
@@ -15,4 +15,4 @@ class BadInput(ValueError):  # noqa: N818 - it names the fault, and users read i
         super().__init__(flag, value, expected)
 
     def __str__(self) -> str:
-        return f"--{self.flag} {self.value}: expected {self.expected}"
+        return f"{f'--{self.flag} ' if self.flag else ''}{self.value}: expected {self.expected}"

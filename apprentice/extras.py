@@ -10,9 +10,6 @@ from apprentice.errors import BadInput
 class Missing(BadInput):
     """A package of an extra is not installed; there is no flag to name."""
 
-    def __str__(self) -> str:
-        return f"{self.value}: expected {self.expected}"
-
 
 def install(extra: str) -> str:
     """The command that installs an extra."""

@@ -77,7 +77,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     command = parser()
     with one_thread() as threads, session("hardware", command, argv) as run:
         config = run.config
-        strategies.register()
         cases = Cases(config.trainer, config.exact)
         picked, skipped = cases.picked(config.only)
         data = load_data(config)

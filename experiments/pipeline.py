@@ -79,7 +79,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     command = parser()
     with one_thread(), session("pipeline", command, argv) as run:
         config = run.config
-        strategies.register()
         shape = (3, config.image_size, config.image_size)
         sizes = {"input_shape": shape, "num_classes": config.num_classes}
         net = make_net(config, "net", config.seeds[0], sizes)

@@ -34,12 +34,10 @@ def factory(choice: Choice, key: str, **extra: Any) -> Callable[..., Any]:
 
 def arguments(choice: Choice, key: str, **extra: Any) -> dict[str, Any]:
     """The keyword arguments of the chosen class, with new instances of what they choose, and those of `extra`."""
-    options = options_of(imported(choice.class_path, key))
-    chosen = {
-        name: _built(value, f"{key}.{name}", extra) for name, value in choice.init_args.items() if is_choice(value)
-    }
+    options, given = options_of(imported(choice.class_path, key)), choice.init_args.items()
+    chosen = {name: _built(value, f"{key}.{name}", extra) for name, value in given if is_choice(value)}
     with refusals(choice, key):
-        values = options.instances({name: value for name, value in choice.init_args.items() if name not in chosen})
+        values = options.instances({name: value for name, value in given if name not in chosen})
     return {**values, **chosen, **{name: value for name, value in extra.items() if name in options.hints}}
 
 
@@ -67,7 +65,6 @@ def refusals(choice: Choice, key: str, kinds: tuple[type[Exception], ...] = (Val
 
 
 def _place(choice: Choice, name: str) -> str | None:
-    """Where an option of this name stands, in a choice or below."""
     if name in choice.init_args:
         return name
     inner = ((key, _place(value, name)) for key, value in choice.init_args.items() if isinstance(value, Choice))

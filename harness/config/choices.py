@@ -35,18 +35,13 @@ class Resolver:
             raise BadInput(key, self.given[key].value, f"an option, such as --{key}.{next(iter(signature.hints))}")
         return self.options(signature, key, {})
 
-    def expand(self, key: str) -> Given:
-        """What is given at a key itself; of a mapping in YAML each entry is given below it."""
-        given = self.given.get(key, Given(None))
-        value = from_yaml(given.value, key)
-        if not isinstance(value, dict):
-            return Given(value, given.source)
-        self.given = {**layer(value, given.source, key), **{flag: v for flag, v in self.given.items() if flag != key}}
-        return self.given.get(key, Given(None, given.source))
-
     def choose(self, classes: Classes, key: str) -> Chosen:
         """What is chosen at this key, with its options."""
-        name, source = self.expand(key)
+        given = self.given.get(key, Given(None))
+        name, source = from_yaml(given.value, key), given.source
+        if isinstance(name, dict):
+            self.given = {**layer(name, source, key), **{flag: v for flag, v in self.given.items() if flag != key}}
+            return self.choose(classes, key)
         self.flags[key] = name, ""
         if isinstance(name, list):
             self._keys[key] = name
@@ -78,7 +73,6 @@ class Resolver:
         return values
 
     def _value(self, flag: str) -> Any:
-        """What was given for an option, below its flag too."""
         own = self.given.get(flag, Given(Missing)).value
         below: dict[str, Any] = {}
         for inner, value in self._below(flag).items():
@@ -93,7 +87,6 @@ class Resolver:
         return {inner: given.value for inner, given in self.given.items() if inner.startswith(f"{flag}.")}
 
     def _classes(self, hint: Any) -> Classes | None:
-        """What an option of this type chooses from, if its type is a class that can be chosen."""
         kinds = set(kinds_of(hint))
         return next((classes for classes in self.families if kinds.intersection(classes.bases)), None)
 
@@ -124,7 +117,6 @@ class Resolver:
 
 
 def _fitting(chosen: Chosen, hint: Any, classes: Classes, given: Any, key: str) -> Chosen:
-    """What was chosen for an option of this type, as a list where it takes only lists."""
     kinds = get_args(hint) if get_origin(hint) in {Union, UnionType} else (hint,)
     if isinstance(chosen, Choice) and not any(kind in classes.bases for kind in kinds):
         return [chosen]

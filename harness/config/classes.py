@@ -34,14 +34,6 @@ class Choice:
         """The class's short name."""
         return self.class_path.rpartition(".")[2]
 
-    def plain_options(self) -> dict[str, Any]:
-        """The options as YAML has them."""
-        options = options_of(imported(self.class_path, ""))
-        return {
-            name: plain(value) if is_choice(value) else options.plain(name, value)
-            for name, value in self.init_args.items()
-        }
-
 
 Chosen: TypeAlias = Choice | list["Chosen"] | str | None  # text: a name that Lightning looks up
 
@@ -119,9 +111,11 @@ def plain(chosen: Any) -> Any:
         return {name: plain(entry) for name, entry in chosen.items()}
     if isinstance(chosen, list):
         return [plain(entry) for entry in chosen]
-    if isinstance(chosen, Choice):
-        return {"class_path": chosen.class_path, "init_args": chosen.plain_options()}
-    return chosen
+    if not isinstance(chosen, Choice):
+        return chosen
+    options, values = options_of(imported(chosen.class_path, "")), chosen.init_args.items()
+    plain_values = {name: plain(value) if is_choice(value) else options.plain(name, value) for name, value in values}
+    return {"class_path": chosen.class_path, "init_args": plain_values}
 
 
 def imported(path: str, key: str, bases: tuple[type, ...] = (object,)) -> type:
@@ -150,7 +144,6 @@ def imported(path: str, key: str, bases: tuple[type, ...] = (object,)) -> type:
 
 
 def _why_not(module_name: str, error: Exception) -> str:
-    """Why a module can't be imported."""
     if not isinstance(error, ModuleNotFoundError):
         return f"importing {module_name} failed: {type(error).__name__}: {error}"
     if not f"{module_name}.".startswith(f"{error.name}."):  # a module that it imports itself

@@ -88,7 +88,6 @@ def _rank(error: ProcessRaisedException | ProcessExitedException, parser: "Parse
 
 
 def _with_flag(message: str, parser: "Parser | None") -> str:
-    """The message, its option replaced by the whole flag if the parser knows it."""
     return _refused_option(message.removeprefix("--"), parser) or message
 
 

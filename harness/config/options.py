@@ -18,6 +18,9 @@ class RunOptions:
         overwrite: replace the run in that folder; files that are not the run's stay.
         checkpoint_every: seconds of training that a crash may cost.
         exact: N gives equal bits on any number of devices up to N, which takes longer.
+
+    Attributes:
+        quick_values: what `--quick true` sets where it is not given, in an experiment that has this option.
     """
 
     seeds: int | list[int] = 3
@@ -26,11 +29,12 @@ class RunOptions:
     overwrite: bool = False
     checkpoint_every: float = 30.0
     exact: int | None = None
+    quick_values: ClassVar[Mapping[str, Any]] = {}
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
         """The options when these are given."""
-        return cls(**given)
+        return cls(**{**(cls.quick_values if given.get("quick") else {}), **given})
 
     def __post_init__(self) -> None:
         if isinstance(self.seeds, int):
@@ -59,7 +63,6 @@ class OneSeedOptions(RunOptions):
     Attributes:
         why_one: why one seed is enough.
         why_inexact: why there is no exact mode; empty where there is one.
-        quick_values: what `--quick true` sets where it is not given, in an experiment that has this option.
 
     Args:
         seeds: the one seed, as [42].
@@ -68,12 +71,6 @@ class OneSeedOptions(RunOptions):
     seeds: int | list[int] = 1
     why_one: ClassVar[str] = "it moves no figure"
     why_inexact: ClassVar[str] = ""
-    quick_values: ClassVar[Mapping[str, Any]] = {}
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Self:
-        """The options when these are given; with `quick`, others have its values."""
-        return cls(**{**(cls.quick_values if given.get("quick") else {}), **given})
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -19,7 +19,7 @@ from harness.config.classes import Choice, Classes, imported, plain
 from harness.config.messages import near
 from harness.config.options import RunOptions
 from harness.config.signatures import Signature
-from harness.config.sources import INVOCATION, Given, Layer, as_given, flat, free, layer, load, read
+from harness.config.sources import INVOCATION, Given, Layer, as_given, flat, free, from_yaml, layer, load, read
 
 T = TypeVar("T")
 
@@ -45,18 +45,12 @@ class Parser:
     """
 
     def __init__(self, prog: str, description: str = "", options: type[RunOptions] = RunOptions) -> None:
-        self.prog, self.description, self.options, self._make_options = (
-            prog,
-            description,
-            Signature(options),
-            options.of,
-        )
+        self.prog, self.description = prog, description
+        self.options, self._make_options = Signature(options), options.of
         self.entries: dict[str, Entry] = {}
         self._defaults: dict[str, Given] = {}
         self._nested: dict[str, Classes] = {}  # what options of the Trainer choose from
         self._parsed: dict[str, Any] = {}
-
-    # What there is
 
     def add_choice(
         self,
@@ -122,8 +116,6 @@ class Parser:
         self.entries[key] = entry
         self._defaults |= layer(default, key=key)
 
-    # Parsing
-
     def parse(self, argv: Sequence[str] | None = None) -> Namespace:
         """The configuration: defaults, then YAML files in their order, then flags.
 
@@ -163,7 +155,7 @@ class Parser:
     def _merged(self, layers: Sequence[Layer]) -> Layer:
         """The first pass: what counts of the layers. Another class drops the options of the one before."""
         given: dict[str, Given] = {}
-        for each in layers:
+        for each in map(self._expanded, layers):
             for flag, (value, _) in each.items():
                 below = {inner: found for inner, (found, _) in given.items() if inner.startswith(f"{flag}.")}
                 options = {inner.removeprefix(f"{flag}."): found for inner, found in below.items()}
@@ -172,15 +164,30 @@ class Parser:
             given |= each
         return given
 
-    def _same(self, flag: str, name: Any, old: Any, options: Mapping[str, Any]) -> bool:
-        """Whether a name stands for the class that was chosen before, with these options."""
+    def _expanded(self, given: Layer) -> Layer:
+        """The layer, with flags in place of a choice that is written as a mapping in YAML."""
+        inner, others = dict[str, Given](), dict[str, Given]()
+        for flag, each in given.items():
+            value = from_yaml(each.value, flag) if self._chosen_at(flag) else None
+            if isinstance(value, dict):
+                inner |= layer(value, each.source, flag)
+            else:
+                others[flag] = each
+        return inner | others
+
+    def _chosen_at(self, flag: str) -> Classes | None:
+        """What a flag chooses from, if it chooses."""
         key, _, last = flag.rpartition(".")
-        entry = self.entries.get(flag) or self.entries.get(key)
-        classes = self._nested.get(last) if key == "trainer" else entry.classes if entry else None
+        if key == "trainer":
+            return self._nested.get(last)
+        entry = self.entries.get(key if key in self.entries and self.entries[key].named else flag)
+        return entry.classes if entry and entry.only is None else None
+
+    def _same(self, flag: str, name: Any, old: Any, options: Mapping[str, Any]) -> bool:
+        classes = self._chosen_at(flag)
         return name == old if classes is None else classes.same(name, old, options)
 
     def _config(self, given: Layer) -> Namespace:
-        """The configuration of the merged layers."""
         resolver, choices = self._resolved(given)
         resolver.check_complete(["config", "print_config", "help", *self.entries, *self.options.hints])
         return Namespace(**choices, **vars(self._options(given)))
@@ -194,7 +201,6 @@ class Parser:
             if entry.only is not None:
                 choices[key] = Choice(entry.only[0], resolver.only(entry.only[1], key))
             elif entry.named:
-                resolver.expand(key)
                 names = self._names(key, resolver.given)
                 choices[key] = {name: resolver.one(classes[key], f"{key}.{name}") for name in names}
             else:
@@ -202,12 +208,10 @@ class Parser:
         return resolver, choices
 
     def _options(self, given: Layer) -> RunOptions:
-        """The plain options."""
         names = [name for name in self.options.hints if name in given]
         return self._make_options({name: self.options.check(name, given[name].value) for name in names})
 
     def _names(self, key: str, given: Layer) -> list[str]:
-        """The user's own names below a key, in order."""
         classes = self.entries[key].classes
         if key in given:
             expected = f"a name and a class, as --{key}.mine {next(iter(classes.known))}"
@@ -250,10 +254,7 @@ class Parser:
         if "optimizer" in self.entries:
             training.check_optimizer(config.optimizer, config.scheduler, trainer.get("max_epochs") or 1)
 
-    # Resuming
-
     def _run_to_resume(self, layers: Sequence[Layer]) -> Path | None:
-        """The settings of the run to resume, if that is wanted and there is one."""
         given = self._merged(layers)
         with as_given(given):
             options = self._options(given)
@@ -261,7 +262,6 @@ class Parser:
         return path if options.resume and path.exists() else None
 
     def _saved(self, path: Path) -> Layer:
-        """The settings of that run, whatever the defaults are now."""
         saved = load(path, "out")
         missing = [key for key in [*self.entries, *self.options.hints] if key not in {*saved, *INVOCATION}]
         if missing or not path.read_text("utf-8").endswith("\n"):
@@ -277,8 +277,6 @@ class Parser:
             if (was != now or type(was) is not type(now)) and not free(flag):  # 1 batch is not 1.0 of all
                 expected = f"{was}, as the run in {path.parent} was started; leave it out, or take another --out"
                 raise BadInput(flag, now, expected)
-
-    # Writing
 
     def as_dict(self, config: Namespace) -> dict[str, Any]:
         """The configuration as YAML and JSON have it."""
@@ -297,7 +295,6 @@ class Parser:
         write(path, self.dump(config, INVOCATION))
 
     def _help(self, layers: Sequence[Layer]) -> str:
-        """The help, with the options of the classes that are chosen beside it."""
         try:
             resolver = self._resolved(self._merged([self._defaults, *layers]))[0]
         except BadInput:

@@ -14,9 +14,7 @@ from jsonargparse import ArgumentParser, Namespace
 from apprentice.errors import BadInput
 from harness.config.messages import is_open, near, words
 
-
-class Missing:
-    """Stands for the value of a required option that was not given."""
+Missing = inspect.Parameter.empty  # the value of a required option that was not given
 
 
 class Signature:
@@ -44,7 +42,7 @@ class Signature:
             if hasattr(action, "_typehint"):
                 action._typehint = _int_before_float(action._typehint)
             self.hints[name], self.help[name] = getattr(action, "_typehint", action.type), action.help or ""
-            needed = action.required or (name in parameters and parameters[name].default is inspect.Parameter.empty)
+            needed = action.required or (name in parameters and parameters[name].default is Missing)
             self.defaults[name] = Missing if needed else action.default
             action.required = False
 
@@ -77,8 +75,6 @@ class Signature:
 
     def plain(self, name: str, value: Any) -> Any:
         """A value as YAML and JSON have it: lists for tuples, text for paths and functions."""
-        if value is Missing:
-            return "..."
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, list | tuple):

@@ -32,13 +32,6 @@ class Given(NamedTuple):
 Layer: TypeAlias = Mapping[str, Given]  # by flag; what chooses a class stands at the key above its options
 
 
-class Stray(BadInput):
-    """A value that belongs to no flag."""
-
-    def __str__(self) -> str:
-        return f"{self.value}: expected {self.expected}"
-
-
 def free(flag: str) -> bool:
     """Whether a setting may change when a run resumes, because no result depends on it."""
     return flag in FREE or flag.startswith("trainer.strategy.")
@@ -60,13 +53,17 @@ def read(argv: Sequence[str]) -> tuple[list[Layer], set[str]]:
         elif pairs:
             pairs[-1][1].append(token)
         else:
-            raise Stray("", token, "a flag first, such as --data; --help lists them")
+            raise BadInput("", token, "a flag first, such as --data; --help lists them")
     for flag, values in pairs:
         if wrong := [value for value in values if value.encode(errors="replace").decode() != value]:
             raise BadInput(flag, os.fsencode(wrong[0]), "text in UTF-8, as the run's files are")
         if bool(values) is (flag in BARE) and flag not in OF_LAUNCHERS:
             raise BadInput(flag, " ".join(values) or "(nothing)", "no value" if values else "a value")
-    named = {flag.replace(".init_args", ""): values for flag, values in pairs if flag not in {*BARE, *OF_LAUNCHERS}}
+    named = {
+        flag.replace(".init_args", "").removesuffix(".class_path"): values
+        for flag, values in pairs
+        if flag not in {*BARE, *OF_LAUNCHERS}
+    }
     files = [path for flag, values in pairs if flag == "config" for path in values]
     given = {
         flag: Given(values if len(values) > 1 else values[0]) for flag, values in named.items() if flag != "config"

@@ -95,9 +95,8 @@ class Strategies(Classes):
 
     def exact(self, chosen: Chosen) -> bool:
         """Whether a choice can have `--exact`: its class takes it."""
-        return (
-            isinstance(chosen, Choice) and "exact" in options_of(imported(chosen.class_path, "trainer.strategy")).hints
-        )
+        found = imported(chosen.class_path, "trainer.strategy") if isinstance(chosen, Choice) else Strategy
+        return "exact" in options_of(found).hints
 
 
 def _public_path(found: type) -> str:

@@ -12,21 +12,11 @@ from apprentice.errors import BadInput
 INSTALL = extras.install("mpi")
 
 
-class LaunchError(BadInput):
-    """A launch that can't be used; it has no flag."""
-
-    def __str__(self) -> str:
-        return f"{self.value}: expected {self.expected}"
-
-
 class ByHand(TorchElasticEnvironment):
     """Torchrun's variables, set by the user, who may leave out those that follow from RANK and WORLD_SIZE.
 
     Attributes:
-        guesses: whether LOCAL_RANK is not given, so that it is computed.
-
-    Args:
-        local_size: number of ranks on each machine.
+        guesses: whether LOCAL_RANK is not given, so that it follows from `local_size`, the ranks on each machine.
     """
 
     def __init__(self, local_size: int) -> None:
@@ -47,13 +37,13 @@ def mpi(size: int) -> "MPI":
     """The environment under `mpirun -n SIZE`; MPI can be asked only once.
 
     Raises:
-        LaunchError: mpi4py or an MPI library is missing.
+        BadInput: mpi4py or an MPI library is missing.
     """
     try:
         return MPI()
     except (ImportError, RuntimeError) as error:  # no mpi4py, or no MPI library for it
         why = "which is not there" if isinstance(error, ModuleNotFoundError) else f"and a library for it ({error})"
-        raise LaunchError("", f"mpirun -n {size}", f"mpi4py, {why}; the extra [mpi] brings it: {INSTALL}") from None
+        raise BadInput("", f"mpirun -n {size}", f"mpi4py, {why}; the extra [mpi] brings it: {INSTALL}") from None
 
 
 class MPI(MPIEnvironment):

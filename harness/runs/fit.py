@@ -102,12 +102,8 @@ def _stop_after_save() -> Iterator[None]:
     try:
         with signals.deferred():
             yield
-    except SystemExit as stop:
-        if stop.code != signals.SAVED:
-            raise
-        signals.stop_if_requested()
-        raise
-    except ProcessExitedException:
-        signals.stop_if_requested()
+    except (SystemExit, ProcessExitedException) as stop:
+        if getattr(stop, "code", signals.SAVED) == signals.SAVED:
+            signals.stop_if_requested()
         raise
     signals.stop_if_requested()

@@ -4,7 +4,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.environments import ClusterEnvironment, Lightning
 from torch.distributed.distributed_c10d import _get_default_store
 
 from apprentice.errors import BadInput
-from harness.runs.clusters import ByHand, LaunchError, mpi
+from harness.runs.clusters import ByHand, mpi
 from strategies import DataParallel
 
 POLL_SECONDS = 0.02
@@ -72,7 +72,7 @@ def launched() -> Launch | None:
     """This process's place among those that a launcher started; None without a launcher.
 
     Raises:
-        LaunchError: the variables contradict each other.
+        BadInput: the variables contradict each other.
     """
     interactive = os.environ.get("SLURM_JOB_NAME") in {"bash", "interactive"}
     for by, (rank, size, _, local_size, nodes) in LAUNCHERS.items():
@@ -82,7 +82,7 @@ def launched() -> Launch | None:
             continue
         mine, total = _number(rank), _number(size)
         if not 0 <= mine < total:
-            raise LaunchError("", f"{rank} {mine}", f"a number from 0 to {total - 1}, as {size} is {total}")
+            raise BadInput("", f"{rank} {mine}", f"a number from 0 to {total - 1}, as {size} is {total}")
         if nodes in os.environ:
             machines = _number(nodes)
         else:
@@ -95,15 +95,15 @@ def launched() -> Launch | None:
 def _number(variable: str) -> int:
     value = os.environ[variable]
     if not value.isdecimal():
-        raise LaunchError("", f"{variable} {value}", "a number")
+        raise BadInput("", f"{variable} {value}", "a number")
     return int(value)
 
 
-def fitted(settings: dict[str, Any]) -> dict[str, Any]:
+def with_launcher(settings: dict[str, Any]) -> dict[str, Any]:
     """The Trainer's settings with the launcher's devices and nodes, where none are given, and its cluster environment.
 
     Raises:
-        LaunchError: the launch can't be used, such as mpirun without mpi4py.
+        BadInput: the launch can't be used, such as mpirun without mpi4py.
     """
     launch = launched()
     if launch is not None and launch.by == "hand" and launch.nodes == 1:  # no variable tells the number of nodes
@@ -124,7 +124,6 @@ def fitted(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _environment(launch: Launch | None) -> list[ClusterEnvironment]:
-    """Lightning's own choice, but for MPI and ranks started by hand."""
     if launch is None:
         return [] if LSFEnvironment.detect() else [LightningEnvironment()]
     if launch.by == "slurm":  # Lightning asks for it, and `srun -n` does not set it
@@ -201,18 +200,16 @@ def main_first(task: str) -> Iterator[None]:
     if ranks() == 1:
         yield
         return
+    outcome = "failed"
     if dist.get_rank() == 0:
         try:
             yield
-        except BaseException:
-            store_set(task, "failed")
-            raise
-        store_set(task, "done")
+            outcome = "done"
+        finally:
+            store_set(task, outcome)
         return
-    try:
-        failed = store_get(task) == "failed"
-    except ConnectionError:
-        failed = True
-    if failed:
+    with suppress(ConnectionError):
+        outcome = store_get(task)
+    if outcome == "failed":
         raise SystemExit(2)
     yield

@@ -68,8 +68,5 @@ def _names(out: Path) -> list[str]:
     for line in path.read_text("utf-8", errors="replace").splitlines() if path.exists() else ():
         with suppress(ValueError):
             names.append(json.loads(line))
-    return [name for name in names if isinstance(name, str) and _is_inside(Path(name))]
-
-
-def _is_inside(path: Path) -> bool:
-    return not path.is_absolute() and ".." not in path.parts
+    names = [name for name in names if isinstance(name, str) and ".." not in Path(name).parts]
+    return [name for name in names if not Path(name).is_absolute()]

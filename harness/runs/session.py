@@ -30,15 +30,10 @@ class Session:
     Attributes:
         name: the experiment's.
         parser: its command line.
+        argv: its flags; the process's own by default.
         config: the parsed options, of `cli.RunOptions`.
-        argv: the flags.
         used: numbers of samples that the Trainer uses, after `checked_trainer`.
         out: the run's folder, inside `folder`.
-
-    Args:
-        name: the experiment's.
-        parser: its command line.
-        argv: its flags; the process's own by default.
     """
 
     used: dict[str, int]
@@ -51,7 +46,6 @@ class Session:
     @cached_property
     def trainer(self) -> MakeTrainer:
         """Makes Trainers with the user's settings."""
-        strategies.register()
         return trainers(self.config.trainer, self.config.exact, strategies.NAMES)
 
     @cached_property
@@ -130,6 +124,7 @@ def session(name: str, parser: cli.Parser, argv: Sequence[str] | None = None) ->
     """
     with cli.one_line_errors(parser), signals.handled(), quiet():
         run = Session(name, parser, argv)
+        strategies.register()
         environment.keep_memory()
         torch.backends.cudnn.allow_tf32 = False  # float32 means float32
         yield run
@@ -147,8 +142,8 @@ def load_data(config: Namespace) -> InMemoryData:
 
 def _check_inputs(out: Path, settings: dict[str, Any], seed: int) -> None:
     """Raise BadInput if a setting names a file, or a folder of files, that would be deleted before it is read."""
-    recorded = {place for path in manifest.recorded(out) for place in (path, *path.parents)} - {out, *out.parents}
-    recorded = {place.absolute() for place in recorded}
+    inside = {place for path in manifest.recorded(out) for place in (path, *path.parents)} - {out, *out.parents}
+    recorded = {place.absolute() for place in inside}
     for flag, value in flat(settings):
         if isinstance(value, str) and flag not in INVOCATION:
             given = os.path.abspath(value.replace("{seed}", str(seed)))  # noqa: PTH100 - Path keeps ..

@@ -56,15 +56,12 @@ class RunsLogger(Logger):
             self._writers[run] = _summary_writer(self.root / run, self.part, self.purge_step)
         return self._writers[run]
 
-    def _split(self, name: str) -> tuple[str, str]:
-        run, _, tag = name.partition("/")
-        return (run, tag) if run in self.runs else (self.default, name)
-
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Write each value to its run."""
         for name, value in metrics.items():
-            run, tag = self._split(name)
+            run, _, tag = name.partition("/")
+            run, tag = (run, tag) if run in self.runs else (self.default, name)
             if tag != "epoch":
                 self._writer(run).add_scalar(tag, value, step)
 
@@ -98,8 +95,9 @@ class RunsLogger(Logger):
 
 def _summary_writer(folder: Path, part: str = "", purge_step: int = 0) -> SummaryWriter:
     """A writer of a run's events, or of a part of them, after purging those of an interrupted session."""
-    if purge_step:
-        _wait_for_the_next_second(folder)
+    if purge_step:  # TensorBoard sorts event files by second, then by process: a new file must be the last
+        while any(folder.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
+            time.sleep(0.02)
     else:
         for file in folder.glob(f"events.out.tfevents.*{part}"):
             if manifest.is_recorded(file):
@@ -107,12 +105,6 @@ def _summary_writer(folder: Path, part: str = "", purge_step: int = 0) -> Summar
     writer = SummaryWriter(str(folder), purge_step=purge_step or None, filename_suffix=part)
     manifest.record(writer._get_file_writer().event_writer._file_name)
     return writer
-
-
-def _wait_for_the_next_second(folder: Path) -> None:
-    """Wait until a new file sorts last: TensorBoard sorts event files by second, then by process."""
-    while any(folder.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
-        time.sleep(0.02)
 
 
 def log_run(folder: Path, options: Mapping[str, Any], values: Mapping[str, float | None]) -> None:

@@ -40,7 +40,7 @@ def _trainer(
         settings["accelerator"] = "cpu"  # evaluation adds in float64, which Apple's GPUs don't have
     settings["callbacks"] = [*_listed(settings["callbacks"]), *callbacks]
     settings["plugins"] = [*_listed(settings["plugins"]), *plugins]
-    settings = launch.fitted(settings)
+    settings = launch.with_launcher(settings)
     try:
         with config.refusals(chosen, "trainer"):
             return Trainer(**settings)

@@ -125,6 +125,11 @@ LINES = {
     "--optimizer torch.optim.AdamW": {"optimizer": "AdamW", "optimizer.weight_decay": 0.01},  # not Adam's 0
     "--optimizer.betas [0.8,0.9] --optimizer.weight_decay 1e-4": {"optimizer.betas": [0.8, 0.9], "optimizer.lr": 1e-3},
     "--student Torchvision --student.name resnet18": {"student.name": "resnet18"},
+    "--variants '{kd: Cosine}'": {"variants.kd": "Cosine"},
+    "--variants.kd '{temperature: 8}'": {"variants.kd": "Hinton", "variants.kd.temperature": 8.0},
+    "--data '{train_size: 100}' --optimizer '{lr: 0.5}'": {
+        "data": "Digits", "data.train_size": 100, "optimizer": "Adam", "optimizer.lr": 0.5},
+    "--data.class_path MNIST --data.init_args.train_size 100": {"data": "MNIST", "data.train_size": 100},
     "--seeds 3": {"seeds": [0, 1, 2]},
     "--seeds 5 7": {"seeds": [5, 7]},
     "--resume true --out nowhere": {"resume": True},

@@ -75,7 +75,7 @@ def test_one_launcher_inside_another_is_the_one_that_counts(monkeypatch: pytest.
 def test_a_rank_by_hand_knows_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     for key, value in {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "192.0.2.1"}.items():
         monkeypatch.setenv(key, value)
-    settings = launches.fitted({"plugins": [], "num_nodes": 2, "devices": "auto"})
+    settings = launches.with_launcher({"plugins": [], "num_nodes": 2, "devices": "auto"})
     (place,) = settings["plugins"]
     assert (settings["num_nodes"], settings["devices"], place.node_rank(), place.local_rank()) == (2, 2, 1, 1)
 
