@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 from apprentice.errors import BadInput
 from harness import config as cli
 from harness.config.messages import one_line
+from harness.reports.report import Facts, Report
 from harness.runs import environment, session, signals
 from harness.runs.files import write_json
-from harness.studies.report import Facts, Report
 
 FIXED = ("devices", "strategy", "accelerator")  # of the Trainer: a resumed fit may change them, figures may not mix
 MACHINE = ("cpu", "cores", "gpus")
@@ -20,11 +20,6 @@ MACHINE = ("cpu", "cores", "gpus")
 
 class ResumableResults:
     """results.json of a new or resumed run.
-
-    Attributes:
-        rows: measured facts by name.
-        failed: one-line reasons by name.
-        header: what results.json has beside the rows.
 
     Args:
         experiment: its name.
@@ -43,8 +38,8 @@ class ResumableResults:
     ) -> None:
         self.out, self.parser = out, command
         settings = command.as_dict(config)
-        self.rows: dict[str, Facts] = {}
-        self.failed: dict[str, str] = {}
+        self.rows: dict[str, Facts] = {}  # by name
+        self.failed: dict[str, str] = {}  # one-line reasons by name
         self.header: Facts = {
             "experiment": experiment, "hardware": environment.hardware() | how, "versions": environment.versions(),
             "config": settings,
@@ -65,12 +60,8 @@ class ResumableResults:
         return results
 
     def fail(self, error: Exception, name: str, *more: str) -> None:
-        """Record and print that a case failed, or several for one reason.
-
-        Raises:
-            Interrupted: the user asked to stop, which may be the cause.
-        """
-        signals.stop_if_requested()
+        """Record and print that a case failed, or several for one reason."""
+        signals.stop_if_requested()  # which may be the cause
         reason = self._reason(error)
         self.failed |= dict.fromkeys([name, *more], reason)
         others = f" and {len(more)} more" if more else ""
@@ -91,15 +82,10 @@ class ResumableResults:
 
 
 class Study:
-    """The base of all studies, which define their cases, their lines and their report.
+    """The base of all studies, which define their cases, their lines and their report."""
 
-    Attributes:
-        needed: name of the case that all others are compared with: if it fails, the run ends.
-        files: what the last line of the output names.
-    """
-
-    needed: ClassVar[str] = ""
-    files: ClassVar[str] = "results.md, .png, .json"
+    needed: ClassVar[str] = ""  # name of the case that all others are compared with: if it fails, the run ends
+    files: ClassVar[str] = "results.md, .png, .json"  # what the last line of the output names
 
     def __init__(self, results: ResumableResults) -> None:
         self.results, self.rows, self.out = results, results.rows, results.out
@@ -137,11 +123,7 @@ class Study:
                 self.results.fail(error, name)
 
     def finish(self, report: Report, failed: bool = False) -> None:
-        """Save the report and print it.
-
-        Raises:
-            SystemExit: 1, if a case or the study `failed`.
-        """
+        """Save the report and print it; exit with 1 if a case or the study `failed`."""
         report.save(self.out, self.results.header["experiment"])
         print(f"{report.plain()}\n\n{self.out}/{self.files}")
         if self.results.failed or failed:

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
+from harness.reports.report import Facts
 from harness.reports.tables import short
 from harness.studies import study
 from harness.studies.attention.cases import Case, Cases, Options
 from harness.studies.attention.measure import Bench
 from harness.studies.attention.report import report
-from harness.studies.report import Facts
 from harness.studies.study import ResumableResults
 
 __all__ = ["Bench", "Case", "Cases", "Options", "Study"]
@@ -21,9 +21,7 @@ PEAK = (
 class Study(study.Study):
     """Measures calls, and products of matrices before each part and at the end; rows are named by `name`.
 
-    Args:
-        results: by `name`.
-        longest: seconds; a block whose products of matrices alone take longer is left out.
+    A block whose products of matrices alone take longer than `longest` seconds is left out.
     """
 
     files = "results.md, .json, *.png, trace_*.json"

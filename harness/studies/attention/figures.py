@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from harness.reports.figures import GREY, figure
-from harness.studies.report import Facts
+from harness.reports.report import Facts
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,11 +1,11 @@
 """The study of communication: the time of messages and collectives over several backends."""
 
+from harness.reports.report import Facts
 from harness.runs import signals
 from harness.studies import study
 from harness.studies.comm.cases import Backend, Case, Cases, Options
 from harness.studies.comm.measure import Bench, RendezvousError
 from harness.studies.comm.report import report
-from harness.studies.report import Facts
 
 __all__ = ["Backend", "Bench", "Case", "Cases", "Options", "Study"]
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from harness.reports.report import Facts
 from harness.runs.nets import Spec, write_spec
 from harness.studies import study
 from harness.studies.deploy import formats
@@ -13,7 +14,6 @@ from harness.studies.deploy.latency import Latency, Times
 from harness.studies.deploy.report import report
 from harness.studies.deploy.source import Options
 from harness.studies.deploy.verify import agreement, answers
-from harness.studies.report import Facts
 from harness.studies.study import ResumableResults
 
 __all__ = ["Latency", "Options", "Study"]
@@ -27,13 +27,9 @@ BATCH = 256
 
 
 class Study(study.Study):
-    """Exports and measures formats; rows are named by `format`.
+    """Exports and measures formats of the net that `spec` describes; rows are named by `format`.
 
-    Args:
-        results: by `format`.
-        spec: how to rebuild the float net.
-        images: of the test set, normalised, float32 (N, C, H, W).
-        labels: theirs, (N,).
+    `images` of the test set are normalised float32 (N, C, H, W), their `labels` (N,).
     """
 
     def __init__(self, results: ResumableResults, spec: Spec, images: Tensor, labels: Tensor) -> None:
@@ -43,9 +39,7 @@ class Study(study.Study):
     def run(self, make: Callable[[], Mapping[str, nn.Module]], latency: Latency) -> None:
         """Export, check and measure, unless that is done; print and save the report.
 
-        Args:
-            make: makes the net of each format, in eval mode on the CPU; all take float32 images and give logits.
-            latency: how to measure it.
+        `make` makes the net of each format, in eval mode on the CPU; all take float32 images and give logits.
 
         Raises:
             SystemExit: a file can't be written, or does not answer as its net does; all else is there.

@@ -52,7 +52,7 @@ class Latency:
         Args:
             nets: in eval mode, images (b, C, H, W) -> logits (b, classes); `float32` must agree as `exact` says.
             images: float32 (N, C, H, W), repeated if they are fewer than a batch.
-            fail: is called with the error of a net that can't be compiled, and its name; else that is raised.
+            fail: called with an error in compiling and the net's name; without it the error is raised.
         """
         found: dict[str, Times] = {name: {} for name in nets}
         good = dict(nets)

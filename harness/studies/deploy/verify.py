@@ -31,14 +31,10 @@ class Agreement(NamedTuple):
 
 
 def agreement(expected: Tensor, found: Tensor, exact: bool, share: float = INT8_SHARE) -> Agreement:
-    """Compare logits (N, classes): the net's and a file's.
+    """Compare logits (N, classes): those expected of the net with those found of a file.
 
-    Args:
-        expected: of the net.
-        found: of the file.
-        exact: whether predictions may differ only where the top two logits are closer than 1e-4; else a share may,
-            where they are closer than 2 % of the logits' range.
-        share: of predictions.
+    If `exact`, predictions may differ only where the top two logits are closer than 1e-4; else a share of them may,
+    where they are closer than 2 % of the logits' range.
     """
     differ = expected.argmax(1) != found.argmax(1)
     top = expected.topk(2, 1).values

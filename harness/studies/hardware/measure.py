@@ -15,11 +15,11 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 
 from apprentice.errors import BadInput
+from harness.reports.report import Facts
 from harness.runs import safepoints
 from harness.studies.hardware.callbacks import KeepWeights, Measure, Phases
 from harness.studies.hardware.cases import Case
 from harness.studies.isolation import fit_isolated
-from harness.studies.report import Facts
 from harness.studies.trainers import QUIET
 
 PARITY_STEPS = 20

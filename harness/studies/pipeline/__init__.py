@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Sequence
 from functools import partial
 
+from harness.reports.report import Facts
 from harness.runs.files import write_json
 from harness.studies import study
 from harness.studies.pipeline.cases import ONE, Case, Cases, Cut, Options
@@ -11,7 +12,6 @@ from harness.studies.pipeline.figures import mean_seconds
 from harness.studies.pipeline.measure import Bench
 from harness.studies.pipeline.report import report
 from harness.studies.pipeline.task import Noise, Task
-from harness.studies.report import Facts
 from harness.studies.study import ResumableResults
 
 __all__ = ["Bench", "Case", "Cases", "Cut", "Noise", "Options", "Study", "Task"]

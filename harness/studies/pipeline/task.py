@@ -20,14 +20,9 @@ class Pairs(NamedTuple):
 
 
 class Noise:
-    """A loader of one batch of noise, over and over; the tutorial draws new ones, which takes time on no device.
+    """A loader of one batch of noise, `steps` times; the tutorial draws new ones, which takes time on no device.
 
-    Args:
-        batch_size: images.
-        input_shape: of an image, (C, H, W).
-        num_classes: their labels are drawn among.
-        steps: batches.
-        seed: of the noise.
+    `input_shape` is that of an image, (C, H, W).
     """
 
     def __init__(self, batch_size: int, input_shape: Sequence[int], num_classes: int, steps: int, seed: int) -> None:
