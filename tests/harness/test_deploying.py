@@ -4,7 +4,6 @@ import copy
 import itertools
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -126,8 +125,9 @@ def test_only_our_own_files_are_replaced(tmp_path: Path, monkeypatch: pytest.Mon
         pass
     monkeypatch.setattr(formats, "write_program", lambda net, example, folder: None)
     monkeypatch.setattr(formats, "write_weights", lambda net, folder: None)
-    kept: Any = SimpleNamespace(out=tmp_path, rows={})
-    assert Study(kept, {}, torch.zeros(1), torch.zeros(1))._export("bfloat16", torch.nn.ReLU()) == []
+    study = Study.__new__(Study)
+    study.out, study.spec, study.images = tmp_path, {}, torch.zeros(1)
+    assert study._export("bfloat16", torch.nn.ReLU()) == []
     assert {path.name for path in folder.iterdir()} == {"notes.txt", "net.yaml"}
 
 

@@ -5,11 +5,11 @@ from functools import partial
 
 from harness.reports.report import Facts
 from harness.reports.tables import short
+from harness.runs.session import Session
 from harness.studies import study
 from harness.studies.attention.cases import Case, Cases, Options
 from harness.studies.attention.measure import Bench
 from harness.studies.attention.report import report
-from harness.studies.study import ResumableResults
 
 __all__ = ["Bench", "Case", "Cases", "Options", "Study"]
 PEAK = (
@@ -26,8 +26,8 @@ class Study(study.Study):
 
     files = "results.md, .json, *.png, trace_*.json"
 
-    def __init__(self, results: ResumableResults, longest: float) -> None:
-        super().__init__(results)
+    def __init__(self, run: Session, longest: float, **how: int | str) -> None:
+        super().__init__(run, **how)
         self.longest = longest
         self.left_out: dict[str, str] = {}
 
@@ -51,7 +51,7 @@ class Study(study.Study):
             calls |= {case.name: partial(self._measured, bench, case) for case in mine}
         calls |= _products(bench, cases, "at the end")
         self.measure(calls)
-        self.finish(report(self.write(calls), self.results.missing(self.left_out)))
+        self.finish(report(self.write(calls), self.missing(self.left_out)))
 
     def _measured(self, bench: Bench, case: Case) -> Facts | None:
         """The row; None of a case that takes too long."""
@@ -72,7 +72,7 @@ class Study(study.Study):
         for row in self.rows.values():
             reached, peak = row.get("tflops_per_second"), peaks.get(row["dtype"])
             row["share_of_peak"] = None if reached is None or peak is None else reached / peak
-        self.results.header["peak"] = {"is": PEAK, "tflops_per_second": peaks}
+        self.header["peak"] = {"is": PEAK, "tflops_per_second": peaks}
         return super().write(order)
 
 

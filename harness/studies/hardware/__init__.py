@@ -15,7 +15,7 @@ __all__ = ["Bench", "Case", "Cases", "Study"]
 class Study(study.Study):
     """Measures strategies; rows are named by `strategy`."""
 
-    needed = SINGLE
+    key, needed = "strategy", SINGLE
 
     def line(self, row: Facts) -> str:
         """The strategy and its speed."""
@@ -31,4 +31,4 @@ class Study(study.Study):
 
         calls = {case.name: partial(measured, case) for case in cases}
         self.measure(calls)
-        self.finish(report(self.write(calls), self.results.missing(skipped)))
+        self.finish(report(self.write(calls), self.missing(skipped)))

@@ -6,13 +6,13 @@ from functools import partial
 
 from harness.reports.report import Facts
 from harness.runs.files import write_json
+from harness.runs.session import Session
 from harness.studies import study
 from harness.studies.pipeline.cases import ONE, Case, Cases, Cut, Options
 from harness.studies.pipeline.figures import mean_seconds
 from harness.studies.pipeline.measure import Bench
 from harness.studies.pipeline.report import report
 from harness.studies.pipeline.task import Noise, Task
-from harness.studies.study import ResumableResults
 
 __all__ = ["Bench", "Case", "Cases", "Cut", "Noise", "Options", "Study", "Task"]
 
@@ -23,8 +23,8 @@ class Study(study.Study):
     needed = ONE
     files = "results.md, .png, .json, timeline.png, timelines.json"
 
-    def __init__(self, results: ResumableResults) -> None:
-        super().__init__(results)
+    def __init__(self, run: Session, **how: int | str) -> None:
+        super().__init__(run, **how)
         self._file = self.out / "timelines.json"
         resumed = bool(self.rows) and self._file.exists()
         self.timelines: dict[str, Facts] = json.loads(self._file.read_text()) if resumed else {}
@@ -49,7 +49,7 @@ class Study(study.Study):
             every = [*every, *(case for case in more if case.name not in known)]
             self._measure(bench, every)
         results = self.write(case.name for case in every)
-        self.finish(report(results, self.timelines, every, best, self.results.missing(cases.unfit)))
+        self.finish(report(results, self.timelines, every, best, self.missing(cases.unfit)))
 
     def _fastest(self, cases: Iterable[Case]) -> Case | None:
         there = [case for case in cases if case.kind == "pipelined" and case.name in self.rows]
