@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if config.data is None:
             raise BadInput("run", config.run, "a folder in its run's, with config.yaml; or --data, what it learnt from")
         extras.need(*EXTRA)
-        formats.need()
+        extras.need(*formats.EXTRA)
         need_compiler()
         check_options(config, run.trainer())
         latency, builder = cli.build(config.latency, "latency"), Builder(run)

@@ -35,7 +35,6 @@ class Run:
     name: str  # the end of its path that tells it from the other runs
     folder: Path
     results: Facts  # its results.json
-    scores: dict[str, dict[int, float | None]]  # by student, the metric of each seed
     settings: dict[str, Any]  # its configuration as flags and values
 
     @property
@@ -66,12 +65,8 @@ def load_runs(folders: Sequence[str | Path]) -> list[Run]:
         if metric not in wanted:
             raise BadInput("RUN", given, f"a run measured by {' or '.join(wanted)}; this one has {metric}")
         with reading(given, "RUN"):
-            scores = {
-                student: dict(zip(results["seeds"], entry[metric], strict=True))
-                for student, entry in results["students"].items()
-            }
-            runs.append(Run(name, path, results, scores, dict(flat(results.get("config") or {}))))
-            table(compare(runs[-1:]))  # whatever a row needs is there
+            runs.append(Run(name, path, results, dict(flat(results.get("config") or {}))))
+            table(compare([runs[0], runs[-1]]))  # whatever a row needs is there
     return runs
 
 
@@ -93,7 +88,7 @@ def compare(runs: Sequence[Run]) -> Facts:
     but no verdict.
     """
     first, metric = runs[0], runs[0].results["metric"]["name"]
-    baseline = f"{first.name}/{BASELINE}" if BASELINE in first.scores else None
+    baseline = f"{first.name}/{BASELINE}" if BASELINE in first.results["students"] else None
     rows: list[Facts] = []
     notes = [] if baseline else [f"{first.name}, the first run, has no student called ce: no differences are given."]
     other = {run.name: _other_settings(run, first) for run in runs}
@@ -104,7 +99,8 @@ def compare(runs: Sequence[Run]) -> Facts:
         if differ := [f"{flag} {now}, not {was}" for flag, (now, was) in other[run.name].items()]:
             advice = "" if reason else f" {CONFOUNDED}"
             notes.append(f"{run.name} and {first.name} differ in settings: {'; '.join(differ)}.{advice}")
-        rows += [_row(run, student, first, comparable=bool(baseline and not reason)) for student in run.scores]
+        comparable = bool(baseline and not reason)
+        rows += [_row(run, student, first, comparable) for student in run.results["students"]]
         notes += failures(run.results, f"{run.name}/")
     if baseline and any(set(run.results["seeds"]) != set(first.results["seeds"]) for run in runs):
         notes.append("Differences are paired over the seeds that a run has in common with the first.")
@@ -126,7 +122,8 @@ def _row(run: Run, student: str, first: Run, comparable: bool) -> Facts:
     entry, metric = run.results["students"][student], first.results["metric"]["name"]
     differences: list[float] = []
     if comparable:  # over the common seeds, in the first run's order
-        own, base = run.scores[student], first.scores[BASELINE]
+        own = dict(zip(run.results["seeds"], entry[metric], strict=True))
+        base = dict(zip(first.results["seeds"], first.results["students"][BASELINE][metric], strict=True))
         common = [seed for seed in base if seed in own]
         differences = paired_differences([own[seed] for seed in common], [base[seed] for seed in common])
     return {

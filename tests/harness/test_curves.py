@@ -93,7 +93,7 @@ def test_gpt_killed_ten_times(tmp_path: Path) -> None:
 def imported_once() -> None:
     """Spares each session the seconds that its extras take to be imported."""
     extras.need(*EXTRA)
-    formats.need()
+    extras.need(*formats.EXTRA)
     quantizer(training=True)
 
 

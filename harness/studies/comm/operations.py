@@ -184,11 +184,6 @@ def all_to_all(member: Member, count: int) -> Call:
     return Call(run, lambda: [data.split(part)[rank] for data in member.all_data(count)], parts, [x, received])
 
 
-def barrier(member: Member, _count: int) -> Call:
-    """Nothing, until all are there."""
-    return Call(partial(dist.barrier, member.group))
-
-
 def _parts(n: int) -> float:
     return (n - 1) / n
 
@@ -207,5 +202,5 @@ OPERATIONS: dict[str, Operation] = {
     "all_gather": Operation(all_gather, _parts),
     "reduce_scatter": Operation(reduce_scatter, _parts),
     "all_to_all": Operation(all_to_all, _parts),
-    "barrier": Operation(barrier, sized=False),
+    "barrier": Operation(lambda member, _count: Call(partial(dist.barrier, member.group)), sized=False),
 }

@@ -15,7 +15,7 @@ from harness.studies.deploy import formats
 from harness.studies.deploy.latency import Latency, Times
 from harness.studies.deploy.report import report
 from harness.studies.deploy.source import Options
-from harness.studies.deploy.verify import agreement, answers
+from harness.studies.deploy.verify import answers, disagreement
 from lit_modules.quantization import EXTRA
 
 __all__ = ["Latency", "Options", "Study"]
@@ -45,11 +45,8 @@ class Study(study.Study):
     def run(self, spec: Spec, images: Tensor, labels: Tensor, make: Callable[[], Mapping[str, nn.Module]]) -> None:
         """Export, check and measure, unless that is done; print and save the report.
 
-        Args:
-            spec: how to rebuild the float net.
-            images: of the test set, normalised, float32 (N, C, H, W).
-            labels: theirs, (N,).
-            make: makes the net of each format, in eval mode on the CPU; all take float32 images and give logits.
+        `spec` rebuilds the float net. Images are those of the test set, normalised, float32 (N, C, H, W), with labels
+        (N,). `make` makes the net of each format, in eval mode on the CPU; all take these images and give logits.
 
         Raises:
             SystemExit: a file can't be written, or does not answer as its net does; all else is there.
@@ -95,7 +92,7 @@ class Study(study.Study):
     def _agrees(self, path: Path, logits: Mapping[str, Tensor], found: Tensor | str) -> bool:
         """Whether a file answers as its net does; if not, the reason is recorded."""
         name = path.parent.name
-        fault = found if isinstance(found, str) else agreement(logits[name], found, exact=name == "float32").fault
+        fault = found if isinstance(found, str) else disagreement(logits[name], found, exact=name == "float32")
         if fault:
             self.failed[f"{name}/{path.name}"] = fault
         return not fault

@@ -1,7 +1,7 @@
 """The study of pipeline parallelism: one net on one device, split, and pipelined in every way."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from harness.reports.report import Facts
@@ -42,7 +42,8 @@ class Study(study.Study):
         """
         every = cases.first()
         self._measure(bench, every)
-        best = self._fastest(every)
+        pipelined = [case for case in every if case.kind == "pipelined" and case.name in self.rows]
+        best = min(pipelined, key=lambda case: mean_seconds(self.rows[case.name]), default=None)
         if best is not None:
             known = {case.name for case in every}
             more = [*cases.side_by_side(best.size), *cases.inside(best.size)]
@@ -50,10 +51,6 @@ class Study(study.Study):
             self._measure(bench, every)
         results = self.write(case.name for case in every)
         self.finish(report(results, self.timelines, every, best, self.missing(cases.unfit)))
-
-    def _fastest(self, cases: Iterable[Case]) -> Case | None:
-        there = [case for case in cases if case.kind == "pipelined" and case.name in self.rows]
-        return min(there, key=lambda case: mean_seconds(self.rows[case.name]), default=None)
 
     def _measure(self, bench: Bench, cases: Sequence[Case]) -> None:
         def measured(case: Case) -> Facts:

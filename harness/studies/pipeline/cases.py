@@ -86,14 +86,9 @@ class Case:
 
 
 class Cases:
-    """All cases for the Trainer's devices, with the options of the pipeline strategy there.
+    """All cases for the Trainer's devices and these of torch's schedules, with the options of its pipeline strategy.
 
-    Args:
-        trainer: its settings.
-        schedules: torch's names of those to compare.
-        batch_size: images.
-        split_sizes: images of a micro-batch, for the curve.
-        cut: of two stages, beside that of the strategy.
+    `split_sizes` are images of a micro-batch, for the curve; `cut`, of two stages, stands beside the strategy's own.
     """
 
     def __init__(

@@ -31,14 +31,9 @@ TIMELINE = "![who computes what when in a step](timeline.png)"
 def report(
     results: Facts, timelines: Mapping[str, Facts], cases: Sequence[Case], best: Case | None, missing: Mapping[str, str]
 ) -> Report:
-    """Build the report.
+    """Build the report from results.json's content, the cases' timelines, and the reasons why others are missing.
 
-    Args:
-        results: the content of results.json.
-        timelines: by case, as `Bench.measure` gives them.
-        cases: in the order of the table.
-        best: the fastest of the pipelines under the strategy's own schedule.
-        missing: why others are not in the table.
+    `best` is the fastest of the pipelines under the strategy's own schedule.
     """
     rows = {row["name"]: row for row in results["rows"]}
     measured = [(case, rows[case.name]) for case in cases if case.name in rows]

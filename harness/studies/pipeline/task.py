@@ -39,11 +39,9 @@ class Noise:
 
 
 class Task(LightningModule):
-    """Trains a net's outputs to be one-hot labels, by mean squared error and SGD.
+    """Trains the outputs of a net, the composition of `layers`, to be one-hot labels, by mean squared error and SGD.
 
-    Args:
-        layers: modules in order whose composition is the net.
-        num_microbatches: into which one device cuts a batch; a pipeline strategy cuts by itself.
+    One device cuts a batch into `num_microbatches`; a pipeline strategy cuts by itself.
     """
 
     def __init__(self, layers: Sequence[nn.Module], num_microbatches: int = 1) -> None:
