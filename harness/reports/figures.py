@@ -24,7 +24,7 @@ LINE_INCHES = 0.18
 
 
 @contextmanager
-def figure(width: float, height: float) -> Iterator[tuple["Figure", io.BytesIO]]:
+def figure(width: float = 4, height: float = 3) -> Iterator[tuple["Figure", io.BytesIO]]:
     """A Figure on Agg of so many inches, and a buffer that holds its PNG after the block."""
     import warnings
 

@@ -27,8 +27,10 @@ def bake_off_results(
 
     Args:
         header: `experiment`, `data`, `hardware`, `versions`, `config`, `seeds`.
-        teacher: for each seed `fit_seconds` and what `fits.train` gives; times are None for a loaded teacher.
-        students: by name, for each seed what `fits.train` gives.
+        teacher: for each seed `parameters`, the tested values, `fit_seconds`, `step_ms`, `train_flops`; the last three
+            None for a loaded teacher.
+        students: by name, for each seed `objective`, `parameters`, the tested values, `step_ms`, `train_flops`,
+            `failed`.
         students_fit_seconds: for each seed, of all students together.
         metric: what the students are judged by.
         one_teacher: whether each seed loaded the same net, so that its figures are those of one net.
