@@ -1,6 +1,7 @@
 """Pages of a comparison of students: the table on the terminal, results.md, results.png and results.json."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +60,15 @@ def table(results: Facts) -> Table:
     """One line for the teacher and one for each student."""
     metric, rows = _metric(results), [{"name": "teacher", **results["teacher"]}]
     rows += [{"name": name, **entry} for name, entry in results["students"].items()]
+
+    def mean(key: str, row: Facts) -> str:
+        return metric.mean(row[key][: row.get("nets")])
+
     cells = {
         "variant": lambda row: starred(row["name"], row),
         "objective": lambda row: row.get("objective", NONE),
         "parameters": lambda row: count(row["parameters"]),
-        **{
-            title: lambda row, key=key: metric.mean(row[key][: row.get("nets")])
-            for key, title in metric.columns.items()
-        },
+        **{title: partial(mean, key) for key, title in metric.columns.items()},
         f"Δ to ce, {metric.unit}": lambda row: (
             NONE if row["name"] == BASELINE or "delta_vs_ce" not in row else metric.difference(row["delta_vs_ce"])
         ),
