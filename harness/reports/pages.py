@@ -64,7 +64,7 @@ def table(results: Facts) -> Table:
     def mean(key: str, row: Facts) -> str:
         return metric.mean(row[key][: row.get("nets")])
 
-    cells = {
+    cells: dict[str, Callable[[Facts], str]] = {
         "variant": lambda row: starred(row["name"], row),
         "objective": lambda row: row.get("objective", NONE),
         "parameters": lambda row: count(row["parameters"]),
