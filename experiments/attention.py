@@ -25,7 +25,6 @@ from harness import config as cli
 from harness.runs.session import session
 from harness.studies.attention import Bench, Cases, Options, Study
 from harness.studies.isolation import one_thread
-from harness.studies.study import ResumableResults
 
 
 def parser() -> cli.Parser:
@@ -46,15 +45,13 @@ def place(device: str) -> torch.device:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure what the command line describes."""
-    command = parser()
-    with one_thread() as threads, session("attention", command, argv) as run:
+    with one_thread() as threads, session("attention", parser(), argv) as run:
         config = run.config
         device = place(config.device)
         cases = Cases(config, device.type).all()
         bench = Bench(device, config.seconds, threads)
-        with run.folder() as out:
-            results = ResumableResults("attention", "name", out, command, config, device=device.type, threads=threads)
-            Study(results, config.longest).run(bench, cases)
+        with run.folder():
+            Study(run, config.longest, device=device.type, threads=threads).run(bench, cases)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from harness.runs.session import session
 from harness.runs.trainer import trainers
 from harness.studies.comm import Backend, Bench, Cases, Options, Study
 from harness.studies.isolation import one_thread
-from harness.studies.study import ResumableResults
 from harness.studies.trainers import DURATION, check_forks, check_left_out, default_devices
 from strategies import ring
 
@@ -52,15 +51,14 @@ def world(trainer: cli.Choice) -> tuple[int, list[Backend]]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure what the command line describes."""
-    command = parser()
-    with one_thread(), session("comm", command, argv) as run:
+    with one_thread(), session("comm", parser(), argv) as run:
         config = run.config
         size, backends = world(config.trainer)
         known = {backend.name: backend for backend in backends}
         cases = Cases(size, [*cli.pick(known, config.backends, "backends").values()], config.only, config.sizes)
         bench = Bench(size, config.repeats, config.timeout, QUICK_BLOCK if config.quick else BLOCK)
-        with run.folder() as out:
-            Study(ResumableResults("comm", "name", out, command, config)).run(bench, cases)
+        with run.folder():
+            Study(run).run(bench, cases)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ from harness.runs.session import load_data, session
 from harness.studies.builders import learning, make_net
 from harness.studies.hardware import Bench, Cases, Study
 from harness.studies.isolation import one_thread, usual_threads
-from harness.studies.study import ResumableResults
 from harness.studies.trainers import default_devices
 from lit_modules import nets
 from lit_modules.classifier import LitClassifier
@@ -74,8 +73,7 @@ def classifier(config: Namespace, data: datamodules.InMemoryData, split: bool = 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure what the command line describes."""
-    command = parser()
-    with one_thread() as threads, session("hardware", command, argv) as run:
+    with one_thread() as threads, session("hardware", parser(), argv) as run:
         config = run.config
         cases = Cases(config.trainer, config.exact)
         picked, skipped = cases.picked(config.only)
@@ -87,9 +85,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         accumulate = config.trainer.init_args["accumulate_grad_batches"]
         make = partial(classifier, config, data)
         bench = Bench(make, data, config.steps, accumulate, usual_threads(data.input_shape, threads))
-        with run.folder() as out:
-            results = ResumableResults("hardware", "strategy", out, command, config, threads=bench.threads)
-            Study(results).run(bench, picked, skipped)
+        with run.folder():
+            Study(run, threads=bench.threads).run(bench, picked, skipped)
 
 
 if __name__ == "__main__":

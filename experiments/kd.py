@@ -108,7 +108,8 @@ class Builder:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study that the command line describes."""
     with session("kd", parser(), argv) as run:
-        study = DistillationStudy(run, Builder(run))
+        builder = Builder(run)
+        study = DistillationStudy(run, builder.teacher, builder.students)
         study.check()
         with run.folder():
             study.run()

@@ -31,7 +31,6 @@ from harness.studies.builders import make_net
 from harness.studies.isolation import one_thread
 from harness.studies.pipeline import Bench, Case, Cases, Cut, Noise, Options, Study, Task
 from harness.studies.pipeline.cases import TUTORIALS_CUT
-from harness.studies.study import ResumableResults
 from harness.studies.trainers import default_devices
 from lit_modules import nets
 from strategies.base.stages import grouped
@@ -76,8 +75,7 @@ def module(layers: list[nn.Module], case: Case) -> Task:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure what the command line describes."""
-    command = parser()
-    with one_thread(), session("pipeline", command, argv) as run:
+    with one_thread(), session("pipeline", parser(), argv) as run:
         config = run.config
         shape = (3, config.image_size, config.image_size)
         sizes = {"input_shape": shape, "num_classes": config.num_classes}
@@ -88,8 +86,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         cases = Cases(config.trainer, get_args(Schedule), config.batch_size, config.split_sizes, cut)
         loader = partial(Noise, config.batch_size, shape, config.num_classes, seed=config.seeds[0])
         bench = Bench(partial(module, layers), loader, config.batches, config.repeats)
-        with run.folder() as out:
-            Study(ResumableResults("pipeline", "name", out, command, config)).run(bench, cases)
+        with run.folder():
+            Study(run).run(bench, cases)
 
 
 if __name__ == "__main__":

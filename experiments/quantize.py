@@ -31,14 +31,12 @@ import strategies
 from apprentice import extras
 from apprentice.errors import BadInput
 from harness import config as cli
-from harness.runs import environment
 from harness.runs.launch import is_main_process
 from harness.runs.session import session
 from harness.studies.deploy import Latency, Options, Study, formats
 from harness.studies.deploy.builder import Builder
 from harness.studies.deploy.latency import need_compiler
 from harness.studies.deploy.source import data_of_run, images_of
-from harness.studies.study import ResumableResults
 from lit_modules import nets, objectives
 from lit_modules.quantization import EXTRA
 
@@ -86,21 +84,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         if config.data is None:
             raise BadInput("run", config.run, "a folder in its run's, with config.yaml; or --data, what it learnt from")
         extras.need(*EXTRA)
-        formats.need()
+        extras.need(*formats.EXTRA)
         need_compiler()
         check_options(config, run.trainer())
         latency, builder = cli.build(config.latency, "latency"), Builder(run)
         builder.check()
-        with run.folder() as out:
-            kept = None
-            if is_main_process():
-                kept = ResumableResults("quantize", "format", out, command, config, threads=latency.used)
-                kept.header["data"] = {"name": run.data.name, **run.used}
-                kept.header["versions"] = environment.versions(*EXTRA[1:], *formats.EXTRA[1:])
+        with run.folder():
+            study = Study(run, latency) if is_main_process() else None
             net, spec = builder.student()
             int8 = builder.int8(net)
-            if kept is not None:
-                Study(kept, spec, *images_of(run.data, "test")).run(partial(builder.formats, net, int8), latency)
+            if study is not None:
+                study.run(spec, *images_of(run.data, "test"), partial(builder.formats, net, int8))
 
 
 if __name__ == "__main__":

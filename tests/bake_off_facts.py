@@ -15,7 +15,7 @@ def header(seeds: int = 3, **config: Any) -> dict[str, Any]:
     return {
         "experiment": "kd",
         "data": {"name": "Digits", "train": 1257, "validation": 140, "test": TEST},
-        "hardware": "2 cores",
+        "hardware": {"cores": 2},
         "versions": {"torch": "2.15.0"},
         "config": {
             "data": {

@@ -24,7 +24,7 @@ LINE_INCHES = 0.18
 
 
 @contextmanager
-def figure(width: float, height: float) -> Iterator[tuple["Figure", io.BytesIO]]:
+def figure(width: float = 4, height: float = 3) -> Iterator[tuple["Figure", io.BytesIO]]:
     """A Figure on Agg of so many inches, and a buffer that holds its PNG after the block."""
     import warnings
 
@@ -42,20 +42,12 @@ def figure(width: float, height: float) -> Iterator[tuple["Figure", io.BytesIO]]
 
 @dataclass
 class Dot:
-    """One student in a picture.
+    """One student in a picture."""
 
-    Attributes:
-        name: as in the table.
-        values: the metric of each seed; None where it failed.
-        cost: its place on the cost axis, if known.
-        group: students of one group share a colour.
-        metric: what the values are.
-    """
-
-    name: str
-    values: Sequence[float | None]
-    cost: float | None
-    group: int
+    name: str  # as in the table
+    values: Sequence[float | None]  # the metric of each seed; None where it failed
+    cost: float | None  # its place on the cost axis, if known
+    group: int  # students of one group share a colour
     metric: Metric = ACCURACY
 
     @property

@@ -1,7 +1,7 @@
 """Metrics that students are judged by: keys in results.json, words, and how values are written."""
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.reports.tables import NONE
@@ -9,34 +9,19 @@ from harness.reports.tables import NONE
 
 @dataclass(frozen=True)
 class Metric:
-    """A test metric, with the other values that are kept beside it.
+    """A test metric, with the other values that are kept beside it."""
 
-    Attributes:
-        name: its key in results.json.
-        tested: keys of all values that are kept, each with the function that gives it its type; the module logs them
-            under these names without `test_`.
-        columns: titles of the values that a table shows, by key.
-        word: its name in a sentence.
-        title: an axis label, with the unit.
-        unit: of differences.
-        higher_is_better: whether more of it is better.
-        scale: factor from a value to its unit.
-        digits: digits after the point.
-        counted: what a data set's sizes count.
-        limits: the least and the greatest possible value, in its unit.
-    """
-
-    name: str
-    tested: Mapping[str, Callable[[float], float]]
-    columns: Mapping[str, str]
-    word: str
-    title: str
-    unit: str
+    name: str  # its key in results.json
+    tested: tuple[str, ...]  # keys of all values that are kept
+    columns: Mapping[str, str]  # titles of the values that a table shows, by key
+    word: str  # its name in a sentence
+    title: str  # an axis label, with the unit
+    unit: str  # of differences
     higher_is_better: bool
-    scale: float
-    digits: int
-    counted: str
-    limits: tuple[float, float]
+    scale: float  # factor from a value to its unit
+    digits: int  # after the point
+    counted: str  # what a data set's sizes count
+    limits: tuple[float, float]  # the least and the greatest possible value, in its unit
 
     def mean(self, values: Sequence[float | None]) -> str:
         """Mean ± standard deviation over the seeds that have a value, in the metric's unit."""
@@ -67,7 +52,7 @@ class Metric:
 
 ACCURACY = Metric(
     name="test_acc",
-    tested={"test_acc": float, "test_correct": round},
+    tested=("test_acc", "test_correct"),
     columns={"test_acc": "test accuracy, %"},
     word="accuracy",
     title="test accuracy, %",
@@ -80,7 +65,7 @@ ACCURACY = Metric(
 )
 BITS = Metric(
     name="test_bpc",
-    tested={"test_bpc": float, "test_loss": float},
+    tested=("test_bpc", "test_loss"),
     columns={"test_loss": "test loss", "test_bpc": "bits per char"},
     word="bits per character",
     title="test bits per character",

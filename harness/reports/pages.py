@@ -1,13 +1,16 @@
 """Pages of a comparison of students: the table on the terminal, results.md, results.png and results.json."""
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from harness.reports.figures import Dot, metric_picture
 from harness.reports.metrics import METRICS, Metric
-from harness.reports.results import BASELINE, Facts
+from harness.reports.report import Facts, machine
+from harness.reports.results import BASELINE
 from harness.reports.statistics import conclude, paired_differences
-from harness.reports.tables import NONE, Table, count, flops_unit, listed, paragraph, short
+from harness.reports.tables import NONE, Table, columns, count, flops_unit, listed, paragraph, short
 from harness.runs.files import write_bytes, write_json, write_text
 
 SETTINGS = (
@@ -19,11 +22,7 @@ SETTINGS = (
 
 
 def save_results(folder: str | Path, results: Facts) -> None:
-    """Write results.md, results.png and, last, results.json, which marks the run as finished.
-
-    Raises:
-        OSError: the folder can't be written; existing files keep their content.
-    """
+    """Write results.md, results.png and, last, results.json, which marks the run as finished."""
     folder = Path(folder)
     write_text(folder / "results.md", markdown(results))
     write_bytes(folder / "results.png", picture(results))
@@ -51,8 +50,7 @@ def header(results: Facts) -> str:
         "Data": f"{data['name']}: {sizes} {_metric(results).counted}",
         "Seeds": ", ".join(map(str, seeds)),
         "Settings": "; ".join(settings(results["config"])),
-        "Hardware": words(results["hardware"]),
-        "Versions": words(results["versions"]),
+        **machine(results),
     }
     lines = "\n".join(f"- {name}: {value}" for name, value in facts.items() if value)
     return f"# {results['experiment']} on {data['name']}\n\n{lines}"
@@ -60,23 +58,32 @@ def header(results: Facts) -> str:
 
 def table(results: Facts) -> Table:
     """One line for the teacher and one for each student."""
-    teacher, students, metric = results["teacher"], results["students"], _metric(results)
-    size, unit = flops_unit([entry["train_flops"] for entry in (teacher, *students.values())])
-    header = ["variant", "objective", "parameters", *metric.columns.values()]
-    header += [f"Δ to ce, {metric.unit}", "step, ms", f"cost, {unit}"]
-    rows = [
-        [
-            starred(name, entry),
-            entry.get("objective", NONE),
-            count(entry["parameters"]),
-            *(metric.mean(entry[key][: entry.get("nets")]) for key in metric.columns),
-            NONE if name == BASELINE or "delta_vs_ce" not in entry else metric.difference(entry["delta_vs_ce"]),
-            short(entry["step_ms"]),
-            short(entry["train_flops"] and entry["train_flops"] / size),
-        ]
-        for name, entry in {"teacher": teacher, **students}.items()
-    ]
-    return Table(header, rows, left=2)
+    metric, rows = _metric(results), [{"name": "teacher", **results["teacher"]}]
+    rows += [{"name": name, **entry} for name, entry in results["students"].items()]
+
+    def mean(key: str, row: Facts) -> str:
+        return metric.mean(row[key][: row.get("nets")])
+
+    cells: dict[str, Callable[[Facts], str]] = {
+        "variant": lambda row: starred(row["name"], row),
+        "objective": lambda row: row.get("objective", NONE),
+        "parameters": lambda row: count(row["parameters"]),
+        **{title: partial(mean, key) for key, title in metric.columns.items()},
+        f"Δ to ce, {metric.unit}": lambda row: (
+            NONE if row["name"] == BASELINE or "delta_vs_ce" not in row else metric.difference(row["delta_vs_ce"])
+        ),
+        **costs(rows),
+    }
+    return columns(cells, rows, left=2)
+
+
+def costs(rows: Sequence[Facts]) -> dict[str, Callable[[Facts], str]]:
+    """The columns of these rows' costs: milliseconds a step, FLOPs of training."""
+    size, unit = flops_unit([row["train_flops"] for row in rows])
+    return {
+        "step, ms": lambda row: short(row["step_ms"]),
+        f"cost, {unit}": lambda row: short(row["train_flops"] and row["train_flops"] / size),
+    }
 
 
 def notes(results: Facts) -> list[str]:
@@ -118,9 +125,9 @@ def starred(name: str, entry: Facts) -> str:
 def picture(results: Facts) -> bytes:
     """results.png: the metric with its intervals, and against the cost of training."""
     teacher, students, metric = results["teacher"], results["students"], _metric(results)
-    label, costs = cost_axis(list(students.values()), teacher)
-    entries = zip(students.items(), costs, strict=True)
-    dots = [Dot(name, e[metric.name], cost, group, metric) for group, ((name, e), cost) in enumerate(entries)]
+    label, places = cost_axis(list(students.values()), teacher)
+    entries = zip(students.items(), places, strict=True)
+    dots = [Dot(name, e[metric.name], place, group, metric) for group, ((name, e), place) in enumerate(entries)]
     known = metric.scaled(teacher[metric.name])
     return metric_picture(dots, label, sum(known) / len(known) if known else None)
 
@@ -132,9 +139,7 @@ def _metric(results: Facts) -> Metric:
 def cost_axis(entries: list[Facts], *others: Facts) -> tuple[str, list[float | None]]:
     """Label and values of the cost axis: FLOPs of training, or milliseconds a step where no FLOPs were counted.
 
-    Args:
-        entries: whose costs are wanted.
-        others: further entries of the table, which count for the unit.
+    `others`, further entries of the table, count for the unit.
     """
     flops = [entry["train_flops"] for entry in entries]
     if all(value is None for value in flops):
@@ -162,10 +167,3 @@ def _call(value: Any) -> str:
     given = {k: v for k, v in (value.get("init_args") or {}).items() if v is not None and v is not False}
     arguments = ", ".join(f"{name}={_call(argument)}" for name, argument in given.items())
     return value["class_path"].rsplit(".", 1)[-1] + (f"({arguments})" if arguments else "")
-
-
-def words(value: Any) -> str:
-    """Names with their values, without those that are not known; anything but a dict as it is."""
-    if not isinstance(value, dict):
-        return str(value or "")
-    return ", ".join(f"{name} {entry}" for name, entry in value.items() if entry is not None)

@@ -9,9 +9,9 @@ from typing import Any
 
 from apprentice.errors import BadInput
 from harness.reports.metrics import ACCURACY, Metric
+from harness.reports.report import Facts
 from harness.reports.statistics import paired_differences, paired_interval
 
-Facts = dict[str, Any]
 BASELINE = "ce"
 
 
@@ -27,10 +27,10 @@ def bake_off_results(
 
     Args:
         header: `experiment`, `data`, `hardware`, `versions`, `config`, `seeds`.
-        teacher: for each seed `parameters`, the metric's tested values (such as `test_acc` and `test_correct`),
-            `fit_seconds`, `step_ms`, `train_flops`; the last three None for a loaded teacher.
-        students: by name, for each seed `objective`, `parameters`, the tested values, `step_ms`, `train_flops` and
-            `failed`: None, or {"step", "term"} where and in which term the loss stopped being finite.
+        teacher: for each seed `parameters`, the tested values, `fit_seconds`, `step_ms`, `train_flops`; the last three
+            None for a loaded teacher.
+        students: by name, for each seed `objective`, `parameters`, the tested values, `step_ms`, `train_flops`,
+            `failed`.
         students_fit_seconds: for each seed, of all students together.
         metric: what the students are judged by.
         one_teacher: whether each seed loaded the same net, so that its figures are those of one net.
@@ -85,11 +85,7 @@ def _first(values: Iterable[int | None]) -> int | None:
 
 
 def load_results(folder: str | Path, flag: str = "run") -> Facts:
-    """The results of a finished run of any experiment.
-
-    Args:
-        folder: the run's `--out`.
-        flag: the option that the folder came from, for the message.
+    """The results of a finished run of any experiment; `flag` named its folder.
 
     Raises:
         BadInput: the folder is missing or unfinished, or its results.json is damaged or not one of ours.

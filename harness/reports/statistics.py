@@ -46,11 +46,7 @@ def paired_differences(values: Sequence[float | None], baseline: Sequence[float 
 def conclude(baseline: str, differences: Mapping[str, Sequence[float]], metric: Metric = ACCURACY) -> str:
     """One line that says which students differ from the baseline by more than the noise between seeds.
 
-    Args:
-        baseline: name of the student that the others are compared with.
-        differences: by the other students' names, paired differences of the metric, one per seed; empty where a student
-            can't be compared.
-        metric: what was measured.
+    `differences` are paired, by the other students' names, one per seed; empty where a student can't be compared.
     """
     pairs = {name: len(values) for name, values in differences.items() if values}
     tested = {name: paired_interval(differences[name]) for name, number in pairs.items() if number > 1}

@@ -2,9 +2,10 @@
 
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Any
 
 WIDTH = 110
 NONE = "—"
@@ -60,9 +61,19 @@ def _wrap(cell: str, width: int) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def paragraph(text: str, width: int = WIDTH) -> str:
-    """The text in lines of at most `width` characters."""
-    return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
+def columns(cells: Mapping[str, Callable[[Any], str]], rows: Iterable[Any], left: int = 1) -> Table:
+    """A line a row, a column a function that gives its cells; the first `left` are words."""
+    return Table(list(cells), [[cell(row) for cell in cells.values()] for row in rows], left)
+
+
+def paragraph(text: str) -> str:
+    """The text in lines of at most 110 characters."""
+    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+def words(values: Mapping[str, Any]) -> str:
+    """Names with their values, such as `cores 2, gpus []`; what is None is left out."""
+    return ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
 
 
 def count(value: int | None) -> str:

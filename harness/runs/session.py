@@ -99,7 +99,9 @@ class Session:
 
     def describe(self) -> None:
         """Write config.yaml and environment.json into the run's folder."""
-        describe(self.out, self.parser, self.config)
+        if launch.is_main_process():
+            self.parser.save(self.config, self.out / "config.yaml", write_text)
+            write_json(self.out / "environment.json", environment.hardware() | environment.versions())
 
     def header(self) -> dict[str, Any]:
         """How results.json begins."""
@@ -150,10 +152,3 @@ def _check_inputs(out: Path, settings: dict[str, Any], seed: int) -> None:
             if Path(given) in recorded:
                 expected = f"--{flag} outside of {out}, the files of which are deleted first; it is {value}"
                 raise BadInput("overwrite", "true", expected)
-
-
-def describe(out: Path, parser: cli.Parser, config: Namespace) -> None:
-    """Write config.yaml and environment.json into the run's folder."""
-    if launch.is_main_process():
-        parser.save(config, out / "config.yaml", write_text)
-        write_json(out / "environment.json", environment.hardware() | environment.versions())

@@ -36,13 +36,7 @@ def learning(config: Namespace) -> dict[str, Any]:
 
 
 def check_net(run: Session, key: str, trainer: Trainer, trained: bool = True) -> None:
-    """Try the net chosen under a key on the data, and cut it if the strategy will.
-
-    Args:
-        run: the session.
-        key: where the net was chosen.
-        trainer: where it will be used.
-        trained: whether it will be trained; otherwise it is only evaluated.
+    """Try the net chosen under a key on the data, and cut it if the strategy will; `trained` unless only evaluated.
 
     Raises:
         BadInput: its first weights do not follow from the seed, it does not fit the data, or it can't be cut.

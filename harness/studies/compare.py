@@ -11,11 +11,12 @@ import datamodules
 from apprentice.errors import BadInput
 from harness.config.sources import flat, free
 from harness.reports.figures import Dot, metric_picture
-from harness.reports.metrics import METRICS, Metric
-from harness.reports.pages import cost_axis, failures, starred
-from harness.reports.results import BASELINE, Facts, load_results, reading
+from harness.reports.metrics import METRICS
+from harness.reports.pages import cost_axis, costs, failures, starred
+from harness.reports.report import Facts
+from harness.reports.results import BASELINE, load_results, reading
 from harness.reports.statistics import conclude, paired_differences, paired_interval
-from harness.reports.tables import NONE, Table, count, flops_unit, listed, paragraph, short
+from harness.reports.tables import NONE, Table, columns, count, listed, paragraph
 from harness.runs.files import write_bytes, write_json, write_text
 
 # With these options of the Trainer, `data` in results.json has the size of the part that was used.
@@ -29,21 +30,12 @@ CONFOUNDED = "What differs between them may come from these, not from a method: 
 
 @dataclass
 class Run:
-    """A finished run.
+    """A finished run."""
 
-    Attributes:
-        name: the end of its path that tells it from the other runs.
-        folder: where it is.
-        results: its results.json.
-        scores: by student, the metric of each seed.
-        settings: its configuration as flags and values.
-    """
-
-    name: str
+    name: str  # the end of its path that tells it from the other runs
     folder: Path
-    results: Facts
-    scores: dict[str, dict[int, float | None]]
-    settings: dict[str, Any]
+    results: Facts  # its results.json
+    settings: dict[str, Any]  # its configuration as flags and values
 
     @property
     def data(self) -> type[datamodules.InMemoryData]:
@@ -73,17 +65,9 @@ def load_runs(folders: Sequence[str | Path]) -> list[Run]:
         if metric not in wanted:
             raise BadInput("RUN", given, f"a run measured by {' or '.join(wanted)}; this one has {metric}")
         with reading(given, "RUN"):
-            runs.append(Run(name, path, results, _scores(results), dict(flat(results.get("config") or {}))))
-            table(compare(runs[-1:]))  # whatever a row needs is there
+            runs.append(Run(name, path, results, dict(flat(results.get("config") or {}))))
+            table(compare([runs[0], runs[-1]]))  # whatever a row needs is there
     return runs
-
-
-def _scores(results: Facts) -> dict[str, dict[int, float | None]]:
-    metric, seeds = results["metric"]["name"], results["seeds"]
-    return {
-        name: {seed: value if value is None else float(value) for seed, value in zip(seeds, entry[metric], strict=True)}
-        for name, entry in results["students"].items()
-    }
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
@@ -104,7 +88,7 @@ def compare(runs: Sequence[Run]) -> Facts:
     but no verdict.
     """
     first, metric = runs[0], runs[0].results["metric"]["name"]
-    baseline = f"{first.name}/{BASELINE}" if BASELINE in first.scores else None
+    baseline = f"{first.name}/{BASELINE}" if BASELINE in first.results["students"] else None
     rows: list[Facts] = []
     notes = [] if baseline else [f"{first.name}, the first run, has no student called ce: no differences are given."]
     other = {run.name: _other_settings(run, first) for run in runs}
@@ -115,7 +99,8 @@ def compare(runs: Sequence[Run]) -> Facts:
         if differ := [f"{flag} {now}, not {was}" for flag, (now, was) in other[run.name].items()]:
             advice = "" if reason else f" {CONFOUNDED}"
             notes.append(f"{run.name} and {first.name} differ in settings: {'; '.join(differ)}.{advice}")
-        rows += [_row(run, student, first, comparable=bool(baseline and not reason)) for student in run.scores]
+        comparable = bool(baseline and not reason)
+        rows += [_row(run, student, first, comparable) for student in run.results["students"]]
         notes += failures(run.results, f"{run.name}/")
     if baseline and any(set(run.results["seeds"]) != set(first.results["seeds"]) for run in runs):
         notes.append("Differences are paired over the seeds that a run has in common with the first.")
@@ -137,7 +122,8 @@ def _row(run: Run, student: str, first: Run, comparable: bool) -> Facts:
     entry, metric = run.results["students"][student], first.results["metric"]["name"]
     differences: list[float] = []
     if comparable:  # over the common seeds, in the first run's order
-        own, base = run.scores[student], first.scores[BASELINE]
+        own = dict(zip(run.results["seeds"], entry[metric], strict=True))
+        base = dict(zip(first.results["seeds"], first.results["students"][BASELINE][metric], strict=True))
         common = [seed for seed in base if seed in own]
         differences = paired_differences([own[seed] for seed in common], [base[seed] for seed in common])
     return {
@@ -168,10 +154,7 @@ def _why_not_comparable(first: Run, run: Run) -> str:
 def _samples(run: Run, limited: set[str]) -> Facts:
     """What decides which samples a run saw: the data set, its sizes, and the settings that choose from it.
 
-    Args:
-        run: the run.
-        limited: the parts of which this run or the one compared with used only some batches: there, the option for the
-            size decides, not the size.
+    Of `limited` parts one of the two runs used only some batches: there, the option for the size decides.
     """
     ignored = run.data.free_options | run.data.training_options
     ignored |= {f"{part}_size" for part in ("train", "validation", "test") if part not in limited}
@@ -208,34 +191,23 @@ def _training(run: Run) -> Facts:
 
 def table(comparison: Facts) -> Table:
     """One line for each run's student, in the order of the runs."""
-    rows, metric = comparison["rows"], _metric(comparison)
-    size, unit = flops_unit([row["train_flops"] for row in rows])
-    baseline = f" to {comparison['baseline']}" if len(comparison["baseline"] or "") < 12 else ""
-    title = metric.columns[metric.name].removeprefix("test ")
-    header = ["run/student", "data", "seeds", title, f"Δ{baseline}, {metric.unit}", "parameters", "step, ms"]
-    header.append(f"cost, {unit}")
-    cells = [
-        [
-            starred(row["name"], row),
-            f"{row['data'].get('name')} {count(row['data'].get('train'))}",
-            str(len(row["seeds"])),
-            metric.mean(row[metric.name]),
-            NONE if row["name"] == comparison["baseline"] else metric.difference(row["delta"]),
-            count(row["parameters"]),
-            short(row["step_ms"]),
-            short(row["train_flops"] and row["train_flops"] / size),
-        ]
-        for row in rows
-    ]
-    return Table(header, cells, left=2)
-
-
-def _metric(comparison: Facts) -> Metric:
-    return METRICS[comparison["metric"]]
+    rows, metric, baseline = comparison["rows"], METRICS[comparison["metric"]], comparison["baseline"]
+    cells = {
+        "run/student": lambda row: starred(row["name"], row),
+        "data": lambda row: f"{row['data'].get('name')} {count(row['data'].get('train'))}",
+        "seeds": lambda row: str(len(row["seeds"])),
+        metric.columns[metric.name].removeprefix("test "): lambda row: metric.mean(row[metric.name]),
+        f"Δ{f' to {baseline}' if len(baseline or '') < 12 else ''}, {metric.unit}": lambda row: (
+            NONE if row["name"] == baseline else metric.difference(row["delta"])
+        ),
+        "parameters": lambda row: count(row["parameters"]),
+        **costs(rows),
+    }
+    return columns(cells, rows, left=2)
 
 
 def _notes(comparison: Facts) -> list[str]:
-    word = _metric(comparison).word.capitalize()
+    word = METRICS[comparison["metric"]].word.capitalize()
     legend = f"{word}: mean ± standard deviation over the seeds, on the test set."
     if comparison["baseline"]:
         legend += f" Δ: paired difference to {comparison['baseline']}, with its 95 % interval."
@@ -253,14 +225,14 @@ def save(comparison: Facts, out: str | Path | None = None) -> Path:
     Raises:
         BadInput: the folder can't be written.
     """
-    names, metric = [run["name"] for run in comparison["runs"]], _metric(comparison)
+    names, metric = [run["name"] for run in comparison["runs"]], METRICS[comparison["metric"]]
     folder = Path(out) if out else Path("runs", "compare", _short(names))
     sources = "\n".join(f"- {run['name']}: `{run['folder']}`" for run in comparison["runs"])
     page = ["# Runs compared", sources, table(comparison).markdown(), *_notes(comparison)]
     page.append(f"![{metric.word}](compare.png)")
-    label, costs = cost_axis(comparison["rows"])
-    lines = zip(comparison["rows"], costs, strict=True)
-    dots = [Dot(row["name"], row[metric.name], cost, names.index(row["run"]), metric) for row, cost in lines]
+    label, places = cost_axis(comparison["rows"])
+    lines = zip(comparison["rows"], places, strict=True)
+    dots = [Dot(row["name"], row[metric.name], place, names.index(row["run"]), metric) for row, place in lines]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / "compare.md", "\n\n".join(page) + "\n")

@@ -47,11 +47,7 @@ PRODUCTS = {
 
 
 class _Uncounted(TorchDispatchMode):
-    """Finds out whether an operator ran that may multiply matrices and has no formula.
-
-    Args:
-        known: operators with a formula.
-    """
+    """Finds out whether an operator ran that may multiply matrices and is not `known` to have a formula."""
 
     supports_higher_order_operators = True
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from apprentice.batch import Batch
 from datamodules import InMemoryData
+from harness.reports.report import Facts
 from harness.runs.files import write_json
 from harness.runs.fit import Fit, fit_and_test
 from harness.runs.launch import is_main_process
@@ -21,24 +22,15 @@ from harness.runs.tensorboard import log_run
 from harness.studies import costs
 from lit_modules.learner import Learner
 
-Facts = dict[str, Any]
-
 
 @dataclass
 class Candidate:
-    """One of the nets that a fit trains.
+    """One of the nets that a fit trains."""
 
-    Attributes:
-        net: the bare net, which is exported.
-        spec: how to rebuild it.
-        objective: name of what it learns by.
-        options: the settings that its row in the HPARAMS tab shows.
-    """
-
-    net: nn.Module
-    spec: Spec
-    objective: str
-    options: Mapping[str, Any]
+    net: nn.Module  # the bare net, which is exported
+    spec: Spec  # how to rebuild it
+    objective: str  # name of what it learns by
+    options: Mapping[str, Any]  # the settings that its row in the HPARAMS tab shows
 
 
 Make = Callable[[], tuple[Learner, dict[str, Candidate]]]
@@ -56,7 +48,8 @@ def train(run: Session, seed: int, name: str, make: Make, trained: bool = False,
         options: of the Trainer, over the user's.
 
     Returns:
-        `fit_seconds`, and by the candidates' names `runs`: objective, parameters, test scores, costs and failure.
+        `fit_seconds`, and by the candidates' names `runs`: `objective`, `parameters`, test scores, `step_ms`,
+        `train_flops`, and `failed`: None, or the {"step", "term"} in which the loss stopped being finite.
 
     Raises:
         Interrupted: the user asked to stop; the checkpoint has what was trained.
@@ -126,8 +119,7 @@ def _facts(module: Learner, run: str, candidate: Candidate, fit: Fit, data: InMe
 
 def _first_batch(module: nn.Module, data: InMemoryData) -> Batch:
     """The training set's first samples as one global batch."""
-    parameter = next(module.parameters())
-    train = data.split("train")
+    parameter, train = next(module.parameters()), data.split("train")
     rows = torch.arange(min(data.batch_size, len(train.labels)))
     inputs, labels = train.take(rows)
     inputs = data.normalize(inputs.to(parameter.device), parameter.dtype)

@@ -105,10 +105,7 @@ def _call(_number: int, function: Callable[[], object], threads: int) -> None:
 def fit_isolated(trainer: Trainer, fit: Callable[[], object], threads: int) -> None:
     """Fit in processes that end with the fit; a signal ends it at the next batch if it has a `Stoppable`.
 
-    Args:
-        trainer: whose fit it is.
-        fit: begins it.
-        threads: of a process that trains alone.
+    A process that trains alone has so many threads.
     """
     with children_end_with_block(), signals.deferred():
         if trainer.strategy.launcher is None:

@@ -11,6 +11,7 @@ from apprentice.errors import BadInput
 from datamodules import Text, Vocabulary
 from harness.reports.metrics import BITS
 from harness.reports.pages import header
+from harness.reports.report import Facts
 from harness.reports.results import load_results
 from harness.reports.tables import Table, count, short
 from harness.runs.files import write_json, write_text
@@ -18,7 +19,7 @@ from harness.runs.launch import is_main_process
 from harness.runs.nets import load_net
 from harness.runs.session import Session
 from harness.runs.tensorboard import indented, log_text
-from harness.studies.fits import Candidate, Facts, failure, train
+from harness.studies.fits import Candidate, failure, train
 from lit_modules import nets
 from lit_modules.language_model import LitLanguageModel
 
@@ -28,10 +29,6 @@ Make = Callable[[int], tuple[LitLanguageModel, dict[str, Candidate]]]
 
 def run_study(run: Session, make: Make) -> None:
     """Train and test a net for each seed, let each write, then print and save the table.
-
-    Args:
-        run: the session, its folder open.
-        make: makes a seed's module and candidate.
 
     Raises:
         BadInput: a loss is not finite.

@@ -2,60 +2,56 @@
 
 import json
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 from apprentice.errors import BadInput
-from harness import config as cli
 from harness.config.messages import one_line
-from harness.runs import environment, session, signals
+from harness.reports.report import Facts, Report
+from harness.runs import environment, signals
 from harness.runs.files import write_json
-from harness.studies.report import Facts, Report
+from harness.runs.session import Session
 
 FIXED = ("devices", "strategy", "accelerator")  # of the Trainer: a resumed fit may change them, figures may not mix
 MACHINE = ("cpu", "cores", "gpus")
 
 
-class ResumableResults:
-    """results.json of a new or resumed run.
-
-    Attributes:
-        rows: measured facts by name.
-        failed: one-line reasons by name.
-        header: what results.json has beside the rows.
+class Study:
+    """The base of all studies, which define their cases, their lines and their report.
 
     Args:
-        experiment: its name.
-        key: of a row's name in a row.
-        out: the run's folder, opened.
-        command: the command line.
-        config: its parsed values.
-        how: what else figures depend on, such as `threads`.
+        run: the session, its folder open; rows of a resumed run are kept.
+        how: what figures depend on beside the flags, such as `threads`.
 
     Raises:
         BadInput: the run in the folder was started with other devices, or on another machine.
     """
 
-    def __init__(
-        self, experiment: str, key: str, out: Path, command: cli.Parser, config: Namespace, **how: int | str
-    ) -> None:
-        self.out, self.parser = out, command
-        settings = command.as_dict(config)
-        self.rows: dict[str, Facts] = {}
-        self.failed: dict[str, str] = {}
+    key: ClassVar[str] = "name"  # of a row's name in a row
+    needed: ClassVar[str] = ""  # name of the case that all others are compared with: if it fails, the run ends
+    files: ClassVar[str] = "results.md, .png, .json"  # what the last line of the output names
+
+    def __init__(self, run: Session, **how: int | str) -> None:
+        self.out, self.parser = run.out, run.parser
+        settings = run.parser.as_dict(run.config)
+        self.rows: dict[str, Facts] = {}  # by name
+        self.failed: dict[str, str] = {}  # one-line reasons by name
         self.header: Facts = {
-            "experiment": experiment, "hardware": environment.hardware() | how, "versions": environment.versions(),
+            "experiment": run.name, "hardware": environment.hardware() | how, "versions": environment.versions(),
             "config": settings,
         }  # fmt: skip
-        if config.resume and (out / "results.json").exists():
-            before = json.loads((out / "results.json").read_text())
+        if run.config.resume and (self.out / "results.json").exists():
+            before = json.loads((self.out / "results.json").read_text())
             if "trainer" in settings:
-                _check_trainer(before["config"]["trainer"], settings["trainer"], out)
-            _check_machine(_machine(before, how), _machine(self.header, how), out)
-            self.rows = {row[key]: row for row in before["rows"]}
-        session.describe(out, command, config)
+                _check_trainer(before["config"]["trainer"], settings["trainer"], self.out)
+            _check_machine(_machine(before, how), _machine(self.header, how), self.out)
+            self.rows = {row[self.key]: row for row in before["rows"]}
+        run.describe()
+
+    def line(self, row: Facts) -> str:
+        """The line that is printed once a row is measured."""
+        raise NotImplementedError
 
     def write(self, order: Iterable[str]) -> Facts:
         """Write results.json, rows in this order and then any others; returns its content."""
@@ -64,63 +60,32 @@ class ResumableResults:
         write_json(self.out / "results.json", results)
         return results
 
-    def fail(self, error: Exception, name: str, *more: str) -> None:
-        """Record and print that a case failed, or several for one reason.
-
-        Raises:
-            Interrupted: the user asked to stop, which may be the cause.
-        """
-        signals.stop_if_requested()
-        reason = self._reason(error)
-        self.failed |= dict.fromkeys([name, *more], reason)
-        others = f" and {len(more)} more" if more else ""
-        sys.stderr.write(f"{name}{others} failed: {reason}\n")
-
-    def missing(self, skipped: Mapping[str, str]) -> dict[str, str]:
-        """Reasons, by name, why cases are not in the table: skipped ones, then failed ones."""
-        return {**skipped, **{name: f"failed: {line}" for name, line in self.failed.items()}}
-
-    def _reason(self, error: Exception) -> str:
-        line = one_line(error, self.parser)
-        if line is not None:
-            line = line.partition("; --out FOLDER")[0]  # there is no checkpoint to go on from
-        else:
-            last = [text for text in str(error).splitlines() if text.strip()] or [""]
-            line = last[-1] if "rror: " in last[-1] else f"{type(error).__name__}: {last[-1]}"
-        return " ".join(line.split())
-
-
-class Study:
-    """The base of all studies, which define their cases, their lines and their report.
-
-    Attributes:
-        needed: name of the case that all others are compared with: if it fails, the run ends.
-        files: what the last line of the output names.
-    """
-
-    needed: ClassVar[str] = ""
-    files: ClassVar[str] = "results.md, .png, .json"
-
-    def __init__(self, results: ResumableResults) -> None:
-        self.results, self.rows, self.out = results, results.rows, results.out
-
-    def line(self, row: Facts) -> str:
-        """The line that is printed once a row is measured."""
-        raise NotImplementedError
-
-    def write(self, order: Iterable[str]) -> Facts:
-        """Write results.json; returns its content."""
-        return self.results.write(order)
-
     def has(self, name: str) -> bool:
         """Whether a case is measured, or has failed."""
-        return name in self.rows or name in self.results.failed
+        return name in self.rows or name in self.failed
 
     def keep(self, name: str, row: Facts, order: Iterable[str]) -> None:
         """Add a row, write it and print its line."""
         self.rows[name] = row
         self.write(order)
         print(self.line(row), flush=True)
+
+    def fail(self, error: Exception, name: str, *more: str) -> None:
+        """Record and print that a case failed, or several for one reason."""
+        signals.stop_if_requested()  # which may be the cause
+        if (line := one_line(error, self.parser)) is not None:
+            line = line.partition("; --out FOLDER")[0]  # there is no checkpoint to go on from
+        else:
+            last = [text for text in str(error).splitlines() if text.strip()] or [""]
+            line = last[-1] if "rror: " in last[-1] else f"{type(error).__name__}: {last[-1]}"
+        line = " ".join(line.split())
+        self.failed |= dict.fromkeys([name, *more], line)
+        others = f" and {len(more)} more" if more else ""
+        sys.stderr.write(f"{name}{others} failed: {line}\n")
+
+    def missing(self, skipped: Mapping[str, str]) -> dict[str, str]:
+        """Reasons, by name, why cases are not in the table: skipped ones, then failed ones."""
+        return {**skipped, **{name: f"failed: {line}" for name, line in self.failed.items()}}
 
     def measure(self, cases: Mapping[str, Callable[[], Facts | None]]) -> None:
         """Measure the missing cases in order; one that fails costs no other, one that gives None is left out."""
@@ -134,17 +99,13 @@ class Study:
                 if name == self.needed:
                     signals.stop_if_requested()
                     raise
-                self.results.fail(error, name)
+                self.fail(error, name)
 
     def finish(self, report: Report, failed: bool = False) -> None:
-        """Save the report and print it.
-
-        Raises:
-            SystemExit: 1, if a case or the study `failed`.
-        """
-        report.save(self.out, self.results.header["experiment"])
+        """Save the report and print it; exit with 1 if a case or the study `failed`."""
+        report.save(self.out, self.header["experiment"])
         print(f"{report.plain()}\n\n{self.out}/{self.files}")
-        if self.results.failed or failed:
+        if self.failed or failed:
             raise SystemExit(1)
 
 

@@ -55,12 +55,12 @@ def check_forks(probe: Trainer) -> None:
 
 
 def with_timeout(choice: config.Choice) -> config.Choice:
-    """The strategy with a shorter timeout, unless it is given one."""
-    return replace(choice, init_args={"timeout": TIMEOUT, **choice.init_args})
+    """The strategy with a shorter timeout, if it has one."""
+    return replace(choice, init_args=choice.init_args | ({"timeout": TIMEOUT} if "timeout" in choice.init_args else {}))
 
 
 def forking(choice: config.Choice) -> config.Choice:
     """The strategy with ranks that are forked, if it may choose: on GPUs it would start this script again in each."""
     if choice.init_args.get("start_method") != "auto" or not can_fork():
         return choice
-    return replace(choice, init_args={**choice.init_args, "start_method": "fork"})
+    return replace(choice, init_args=choice.init_args | {"start_method": "fork"})

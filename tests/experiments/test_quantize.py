@@ -181,7 +181,7 @@ def test_a_fresh_student_with_a_file_that_is_broken_and_one_that_can_not_be_writ
         file, _, why = fault.partition(" is left out: ")
         assert results(out)["failed"][file].startswith(why)
     assert (out / "seed0" / "student" / "weights.pt").is_file()
-    monkeypatch.setattr(Study, "_measure", lambda _study, nets, _latency: print("once more:", *nets))
+    monkeypatch.setattr(Study, "_measure", lambda _study, nets: print("once more:", *nets))
     again = Run(fresh, out, "--resume", "true", log=tmp_path / "again")
     assert again.wait() == 0, again.output
     assert f"once more: {' '.join(FORMATS)}" in again.output

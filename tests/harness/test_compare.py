@@ -254,6 +254,12 @@ def test_damaged_runs_are_refused_in_one_line(runs, main, capsys, changes):
     assert said.startswith(f"error: {other}: expected a readable results.json of our experiments in it (")
 
 
+def test_a_run_without_ce_is_read_as_carefully(runs, main, capsys):
+    kd = {**results()["students"]["kd"], "test_acc": [0.5]}
+    said = refused(main, capsys, runs("t4"), runs("other", students={"kd": kd}))
+    assert "a readable results.json of our experiments in it (ValueError" in said
+
+
 def test_data_sets_say_which_options_choose_samples():
     for name in ("Digits", "MNIST", "CIFAR10", "Shakespeare"):
         assert "root" in getattr(datamodules, name).free_options

@@ -93,7 +93,7 @@ def test_gpt_killed_ten_times(tmp_path: Path) -> None:
 def imported_once() -> None:
     """Spares each session the seconds that its extras take to be imported."""
     extras.need(*EXTRA)
-    formats.need()
+    extras.need(*formats.EXTRA)
     quantizer(training=True)
 
 
@@ -107,4 +107,4 @@ def test_quantize_killed_ten_times(tmp_path: Path) -> None:
     flags = [*EVERY, "--run", str(tmp_path / "net"), "--data", "Digits", "--data.train_size", "100"]
     flags += ["--data.test_size", "100", "--data.validation_size", "20", "--data.batch_size", "40"]
     flags += ["--trainer.max_epochs", "4", "--freeze_epoch", "2", "--trainer.log_every_n_steps", "1"]
-    assert_unharmed(quantize, flags, [*kills, (quantize, "Study", 1, False)], tmp_path)
+    assert_unharmed(quantize, flags, [*kills, (quantize.Study, "run", 1, False)], tmp_path)

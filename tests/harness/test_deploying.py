@@ -4,7 +4,6 @@ import copy
 import itertools
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from harness.runs import folders
 from harness.studies.deploy import Study, answer, formats, latency, verify
 from harness.studies.deploy.latency import Latency
 from harness.studies.deploy.source import of_net
-from harness.studies.deploy.verify import agreement, answers
+from harness.studies.deploy.verify import answers, disagreement
 from lit_modules.nets import LightNN, ResNet
 from lit_modules.quantization import FakeQuantized
 from tests.processes import Run
@@ -45,19 +44,19 @@ def test_agreement_allows_what_rounding_explains_and_no_more() -> None:
     logits[:, 0], logits[0, 1], logits[0, 2] = 10.0, 10.0 - 1e-5, -10.0
     flipped = logits.clone()
     flipped[0, 0] -= 1e-4
-    assert agreement(logits, flipped, exact=True)[:2] == (1, 2000)
-    assert not agreement(logits, flipped, exact=True).fault
-    assert not agreement(logits, flipped, exact=False).fault
+    assert (logits.argmax(1) != flipped.argmax(1)).sum() == 1
+    assert not disagreement(logits, flipped, exact=True)
+    assert not disagreement(logits, flipped, exact=False)
     logits[0, 1] = 10 - 0.3
     flipped[0, 1] = 10.1
-    assert "0.3 apart, not below 0.0001" in agreement(logits, flipped, exact=True).fault
-    assert not agreement(logits, flipped, exact=False).fault  # 0.3 of a range of 20
+    assert "0.3 apart, not below 0.0001" in disagreement(logits, flipped, exact=True)
+    assert not disagreement(logits, flipped, exact=False)  # 0.3 of a range of 20
     logits[:3, 1] = 9.7
     flipped[:3] = torch.tensor([9.7, 10.0, -10.0])
-    assert "3 of 2000 predictions differ" in agreement(logits, flipped, exact=False).fault
+    assert "3 of 2000 predictions differ" in disagreement(logits, flipped, exact=False)
     logits[0, 1] = 10 - 0.5
-    assert "not below 0.4" in agreement(logits, flipped, exact=False).fault
-    assert agreement(logits, logits * torch.nan, exact=False).fault == "its logits are not finite"
+    assert "not below 0.4" in disagreement(logits, flipped, exact=False)
+    assert disagreement(logits, logits * torch.nan, exact=False) == "its logits are not finite"
 
 
 def test_latency_is_told_of_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,8 +125,9 @@ def test_only_our_own_files_are_replaced(tmp_path: Path, monkeypatch: pytest.Mon
         pass
     monkeypatch.setattr(formats, "write_program", lambda net, example, folder: None)
     monkeypatch.setattr(formats, "write_weights", lambda net, folder: None)
-    kept: Any = SimpleNamespace(out=tmp_path, rows={})
-    assert Study(kept, {}, torch.zeros(1), torch.zeros(1))._export("bfloat16", torch.nn.ReLU()) == []
+    study = Study.__new__(Study)
+    study.out, study.spec, study.images = tmp_path, {}, torch.zeros(1)
+    assert study._export("bfloat16", torch.nn.ReLU()) == []
     assert {path.name for path in folder.iterdir()} == {"notes.txt", "net.yaml"}
 
 
@@ -146,9 +146,8 @@ def test_files_of_a_net_with_folded_batch_norm_answer_as_it_does(tmp_path: Path)
     assert len(found) == 2
     for given in found.values():
         assert isinstance(given, torch.Tensor), given
-        compared = agreement(logits, given, exact=False, share=0.1)  # untrained, it answers all images nearly alike
-        assert not compared.fault
-        assert compared.largest < 0.02 * float(logits.max() - logits.min())
+        assert not disagreement(logits, given, exact=False, share=0.1)  # untrained, it answers all images nearly alike
+        assert float((logits - given).abs().max()) < 0.02 * float(logits.max() - logits.min())
 
 
 DYING = """

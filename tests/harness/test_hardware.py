@@ -279,6 +279,7 @@ def test_rows_are_all_strategies_that_fit() -> None:
     assert not {"ddp_fork", "ddp_spawn", "fsdp-exact"} & set(names)
     assert set(skipped) == {"DataParallel", "model_parallel-exact"}  # which has one micro-batch
     assert {row.exact for row in found} == {None, 8}
+    assert {row.options["timeout"] for row in found if row.options} == {300.0}  # a rank that hangs costs no half hour
 
 
 @pytest.mark.filterwarnings("ignore:You passed .*precision='16-mixed':UserWarning")  # it is another on CPU

@@ -281,6 +281,7 @@ def study(flags: list[str], batch: int = 120, sizes: tuple[int, ...] = (8,), cut
 def test_a_schedule_that_can_not_cut_so_takes_a_few_more() -> None:
     found = {row.schedule: row.num_microbatches for row in study(["--trainer.devices", "2"]).side_by_side(8)}
     assert found["1F1B"] == found["ZBVZeroBubble"] == 15
+    assert study(["--trainer.devices", "2"])._strategy.init_args["timeout"] == 300.0
     assert found["Interleaved1F1B"] == found["InterleavedZeroBubble"] == 16  # a multiple of the rounds
 
 

@@ -318,7 +318,8 @@ def test_the_kernels_of_another_device_are_not_asked_for_here() -> None:
         trainer = SimpleNamespace(strategy=strategy, distributed_sampler_kwargs=None)
         run = Session("kd", kd.parser(), flags)
         run.data, run.trainer = data, lambda: trainer
-        DistillationStudy(run, kd.Builder(run)).check()
+        builder = kd.Builder(run)
+        DistillationStudy(run, builder.teacher, builder.students).check()
 
     check("cuda")
     with pytest.raises(BadInput, match=r"^--teacher\.backend efficient: expected a kernel"):

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
+from harness.reports.report import Facts
 from harness.reports.tables import short
+from harness.runs.session import Session
 from harness.studies import study
 from harness.studies.attention.cases import Case, Cases, Options
 from harness.studies.attention.measure import Bench
 from harness.studies.attention.report import report
-from harness.studies.report import Facts
-from harness.studies.study import ResumableResults
 
 __all__ = ["Bench", "Case", "Cases", "Options", "Study"]
 PEAK = (
@@ -21,15 +21,13 @@ PEAK = (
 class Study(study.Study):
     """Measures calls, and products of matrices before each part and at the end; rows are named by `name`.
 
-    Args:
-        results: by `name`.
-        longest: seconds; a block whose products of matrices alone take longer is left out.
+    A block whose products of matrices alone take longer than `longest` seconds is left out.
     """
 
     files = "results.md, .json, *.png, trace_*.json"
 
-    def __init__(self, results: ResumableResults, longest: float) -> None:
-        super().__init__(results)
+    def __init__(self, run: Session, longest: float, **how: int | str) -> None:
+        super().__init__(run, **how)
         self.longest = longest
         self.left_out: dict[str, str] = {}
 
@@ -53,7 +51,7 @@ class Study(study.Study):
             calls |= {case.name: partial(self._measured, bench, case) for case in mine}
         calls |= _products(bench, cases, "at the end")
         self.measure(calls)
-        self.finish(report(self.write(calls), self.results.missing(self.left_out)))
+        self.finish(report(self.write(calls), self.missing(self.left_out)))
 
     def _measured(self, bench: Bench, case: Case) -> Facts | None:
         """The row; None of a case that takes too long."""
@@ -74,7 +72,7 @@ class Study(study.Study):
         for row in self.rows.values():
             reached, peak = row.get("tflops_per_second"), peaks.get(row["dtype"])
             row["share_of_peak"] = None if reached is None or peak is None else reached / peak
-        self.results.header["peak"] = {"is": PEAK, "tflops_per_second": peaks}
+        self.header["peak"] = {"is": PEAK, "tflops_per_second": peaks}
         return super().write(order)
 
 

@@ -22,30 +22,19 @@ def call(case: Case, device: torch.device) -> Iterator[Call]:
         torch.default_generator.manual_seed(0)
         if case.block:
             yield _block(case, device)
-        else:
-            heads, grad = _heads(case, device)
-            with kernel(case.backend, *heads, None, 0.0, case.causal):
-                yield _kernel(case, heads, grad)
+            return
+        # Queries, keys, values, and the gradient of what comes out: (B, heads, T, D / heads)
+        shape = case.batch, case.heads, case.length, case.head_dim
+        *drawn, grad = (_noise(case, device, *shape) for _ in range(4))
+        heads = query, key, value = [x.requires_grad_(case.backward) for x in drawn]
+        with kernel(case.backend, *heads, None, 0.0, case.causal):
+            forward = partial(F.scaled_dot_product_attention, query, key, value, is_causal=case.causal)
+            yield (lambda: torch.autograd.grad(forward(), heads, grad)) if case.backward else forward
 
 
 def _noise(case: Case, device: torch.device, *shape: int) -> Tensor:
     """Noise drawn on the CPU in float32, the same for all types and devices."""
     return torch.randn(*shape).to(device, getattr(torch, case.dtype))
-
-
-def _heads(case: Case, device: torch.device) -> tuple[list[Tensor], Tensor]:
-    """Queries, keys and values (B, heads, T, D / heads), and the gradient of what comes out."""
-    shape = case.batch, case.heads, case.length, case.head_dim
-    *heads, grad = (_noise(case, device, *shape) for _ in range(4))
-    return [x.requires_grad_(case.backward) for x in heads], grad
-
-
-def _kernel(case: Case, heads: list[Tensor], grad: Tensor) -> Call:
-    query, key, value = heads
-    forward = partial(F.scaled_dot_product_attention, query, key, value, is_causal=case.causal)
-    if not case.backward:
-        return forward
-    return lambda: torch.autograd.grad(forward(), heads, grad)
 
 
 def _block(case: Case, device: torch.device) -> Call:

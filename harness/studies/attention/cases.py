@@ -4,7 +4,7 @@ import random
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 from apprentice.errors import BadInput
 from harness import config
@@ -132,38 +132,25 @@ class Case:
         return self.lengths or (self.length,) * self.batch
 
 
-class Sizes(NamedTuple):
-    """Default sizes for a device."""
-
-    lengths: list[int]  # for the kernels
-    block_lengths: list[int]  # for the block
-    tokens: int  # of a batch
-    dtype: str  # of the tutorial's shapes, for which it takes float16
-
-
+# Lengths for the kernels and for the block, tokens of a batch, type of the tutorial's shapes, which takes float16
 SIZES = {
-    "cuda": Sizes([2**n for n in range(7, 15)], [2**n for n in range(7, 15)], 2**14, "float16"),
-    "cpu": Sizes([128, 512, 2048], [512], 2048, "float32"),
+    "cuda": ([2**n for n in range(7, 15)], [2**n for n in range(7, 15)], 2**14, "float16"),
+    "cpu": ([128, 512, 2048], [512], 2048, "float32"),
 }
 
 
 class Cases:
-    """All cases for a device.
-
-    Args:
-        options: the study's, as parsed.
-        device: its kind, cpu or cuda.
-    """
+    """All cases for a kind of device, cpu or cuda."""
 
     def __init__(self, options: Namespace, device: str) -> None:
-        fitting, self._options = SIZES[device], options
+        lengths, block_lengths, tokens, self._tutorials_dtype = SIZES[device]
+        self._options = options
         self._parts = config.pick(dict.fromkeys(PARTS), options.parts, "parts")
         self._backends = list(config.pick(dict.fromkeys(BACKENDS), options.backends, "backends"))
         self._dtypes = list(config.pick(dict.fromkeys(DTYPES), options.dtypes, "dtypes"))
-        self._lengths = options.lengths or fitting.lengths
-        self._block_lengths = options.block_lengths or fitting.block_lengths
-        self._tokens = options.tokens or fitting.tokens
-        self._tutorials_dtype = fitting.dtype
+        self._lengths = options.lengths or lengths
+        self._block_lengths = options.block_lengths or block_lengths
+        self._tokens = options.tokens or tokens
 
     def all(self) -> list[Case]:
         """In the order of the tables."""

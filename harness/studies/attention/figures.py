@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from harness.reports.figures import GREY, figure
-from harness.studies.report import Facts
+from harness.reports.report import Facts
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,7 +21,7 @@ def what(row: Facts) -> str:
 def kernels(rows: Sequence[Facts], peaks: Mapping[str, float]) -> bytes:
     """A PNG: TFLOP/s against length, a panel a type and direction, a line a kernel; dashed the product of matrices."""
     names = list(dict.fromkeys(row["backend"] for row in rows))
-    with figure(*_size(rows)) as (drawn, png):
+    with figure() as (drawn, png):
         for axes, dtype, mine in _panels(drawn, rows):
             for number, name in enumerate(names):
                 points = sorted((row["length"], row["tflops_per_second"]) for row in mine if row["backend"] == name)
@@ -44,7 +44,7 @@ def kernels(rows: Sequence[Facts], peaks: Mapping[str, float]) -> bytes:
 def blocks(rows: Sequence[Facts], _peaks: Mapping[str, float]) -> bytes:
     """A PNG: µs a call, a panel a type and direction, at each length a bar for dense and jagged, eager and compiled."""
     kinds = list(dict.fromkeys(what(row) for row in rows))
-    with figure(*_size(rows)) as (drawn, png):
+    with figure() as (drawn, png):
         for axes, _, mine in _panels(drawn, rows):
             lengths = sorted({row["length"] for row in mine})
             for number, kind in enumerate(kinds):
@@ -57,15 +57,10 @@ def blocks(rows: Sequence[Facts], _peaks: Mapping[str, float]) -> bytes:
     return png.getvalue()
 
 
-def _size(rows: Sequence[Facts]) -> tuple[float, float]:
-    """Inches: a column a type, a line a direction."""
-    dtypes, directions = ({row[key] for row in rows} for key in ("dtype", "direction"))
-    return 4.2 * len(dtypes), 3.0 * len(directions)
-
-
 def _panels(drawn: "Figure", rows: Sequence[Facts]) -> Iterator[tuple["Axes", str, list[Facts]]]:
     """A panel for each type and direction, with its rows; then the legend."""
     dtypes, directions = (list(dict.fromkeys(row[key] for row in rows)) for key in ("dtype", "direction"))
+    drawn.set_size_inches(4.2 * len(dtypes), 3 * len(directions))
     grid = drawn.subplots(len(directions), len(dtypes), squeeze=False)
     for line, direction in zip(grid, directions, strict=True):
         for axes, dtype in zip(line, dtypes, strict=True):

@@ -16,12 +16,12 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from apprentice.errors import BadInput
+from harness.reports.report import Facts
 from harness.runs.files import atomic, write_json
 from harness.studies.attention.calls import Call, call
 from harness.studies.attention.cases import Case
 from harness.studies.isolation import call_isolated, can_fork, children_end_with_block, silenced
 from harness.studies.meters import PeakMemory
-from harness.studies.report import Facts
 
 MATRICES = {"cpu": (256, 512, 1024, 2048), "cuda": (1024, 2048, 4096, 8192)}
 LONG = 3  # times the seconds of a row: products of matrices that take longer are left out
@@ -49,12 +49,7 @@ class Bench:
                 importlib.import_module("torch._inductor.compile_fx")
 
     def measure(self, case: Case, folder: Path) -> Facts:
-        """The case's row; `refused` has torch's reason if the machine can't run it.
-
-        Args:
-            case: one.
-            folder: where a Chrome trace goes, if the case is profiled.
-        """
+        """The case's row; `refused` has torch's reason if it can't run here; a Chrome trace goes into the folder."""
         facts: Facts = {"name": case.name, **asdict(case), "direction": case.direction, "refused": None}
         return {**facts, **self._isolated(partial(self._row, case, folder))}
 

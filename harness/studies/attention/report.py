@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from harness.reports.tables import NONE, Table, listed, short
+from harness.reports.report import MIB, Facts, Part, Report, machine, percent
+from harness.reports.tables import NONE, Table, columns, listed, short
 from harness.studies.attention import figures
 from harness.studies.attention.figures import what
-from harness.studies.report import MIB, Facts, Part, Report, columns, machine, percent
 
 T = TypeVar("T")
 KERNELS = (
@@ -52,10 +52,8 @@ def report(results: Facts, missing: Mapping[str, str]) -> Report:
 
 def tables(rows: Sequence[Facts]) -> list[tuple[str, Table]]:
     """Notes on the tables, with the tables."""
-    made: list[tuple[str, str, Callable[[Sequence[Facts]], Table]]] = [
-        ("kernels", KERNELS, kernels), ("blocks", BLOCKS, blocks), ("tutorial", TUTORIAL, tutorial),
-    ]  # fmt: skip
-    found = [(note, make(_of(rows, part))) for part, note, make in made if ran(rows, part)]
+    made = {"kernels": (KERNELS, kernels), "blocks": (BLOCKS, blocks), "tutorial": (TUTORIAL, tutorial)}
+    found = [(note, make(_of(rows, part))) for part, (note, make) in made.items() if ran(rows, part)]
     return found + [(OPERATORS.format(what=what(row)), operators(row)) for row in ran(rows, "profile")]
 
 
@@ -78,13 +76,11 @@ def kernels(rows: Sequence[Facts]) -> Table:
     body = []
     for line in dict.fromkeys(_line(row) for row in rows):
         mine = {row["backend"]: row for row in rows if _line(row) == line}
-        ran = [row for row in mine.values() if row["refused"] is None]
-        if ran:
+        if ran := [row for row in mine.values() if row["refused"] is None]:
             best = min(ran, key=lambda row: row["microseconds"])
             cells = [_microseconds(mine.get(name), name == "auto") for name in backends]
-            body.append(
-                [*line, *cells, best["kernel"], short(best["tflops_per_second"]), percent(best["share_of_peak"])]
-            )
+            cells += [best["kernel"], short(best["tflops_per_second"]), percent(best["share_of_peak"])]
+            body.append([*line, *cells])
     return Table(header, body, left=3)
 
 

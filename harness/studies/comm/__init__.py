@@ -1,11 +1,11 @@
 """The study of communication: the time of messages and collectives over several backends."""
 
+from harness.reports.report import Facts
 from harness.runs import signals
 from harness.studies import study
 from harness.studies.comm.cases import Backend, Case, Cases, Options
 from harness.studies.comm.measure import Bench, RendezvousError
 from harness.studies.comm.report import report
-from harness.studies.report import Facts
 
 __all__ = ["Backend", "Bench", "Case", "Cases", "Options", "Study"]
 
@@ -23,7 +23,7 @@ class Study(study.Study):
             while missing := [case for case in cases.of(backend) if not self.has(case.name)]:
                 self._measure(bench, backend, missing)
         wrong = [name for name, row in self.rows.items() if not row["correct"]]
-        notes = [f"{name}: {reason}." for name, reason in self.results.missing({}).items()]
+        notes = [f"{name}: {reason}." for name, reason in self.missing({}).items()]
         notes += [f"{name}: the result is WRONG." for name in wrong]
         self.finish(report(self.write(case.name for case in cases.all()), notes), failed=bool(wrong))
 
@@ -33,10 +33,10 @@ class Study(study.Study):
             for case, row in bench.measure(backend, missing):
                 self.keep(case.name, row, self.rows)
         except RendezvousError as error:
-            self.results.fail(error.why, *(case.name for case in missing))
+            self.fail(error.why, *(case.name for case in missing))
         except Exception as error:  # whatever it is: other cases don't depend on it
             signals.stop_if_requested()
             under_way = next((case.name for case in missing if not self.has(case.name)), None)
             if under_way is None:
                 raise
-            self.results.fail(error, under_way)
+            self.fail(error, under_way)

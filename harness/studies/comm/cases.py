@@ -84,14 +84,7 @@ class Case:
 
 
 class Cases:
-    """All cases for a number of ranks.
-
-    Args:
-        world_size: ranks, at least 2.
-        backends: in the order of the table.
-        operations: names of the wanted ones; None for all.
-        sizes: bytes; each buffer has at least as many, in whole numbers for every rank.
-    """
+    """All cases for 2 ranks or more; each buffer has at least `sizes` bytes, in whole numbers for every rank."""
 
     def __init__(
         self, world_size: int, backends: Sequence[Backend], operations: Sequence[str] | None, sizes: Sequence[int]

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
+from harness.reports.report import Facts
 from harness.studies.comm.cases import SUB, WORLD, Backend, Case
 from harness.studies.comm.operations import Call, Member
 from harness.studies.isolation import can_fork, children_end_with_block
-from harness.studies.report import Facts
 from strategies import ring
 
 WARMUP = 2  # calls: the first makes connections

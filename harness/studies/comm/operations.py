@@ -86,14 +86,11 @@ def send_recv(member: Member, count: int) -> Call:
         return Call(lambda: None, trips=2)
     x, y = member.data(member.rank, count), member.empty(count)
     other = member.ranks[1 - member.rank]
-    steps: list[Callable[[], Any]] = [
-        partial(dist.send, x, other, member.group),
-        partial(dist.recv, y, other, member.group),
-    ]
+    calls = [(dist.send, x), (dist.recv, y)]
 
     def run() -> None:
-        for step in steps if member.rank == 0 else steps[::-1]:
-            step()
+        for call, tensor in calls if member.rank == 0 else calls[::-1]:
+            call(tensor, other, member.group)
 
     return Call(run, lambda: [member.data(1 - member.rank, count)], [y], [x, y], trips=2)
 
@@ -104,11 +101,9 @@ def isend_irecv(member: Member, count: int) -> Call:
     after, before = ((member.rank + step) % member.size for step in (1, -1))
 
     def run() -> None:
-        operations = [
-            dist.P2POp(dist.isend, x, member.ranks[after], member.group),
-            dist.P2POp(dist.irecv, y, member.ranks[before], member.group),
-        ]
-        for request in dist.batch_isend_irecv(operations):
+        sent = dist.P2POp(dist.isend, x, member.ranks[after], member.group)
+        received = dist.P2POp(dist.irecv, y, member.ranks[before], member.group)
+        for request in dist.batch_isend_irecv([sent, received]):
             request.wait()
 
     return Call(run, lambda: [member.data(before, count)], [y], [x, y])
@@ -176,29 +171,17 @@ def reduce_scatter(member: Member, count: int) -> Call:
     """A part of the sum to each."""
     part = count // member.size
     x, mine = member.data(member.rank, count), member.empty(part)
-
-    def expected() -> list[Tensor]:
-        return [reduce(torch.add, member.all_data(count)).split(part)[member.rank]]
-
     run = partial(dist.reduce_scatter_tensor, mine, x, dist.ReduceOp.SUM, member.group)
-    return Call(run, expected, [mine], [x, mine])
+    return Call(run, lambda: [reduce(torch.add, member.all_data(count)).split(part)[member.rank]], [mine], [x, mine])
 
 
 def all_to_all(member: Member, count: int) -> Call:
     """A part from each to each."""
     part = count // member.size
-    x, received = member.data(member.rank, count), member.empty(count)
-
-    def expected() -> list[Tensor]:
-        return [data.split(part)[member.rank] for data in member.all_data(count)]
-
+    x, received, rank = member.data(member.rank, count), member.empty(count), member.rank
     run = partial(dist.all_to_all_single, received, x, group=member.group)
-    return Call(run, expected, received.split(part), [x, received])
-
-
-def barrier(member: Member, _count: int) -> Call:
-    """Nothing, until all are there."""
-    return Call(partial(dist.barrier, member.group))
+    parts = received.split(part)
+    return Call(run, lambda: [data.split(part)[rank] for data in member.all_data(count)], parts, [x, received])
 
 
 def _parts(n: int) -> float:
@@ -219,5 +202,5 @@ OPERATIONS: dict[str, Operation] = {
     "all_gather": Operation(all_gather, _parts),
     "reduce_scatter": Operation(reduce_scatter, _parts),
     "all_to_all": Operation(all_to_all, _parts),
-    "barrier": Operation(barrier, sized=False),
+    "barrier": Operation(lambda member, _count: Call(partial(dist.barrier, member.group)), sized=False),
 }

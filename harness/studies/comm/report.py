@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from harness.reports.figures import GREY, figure
-from harness.reports.tables import NONE, Table, short
+from harness.reports.report import Facts, Part, Report, machine
+from harness.reports.tables import NONE, Table, columns, short
 from harness.studies.comm.cases import WORLD
-from harness.studies.report import Facts, Part, Report, columns, machine
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

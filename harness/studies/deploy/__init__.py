@@ -6,15 +6,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from harness.reports.report import Facts
+from harness.runs import environment
 from harness.runs.nets import Spec, write_spec
+from harness.runs.session import Session
 from harness.studies import study
 from harness.studies.deploy import formats
 from harness.studies.deploy.latency import Latency, Times
 from harness.studies.deploy.report import report
 from harness.studies.deploy.source import Options
-from harness.studies.deploy.verify import agreement, answers
-from harness.studies.report import Facts
-from harness.studies.study import ResumableResults
+from harness.studies.deploy.verify import answers, disagreement
+from lit_modules.quantization import EXTRA
 
 __all__ = ["Latency", "Options", "Study"]
 FILES = {  # of each format; its size is that of the last
@@ -27,44 +29,44 @@ BATCH = 256
 
 
 class Study(study.Study):
-    """Exports and measures formats; rows are named by `format`.
+    """Exports and measures formats of a net; rows are named by `format`."""
 
-    Args:
-        results: by `format`.
-        spec: how to rebuild the float net.
-        images: of the test set, normalised, float32 (N, C, H, W).
-        labels: theirs, (N,).
-    """
+    key = "format"
+    spec: Spec
+    images: Tensor
+    labels: Tensor
 
-    def __init__(self, results: ResumableResults, spec: Spec, images: Tensor, labels: Tensor) -> None:
-        super().__init__(results)
-        self.spec, self.images, self.labels = spec, images, labels
+    def __init__(self, run: Session, latency: Latency) -> None:
+        super().__init__(run, threads=latency.used)
+        self.latency = latency
+        self.header["data"] = {"name": run.data.name, **run.used}
+        self.header["versions"] = environment.versions(*EXTRA[1:], *formats.EXTRA[1:])
 
-    def run(self, make: Callable[[], Mapping[str, nn.Module]], latency: Latency) -> None:
+    def run(self, spec: Spec, images: Tensor, labels: Tensor, make: Callable[[], Mapping[str, nn.Module]]) -> None:
         """Export, check and measure, unless that is done; print and save the report.
 
-        Args:
-            make: makes the net of each format, in eval mode on the CPU; all take float32 images and give logits.
-            latency: how to measure it.
+        `spec` rebuilds the float net. Images are those of the test set, normalised, float32 (N, C, H, W), with labels
+        (N,). `make` makes the net of each format, in eval mode on the CPU; all take these images and give logits.
 
         Raises:
             SystemExit: a file can't be written, or does not answer as its net does; all else is there.
         """
+        self.spec, self.images, self.labels = spec, images, labels
         if not all(self._is_complete(name) for name in FILES):
-            self._measure(make(), latency)
-        failed = self.results.header["failed"] = self.results.failed
-        notes = [f"{file} is left out: {fault}" for file, fault in failed.items()]
+            self._measure(make())
+        self.header["failed"] = self.failed
+        notes = [f"{file} is left out: {fault}" for file, fault in self.failed.items()]
         self.finish(report(self.write(FILES), notes))
 
     def _is_complete(self, name: str) -> bool:
         row = self.rows.get(name, {"files": (), "latency_ms": {}})
         return len(row["files"]) == len(FILES[name]) and bool(row["latency_ms"])
 
-    def _measure(self, nets: Mapping[str, nn.Module], latency: Latency) -> None:
+    def _measure(self, nets: Mapping[str, nn.Module]) -> None:
         logits = {name: logits_of(net, self.images) for name, net in nets.items()}
         written = [path for name, net in nets.items() for path in self._export(name, net)]
         good = [path for path, found in answers(written, self.images).items() if self._agrees(path, logits, found)]
-        times = latency.measure(nets, self.images, lambda error, name: self.results.fail(error, f"{name}/latency"))
+        times = self.latency.measure(nets, self.images, lambda error, name: self.fail(error, f"{name}/latency"))
         for name in nets:
             files = [path for path in good if path.parent.name == name]
             self.rows[name] = self._row(name, logits, files, times[name])
@@ -84,15 +86,15 @@ class Study(study.Study):
                     write_spec(self.spec, folder)
                     formats.write_weights(net.net if isinstance(net, formats.Rounded) else net, folder)
             except Exception as error:  # noqa: BLE001 - whatever an exporter makes of a net that it can't write
-                self.results.fail(error, f"{name}/{file}")
+                self.fail(error, f"{name}/{file}")
         return [folder / file for file in FILES[name] if (folder / file).exists()]
 
     def _agrees(self, path: Path, logits: Mapping[str, Tensor], found: Tensor | str) -> bool:
         """Whether a file answers as its net does; if not, the reason is recorded."""
         name = path.parent.name
-        fault = found if isinstance(found, str) else agreement(logits[name], found, exact=name == "float32").fault
+        fault = found if isinstance(found, str) else disagreement(logits[name], found, exact=name == "float32")
         if fault:
-            self.results.failed[f"{name}/{path.name}"] = fault
+            self.failed[f"{name}/{path.name}"] = fault
         return not fault
 
     def _row(self, name: str, logits: Mapping[str, Tensor], files: list[Path], times: Times) -> Facts:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from apprentice import extras
 from harness.runs.files import atomic, write_bytes
 from harness.studies.isolation import silenced
 
@@ -64,8 +63,3 @@ def _exported(net: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
     batch = torch.export.Dim("batch")
     with torch.no_grad():
         return torch.export.export(net, (example,), dynamic_shapes=({0: batch},))
-
-
-def need() -> None:
-    """Raise Missing where the extra [export] is not installed."""
-    extras.need(*EXTRA)

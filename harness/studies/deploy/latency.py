@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from apprentice.errors import BadInput
 from apprentice.extras import Missing
-from harness.studies.deploy.verify import agreement
+from harness.studies.deploy.verify import disagreement
 
 WARM_UP = 5  # calls
 Times = dict[str, dict[str, float]]  # by batch size
@@ -52,7 +52,7 @@ class Latency:
         Args:
             nets: in eval mode, images (b, C, H, W) -> logits (b, classes); `float32` must agree as `exact` says.
             images: float32 (N, C, H, W), repeated if they are fewer than a batch.
-            fail: is called with the error of a net that can't be compiled, and its name; else that is raised.
+            fail: called with an error in compiling and the net's name; without it the error is raised.
         """
         found: dict[str, Times] = {name: {} for name in nets}
         good = dict(nets)
@@ -98,7 +98,7 @@ class Latency:
 def compiled(net: nn.Module, batch: Tensor, exact: bool) -> Callable[[Tensor], Any]:
     """A net in eval mode as Inductor compiles it for a batch (b, C, H, W), its weights frozen: int8 is fast on x86 so.
 
-    `exact` is that of `agreement`.
+    `exact` is that of `disagreement`.
 
     Raises:
         RuntimeError: it can't be compiled as a whole, or does not answer as the net does.
@@ -115,7 +115,7 @@ def compiled(net: nn.Module, batch: Tensor, exact: bool) -> Callable[[Tensor], A
         except Exception as error:
             first = next(filter(str.strip, str(error).splitlines()), "")
             raise RuntimeError(f"Inductor can't compile it as a whole: {type(error).__name__}: {first}") from error
-    if fault := agreement(net(batch), found, exact, share=1).fault:  # of so few images only the margins tell
+    if fault := disagreement(net(batch), found, exact, share=1):  # of so few images only the margins tell
         raise RuntimeError(f"compiled it answers otherwise: {fault}")
     return call
 

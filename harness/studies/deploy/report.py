@@ -5,8 +5,8 @@ from functools import partial
 
 from harness.reports.figures import figure
 from harness.reports.pages import settings
-from harness.reports.tables import NONE, Table, count, short
-from harness.studies.report import Facts, Part, Report, columns, machine, words
+from harness.reports.report import Facts, Part, Report, machine
+from harness.reports.tables import NONE, Table, columns, count, short, words
 
 AREA = 1200  # points squared, of the largest file
 COLUMNS = (

@@ -77,12 +77,7 @@ def data_of_run(argv: Sequence[str], default: Any, kind: type) -> Any:
 
 
 def read_net(folder: str | Path, flag: str, input_shape: tuple[int, ...]) -> tuple[nn.Module, Spec]:
-    """The net in a user's folder, in float32 and in eval mode, and its `net.yaml`.
-
-    Args:
-        folder: with `weights.pt` and `net.yaml`.
-        flag: that names it.
-        input_shape: of the data's images.
+    """The net in a folder that a flag names, in float32 and in eval mode, and its `net.yaml`.
 
     Raises:
         BadInput: the files are missing or broken, or of a net for other images; or the weights don't fit, and how.
@@ -96,13 +91,7 @@ def read_net(folder: str | Path, flag: str, input_shape: tuple[int, ...]) -> tup
 
 @contextmanager
 def of_net(flag: str, value: object, *more: str) -> Iterator[None]:
-    """Turns errors of torch.export and torchao about a net into a BadInput of the flag that names it.
-
-    Args:
-        flag: that one.
-        value: its value.
-        more: other flags of errors that are about the net.
-    """
+    """Turns errors of torch.export and torchao about a net, and those of `more` flags, into a BadInput of its flag."""
     output = io.StringIO()
     logging.disable(logging.ERROR)
     try:
@@ -114,13 +103,10 @@ def of_net(flag: str, value: object, *more: str) -> Iterator[None]:
             raise
         raise BadInput(flag, value, fault.expected) from None
     except Exception as error:
-        raise BadInput(flag, value, f"a net that can be quantised; it says: {_line(error)[:200]}") from error
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise BadInput(flag, value, f"a net that can be quantised; it says: {said}") from error
     finally:
         logging.disable(logging.NOTSET)
-
-
-def _line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def images_of(data: Any, split: str, count: int | None = None) -> tuple[Tensor, Tensor]:

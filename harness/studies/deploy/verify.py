@@ -6,7 +6,6 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,37 +20,23 @@ INT8_SHARE, INT8_MARGIN = 1e-3, 0.02  # of predictions; of the logits' range: ke
 SECONDS, LATE = 600.0, "took too long"  # for a file's answers
 
 
-class Agreement(NamedTuple):
-    """How a file's logits compare with the net's."""
+def disagreement(expected: Tensor, found: Tensor, exact: bool, share: float = INT8_SHARE) -> str:
+    """What is wrong with logits (N, classes) found of a file, compared with the net's; empty if nothing is.
 
-    differing: int  # predictions
-    samples: int
-    largest: float  # difference of a logit
-    fault: str  # what is wrong with that; empty if nothing is
-
-
-def agreement(expected: Tensor, found: Tensor, exact: bool, share: float = INT8_SHARE) -> Agreement:
-    """Compare logits (N, classes): the net's and a file's.
-
-    Args:
-        expected: of the net.
-        found: of the file.
-        exact: whether predictions may differ only where the top two logits are closer than 1e-4; else a share may,
-            where they are closer than 2 % of the logits' range.
-        share: of predictions.
+    If `exact`, predictions may differ only where the top two logits are closer than 1e-4; else a share of them may,
+    where they are closer than 2 % of the logits' range.
     """
     differ = expected.argmax(1) != found.argmax(1)
     top = expected.topk(2, 1).values
     margins = (top[:, 0] - top[:, 1])[differ]
     allowed = FLOAT_MARGIN if exact else INT8_MARGIN * float(expected.max() - expected.min())
-    count, largest, fault = int(differ.sum()), float((expected - found).abs().max()), ""
     if not found.isfinite().all():
-        fault = "its logits are not finite"
-    elif count and (apart := float(margins.max())) >= allowed:
-        fault = f"a prediction differs whose top two logits are {apart:.2g} apart, not below {allowed:.2g}"
-    elif not exact and count > share * len(expected):
-        fault = f"{count} of {len(expected)} predictions differ, more than {share:.1%}"
-    return Agreement(count, len(expected), largest, fault)
+        return "its logits are not finite"
+    if len(margins) and (apart := float(margins.max())) >= allowed:
+        return f"a prediction differs whose top two logits are {apart:.2g} apart, not below {allowed:.2g}"
+    if not exact and len(margins) > share * len(expected):
+        return f"{len(margins)} of {len(expected)} predictions differ, more than {share:.1%}"
+    return ""
 
 
 def answers(files: Sequence[Path], images: Tensor) -> dict[Path, Tensor | str]:

@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+from harness.reports.report import Facts
 from harness.studies import study
 from harness.studies.hardware.cases import SINGLE, Case, Cases
 from harness.studies.hardware.measure import Bench
 from harness.studies.hardware.report import report
-from harness.studies.report import Facts
 
 __all__ = ["Bench", "Case", "Cases", "Study"]
 
@@ -15,20 +15,14 @@ __all__ = ["Bench", "Case", "Cases", "Study"]
 class Study(study.Study):
     """Measures strategies; rows are named by `strategy`."""
 
-    needed = SINGLE
+    key, needed = "strategy", SINGLE
 
     def line(self, row: Facts) -> str:
         """The strategy and its speed."""
         return f"{row['strategy']:16} {row['images_per_second']:10,.0f} images/s"
 
     def run(self, bench: Bench, cases: Sequence[Case], skipped: Mapping[str, str]) -> None:
-        """Measure the missing cases; print and save the report.
-
-        Args:
-            bench: measures.
-            cases: in the order of the table, one process first.
-            skipped: why other strategies can't be measured here.
-        """
+        """Measure the missing cases, one process first; print and save the report, and why others are skipped."""
 
         def measured(case: Case) -> Facts:
             row = bench.measure(case)
@@ -37,4 +31,4 @@ class Study(study.Study):
 
         calls = {case.name: partial(measured, case) for case in cases}
         self.measure(calls)
-        self.finish(report(self.write(calls), self.results.missing(skipped)))
+        self.finish(report(self.write(calls), self.missing(skipped)))

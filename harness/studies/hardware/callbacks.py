@@ -24,13 +24,9 @@ class Phases(NamedTuple):
 
     @classmethod
     def of(cls, options: Mapping[str, Any], steps: int, accumulate: int = 1) -> "Phases":
-        """Phases for a strategy with these options.
+        """Phases for a strategy with these options, of at least so many optimizer steps of `accumulate` batches.
 
-        Args:
-            options: the strategy's; `period` is the number of steps between its actions, `start_step` and
-                `warmup_steps` are steps before the first.
-            steps: optimizer steps to time at least.
-            accumulate: batches a step.
+        `period` is the number of steps between its actions, `start_step` and `warmup_steps` are steps before the first.
         """
         period = options.get("period") or 1
         starting = (options.get("start_step") or 0) + (options.get("warmup_steps") or 0)

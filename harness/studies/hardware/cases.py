@@ -28,11 +28,9 @@ class Case:
 
 
 class Cases:
-    """All cases for the Trainer's devices.
+    """All cases for the Trainer's devices; a strategy that is chosen there replaces the one of its name, or is added.
 
-    Args:
-        trainer: its settings; a strategy that is chosen there replaces the one of its name, or is added.
-        exact: number of shards of the exact cases; None takes 8, or the number of devices if that is more.
+    `exact` is the number of shards of the exact cases; None takes 8, or the number of devices if that is more.
     """
 
     def __init__(self, trainer: config.Choice, exact: int | None) -> None:
@@ -45,7 +43,8 @@ class Cases:
         check_forks(probe)
         self.exact = exact or max(8, self.devices)
         self.single = Case(SINGLE, 1, with_strategy(trainer, "auto", one=True))
-        self.known = {case.name: case for case in [self.single, *self._plain(), *self._exact(), self._split()]}
+        plain = [self._case(name, choice, self.single) for name, choice in self._choices().items()]
+        self.known = {case.name: case for case in [self.single, *plain, *self._exact(), self._split()]}
 
     def picked(self, only: Sequence[str] | None) -> tuple[list[Case], dict[str, str]]:
         """The cases to measure, one process first; and why others, not asked for by name, are skipped.
@@ -79,14 +78,10 @@ class Cases:
             kind = strategy, {option: value for option, value in sets.items() if option != "start_method"}
             if kind not in seen:
                 seen.append(kind)
-                choice: Any = self._family.choose(name)
-                found[name] = with_timeout(choice)
+                found[name] = with_timeout(self._family.choose(name))
         if (given := self._given()) is not None:
             found[given] = self._trainer.init_args["strategy"]
         return {name: forking(choice) for name, choice in found.items()}
-
-    def _plain(self) -> list[Case]:
-        return [self._case(name, choice, self.single) for name, choice in self._choices().items()]
 
     def _exact(self) -> list[Case]:
         choices = {name: choice for name, choice in self._choices().items() if self._family.exact(choice)}

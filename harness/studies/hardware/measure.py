@@ -15,11 +15,11 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 
 from apprentice.errors import BadInput
+from harness.reports.report import Facts
 from harness.runs import safepoints
 from harness.studies.hardware.callbacks import KeepWeights, Measure, Phases
 from harness.studies.hardware.cases import Case
 from harness.studies.isolation import fit_isolated
-from harness.studies.report import Facts
 from harness.studies.trainers import QUIET
 
 PARITY_STEPS = 20
@@ -51,10 +51,6 @@ class Bench:
 
     def measure(self, case: Case) -> Facts:
         """The case's row, without the speed-up."""
-        return {**self.figures(case), "max_difference": self._difference(case)}
-
-    def figures(self, case: Case) -> Facts:
-        """The row without the difference to one process."""
         ranks, phases = self._ranks(case)
         seconds = max(statistics.median(rank["seconds"]) for rank in ranks) / phases.block
         sent = [rank["sent"] for rank in ranks]
@@ -70,7 +66,7 @@ class Bench:
             "peak_memory_per_rank": [rank["peak"] for rank in ranks],
             "bytes_sent_per_step": None if None in sent else statistics.mean(sent) * self.accumulate / phases.timed,
             "hidden_share": statistics.mean(hidden) if hidden else None,
-            "max_difference": None,
+            "max_difference": self._difference(case),
             "threads_per_rank": ranks[0]["threads"],
         }
 

@@ -32,24 +32,18 @@ class Overlap:
         self._profile.stop()
         events = self._profile.events()
         assert events is not None
-        return hidden_share(*(_gpu_spans if self._gpu else _cpu_spans)(events))
+        return hidden_share(*_spans(events, self._gpu))
 
 
-def _cpu_spans(events: Iterable[Any]) -> tuple[Spans, Spans]:
-    named = [(event.name, _span(event)) for event in events]
-    sent = [span for name, span in named if name.startswith(CPU_BACKENDS)]
-    return sent, [span for name, span in named if name.startswith("aten::")]
-
-
-def _gpu_spans(events: Iterable[Any]) -> tuple[Spans, Spans]:
-    on_gpu = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
-    kernels = [(event.name, _span(event)) for event in on_gpu if not event.name.startswith(("Mem", "nccl:", "##"))]
-    sent = [span for name, span in kernels if name.startswith("nccl")]
-    return sent, [span for name, span in kernels if not name.startswith("nccl")]
-
-
-def _span(event: Any) -> tuple[float, float]:
-    return event.time_range.start, event.time_range.end
+def _spans(events: Iterable[Any], on_gpu: bool) -> tuple[Spans, Spans]:
+    """Of communication and of computation."""
+    if on_gpu:
+        events = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+        events = [event for event in events if not event.name.startswith(("Mem", "nccl:", "##"))]
+    named = [(event.name, (event.time_range.start, event.time_range.end)) for event in events]
+    backends = "nccl" if on_gpu else CPU_BACKENDS
+    computed = [span for name, span in named if not name.startswith(backends) and (on_gpu or name.startswith("aten::"))]
+    return [span for name, span in named if name.startswith(backends)], computed
 
 
 def hidden_share(communication: Spans, computation: Spans) -> float | None:

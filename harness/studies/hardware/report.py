@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 from harness.reports.figures import GREY, figure
 from harness.reports.pages import settings
-from harness.reports.tables import NONE, Table, short
-from harness.studies.report import MIB, Facts, Part, Report, columns, machine, percent
+from harness.reports.report import MIB, Facts, Part, Report, machine, percent
+from harness.reports.tables import NONE, Table, columns, short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,18 +1,18 @@
 """The study of pipeline parallelism: one net on one device, split, and pipelined in every way."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
+from harness.reports.report import Facts
 from harness.runs.files import write_json
+from harness.runs.session import Session
 from harness.studies import study
 from harness.studies.pipeline.cases import ONE, Case, Cases, Cut, Options
 from harness.studies.pipeline.figures import mean_seconds
 from harness.studies.pipeline.measure import Bench
 from harness.studies.pipeline.report import report
 from harness.studies.pipeline.task import Noise, Task
-from harness.studies.report import Facts
-from harness.studies.study import ResumableResults
 
 __all__ = ["Bench", "Case", "Cases", "Cut", "Noise", "Options", "Study", "Task"]
 
@@ -23,8 +23,8 @@ class Study(study.Study):
     needed = ONE
     files = "results.md, .png, .json, timeline.png, timelines.json"
 
-    def __init__(self, results: ResumableResults) -> None:
-        super().__init__(results)
+    def __init__(self, run: Session, **how: int | str) -> None:
+        super().__init__(run, **how)
         self._file = self.out / "timelines.json"
         resumed = bool(self.rows) and self._file.exists()
         self.timelines: dict[str, Facts] = json.loads(self._file.read_text()) if resumed else {}
@@ -42,18 +42,15 @@ class Study(study.Study):
         """
         every = cases.first()
         self._measure(bench, every)
-        best = self._fastest(every)
+        pipelined = [case for case in every if case.kind == "pipelined" and case.name in self.rows]
+        best = min(pipelined, key=lambda case: mean_seconds(self.rows[case.name]), default=None)
         if best is not None:
             known = {case.name for case in every}
             more = [*cases.side_by_side(best.size), *cases.inside(best.size)]
             every = [*every, *(case for case in more if case.name not in known)]
             self._measure(bench, every)
         results = self.write(case.name for case in every)
-        self.finish(report(results, self.timelines, every, best, self.results.missing(cases.unfit)))
-
-    def _fastest(self, cases: Iterable[Case]) -> Case | None:
-        there = [case for case in cases if case.kind == "pipelined" and case.name in self.rows]
-        return min(there, key=lambda case: mean_seconds(self.rows[case.name]), default=None)
+        self.finish(report(results, self.timelines, every, best, self.missing(cases.unfit)))
 
     def _measure(self, bench: Bench, cases: Sequence[Case]) -> None:
         def measured(case: Case) -> Facts:

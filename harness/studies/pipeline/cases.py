@@ -86,14 +86,9 @@ class Case:
 
 
 class Cases:
-    """All cases for the Trainer's devices.
+    """All cases for the Trainer's devices and these of torch's schedules, with the options of its pipeline strategy.
 
-    Args:
-        trainer: its settings; the pipeline strategy there has the options of the cases.
-        schedules: torch's names of those to compare.
-        batch_size: images.
-        split_sizes: images of a micro-batch, for the curve.
-        cut: another cut beside that of the strategy, of two stages, if any.
+    `split_sizes` are images of a micro-batch, for the curve; `cut`, of two stages, stands beside the strategy's own.
     """
 
     def __init__(
@@ -138,27 +133,20 @@ class Cases:
             self.unfit["split in one process"] = "it needs two GPUs"
             return []
         cut = self.cuts[0] if isinstance(self.cuts[0].balance, list) else Cut.of("parameters")
-        name, make = f"split in one process {cut.label}", with_strategy(self._trainer, "auto", one=True)
-        cases = []
-        for each in (self._batch_size, size):
-            count = self._count(each)
-            label = name if count == 1 else _sized(name, each)
-            cases.append(Case(label, "inside", count, each, make, cut=cut, bubble_bound=bubble_bound(2, count)))
-        return cases
+        name = f"split in one process {cut.label}"
+        alone = [replace(self.alone(each, name), kind="inside", cut=cut) for each in (self._batch_size, size)]
+        return [replace(case, bubble_bound=bubble_bound(2, case.num_microbatches)) for case in alone]
 
-    def alone(self, size: int) -> Case:
-        """One device that computes micro-batches of this size."""
+    def alone(self, size: int, name: str = ONE) -> Case:
+        """One process that computes micro-batches of this size."""
         count, make = self._count(size), with_strategy(self._trainer, "auto", one=True)
-        return Case(ONE if count == 1 else _sized(ONE, size), "one", count, size, make)
+        return Case(name if count == 1 else _sized(name, size), "one", count, size, make)
 
     def pipelined(self, schedule: str, cut: Cut, size: int, split: bool = False) -> Case | None:
         """A pipeline, with a few more micro-batches, of fewer images, where the schedule needs them; or None.
 
-        Args:
-            schedule: torch's name of it.
-            cut: of the net; replaced by the one by time if the schedule has other stages.
-            size: images of a micro-batch.
-            split: whether it stands for the plain split, of which nothing is pipelined.
+        The cut is replaced by the one by time if the schedule has other stages. `split` stands for the plain split, of
+        which nothing is pipelined.
         """
         cut, refused = self._fitting(schedule, cut), ""
         label = f"split {cut.label}" if split else f"{schedule} {cut.label}"

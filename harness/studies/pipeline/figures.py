@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from harness.reports.figures import GREY, figure
+from harness.reports.report import Facts
 from harness.studies.pipeline.cases import Case
-from harness.studies.report import Facts
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
+from harness.reports.report import Facts
 from harness.runs.files import write_json
 from harness.studies.isolation import Stoppable, fit_isolated
 from harness.studies.pipeline.cases import Case
 from harness.studies.pipeline.task import Noise
-from harness.studies.report import Facts
 from harness.studies.trainers import QUIET
 
 WARMUP = 2  # steps: the first also allocates, chooses kernels and exchanges the shapes of activations
@@ -49,12 +49,9 @@ class Bench:
         An event is (rank, stage, micro-batch, kind, start, stop), in seconds from the first.
         """
         ranks = self._ranks(case)
-        facts = {
-            "name": case.name,
-            "schedule": case.schedule,
-            "num_microbatches": case.num_microbatches,
-            "seconds_per_step": [max(each) for each in zip(*(rank["seconds"] for rank in ranks), strict=True)],
-        }
+        seconds = [max(each) for each in zip(*(rank["seconds"] for rank in ranks), strict=True)]
+        facts = {name: getattr(case, name) for name in ("name", "schedule", "num_microbatches")}
+        facts["seconds_per_step"] = seconds
         events = [[number, *event] for number, rank in enumerate(ranks) for event in rank["events"]]
         start = min((event[-2] for event in events), default=0.0)
         for event in events:
@@ -75,11 +72,10 @@ class Bench:
 
 
 class Steps(Stoppable):
-    """Times blocks of steps; every rank writes `rank<r>.json` into the folder.
+    """Times `repeats` blocks of `batches` steps; every rank writes `rank<r>.json` into the folder.
 
     It holds `seconds` a step of each block; and of a pipeline the `events` of the last step, as (stage, micro-batch,
-    kind, start, stop), and the stages of this rank's `layers`, by the layers' numbers. `repeats` blocks of `batches`
-    steps follow the warm-up.
+    kind, start, stop), and the stages of this rank's `layers`, by the layers' numbers.
     """
 
     def __init__(self, folder: Path, warmup: int, batches: int, repeats: int) -> None:
@@ -118,11 +114,7 @@ class Steps(Stoppable):
             return  # it was stopped
         events: list[Any] = getattr(trainer.strategy, "events", [])
         forwards = [event for event in events if event.kind == "forward"]
-        found = {
-            "seconds": [(stop - start) / self.batches for start, stop in pairwise(self._moments)],
-            "events": events,
-            "layers": {
-                n: e.stage for n, moment in self._called.items() for e in forwards if e.start <= moment <= e.stop
-            },
-        }
+        seconds = [(stop - start) / self.batches for start, stop in pairwise(self._moments)]
+        layers = {n: e.stage for n, moment in self._called.items() for e in forwards if e.start <= moment <= e.stop}
+        found = {"seconds": seconds, "events": events, "layers": layers}
         write_json(self.folder / f"rank{trainer.global_rank}.json", found)

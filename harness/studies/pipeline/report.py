@@ -3,11 +3,11 @@
 import statistics
 from collections.abc import Mapping, Sequence
 
-from harness.reports.tables import NONE, Table, listed, paragraph, short
+from harness.reports.report import Code, Facts, Part, Report, machine, percent
+from harness.reports.tables import NONE, Table, columns, listed, paragraph, short
 from harness.studies.pipeline import figures
 from harness.studies.pipeline.cases import ONE_STAGE, Case
 from harness.studies.pipeline.figures import Measured, mean_seconds
-from harness.studies.report import Code, Facts, Part, Report, columns, machine, percent
 
 COLUMNS = (
     "m: micro-batches of a step; split size: images of one at most. s a step: mean ± standard deviation over the "
@@ -31,27 +31,15 @@ TIMELINE = "![who computes what when in a step](timeline.png)"
 def report(
     results: Facts, timelines: Mapping[str, Facts], cases: Sequence[Case], best: Case | None, missing: Mapping[str, str]
 ) -> Report:
-    """Build the report.
+    """Build the report from results.json's content, the cases' timelines, and the reasons why others are missing.
 
-    Args:
-        results: the content of results.json.
-        timelines: by case, as `Bench.measure` gives them.
-        cases: in the order of the table; some may be missing in the results.
-        best: the fastest of the pipelines under the strategy's own schedule.
-        missing: why others are not in the table.
+    `best` is the fastest of the pipelines under the strategy's own schedule.
     """
     rows = {row["name"]: row for row in results["rows"]}
     measured = [(case, rows[case.name]) for case in cases if case.name in rows]
-    text: list[Part] = [
-        table(results["config"], measured),
-        COLUMNS,
-        SOURCE,
-        NORM,
-        *(f"{n}: {why}." for n, why in missing.items()),
-    ]
-    images, pngs = [SPEED], {"results.png": figures.speed(measured)}
-    if timelines:
-        images.append(TIMELINE)
+    notes = [COLUMNS, SOURCE, NORM, *(f"{name}: {why}." for name, why in missing.items())]
+    text: list[Part] = [table(results["config"], measured), *notes]
+    images, pngs = [SPEED, *([TIMELINE] if timelines else [])], {"results.png": figures.speed(measured)}
     size = None if best is None else best.size
     shown = [case.name for case, _ in measured if case.kind == "split" or case.size == size]
     if drawn := {name: timelines[name] for name in shown if name in timelines}:

@@ -20,14 +20,9 @@ class Pairs(NamedTuple):
 
 
 class Noise:
-    """A loader of one batch of noise, over and over; the tutorial draws new ones, which takes time on no device.
+    """A loader of one batch of noise, `steps` times; the tutorial draws new ones, which takes time on no device.
 
-    Args:
-        batch_size: images.
-        input_shape: of an image, (C, H, W).
-        num_classes: their labels are drawn among.
-        steps: batches.
-        seed: of the noise.
+    `input_shape` is that of an image, (C, H, W).
     """
 
     def __init__(self, batch_size: int, input_shape: Sequence[int], num_classes: int, steps: int, seed: int) -> None:
@@ -44,11 +39,9 @@ class Noise:
 
 
 class Task(LightningModule):
-    """Trains a net's outputs to be one-hot labels, by mean squared error and SGD.
+    """Trains the outputs of a net, the composition of `layers`, to be one-hot labels, by mean squared error and SGD.
 
-    Args:
-        layers: modules in order whose composition is the net.
-        num_microbatches: into which one device cuts a batch; a pipeline strategy cuts by itself.
+    One device cuts a batch into `num_microbatches`; a pipeline strategy cuts by itself.
     """
 
     def __init__(self, layers: Sequence[nn.Module], num_microbatches: int = 1) -> None:

@@ -1,10 +1,10 @@
 """What people read of a study: text for the terminal, results.md, pictures."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness.reports.tables import NONE, Table, paragraph
+from harness.reports.tables import NONE, Table, paragraph, words
 from harness.runs.files import write_bytes, write_text
 
 Facts = dict[str, Any]
@@ -27,11 +27,6 @@ class Code(NamedTuple):
 
 
 Part = Table | Code | str
-
-
-def columns(cells: Mapping[str, Callable[[Any], str]], rows: Iterable[Any], left: int = 1) -> Table:
-    """A line a row, a column a function that gives its cells; the first `left` are words."""
-    return Table(list(cells), [[cell(row) for cell in cells.values()] for row in rows], left)
 
 
 class Report(NamedTuple):
@@ -57,11 +52,6 @@ class Report(NamedTuple):
         write_text(folder / "results.md", self.markdown(title))
         for name, png in self.figures.items():
             write_bytes(folder / name, png)
-
-
-def words(values: Mapping[str, Any]) -> str:
-    """Names with their values, such as `cores 2, gpus []`; what is None is left out."""
-    return ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
 
 
 def percent(share: float | None) -> str:
