@@ -13,16 +13,9 @@ def crop_padding(height: int, width: int) -> int:
 
 
 def augment(images: Tensor, key: int, index: Tensor, flip: bool) -> Tensor:
-    """Shift each image randomly over a black border, and mirror half of them.
+    """Shift each image (B, C, H, W) randomly over a border of 0, black before normalising; `flip` mirrors half of them.
 
-    Args:
-        images: (B, C, H, W) of any type, as stored: the border is 0, which is black before normalising only.
-        key: key of the noise, such as `keyed.fold_in(seed, epoch)`.
-        index: (B,) int64, each sample's place in its data set; its draw depends on this and the key alone.
-        flip: mirror too.
-
-    Returns:
-        (B, C, H, W), a new tensor of the same type.
+    A sample's draw depends on `key` and on its place in the data set, `index` (B,), alone. Returns a new tensor.
     """
     b, _, h, w = images.shape
     pad = crop_padding(h, w)

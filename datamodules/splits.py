@@ -180,11 +180,7 @@ def train_and_validation(
 
 
 def test_places(labels: Tensor, test_size: int | None, seed: int, subset: Subset) -> Tensor:
-    """Places in `labels` for testing, sorted; None for all.
-
-    Raises:
-        BadInput: there are fewer samples.
-    """
+    """Places in `labels` for testing, sorted; all if no size is given. BadInput if there are fewer samples."""
     if test_size is not None and test_size > len(labels):
         raise BadInput("data.test_size", test_size, f"at most {len(labels)}, the test samples there are")
     return chosen(labels, len(labels) if test_size is None else test_size, keyed.fold_in(seed, 2), subset)

@@ -77,17 +77,12 @@ class RunMetrics(LightningModule):
         self.on_validation_epoch_start()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Update the scores with a validation batch."""
-        self._update(batch)
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        """Update the scores with a test batch."""
-        self._update(batch)
-
-    def _update(self, batch: Any) -> None:
+        """Update the scores with a batch."""
         batch = Batch.of(batch, 0, shared=False)
         for run, logits in self.predict(batch.inputs).items():
             self.scores_of(run).update(logits, batch.labels)
+
+    test_step = validation_step
 
     def on_validation_epoch_end(self) -> None:
         """Log the validation scores."""
@@ -98,7 +93,6 @@ class RunMetrics(LightningModule):
         self._log_scores("test")
 
     def _log_scores(self, stage: str) -> None:
-        """Log each run's scores, and after the test its confusion matrix."""
         for run in self.runs:
             if run in self.failed:
                 continue

@@ -13,13 +13,9 @@ from lit_modules.objectives.cross_entropy import cross_entropy
 
 
 class Scores(nn.Module):
-    """The scores of one run.
+    """The scores of one run."""
 
-    Attributes:
-        names: of the values in a test's result, the most important first.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # of the values in a test's result, the most important first
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
         """Add b samples: logits (b, ..., classes), labels (b, ...)."""
@@ -43,11 +39,7 @@ MakeScores = Callable[[], Scores]
 
 
 class ClassScores(Scores):
-    """Scores of a classifier: loss, accuracy, and the confusion matrix (classes, classes) with the truth in rows.
-
-    Args:
-        num_classes: number of logits.
-    """
+    """Scores of a classifier: loss, accuracy, and the confusion matrix (classes, classes) with the truth in rows."""
 
     names = ("acc", "correct")
 
@@ -73,11 +65,7 @@ class ClassScores(Scores):
 
 
 class TokenScores(Scores):
-    """Scores of a language model: loss per token in nats, bits per character, perplexity; a label of -100 is ignored.
-
-    Args:
-        tokens_per_character: 1 if tokens are characters.
-    """
+    """Scores of a language model: loss per token in nats, bits per character, perplexity; ignores labels of -100."""
 
     names = ("loss", "bpc", "perplexity")
 

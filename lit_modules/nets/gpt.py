@@ -76,22 +76,14 @@ class GPT(Net):
             self.head.weight = self.embedding.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (B, T, V) of tokens (B, T) of any integer type.
-
-        Raises:
-            ValueError: T is more than the block size.
-        """
+        """Logits (B, T, V) of tokens (B, T) of any integer type; ValueError if T is more than the block size."""
         x = self.embedding(tokens)  # (B, T, D)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
 
     def pipeline_stages(self) -> list[nn.Module]:
-        """Embedding, each block, norm and head.
-
-        Raises:
-            BadInput: embedding and head, the first stage and the last, share a weight.
-        """
+        """Embedding, each block, norm and head; BadInput if embedding and head, the ends, share a weight."""
         if self.tie_weights:
             raise BadInput("tie_weights", True, "False in a pipeline: tie_weights=False gives the last stage its own")
         return [self.embedding, *self.blocks, self.norm, self.head]

@@ -9,13 +9,8 @@ from lit_modules.nets.base import layer
 
 
 def pipeline_stages(net: nn.Module, flag: str = "net") -> list[nn.Module]:
-    """Ordered modules of the net whose composition is its forward: its own `pipeline_stages()`, or a sequence's parts.
-
-    Raises:
-        BadInput: the net has no such method and is no `nn.Sequential`.
-    """
-    own = getattr(net, "pipeline_stages", None)
-    if own is not None:
+    """Modules whose composition is the net's forward: its `pipeline_stages()`, or a sequence's parts; else BadInput."""
+    if (own := getattr(net, "pipeline_stages", None)) is not None:
         return own()
     if _is_chain(net):
         return cuttable(net.children())
@@ -59,6 +54,7 @@ def stage_of(net: nn.Module, stages: Sequence[nn.Module], path: str, flag: str =
             if module in set(stage.modules()):
                 return number, module
         if not _is_chain(module):
-            expected = f"a layer of {type(net).__name__} inside a pipeline stage, or a sequence of such"
-            raise BadInput(flag, path, expected)
+            raise BadInput(
+                flag, path, f"a layer of {type(net).__name__} inside a pipeline stage, or a sequence of such"
+            )
         module = list(module.children())[-1]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torchvision import models
 
-from apprentice.errors import BadInput
+from apprentice.errors import BadInput, first_line
 from lit_modules.nets.base import Net, observed, of_images
 from lit_modules.nets.group_norm import Norm, norm_layer
 from lit_modules.nets.stages import cuttable
@@ -73,26 +73,19 @@ class Torchvision(Net):
 
     @torch.no_grad()
     def _last_map(self) -> str:
-        """Run the model once; the path of its last child that gives maps.
-
-        Raises:
-            BadInput: the model can't take such images, or gives no logits.
-        """
+        """Run the model once, or refuse it; the path of its last child that gives maps."""
         height, width = self.input_shape[1:]
         fits = f"a model that takes {height} x {width} images"
         try:
             with observed(dict(self.model.named_children())) as outputs:
                 logits = self.model.eval()(torch.zeros(2, 3, height, width))
         except (RuntimeError, ValueError, AssertionError) as error:
-            raise BadInput("name", self.name, f"{fits}; it says: {str(error).splitlines()[0]}") from None
+            raise BadInput("name", self.name, f"{fits}; it says: {first_line(error)}") from None
         if not isinstance(logits, Tensor) or logits.shape != (2, self.num_classes):
             raise BadInput("name", self.name, f"{fits}; it gives no logits (2, {self.num_classes})")
         self.model.train()
-        maps = [
-            name
-            for name, output in outputs.items()
-            if isinstance(output, Tensor) and output.dim() == 4 and not any(word in name for word in NOT_MAPS)
-        ]
+        maps = [name for name, output in outputs.items() if isinstance(output, Tensor) and output.dim() == 4]
+        maps = [name for name in maps if not any(word in name for word in NOT_MAPS)]
         return f"model.{maps[-1]}" if maps else ""
 
     def forward(self, images: Tensor) -> Tensor:
@@ -100,11 +93,7 @@ class Torchvision(Net):
         return self.model(images.expand(-1, 3, -1, -1))
 
     def pipeline_stages(self) -> list[nn.Module]:
-        """The model's children and what it does between them; its sequences are split into their members.
-
-        Raises:
-            BadInput: the model is not a chain of its children.
-        """
+        """The model's children and what it does between them, its sequences split; BadInput if it is no such chain."""
         weight = next(self.model.parameters())
         example = torch.rand(2, 3, *self.input_shape[1:], generator=torch.Generator().manual_seed(0))
         try:

@@ -66,14 +66,12 @@ class Objective(nn.Module):
             return self(_widened(student), teacher and _widened(teacher), labels)
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
-        """The terms of b samples.
+        """The terms of b samples. In training all outputs are float32 or float64, also under autocast.
 
         Args:
             student: logits (b, classes), or (b, T, vocabulary) of tokens, and the student's adapted features.
             teacher: the same of the teacher, without gradients; None if `uses_teacher` is false.
             labels: (b,) int64, or (b, T).
-
-        In training all outputs are float32 or float64, also under autocast.
         """
         raise NotImplementedError
 

@@ -93,12 +93,9 @@ class FakeQuantized(nn.Module):
         return self
 
     def int8(self, state: Mapping[str, Tensor] | None = None) -> nn.Module:
-        """The net to deploy, in float32 where it is not int8; leaves this net unchanged, bit for bit.
+        """The net to deploy, in float32 where it is not int8, from a state dict of this net (default: the current one).
 
-        Rounds weights by their current ranges, or by those at the time of freezing.
-
-        Args:
-            state: a state dict of this net; default: the current one.
+        Rounds weights by their current ranges, or by those at the time of freezing. This net stays as it is.
         """
         graph = copy.deepcopy(self._template[0])
         state = self.state_dict() if state is None else state
@@ -120,9 +117,7 @@ def _tap(root: nn.Module, path: str) -> nn.Module:
 def post_training(net: nn.Module, batches: Iterator[Tensor] | Sequence[Tensor]) -> nn.Module:
     """The int8 form of a trained net, inputs (b, ...) -> logits (b, classes), with ranges from batches of inputs.
 
-    Raises:
-        Missing: torchao is not installed.
-        BadInput: the net can't be captured, or nothing in it can be int8.
+    Raises Missing without torchao, BadInput if the net can't be captured or nothing in it can be int8.
     """
     batches = list(batches)
     graph = observed_graph(copy.deepcopy(net).eval(), batches[0])
