@@ -81,7 +81,8 @@ def check_weights(
         ],
     }  # fmt: skip
     if any(faults.values()):
-        listed = "; ".join(f"{kind}: {_listed(keys)}" for kind, keys in faults.items() if keys)
+        more = {kind: f" and {len(keys) - LISTED} more" * (len(keys) > LISTED) for kind, keys in faults.items()}
+        listed = "; ".join(f"{kind}: {', '.join(keys[:LISTED])}{more[kind]}" for kind, keys in faults.items() if keys)
         raise BadInput(flag, path, f"weights that fit {name}; {listed}")
     for key, value in weights.items():
         if not own[key].is_floating_point():
@@ -89,12 +90,9 @@ def check_weights(
         if not value.is_floating_point():
             raise BadInput(flag, path, f"floats as weights; {key} is {str(value.dtype).removeprefix('torch.')}")
         if broken := int((own[key].cpu().isfinite() & ~value.float().isfinite()).sum()):
-            found = f"{key} has {broken} of {value.numel()} that are NaN or infinite"
-            raise BadInput(flag, path, f"finite weights; {found}")
-
-
-def _listed(keys: list[str]) -> str:
-    return ", ".join(keys[:LISTED]) + (f" and {len(keys) - LISTED} more" if len(keys) > LISTED else "")
+            raise BadInput(
+                flag, path, f"finite weights; {key} has {broken} of {value.numel()} that are NaN or infinite"
+            )
 
 
 def _prefix(keys: Iterable[str]) -> str:

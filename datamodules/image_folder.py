@@ -44,11 +44,8 @@ class Files(NamedTuple):
         def decode(row: int) -> None:
             pixels = np.asarray(self.open(paths[row]))
             if pixels.shape[:2] != size:
-                raise BadInput(
-                    "data.image_size", self.image_size,
-                    f"a size to bring all images to, as {paths[row]} is {pixels.shape[1]}x{pixels.shape[0]} "
-                    f"and {self.first} is {width}x{height}",
-                )  # fmt: skip
+                found = f"{paths[row]} is {pixels.shape[1]}x{pixels.shape[0]} and {self.first} is {width}x{height}"
+                raise BadInput("data.image_size", self.image_size, f"a size to bring all images to, as {found}")
             rows[row] = pixels.transpose(2, 0, 1)
 
         with readable(self.first) as image:
@@ -184,12 +181,11 @@ class ImageFolder(ImageData):
         need, have = count * int(np.prod(self.input_shape)), memory.available_bytes()
         if need > have:
             h, w = self.input_shape[1:]
-            raise BadInput(
-                "data.root", self.root,
-                f"images that fit in memory: {count} of 3x{h}x{w} take {need / 1e9:.2f} GB, "
-                f"{have / 1e9:.2f} GB are available; "
-                "give a smaller --data.image_size, --data.train_size or --data.test_size",
-            )  # fmt: skip
+            expected = (
+                f"images that fit in memory: {count} of 3x{h}x{w} take {need / 1e9:.2f} GB, {have / 1e9:.2f} GB are "
+            )
+            advice = "available; give a smaller --data.image_size, --data.train_size or --data.test_size"
+            raise BadInput("data.root", self.root, expected + advice)
 
 
 def _hidden(path: Path) -> bool:

@@ -157,16 +157,14 @@ class Learner(RunMetrics):
 
         Callbacks' hooks of this name run before: under 16-mixed they see scaled gradients.
         """
-        overflowed = self._unscale() if self.loss_scales.scalers else []
+        overflowed: list[str] = []
+        if self.loss_scales.scalers:
+            alive = {run: group for run, group in self._groups().items() if run not in self.failed}
+            overflowed = self.loss_scales.unscale(alive, self.trainer.strategy.root_device)
+            for run in filter(self.loss_scales.hopeless, overflowed):
+                self._fail(run, "gradient")
         for p in self._parameters_of({*self.failed, *overflowed}):
             p.grad = None
-
-    def _unscale(self) -> list[str]:
-        alive = {run: group for run, group in self._groups().items() if run not in self.failed}
-        overflowed = self.loss_scales.unscale(alive, self.trainer.strategy.root_device)
-        for run in filter(self.loss_scales.hopeless, overflowed):
-            self._fail(run, "gradient")
-        return overflowed
 
     def _groups(self) -> dict[str, list[nn.Parameter]]:
         return dict(zip(self.runs, self.parameter_groups(), strict=True))

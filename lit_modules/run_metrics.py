@@ -43,8 +43,6 @@ class RunMetrics(LightningModule):
         """The evaluation scores of a run."""
         return cast("Scores", self.scores[self.runs.index(run)])
 
-    # Training
-
     def log_training(self, values: Mapping[str, float], count: int) -> None:
         """Log the global batch's means (`<run>/<what>` to value), and add them to the epoch's sums."""
         self.samples += count
@@ -64,8 +62,6 @@ class RunMetrics(LightningModule):
         if rows:
             self._log_epoch({f"{k}_epoch": v / rows for k, v in self.train_sums.items()}, "train")
         self.train_sums = {}
-
-    # Evaluation
 
     def on_validation_epoch_start(self) -> None:
         """Reset the scores; not at the end, as a tensor made in another loop's inference mode can't be added to."""
@@ -102,17 +98,15 @@ class RunMetrics(LightningModule):
                 values.pop("correct", None)
             self._log_epoch({f"{run}/{k}" if run else k: v for k, v in values.items()}, stage)
             if stage == "test" and isinstance(scores, ClassScores):
-                self._log_confusion(run, scores.confusion.compute())
+                confusion = scores.confusion.compute().cpu()
+                for logger in self.loggers:
+                    if hasattr(logger, "log_confusion"):
+                        names = getattr(self.trainer.datamodule, "class_names", None)  # type: ignore[attr-defined]
+                        logger.log_confusion(run, confusion, names, self.global_step)
 
     def _log_epoch(self, values: Mapping[str, Any], stage: str) -> None:
         # All ranks have the same values: their maximum equals each bit for bit, where a mean would round.
         self.log_dict(_tags(values, stage), sync_dist=True, reduce_fx="max", on_step=False, on_epoch=True)
-
-    def _log_confusion(self, run: str, confusion: Tensor) -> None:
-        for logger in self.loggers:
-            if hasattr(logger, "log_confusion"):
-                names = getattr(self.trainer.datamodule, "class_names", None)  # type: ignore[attr-defined]
-                logger.log_confusion(run, confusion.cpu(), names, self.global_step)
 
 
 def _tags(values: Mapping[str, Any], stage: str) -> dict[str, Any]:

@@ -116,7 +116,12 @@ class GPT(Net):
         Raises:
             ValueError: a prompt is empty or longer than the block, or an option's value can't be used.
         """
-        _check_sampling(length, temperature, top_k)
+        if length is not None and length < 0:
+            raise ValueError(f"length {length}: expected 0 or more tokens")
+        if not 0 <= temperature < math.inf:
+            raise ValueError(f"temperature {temperature}: expected 0 or more")
+        if top_k is not None and top_k < 1:
+            raise ValueError(f"top_k {top_k}: expected at least 1")
         rows, room = tokens.shape[0], self.block_size - tokens.shape[1]
         if not tokens.shape[1] or room < 0:
             raise ValueError(f"tokens {tuple(tokens.shape)}: expected prompts of 1 to {self.block_size} tokens")
@@ -163,15 +168,6 @@ def _initialise(module: nn.Module) -> None:
         nn.init.normal_(module.weight, std=STD)
     if isinstance(module, nn.Linear) and module.bias is not None:
         nn.init.zeros_(module.bias)
-
-
-def _check_sampling(length: int | None, temperature: float, top_k: int | None) -> None:
-    if length is not None and length < 0:
-        raise ValueError(f"length {length}: expected 0 or more tokens")
-    if not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature {temperature}: expected 0 or more")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k {top_k}: expected at least 1")
 
 
 def _sample(logits: Tensor, temperature: float, top_k: int | None, key: int) -> Tensor:

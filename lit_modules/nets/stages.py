@@ -54,7 +54,6 @@ def stage_of(net: nn.Module, stages: Sequence[nn.Module], path: str, flag: str =
             if module in set(stage.modules()):
                 return number, module
         if not _is_chain(module):
-            raise BadInput(
-                flag, path, f"a layer of {type(net).__name__} inside a pipeline stage, or a sequence of such"
-            )
+            expected = f"a layer of {type(net).__name__} inside a pipeline stage, or a sequence of such"
+            raise BadInput(flag, path, expected)
         module = list(module.children())[-1]

@@ -50,11 +50,12 @@ class FakeQuantized(nn.Module):
     def _learn_shapes(self, example: Tensor) -> None:
         """Give weight ranges their size, a scale for each channel; activations are observed later."""
         self.graph.eval()
-        for module in self._ranges():
+        ranges = [module for module in self.graph.modules() if isinstance(module, Range)]
+        for module in ranges:
             module.train()
         with replicas.shard(0):  # each rank by itself
             self.graph(example)
-        for module in self._ranges():
+        for module in ranges:
             if not module.per_channel:
                 module.forget()
 
@@ -64,9 +65,6 @@ class FakeQuantized(nn.Module):
         for tap, feature in zip(self._taps, features, strict=True):
             tap(feature)
         return logits
-
-    def _ranges(self) -> Iterator[Range]:
-        return (module for module in self.graph.modules() if isinstance(module, Range))
 
     def train(self, mode: bool = True) -> "FakeQuantized":
         """Set the mode; once frozen, ranges and BatchNorm statistics no longer change."""
