@@ -90,9 +90,8 @@ def check_weights(
         if not value.is_floating_point():
             raise BadInput(flag, path, f"floats as weights; {key} is {str(value.dtype).removeprefix('torch.')}")
         if broken := int((own[key].cpu().isfinite() & ~value.float().isfinite()).sum()):
-            raise BadInput(
-                flag, path, f"finite weights; {key} has {broken} of {value.numel()} that are NaN or infinite"
-            )
+            found = f"{key} has {broken} of {value.numel()} that are NaN or infinite"
+            raise BadInput(flag, path, f"finite weights; {found}")
 
 
 def _prefix(keys: Iterable[str]) -> str:
