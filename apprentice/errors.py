@@ -16,3 +16,8 @@ class BadInput(ValueError):  # noqa: N818 - it names the fault, and users read i
 
     def __str__(self) -> str:
         return f"{f'--{self.flag} ' if self.flag else ''}{self.value}: expected {self.expected}"
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message."""
+    return str(error).partition("\n")[0]

@@ -17,11 +17,7 @@ def install(extra: str) -> str:
 
 
 def need(extra: str, *packages: str) -> None:
-    """Import the packages of an extra.
-
-    Raises:
-        Missing: a package is not installed; the message has the command that installs it.
-    """
+    """Import the packages of an extra; Missing has the command that installs them."""
     log = logging.getLogger("torch.utils._pytree")
     level = log.level
     log.setLevel(logging.ERROR)  # torchao 0.18 registers an enum with an API that torch 2.15 deprecates

@@ -84,11 +84,9 @@ class _Context:
 _noise: ContextVar[_Context | None] = ContextVar("noise", default=None)
 
 
-@contextmanager
-def noise(seed: int, step: int, rows: Tensor) -> Iterator[None]:
+def noise(seed: int, step: int, rows: Tensor) -> AbstractContextManager:
     """Keyed layers inside draw for these rows (b,) int64 of the global batch number `step`."""
-    with _within(_Context(seed, step, rows)):
-        yield
+    return _within(_Context(seed, step, rows))
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -78,13 +77,14 @@ def all_reduce_max_(x: Tensor) -> Tensor:
 
 def bound_all_reduce_sum() -> Callable[[Tensor], Tensor]:
     """`all_reduce_sum` over the current replicas, for a backward that runs later or in another thread."""
-    return partial(_sum_over, _group) if count() > 1 else torch.clone
+    ranks = _group
 
+    def total(x: Tensor) -> Tensor:
+        x = x.clone()
+        dist.all_reduce(x, group=ranks)
+        return x
 
-def _sum_over(ranks: dist.ProcessGroup | None, x: Tensor) -> Tensor:
-    x = x.clone()
-    dist.all_reduce(x, group=ranks)
-    return x
+    return total if count() > 1 else torch.clone
 
 
 def all_gather(x: Tensor) -> Tensor:

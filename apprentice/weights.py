@@ -81,7 +81,8 @@ def check_weights(
         ],
     }  # fmt: skip
     if any(faults.values()):
-        listed = "; ".join(f"{kind}: {_listed(keys)}" for kind, keys in faults.items() if keys)
+        more = {kind: f" and {len(keys) - LISTED} more" * (len(keys) > LISTED) for kind, keys in faults.items()}
+        listed = "; ".join(f"{kind}: {', '.join(keys[:LISTED])}{more[kind]}" for kind, keys in faults.items() if keys)
         raise BadInput(flag, path, f"weights that fit {name}; {listed}")
     for key, value in weights.items():
         if not own[key].is_floating_point():
@@ -91,10 +92,6 @@ def check_weights(
         if broken := int((own[key].cpu().isfinite() & ~value.float().isfinite()).sum()):
             found = f"{key} has {broken} of {value.numel()} that are NaN or infinite"
             raise BadInput(flag, path, f"finite weights; {found}")
-
-
-def _listed(keys: list[str]) -> str:
-    return ", ".join(keys[:LISTED]) + (f" and {len(keys) - LISTED} more" if len(keys) > LISTED else "")
 
 
 def _prefix(keys: Iterable[str]) -> str:

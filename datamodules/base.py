@@ -13,18 +13,10 @@ from torch import Tensor
 from apprentice import keyed
 from apprentice.batch import Batch
 from apprentice.errors import BadInput
+from datamodules import splits
 from datamodules.loaders import ChunkLoader, NoLoaders, TrainLoader
 from datamodules.sampling import EpochOrder, PartitionedOrder
-from datamodules.splits import (
-    Samples,
-    Source,
-    Subset,
-    check_partition,
-    check_sizes,
-    test_places,
-    train_and_validation,
-    unequal_counts,
-)  # fmt: skip
+from datamodules.splits import Samples, Source, Subset
 
 LIMITS = {"train": "limit_train_batches", "validation": "limit_val_batches", "test": "limit_test_batches"}
 
@@ -81,8 +73,8 @@ class InMemoryData(LightningDataModule):
         super().__init__()
         if not isinstance(batch_size, int) or batch_size < 1:
             raise BadInput("data.batch_size", batch_size, "a whole number of at least 1")
-        check_sizes(train_size, test_size, validation_size, subset)
-        check_partition(partition)
+        splits.check_sizes(train_size, test_size, validation_size, subset)
+        splits.check_partition(partition)
         self.batch_size, self.train_size, self.test_size = batch_size, train_size, test_size
         self.validation_size, self.subset, self.seed, self.partition = validation_size, subset, seed, partition
         self.name = type(self).__name__
@@ -93,11 +85,7 @@ class InMemoryData(LightningDataModule):
     # Reading
 
     def read(self) -> tuple[Source, Source]:
-        """The whole training and test sets, before subsets are drawn; called once.
-
-        Raises:
-            BadInput: they are absent or damaged.
-        """
+        """The whole training and test sets, before subsets are drawn; called once. BadInput if absent or damaged."""
         raise NotImplementedError
 
     def check_fits(self, count: int) -> None:
@@ -112,15 +100,12 @@ class InMemoryData(LightningDataModule):
             if name.encode(errors="replace").decode() != name:  # bytes that are not UTF-8 are surrogates
                 raise BadInput("data", self.name, f"classes named in UTF-8; {os.fsencode(name)!r} is not")
         sizes = self.train_size, self.validation_size
-        train, validation = train_and_validation(training.labels, *sizes, self.seed, self.subset)
-        test = test_places(testing.labels, self.test_size, self.seed, self.subset)
+        train, validation = splits.train_and_validation(training.labels, *sizes, self.seed, self.subset)
+        test = splits.test_places(testing.labels, self.test_size, self.seed, self.subset)
         self.check_fits(len(train) + len(validation) + len(test))
-        self._splits = {
-            "train": training.take(train),
-            "validation": training.take(validation),
-            "test": testing.take(test),
-        }
-        if counts := unequal_counts(self._splits["train"].labels, self.class_names):
+        chosen = {"train": (training, train), "validation": (training, validation), "test": (testing, test)}
+        self._splits = {part: source.take(places) for part, (source, places) in chosen.items()}
+        if counts := splits.unequal_counts(self._splits["train"].labels, self.class_names):
             rank_zero_only(sys.stderr.write)(f"{self.name}: training samples of a class: {counts}\n")
 
     def split(self, part: str) -> Samples:
@@ -136,11 +121,7 @@ class InMemoryData(LightningDataModule):
         return {part: len(self.split(part).labels) for part in ("train", "validation", "test")}
 
     def used(self, trainer: Trainer) -> dict[str, int]:
-        """`sizes` under a Trainer's `limit_train_batches` (samples of an epoch), `limit_val_batches` and the like.
-
-        Raises:
-            BadInput: a fraction is less than one batch.
-        """
+        """`sizes` under a Trainer's `limit_train_batches` and the like; BadInput if one is less than a batch."""
         kept = {part: self._kept(part, trainer) for part in LIMITS}
         return {
             part: size if kept[part] == self._count(part) else self._size(part, kept[part])
@@ -148,7 +129,6 @@ class InMemoryData(LightningDataModule):
         }
 
     def _count(self, part: str) -> int:
-        """Samples in all batches of a part together."""
         samples = len(self.split(part).labels)
         return len(self._order(samples)) if part == "train" else samples
 
@@ -164,8 +144,7 @@ class InMemoryData(LightningDataModule):
         return min(batches * size, count)
 
     def _size(self, part: str, kept: int) -> int:
-        """What `sizes` counts in so many samples."""
-        return kept
+        return kept  # what `sizes` counts in so many samples
 
     @property
     def evaluation_batch_size(self) -> int:
@@ -195,11 +174,7 @@ class InMemoryData(LightningDataModule):
     # Loading
 
     def train_dataloader(self) -> TrainLoader:
-        """Global batches in the order of (order_seed, epoch), cut into contiguous shares for the ranks.
-
-        Raises:
-            BadInput: a batch has fewer samples than there are ranks, or the partition another number of fractions.
-        """
+        """Global batches in the order of (order_seed, epoch), each cut into contiguous shares for the ranks."""
         rank, replicas = self._place()
         self.check_replicas(replicas, getattr(self.trainer and self.trainer.strategy, "exact", None))
         train = self._resident("train")
@@ -228,7 +203,7 @@ class InMemoryData(LightningDataModule):
 
     def check_replicas(self, replicas: int, exact: int | None = None) -> None:
         """Raise BadInput if a batch can't be shared among so many ranks, or not under `--exact`."""
-        check_partition(self.partition, replicas, exact)
+        splits.check_partition(self.partition, replicas, exact)
         if self.batch_size < replicas:
             raise BadInput("data.batch_size", self.batch_size, f"at least {replicas}, one sample for each device")
 
@@ -236,9 +211,7 @@ class InMemoryData(LightningDataModule):
         samples, size, kept = self._resident(part), self.evaluation_batch_size, self._kept(part, self.trainer)
         if kept == len(samples.labels):
             return ChunkLoader(samples, size, *self._place())
-        if isinstance(
-            getattr(self.trainer, LIMITS[part]), float
-        ):  # Lightning would apply it to this rank's batches again
+        if isinstance(getattr(self.trainer, LIMITS[part]), float):  # Lightning would apply it again, to this rank's
             setattr(self.trainer, LIMITS[part], math.ceil(kept / size))
         index = self._chosen(part, kept).to(samples.labels.device)
         return ChunkLoader(samples.take(index), size, *self._place(), index)
@@ -248,7 +221,7 @@ class InMemoryData(LightningDataModule):
         return keyed.permutation(len(self.split(part).labels), keyed.fold_in(self.seed, 4))[:kept].sort().values
 
     def _place(self) -> tuple[int, int]:
-        """Rank and number of replicas that share a batch; under a pipeline these are fewer than all ranks."""
+        # Under a pipeline, fewer replicas share a batch than there are ranks.
         place = (self.trainer and self.trainer.distributed_sampler_kwargs) or {"rank": 0, "num_replicas": 1}
         return place["rank"], place["num_replicas"]
 
@@ -259,14 +232,11 @@ class InMemoryData(LightningDataModule):
         return self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
     def _resident(self, part: str) -> Samples:
-        """A split on the fit's GPU, if there is one."""
         split = self.split(part)
         device = torch.device("cpu") if self.trainer is None else self.trainer.strategy.root_device
-        if device.type != "cuda":
-            return split
-        if (part, device) not in self._moved:
+        if device.type == "cuda" and (part, device) not in self._moved:
             self._moved[part, device] = split.to(device)
-        return self._moved[part, device]
+        return self._moved.get((part, device), split)
 
     # From stored samples to inputs
 

@@ -72,11 +72,10 @@ class Downloaded(ImageData):
         return self._read("train"), self._read("test")
 
     def _open(self, part: str) -> Any:
-        """Torchvision's data set, or None if it is absent."""
         try:
             return self.source(self.root, train=part == "train")
         except READING as error:
-            if "download=True" in str(error):  # torchvision's words for absent files, or unexpected ones
+            if "download=True" in str(error):  # torchvision's words for absent or unexpected files
                 return None
             raise self._damaged(error) from error
 
@@ -115,12 +114,8 @@ class Downloaded(ImageData):
 def fetch(download: Callable[[], object], targets: Sequence[Path]) -> None:
     """Run `download`, with its progress bars on a terminal only.
 
-    It runs in a thread, which is abandoned when it writes nothing for PATIENCE seconds: a limit on sockets would apply
-    to each address of a name anew, and not to looking the name up.
-
-    Raises:
-        TimeoutError: nothing was written to the target files and folders.
-        Exception: whatever `download` raised.
+    It runs in a thread, which is abandoned with a TimeoutError when nothing is written to the targets for PATIENCE
+    seconds: a limit on sockets would apply to each address of a name anew, and not to looking the name up.
     """
     raised: list[BaseException] = []
 

@@ -35,11 +35,7 @@ class Files(NamedTuple):
     first: Path
 
     def take(self, chosen: Tensor) -> Split:
-        """Decode the chosen ones to (k, 3, H, W) uint8.
-
-        Raises:
-            BadInput: one can't be read, or has another size than `first`.
-        """
+        """Decode the chosen ones to (k, 3, H, W) uint8; BadInput names one that can't be read, or of another size."""
         height, width = size = self.size()
         paths = [self.paths[place] for place in chosen.tolist()]
         images = torch.empty(len(chosen), 3, height, width, dtype=torch.uint8)
@@ -48,15 +44,14 @@ class Files(NamedTuple):
         def decode(row: int) -> None:
             pixels = np.asarray(self.open(paths[row]))
             if pixels.shape[:2] != size:
-                raise BadInput(
-                    "data.image_size", self.image_size,
-                    f"a size to bring all images to, as {paths[row]} is {pixels.shape[1]}x{pixels.shape[0]} "
-                    f"and {self.first} is {width}x{height}",
-                )  # fmt: skip
+                found = f"{paths[row]} is {pixels.shape[1]}x{pixels.shape[0]} and {self.first} is {width}x{height}"
+                raise BadInput("data.image_size", self.image_size, f"a size to bring all images to, as {found}")
             rows[row] = pixels.transpose(2, 0, 1)
 
+        with readable(self.first) as image:
+            is_large = image.width * image.height > LARGE
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            deque((pool.map if self.is_large() else map)(decode, range(len(paths))), maxlen=0)
+            deque((pool.map if is_large else map)(decode, range(len(paths))), maxlen=0)
         return Split(images, self.labels[chosen])
 
     def open(self, path: Path) -> Image.Image:
@@ -76,11 +71,6 @@ class Files(NamedTuple):
             upright = ImageOps.exif_transpose(image)
         return upright.height, upright.width
 
-    def is_large(self) -> bool:
-        """Whether decoding is worth a thread pool."""
-        with readable(self.first) as image:
-            return image.width * image.height > LARGE
-
 
 @contextmanager
 def readable(path: Path) -> Iterator[Image.Image]:
@@ -96,9 +86,6 @@ def in_rgb(image: Image.Image, form: str | None, path: Path) -> Image.Image:
     """The image in RGB. Scales 16 bits of grey, and floats from 0 to 1, to 8 bits, where PIL would clip.
 
     `form` is PIL's name of the file's format; PIL gives PGM's greys of up to 16 bits as integers up to 65535.
-
-    Raises:
-        BadInput: the range of its numbers is unknown.
     """
     if image.mode != "F" and not image.mode.startswith("I"):
         return image.convert("RGB")
@@ -172,7 +159,6 @@ class ImageFolder(ImageData):
         return train, test
 
     def _samples(self, part: str, skipped: Counter[str]) -> list[tuple[Path, int]]:
-        """Images and labels of a part; counts what else is there."""
         folder = self.root / part
 
         def is_image(file: str) -> bool:
@@ -195,12 +181,11 @@ class ImageFolder(ImageData):
         need, have = count * int(np.prod(self.input_shape)), memory.available_bytes()
         if need > have:
             h, w = self.input_shape[1:]
-            raise BadInput(
-                "data.root", self.root,
-                f"images that fit in memory: {count} of 3x{h}x{w} take {need / 1e9:.2f} GB, "
-                f"{have / 1e9:.2f} GB are available; "
-                "give a smaller --data.image_size, --data.train_size or --data.test_size",
-            )  # fmt: skip
+            expected = (
+                f"images that fit in memory: {count} of 3x{h}x{w} take {need / 1e9:.2f} GB, {have / 1e9:.2f} GB are "
+            )
+            advice = "available; give a smaller --data.image_size, --data.train_size or --data.test_size"
+            raise BadInput("data.root", self.root, expected + advice)
 
 
 def _hidden(path: Path) -> bool:
@@ -208,7 +193,6 @@ def _hidden(path: Path) -> bool:
 
 
 def _kind(path: Path) -> str:
-    """Why a file or folder is skipped."""
     if _hidden(path):
         return "hidden"
     return "outside a class" if len(path.parts) == 1 else path.suffix.lower() or "without an extension"

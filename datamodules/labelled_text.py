@@ -1,7 +1,6 @@
 """Lines of text to classify."""
 
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +38,7 @@ class LabelledText(InMemoryData):
         self.root, self.length, self.input_shape = Path(root).expanduser(), length, (length,)
 
     def lines(self) -> list[Line]:
-        """All lines that are not empty, with their labels.
-
-        Raises:
-            BadInput: `root` is not as described.
-        """
+        """All lines that are not empty, with their labels."""
         if self.root.is_dir():
             files = sorted(self.root.glob("*.txt"))
             return [(file.stem, text) for file in files for text in file.read_bytes().splitlines() if text.strip()]
@@ -70,7 +65,8 @@ class LabelledText(InMemoryData):
                 raise BadInput("data.root", self.root, f"at least {TEST_EVERY} lines of each class; {name} has {count}")
         numbers = {name: number for number, name in enumerate(self.class_names)}
         labels = torch.tensor([numbers[label] for label, _ in lines])
-        whole = Split(tokens((text for _, text in lines), self.length), labels)
+        rows = b"".join(text[: self.length].ljust(self.length, b"\0") for _, text in lines)
+        whole = Split(torch.frombuffer(bytearray(rows), dtype=torch.uint8).view(-1, self.length), labels)
         classes = [(labels == number).nonzero().flatten() for number in numbers.values()]
         test = torch.cat([places[TEST_EVERY - 1 :: TEST_EVERY] for places in classes]).sort().values
         return whole.take(without(test, len(labels))), whole.take(test)
@@ -78,9 +74,3 @@ class LabelledText(InMemoryData):
     def normalize(self, inputs: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Stored tokens (B, T) uint8 as embeddings take them: int64, whatever the module's type."""
         return inputs.long()
-
-
-def tokens(texts: Iterable[bytes], length: int) -> Tensor:
-    """(n, length) uint8, the texts' bytes, cut off or padded with 0."""
-    rows = b"".join(text[:length].ljust(length, b"\0") for text in texts)
-    return torch.frombuffer(bytearray(rows), dtype=torch.uint8).view(-1, length)

@@ -23,6 +23,6 @@ def _machine() -> int:
 
 
 def _number(path: Path) -> int:
-    """The number in a file; 0 if there is none (`max`: no limit)."""
+    # 0 if there is no such file, or no limit (`max`)
     text = path.read_text().strip() if path.is_file() else ""
     return int(text) if text.isdigit() else 0

@@ -59,7 +59,6 @@ class PartitionedOrder(EpochOrder):
     Args:
         fractions: each rank's fraction of the whole.
         chosen: seed of the partition.
-        size: as in `EpochOrder`, like the others.
     """
 
     def __init__(

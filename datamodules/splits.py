@@ -15,19 +15,23 @@ LISTED = 12  # classes whose counts are listed
 Subset = Literal["balanced", "proportional"]
 
 
-class Samples(Protocol):
+class Source(Protocol):
+    """A data set before subsets are drawn: its labels are known, its inputs may not be read yet."""
+
+    @property
+    def labels(self) -> Tensor:
+        """(n,) int64, or (n, T) with a label for each token."""
+
+    def take(self, chosen: Tensor) -> "Split":
+        """Read the samples at these (k,) places."""
+
+
+class Samples(Source, Protocol):
     """Samples in memory."""
 
     @property
     def inputs(self) -> Tensor:
         """(n, ...), as stored."""
-
-    @property
-    def labels(self) -> Tensor:
-        """(n,), or (n, T) with a label for each token."""
-
-    def take(self, chosen: Tensor) -> "Split":
-        """The samples at these (k,) places."""
 
     def to(self, device: torch.device) -> "Samples":
         """The same on that device."""
@@ -46,17 +50,6 @@ class Split(NamedTuple):
     def to(self, device: torch.device) -> "Split":
         """The same on that device."""
         return Split(self.inputs.to(device), self.labels.to(device))
-
-
-class Source(Protocol):
-    """A data set before subsets are drawn: its labels are known, its inputs may not be read yet."""
-
-    @property
-    def labels(self) -> Tensor:
-        """(n,) int64."""
-
-    def take(self, chosen: Tensor) -> Split:
-        """Read the samples at these (k,) places."""
 
 
 def balanced_subset(labels: Tensor, size: int, key: int) -> Tensor:
@@ -160,18 +153,14 @@ def train_and_validation(
     available, classes = len(labels), len(labels.unique())
     count = held_out(validation_size, available if train_size is None else train_size)
     if count > available - classes and (train_size is None or isinstance(validation_size, int)):
-        raise BadInput(
-            "data.validation_size", validation_size,
-            f"at most {available - classes} of the {available} training samples, as one of each class has to train",
-        )  # fmt: skip
+        most = f"at most {available - classes} of the {available} training samples, as one of each class has to train"
+        raise BadInput("data.validation_size", validation_size, most)
     if train_size is not None and train_size < classes:
         raise BadInput("data.train_size", train_size, f"at least {classes}, one sample of each class")
     if train_size is not None and train_size + count > available:
         largest = next(n for n in range(available, -1, -1) if n + held_out(validation_size, n) <= available)
-        raise BadInput(
-            "data.train_size", train_size,
-            f"at most {largest} of the {available} training samples, as --data.validation_size is {validation_size}",
-        )  # fmt: skip
+        most = f"at most {largest} of the {available} training samples, as --data.validation_size is {validation_size}"
+        raise BadInput("data.train_size", train_size, most)
     validation = proportional_subset(labels, count, keyed.fold_in(seed, 0))
     train = without(validation, available)
     if train_size is not None:
@@ -180,11 +169,7 @@ def train_and_validation(
 
 
 def test_places(labels: Tensor, test_size: int | None, seed: int, subset: Subset) -> Tensor:
-    """Places in `labels` for testing, sorted; None for all.
-
-    Raises:
-        BadInput: there are fewer samples.
-    """
+    """Places in `labels` for testing, sorted; all if no size is given. BadInput if there are fewer samples."""
     if test_size is not None and test_size > len(labels):
         raise BadInput("data.test_size", test_size, f"at most {len(labels)}, the test samples there are")
     return chosen(labels, len(labels) if test_size is None else test_size, keyed.fold_in(seed, 2), subset)

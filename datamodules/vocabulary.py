@@ -33,11 +33,7 @@ class Vocabulary:
         return "\n" if self.characters is None or "\n" in self.characters else self.characters[0]
 
     def encode(self, text: str, flag: str = "prompt") -> Tensor:
-        """(n,) int64, the tokens of a text.
-
-        Raises:
-            BadInput: characters are unknown; the message names them.
-        """
+        """(n,) int64, the tokens of a text; BadInput names characters that are unknown."""
         if self._codes is None:
             return torch.tensor(list(text.encode(errors="surrogatepass")), dtype=torch.int64)
         codes = _codes(text)

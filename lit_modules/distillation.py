@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,8 @@ class Distillation(Learner):
             `relates_rows`; a name or layer can't be used.
     """
 
+    students: Mapping[str, Student]
+
     def __init__(
         self,
         teacher: nn.Module,
@@ -66,7 +68,8 @@ class Distillation(Learner):
             if hasattr(nn.ModuleDict, name) or "." in name:
                 raise BadInput("variants", name, "a name without dots that is no attribute of torch's ModuleDict")
         self.teacher = teacher.requires_grad_(False).eval()
-        self.students = nn.ModuleDict({name: Student(prepared(net), obj) for name, (net, obj) in students.items()})
+        made = {name: Student(prepared(net), objective) for name, (net, objective) in students.items()}
+        self.students = nn.ModuleDict(made)  # type: ignore[assignment]  # it has a mapping's methods
         self.teacher_cache_bytes = teacher_cache_mb * 2**20
         self.cache: TeacherCache | None = None
         self._storing = False
@@ -79,30 +82,23 @@ class Distillation(Learner):
 
     @torch.no_grad()
     def _build(self, example: Tensor) -> None:
-        for name, student in self._named_students():
+        for name, student in self.students.items():
             student.check_layers(self.teacher, f"variants.{name}")
         teacher = self._ask_teacher(typed(self.teacher, example)) if self.uses_teacher else None
-        for name, student in self._named_students():
+        for name, student in self.students.items():
             student.build(example, teacher, self.seed, f"variants.{name}")
 
     @property
     def uses_teacher(self) -> bool:
         """Whether any student's objective uses the teacher."""
-        return any(student.objective.uses_teacher for _, student in self._named_students())
+        return any(student.objective.uses_teacher for student in self.students.values())
 
     def sharded_modules(self) -> list[nn.Module]:
         """Modules that are called separately, for strategies that shard: teacher, students' nets, objectives' parts."""
-        students = [student for _, student in self._named_students()]
-        return [self.teacher, *(part for s in students for part in (s.net, *s.objective.parts()))]
-
-    def _student(self, name: str) -> Student:
-        return cast("Student", self.students[name])
-
-    def _named_students(self) -> list[tuple[str, Student]]:
-        return [(name, self._student(name)) for name in self.runs]
+        return [self.teacher, *(part for s in self.students.values() for part in (s.net, *s.objective.parts()))]
 
     def _ask_teacher(self, inputs: Tensor) -> Outputs:
-        layers = {path for _, s in self._named_students() for path in s.objective.teacher_layers.values()}
+        layers = {path for s in self.students.values() for path in s.objective.teacher_layers.values()}
         with torch.no_grad():
             return run(self.teacher, inputs, layers)
 
@@ -111,22 +107,22 @@ class Distillation(Learner):
         super().train(mode)
         self.teacher.eval()
         for name in self.failed:
-            self._student(name).eval()
+            self.students[name].eval()
         return self
 
     def _fail(self, run: str, term: str) -> None:
         super()._fail(run, term)
-        self._student(run).eval()  # a pipeline still computes it, but must not change its statistics
+        self.students[run].eval()  # a pipeline still computes it, but must not change its statistics
 
     def parameter_groups(self) -> list[list[nn.Parameter]]:
         """Each student's parameters, including its objective's."""
-        return [[p for p in student.parameters() if p.requires_grad] for _, student in self._named_students()]
+        return [[p for p in student.parameters() if p.requires_grad] for student in self.students.values()]
 
     def forward(self, inputs: Tensor) -> tuple[Outputs | None, dict[str, Outputs]]:
         """Outputs for inputs (b, ...): the teacher's if needed and not cached, and those of all students."""
         teacher, students = self.active()
         asked = self._ask_teacher(inputs) if teacher else None
-        return asked, {name: self._student(name)(inputs) for name in students if name not in self.failed}
+        return asked, {name: self.students[name](inputs) for name in students if name not in self.failed}
 
     def active(self) -> tuple[bool, Sequence[str]]:
         """Whether the teacher runs in a forward, and which students."""
@@ -136,7 +132,7 @@ class Distillation(Learner):
 
     def pipeline_stages(self) -> list[nn.Module]:
         """Teacher and students side by side, each cut into as many pieces as the deepest of them has."""
-        return side_by_side(self.teacher, dict(self._named_students()), self.active, self._example)
+        return side_by_side(self.teacher, self.students, self.active, self._example)
 
     def on_train_start(self) -> None:
         """Cache the teacher's outputs if they will be needed again."""
@@ -166,7 +162,7 @@ class Distillation(Learner):
         teacher = self.cache[batch.index] if self.cache else outputs[0]
         loss = self._zero_of_failed()
         parts: dict[str, Tensor] = {}
-        for name, student in self._named_students():
+        for name, student in self.students.items():
             if name in self.failed:
                 continue
             found = outputs[1][name]
@@ -192,7 +188,7 @@ class Distillation(Learner):
 
     def step_alone(self, run: str, batch: Batch) -> Callable[[], Tensor]:
         """A step of a copy of one student with its objective's parts; the teacher's outputs are computed beforehand."""
-        student = copy.deepcopy(self._student(run)).train()
+        student = copy.deepcopy(self.students[run]).train()
         teacher = self._ask_teacher(batch.inputs) if self.uses_teacher else None
 
         def loss() -> Tensor:

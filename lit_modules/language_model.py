@@ -53,13 +53,8 @@ class LitLanguageModel(LitClassifier):
             weight(name, value)
         if not all(0 <= beta < 1 for beta in betas):
             raise BadInput("betas", list(betas), "two numbers of at least 0 and below 1")
-        self.lr, self.warmup_steps, self.weight_decay, self.betas = (
-            positive("lr", lr),
-            warmup_steps,
-            weight_decay,
-            betas,
-        )
-        self.clip_norm, self.compiled = clip_norm, compiled
+        self.lr, self.betas, self.compiled = positive("lr", lr), betas, compiled
+        self.warmup_steps, self.weight_decay, self.clip_norm = warmup_steps, weight_decay, clip_norm
 
     def on_fit_start(self) -> None:
         """Compile the net; not earlier, as a compiled net can't be pickled or used in a fork."""

@@ -64,11 +64,7 @@ class Learner(RunMetrics):
         raise NotImplementedError
 
     def pipeline_stages(self) -> list[nn.Module]:
-        """Ordered modules whose composition is `forward`, for a pipeline strategy.
-
-        Raises:
-            BadInput: a net can't be cut.
-        """
+        """Ordered modules whose composition is `forward`, for a pipeline; BadInput if a net can't be cut."""
         raise NotImplementedError
 
     def step_alone(self, run: str, batch: Batch) -> Callable[[], Tensor]:
@@ -96,15 +92,9 @@ class Learner(RunMetrics):
         return loss
 
     def shard_step(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and per-sample values of some rows of a global batch; changes no state.
+        """The part of the loss, and (b,) values by `<run>/<what>`, of b rows of a global batch; changes no state.
 
         A strategy that splits a batch calls this for each part, and `on_global_batch` once.
-
-        Args:
-            batch: b rows.
-
-        Returns:
-            This batch's part of the loss; (b,) tensors by `<run>/<what>`.
         """
         batch = Batch.of(batch, self.batches_done)
         with keyed.noise(self.seed, batch.step, batch.rows):
@@ -116,14 +106,10 @@ class Learner(RunMetrics):
         return self.losses(output, Batch.of(batch, self.batches_done))[0]
 
     def on_global_batch(self, means: Mapping[str, float], count: int) -> list[nn.Parameter]:
-        """Log a global batch; a run with a value that is not finite has failed, on all ranks alike.
+        """Log a global batch of `count` rows by its means, `<run>/<what>` to value.
 
-        Args:
-            means: over the global batch, `<run>/<what>` to value.
-            count: rows of the global batch.
-
-        Returns:
-            The parameters of failed runs, which no longer step.
+        A run with a value that is not finite has failed, on all ranks alike. Returns the parameters of failed runs,
+        which no longer step.
         """
         for run in self.runs:
             own = {name: value for name, value in means.items() if name.rpartition("/")[0] == run}
@@ -171,16 +157,14 @@ class Learner(RunMetrics):
 
         Callbacks' hooks of this name run before: under 16-mixed they see scaled gradients.
         """
-        overflowed = self._unscale() if self.loss_scales.scalers else []
+        overflowed: list[str] = []
+        if self.loss_scales.scalers:
+            alive = {run: group for run, group in self._groups().items() if run not in self.failed}
+            overflowed = self.loss_scales.unscale(alive, self.trainer.strategy.root_device)
+            for run in filter(self.loss_scales.hopeless, overflowed):
+                self._fail(run, "gradient")
         for p in self._parameters_of({*self.failed, *overflowed}):
             p.grad = None
-
-    def _unscale(self) -> list[str]:
-        alive = {run: group for run, group in self._groups().items() if run not in self.failed}
-        overflowed = self.loss_scales.unscale(alive, self.trainer.strategy.root_device)
-        for run in filter(self.loss_scales.hopeless, overflowed):
-            self._fail(run, "gradient")
-        return overflowed
 
     def _groups(self) -> dict[str, list[nn.Parameter]]:
         return dict(zip(self.runs, self.parameter_groups(), strict=True))
@@ -194,8 +178,8 @@ class Learner(RunMetrics):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the running sums of an interrupted epoch, the failed runs and the loss scales."""
-        checkpoint["learner"] = {"train_sums": self.train_sums, "samples": self.samples, "failed": self.failed}
-        checkpoint["learner"]["loss_scales"] = self.loss_scales.state_dict()
+        state = {"train_sums": self.train_sums, "samples": self.samples, "failed": self.failed}
+        checkpoint["learner"] = state | {"loss_scales": self.loss_scales.state_dict()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore them."""

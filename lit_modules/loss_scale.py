@@ -76,9 +76,7 @@ class LossScales:
         found: dict[str, list[Tensor]] = {}
         for run, group in parameters.items():
             if held := [_local(p) for p in group if p.grad is not None]:
-                seen: Any = SimpleNamespace(
-                    param_groups=[{"params": held}]
-                )  # all that GradScaler reads of an optimizer
+                seen: Any = SimpleNamespace(param_groups=[{"params": held}])  # all that GradScaler reads
                 self.scalers[run].unscale_(seen)
                 found[run] = list(self.scalers[run]._found_inf_per_device(seen).values())
         if not found:
@@ -92,7 +90,7 @@ class LossScales:
         return [run for run, count in anywhere.items() if count]
 
     def hopeless(self, run: str) -> bool:
-        """Whether the scale is so small that it can't be the cause of overflows."""
+        """Whether the scale is too small to be the cause of overflows."""
         return self.scalers[run].get_scale() < HOPELESS
 
 

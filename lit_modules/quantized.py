@@ -1,7 +1,6 @@
 """Quantisation-aware training of a trained student, from labels alone or with distillation."""
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
@@ -78,9 +77,7 @@ class Quantized(Distillation):
     @property
     def net(self) -> FakeQuantized:
         """The net in training."""
-        net = self._student(NAME).net
-        assert isinstance(net, FakeQuantized)
-        return net
+        return cast("FakeQuantized", self.students[NAME].net)
 
     def best_state(self) -> dict[str, Tensor]:
         """The state of `net` in the best epoch, for its `int8`; without validation, the current state."""
@@ -100,13 +97,11 @@ class Quantized(Distillation):
         with torch.autocast(inputs.device.type, enabled=False):
             return {NAME: self._int8[0](inputs.float())}
 
-    def _convert(self, state: Mapping[str, Tensor]) -> None:
-        self._int8[:] = [self.net.int8(state).to(self.device)]
-
     def on_validation_epoch_start(self) -> None:
         """Convert the current state; for a test, that of the best epoch."""
         super().on_validation_epoch_start()
-        self._convert(self.best_state() if self.trainer.testing else self.net.state_dict())
+        state = self.best_state() if self.trainer.testing else self.net.state_dict()
+        self._int8[:] = [self.net.int8(state).to(self.device)]
 
     def on_validation_epoch_end(self) -> None:
         """Log the int8 net's scores; keep the state if this is the best epoch so far."""

@@ -43,8 +43,6 @@ class RunMetrics(LightningModule):
         """The evaluation scores of a run."""
         return cast("Scores", self.scores[self.runs.index(run)])
 
-    # Training
-
     def log_training(self, values: Mapping[str, float], count: int) -> None:
         """Log the global batch's means (`<run>/<what>` to value), and add them to the epoch's sums."""
         self.samples += count
@@ -65,8 +63,6 @@ class RunMetrics(LightningModule):
             self._log_epoch({f"{k}_epoch": v / rows for k, v in self.train_sums.items()}, "train")
         self.train_sums = {}
 
-    # Evaluation
-
     def on_validation_epoch_start(self) -> None:
         """Reset the scores; not at the end, as a tensor made in another loop's inference mode can't be added to."""
         for scores in self.scores:
@@ -77,17 +73,12 @@ class RunMetrics(LightningModule):
         self.on_validation_epoch_start()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Update the scores with a validation batch."""
-        self._update(batch)
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        """Update the scores with a test batch."""
-        self._update(batch)
-
-    def _update(self, batch: Any) -> None:
+        """Update the scores with a batch."""
         batch = Batch.of(batch, 0, shared=False)
         for run, logits in self.predict(batch.inputs).items():
             self.scores_of(run).update(logits, batch.labels)
+
+    test_step = validation_step
 
     def on_validation_epoch_end(self) -> None:
         """Log the validation scores."""
@@ -98,7 +89,6 @@ class RunMetrics(LightningModule):
         self._log_scores("test")
 
     def _log_scores(self, stage: str) -> None:
-        """Log each run's scores, and after the test its confusion matrix."""
         for run in self.runs:
             if run in self.failed:
                 continue
@@ -108,17 +98,15 @@ class RunMetrics(LightningModule):
                 values.pop("correct", None)
             self._log_epoch({f"{run}/{k}" if run else k: v for k, v in values.items()}, stage)
             if stage == "test" and isinstance(scores, ClassScores):
-                self._log_confusion(run, scores.confusion.compute())
+                confusion = scores.confusion.compute().cpu()
+                for logger in self.loggers:
+                    if hasattr(logger, "log_confusion"):
+                        names = getattr(self.trainer.datamodule, "class_names", None)  # type: ignore[attr-defined]
+                        logger.log_confusion(run, confusion, names, self.global_step)
 
     def _log_epoch(self, values: Mapping[str, Any], stage: str) -> None:
         # All ranks have the same values: their maximum equals each bit for bit, where a mean would round.
         self.log_dict(_tags(values, stage), sync_dist=True, reduce_fx="max", on_step=False, on_epoch=True)
-
-    def _log_confusion(self, run: str, confusion: Tensor) -> None:
-        for logger in self.loggers:
-            if hasattr(logger, "log_confusion"):
-                names = getattr(self.trainer.datamodule, "class_names", None)  # type: ignore[attr-defined]
-                logger.log_confusion(run, confusion.cpu(), names, self.global_step)
 
 
 def _tags(values: Mapping[str, Any], stage: str) -> dict[str, Any]:

@@ -3,23 +3,55 @@
 import math
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchmetrics import Metric
 from torchmetrics.classification import MulticlassConfusionMatrix
 
-from lit_modules.exact_mean import ExactMean
 from lit_modules.objectives.base import widened
 from lit_modules.objectives.cross_entropy import cross_entropy
 
+UNIT = 2.0**32
 
-class Scores(nn.Module):
-    """The scores of one run.
 
-    Attributes:
-        names: of the values in a test's result, the most important first.
+class ExactMean(Metric):
+    """Mean of per-sample values, summed in integers: whole parts, and fractions in units of 2**-32.
+
+    Each value is rounded to 2e-10; a value that is not finite or above 2**53 makes the mean NaN.
     """
 
-    names: tuple[str, ...]
+    whole: Tensor
+    fraction: Tensor
+    samples: Tensor
+    broken: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("whole", "fraction", "samples", "broken"):
+            self.add_state(name, torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, values: Tensor) -> None:
+        """Add b samples: values (b,)."""
+        values = values.detach().double()
+        usable = values.abs() <= 2.0**53
+        values = values.where(usable, 0.0)
+        floor = values.floor()
+        self.whole += floor.long().sum()
+        self.fraction += ((values - floor) * UNIT).round().long().sum()
+        self.samples += len(values)
+        self.broken += (~usable).sum()
+
+    def compute(self) -> Tensor:
+        """The mean, a float64 scalar."""
+        mean = (self.whole.double() + self.fraction.double() / UNIT) / self.samples
+        return mean.where(self.broken == 0, torch.nan)
+
+
+class Scores(nn.Module):
+    """The scores of one run."""
+
+    names: tuple[str, ...]  # of the values in a test's result, the most important first
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
         """Add b samples: logits (b, ..., classes), labels (b, ...)."""
@@ -43,11 +75,7 @@ MakeScores = Callable[[], Scores]
 
 
 class ClassScores(Scores):
-    """Scores of a classifier: loss, accuracy, and the confusion matrix (classes, classes) with the truth in rows.
-
-    Args:
-        num_classes: number of logits.
-    """
+    """Scores of a classifier: loss, accuracy, and the confusion matrix (classes, classes) with the truth in rows."""
 
     names = ("acc", "correct")
 
@@ -73,11 +101,7 @@ class ClassScores(Scores):
 
 
 class TokenScores(Scores):
-    """Scores of a language model: loss per token in nats, bits per character, perplexity; a label of -100 is ignored.
-
-    Args:
-        tokens_per_character: 1 if tokens are characters.
-    """
+    """Scores of a language model: loss per token in nats, bits per character, perplexity; ignores labels of -100."""
 
     names = ("loss", "bpc", "perplexity")
 

@@ -37,10 +37,7 @@ def side_by_side(
 ) -> list[nn.Module]:
     """The stages of a distillation, whose composition gives the teacher's outputs, or None, and the students' outputs.
 
-    `active` says whether the teacher runs, and which students.
-
-    Raises:
-        BadInput: a net can't be cut.
+    `active` says whether the teacher runs, and which students. BadInput if a net can't be cut.
     """
     asked: dict[str, str] = {}  # the teacher's layers, and the flag that names each
     nets = [(teacher, asked)]

@@ -35,11 +35,7 @@ class Student(nn.Module):
             layer(teacher, path, f"{flag}.{option}")
 
     def build(self, example: Tensor, teacher: Outputs | None, seed: int, flag: str) -> None:
-        """Let the objective make its parts, from the seed and the shapes alone, and test it on inputs (b, ...).
-
-        Raises:
-            BadInput: the objective refuses the nets, or gives other than one value for each row.
-        """
+        """Let the objective make its parts, from the seed and the shapes alone, and test it on inputs (b, ...)."""
         mode, objective = self.training, self.objective
         outputs = self.eval().raw(typed(self.net, example))
         try:

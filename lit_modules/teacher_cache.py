@@ -10,12 +10,9 @@ from lit_modules.nets import Outputs
 
 
 class TeacherCache:
-    """Outputs of a frozen teacher, by the sample's index.
+    """Outputs of a frozen teacher by the sample's index: logits (n, classes) and features (n, ...).
 
     Ranks compute chunks of fixed size and order and then share them, so a resumed run gets the same bits.
-
-    Args:
-        outputs: logits (n, classes) and features (n, ...).
     """
 
     def __init__(self, outputs: Outputs) -> None:

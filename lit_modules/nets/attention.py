@@ -11,16 +11,14 @@ from lit_modules.nets.attention_kernels import Backend, check_backend, chosen, k
 
 
 class Cache:
-    """Keys and values of the tokens that one causal attention layer has seen, for generation.
+    """Keys and values of up to `max_length` tokens that one causal attention layer has seen, for generation.
 
     Use one for each layer and batch of texts. It starts empty and grows with each `SelfAttention.forward(x, cache)` by
-    the tokens of x. It holds no gradients: generate under `torch.no_grad()`.
+    the tokens of x; `length` is their number, and the position of the next. It holds no gradients: generate under
+    `torch.no_grad()`.
 
-    Attributes:
-        length: number of tokens it holds, which is the position of the next.
-
-    Args:
-        max_length: its capacity in tokens.
+    Raises:
+        ValueError: it is full, or gradients are on.
     """
 
     def __init__(self, max_length: int) -> None:
@@ -29,11 +27,7 @@ class Cache:
         self._values: Tensor | None = None
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add keys and values (B, heads, t, D / heads); returns those of all tokens, (B, heads, length, D / heads).
-
-        Raises:
-            ValueError: there is no room for them, or they require gradients.
-        """
+        """Add keys and values (B, heads, t, D / heads); returns those of all tokens, (B, heads, length, D / heads)."""
         if keys.requires_grad:
             raise ValueError("a cache holds no gradients: expected a call under torch.no_grad()")
         end = self.length + keys.shape[2]
@@ -116,8 +110,7 @@ class SelfAttention(nn.Module):
         return [part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in parts]
 
     def _attended(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-        p = self.dropout if self.training else 0.0
-        call = (query, key, value, mask, p, causal)
+        call = (query, key, value, mask, self.dropout if self.training else 0.0, causal)
         if self.backend == "auto" and not query.is_nested:
             return F.scaled_dot_product_attention(*call)
         with chosen(self.backend, query) if torch.compiler.is_compiling() else kernel(self.backend, *call):

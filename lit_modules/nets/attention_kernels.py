@@ -12,15 +12,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from apprentice.errors import BadInput
+from apprentice.errors import BadInput, first_line
 
 Backend = Literal["auto", "math", "flash", "efficient", "cudnn"]
 KERNELS = {
-    "math": SDPBackend.MATH,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-}
+    "math": SDPBackend.MATH, "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
+}  # fmt: skip
 NO_KERNEL = re.compile("No available kernel|No viable backend")
 CHOOSES = ("cpu", "cuda", "xpu", "meta")  # devices on which torch follows the choice of a kernel
 
@@ -53,7 +51,7 @@ def kernel(backend: str, query: Tensor, *others: Any) -> Iterator[None]:
         asked_gpu = device == "cpu" and isinstance(error, torch.AcceleratorError)  # for jagged texts, without a GPU
         if not asked_gpu and not NO_KERNEL.search(str(error)):
             raise
-        reasons = " ".join([str(error).split("\n")[0], *_reasons(backend, query, *others)])
+        reasons = " ".join([first_line(error), *_reasons(backend, query, *others)])
         raise BadInput("backend", backend, f"a kernel that serves attention of {kind}; torch says: {reasons}") from None
 
 

@@ -33,11 +33,7 @@ class Net(nn.Module):
 
 
 def of_images(input_shape: Sequence[int]) -> tuple[int, int, int]:
-    """The shape, if it is that of images.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """The shape, if it is that of images; raises ValueError otherwise."""
     if len(input_shape) != 3:
         raise ValueError(f"input_shape {tuple(input_shape)}: expected (C, H, W), images")
     channels, height, width = input_shape
@@ -45,11 +41,7 @@ def of_images(input_shape: Sequence[int]) -> tuple[int, int, int]:
 
 
 def layer(net: nn.Module, path: str, flag: str = "layer", needs: str = "") -> nn.Module:
-    """The submodule at `path`; "default" is the net's feature layer.
-
-    Raises:
-        BadInput: the net has no such layer; the message lists those it has.
-    """
+    """The submodule at `path`, "default" for the net's feature layer; if there is none, BadInput lists the layers."""
     name = getattr(net, "feature_layer", "") if path == DEFAULT_LAYER else path
     layers = dict(net.named_modules())
     if not name or name not in layers:

@@ -86,10 +86,8 @@ class _Global3d(_Global, nn.BatchNorm3d):
 
 
 GLOBAL: dict[type[nn.Module], type[_Global]] = {
-    nn.BatchNorm1d: _Global1d,
-    nn.BatchNorm2d: _Global2d,
-    nn.BatchNorm3d: _Global3d,
-}
+    nn.BatchNorm1d: _Global1d, nn.BatchNorm2d: _Global2d, nn.BatchNorm3d: _Global3d,
+}  # fmt: skip
 
 
 def globalise(net: nn.Module) -> nn.Module:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from apprentice.errors import BadInput
+from apprentice.errors import BadInput, first_line
 from apprentice.keyed import with_seed
 from lit_modules.nets.base import typed
 
@@ -32,26 +32,18 @@ def check_fits(
             raise BadInput(f"{flag}.{fault.flag}", fault.value, fault.expected) from None
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             wanted = f"a net that takes inputs {shape}, as this data has them"
-            raise BadInput(flag, name, f"{wanted}; it says: {str(error).splitlines()[0]}") from None
+            raise BadInput(flag, name, f"{wanted}; it says: {first_line(error)}") from None
         if not isinstance(found, Tensor) or tuple(found.shape) != (len(example), *logits_shape):
             given = tuple(found.shape[1:]) if isinstance(found, Tensor) else type(found).__name__
             raise BadInput(flag, name, f"a net that gives logits {tuple(logits_shape)} for an input; it gives {given}")
 
 
 def check_same_start(net: nn.Module, again: nn.Module, flag: str = "net") -> None:
-    """Check that two nets made with one seed have the same initial weights.
-
-    Raises:
-        BadInput: they differ; the message names the first difference.
-    """
+    """Raise BadInput, which names the first difference, if two nets made with one seed differ in initial weights."""
     first, second = net.state_dict(), again.state_dict()
     made = [key for key, x in first.items() if isinstance(x, Tensor) and not nn.parameter.is_lazy(x)]
-    if differ := [key for key in made if not _equal(first[key], second[key])]:
+    same = {key: first[key].shape == second[key].shape and first[key].allclose(second[key], 0, 0, True) for key in made}
+    if differ := [key for key in made if not same[key]]:
         sources = "torch's, numpy's and Python's global random numbers"
         found = f"two made with one seed differ in {differ[0]}"
         raise BadInput(flag, type(net).__name__, f"a net whose first weights come from {sources} alone; {found}")
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same elements; NaN equals NaN."""
-    return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())

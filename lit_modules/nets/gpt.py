@@ -76,22 +76,14 @@ class GPT(Net):
             self.head.weight = self.embedding.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (B, T, V) of tokens (B, T) of any integer type.
-
-        Raises:
-            ValueError: T is more than the block size.
-        """
+        """Logits (B, T, V) of tokens (B, T) of any integer type; ValueError if T is more than the block size."""
         x = self.embedding(tokens)  # (B, T, D)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
 
     def pipeline_stages(self) -> list[nn.Module]:
-        """Embedding, each block, norm and head.
-
-        Raises:
-            BadInput: embedding and head, the first stage and the last, share a weight.
-        """
+        """Embedding, each block, norm and head; BadInput if embedding and head, the ends, share a weight."""
         if self.tie_weights:
             raise BadInput("tie_weights", True, "False in a pipeline: tie_weights=False gives the last stage its own")
         return [self.embedding, *self.blocks, self.norm, self.head]
@@ -124,7 +116,12 @@ class GPT(Net):
         Raises:
             ValueError: a prompt is empty or longer than the block, or an option's value can't be used.
         """
-        _check_sampling(length, temperature, top_k)
+        if length is not None and length < 0:
+            raise ValueError(f"length {length}: expected 0 or more tokens")
+        if not 0 <= temperature < math.inf:
+            raise ValueError(f"temperature {temperature}: expected 0 or more")
+        if top_k is not None and top_k < 1:
+            raise ValueError(f"top_k {top_k}: expected at least 1")
         rows, room = tokens.shape[0], self.block_size - tokens.shape[1]
         if not tokens.shape[1] or room < 0:
             raise ValueError(f"tokens {tuple(tokens.shape)}: expected prompts of 1 to {self.block_size} tokens")
@@ -171,15 +168,6 @@ def _initialise(module: nn.Module) -> None:
         nn.init.normal_(module.weight, std=STD)
     if isinstance(module, nn.Linear) and module.bias is not None:
         nn.init.zeros_(module.bias)
-
-
-def _check_sampling(length: int | None, temperature: float, top_k: int | None) -> None:
-    if length is not None and length < 0:
-        raise ValueError(f"length {length}: expected 0 or more tokens")
-    if not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature {temperature}: expected 0 or more")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k {top_k}: expected at least 1")
 
 
 def _sample(logits: Tensor, temperature: float, top_k: int | None, key: int) -> Tensor:

@@ -9,11 +9,7 @@ Norm = Literal["batch", "group"]
 
 
 def norm_layer(norm: Norm) -> Callable[[int], nn.Module]:
-    """A function from a number of channels to their norm.
-
-    Raises:
-        ValueError: there is no norm of this name.
-    """
+    """A function from a number of channels to their norm; ValueError if there is no norm of this name."""
     makers: dict[str, Callable[[int], nn.Module]] = {"batch": nn.BatchNorm2d, "group": group_norm}
     if norm not in makers:
         raise ValueError(f"norm {norm}: expected {' or '.join(makers)}")

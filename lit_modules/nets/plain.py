@@ -27,11 +27,9 @@ class _Plain(Net):
         self.features = nn.Sequential(*features)
         channels = [m.out_channels for m in features if isinstance(m, nn.Conv2d)][-1]
         self.classifier = nn.Sequential(
-            nn.Linear(channels * (height // 4) * (width // 4), hidden),
-            nn.ReLU(),
-            Dropout(dropout),
-            nn.Linear(hidden, num_classes),
-        )
+            nn.Linear(channels * (height // 4) * (width // 4), hidden), nn.ReLU(),
+            Dropout(dropout), nn.Linear(hidden, num_classes),
+        )  # fmt: skip
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, classes) of images (B, C, H, W)."""

@@ -9,13 +9,8 @@ from lit_modules.nets.base import layer
 
 
 def pipeline_stages(net: nn.Module, flag: str = "net") -> list[nn.Module]:
-    """Ordered modules of the net whose composition is its forward: its own `pipeline_stages()`, or a sequence's parts.
-
-    Raises:
-        BadInput: the net has no such method and is no `nn.Sequential`.
-    """
-    own = getattr(net, "pipeline_stages", None)
-    if own is not None:
+    """Modules whose composition is the net's forward: its `pipeline_stages()`, or a sequence's parts; else BadInput."""
+    if (own := getattr(net, "pipeline_stages", None)) is not None:
         return own()
     if _is_chain(net):
         return cuttable(net.children())

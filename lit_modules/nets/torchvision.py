@@ -1,20 +1,23 @@
 """Any of torchvision's classification models, with a head of the right size."""
 
+import copy
 import difflib
 import inspect
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torchvision import models
 
-from apprentice.errors import BadInput
+from apprentice.errors import BadInput, first_line
 from lit_modules.nets.base import Net, observed, of_images
 from lit_modules.nets.group_norm import Norm, norm_layer
 from lit_modules.nets.stages import cuttable
-from lit_modules.nets.tracing import chain
 
 WITH_AUXILIARY = {"googlenet", "inception_v3"}
+# What models do between two children without a module for it.
+GLUES: tuple[tuple[nn.Module, ...], ...] = ((), (nn.Flatten(1),), (nn.AdaptiveAvgPool2d(1), nn.Flatten(1)))
 NOT_MAPS = ("pool", "classifier", "head")  # children whose output may have four dimensions and be no map
 
 
@@ -73,26 +76,19 @@ class Torchvision(Net):
 
     @torch.no_grad()
     def _last_map(self) -> str:
-        """Run the model once; the path of its last child that gives maps.
-
-        Raises:
-            BadInput: the model can't take such images, or gives no logits.
-        """
+        """Run the model once, or refuse it; the path of its last child that gives maps."""
         height, width = self.input_shape[1:]
         fits = f"a model that takes {height} x {width} images"
         try:
             with observed(dict(self.model.named_children())) as outputs:
                 logits = self.model.eval()(torch.zeros(2, 3, height, width))
         except (RuntimeError, ValueError, AssertionError) as error:
-            raise BadInput("name", self.name, f"{fits}; it says: {str(error).splitlines()[0]}") from None
+            raise BadInput("name", self.name, f"{fits}; it says: {first_line(error)}") from None
         if not isinstance(logits, Tensor) or logits.shape != (2, self.num_classes):
             raise BadInput("name", self.name, f"{fits}; it gives no logits (2, {self.num_classes})")
         self.model.train()
-        maps = [
-            name
-            for name, output in outputs.items()
-            if isinstance(output, Tensor) and output.dim() == 4 and not any(word in name for word in NOT_MAPS)
-        ]
+        maps = [name for name, output in outputs.items() if isinstance(output, Tensor) and output.dim() == 4]
+        maps = [name for name in maps if not any(word in name for word in NOT_MAPS)]
         return f"model.{maps[-1]}" if maps else ""
 
     def forward(self, images: Tensor) -> Tensor:
@@ -100,11 +96,7 @@ class Torchvision(Net):
         return self.model(images.expand(-1, 3, -1, -1))
 
     def pipeline_stages(self) -> list[nn.Module]:
-        """The model's children and what it does between them; its sequences are split into their members.
-
-        Raises:
-            BadInput: the model is not a chain of its children.
-        """
+        """The model's children and what it does between them, its sequences split; BadInput if it is no such chain."""
         weight = next(self.model.parameters())
         example = torch.rand(2, 3, *self.input_shape[1:], generator=torch.Generator().manual_seed(0))
         try:
@@ -118,3 +110,54 @@ class Torchvision(Net):
 class _ThreeChannels(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         return images.expand(-1, 3, -1, -1)  # (B, 1 or 3, H, W) -> (B, 3, H, W)
+
+
+@torch.no_grad()
+def chain(model: nn.Module, example: Tensor) -> list[nn.Module]:
+    """The model's children in order, with modules for the pooling and flattening between them.
+
+    Their composition equals the model's forward, bit for bit, in eval mode and for the example's inputs.
+
+    Raises:
+        ValueError: the model is not such a chain.
+    """
+    names, tensors = _traced(copy.deepcopy(model).eval(), example)
+    if len(set(names)) < len(names):
+        raise ValueError("a child is called twice")
+    found = list(_between(*tensors[0]))
+    for name, junction in zip(names, tensors[1:], strict=True):
+        found += [model.get_submodule(name), *_between(*junction)]
+    return found
+
+
+def _traced(model: nn.Module, example: Tensor) -> tuple[list[str], list[tuple[Tensor, Tensor]]]:
+    """The children's names in call order; for each gap around them the tensor before and the tensor after it.
+
+    Tensors are cloned, since a child may work in place.
+    """
+    names: list[str] = []
+    given, taken = [example], []
+
+    def enter(_module: nn.Module, args: tuple[Any, ...]) -> None:
+        if len(args) != 1 or not isinstance(args[0], Tensor):
+            raise ValueError("a child takes more than one tensor")
+        taken.append(args[0].clone())
+
+    def leave(name: str, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        if not isinstance(output, Tensor):
+            raise ValueError("a child gives more than one tensor")
+        names.append(name)
+        given.append(output.clone())
+
+    for name, child in model.named_children():
+        child.register_forward_pre_hook(enter)
+        child.register_forward_hook(partial(leave, name))
+    taken.append(model(example.clone()))
+    return names, list(zip(given, taken, strict=True))
+
+
+def _between(given: Tensor, taken: Tensor) -> tuple[nn.Module, ...]:
+    for glue in GLUES if given.dim() == 4 else ((),):
+        if torch.equal(nn.Sequential(*glue)(given), taken):
+            return glue
+    raise ValueError(f"an unknown operation between {tuple(given.shape)} and {tuple(taken.shape)}")

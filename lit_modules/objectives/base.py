@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from apprentice.errors import BadInput
 from lit_modules.nets.base import DEFAULT_LAYER, Outputs
@@ -66,14 +67,12 @@ class Objective(nn.Module):
             return self(_widened(student), teacher and _widened(teacher), labels)
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
-        """The terms of b samples.
+        """The terms of b samples. In training all outputs are float32 or float64, also under autocast.
 
         Args:
             student: logits (b, classes), or (b, T, vocabulary) of tokens, and the student's adapted features.
             teacher: the same of the teacher, without gradients; None if `uses_teacher` is false.
             labels: (b,) int64, or (b, T).
-
-        In training all outputs are float32 or float64, also under autocast.
         """
         raise NotImplementedError
 
@@ -104,6 +103,17 @@ def _widened(outputs: Outputs) -> Outputs:
 def per_sample(values: Tensor) -> Tensor:
     """(b,) of values (b,), or of values (b, T) for each token: their mean over a sample."""
     return values.flatten(1).mean(1) if values.dim() > 1 else values
+
+
+def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """(b,) of KL(p || q) = sum of p (log p - log q) from log-probabilities (b, ..., classes); for tokens the mean."""
+    return per_sample(F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1))
+
+
+def softened_kl(z_p: Tensor, z_q: Tensor, temperature: float) -> Tensor:
+    """(b,) of T^2 * KL(softmax(z_p / T) || softmax(z_q / T)), logits (b, ..., classes); T^2 keeps gradients' size."""
+    log_p, log_q = (F.log_softmax(z / temperature, -1) for z in (z_p, z_q))
+    return kl(log_p, log_q) * temperature**2
 
 
 def positive(name: str, value: float) -> float:

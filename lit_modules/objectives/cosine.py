@@ -35,7 +35,4 @@ class Cosine(FeatureObjective):
         size = min(f_s.shape[1], f_t.shape[1])
         f_s, f_t = (F.adaptive_avg_pool1d(f[:, None], size)[:, 0] if f.shape[1] > size else f for f in (f_s, f_t))
         distance = F.cosine_embedding_loss(f_s, f_t, f_s.new_ones(len(f_s)), reduction="none")  # (b,)
-        return {
-            "cosine": Term(distance, self.cosine_weight),
-            "ce": ce_term(student, labels, self.ce_weight),
-        }
+        return {"cosine": Term(distance, self.cosine_weight), "ce": ce_term(student, labels, self.ce_weight)}

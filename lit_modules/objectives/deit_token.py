@@ -6,9 +6,8 @@ from torch import Tensor
 
 from apprentice.errors import BadInput
 from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Objective, Term, positive, weight
+from lit_modules.objectives.base import Objective, Term, positive, softened_kl, weight
 from lit_modules.objectives.cross_entropy import ce_term, cross_entropy
-from lit_modules.objectives.divergence import softened_kl
 
 
 class DeiTToken(Objective):

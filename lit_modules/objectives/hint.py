@@ -48,7 +48,4 @@ class Hint(FeatureObjective):
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
         f_s, f_t = self.features(student, teacher)
         distance = (f_s - f_t).square().mean((1, 2, 3))  # (b,)
-        return {
-            "hint": Term(distance, self.hint_weight),
-            "ce": ce_term(student, labels, self.ce_weight),
-        }
+        return {"hint": Term(distance, self.hint_weight), "ce": ce_term(student, labels, self.ce_weight)}

@@ -7,9 +7,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Objective, Term, inside, positive, weight
+from lit_modules.objectives.base import Objective, Term, inside, kl, positive, weight
 from lit_modules.objectives.cross_entropy import ce_term
-from lit_modules.objectives.divergence import kl
 
 
 class JensenShannon(Objective):

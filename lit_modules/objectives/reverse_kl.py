@@ -3,9 +3,8 @@
 from torch import Tensor
 
 from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Objective, Term, positive, weight
+from lit_modules.objectives.base import Objective, Term, positive, softened_kl, weight
 from lit_modules.objectives.cross_entropy import ce_term
-from lit_modules.objectives.divergence import softened_kl
 
 
 class ReverseKL(Objective):

@@ -17,8 +17,6 @@ RANGES = (0, 1), (-10, 10)  # of outputs: the first has finite roots and logarit
 
 
 class _Inputs(NamedTuple):
-    """The arguments of an objective."""
-
     student: Outputs
     teacher: Outputs | None
     labels: Tensor
@@ -26,9 +24,7 @@ class _Inputs(NamedTuple):
 
 @torch.no_grad()
 def check_rows(objective: Objective, student: Outputs, teacher: Outputs | None, flag: str) -> None:
-    """Run an objective on noise, and compare its values for a row when the other rows change.
-
-    The noise has the shapes and types of these outputs, which have at least 2 rows.
+    """Run an objective on noise like these outputs of 2 rows or more; compare a row's values when other rows change.
 
     Raises:
         BadInput: a term has another number of values, or relates rows without `relates_rows`.

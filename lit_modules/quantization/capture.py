@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
 from apprentice import replicas
-from apprentice.errors import BadInput
+from apprentice.errors import BadInput, first_line
 from apprentice.keyed import is_dropout
 from lit_modules.nets.base import run
 
@@ -59,7 +59,7 @@ def captured(net: nn.Module, example: Tensor, layers: Sequence[str] = ()) -> Gra
         with _plain_layers(net), replicas.shard(0):  # nothing of other ranks is captured
             program = torch.export.export(_WithFeatures(net, layers), (example,), dynamic_shapes=rows)
     except RuntimeError as error:
-        said = f"a net that torch.export can capture for batches of any size; it says: {str(error).splitlines()[0]}"
+        said = f"a net that torch.export can capture for batches of any size; it says: {first_line(error)}"
         raise BadInput("net", type(net).__name__, said) from error
     graph = program.module(check_guards=False)
     for node in graph.graph.nodes:

@@ -50,11 +50,12 @@ class FakeQuantized(nn.Module):
     def _learn_shapes(self, example: Tensor) -> None:
         """Give weight ranges their size, a scale for each channel; activations are observed later."""
         self.graph.eval()
-        for module in self._ranges():
+        ranges = [module for module in self.graph.modules() if isinstance(module, Range)]
+        for module in ranges:
             module.train()
         with replicas.shard(0):  # each rank by itself
             self.graph(example)
-        for module in self._ranges():
+        for module in ranges:
             if not module.per_channel:
                 module.forget()
 
@@ -64,9 +65,6 @@ class FakeQuantized(nn.Module):
         for tap, feature in zip(self._taps, features, strict=True):
             tap(feature)
         return logits
-
-    def _ranges(self) -> Iterator[Range]:
-        return (module for module in self.graph.modules() if isinstance(module, Range))
 
     def train(self, mode: bool = True) -> "FakeQuantized":
         """Set the mode; once frozen, ranges and BatchNorm statistics no longer change."""
@@ -93,12 +91,9 @@ class FakeQuantized(nn.Module):
         return self
 
     def int8(self, state: Mapping[str, Tensor] | None = None) -> nn.Module:
-        """The net to deploy, in float32 where it is not int8; leaves this net unchanged, bit for bit.
+        """The net to deploy, in float32 where it is not int8, from a state dict of this net (default: the current one).
 
-        Rounds weights by their current ranges, or by those at the time of freezing.
-
-        Args:
-            state: a state dict of this net; default: the current one.
+        Rounds weights by their current ranges, or by those at the time of freezing. This net stays as it is.
         """
         graph = copy.deepcopy(self._template[0])
         state = self.state_dict() if state is None else state
@@ -120,9 +115,7 @@ def _tap(root: nn.Module, path: str) -> nn.Module:
 def post_training(net: nn.Module, batches: Iterator[Tensor] | Sequence[Tensor]) -> nn.Module:
     """The int8 form of a trained net, inputs (b, ...) -> logits (b, classes), with ranges from batches of inputs.
 
-    Raises:
-        Missing: torchao is not installed.
-        BadInput: the net can't be captured, or nothing in it can be int8.
+    Raises Missing without torchao, BadInput if the net can't be captured or nothing in it can be int8.
     """
     batches = list(batches)
     graph = observed_graph(copy.deepcopy(net).eval(), batches[0])

@@ -19,11 +19,7 @@ PT2E = [f"torchao.quantization.pt2e.{name}" for name in ("quantize_pt2e", "quant
 
 
 def quantizer(training: bool) -> Any:
-    """PT2E's quantiser for x86: activations uint8 per tensor, weights int8 per channel.
-
-    Raises:
-        Missing: torchao is not installed.
-    """
+    """PT2E's quantiser for x86: activations uint8 per tensor, weights int8 per channel."""
     extras.need(*EXTRA, *PT2E)
     from torchao.quantization.pt2e import FakeQuantize
     from torchao.quantization.pt2e.quantizer import QuantizationSpec
@@ -44,11 +40,7 @@ def quantizer(training: bool) -> Any:
 
 
 def observed_graph(net: nn.Module, example: Tensor) -> GraphModule:
-    """A copy of a trained net with observers, which learn ranges from the batches that run through it.
-
-    Raises:
-        BadInput: as for `captured`, or nothing in the net can be int8.
-    """
+    """A copy of a trained net with observers, which learn ranges from the batches that run through it."""
     spec = quantizer(training=False)
     from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e
 
@@ -56,11 +48,7 @@ def observed_graph(net: nn.Module, example: Tensor) -> GraphModule:
 
 
 def trainable_graph(net: nn.Module, example: Tensor, layers: Sequence[str] = ()) -> GraphModule:
-    """The net in training mode with fake quantisers, which compute in floats what int8 will give.
-
-    Raises:
-        BadInput: as for `captured`, or nothing in the net can be int8.
-    """
+    """The net in training mode with fake quantisers, which compute in floats what int8 will give."""
     spec = quantizer(training=True)
     from torchao.quantization.pt2e.quantize_pt2e import prepare_qat_pt2e
 
@@ -79,8 +67,9 @@ def trainable_graph(net: nn.Module, example: Tensor, layers: Sequence[str] = ())
 
 def _quantised(graph: GraphModule, net: nn.Module) -> GraphModule:
     if not any(name.startswith("activation_post_process") for name, _ in graph.named_children()):
-        wanted = "a net with layers that torchao quantises, such as nn.Conv2d and nn.Linear"
-        raise BadInput("net", type(net).__name__, wanted)
+        raise BadInput(
+            "net", type(net).__name__, "a net with layers that torchao quantises, as nn.Conv2d and nn.Linear"
+        )
     return graph
 
 
@@ -117,7 +106,6 @@ def with_modules(graph: GraphModule, net: nn.Module) -> GraphModule:
 
 
 def _norm_path(norm: Node) -> str:
-    """The path of a BatchNorm in its net."""
     mean: Any = norm.args[3]
     return str(mean.target).rpartition(".")[0].removeprefix(f"{NET}.")
 

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from apprentice.batch import Batch
 from apprentice.errors import BadInput
 from datamodules import CIFAR10, Digits
-from datamodules.augment import augment
-from datamodules.images import ImageData
+from datamodules.images import ImageData, augment
 
 RANKS = (1, 2, 3, 8)
 

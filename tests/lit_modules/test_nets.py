@@ -28,7 +28,7 @@ from lit_modules.nets import (
     stage_of,
 )
 from lit_modules.nets.group_norm import group_norm
-from lit_modules.nets.tracing import chain
+from lit_modules.nets.torchvision import chain
 
 
 def parameters(net: nn.Module) -> int:
@@ -314,6 +314,16 @@ def test_whether_a_net_fits_is_seen_in_training_too_and_changes_nothing() -> Non
     with pytest.raises(BadInput, match=r"^--student _Noisy: expected a net that gives logits \(3,\).*; it gives tuple"):
         check_fits(_Noisy(pair=True), example, (3,), "student")
     check_fits(_Noisy(pair=True), example, (3,), trained=False)
+
+
+def test_a_net_that_fails_without_a_message_is_refused_in_one_line() -> None:
+    def forward(images: torch.Tensor) -> None:
+        raise ValueError
+
+    net = LightNN()
+    net.forward = forward  # type: ignore[method-assign,assignment]
+    with pytest.raises(BadInput, match=r"^--net LightNN: expected a net that takes inputs .*; it says: $"):
+        check_fits(net, torch.zeros(2, 3, 32, 32), (10,))
 
 
 def test_shapes_can_be_learned_where_another_device_s_kernel_is_missing() -> None:

@@ -20,9 +20,9 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from harness.runs.progress import quiet
 from lit_modules.distillation import Distillation
-from lit_modules.exact_mean import ExactMean
 from lit_modules.nets import DeepNN, ResNet
 from lit_modules.objectives import CrossEntropy
+from lit_modules.scores import ExactMean
 from strategies import DDP, ZeRO1
 from strategies.exact.shards import bounds, part, spans
 from tests.grids import mostly_slow
