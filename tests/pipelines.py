@@ -1,10 +1,12 @@
 """Modules that a pipeline trains in tests, cut into stages in several ways."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -165,6 +167,38 @@ class Plain(LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Clock:
+    """Stands in for the module `time` where layers are timed; only layers of tests move it."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class Slow(nn.Module):
+    """Takes a second, of `Clock`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Clock.now += 1
+        return x * self.scale
+
+
+class Placed(Callback):
+    """Writes down the names of the parameters that rank zero keeps."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer: Trainer, module: Any) -> None:
+        if trainer.is_global_zero:
+            self.path.write_text(json.dumps([name for name, p in module.named_parameters() if not p.is_meta]))
 
 
 def pairs(rows: int = 37) -> TensorDataset:

@@ -1,34 +1,29 @@
-"""What training and evaluation under `exact` share: this rank's replica, and random states."""
+"""What training and evaluation under `exact` share."""
 
 import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningModule
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
 from apprentice import keyed
 from strategies.base.data_parallel import DataParallel
 
+SPARE = np.random.MT19937(0)  # numpy's generator inside `_seeded`: to copy the state of its own would take longer
+
 
 class ExactBase(DataParallel):
-    """Holds the number of shards."""
+    """Data parallelism with a number of shards, and random states that depend on the shard."""
 
     exact: int | None  # None for plain data parallelism
 
     @property
     def replica(self) -> tuple[int, int]:
         """The number of this rank's replica of the module, and the number of replicas."""
-        return self.global_rank, self.num_processes * self.num_nodes
-
-    @property
-    def _module(self) -> LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
+        return self.global_rank, self._num_ranks
 
     @contextmanager
     def _seeded(self, *numbers: int) -> Iterator[None]:
@@ -37,7 +32,7 @@ class ExactBase(DataParallel):
         key = keyed.fold_in(seed, *numbers)
         cuda = self.root_device.type == "cuda"
         python_state, numpy_generator = random.getstate(), get_bit_generator()
-        set_bit_generator(_spare())  # to copy numpy's state would take longer than all else here
+        set_bit_generator(SPARE)
         try:
             with torch.random.fork_rng([self.root_device] if cuda else []):
                 torch.default_generator.manual_seed(key)
@@ -49,8 +44,3 @@ class ExactBase(DataParallel):
         finally:
             set_bit_generator(numpy_generator)
             random.setstate(python_state)
-
-
-@cache
-def _spare() -> np.random.MT19937:
-    return np.random.MT19937(0)

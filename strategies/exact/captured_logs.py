@@ -17,7 +17,7 @@ class LogCall(NamedTuple):
     hook: str  # that called it, such as `training_step`
     name: str  # without Lightning's suffixes, such as `_epoch`
     value: Tensor | None  # scalar; for a metric object its forward value, None if that is not logged
-    metric: str | None  # path of a metric object in the module
+    metric: str | None  # path of a metric object in the module, by which other ranks find theirs
     options: dict[str, Any]  # the other arguments
 
     @property
@@ -66,8 +66,9 @@ def capture_logs(module: LightningModule) -> Iterator[list[LogCall]]:
             options.pop(key)
         levels = {key: options[key] for key in ("on_step", "on_epoch", "reduce_fx")}
         options["reduce_fx"] = _Metadata(fx, name, **levels).reduce_fx  # raises for those that Lightning refuses
-        path = _path(module, name, value, options["metric_attribute"]) if isinstance(value, Metric) else None
-        calls.append(LogCall(fx, name, _forward_value(name, value, options) if path else value.detach(), path, options))
+        path = options["metric_attribute"] if isinstance(value, Metric) else None
+        value = _forward_value(module, name, value, options) if isinstance(value, Metric) else value.detach()
+        calls.append(LogCall(fx, name, value, path, options))
 
     results: Any = module.trainer._results
     if results is None:  # in prediction nothing can be logged
@@ -80,17 +81,10 @@ def capture_logs(module: LightningModule) -> Iterator[list[LogCall]]:
         del results.log
 
 
-def _path(module: LightningModule, name: str, metric: Metric, attribute: str) -> str:
-    """The metric's path in the module, by which other ranks find theirs."""
-    if dict(module.named_modules()).get(attribute) is not metric:
+def _forward_value(module: LightningModule, name: str, metric: Metric, options: Mapping[str, Any]) -> Tensor | None:
+    if dict(module.named_modules()).get(options["metric_attribute"]) is not metric:
         raise ValueError(f"--exact: expected a metric that is a submodule; {name} logs one that is not")
-    return attribute
-
-
-def _forward_value(name: str, metric: Metric, options: Mapping[str, Any]) -> Tensor | None:
     value = metric._forward_cache if options["on_step"] else None
-    if value is None:
-        return None
-    if not (isinstance(value, Tensor) and value.numel() == 1):
+    if value is not None and not (isinstance(value, Tensor) and value.numel() == 1):
         raise ValueError(f"--exact: expected a metric whose forward gives one number; {name} logs another on each step")
-    return value.detach().squeeze()
+    return None if value is None else value.detach().squeeze()

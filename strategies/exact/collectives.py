@@ -17,18 +17,16 @@ COLLECTIVE = re.compile(
     "_?(all_?(gather|reduce|to)|(monitored_)?barrier|batch_isend|broadcast|gather|i?(send|recv)|reduce($|_s)|scatter)"
 )
 
+SYNC_CONTEXT = Metric.sync_context
+
 _step: ContextVar[str | None] = ContextVar("step", default=None)
 
 
 @contextmanager
 def refuse_collectives(step: str, strategy: Strategy) -> Iterator[None]:
-    """Inside, collectives of the strategy and torch.distributed, and a metric's `compute()`, raise ValueError.
+    """Inside, in the module's method `step`, collectives and a metric's `compute()` raise ValueError.
 
     A metric's `forward` is allowed: it computes the value of its own rows.
-
-    Args:
-        step: name of the module's method that runs inside.
-        strategy: the strategy in use.
     """
     token = _step.set(step)
     for name in OF_STRATEGY:
@@ -65,27 +63,20 @@ def _patches() -> list[tuple[Any, str, Callable, Callable]]:
         for name, original in (vars(owner).items() if owner else ())
         if COLLECTIVE.match(name) and callable(original)
     ]
-    return [*patches, (Metric, "sync_context", Metric.sync_context, _checked_metric(Metric.sync_context))]
+    return [*patches, (Metric, "sync_context", SYNC_CONTEXT, _checked_sync_context)]
 
 
 def _checked(call: Callable, name: str) -> Callable:
     def checked(*args: Any, **kwargs: Any) -> Any:
-        _check(name)
+        if (step := _step.get()) is not None:
+            why = "as ranks compute different numbers of shards and batches"
+            raise ValueError(f"--exact: expected a {step} without collectives, {why}; it calls {name}")
         return call(*args, **kwargs)
 
     return checked
 
 
-def _checked_metric(sync_context: Callable) -> Callable:
-    def checked(metric: Metric, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("should_sync", True) or kwargs.get("should_unsync", True):  # `forward` asks for neither
-            _check(f"{type(metric).__name__}.compute()")
-        return sync_context(metric, *args, **kwargs)
-
-    return checked
-
-
-def _check(call: str) -> None:
-    if (step := _step.get()) is not None:
-        why = "as ranks compute different numbers of shards and batches"
-        raise ValueError(f"--exact: expected a {step} without collectives, {why}; it calls {call}")
+def _checked_sync_context(metric: Metric, *args: Any, **kwargs: Any) -> Any:
+    syncs = kwargs.get("should_sync", True) or kwargs.get("should_unsync", True)  # `forward` asks for neither
+    call = _checked(SYNC_CONTEXT, f"{type(metric).__name__}.compute()") if syncs else SYNC_CONTEXT
+    return call(metric, *args, **kwargs)

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ class RoundRobinEvaluation(ExactBase):
 
     _evaluated = 0  # batches, of all ranks
     _logs: list[BatchLogs]  # of this rank
-    _replaced: list[tuple[Any, str]]  # loops, and their methods that are replaced
+    _undo: ExitStack  # for teardown
 
     def _is_mine(self) -> bool:
         rank, replicas = self.replica
@@ -74,18 +74,13 @@ class RoundRobinEvaluation(ExactBase):
             yield
 
     def _replace_loops(self, trainer: Trainer) -> None:
-        """Log the same values on all ranks, and predict each batch on one, until `_restore_loops`."""
+        """Log the same values on all ranks, and predict each batch on one."""
         warnings.filterwarnings("ignore", SYNCHRONISE, UserWarning)
         loops: list[Any] = [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
         methods: list[tuple[Any, str, Callable]] = [(trainer.predict_loop, "_predict_step", self._predict_mine)]
         for loop, name, method in [*methods, *((x, "_store_dataloader_outputs", self._log_all_batches) for x in loops)]:
             setattr(loop, name, partial(method, loop, getattr(loop, name)))
-            self._replaced.append((loop, name))
-
-    def _restore_loops(self) -> None:
-        for loop, name in self._replaced:
-            vars(loop).pop(name, None)
-        self._replaced = []
+            self._undo.callback(vars(loop).pop, name, None)
 
     def _log_all_batches(self, loop: Any, store_outputs: Callable) -> None:
         """At the end of a loader, log the batches of all ranks."""

@@ -7,6 +7,7 @@ statistics). Evaluation and prediction distribute whole batches.
 """
 
 import os
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -46,12 +47,12 @@ class Exact(ShardedTraining, RoundRobinEvaluation):
         if exact is not None and exact < 1:
             raise ValueError(f"exact {exact}: expected a number of shards, at least 1")
         self.exact = exact
-        self._sums, self._spans, self._logs, self._replaced = [], [], [], []
-        self._settings: tuple[int, bool] | None = None
+        self._sums, self._spans, self._logs = [], [], []
+        self._undo = ExitStack()
 
     @property
     def _needs_no_group(self) -> bool:
-        return self.exact is not None and self.num_processes * self.num_nodes == 1
+        return self.exact is not None and self._num_ranks == 1
 
     def _check_devices(self) -> None:
         super()._check_devices()
@@ -77,7 +78,8 @@ class Exact(ShardedTraining, RoundRobinEvaluation):
         super().setup_environment()
         if self.exact is None:
             return
-        self._settings = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+        self._undo.callback(torch.set_num_threads, torch.get_num_threads())
+        self._undo.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
         torch.set_num_threads(1)
         if self.root_device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -87,11 +89,7 @@ class Exact(ShardedTraining, RoundRobinEvaluation):
         """Restore threads, kernels and loops."""
         super().teardown()
         self._sums = []
-        self._restore_loops()
-        if self._settings is not None:
-            torch.set_num_threads(self._settings[0])
-            torch.use_deterministic_algorithms(self._settings[1])
-            self._settings = None
+        self._undo.close()
 
     def setup(self, trainer: Trainer) -> None:
         """Set the module up; under `exact` without a wrapper, as its gradients are not averaged as floats."""
@@ -108,10 +106,9 @@ class Exact(ShardedTraining, RoundRobinEvaluation):
         """Raise ValueError if the module can't be exact."""
         if self.exact is None:
             return
-        scaler = getattr(self.precision_plugin, "scaler", None)
         if not module.automatic_optimization or is_overridden("backward", module, LightningModule):
             raise ValueError(f"exact {self.exact}: expected automatic optimization and Lightning's own backward")
-        if scaler is not None and scaler.is_enabled():
+        if self._scales_loss:
             raise ValueError(f"exact {self.exact}: expected another precision than 16-mixed, which scales the loss")
 
     def configure_ddp(self) -> None:

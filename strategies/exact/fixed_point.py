@@ -62,10 +62,6 @@ class FixedPointSum:
         """(digits kept, elements of all parameters)."""
         return self._vector[: self._used].view(self._kept, -1)
 
-    def _unit(self, place: int) -> int:
-        """The exponent of a digit's unit."""
-        return self._lowest + place * self._width
-
     def clear(self) -> None:
         """Start a new sum."""
         self._vector.zero_()
@@ -73,11 +69,7 @@ class FixedPointSum:
 
     @torch.no_grad()
     def add(self) -> None:
-        """Add each parameter's gradient and set it to None.
-
-        Raises:
-            ValueError: a gradient is sparse: the sum would be dense, which changes what some optimizers do.
-        """
+        """Add each parameter's gradient and set it to None; ValueError for a sparse one, whose sum would be dense."""
         grads = {i: p.grad for i, p in enumerate(self.parameters) if p.grad is not None}
         if not grads:
             return
@@ -91,7 +83,7 @@ class FixedPointSum:
         self._make_room([found.get(i, NONE) for i in range(len(pieces))])
         found = {i: place for i, place in found.items() if self._highest[i] != FLAW}
         if found:
-            scales = [math.ldexp(1.0, -self._unit(place)) for place in found.values()]
+            scales = [math.ldexp(1.0, -self._lowest - place * self._width) for place in found.values()]
             torch._foreach_mul_([pieces[i] for i in found], scales)
         # Add neighbours that start with the same of the kept digits at once; skip those that have none of these digits.
         skipped = [self._highest[i] - found[i] if i in found else self._kept for i in range(len(pieces))]
@@ -136,11 +128,7 @@ class FixedPointSum:
     def reduce(self, bits: Tensor) -> Tensor:
         """Add up the sums of all replicas.
 
-        Args:
-            bits: float64 numbers to send along, each nonzero on at most one replica.
-
-        Returns:
-            These numbers of all replicas.
+        Returns the sum of `bits`, float64 numbers each of which is nonzero on at most one replica.
         """
         if replicas.count() == 1:
             return bits
@@ -158,15 +146,16 @@ class FixedPointSum:
 
     def divided(self, divisor: float) -> list[Tensor | None]:
         """The sums over `divisor`, each in its parameter's type; None without a gradient or with a flaw."""
-        places = enumerate(self._highest)
-        return [None if place in {NONE, FLAW} else self._divided(i, place, divisor) for i, place in places]
+        return [self._divided(i, place, divisor) for i, place in enumerate(self._highest)]
 
-    def _divided(self, i: int, place: int, divisor: float) -> Tensor:
-        """The sum of parameter `i`, whose highest digit is at `place`; in chunks, as float64 takes twice the memory."""
+    def _divided(self, i: int, place: int, divisor: float) -> Tensor | None:
+        if place in {NONE, FLAW}:
+            return None
         found = torch.empty_like(self.parameters[i], device=self._vector.device, requires_grad=False)
         flat = found.as_strided((self._sizes[i],), (1,))
-        unit = math.ldexp(1.0, self._unit(place - self._kept + 1))
+        unit = math.ldexp(1.0, self._lowest + (place - self._kept + 1) * self._width)
         digits = self._digits[:, self._starts[i] : self._starts[i + 1]]
+        # In chunks, as float64 takes twice the memory.
         for into, (first, *lower) in zip(flat.split(CHUNK), map(Tensor.unbind, digits.split(CHUNK, 1)), strict=True):
             total = first.double()
             for digit in lower:

@@ -73,7 +73,6 @@ class ShardLogger:
 
 
 def _layout(logged: Iterable[LogCall]) -> list[tuple[str, bool, bool]]:
-    """What all shards must have in common, so that their values fit in one table."""
     return [(call.name, call.value is None, call.batch_size is None) for call in logged]
 
 

@@ -33,10 +33,7 @@ def bounds(size: int, parts: int) -> list[int]:
 
 
 def spans(size: int, parts: int, fewest: int = 1) -> list[tuple[int, int]]:
-    """First row and last row + 1 of each of `parts` shards of `size` rows.
-
-    If there are too few rows for shards of `fewest` rows, some shards are empty; the others lie evenly among them.
-    """
+    """First row and last row + 1 of each of `parts` shards; some are empty if there are too few rows for `fewest`."""
     used = min(parts, max(1, size // fewest))
     cuts = bounds(size, used)
     return list(pairwise(cuts[-(-i * used // parts)] for i in range(parts + 1)))
@@ -49,11 +46,7 @@ def fewest_rows(module: nn.Module) -> int:
 
 
 def rows(batch: Any) -> int:
-    """The number of rows of a batch: the first dimension of its tensors.
-
-    Raises:
-        ValueError: the batch has no tensor, or tensors of several lengths; the message names one of each.
-    """
+    """The first dimension of a batch's tensors; ValueError names tensors of several lengths, or says there is none."""
     first = {len(leaf): f"batch{path} has {len(leaf)}" for path, leaf in reversed(_named_tensors(batch))}
     if len(first) != 1:
         found = ", ".join(first[length] for length in sorted(first)) or "there is none"
@@ -83,14 +76,6 @@ def part(batch: Any, start: int, stop: int) -> Any:
         return leaf[start:stop] if is_list_of_rows(leaf) or (isinstance(leaf, Tensor) and leaf.dim()) else leaf
 
     return tree_map(cut, batch, is_leaf=is_list_of_rows)
-
-
-def share(batch: Any) -> float:
-    """The weight of a replica's mean, so that the mean over replicas is the mean over all rows.
-
-    It is 1 unless the batch says that its rows are distributed unevenly.
-    """
-    return getattr(batch, "share", 1.0)
 
 
 def mean_over_rows(table: Tensor, sizes: Sequence[int]) -> Tensor:

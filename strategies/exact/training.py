@@ -22,6 +22,7 @@ class ShardedTraining(ExactBase):
     _sums: list[FixedPointSum]
     _global_rows = 0
     _spans: list[tuple[int, int]]  # rows of all shards
+    _mine: range  # numbers of this rank's shards
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """The loss of the global batch, whose backward adds the gradients of all shards."""
@@ -44,21 +45,15 @@ class ShardedTraining(ExactBase):
         """The rows of this rank's shards."""
         self._global_rows = rows(batch)
         self._spans = spans(self._global_rows, exact, fewest_rows(self._module))
-        mine = [self._spans[number] for number in self._shard_numbers()]
-        return part(batch, mine[0][0], mine[-1][1])
-
-    def _shard_numbers(self) -> range:
         rank, replicas = self.replica
-        return range(*bounds(self.exact or 1, replicas)[rank : rank + 2])
+        self._mine = range(*bounds(exact, replicas)[rank : rank + 2])
+        return part(batch, self._spans[self._mine[0]][0], self._spans[self._mine[-1]][1])
 
     def _shards(self, batch: Any) -> list[Shard]:
         """This rank's shards that have any rows."""
-        numbers = self._shard_numbers()
-        first = self._spans[numbers[0]][0]
-        mine = ((number, *self._spans[number]) for number in numbers)
+        first = self._spans[self._mine[0]][0]
+        mine = ((number, *self._spans[number]) for number in self._mine)
         return [Shard(n, a, b, part(batch, a - first, b - first)) for n, a, b in mine if a < b]
-
-    # Parameters
 
     def _parameter_groups(self) -> list[dict[str, nn.Parameter]]:
         """The trainable parameters by name, in groups whose gradients are complete at the same time."""
@@ -87,19 +82,13 @@ class ShardedTraining(ExactBase):
             gradients |= zip(total.parameters, total.divided(self._weight(self._global_rows)), strict=True)
         return {p: None if id(p) in frozen else gradient for p, gradient in gradients.items()}
 
-    # Shards
-
     def _statistics(self) -> RunningStatistics:
         return RunningStatistics(self._module)
 
     def _forward_and_backward(
         self, logger: ShardLogger, statistics: RunningStatistics, batch: Any, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Compute this rank's shards.
-
-        Returns:
-            (shards, k) for each shard its loss, logged values and running statistics; zeros for other ranks' shards.
-        """
+        """(shards, k) of each shard its loss, logged values and running statistics; zeros for other ranks' shards."""
         results: dict[int, Tensor] = {}
         for shard in self._shards(batch):
             with self._isolated_shard(shard):
@@ -121,7 +110,6 @@ class ShardedTraining(ExactBase):
 
     @contextmanager
     def _isolated_shard(self, shard: Shard) -> Iterator[None]:
-        """Inside, nothing is shared with other ranks, and random numbers depend on the shard's number."""
         trainer = self._module.trainer
         numbers = trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx, shard.number
         with self._seeded(*numbers), replicas.shard(shard.start), self._shard_named(shard):

@@ -1,8 +1,7 @@
 """Packs the tensors between two stages into one flat buffer, bit by bit.
 
-torch's pipeline expects the same number of contiguous tensors of the same shapes for every micro-batch, each with a
-gradient. A flat buffer meets that for any number of tensors of any types, some without gradients, with fewer rows than
-it has room for. Tensors and gradients arrive with the same bits and memory format.
+torch's pipeline expects contiguous tensors of the same shapes for every micro-batch, each with a gradient. A buffer
+holds any number of tensors of any types and memory formats, some without gradients, with up to `capacity` rows.
 """
 
 import itertools
@@ -61,21 +60,18 @@ class Packing:
         return torch.empty(self.units, dtype=UNIT, device=device)
 
     def pack(self, tensors: Sequence[Tensor], anchor: Tensor) -> Tensor:
-        """(units,) a buffer with a gradient, of `anchor` if of no other tensor.
-
-        Raises:
-            ValueError: tensors of other layouts.
-        """
+        """(units,) a buffer with a gradient, of `anchor` if of no other tensor; ValueError for other layouts."""
         self.check(tensors)
         return _Pack.apply(self, anchor, *tensors)
 
     def check(self, tensors: Sequence[Tensor]) -> None:
         """Raise ValueError for tensors of other layouts."""
-        found = [_described(tuple(x.shape[1:]), x.dtype) for x in tensors]
-        expected = [_described(layout.row, layout.dtype) for layout in self.layouts]
+        found = [(tuple(x.shape[1:]), x.dtype) for x in tensors]
+        expected = [(layout.row, layout.dtype) for layout in self.layouts]
         if found != expected:
-            listed = [" and ".join(each) or "nothing" for each in (expected, found)]
-            raise ValueError(f"expected a stage to give {listed[0]} for every micro-batch, got {listed[1]}")
+            kinds = [[f"(rows, {', '.join(map(str, row))}) {str(t)[6:]}" for row, t in x] for x in (expected, found)]
+            wanted, got = (" and ".join(each) or "nothing" for each in kinds)
+            raise ValueError(f"expected a stage to give {wanted} for every micro-batch, got {got}")
 
     def unpack(self, buffer: Tensor, rows: int) -> tuple[Tensor, ...]:
         """The tensors, with so many rows."""
@@ -84,11 +80,10 @@ class Packing:
     def pack_detached(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """(units,) a buffer without history; zeros for None."""
         buffer = self.empty(next(x.device for x in tensors if x is not None))
-        ends = [*self.starts[1:], self.units]
-        for x, layout, start, end in zip(tensors, self.layouts, self.starts, ends, strict=True):
-            if x is None:
-                buffer[start:end].zero_()
-            else:
+        if any(x is None for x in tensors):
+            buffer.zero_()
+        for x, layout, start in zip(tensors, self.layouts, self.starts, strict=True):
+            if x is not None:
                 layout.view(buffer, start, len(x)).copy_(x)
         return buffer
 
@@ -122,7 +117,3 @@ class _Unpack(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         return None, None, ctx.packing.pack_detached(grads)
-
-
-def _described(row: tuple[int, ...], dtype: torch.dtype) -> str:
-    return f"(rows, {', '.join(map(str, row))}) {str(dtype).removeprefix('torch.')}"

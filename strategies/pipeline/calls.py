@@ -13,15 +13,10 @@ class Stopped(BaseException):
     """Ends a `training_step` at its call of `forward`."""
 
 
-def stop(_inputs: tuple[Tensor, ...]) -> Any:
-    """An answer for steps that run only to see the inputs of `forward`."""
-    raise Stopped
-
-
 class ForwardCall:
-    """Stands in for a module's `forward` during one `training_step`."""
+    """Stands in for a module's `forward` during one `training_step`; without `answer` the step ends there."""
 
-    def __init__(self, module: str, answer: Callable[[tuple[Tensor, ...]], Any]) -> None:
+    def __init__(self, module: str, answer: Callable[[tuple[Tensor, ...]], Any] | None) -> None:
         self.expected = f"{module}.training_step: expected one call of forward"
         self.answer, self.called = answer, False
         self.inputs: tuple[Tensor, ...] = ()
@@ -33,11 +28,13 @@ class ForwardCall:
             raise ValueError(f"{self.expected}, got a second")
         self.called = True
         self.inputs, self.noise = inputs, keyed.part(0, len(inputs[0]))
+        if self.answer is None:
+            raise Stopped
         return self.answer(inputs)
 
     @contextmanager
     def required(self) -> Iterator[None]:
-        """Raise ValueError if `forward` is not called inside; the block may end with `stop`."""
+        """Raise ValueError if `forward` is not called inside."""
         none = f"{self.expected}, got none"
         try:
             yield

@@ -21,22 +21,13 @@ def check_contract(module: LightningModule) -> None:
         raise ValueError(f"strategy pipeline: expected automatic optimization and Lightning's backward of {kind}")
 
 
-def parameter_counts(modules: Sequence[nn.Module]) -> list[float]:
-    """The number of each module's parameters."""
-    return [sum(p.numel() for p in m.parameters()) for m in modules]
-
-
 def cut(
     module: LightningModule,
     count: int,
     sizes: list[int] | None,
-    costs: Callable[[Sequence[nn.Module]], list[float]] = parameter_counts,
+    costs: Callable[[Sequence[nn.Module]], list[float]] | None,
 ) -> list[list[nn.Module]]:
-    """The modules of each of `count` stages: of given sizes, or of similar costs.
-
-    Raises:
-        ValueError: the module can't be cut so; the message names it or the option.
-    """
+    """The modules of each stage, by given sizes, costs, or numbers of parameters; ValueError if it can't be cut so."""
     name = f"{type(module).__name__}.pipeline_stages()"
     modules: list[nn.Module] = list(module.pipeline_stages())  # type: ignore[operator]
     if strange := [type(part).__name__ for part in modules if not isinstance(part, nn.Module)]:
@@ -47,7 +38,9 @@ def cut(
     if sizes is not None and sum(sizes) != len(modules):
         expected = f"expected numbers that add up to {len(modules)}, the modules that {name} gives"
         raise ValueError(f"balance {sizes}: {expected}")
-    groups = stages.grouped(modules, sizes or stages.sizes_by_cost(costs(modules), count))
+    if sizes is None and costs is not None:
+        sizes = stages.sizes_by_cost(costs(modules), count)
+    groups = stages.grouped(modules, sizes or stages.sizes_by_parameters(modules, count))
     stages.check(module, groups)
     return groups
 

@@ -14,12 +14,8 @@ from strategies.pipeline.schedules import LocalStages
 class StagePlacement:
     """Places a module's tensors on the ranks of a pipeline.
 
-    A rank keeps its stages' parameters as the objects they are. Meta tensors stand in for the others, under the same
-    names and in the same order, so that optimizers and checkpoints number parameters alike on all ranks.
-
-    Args:
-        module: the same on all ranks; rank zero's values count.
-        local: the stages of this rank.
+    A rank keeps its stages' parameters as the objects they are, with rank zero's values. Meta tensors stand in for the
+    others, under the same names and in the same order: optimizers and checkpoints number parameters alike on all ranks.
     """
 
     def __init__(self, module: nn.Module, local: LocalStages) -> None:
@@ -54,10 +50,9 @@ class StagePlacement:
             _put(slots, nn.Parameter(stand_in, tensor.requires_grad) if is_parameter else stand_in)
 
     def full_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The module's whole state dict, on the CPU of the pipeline's first rank; empty on others. All ranks call it.
+        """The module's state dict on the first rank's CPU, empty on others; collective. Extra states are its own.
 
-        Values other than parameters and buffers, such as an extra state, are the first rank's. ValueError names a
-        tensor that has another name in the `state`, which is this rank's, than in the module.
+        ValueError if a tensor has another name in `state`, this rank's state dict, than in the module.
         """
         strange = [k for k, v in state.items() if k not in self._names and isinstance(v, Tensor) and v.is_meta]
         if strange:

@@ -28,11 +28,7 @@ class PipelineRunner:
         self._schedules: dict[Any, LocalSchedule] = {}
 
     def forward(self, step: PipelineStep) -> Layouts:
-        """Send micro-batches forward, stage after stage.
-
-        Returns:
-            The layouts of the inputs of this rank's stages and of those that follow them.
-        """
+        """Send micro-batches forward; returns the layouts of inputs of this rank's stages and of those that follow."""
         layouts: Layouts = {}
         kept: dict[int, tuple[Tensor, ...]] = {}  # for this rank's next stage, by micro-batch
         sent: list[tuple[Any, Tensor]] = []

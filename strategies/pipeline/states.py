@@ -8,11 +8,7 @@ from torch import nn
 
 
 class RankRandomState:
-    """A state of torch's CPU generator for the layers of one rank.
-
-    Ranks have different layers. If these drew from the state that samplers and collate functions draw from, ranks would
-    soon read different batches.
-    """
+    """A state of torch's CPU generator for one rank's layers; samplers draw from another, equal on all ranks."""
 
     def __init__(self, seed: int) -> None:
         self._state = torch.Generator().manual_seed(seed).get_state()

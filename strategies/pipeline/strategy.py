@@ -17,9 +17,10 @@ from torch.optim import LBFGS, Optimizer
 
 from apprentice import keyed, replicas
 from strategies.base import checkpoints, stages
+from strategies.base.gradients import parameters_of
 from strategies.exact.shard_logging import shard_logger_of
 from strategies.exact.shards import Shard, part, rows
-from strategies.pipeline.cutting import check_contract, cut, parameter_counts, warn_of_other_numbers
+from strategies.pipeline.cutting import check_contract, cut, warn_of_other_numbers
 from strategies.pipeline.placement import StagePlacement
 from strategies.pipeline.runner import PipelineRunner
 from strategies.pipeline.schedules import LocalStages, StageAssignment
@@ -55,6 +56,8 @@ class PipelineStrategy(PipelineTraining):
         ValueError: an option's value can't be used, alone, with these devices or with the module.
     """
 
+    _needs_no_group = False
+
     def __init__(
         self,
         schedule: Schedule = "1F1B",
@@ -87,7 +90,7 @@ class PipelineStrategy(PipelineTraining):
     @property
     def pipeline_size(self) -> int:
         """Ranks of one pipeline."""
-        return self.num_processes * self.num_nodes // self.data_parallel_size
+        return self._num_ranks // self.data_parallel_size
 
     @property
     def replica(self) -> tuple[int, int]:
@@ -95,17 +98,12 @@ class PipelineStrategy(PipelineTraining):
         return self.global_rank // self.pipeline_size, self.data_parallel_size
 
     @property
-    def _needs_no_group(self) -> bool:
-        return False
-
-    @property
     def _returns_predictions(self) -> bool:
         return self.global_rank % self.pipeline_size == 0
 
     def _check_devices(self) -> None:
-        devices = self.num_processes * self.num_nodes
-        if devices % self.data_parallel_size:
-            expected = f"expected a number that divides the {devices} devices"
+        if self._num_ranks % self.data_parallel_size:
+            expected = f"expected a number that divides the {self._num_ranks} devices"
             raise ValueError(f"data_parallel_size {self.data_parallel_size}: {expected}")
         super()._check_devices()
         self.assignment = self._assign_stages()
@@ -162,8 +160,7 @@ class PipelineStrategy(PipelineTraining):
     def check_module(self, module: LightningModule) -> None:
         """Raise ValueError if the module can't be cut, or not so; the message names the module or the option."""
         check_contract(module)
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        if scaler is not None and scaler.is_enabled():
+        if self._scales_loss:
             raise ValueError("precision 16-mixed: expected one without a loss scale, as bf16-mixed, for a pipeline")
         if self._layer_sync is not None:
             raise ValueError("sync_batchnorm True: expected False, as ranks of a pipeline have different layers")
@@ -197,8 +194,7 @@ class PipelineStrategy(PipelineTraining):
 
     def _cut(self, module: LightningModule, timed: bool) -> list[list[nn.Module]]:
         sizes = None if isinstance(self.balance, str) else self.balance
-        costs = partial(self._seconds, module) if timed else parameter_counts
-        return cut(module, self.assignment.num_stages, sizes, costs)
+        return cut(module, self.assignment.num_stages, sizes, partial(self._seconds, module) if timed else None)
 
     def _seconds(self, module: LightningModule, modules: Sequence[nn.Module]) -> list[float]:
         """Seconds of each module for the first micro-batch, measured on rank zero."""
@@ -223,7 +219,7 @@ class PipelineStrategy(PipelineTraining):
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip by the norm over all stages, added up in the order of the parameters, as on one device."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of(optimizer)
         norms = torch.zeros(2, len(parameters), dtype=torch.float64, device=self.root_device)
         for i, p in enumerate(parameters):
             if p.grad is not None:
@@ -253,7 +249,7 @@ class PipelineStrategy(PipelineTraining):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the states of this rank's parameters from the whole state."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            parameters = parameters_of(optimizer)
             local = {i: kept for i, kept in state["state"].items() if not parameters[i].is_meta}
             optimizer.load_state_dict({**state, "state": local})
 

@@ -29,7 +29,8 @@ def seconds(modules: Sequence[nn.Module], inputs: tuple[Tensor, ...]) -> list[fl
 
 
 def _timed(module: nn.Module, x: Any, device: torch.device) -> tuple[Any, float]:
-    x = tree_map_only(Tensor, _received, x)
+    # Clones of leaves, as layers may work in place.
+    x = tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.is_floating_point()).clone(), x)
     _synchronize(device)
     start = time.perf_counter()
     y = chained([module], x)
@@ -38,10 +39,6 @@ def _timed(module: nn.Module, x: Any, device: torch.device) -> tuple[Any, float]
         torch.autograd.backward(outputs, [torch.ones_like(leaf) for leaf in outputs])
     _synchronize(device)
     return y, time.perf_counter() - start
-
-
-def _received(x: Tensor) -> Tensor:
-    return x.detach().requires_grad_(x.is_floating_point()).clone()  # a clone, as layers may work in place
 
 
 def _synchronize(device: torch.device) -> None:

@@ -19,9 +19,9 @@ from strategies.exact import Exact
 from strategies.exact.collectives import allow_collectives, refuse_collectives
 from strategies.exact.running_statistics import RunningStatistics
 from strategies.exact.shard_logging import ShardLogger
-from strategies.exact.shards import Shard, bounds, part, rows, share
+from strategies.exact.shards import Shard, bounds, part, rows
 from strategies.exact.training import row_of
-from strategies.pipeline.calls import ForwardCall, stop
+from strategies.pipeline.calls import ForwardCall
 from strategies.pipeline.microbatches import Event, MicroBatch, PipelineStep
 from strategies.pipeline.runner import PipelineRunner
 from strategies.pipeline.schedules import StageAssignment
@@ -43,7 +43,6 @@ class PipelineTraining(SharedReplica, Exact):
     # The module's forward
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Stands in for the module's `forward`; all ranks call it together."""
         self._check_arguments(args, kwargs)
         with allow_collectives():
             return self._call(args) if self._call is not None else self._evaluate_stages(args)
@@ -69,8 +68,7 @@ class PipelineTraining(SharedReplica, Exact):
         return self._runner.broadcast_output(step)[0]
 
     @contextmanager
-    def _answering(self, answer: Callable[[tuple[Tensor, ...]], Any]) -> Iterator[ForwardCall]:
-        """Inside, the module's `forward` has to be called once and returns `answer(inputs)`."""
+    def _answering(self, answer: Callable[[tuple[Tensor, ...]], Any] | None) -> Iterator[ForwardCall]:
         self._call = ForwardCall(type(self.lightning_module).__name__, answer)
         try:
             with self._call.required():
@@ -99,7 +97,8 @@ class PipelineTraining(SharedReplica, Exact):
     def _train_batch(self, batch: Any, inputs: tuple[Tensor, ...]) -> Any:
         size = rows(batch)
         self._check_rows(inputs, size)
-        weight = share(batch) / max(size, 1)
+        # A batch whose rows are distributed unevenly says what its mean counts in the mean over replicas.
+        weight = getattr(batch, "share", 1.0) / max(size, 1)
         pieces = []
         for number, (a, b) in enumerate(itertools.pairwise(bounds(size, self.assignment.num_microbatches))):
             shard = Shard(number, a, b, part(batch, a, b))
@@ -181,8 +180,8 @@ class PipelineTraining(SharedReplica, Exact):
             output = self._train(step)
         results: dict[int, Tensor] = {}
         for number, shard in enumerate(shards):
-            start = shard.start - shards[0].start
-            answer = tree_map_only(Tensor, partial(_cut, start, start + shard.rows), output)
+            mine = slice(shard.start - shards[0].start, shard.stop - shards[0].start)
+            answer = tree_map_only(Tensor, partial(_cut, mine), output)
             with self._isolated_shard(shard), self._answering(partial(_known, answer)), context():
                 loss = logger.step(shard.batch, *args, **kwargs)
             results[shard.number] = row_of(loss, logger, taken[number])
@@ -194,14 +193,13 @@ class PipelineTraining(SharedReplica, Exact):
     def _shard_microbatches(
         self, logger: ShardLogger, shards: list[Shard], *args: Any, **kwargs: Any
     ) -> list[MicroBatch]:
-        """One for each shard, then empty ones."""
         pieces = [self._shard_microbatch(logger, shard, *args, **kwargs) for shard in shards]
         empty = MicroBatch(0, tuple(x[:0] for x in pieces[0].inputs), None, nullcontext)
         return pieces + [empty] * (self.assignment.num_microbatches - len(pieces))
 
     def _shard_microbatch(self, logger: ShardLogger, shard: Shard, *args: Any, **kwargs: Any) -> MicroBatch:
-        """Run a shard's step up to its call of `forward` to see the inputs."""
-        with self._isolated_shard(shard), self.precision_plugin.train_step_context(), self._answering(stop) as call:
+        # The step runs up to its call of `forward`, to see the inputs.
+        with self._isolated_shard(shard), self.precision_plugin.train_step_context(), self._answering(None) as call:
             logger.step(shard.batch, *args, **kwargs)
         self._check_rows(call.inputs, shard.rows)
 
@@ -219,8 +217,8 @@ def _microbatch(
     return MicroBatch(stop - start, tuple(x[start:stop] for x in inputs), loss, keyed.part(start, stop))
 
 
-def _cut(start: int, stop: int, x: Tensor) -> Tensor:
-    return x[start:stop].clone()
+def _cut(rows: slice, x: Tensor) -> Tensor:
+    return x[rows].clone()
 
 
 def _known(answer: Any, _inputs: tuple[Tensor, ...]) -> Any:

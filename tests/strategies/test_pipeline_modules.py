@@ -1,5 +1,6 @@
 """The pipeline under modules, data and trainers of others: the same as on one device."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from harness.runs.progress import quiet
-from tests.pipelines import Plain, ended, pairs, pipeline
+from tests.pipelines import Clock, Placed, Plain, Slow, ended, pairs, pipeline
 from tests.processes import launch
 from tests.training import LinesLogger, assert_same, trainer, weights
 
@@ -113,7 +114,7 @@ class TwoLoaders(Plain):
     """A dictionary of loaders; between two layers of a stage goes what could not go between stages."""
 
     def __init__(self) -> None:
-        super().__init__(Wrapped(), Wrapped())
+        super().__init__(Slow(), Slow(), Wrapped(), Wrapped())
 
     def training_step(self, batch: Any) -> torch.Tensor:
         return super().training_step(batch["a"])
@@ -124,15 +125,20 @@ class TwoLoaders(Plain):
 
 class Wrapped(nn.Module):
     def forward(self, x: Any) -> Any:
+        Clock.now += 1
         return x["x"] if isinstance(x, dict) else {"x": x}
 
 
-def test_layers_are_timed_as_they_are_trained() -> None:
+def test_layers_are_timed_as_they_are_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("strategies.pipeline.timing.time", Clock())
+    placed = Placed(tmp_path / "names")
+
     def loaders() -> Any:
         return {"a": DataLoader(pairs(), batch_size=8), "b": DataLoader(pairs(), batch_size=8)}
 
     one, _ = ended(TwoLoaders, data=loaders)
-    both, _ = ended(TwoLoaders, pipeline(balance="time"), loaders)
+    both, _ = ended(TwoLoaders, pipeline(balance="time"), loaders, callbacks=[placed])
+    assert json.loads(placed.path.read_text()) == ["net.0.weight", "net.0.bias", "net.1.scale", "net.2.scale"]
     assert_same(one, both, atol=1e-9)
 
 

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
 from torch import nn
 
 from strategies.base import stages
 from strategies.pipeline.buffers import Layout, Packing
 from strategies.pipeline.placement import StagePlacement
-from tests.pipelines import Linear, fitted, pipeline
+from tests.pipelines import Clock, Linear, Placed, Slow, fitted, pipeline
 from tests.training import assert_same, weights
 
 
@@ -32,25 +31,6 @@ def test_no_other_cut_has_a_cheaper_dearest_stage() -> None:
             assert max(sum(costs[a:b]) for a, b in itertools.pairwise(begins)) == pytest.approx(dearest)
 
 
-class Clock:
-    now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-
-class Slow(nn.Module):
-    """Takes a second, of a clock that nothing else moves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        Clock.now += 1
-        return x * self.scale
-
-
 class Uneven(Linear):
     """Some layers take all the time, another has nearly all parameters."""
 
@@ -59,15 +39,6 @@ class Uneven(Linear):
         torch.manual_seed(0)
         first = nn.Sequential(nn.Flatten(), nn.Linear(64, 256))
         self.net = nn.Sequential(first, *(Slow() for _ in range(4)), nn.Linear(256, 256), nn.Linear(256, 10))
-
-
-class Placed(Callback):
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_start(self, trainer: Trainer, module: Any) -> None:
-        if trainer.is_global_zero:
-            self.path.write_text(json.dumps([name for name, p in module.named_parameters() if not p.is_meta]))
 
 
 @pytest.mark.parametrize(("balance", "slow"), [("parameters", [1, 2, 3, 4]), ("time", [1, 2]), ([2, 5], [1])])
