@@ -18,25 +18,6 @@ from strategies.pipeline import PipelineStrategy
 from strategies.rpc_hybrid import RPCHybrid
 from strategies.zero1 import ZeRO1
 
-__all__ = [
-    "DDP",
-    "DDPFP16",
-    "FSDP",
-    "HSDP",
-    "NAMES",
-    "AllReduce",
-    "DDPPowerSGD",
-    "DDPRing",
-    "DataParallel",
-    "LocalSGD",
-    "ModelParallel",
-    "ParamServer",
-    "PipelineStrategy",
-    "RPCHybrid",
-    "ZeRO1",
-    "register",
-]
-
 # Short names, for `--trainer.strategy` and others: the class and the options that it gets.
 NAMES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "ddp": (DDP, {}),

@@ -37,15 +37,12 @@ class AllReduce(AveragesGradients):
     def configure_ddp(self) -> None:
         """Start with rank zero's weights."""
         _sync_module_states(self._module)
-        self._make_buckets()
+        self._average_more()
 
-    def _make_buckets(self) -> None:
+    def _average_more(self, batch_idx: int = 0) -> None:
         self._averaged = self._ever_trained()
         in_order = [p for p in self._module.parameters() if p in self._averaged]
         self._buckets = Buckets(in_order, self.bucket_cap_mb)
-
-    def _average_more(self, batch_idx: int) -> None:
-        self._make_buckets()
 
     def _setup_model(self, model: nn.Module) -> Any:
         return model

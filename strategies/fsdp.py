@@ -100,16 +100,12 @@ class FSDP(DataParallel):
     def _shard(self, module: nn.Module, is_layer: bool) -> None:
         if is_layer and self.activation_checkpointing:
             recompute(module)
+        offload = CPUOffloadPolicy() if self.offload else OffloadPolicy()
+        options: dict[str, Any] = {"reshard_after_forward": self.reshard_after_forward, "offload_policy": offload}
         norms = [m for m in module.modules() if self.param_dtype is not None and isinstance(m, _NormBase)]
         for m in dict.fromkeys([*norms, module]):
             if not isinstance(m, FSDPModule):
-                fully_shard(
-                    m,
-                    mesh=self._mesh,
-                    reshard_after_forward=self.reshard_after_forward,
-                    mp_policy=self._policy(m, is_layer),
-                    offload_policy=CPUOffloadPolicy() if self.offload else OffloadPolicy(),
-                )
+                fully_shard(m, mesh=self._mesh, mp_policy=self._policy(m, is_layer), **options)
 
     def _policy(self, module: nn.Module, is_layer: bool) -> MixedPrecisionPolicy:
         if self.param_dtype is None:
@@ -123,16 +119,14 @@ class FSDP(DataParallel):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Accumulate gradients without averaging inside the block."""
-        self._average_gradients(False)
+        sharded = [module for module in self._module.modules() if isinstance(module, FSDPModule)]
+        for module in sharded:
+            module.set_requires_gradient_sync(False, recurse=False)
         try:
             yield
         finally:
-            self._average_gradients(True)
-
-    def _average_gradients(self, wanted: bool) -> None:
-        for module in self._module.modules():
-            if isinstance(module, FSDPModule):
-                module.set_requires_gradient_sync(wanted, recurse=False)
+            for module in sharded:
+                module.set_requires_gradient_sync(True, recurse=False)
 
     # Checkpoints, in the layout of one device
 
@@ -147,7 +141,9 @@ class FSDP(DataParallel):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load a module's state that any strategy has saved."""
-        checkpoints.load_module(self._module, checkpoint["state_dict"], strict)
+        own = self._module.state_dict()
+        state = {key: checkpoints.sharded(value, own.get(key)) for key, value in checkpoint["state_dict"].items()}
+        self._module.load_state_dict(state, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state, on rank zero; collective."""

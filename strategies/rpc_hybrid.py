@@ -12,6 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
+from torch.distributed import rpc
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
@@ -114,7 +115,8 @@ class RPCHybrid(RPCStrategy, SharedReplica):
             replica.set_local_worker(replica.Worker(self._calls, next(iter(optimizers), None)))
         self._start_agents()
         if self.is_global_zero:
-            self._workers = replica.connect(range(1, self.num_workers + 1))
+            names = [agents.worker_name(rank) for rank in range(1, self.num_workers + 1)]
+            self._workers = [rpc.remote(name, replica.local_worker) for name in names]
 
     def model_to_device(self) -> None:
         """Move the module, or a worker's stages, to their devices; `forward` is remote from now on."""

@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
@@ -46,12 +46,6 @@ def gathered(state: dict[str, Any], keep: bool, group: dist.ProcessGroup | None 
     dist.gather_object(own, parts, group=group, group_dst=0)
     whole = {index: values for part in parts or [] for index, values in sorted(part.items())}
     return {**state, "state": dict(sorted(whole.items()))} if keep else {}
-
-
-def load_module(module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
-    """Load a state in the layout of one device into a sharded module."""
-    own = module.state_dict()
-    module.load_state_dict({key: sharded(value, own.get(key)) for key, value in state.items()}, strict=strict)
 
 
 def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:

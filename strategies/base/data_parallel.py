@@ -7,6 +7,7 @@ import socket
 from collections.abc import Collection
 from datetime import timedelta
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -88,6 +89,11 @@ class DataParallel(DeferredOptimizers):
         return self._module.trainer
 
     @property
+    def _environment(self) -> ClusterEnvironment:
+        assert self.cluster_environment is not None
+        return self.cluster_environment
+
+    @property
     def _scales_loss(self) -> bool:
         scaler = getattr(self.precision_plugin, "scaler", None)
         return scaler is not None and scaler.is_enabled()
@@ -105,10 +111,9 @@ class DataParallel(DeferredOptimizers):
     # Starting ranks
 
     def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
         self._check_devices()
         method = self._resolved_start_method()
-        if method == "popen" or self.cluster_environment.creates_processes_externally:
+        if method == "popen" or self._environment.creates_processes_externally:
             self._launcher = ScriptLauncher(self)
         else:
             self._start_method = method
@@ -118,10 +123,8 @@ class DataParallel(DeferredOptimizers):
         """Raise ValueError, before ranks are started, where an option does not fit these devices."""
         if self._process_group_backend == "nccl" and self.root_device.type != "cuda":
             raise ValueError("process_group_backend nccl: expected gloo, as there are no GPUs in use")
-        environment = self.cluster_environment
-        assert environment is not None
-        if environment.creates_processes_externally and environment.world_size() != self._num_ranks:
-            started = environment.world_size()
+        environment = self._environment
+        if environment.creates_processes_externally and (started := environment.world_size()) != self._num_ranks:
             wanted = f"{started / self.num_nodes:g} on each of {self.num_nodes} nodes, as {started} ranks were started"
             raise ValueError(f"devices {self.num_processes}: expected {wanted}")
 
@@ -152,9 +155,8 @@ class DataParallel(DeferredOptimizers):
 
     def bind(self) -> None:
         """Bind rank 0's port before ranks are started, so that no other run on this machine can take it."""
-        assert self.cluster_environment is not None
         if self.init_method in rendezvous.BY_ENVIRONMENT:
-            self._socket = rendezvous.bind_master_port(self.cluster_environment)
+            self._socket = rendezvous.bind_master_port(self._environment)
 
     def close_socket(self) -> None:
         """Close this process's copy of the socket; rank 0's store has its own."""
@@ -164,8 +166,7 @@ class DataParallel(DeferredOptimizers):
 
     def join(self) -> None:
         """Join the process group early, where a launcher has started the ranks."""
-        assert self.cluster_environment is not None
-        if self.cluster_environment.creates_processes_externally:
+        if self._environment.creates_processes_externally:
             assert self.accelerator is not None
             self.accelerator.setup_device(self.root_device)
             self.setup_distributed()
@@ -195,9 +196,10 @@ class DataParallel(DeferredOptimizers):
         return isinstance(self._launcher, _SubprocessScriptLauncher) and self.local_rank > 0 and knows
 
     def _rendezvous(self) -> dist.Store:
-        environment = self.cluster_environment
-        assert environment is not None
+        environment = self._environment
         ranks, seconds = (self.global_rank, self.world_size), self._timeout_seconds
+        if self.num_nodes > 1 and self._process_group_backend != "nccl":
+            rendezvous.check_interface(urlsplit(self.init_method or "").hostname or environment.main_address)
         if self.init_method not in rendezvous.BY_ENVIRONMENT:
             return rendezvous.rendezvous(self.init_method, ("", 0), *ranks, seconds)
         bound = self._socket or getattr(environment, "listening", None)

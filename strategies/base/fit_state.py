@@ -6,7 +6,6 @@ attributes in no state_dict of the module, the data module or a callback, and th
 """
 
 import csv
-from collections.abc import Iterator
 from copy import copy
 from typing import Any
 
@@ -162,15 +161,10 @@ def _load_weights(module: LightningModule, weights: State) -> list[str]:
 def _restore_loop(loop: _Loop, state: State) -> None:
     """Load a loop's state, which is no restart."""
     loop.load_state_dict(state)
-    for inner in _loops(loop):
+    loops = [loop]
+    for inner in loops:  # and those inside, which are added meanwhile
         inner._restarting = inner._loaded_from_state_dict = inner._resuming_from_checkpoint = False
-
-
-def _loops(loop: _Loop) -> Iterator[_Loop]:
-    yield loop
-    for inner in vars(loop).values():
-        if isinstance(inner, _Loop):
-            yield from _loops(inner)
+        loops += [x for x in vars(inner).values() if isinstance(x, _Loop)]
 
 
 def _restore_callbacks(trainer: Any, state: State) -> None:

@@ -93,7 +93,6 @@ class ForkLauncher(_MultiProcessingLauncher):
         trainer.state = worker_output.trainer_state
 
     def _restore(self, trainer: Trainer, function: Callable, args: Any, kwargs: Any) -> None:
-        """Bring rank zero's state to the Trainer of this process."""
         # Memory-mapped: unused tensors take no memory.
         state = torch.load(self._result, map_location="cpu", weights_only=False, mmap=True)
         fits = trainer.state.fn == TrainerFn.FITTING

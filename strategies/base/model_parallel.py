@@ -75,7 +75,6 @@ class ModelParallel(nn.Module):
         return [module for module in self._modules.values() if module is not None]
 
     def _groups(self) -> list[list[nn.Module]]:
-        """The modules of each device."""
         return grouped(self._stages(), self._sizes)
 
     def _check(self) -> None:

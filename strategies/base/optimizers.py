@@ -19,8 +19,12 @@ class DeferredOptimizers(DDPStrategy):
 
     def _created(self) -> None:
         create, self._create = self._create, None  # what it calls may ask for them, too
-        if create is not None:
-            create()
+        try:
+            if create is not None:
+                create()
+        except BaseException:
+            self._create = create
+            raise
 
     @property
     def optimizers(self) -> list[Optimizer]:

@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
@@ -70,6 +71,22 @@ def bind_master_port(environment: ClusterEnvironment) -> socket.socket:
     return bound
 
 
+def check_interface(host: str) -> None:
+    """Raise ConnectionError where gloo, which listens where this host's name leads, can't be reached from `host`."""
+    own = _address(socket.gethostname())
+    if own.startswith("127.") and not _address(host).startswith("127.") and "GLOO_SOCKET_IFNAME" not in os.environ:
+        expected = "expected the network interface that leads to the other machines, such as eth0"
+        found = f"without it gloo uses {own}, the address of {socket.gethostname()}"
+        raise ConnectionError(f"GLOO_SOCKET_IFNAME: {expected}; {found}")
+
+
+def _address(host: str) -> str:
+    try:
+        return socket.gethostbyname(host)
+    except OSError:  # for its own name gloo takes the loopback interface, too
+        return "127.0.0.1"
+
+
 def rendezvous(
     method: str | None, address: tuple[str, int], rank: int, world_size: int, timeout: float,
     bound: socket.socket | None = None,
@@ -84,12 +101,13 @@ def rendezvous(
     """
     deadline = time.monotonic() + timeout
     try:
-        meeting = _Rendezvous(_connect(method, address, rank, timeout, bound), rank, world_size, deadline, timeout)
-        token = meeting.lead() if rank == 0 else meeting.follow()
+        store = _connect(method, address, rank, timeout, bound)
+        protocol = _Protocol(store, rank, world_size, deadline, timeout)
+        token = protocol.lead() if rank == 0 else protocol.follow()
     except dist.DistError:
         expected = "expected rank 0 to stay until all ranks have come; it has gone"
         raise ConnectionError(f"{TIMEOUT_FLAG} {timeout:g}: {expected}") from None
-    return dist.PrefixStore(f"rendezvous/{token}", meeting.store)
+    return dist.PrefixStore(f"rendezvous/{token}", store)
 
 
 # The store
@@ -98,31 +116,27 @@ def rendezvous(
 def _connect(
     method: str | None, address: tuple[str, int], rank: int, timeout: float, bound: socket.socket | None
 ) -> dist.Store:
-    if method is None or method in BY_ENVIRONMENT:
-        return _tcp_store(*address, f"MASTER_ADDR {address[0]} MASTER_PORT {address[1]}", rank, timeout, bound)
-    parts = urlsplit(method)
+    parts = urlsplit(method or "")
+    if parts.scheme == "file":
+        return _file_store(Path(parts.path), f"{FLAG} {method}")
+    (host, port), where = address, f"MASTER_ADDR {address[0]} MASTER_PORT {address[1]}"
     if parts.scheme == "tcp":
-        return _tcp_store(str(parts.hostname), int(parts.port or 0), f"{FLAG} {method}", rank, timeout, None)
-    path = Path(parts.path)
-    if not path.parent.is_dir() or path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConnectionError(f"{FLAG} {method}: expected a file that can be written, in a folder that is there")
-    return dist.FileStore(str(path), -1)  # -1: never removed, so that no late rank can lose it
-
-
-def _tcp_store(
-    host: str, port: int, where: str, rank: int, timeout: float, bound: socket.socket | None
-) -> dist.TCPStore:
-    limit, agent = timedelta(seconds=timeout), (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
+        host, port, where = str(parts.hostname), int(parts.port or 0), f"{FLAG} {method}"
+    agent = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     served_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and agent == (host, str(port))
+    options: dict[str, Any] = {"timeout": timedelta(seconds=timeout), "wait_for_workers": False}
     if rank > 0 or served_by_agent:
         _wait_for_server(host, port, where, timeout)
-        return dist.TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
-    # Rank 0 connects to itself: a name need not resolve. Others in this process, such as RPC, can share the port.
-    own = host if bound is None else "127.0.0.1"
+        return dist.TCPStore(host, port, is_master=False, **options)
     fd = bind(host, port, where).detach() if bound is None else os.dup(bound.fileno())
-    return dist.TCPStore(
-        own, port, is_master=True, timeout=limit, wait_for_workers=False, multi_tenant=True, master_listen_fd=fd
-    )
+    # Rank 0 connects to itself: a name need not resolve. Others in this process, such as RPC, can share the port.
+    return dist.TCPStore("127.0.0.1", port, is_master=True, multi_tenant=True, master_listen_fd=fd, **options)
+
+
+def _file_store(path: Path, where: str) -> dist.Store:
+    if not path.parent.is_dir() or path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConnectionError(f"{where}: expected a file that can be written, in a folder that is there")
+    return dist.FileStore(str(path), -1)  # -1: never removed, so that no late rank can lose it
 
 
 def _wait_for_server(host: str, port: int, where: str, timeout: float) -> None:
@@ -142,7 +156,7 @@ def _wait_for_server(host: str, port: int, where: str, timeout: float) -> None:
 
 
 @dataclass
-class _Rendezvous:
+class _Protocol:
     store: dist.Store
     rank: int
     world_size: int

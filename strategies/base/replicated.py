@@ -112,7 +112,6 @@ class Replicated(AveragesGradients):
         super().setup_environment()
 
     def _on_several_devices(self) -> bool:
-        """Whether one rank's parameters may be on several devices."""
         return True
 
     def _split_parts(self) -> list[ModelParallel]:

@@ -12,5 +12,3 @@ sum, maximum and so on, and torch calls `group`, over `process_group`.
 
 from strategies.ring.group import NAME, UNCHUNKED, RingGroup, UnchunkedGroup, register
 from strategies.ring.links import Links
-
-__all__ = ["NAME", "UNCHUNKED", "Links", "RingGroup", "UnchunkedGroup", "register"]

@@ -41,7 +41,8 @@ def reduce_scatter(links: Links, chunks: Sequence[Tensor], combine: Combine) -> 
 
     Chunk c starts on rank c + 1, each rank adds its own part, and it ends on rank c.
     """
-    buffers = _buffers(chunks, links)
+    largest = max(chunks, key=len)
+    buffers = [largest.new_empty(len(_pieces(largest)[0])) for _ in range(AHEAD)]
     for step in range(links.size - 1):
         leaving, coming = (chunks[(links.rank - step - back) % links.size] for back in (1, 2))
         sent = [links.send(piece, links.next) for piece in _pieces(leaving)]
@@ -141,12 +142,3 @@ def barrier(links: Links) -> None:
 
 def _pieces(x: Tensor) -> Sequence[Tensor]:
     return x.split(max(1, PIECE // x.element_size()))
-
-
-def _buffers(chunks: Sequence[Tensor], links: Links) -> list[Tensor]:
-    """Buffers for pieces that are combined with a rank's own."""
-    if links.size == 1:
-        return []
-    largest = max(chunks, key=len)
-    size = len(_pieces(largest)[0])
-    return [largest.new_empty(size) for _ in range(AHEAD)]

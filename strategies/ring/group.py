@@ -132,21 +132,17 @@ class RingGroup(QueuedGroup):
         """Gather each rank's tensor on the root."""
         parts = outputs[0] if outputs else []
         self._check("gather", parts, inputs[0])
-
-        def run(parts: list[Tensor], inputs: list[Tensor]) -> None:
-            algorithms.gather(self.links, inputs[0], parts, opts.rootRank)
-
-        return self._add("gather", run, parts, inputs, opts)
+        return self._add(
+            "gather", lambda xs, own: algorithms.gather(self.links, own[0], xs, opts.rootRank), parts, inputs, opts
+        )
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Options) -> dist.Work:
         """Send each rank its part of the root's tensors."""
         parts = inputs[0] if inputs else []
         self._check("scatter", parts, outputs[0])
-
-        def run(outputs: list[Tensor], parts: list[Tensor]) -> None:
-            algorithms.scatter(self.links, outputs[0], parts, opts.rootRank)
-
-        return self._add("scatter", run, outputs, parts, opts)
+        return self._add(
+            "scatter", lambda own, xs: algorithms.scatter(self.links, own[0], xs, opts.rootRank), outputs, parts, opts
+        )
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Options = None) -> dist.Work:
         """Send each rank its tensor, and receive one from each."""
@@ -169,7 +165,6 @@ class RingGroup(QueuedGroup):
     alltoall_base = all_to_all_single
 
     def _sizes(self, x: Tensor, rows: Sequence[int]) -> list[int]:
-        """The number of elements of each part."""
         counts = rows or [len(x) // self.links.size] * self.links.size
         if sum(counts) != len(x):
             raise ValueError(f"backend ring: expected {len(x)} rows in all for all_to_all_single, got {sum(counts)}")

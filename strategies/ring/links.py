@@ -26,16 +26,8 @@ class Message(NamedTuple):
 class Links:
     """A rank's links to the others of a group; in the ring, its neighbours are the next rank and the previous one.
 
-    Messages from one rank to another arrive in the order in which they were sent.
-
-    Args:
-        messenger: gloo's process group, or an object with its `send` and `recv`.
-        rank: this one's number in the group.
-        size: number of ranks.
-
-    Attributes:
-        sent: bytes that this rank has sent so far.
-        timeout: how long to wait for a message; 0 for as long as the messenger does.
+    Messages from one rank to another arrive in the order in which they were sent. The messenger is gloo's process
+    group, or an object with its `send` and `recv`. `sent` counts the bytes that this rank has sent.
     """
 
     def __init__(self, messenger: Any, rank: int, size: int) -> None:

@@ -22,15 +22,6 @@ class QueuedGroup(ProcessGroup):
     """A process group over gloo's send and recv, whose collectives run one after the other in a thread.
 
     torch gives the names and arguments of the methods; the older names of 2.11 stand beside the newer ones.
-
-    Args:
-        store: where the ranks find each other.
-        rank: this one's number in the group.
-        size: number of ranks.
-        timeout: how long to wait for a message.
-
-    Attributes:
-        links: to the other ranks.
     """
 
     name_of_backend: str
@@ -102,9 +93,7 @@ class QueuedGroup(ProcessGroup):
                 expected = f"expected {share * own.numel()} x {own.dtype} for {name}"
                 raise ValueError(f"backend ring: {expected}, got {part.numel()} x {part.dtype}")
 
-    def _add(
-        self, name: str, run: Run, outputs: list[Tensor], inputs: Sequence[Tensor], opts: Options
-    ) -> dist.Work:  # fmt: skip
+    def _add(self, name: str, run: Run, outputs: list[Tensor], inputs: Sequence[Tensor], opts: Options) -> dist.Work:
         for x in (*outputs, *inputs):
             if x.device.type != "cpu" or x.layout != torch.strided:
                 found = f"got {x.layout} on {x.device}"

@@ -92,11 +92,6 @@ def local_worker() -> Worker:
 # The master's calls
 
 
-def connect(ranks: Sequence[int]) -> list[Any]:
-    """Remote references to the workers of these ranks."""
-    return [rpc.remote(agents.worker_name(rank), local_worker) for rank in ranks]
-
-
 def call(method: Callable[..., Any], worker: Any, *args: Any) -> Any:
     """A future of a method's result, called on a remote reference's owner.
 

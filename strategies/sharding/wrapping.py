@@ -125,10 +125,8 @@ class Sharding:
 
 def _contents(module: nn.Module) -> set[tuple[Any, ...]]:
     """Names of a module's attributes, and the keys of those that are dictionaries, such as its hooks."""
-    own = vars(module).items()
-    return {(name,) for name, _ in own} | {
-        (name, key) for name, value in own if isinstance(value, dict) for key in value
-    }
+    keys = {(name, key) for name, value in vars(module).items() if isinstance(value, dict) for key in value}
+    return keys | {(name,) for name in vars(module)}
 
 
 def _make_contiguous(module: nn.Module) -> None:
