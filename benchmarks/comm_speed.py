@@ -15,11 +15,9 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded
 
 import argparse
-import tempfile
-import time
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,23 +41,6 @@ TARGETS = {
 }
 
 
-def in_ranks(world_size: int, part: Callable[[], Runs]) -> Runs:
-    """What rank zero measures in a group of processes."""
-    with tempfile.TemporaryDirectory() as folder:
-
-        def rank(number: int) -> Runs:
-            ring.register()
-            dist.init_process_group(
-                "gloo", init_method=f"file://{folder}/store", rank=number, world_size=world_size,
-                timeout=timedelta(seconds=120),
-            )  # fmt: skip
-            runs = part()
-            dist.destroy_process_group()
-            return runs
-
-        return common.forked(rank, world_size)[0]
-
-
 def slowest(seconds: float) -> float:
     """The maximum over all ranks."""
     largest = torch.tensor([seconds], dtype=torch.float64)
@@ -67,50 +48,48 @@ def slowest(seconds: float) -> float:
     return largest.item()
 
 
-def call_seconds(x: torch.Tensor, calls: int, group: dist.ProcessGroup | None = None) -> float:
+def call_seconds(x: torch.Tensor, calls: int, group: Any = None) -> float:
     """Seconds of an all-reduce, from a loop of calls."""
     dist.barrier(group)
-    start = time.perf_counter()
-    for _ in range(calls):
-        dist.all_reduce(x, group=group)
-    return slowest((time.perf_counter() - start) / calls)
+    return slowest(common.seconds(lambda: [dist.all_reduce(x, group=group) for _ in range(calls)]) / calls)
 
 
 def rings(size: int, rounds: int, calls: int) -> Runs:
     """An all-reduce of so many bytes by each ring, over gloo's."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    groups = {name: dist.new_group(backend=name) for name in ("gloo", ring.NAME, ring.UNCHUNKED)}
+    ring.register()
+    groups: dict[str, Any] = {name: dist.new_group(backend=name) for name in ("gloo", ring.NAME, ring.UNCHUNKED)}
     for name, group in groups.items():
-        x = torch.full((size // ITEM,), 2.0**rank)
+        x = torch.full((size // ITEM,), 2.0 ** dist.get_rank())
         dist.all_reduce(x, group=group)
-        assert x.eq(2**world - 1).all(), name
+        assert x.eq(2 ** dist.get_world_size() - 1).all(), name
     x = torch.zeros(size // ITEM)
-    seconds = common.take_turns(
-        {name: partial(call_seconds, x, calls, group) for name, group in groups.items()}, rounds
-    )
-    return {name: common.over(seconds[name], seconds["gloo"]) for name in (ring.NAME, ring.UNCHUNKED)}
+    runs = common.take_turns({name: partial(call_seconds, x, calls, group) for name, group in groups.items()}, rounds)
+    return {
+        f"{name}, {dist.get_world_size()} processes": common.over(runs[name], runs["gloo"])
+        for name in (ring.NAME, ring.UNCHUNKED)
+    }
+
+
+def ours(case: Case) -> float:
+    """What comm.py measures."""
+    _, (seconds,) = timed(case, Member(None, range(2), dist.get_rank(), common.CPU), Bench(2, 1))
+    return slowest(seconds)
+
+
+def bare(x: torch.Tensor) -> float:
+    """The same from a loop."""
+    call_seconds(x, 3)  # warm-up
+    return call_seconds(x, min(max(4 * MB // x.nbytes, 3), 100))
 
 
 def measurements(sizes: Sequence[int], rounds: int) -> Runs:
     """What comm.py measures, over a bare loop, at each size."""
-    bench, found = Bench(2, 1), {}
-    place = Member(None, range(2), dist.get_rank(), torch.device("cpu"))
+    found = {}
     for size in sizes:
-        row, x = Case(Backend("gloo"), "all_reduce_sum", WORLD, (0, 1), size // ITEM), torch.zeros(size // ITEM)
-        rivals = {"ours": partial(_ours, row, place, bench), "bare": partial(_bare, x)}
-        seconds = common.take_turns(rivals, rounds * PAIRS)
-        found[f"{size:,}"] = common.over(seconds["ours"], seconds["bare"])
+        case, x = Case(Backend("gloo"), "all_reduce_sum", WORLD, (0, 1), size // ITEM), torch.zeros(size // ITEM)
+        runs = common.take_turns({"ours": partial(ours, case), "bare": partial(bare, x)}, rounds * PAIRS)
+        found[f"comm.py at {size:,} bytes"] = common.over(runs["ours"], runs["bare"])
     return found
-
-
-def _ours(row: Case, place: Member, bench: Bench) -> float:
-    _, (seconds,) = timed(row, place, bench)
-    return slowest(seconds)
-
-
-def _bare(x: torch.Tensor) -> float:
-    call_seconds(x, 3)  # warm-up
-    return call_seconds(x, min(max(4 * MB // x.nbytes, 3), 100))
 
 
 def measure(args: argparse.Namespace) -> Found:
@@ -120,11 +99,8 @@ def measure(args: argparse.Namespace) -> Found:
     size, sizes = (64 * 2**10, SIZES[:1]) if args.quick else (16 * MB, SIZES)
     ratios: Runs = {}
     for count in (2, 3):
-        runs = in_ranks(count, partial(rings, size, args.rounds, args.calls))
-        ratios |= {f"{name}, {count} processes": values for name, values in runs.items()}
-    runs = in_ranks(2, partial(measurements, sizes, args.rounds))
-    ratios |= {f"comm.py at {name} bytes": values for name, values in runs.items()}
-    return Found({}, ratios)
+        ratios |= common.in_ranks(count, partial(rings, size, args.rounds, args.calls))[0]
+    return Found({}, ratios | common.in_ranks(2, partial(measurements, sizes, args.rounds))[0])
 
 
 def main(argv: Sequence[str] | None = None) -> None:

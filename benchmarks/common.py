@@ -3,19 +3,24 @@
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from itertools import pairwise
+from datetime import timedelta
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.multiprocessing.spawn import start_processes
 
@@ -25,7 +30,10 @@ from harness.reports.tables import Table, short
 from harness.runs import environment
 from harness.runs.files import write_json
 from harness.runs.progress import quiet
+from harness.studies.isolation import children_end_with_block
+from harness.studies.meters import Stamps
 
+CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data"
 SILENT: dict[str, Any] = {"accelerator": "cpu", "logger": False} | dict.fromkeys(
@@ -33,6 +41,7 @@ SILENT: dict[str, Any] = {"accelerator": "cpu", "logger": False} | dict.fromkeys
 )
 T = TypeVar("T")
 Runs = dict[str, list[float]]  # one value a round, by name
+Rivals = dict[str, Callable[[], float]]
 
 
 class Noise(ImageData):
@@ -51,75 +60,88 @@ class Noise(ImageData):
 # Measuring
 
 
+def seconds(call: Callable[[], object]) -> float:
+    """The time of a call."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def peak_mib() -> float:
+    """The peak memory of this process, without a loader's workers, which share most of theirs."""
+    unit = 2**20 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
 class Clock(Callback):
-    """Times a fit; each rank writes FOLDER/<module><rank>.json.
+    """Times a fit; each rank writes its record to FOLDER/<module><rank>.json.
 
-    It holds `first`, the time of day after the first batch; `before`, the seconds until the first step; `steps`, the
-    seconds of each step.
-
-    Args:
-        folder: where.
-        keep: whether glibc keeps freed memory in the ranks, as in the experiments.
+    A record has `first`, the time of day after the first batch; `before`, the seconds until the first step; `steps`,
+    the seconds of each step; `fit`, those of the whole fit; `peak_mib` and `threads` of the process. With `keep` glibc
+    keeps freed memory in the ranks, as in the experiments.
     """
 
     def __init__(self, folder: str, keep: bool = True) -> None:
-        self.folder, self.keep, self.first = folder, keep, 0.0
-        self.moments: list[float] = []
+        self.folder, self.keep = folder, keep
+        self.record: dict[str, Any] = {}
 
-    def setup(self, *args: Any, **kwargs: Any) -> None:
-        """Set glibc, in each rank."""
+    def on_fit_start(self, *args: Any) -> None:
+        """Set glibc and start the clock, in each rank."""
         if self.keep:
             environment.keep_memory()
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock."""
-        self.moments, self.first = [time.perf_counter()], 0.0
+        self.record, self.stamps = {}, Stamps(CPU)
+        self.stamps.mark()
 
     def on_train_batch_start(self, *args: Any) -> None:
         """A step begins, and the one before ends."""
-        self.moments.append(time.perf_counter())
+        self.stamps.mark()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The last step ends."""
+        self.stamps.mark()
 
     def on_train_batch_end(self, *args: Any) -> None:
         """Note the end of the first batch."""
-        self.first = self.first or time.time()
+        self.record.setdefault("first", time.time())
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the file."""
-        before, *steps = (stop - start for start, stop in pairwise([*self.moments, time.perf_counter()]))
+        self.stamps.mark()
+        before, *steps, after = self.stamps.seconds()
+        self.record |= {"before": before, "steps": steps, "fit": before + sum(steps) + after}
+        self.record |= {"peak_mib": peak_mib(), "threads": torch.get_num_threads()}
         file = Path(self.folder) / f"{type(pl_module).__name__}{trainer.global_rank}.json"
-        file.write_text(json.dumps({"first": self.first, "before": before, "steps": steps}))
+        file.write_text(json.dumps(self.record))
 
 
-def step_seconds(
+def fit(
     module: LightningModule,
     data: Any,
-    steps: int,
-    warmup: int = 2,
+    clock: type[Clock] = Clock,
     keep: bool = True,
     callbacks: Sequence[Callback] = (),
     **settings: Any,
-) -> list[float]:
-    """Seconds of each step of a fit on the CPU after some to warm up, on rank zero; `keep` as Clock has it."""
+) -> dict[str, Any]:
+    """Rank zero's record of a fit on the CPU; `keep` as Clock has it."""
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # such as BatchNorm's in a pipeline
-        settings |= {"max_steps": warmup + steps, "max_epochs": -1, "limit_val_batches": 0}
-        trainer = Trainer(callbacks=[Clock(folder, keep), *callbacks], **SILENT, **settings)
+        trainer = Trainer(callbacks=[clock(folder, keep), *callbacks], **SILENT, **settings)
         trainer.fit(module, data)
-        return json.loads((Path(folder) / f"{type(module).__name__}0.json").read_text())["steps"][warmup:]
+        return json.loads((Path(folder) / f"{type(module).__name__}0.json").read_text())
+
+
+def step_seconds(module: LightningModule, data: Any, steps: int, warmup: int = 2, **settings: Any) -> list[float]:
+    """Seconds of each step of a fit after some to warm up."""
+    settings |= {"max_steps": warmup + steps, "max_epochs": -1, "limit_val_batches": 0}
+    return fit(module, data, **settings)["steps"][warmup:]
 
 
 def take_turns(rivals: Mapping[str, Callable[[], T]], rounds: int, unit: str = "") -> dict[str, list[T]]:
-    """What each rival measures in each round; every other round has the reverse order.
-
-    Args:
-        rivals: by name.
-        rounds: how many.
-        unit: of the values, which are then printed as they come.
-    """
+    """What each rival measures in each round, printed as it comes if it has a unit; odd rounds go backwards."""
     runs: dict[str, list[T]] = {name: [] for name in rivals}
     for number in range(rounds):
-        for name in [*rivals][:: -1 if number % 2 else 1]:
-            runs[name].append(rivals[name]())
+        for name, measure in [*rivals.items()][:: -1 if number % 2 else 1]:
+            runs[name].append(measure())
             if unit:
                 print(f"round {number + 1}: {name:24} {runs[name][-1]:10.3f} {unit}", flush=True)
     return runs
@@ -138,7 +160,7 @@ def forked(measure: Callable[[int], T], copies: int = 1) -> list[T]:
 
     It can't fork ranks itself: Lightning refuses that in a fork whose parent has asked for GPUs.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, children_end_with_block():
         start_processes(_answer, args=(measure, folder), nprocs=copies, start_method="fork")
         return [json.loads((Path(folder) / str(number)).read_text()) for number in range(copies)]
 
@@ -147,20 +169,24 @@ def _answer(number: int, measure: Callable[[int], Any], folder: str) -> None:
     (Path(folder) / str(number)).write_text(json.dumps(measure(number)))
 
 
-CALL = """import importlib, json, sys
-file, module, name, args = sys.argv[1:]
-found = getattr(importlib.import_module(module), name)(*json.loads(args))
-json.dump(found, open(file, "w"))
-"""
+def in_ranks(world_size: int, measure: Callable[[], T]) -> list[T]:
+    """What the function returns in each rank of a gloo group of processes forked from this one."""
+    with tempfile.TemporaryDirectory() as folder:
+
+        def rank(number: int) -> T:
+            store = f"file://{folder}/store"
+            dist.init_process_group("gloo", store, timedelta(minutes=2), world_size=world_size, rank=number)
+            found = measure()
+            dist.destroy_process_group()
+            return found
+
+        return forked(rank, world_size)
 
 
-def called(function: Callable[..., T], *args: Any, env: Mapping[str, str] | None = None) -> T:
-    """What a benchmark's function returns in a fresh interpreter; its output goes to stderr."""
-    module = f"benchmarks.{Path(function.__code__.co_filename).stem}"
-    with tempfile.NamedTemporaryFile("r") as answer:
-        command = [sys.executable, "-c", CALL, answer.name, module, function.__name__, json.dumps(args)]
-        subprocess.run(command, env=env, stdout=sys.stderr, check=True)
-        return json.load(answer)
+def called(function: Callable[..., T], *args: Any, env: Mapping[str, str]) -> T:
+    """What the function returns in a fresh interpreter with this environment."""
+    with mock.patch.dict(os.environ, env, clear=True), ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(function, *args).result()
 
 
 def clocked(experiment: str, *flags: str, env: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -181,14 +207,7 @@ def threads(count: int | None) -> dict[str, str]:
 
 
 class Target(NamedTuple):
-    """What a ratio compares, and its bounds.
-
-    Attributes:
-        text: what is compared.
-        low: at least.
-        high: at most.
-        aim: what would be better still.
-    """
+    """What a ratio compares, its bounds, and what would be better still."""
 
     text: str
     low: float = 0.0
@@ -201,27 +220,18 @@ class Target(NamedTuple):
 
     def words(self, ratio: float) -> str:
         """The bounds, and whether the ratio misses them."""
-        bounds = [f"at least {self.low:g}"] * (self.low > 0) + [f"at most {_share(self.high)}"] * (self.high < 1e9)
+        high = f"1/{1 / self.high:g}" if self.high < 0.5 and (1 / self.high).is_integer() else f"{self.high:g}"
+        bounds = [f"at least {self.low:g}"] * (self.low > 0) + [f"at most {high}"] * (high != "inf")
         return f"{', '.join(bounds)}{self.aim}{'' if self.reached(ratio) else '   MISSED'}"
-
-
-def _share(ratio: float) -> str:
-    return f"1/{1 / ratio:g}" if ratio < 0.5 else f"{ratio:g}"
 
 
 @dataclass
 class Found:
-    """What a benchmark has measured.
+    """What a benchmark has measured."""
 
-    Attributes:
-        figures: by unit and name.
-        ratios: by the name of their target.
-        facts: anything else, for the file.
-    """
-
-    figures: dict[str, Runs]
-    ratios: Runs
-    facts: dict[str, Any] = field(default_factory=dict)
+    figures: dict[str, Runs]  # by unit
+    ratios: Runs  # by the name of their target
+    facts: dict[str, Any] = field(default_factory=dict)  # anything else, for the file
 
 
 def merged(parts: Mapping[str, Found]) -> Found:
@@ -233,21 +243,16 @@ def merged(parts: Mapping[str, Found]) -> Found:
 
 def table(found: Found, targets: Mapping[str, Target]) -> str:
     """A line for each figure and each ratio: medians, and the range over all rounds."""
-    figures = [
+    rows = [
         [f"{name}, {unit}", "", short(median(runs)), f"{short(min(runs))} to {short(max(runs))}"]
         for unit, named in found.figures.items()
         for name, runs in named.items()
     ]
-    ratios = [
-        [
-            targets[name].text,
-            targets[name].words(middle := median(runs)),
-            f"{middle:.3f}" + (f" = 1/{1 / middle:.1f}" if middle < 0.5 else ""),
-            f"{min(runs):.2f} to {max(runs):.2f}",
-        ]
-        for name, runs in found.ratios.items()
-    ]
-    return Table(["", "target", "median", "all rounds"], [*figures, *ratios], left=2).plain(200)
+    for name, runs in found.ratios.items():
+        middle, target = median(runs), targets[name]
+        shown = f"{middle:.3f}" + (f" = 1/{1 / middle:.1f}" if middle < 0.5 else "")
+        rows.append([target.text, target.words(middle), shown, f"{min(runs):.2f} to {max(runs):.2f}"])
+    return Table(["", "target", "median", "all rounds"], rows, left=2).plain(200)
 
 
 def parser(description: str | None, rounds: tuple[str, int], rounds_help: str) -> argparse.ArgumentParser:
@@ -278,11 +283,11 @@ def run(
     print(*(f"{key}: {value}" for key, value in header.items()), table(found, targets), sep="\n")
     if settings.get("quick"):
         print("sizes are tiny: what is missed says nothing")
-    medians = {unit: {name: median(runs) for name, runs in named.items()} for unit, named in found.figures.items()}
+    figures = {unit: {name: median(runs) for name, runs in named.items()} for unit, named in found.figures.items()}
     ratios = {name: median(runs) for name, runs in found.ratios.items()}
     if args.out:
-        rounds = {"figures": found.figures, "ratios": found.ratios}
-        name = Path(measure.__code__.co_filename).stem
-        write_json(args.out, {"benchmark": name, **header, "figures": medians, "ratios": ratios, "all_rounds": rounds})
+        header |= {"figures": figures, "ratios": ratios}
+        header |= {"all_rounds": {"figures": found.figures, "ratios": found.ratios}}
+        write_json(args.out, {"benchmark": Path(measure.__code__.co_filename).stem, **header})
     if strict and not all(targets[name].reached(ratio) for name, ratio in ratios.items()):
         sys.exit(1)

@@ -14,13 +14,11 @@ steps from the 21st on.
 
 import argparse
 import tempfile
-import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,11 +30,12 @@ from benchmarks import common
 from benchmarks.common import Found, Runs, Target
 from datamodules import Text
 from harness.runs import environment
+from harness.studies.meters import Stamps
 from lit_modules.nets import GPT
 
 TEXT = common.DATA / "tinyshakespeare" / "input.txt"
 LAYERS, HEADS, WIDTH, BLOCK, ROWS = 4, 4, 128, 64, 12
-RATE, WARM_UP, SKIPPED = 3e-3, 100, 20
+RATE, SKIPPED = 3e-3, 20
 EXPERIMENT = {"ours": [], "compiled": ["--compile", "true"], "bfloat16": ["--trainer.precision", "bf16-mixed"]}
 TARGETS = {
     "ours / loop": Target("a step of gpt.py over the plain loop's", high=1.0),
@@ -48,16 +47,24 @@ TARGETS = {
 }
 
 
-def text(path: str | Path | None) -> Text:
+def text(path: Path | None) -> Text:
     """The text in this file, or Python's own documentation."""
     data = Text(path, BLOCK, batch_size=ROWS)
     data.setup()
     return data
 
 
-def seconds_between(stamps: Sequence[float]) -> list[float]:
-    """From each moment to the next."""
-    return [stop - start for start, stop in pairwise(stamps)]
+def step_seconds(net: nn.Module, loss: Callable[[], Tensor], steps: int, fused: bool = False) -> list[float]:
+    """Seconds of each training step."""
+    optimizer, stamps = torch.optim.AdamW(net.parameters(), RATE, (0.9, 0.99), fused=fused), Stamps(common.CPU)
+    stamps.mark()
+    for _ in range(steps):
+        loss().backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        stamps.mark()
+    return stamps.seconds()
 
 
 # The plain loop
@@ -70,18 +77,13 @@ class PlainBlock(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) -> (B, T, D)."""
-        rows, length, width = x.shape
-        q, k, v = (
-            part.view(rows, length, HEADS, width // HEADS).transpose(1, 2)
-            for part in self.qkv(self.norm1(x)).split(width, dim=2)
-        )
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).contiguous().view(rows, length, width))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        q, k, v = (part.unflatten(2, (HEADS, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, dim=2))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm2(x))
 
 
 class PlainGPT(nn.Module):
@@ -90,17 +92,12 @@ class PlainGPT(nn.Module):
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(vocab_size, WIDTH), nn.Embedding(BLOCK, WIDTH)
-        self.blocks = nn.ModuleList(PlainBlock() for _ in range(LAYERS))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, vocab_size, bias=False)
-        self.head.weight = self.tokens.weight
+        self.blocks = nn.Sequential(*(PlainBlock() for _ in range(LAYERS)), nn.LayerNorm(WIDTH))
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """The loss."""
-        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1]))
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
+        x = self.blocks(self.tokens(tokens) + self.places(torch.arange(tokens.shape[1])))
+        return F.cross_entropy(F.linear(x, self.tokens.weight).flatten(0, 1), labels.flatten())
 
 
 def slices(path: Path) -> tuple[Tensor, Tensor]:
@@ -112,95 +109,72 @@ def slices(path: Path) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def written(data: Text, folder: Path) -> Path:
+def written(data: Text, folder: str | Path) -> Path:
     """The training text as a file of 16-bit numbers."""
-    path = folder / "train.bin"
+    path = Path(folder) / "train.bin"
     data.split("train").text.numpy().astype(np.uint16).tofile(path)  # type: ignore[attr-defined]
     return path
 
 
-def loop(path: str | None, steps: int) -> list[float]:
+def loop(path: Path | None, steps: int) -> list[float]:
     """The plain loop; seconds of each step."""
+    data = text(path)
+    net = with_seed(0, lambda: PlainGPT(data.num_classes))
     with tempfile.TemporaryDirectory() as folder:
-        data = text(path)
-        tokens, net = written(data, Path(folder)), with_seed(0, lambda: PlainGPT(data.num_classes))
-        optimizer, stamps = torch.optim.AdamW(net.parameters(), RATE, (0.9, 0.99)), []
-        x, y = slices(tokens)
-        for step in range(steps):
-            stamps.append(time.perf_counter())
-            for group in optimizer.param_groups:
-                group["lr"] = RATE * min((step + 1) / WARM_UP, 1.0)
-            loss = net(x, y)
-            x, y = slices(tokens)  # the next one
-            loss.backward()
-            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-    return seconds_between([*stamps, time.perf_counter()])
+        tokens = written(data, folder)
+        return step_seconds(net, lambda: net(*slices(tokens)), steps)
 
 
 # Our side
 
 
-def net_of(data: Text, *sizes: int) -> GPT:
+def net_of(data: Text, block_size: int, num_layers: int, num_heads: int, embed_dim: int) -> GPT:
     """Our net for this text."""
-    return with_seed(0, lambda: GPT(data.num_classes, *sizes))
+    return with_seed(0, lambda: GPT(data.num_classes, block_size, num_layers, num_heads, embed_dim))
 
 
-def bare(path: str | None, steps: int) -> list[float]:
+def bare(path: Path | None, steps: int) -> list[float]:
     """Our net on one batch; seconds of each step."""
     environment.keep_memory()  # as gpt.py does
     data = text(path)
     net, batch = net_of(data, BLOCK, LAYERS, HEADS, WIDTH), data.split("train").take(torch.arange(ROWS) * BLOCK)
-    optimizer, stamps = torch.optim.AdamW(net.parameters(), RATE, (0.9, 0.99), fused=True), []
-    for _ in range(steps):
-        stamps.append(time.perf_counter())
-        loss = F.cross_entropy(net(batch.inputs).flatten(0, 1), batch.labels.flatten())
-        loss.backward()
-        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    return seconds_between([*stamps, time.perf_counter()])
+    inputs, labels = batch.inputs, batch.labels.flatten()
+    return step_seconds(net, lambda: F.cross_entropy(net(inputs).flatten(0, 1), labels), steps, fused=True)
 
 
-def experiment(side: str, path: str | None, steps: int, env: Mapping[str, str] | None = None) -> list[float]:
+def experiment(side: str, path: Path | None, steps: int, env: Mapping[str, str] | None = None) -> list[float]:
     """`experiments/gpt.py` with the flags of this side; seconds of each step."""
-    flags = [*EXPERIMENT[side], *([] if path is None else ["--data.path", path])]
-    flags += ["--data.block_size", str(BLOCK), "--data.batch_size", str(ROWS), "--model.lr", str(RATE)]
-    flags += ["--net.num_layers", str(LAYERS), "--net.num_heads", str(HEADS), "--net.embed_dim", str(WIDTH)]
-    flags += ["--trainer.max_steps", str(steps), "--trainer.val_check_interval", str(steps + 1)]
+    sizes = {
+        "data.block_size": BLOCK, "data.batch_size": ROWS, "net.num_layers": LAYERS, "net.num_heads": HEADS,
+        "net.embed_dim": WIDTH, "model.lr": RATE, "trainer.max_steps": steps, "trainer.val_check_interval": steps + 1,
+    }  # fmt: skip
+    flags = [*EXPERIMENT[side], *(f"--{name}={value}" for name, value in sizes.items())]
+    flags += [] if path is None else [f"--data.path={path}"]
     return common.clocked("gpt", *flags, env=env)["LitLanguageModel0"]["steps"]
 
 
 # Fetching and generation
 
 
-def fetching(path: str | None, rounds: int = 7) -> Runs:
+def fetching(path: Path | None, rounds: int = 7) -> Runs:
     """Microseconds a batch, slice by slice and by our loader, over whole epochs, in turn."""
     data = text(path)
     loader = data.train_dataloader()
     with tempfile.TemporaryDirectory() as folder:
-        tokens = written(data, Path(folder))
+        tokens = written(data, folder)
 
         def microseconds(ours: bool) -> float:
-            start = time.perf_counter()
-            for _ in loader if ours else (slices(tokens) for _ in range(len(loader))):
-                pass
-            return (time.perf_counter() - start) / len(loader) * 1e6
+            batches = loader if ours else (slices(tokens) for _ in range(len(loader)))
+            return common.seconds(lambda: deque(batches, maxlen=0)) / len(loader) * 1e6
 
         return common.take_turns({"slices": partial(microseconds, False), "ours": partial(microseconds, True)}, rounds)
 
 
-def generation(path: str | None, rounds: int = 3) -> Runs:
+def generation(path: Path | None, rounds: int = 3) -> Runs:
     """Seconds that a net of 6 layers, 6 heads, 384 wide takes from one token to its block of 256."""
     net, prompt = net_of(text(path), 256, 6, 6, 384), torch.zeros(1, 1, dtype=torch.int64)
-
-    def seconds(cached: bool) -> float:
-        start = time.perf_counter()
-        net.generate(prompt, cached=cached)
-        return time.perf_counter() - start
-
-    return common.take_turns({"recomputed": partial(seconds, False), "cached": partial(seconds, True)}, rounds)
+    calls = {name: partial(net.generate, prompt, cached=name == "cached") for name in ("recomputed", "cached")}
+    return common.take_turns({name: partial(common.seconds, call) for name, call in calls.items()}, rounds)
 
 
 # All
@@ -213,26 +187,21 @@ def milliseconds(steps: Sequence[float]) -> float:
 
 def ratios(steps: Runs, fetched: Runs, generated: Runs) -> Runs:
     """Ours over theirs."""
-    found = {
-        f"{ours} / {theirs}": common.over(steps[ours], steps[theirs])
-        for ours, theirs in (("ours", "loop"), ("ours", "bare"), ("compiled", "loop"), ("bfloat16", "loop"))
-    }
-    return found | {
-        "fetching": common.over(fetched["ours"], fetched["slices"]),
-        "generation": common.over(generated["cached"], generated["recomputed"]),
-    }
+    found = {name: common.over(*(steps[side] for side in name.split(" / "))) for name in TARGETS if "/" in name}
+    found["fetching"] = common.over(fetched["ours"], fetched["slices"])
+    return found | {"generation": common.over(generated["cached"], generated["recomputed"])}
 
 
 def measure(args: argparse.Namespace) -> Found:
     """All sides in turn, then fetching and generation."""
-    env, path = common.threads(args.threads), None if args.data is None else str(args.data)
-    rivals: dict[str, Any] = {
-        "loop": lambda: milliseconds(common.called(loop, path, args.steps, env=env)),
-        "bare": lambda: milliseconds(common.called(bare, path, args.steps, env=env)),
+    env = common.threads(args.threads)
+    sides = {side.__name__: partial(common.called, side) for side in (loop, bare)}
+    sides |= {side: partial(experiment, side) for side in EXPERIMENT}
+    rivals = {
+        name: lambda side=side: milliseconds(side(args.data, args.steps, env=env)) for name, side in sides.items()
     }
-    rivals |= {side: lambda side=side: milliseconds(experiment(side, path, args.steps, env=env)) for side in EXPERIMENT}
     steps = common.take_turns(rivals, args.rounds, "ms a step")
-    fetched, generated = common.called(fetching, path, env=env), common.called(generation, path, env=env)
+    fetched, generated = (common.called(part, args.data, env=env) for part in (fetching, generation))
     figures = {"ms a step": steps, "µs to fetch a batch": fetched, "s for 255 tokens": generated}
     return Found(figures, ratios(steps, fetched, generated))
 

@@ -24,19 +24,18 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 import argparse
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback
 
 from apprentice.keyed import with_seed
 from benchmarks import common
-from benchmarks.common import Found, Noise, Runs, Target
-from benchmarks.kd_speed import ARCHIVE, image_flags, unpacked
+from benchmarks.common import Found, Noise, Target
+from benchmarks.kd_speed import ARCHIVE, bake_off, unpacked
 from datamodules import Digits
 from harness.studies.hardware.callbacks import Measure, Phases
 from lit_modules.classifier import LitClassifier
@@ -58,20 +57,16 @@ TARGETS = {
 def ddp(args: argparse.Namespace) -> Found:
     """Images/s of one process, of DDP and of two halves."""
 
-    def images_per_second(batch_size: int, devices: int = 1, copies: int = 1) -> float:
-        def fit(_: int = 0) -> float:
-            settings: dict[str, Any] = {"devices": devices} | ({"strategy": DDP()} if devices > 1 else {})
-            module, data = LitClassifier(with_seed(0, DeepNN)), Noise(batch_size, validation_size=0)
-            return batch_size / median(common.step_seconds(module, data, 8, 4, **settings))
-
-        return sum(common.forked(fit, copies)) if devices == 1 else fit()
+    def images_per_second(batch_size: int, **settings: Any) -> float:
+        module, data = LitClassifier(with_seed(0, DeepNN)), Noise(batch_size, validation_size=0)
+        return batch_size / median(common.step_seconds(module, data, 8, 4, **settings))
 
     rivals = {
-        "one": partial(images_per_second, 128),
-        "ddp": partial(images_per_second, 128, devices=2),
-        "halves": partial(images_per_second, 64, copies=2),
+        "one": lambda: common.forked(lambda _: images_per_second(128, devices=1))[0],
+        "ddp": lambda: images_per_second(128, devices=2, strategy=DDP()),
+        "halves": lambda: sum(common.forked(lambda _: images_per_second(64, devices=1), 2)),
     }
-    runs = common.take_turns(rivals, args.rounds)
+    runs = common.take_turns(rivals, args.rounds, "images/s")
     return Found({"images/s": runs}, {name: common.over(runs[name], runs["one"]) for name in ("ddp", "halves")})
 
 
@@ -86,28 +81,27 @@ def startup(args: argparse.Namespace) -> Found:
         assert len(firsts) == devices
         return max(firsts) - start
 
-    runs = common.take_turns({f"{n} ranks": partial(seconds, n) for n in (1, 8)}, args.rounds)
+    runs = common.take_turns({f"{n} ranks": partial(seconds, n) for n in (1, 8)}, args.rounds, "s")
     return Found({"s": runs}, {"startup": common.over(runs["8 ranks"], runs["1 ranks"])})
 
 
 def exact(args: argparse.Namespace) -> Found:
     """Seconds of a bake-off, plain and exact, on one process and on two."""
-    kinds = {f"{name} {n}": (n, flags) for n in (1, 2) for name, flags in (("plain", []), ("exact", ["--exact", "8"]))}
+
+    def parts(folder: str, devices: int, *flags: str) -> dict[str, float]:
+        flags = ("--seeds", "1", "--trainer.logger", "false", "--trainer.devices", str(devices), *flags)
+        teacher, students = bake_off(folder, args.images, 2, *flags)
+        steps = {"teacher step": median(teacher["steps"]), "students step": median(students["steps"])}
+        whole = EPOCHS * len(teacher["steps"]) / 2 * sum(steps.values()) + students["before"]
+        return {**steps, "storing": students["before"], "bake-off": whole}
+
     with unpacked(args.data) as folder:
-        rivals = {kind: partial(_bake_off, image_flags(folder, args.images), *each) for kind, each in kinds.items()}
+        kinds = [(name, n, flags) for n in (1, 2) for name, flags in (("plain", []), ("exact", ["--exact", "8"]))]
+        rivals = {f"{name} {n}": partial(parts, folder, n, *flags) for name, n, flags in kinds}
         found = common.take_turns(rivals, args.rounds)
-    runs: Runs = {f"{kind}, {key}": [each[key] for each in found[kind]] for kind in kinds for key in found[kind][0]}
-    wholes = {kind: runs[f"{kind}, bake-off"] for kind in kinds}
+    runs = {f"{name}, {key}": [each[key] for each in found[name]] for name in rivals for key in found[name][0]}
+    wholes = {name: runs[f"{name}, bake-off"] for name in rivals}
     return Found({"s": runs}, {f"exact {n}": common.over(wholes[f"exact {n}"], wholes[f"plain {n}"]) for n in (1, 2)})
-
-
-def _bake_off(data: Sequence[str], devices: int, flags: Sequence[str]) -> dict[str, float]:
-    length = ["--seeds", "1", "--trainer.max_epochs", "2", "--trainer.logger", "false"]
-    clocks = common.clocked("kd", *data, *length, "--trainer.devices", str(devices), *flags)
-    teacher, students = clocks["LitClassifier0"], clocks["Distillation0"]
-    steps = {"teacher step": median(teacher["steps"]), "students step": median(students["steps"])}
-    whole = EPOCHS * len(teacher["steps"]) / 2 * sum(steps.values()) + students["before"]
-    return {**steps, "storing": students["before"], "bake-off": whole}
 
 
 def overhead(args: argparse.Namespace) -> Found:
@@ -115,18 +109,15 @@ def overhead(args: argparse.Namespace) -> Found:
 
     def step_ms(watched: bool) -> float:
         with tempfile.TemporaryDirectory() as folder:
-            watch = Measure(Path(folder), Phases(warmup=0, block=1, blocks=10**9, profiled=1))
+            watch = [Measure(Path(folder), Phases(warmup=0, block=1, blocks=10**9, profiled=1))] if watched else []
             module = LitClassifier(with_seed(0, partial(LightNN, (1, 8, 8))))
-            callbacks: list[Callback] = [watch] if watched else []
-            return 1e3 * median(common.step_seconds(module, Digits(validation_size=0), STEPS, callbacks=callbacks))
+            return 1e3 * median(common.step_seconds(module, Digits(validation_size=0), STEPS, callbacks=watch))
 
     runs = common.take_turns({"with": partial(step_ms, True), "without": partial(step_ms, False)}, args.rounds)
     return Found({"ms a step": runs}, {"overhead": common.over(runs["with"], runs["without"])})
 
 
-PARTS: dict[str, Callable[[argparse.Namespace], Found]] = {
-    "ddp": ddp, "startup": startup, "exact": exact, "overhead": overhead,
-}  # fmt: skip
+PARTS = {"ddp": ddp, "startup": startup, "exact": exact, "overhead": overhead}
 
 
 def measure(args: argparse.Namespace) -> Found:

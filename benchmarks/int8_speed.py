@@ -59,7 +59,7 @@ def measure(args: argparse.Namespace) -> Found:
     times = {name: each[str(args.batch_size)] for name, each in latency.items()}
     speeds: Runs = {name: [args.batch_size / each["median"] * 1e3] for name, each in times.items()}
     sizes: Runs = {name: [onnx_bytes(net, images)] for name, net in nets.items()}
-    ratios = {name: common.over(runs["int8"], runs["float32"]) for name, runs in (("speed", speeds), ("size", sizes))}
+    ratios = {key: common.over(runs["int8"], runs["float32"]) for key, runs in (("speed", speeds), ("size", sizes))}
     return Found({"images/s": speeds, "bytes": sizes}, ratios, {"vnni": vnni(), "latency_ms": times})
 
 

@@ -22,9 +22,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import argparse
 import copy
-import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from statistics import mean, median
 from typing import Any
@@ -38,8 +36,9 @@ from torch.optim import SGD
 
 from apprentice.keyed import with_seed
 from benchmarks import common
-from benchmarks.common import Found, Target
+from benchmarks.common import Found, Rivals, Target
 from harness.runs import environment
+from harness.studies.meters import Stamps
 from harness.studies.pipeline import Noise, Task
 from lit_modules import nets
 from strategies import PipelineStrategy
@@ -65,11 +64,7 @@ TARGETS = {
 
 
 class Setting:
-    """The net, its batches and its cut.
-
-    Args:
-        args: the command line.
-    """
+    """The net, its batches and its cut."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         size, classes, self.batch = (32, 10, 8) if args.quick else (128, 1000, 120)
@@ -85,81 +80,65 @@ class Setting:
         """So many steps of so many images."""
         return Noise(rows, self.shape, self.classes, steps, seed=0)
 
-    def strategy(self, schedule: str, num_microbatches: int) -> PipelineStrategy:
-        """A pipeline; under a schedule of several stages a rank, cut by time in each fit."""
+    def step_seconds(self, num_microbatches: int = 1, copies: int = 1, **settings: Any) -> float:
+        """Mean seconds of a step, with settings of the Trainer; `copies` fits share the batch."""
+        loader = self.loader(self.batch // copies, WARMUP + self.steps)
+        module = Task(copy.deepcopy(self.layers), num_microbatches)
+        return mean(common.step_seconds(module, loader, self.steps, WARMUP, **settings))
+
+    def alone(self, num_microbatches: int = 1, copies: int = 1, keep: bool = True) -> float:
+        """A step on one process, or of the slower of two that share the batch; `keep` as Clock has it."""
+        settings: dict[str, Any] = {"devices": 1, "keep": keep}
+        return max(common.forked(lambda _: self.step_seconds(num_microbatches, copies, **settings), copies))
+
+    def pipelined(self, schedule: str, num_microbatches: int) -> float:
+        """A step on two; under a schedule of several stages a rank, cut by time in each fit."""
         balance: Any = self.sizes if schedule in ONE_STAGE else "time"
-        return PipelineStrategy(schedule, num_microbatches, balance=balance)  # type: ignore[arg-type]
-
-    def fit(
-        self, strategy: PipelineStrategy | None = None, num_microbatches: int = 1, copies: int = 1, keep: bool = True
-    ) -> float:
-        """Mean seconds of a step, of the slowest copy.
-
-        Args:
-            strategy: of two processes; one process if None.
-            num_microbatches: of one process.
-            copies: fits at the same time that share the batch.
-            keep: whether glibc keeps freed memory.
-        """
-
-        def measure(_: int = 0) -> float:
-            settings = {"devices": 1} if strategy is None else {"devices": 2, "strategy": strategy}
-            loader = self.loader(self.batch // copies, WARMUP + self.steps)
-            module = Task(copy.deepcopy(self.layers), num_microbatches)
-            return mean(common.step_seconds(module, loader, self.steps, WARMUP, keep, **settings))
-
-        return max(common.forked(measure, copies)) if strategy is None else measure()
+        strategy = PipelineStrategy(schedule, num_microbatches, balance=balance)  # type: ignore[arg-type]
+        return self.step_seconds(devices=2, strategy=strategy)
 
     def bare(self) -> float:
-        """Mean seconds of a step by torch's own 1F1B schedule and an optimizer, without Lightning."""
-        with tempfile.TemporaryDirectory() as folder:
+        """A step by torch's own 1F1B schedule and an optimizer, without Lightning."""
+        return max(common.in_ranks(2, self._bare))
 
-            def measure(rank: int) -> float:
-                environment.keep_memory()
-                dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-                layers = nn.Sequential(*grouped(self.layers, self.sizes)[rank])
-                optimizer = SGD(layers.parameters(), LEARNING_RATE)
-                stage = PipelineStage(layers, rank, 2, torch.device("cpu"))
-                schedule, batch = (
-                    Schedule1F1B(stage, MICROBATCHES, loss_fn=F.mse_loss),
-                    self.loader(self.batch, 1).batch,
-                )
-                stamps = []
-                for _ in range(WARMUP + self.steps + 1):
-                    dist.barrier()
-                    stamps.append(time.perf_counter())
-                    optimizer.zero_grad()
-                    if rank == 0:
-                        schedule.step(batch.images)
-                    else:
-                        schedule.step(target=batch.targets, losses=[])
-                    optimizer.step()
-                dist.destroy_process_group()
-                return (stamps[-1] - stamps[WARMUP]) / self.steps
-
-            return max(common.forked(measure, 2))
+    def _bare(self) -> float:
+        environment.keep_memory()
+        rank, batch = dist.get_rank(), self.loader(self.batch, 1).batch
+        layers = nn.Sequential(*grouped(self.layers, self.sizes)[rank])
+        optimizer = SGD(layers.parameters(), LEARNING_RATE)
+        stage = PipelineStage(layers, rank, 2, common.CPU)
+        schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=F.mse_loss)
+        stamps = Stamps(common.CPU)
+        for _ in range(WARMUP + self.steps + 1):
+            dist.barrier()
+            stamps.mark()
+            optimizer.zero_grad()
+            if rank == 0:
+                schedule.step(batch.images)
+            else:
+                schedule.step(target=batch.targets, losses=[])
+            optimizer.step()
+        return mean(stamps.seconds()[WARMUP:])
 
 
 def fits(setting: Setting, args: argparse.Namespace) -> Found:
     """Seconds a step of each rival, and their ratios."""
     same = {f"{name} {MICROBATCHES}": (name, MICROBATCHES) for name in args.schedules}
-    pipelines = same | {
-        f"{name} {count}": (name, count) for name in args.schedules[-1:] for count in args.num_microbatches
-    }
-    rivals: dict[str, Callable[[], float]] = {
-        "one": setting.fit,
-        f"one {MICROBATCHES}": partial(setting.fit, num_microbatches=MICROBATCHES),
-        "split": lambda: setting.fit(setting.strategy("GPipe", 1)),
-        **{name: lambda each=each: setting.fit(setting.strategy(*each)) for name, each in pipelines.items()},
-        "halves": partial(setting.fit, copies=2),
-        "plain": partial(setting.fit, keep=False),
+    last = args.schedules[-1]
+    pipelines = same | {f"{last} {count}": (last, count) for count in args.num_microbatches}
+    rivals: Rivals = {
+        "one": setting.alone,
+        f"one {MICROBATCHES}": partial(setting.alone, MICROBATCHES),
+        "split": partial(setting.pipelined, "GPipe", 1),
+        **{name: partial(setting.pipelined, *each) for name, each in pipelines.items()},
+        "halves": partial(setting.alone, copies=2),
+        "plain": partial(setting.alone, keep=False),
     }
     runs = common.take_turns(rivals, args.rounds, "s a step")
     best, best_same = (min(chosen, key=lambda name: median(runs[name])) for chosen in (pipelines, same))
-    alike = common.over(runs[f"one {MICROBATCHES}"], runs[best_same])
     ratios = {
         "split": common.over(runs["one"], runs["split"]),
-        "bound": [ratio / BOUND for ratio in alike],
+        "bound": [ratio / BOUND for ratio in common.over(runs[f"one {MICROBATCHES}"], runs[best_same])],
         "whole": common.over(runs["one"], runs[best]),
         "plain": common.over(runs["plain"], runs[best]),
         "halves": common.over(runs[best], runs["halves"]),
@@ -170,7 +149,7 @@ def fits(setting: Setting, args: argparse.Namespace) -> Found:
 def cost(setting: Setting, args: argparse.Namespace) -> Found:
     """Seconds a step of the strategy and of the bare loop."""
     setting.steps = args.pairs
-    rivals = {"strategy": lambda: setting.fit(setting.strategy("1F1B", MICROBATCHES)), "bare": setting.bare}
+    rivals: Rivals = {"strategy": partial(setting.pipelined, "1F1B", MICROBATCHES), "bare": setting.bare}
     runs = common.take_turns(rivals, args.rounds, "s a step")
     return Found({"s a step": runs}, {"cost": common.over(runs["strategy"], runs["bare"])})
 

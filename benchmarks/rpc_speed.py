@@ -45,19 +45,19 @@ TARGETS = {
 
 def step_ms(net: str, rival: str, devices: int, steps: int) -> float:
     """The median step of a fit."""
-    module = LitClassifier(with_seed(0, NETS[net]))
-    settings = {"devices": devices, "strategy": RIVALS[rival]()}
-    return 1e3 * median(common.step_seconds(module, Noise(128, validation_size=0), steps, 1, **settings))
+    module, data = LitClassifier(with_seed(0, NETS[net])), Noise(128, validation_size=0)
+    return 1e3 * median(common.step_seconds(module, data, steps, 1, devices=devices, strategy=RIVALS[rival]()))
 
 
 def measure(args: argparse.Namespace) -> Found:
     """Milliseconds a step of all rivals, net by net."""
     torch.set_num_threads(1)
     figures: Runs = {}
+    ratios: Runs = {}
     for net in args.nets:
         rivals = {f"{net}, {name}": partial(step_ms, net, name, args.devices, args.steps) for name in RIVALS}
         figures |= common.take_turns(rivals, args.rounds)
-    ratios = {name: common.over(runs, figures[f"{name.partition(',')[0]}, ddp"]) for name, runs in figures.items()}
+        ratios |= {name: common.over(figures[name], figures[f"{net}, ddp"]) for name in rivals}
     return Found({"ms a step": figures}, ratios)
 
 

@@ -45,6 +45,7 @@ def test_targets_are_told_and_misses_marked() -> None:
     assert ["MISSED" in line for line in lines] == [False, False, True, False]
     assert "at most 1/8" in lines[2]
     assert "0.200 = 1/5.0" in lines[2]
+    assert Target("bytes", high=0.3).words(0.2) == "at most 0.3"
 
 
 def test_rivals_take_turns_in_changing_order() -> None:
@@ -79,6 +80,7 @@ def test_the_bake_off_is_timed_beside_the_tutorial(
     assert seconds["tutorial, all students"] == pytest.approx(sum(seconds[f"tutorial, {name}"] for name in students))
     assert found["threads"] == {"tutorial": 1, "ours": 1}
     assert found["wait_policy"]["ours"] == "PASSIVE"
+    assert kd_speed.Pictures(str(photographs), 64).pixels.flags.c_contiguous  # PIL takes these without a copy
     assert found["hardware"]["cpu"]
     assert found["versions"]["torch"]
     printed = capfd.readouterr().out
@@ -101,7 +103,7 @@ def test_local_sgd_is_compared_with_data_parallelism(tmp_path: Path, capsys: pyt
 
 @pytest.mark.slow
 def test_a_language_models_step_is_timed_beside_a_plain_loop(tmp_path: Path) -> None:
-    path = str(written(tmp_path, 2000))
+    path = written(tmp_path, 2000)
     seconds = {"loop": gpt_speed.loop(path, 22), "bare": gpt_speed.bare(path, 22)}
     seconds["ours"] = gpt_speed.experiment("ours", path, 22)
     steps = {side: [gpt_speed.milliseconds(each)] for side, each in seconds.items()}
