@@ -47,7 +47,7 @@ TARGETS = {
 }
 
 
-def text(path: Path | None) -> Text:
+def text(path: str | Path | None) -> Text:
     """The text in this file, or Python's own documentation."""
     data = Text(path, BLOCK, batch_size=ROWS)
     data.setup()
@@ -116,7 +116,7 @@ def written(data: Text, folder: str | Path) -> Path:
     return path
 
 
-def loop(path: Path | None, steps: int) -> list[float]:
+def loop(path: str | Path | None, steps: int) -> list[float]:
     """The plain loop; seconds of each step."""
     data = text(path)
     net = with_seed(0, lambda: PlainGPT(data.num_classes))
@@ -133,7 +133,7 @@ def net_of(data: Text, block_size: int, num_layers: int, num_heads: int, embed_d
     return with_seed(0, lambda: GPT(data.num_classes, block_size, num_layers, num_heads, embed_dim))
 
 
-def bare(path: Path | None, steps: int) -> list[float]:
+def bare(path: str | Path | None, steps: int) -> list[float]:
     """Our net on one batch; seconds of each step."""
     environment.keep_memory()  # as gpt.py does
     data = text(path)
@@ -142,7 +142,7 @@ def bare(path: Path | None, steps: int) -> list[float]:
     return step_seconds(net, lambda: F.cross_entropy(net(inputs).flatten(0, 1), labels), steps, fused=True)
 
 
-def experiment(side: str, path: Path | None, steps: int, env: Mapping[str, str] | None = None) -> list[float]:
+def experiment(side: str, path: str | Path | None, steps: int, env: Mapping[str, str] | None = None) -> list[float]:
     """`experiments/gpt.py` with the flags of this side; seconds of each step."""
     sizes = {
         "data.block_size": BLOCK, "data.batch_size": ROWS, "net.num_layers": LAYERS, "net.num_heads": HEADS,
@@ -156,7 +156,7 @@ def experiment(side: str, path: Path | None, steps: int, env: Mapping[str, str] 
 # Fetching and generation
 
 
-def fetching(path: Path | None, rounds: int = 7) -> Runs:
+def fetching(path: str | Path | None, rounds: int = 7) -> Runs:
     """Microseconds a batch, slice by slice and by our loader, over whole epochs, in turn."""
     data = text(path)
     loader = data.train_dataloader()
@@ -170,7 +170,7 @@ def fetching(path: Path | None, rounds: int = 7) -> Runs:
         return common.take_turns({"slices": partial(microseconds, False), "ours": partial(microseconds, True)}, rounds)
 
 
-def generation(path: Path | None, rounds: int = 3) -> Runs:
+def generation(path: str | Path | None, rounds: int = 3) -> Runs:
     """Seconds that a net of 6 layers, 6 heads, 384 wide takes from one token to its block of 256."""
     net, prompt = net_of(text(path), 256, 6, 6, 384), torch.zeros(1, 1, dtype=torch.int64)
     calls = {name: partial(net.generate, prompt, cached=name == "cached") for name in ("recomputed", "cached")}

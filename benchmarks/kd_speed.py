@@ -12,7 +12,6 @@ the teacher's outputs, TensorBoard's files and checkpoints. Imports, decoding JP
 """
 
 import argparse
-import sys
 import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -100,7 +99,7 @@ def train(name: str, net: nn.Module, teacher: nn.Module | None, loader: DataLoad
             loss.backward()
             optimizer.step()
             running_loss += loss.item()
-        print(f"{name:8}  epoch {epoch + 1}/{epochs}  loss {running_loss / len(loader):.4f}", file=sys.stderr)
+        print(f"{name:8}  epoch {epoch + 1}/{epochs}  loss {running_loss / len(loader):.4f}", flush=True)
 
 
 def tutorial(folder: str, count: int, epochs: int) -> Figures:
