@@ -182,9 +182,8 @@ def test_validation_in_int8_leaves_the_net_in_training_as_it_is() -> None:
 def test_a_test_converts_the_best_epoch_once(monkeypatch: pytest.MonkeyPatch) -> None:
     trained, asked = module(), []
     trained.best = {f"net.{name}": value for name, value in weights(trained.net).items()}
-    monkeypatch.setattr(
-        trained, "_convert", lambda state: (asked.append(state), trained.__class__._convert(trained, state))
-    )
+    convert = FakeQuantized.int8
+    monkeypatch.setattr(FakeQuantized, "int8", lambda net, state: (asked.append(state), convert(net, state))[1])
     trainer().test(trained, digits(), verbose=False)
     (state,) = asked
     assert_same(state, trained.best_state())
