@@ -72,7 +72,7 @@ class DistillationStudy:
         return facts
 
     def _students(self, seed: int) -> tuple[Distillation, dict[str, Candidate]]:
-        return self.students(seed, load_net(self.session.out / f"seed{seed}" / "teacher"))
+        return self.students(seed, load_net(self.session.out / f"seed{seed}" / "teacher", "out"))
 
     def _report(self, teachers: list[Facts], students: list[Facts]) -> None:
         out = self.session.out
