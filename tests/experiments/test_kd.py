@@ -353,7 +353,7 @@ BAD = {
     "too small for a model": (
         ["--student", "Torchvision", "--student.name", "alexnet"],
         "--student.name alexnet",
-        "alexnet",
+        "a model that takes 8 x 8 images; it says: ",
     ),
     "wrong type": (["--data.batch_size", "many"], "--data.batch_size many", "whole number"),
     "temperature": (["--variants.kd.temperature", "0"], "--variants.kd.temperature 0", "above 0"),
