@@ -24,7 +24,7 @@ PACKAGES = (*LIBRARY, "experiments", "benchmarks")
 # What a package may import of ours; the longest name that fits a module counts.
 MAY_IMPORT = {
     "experiments": LIBRARY,
-    "benchmarks": (*LIBRARY, "experiments", "benchmarks"),
+    "benchmarks": (*LIBRARY, "benchmarks"),
     "harness": LIBRARY,
     "harness.config": (*BELOW, "harness.config"),
     "harness.runs": (*BELOW, "harness.config", "harness.runs"),
@@ -64,7 +64,7 @@ def within(name: str, package: str) -> bool:
 def test_imports_run_one_way(package: str) -> None:
     for name, path in modules(package).items():
         allowed = MAY_IMPORT[max((place for place in MAY_IMPORT if within(name, place)), key=len)]
-        ours = {other for other in imported(path) if other.split(".")[0] in {*PACKAGES, "tests", "benchmarks"}}
+        ours = {other for other in imported(path) if other.split(".")[0] in {*PACKAGES, "tests"}}
         assert {other for other in ours if not any(within(other, place) for place in allowed)} == set(), name
 
 

@@ -25,6 +25,7 @@ from harness import config as cli
 from harness.runs.trainer import trainers
 from lit_modules.nets import Torchvision
 from lit_modules.objectives import CrossEntropy
+from tests.grids import mostly_slow
 from tests.processes import Run
 from tests.training import assert_same, net
 
@@ -253,7 +254,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("kind", ENDS)
+@pytest.mark.parametrize("kind", mostly_slow(ENDS, "Dies"))
 def test_what_a_rank_leaves_behind(kind: str, tmp_path: Path) -> None:
     flags = ["--teacher", "LightNN", "--seeds", "1", "--data.train_size", "150", "--data.batch_size", "64"]
     flags += ["--only", "x", "--variants.x", f"{HERE}.{kind}", "--out", str(tmp_path / "x")]

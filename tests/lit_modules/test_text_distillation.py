@@ -29,6 +29,7 @@ from lit_modules.scores import TokenScores
 from strategies import DDP, FSDP, LocalSGD, PipelineStrategy
 from tests.commands import refused, results
 from tests.harness.test_resume import kill_at
+from tests.grids import mostly_slow
 from tests.language import gpt, text, written
 from tests.processes import Run
 from tests.training import LinesLogger, assert_same, fit, weights
@@ -79,7 +80,7 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("name", mostly_slow(PLACES, "ddp", "pipeline"))
 def test_float64_agrees_with_one_process(name: str, alone: Distillation, tmp_path: Path) -> None:
     devices, strategy, options = PLACES[name]
     module = ended(tmp_path, devices, strategy=strategy(timeout=60, **options))
@@ -281,7 +282,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("exact")
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
+@pytest.mark.parametrize("strategy", mostly_slow(["ddp", "pipeline"], "ddp"))
 def test_exact_runs_leave_the_very_files_of_one_device(strategy: str, folder: Path) -> None:
     run = start(folder, strategy, "--exact", "4", *UNTIED, "--trainer.strategy", strategy, "--trainer.devices", "2")
     assert run.wait() == 0, run.output
@@ -289,6 +290,7 @@ def test_exact_runs_leave_the_very_files_of_one_device(strategy: str, folder: Pa
     assert len(exact(folder)[1]) == 5
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_and_ends_the_same(folder: Path) -> None:
     arm = kill_at(SafePoints, "on_train_batch_start", 14, after=True)  # the teacher's fit has ten batches
     killed = start(folder, "again", "--exact", "4", *UNTIED, "--checkpoint_every", "1e-9", before=arm)

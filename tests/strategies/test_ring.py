@@ -10,6 +10,7 @@ from torch import Tensor
 
 from strategies.ring import algorithms
 from strategies.ring.links import TAG
+from tests.grids import mostly_slow
 from tests.ranks import ranks
 
 SIZES = (1, 7, 24, 200)
@@ -53,7 +54,7 @@ def every_reduction() -> None:
     dist.all_reduce(torch.empty(0))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("size", mostly_slow([1, 2, 3, 8], 1, 3))
 def test_reductions_are_gloos(size: int) -> None:
     ranks(size, every_reduction)
 
@@ -142,7 +143,7 @@ def collectives(n: int, rank: int, size: int, dtype: torch.dtype) -> list[Callab
     return found if dtype == torch.bool else [*found, reduce, reduce_scatter]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("size", mostly_slow([1, 2, 3, 8], 1, 3))
 def test_collectives_are_gloos(size: int) -> None:
     ranks(size, every_collective)
 

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import strategies
 from harness.runs.progress import quiet
 from strategies import DDP, FSDP, PipelineStrategy
+from tests.grids import mostly_slow
 from tests.training import assert_same, trainer, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using `DistributedSampler`", "ignore:Checkpoint directory")
@@ -155,7 +156,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return chain(running(None, folder), 16, folder)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mostly_slow(NAMES, "ddp_zero1", "fsdp", "pipeline", "rpc_hybrid"))
 def test_a_trainer_goes_on_after_forked_ranks(
     name: str, alone: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -353,7 +354,7 @@ def tuned(strategy: Strategy | None, folder: Path) -> list[float]:
     return found.results["loss"]
 
 
-@pytest.mark.parametrize("strategy", [DDP, FSDP, PipelineStrategy])
+@pytest.mark.parametrize("strategy", mostly_slow([DDP, FSDP, PipelineStrategy], FSDP))
 def test_a_tuner_finds_the_rate_of_one_device(strategy: type[Strategy], tmp_path: Path) -> None:
     with quiet():
         assert tuned(strategy(timeout=30), tmp_path) == pytest.approx(tuned(None, tmp_path), abs=1e-9)
