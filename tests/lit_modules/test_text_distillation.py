@@ -28,8 +28,8 @@ from lit_modules.objectives.cross_entropy import cross_entropy
 from lit_modules.scores import TokenScores
 from strategies import DDP, FSDP, LocalSGD, PipelineStrategy
 from tests.commands import refused, results
-from tests.harness.test_resume import kill_at
 from tests.grids import mostly_slow
+from tests.harness.test_resume import kill_at
 from tests.language import gpt, text, written
 from tests.processes import Run
 from tests.training import LinesLogger, assert_same, fit, weights
