@@ -11,10 +11,10 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from apprentice import keyed, replicas
 from strategies.base import stages
@@ -23,9 +23,8 @@ from strategies.base.model_parallel import PLAIN, devices_of
 from strategies.base.shared_replica import SharedReplica
 from strategies.exact.shards import bounds
 from strategies.pipeline.states import RankRandomState
-from strategies.rpc import agents, replica
-from strategies.rpc.base import RPCStrategy
-from strategies.rpc.queues import MainThreadQueue
+from strategies.rpc.agents import RPCStrategy, peer_errors, receiver, wait
+from strategies.rpc.worker import Worker, call, distributed_optimizer, load_distributed_optimizer
 
 
 class RPCHybrid(RPCStrategy, SharedReplica):
@@ -58,7 +57,7 @@ class RPCHybrid(RPCStrategy, SharedReplica):
         if devices_per_worker < 1:
             raise ValueError(f"devices_per_worker {devices_per_worker}: expected at least 1")
         self.devices_per_worker = devices_per_worker
-        self._replica: replica.Replica | None = None
+        self._stages: list[tuple[torch.device, list[nn.Module]]] = []  # a worker's, if it has several devices
         self._workers: list[Any] = []  # the master's remote references
         self._forwards = 0  # in the current step
         self._context: tuple[AbstractContextManager, int] | None = None  # of distributed autograd, and its number
@@ -92,7 +91,19 @@ class RPCHybrid(RPCStrategy, SharedReplica):
         if is_overridden("backward", module, LightningModule):
             raise ValueError(f"strategy rpc_hybrid: expected Lightning's backward of {type(module).__name__}")
         if self.devices_per_worker > 1:
-            replica.cut(module, self.devices_per_worker)
+            self._cut(module)
+
+    def _cut(self, module: LightningModule) -> list[list[nn.Module]]:
+        """The modules of each stage, with about as many parameters each; ValueError where that can't be."""
+        name, count = type(module).__name__, self.devices_per_worker
+        if not callable(getattr(module, "pipeline_stages", None)):
+            raise ValueError(f"devices_per_worker {count}: expected a module with pipeline_stages; {name} has none")
+        modules: list[nn.Module] = list(module.pipeline_stages())  # type: ignore[operator]
+        if len(modules) < count:
+            raise ValueError(f"devices_per_worker {count}: expected at most the {len(modules)} stages of {name}")
+        groups = stages.grouped(modules, stages.sizes_by_parameters(modules, count))
+        stages.check(module, groups)
+        return groups
 
     def setup(self, trainer: Trainer) -> None:
         """Set the module up, and connect to the workers."""
@@ -109,26 +120,25 @@ class RPCHybrid(RPCStrategy, SharedReplica):
         super().setup(trainer)
         optimizers = self.optimizers if trainer.state.fn == TrainerFn.FITTING else []
         self._check_optimizers()
-        replica.load_distributed_optimizer()  # in this thread: a worker's calls arrive in others
-        if not self.is_global_zero:
-            self._calls = MainThreadQueue(self._timeout_seconds)
-            replica.set_local_worker(replica.Worker(self._calls, next(iter(optimizers), None)))
-        self._start_agents()
+        load_distributed_optimizer()  # in this thread: a worker's calls arrive in others
+        self._worker = Worker(self._timeout_seconds, next(iter(optimizers), None))
+        self._start_agent(self._worker)
         if self.is_global_zero:
-            names = [agents.worker_name(rank) for rank in range(1, self.num_workers + 1)]
-            self._workers = [rpc.remote(name, replica.local_worker) for name in names]
+            self._workers = [rpc.remote(rank, receiver) for rank in range(1, self._num_ranks)]
 
     def model_to_device(self) -> None:
         """Move the module, or a worker's stages, to their devices; `forward` is remote from now on."""
         super().model_to_device()
         module = self._module
-        assert self.parallel_devices is not None
-        devices = None
-        if self.devices_per_worker > 1 and not self.is_global_zero:
-            gpus = torch.cuda.device_count()
-            devices = devices_of(self.local_rank, self.devices_per_worker, self.parallel_devices, gpus)
         if self.num_workers:
-            self._replica = replica.Replica(module, devices)
+            if self.devices_per_worker > 1 and not self.is_global_zero:
+                assert self.parallel_devices is not None
+                gpus = torch.cuda.device_count()
+                devices = devices_of(self.local_rank, self.devices_per_worker, self.parallel_devices, gpus)
+                self._stages = list(zip(devices, self._cut(module), strict=True))
+                for device, group in self._stages:
+                    for part in group:
+                        part.to(device)
             module.forward = self._forward  # type: ignore[method-assign]
             module.backward = self._backward  # type: ignore[method-assign]
 
@@ -142,36 +152,37 @@ class RPCHybrid(RPCStrategy, SharedReplica):
         spans = list(itertools.pairwise(bounds(len(args[0]), self.num_workers)))
         if self.is_global_zero:
             output = self._forward_on_workers([tuple(x[a:b] for x in args) for a, b in spans])
-            self.broadcast(tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output))
+            self.broadcast(tree_map_only(Tensor, Tensor.detach, output))
             return output
         noise = keyed.part(*spans[self.global_rank - 1])
 
         def compute(*inputs: Tensor) -> Any:
-            assert self._replica is not None
+            x: Any = tuple(x.to(self.root_device) for x in inputs)
             replicas.set_group(self._worker_group)
             try:
                 with noise(), self._noise():
-                    return self._replica(*(x.to(self.root_device) for x in inputs))
+                    if not self._stages:
+                        return type(self._module).forward(self._module, *x)
+                    for device, group in self._stages:
+                        x = stages.chained(group, tree_map_only(Tensor, lambda t, to=device: t.to(to), x))
+                    return x
             finally:
                 replicas.set_group(self._own_group)
 
-        self._calls.serve("forward", compute)
+        self._worker.serve("forward", compute)
         return self.broadcast(None)
 
     def _forward_on_workers(self, pieces: list[tuple[Tensor, ...]]) -> Any:
         """The workers' outputs for these pieces, joined."""
         pairs = zip(self._workers, pieces, strict=True)
-        calls = [replica.call(replica.Worker.forward, worker, *(x.cpu() for x in piece)) for worker, piece in pairs]
+        calls = [call(Worker.forward, worker, *(x.cpu() for x in piece)) for worker, piece in pairs]
         outputs = []
-        for rank, call in enumerate(calls, 1):
-            output, error = agents.wait(call, rank)
+        for rank, future in enumerate(calls, 1):
+            output, error = wait(future, rank)
             if error:
                 raise RuntimeError(f"rank {rank}: {error}")
-            outputs.append(output)
-        return tree_map(self._join, outputs[0], *outputs[1:])
-
-    def _join(self, *leaves: Any) -> Any:
-        return torch.cat([leaf.to(self.root_device) for leaf in leaves]) if isinstance(leaves[0], Tensor) else leaves[0]
+            outputs.append(tree_map_only(Tensor, lambda x: x.to(self.root_device), output))
+        return tree_map(lambda *xs: torch.cat(xs) if isinstance(xs[0], Tensor) else xs[0], *outputs)
 
     # Training
 
@@ -200,7 +211,7 @@ class RPCHybrid(RPCStrategy, SharedReplica):
         number = 0
         if self._context is not None:
             number = self._context[1]
-            with agents.peer_errors("a worker"):
+            with peer_errors("a worker"):
                 torch.distributed.autograd.backward(number, [loss])
         for p, gradient in torch.distributed.autograd.get_gradients(self.broadcast(number)).items():
             p.grad = gradient if p.grad is None else p.grad + gradient
@@ -212,7 +223,11 @@ class RPCHybrid(RPCStrategy, SharedReplica):
 
         def with_sum() -> Any:
             loss = closure()
-            self._sum_gradients(optimizer)
+            parameters = parameters_of(optimizer)
+            total = pack({p: p.grad for p in parameters}).to(self.root_device)
+            dist.all_reduce(total)
+            for p, gradient in unpack(total, parameters).items():
+                p.grad = gradient
             return loss
 
         loss = self.precision_plugin._wrap_closure(self._module, optimizer, with_sum)
@@ -226,20 +241,13 @@ class RPCHybrid(RPCStrategy, SharedReplica):
             optimizer.step(**kwargs)
 
         if self._context is None:
-            self._calls.serve("step", step)
+            self._worker.serve("step", step)
         else:
-            with agents.peer_errors("a worker"):
-                self._distributed = self._distributed or replica.distributed_optimizer(self._workers)
+            with peer_errors("a worker"):
+                self._distributed = self._distributed or distributed_optimizer(self._workers)
                 self._distributed.step(self._context[1])
             step()  # the master's own: DistributedOptimizer waits in this thread for the workers
         return loss
-
-    def _sum_gradients(self, optimizer: Optimizer) -> None:
-        parameters = parameters_of(optimizer)
-        total = pack({p: p.grad for p in parameters}).to(self.root_device)
-        dist.all_reduce(total)
-        for p, gradient in unpack(total, parameters).items():
-            p.grad = gradient
 
     # Evaluation and checkpoints
 
@@ -266,10 +274,9 @@ class RPCHybrid(RPCStrategy, SharedReplica):
         """Restore the module's methods, and stop the agents after all ranks have finished."""
         self._leave_context()
         self._workers, self._distributed = [], None
-        replica.set_local_worker(None)
+        self._stages = []
         replicas.set_group(None)
-        if self._replica is not None:
-            self._replica = None
+        if self.num_workers:
             for name in ("forward", "backward"):
                 vars(self._module).pop(name, None)
             self._set_metrics_group(None)

@@ -6,8 +6,7 @@
     torch.distributed.init_process_group("ring")
 
 All of torch.distributed works on it as on gloo, for tensors in a CPU's memory. It is made to be read: `links` sends
-and receives, `algorithms` are the collectives, `queue` runs them in order beside the caller, `reductions` are torch's
-sum, maximum and so on, and torch calls `group`, over `process_group`.
+and receives, `algorithms` are the collectives, `queue` runs them in order beside the caller, and torch calls `group`.
 """
 
 from strategies.ring.group import NAME, UNCHUNKED, RingGroup, UnchunkedGroup, register

@@ -1,4 +1,4 @@
-"""The collectives as messages: what each rank sends to whom.
+"""The collectives as messages: what each rank sends to whom; and torch's reductions of two tensors to one.
 
 All n ranks call a function at the same time, with flat, contiguous tensors of the same sizes. N is the size of the
 whole data in bytes; the figures are the bytes that one rank sends. Large tensors are sent in pieces, so that a rank
@@ -6,8 +6,10 @@ adds or forwards one piece while the next is on its way.
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from strategies.ring.links import Links, wait_all
@@ -138,6 +140,43 @@ def barrier(links: Links) -> None:
         before, after = (links.rank - distance) % links.size, (links.rank + distance) % links.size
         wait_all([links.receive(received, before), links.send(sent, after)])
         distance *= 2
+
+
+class Reduction(NamedTuple):
+    """One of torch's; one that averages divides the result by the number of ranks."""
+
+    combine: Combine
+    averages: bool = False
+
+
+REDUCTIONS = {
+    dist.ReduceOp.SUM: Reduction(Tensor.add_),
+    dist.ReduceOp.AVG: Reduction(Tensor.add_, averages=True),
+    dist.ReduceOp.PRODUCT: Reduction(Tensor.mul_),
+    dist.ReduceOp.MAX: Reduction(lambda x, y: torch.maximum(x, y, out=x)),
+    dist.ReduceOp.MIN: Reduction(lambda x, y: torch.minimum(x, y, out=x)),
+    dist.ReduceOp.BAND: Reduction(Tensor.bitwise_and_),
+    dist.ReduceOp.BOR: Reduction(Tensor.bitwise_or_),
+    dist.ReduceOp.BXOR: Reduction(Tensor.bitwise_xor_),
+}
+
+
+def reduction(op: object, dtype: torch.dtype) -> Reduction:
+    """The reduction for an operation of torch's; ValueError if only NCCL has it, or it can't be for this type.
+
+    It fails before any message is sent, which the next collective would receive.
+    """
+    known = next((known for known in REDUCTIONS if op == known), None)
+    if known is None:
+        raise ValueError(f"backend ring: expected one of the operations {', '.join(op.name for op in REDUCTIONS)}")
+    found = REDUCTIONS[known]
+    try:
+        if found.averages and not (dtype.is_floating_point or dtype.is_complex):
+            raise RuntimeError("integers have no mean of their type")
+        found.combine(torch.empty(0, dtype=dtype), torch.empty(0, dtype=dtype))
+    except RuntimeError as error:  # NotImplementedError is one
+        raise ValueError(f"backend ring: expected another operation than {known.name} for {dtype}: {error}") from None
+    return found
 
 
 def _pieces(x: Tensor) -> Sequence[Tensor]:

@@ -33,8 +33,7 @@ class Links:
     def __init__(self, messenger: Any, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.next, self.previous = (rank + 1) % size, (rank - 1) % size
-        self.sent = 0
-        self.timeout = MESSENGERS_TIMEOUT
+        self.sent, self.timeout = 0, MESSENGERS_TIMEOUT
         self._messenger = messenger
 
     def send(self, x: Tensor, to: int) -> Message:

@@ -1,1 +1,1 @@
-"""Parts of the strategies over torch.distributed.rpc: agents, queues of remote calls, replicas on workers."""
+"""Parts of the strategies over torch.distributed.rpc: agents with queues of remote calls, and workers."""

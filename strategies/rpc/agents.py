@@ -1,32 +1,90 @@
-"""This process's RPC agent: start and shutdown, and waiting for other agents."""
+"""RPC agents, the base of strategies whose ranks call one another, and queues of the calls that reach a rank."""
 
 import atexit
+import queue
 import threading
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.overrides.distributed import _sync_module_states
 from torch.distributed import rpc
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.futures import Future
+from torch.optim import LBFGS
+
+from strategies.base.data_parallel import DataParallel
+from strategies.base.launchers import ForkLauncher
 
 SCHEME = "apprentice"  # of an init_method that stands for the process group's store
 SHUTDOWN_TIMEOUT = 10.0  # seconds for a graceful shutdown of all agents
+PING_INTERVAL = 1.0  # seconds
 
 
-def start(rank: int, world_size: int, timeout: float) -> None:
-    """Start this rank's agent, unless it is running, with a time-out for calls; after joining the process group."""
-    if rpc._is_current_rpc_agent_set():
-        rpc._set_rpc_timeout(timeout)
-        return
-    with suppress(RuntimeError):  # it is registered already
-        dist.register_rendezvous_handler(SCHEME, _process_groups_store)
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"{SCHEME}://", rpc_timeout=timeout)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # torch's own use of one
-        rpc.init_rpc(worker_name(rank), rank=rank, world_size=world_size, rpc_backend_options=options)
-    atexit.register(_stop_at_exit)
+class RPCStrategy(DataParallel):
+    """Runs an RPC agent in each rank, from `_start_agent` until the ranks end."""
+
+    rpc_name: str
+
+    def _check_devices(self) -> None:
+        super()._check_devices()
+        if not rpc.is_available():
+            expected = "expected a torch with torch.distributed.rpc, which this one was built without"
+            raise ValueError(f"strategy {self.rpc_name}: {expected}")
+
+    def check_module(self, module: LightningModule) -> None:
+        """Raise ValueError where the strategy can't train the module."""
+        if not module.automatic_optimization:
+            raise ValueError(f"strategy {self.rpc_name}: expected automatic optimization of {type(module).__name__}")
+        if self._scales_loss:
+            expected = "expected one without a loss scale, as bf16-mixed"
+            raise ValueError(f"precision 16-mixed: {expected}, for {self.rpc_name}")
+
+    def _check_optimizers(self) -> None:
+        """Raise ValueError where an optimizer calls its closure several times a step."""
+        if any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers):
+            raise ValueError(f"strategy {self.rpc_name}: expected an optimizer other than LBFGS, which needs the loss")
+
+    def configure_ddp(self) -> None:
+        """Start with rank zero's states, without a wrapper."""
+        _sync_module_states(self._module)
+
+    def _start_agent(self, receiver: Any) -> None:
+        """Start this rank's agent, unless an earlier fit has; `receiver` is what other ranks' calls find here."""
+        _receiver[:] = [receiver]
+        if rpc._is_current_rpc_agent_set():
+            rpc._set_rpc_timeout(self._timeout_seconds)
+        else:
+            with suppress(RuntimeError):  # it is registered already
+                dist.register_rendezvous_handler(SCHEME, _process_groups_store)
+            options = rpc.TensorPipeRpcBackendOptions(init_method=f"{SCHEME}://", rpc_timeout=self._timeout_seconds)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # torch's own use of one
+                rank, count = self.global_rank, self._num_ranks
+                rpc.init_rpc(f"rank{rank}", rank=rank, world_size=count, rpc_backend_options=options)
+            atexit.register(_stop_at_exit)
+        self.barrier()  # an agent that runs since an earlier fit does not mean that its rank is ready
+
+    def on_train_end(self) -> None:
+        """Wait until all ranks have their last results: a rank that ends sends none."""
+        self.barrier()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Stop the agent at once: others may wait for a result."""
+        _stop(graceful=False)
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        """Stop the agents of forked ranks; in other ranks they serve the next fit, too."""
+        if isinstance(self._launcher, ForkLauncher):
+            _stop()
+        super().teardown()
+        _receiver.clear()
 
 
 def _process_groups_store(*_args: Any, **_options: Any) -> Iterator[tuple[dist.Store, int, int]]:
@@ -34,7 +92,7 @@ def _process_groups_store(*_args: Any, **_options: Any) -> Iterator[tuple[dist.S
     yield dist.PrefixStore("rpc", _get_default_store()), dist.get_rank(), dist.get_world_size()
 
 
-def stop(graceful: bool = True) -> None:
+def _stop(graceful: bool = True) -> None:
     """Shut this rank's agent down, if it runs, with the others or at once; the process can't start another one."""
     if rpc.is_available() and rpc._is_current_rpc_agent_set():
         rpc.shutdown(graceful, timeout=SHUTDOWN_TIMEOUT if graceful else 0)
@@ -42,12 +100,17 @@ def stop(graceful: bool = True) -> None:
 
 def _stop_at_exit() -> None:
     with suppress(RuntimeError):  # other agents may have gone
-        stop()
+        _stop()
 
 
-def worker_name(rank: int) -> str:
-    """A rank's name in RPC."""
-    return f"rank{rank}"
+# Calls
+
+_receiver: list[Any] = []  # this process's, if any: a remote call reaches a process, not an object
+
+
+def receiver() -> Any:
+    """The object in this process for which remote calls are."""
+    return _receiver[0]
 
 
 def wait(future: Any, rank: int) -> Any:
@@ -71,3 +134,35 @@ def peer_errors(peer: str) -> Iterator[None]:
         if "tensorpipe" in text:
             raise RuntimeError(f"Connection closed by {peer}") from error
         raise
+
+
+class CallQueue:
+    """Calls that arrive in RPC threads and wait for the main thread, with futures of their results.
+
+    Args:
+        timeout: seconds to wait for a call.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+        self._calls: queue.SimpleQueue[tuple[Any, Future]] = queue.SimpleQueue()
+
+    def put(self, call: Any) -> Future:
+        """Add a call, in an RPC thread."""
+        result: Future = Future()
+        self._calls.put((call, result))
+        return result
+
+    def get(self, callers: Iterable[int]) -> tuple[Any, Future]:
+        """Wait for the next call; RuntimeError if a rank that should call has gone, or is too late."""
+        deadline, pings = time.monotonic() + self.timeout, dict[int, Future]()
+        while True:
+            with suppress(queue.Empty):
+                return self._calls.get(timeout=PING_INTERVAL)
+            for rank in callers:
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"Timed out: nothing from rank {rank}")
+                if rank in pings and pings[rank].done():
+                    wait(pings.pop(rank), rank)
+                if rank not in pings:
+                    pings[rank] = rpc.rpc_async(rank, torch.is_grad_enabled)
