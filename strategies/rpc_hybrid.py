@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
-from torch.distributed import rpc
+from torch.distributed import autograd, rpc
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map, tree_map_only
 
@@ -60,7 +60,8 @@ class RPCHybrid(RPCStrategy, SharedReplica):
         self._stages: list[tuple[torch.device, list[nn.Module]]] = []  # a worker's, if it has several devices
         self._workers: list[Any] = []  # the master's remote references
         self._forwards = 0  # in the current step
-        self._context: tuple[AbstractContextManager, int] | None = None  # of distributed autograd, and its number
+        self._autograd = ExitStack()  # the master's context of distributed autograd, which serves one backward
+        self._context = 0  # its number
         self._distributed: Any = None  # the master's DistributedOptimizer
 
     # Ranks
@@ -113,7 +114,7 @@ class RPCHybrid(RPCStrategy, SharedReplica):
             super().setup(trainer)
             return
         self._read_whole_batches(trainer)
-        self._noise = RankRandomState(keyed.fold_in(torch.initial_seed(), self.global_rank))
+        self._noise = RankRandomState(self.global_rank)
         self._set_metrics_group(self._own_group)
         if plain := [name for name in stages.batch_norms(module) if type(module.get_submodule(name)) in PLAIN]:
             rank_zero_warn(f"{', '.join(plain)}: BatchNorm sees the rows of one worker, not the batch")
@@ -191,29 +192,20 @@ class RPCHybrid(RPCStrategy, SharedReplica):
         if not self.num_workers:
             return super().training_step(*args, **kwargs)
         if self.is_global_zero:
-            self._leave_context()
-            context: Any = torch.distributed.autograd.context()
-            self._context = context, context.__enter__()
+            self._autograd.close()
+            self._context = self._autograd.enter_context(autograd.context())  # type: ignore[no-untyped-call]
         self._forwards = 0
         output = super().training_step(*args, **kwargs)
         if not self._forwards:
             raise ValueError(f"{type(self._module).__name__}.training_step: expected a call of forward")
         return output
 
-    def _leave_context(self) -> None:
-        """Leave the context of distributed autograd, which serves one backward through all that was sent in it."""
-        if self._context is not None:
-            self._context[0].__exit__(None, None, None)
-            self._context = None
-
     def _backward(self, loss: Tensor, *_: Any, **__: Any) -> None:
         """Replaces the module's `backward`: each rank computes its part of the gradient."""
-        number = 0
-        if self._context is not None:
-            number = self._context[1]
+        if self.is_global_zero:
             with peer_errors("a worker"):
-                torch.distributed.autograd.backward(number, [loss])
-        for p, gradient in torch.distributed.autograd.get_gradients(self.broadcast(number)).items():
+                autograd.backward(self._context, [loss])
+        for p, gradient in autograd.get_gradients(self.broadcast(self._context)).items():
             p.grad = gradient if p.grad is None else p.grad + gradient
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -240,13 +232,13 @@ class RPCHybrid(RPCStrategy, SharedReplica):
                 p.grad = gradient
             optimizer.step(**kwargs)
 
-        if self._context is None:
-            self._worker.serve("step", step)
-        else:
+        if self.is_global_zero:
             with peer_errors("a worker"):
                 self._distributed = self._distributed or distributed_optimizer(self._workers)
-                self._distributed.step(self._context[1])
+                self._distributed.step(self._context)
             step()  # the master's own: DistributedOptimizer waits in this thread for the workers
+        else:
+            self._worker.serve("step", step)
         return loss
 
     # Evaluation and checkpoints
@@ -272,9 +264,8 @@ class RPCHybrid(RPCStrategy, SharedReplica):
 
     def teardown(self) -> None:
         """Restore the module's methods, and stop the agents after all ranks have finished."""
-        self._leave_context()
-        self._workers, self._distributed = [], None
-        self._stages = []
+        self._autograd.close()
+        self._workers, self._stages, self._distributed = [], [], None
         replicas.set_group(None)
         if self.num_workers:
             for name in ("forward", "backward"):

@@ -60,18 +60,14 @@ class StagePlacement:
         found: dict[str, Any] = {}
         for key, value in state.items():
             owner = self.owners.get(self._names[key], 0) if key in self._names else 0
-            kept = self._to_first(value, owner) if owner else value
-            if self.rank == 0:
-                found[key] = kept.detach().cpu() if isinstance(kept, Tensor) else kept
+            if owner and self.rank == owner:
+                dist.send(_bytes(_dense(value.detach())), group=self.group, group_dst=0)
+            elif self.rank == 0:
+                whole = torch.empty_like(value, device=self.device) if owner else value
+                if owner:
+                    dist.recv(_bytes(whole), group=self.group, group_src=owner)
+                found[key] = whole.detach().cpu() if isinstance(whole, Tensor) else whole
         return found
-
-    def _to_first(self, value: Tensor, owner: int) -> Tensor:
-        if self.rank == owner:
-            dist.send(_bytes(_dense(value.detach())), group=self.group, group_dst=0)
-        elif self.rank == 0:
-            value = torch.empty_like(value, device=self.device)
-            dist.recv(_bytes(value), group=self.group, group_src=owner)
-        return value
 
     def local_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """A whole state dict, with stand-ins for other ranks' tensors."""

@@ -1,7 +1,6 @@
 """Runs the stages of one rank: forward only, or forward and backward in a schedule's order."""
 
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from strategies.base.stages import chained
 from strategies.pipeline.buffers import Layout, Packing
-from strategies.pipeline.microbatches import MicroBatch, PipelineStep, last_output, stage_tensors
+from strategies.pipeline.microbatches import PipelineStep, last_output, stage_tensors
 from strategies.pipeline.schedules import LocalSchedule, LocalStages
 from strategies.pipeline.states import unchanged
 
@@ -94,7 +93,7 @@ class PipelineRunner:
             dist.broadcast_object_list(header, group=self.group, group_src=source, device=self.device)
             form = header[0]
         rows = sum(piece.rows for piece in step.microbatches)
-        packing = _packing_of(form, rows)
+        packing = Packing([leaf for leaf in tree_leaves(form) if isinstance(leaf, Layout)], rows)
         if is_source:
             tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
             packing.check(tensors)
@@ -102,7 +101,8 @@ class PipelineRunner:
         else:
             buffer = packing.empty(self.device)
         dist.broadcast(buffer, group=self.group, group_src=source)
-        return _filled(form, packing.views(buffer, rows)), form
+        received = iter(packing.views(buffer, rows))
+        return tree_map_only(Layout, lambda _: next(received), form), form
 
     def broadcast_loss(self, step: PipelineStep) -> float:
         """The sum of the last stage's losses, on all ranks."""
@@ -115,37 +115,22 @@ class PipelineRunner:
         """Send micro-batches forward and backward; returns the last stage's outputs, on all ranks."""
         schedule = self._schedule(step)
         schedule.run(step)
-        if not any(piece.rows for piece in step.microbatches):
-            empty = _packing_of(schedule.form, 0)
-            return _filled(schedule.form, empty.views(empty.empty(self.device), 0))
-        return self.broadcast_output(step, schedule.form)[0]
+        if any(piece.rows for piece in step.microbatches):
+            return self.broadcast_output(step, schedule.form)[0]
+        return tree_map_only(Layout, lambda x: torch.empty(0, *x.row, dtype=x.dtype, device=self.device), schedule.form)
 
     def _schedule(self, step: PipelineStep) -> LocalSchedule:
         """The schedule for the step's inputs, the latest last in `_schedules`."""
         shapes = tuple((tuple(x.shape[1:]), x.dtype) for x in step.microbatches[0].inputs)
         trained = tuple(p.requires_grad for stage in self.local.modules for m in stage for p in m.parameters())
-        capacity = max(piece.rows for piece in step.microbatches)
+        largest = max(step.microbatches, key=lambda piece: piece.rows)
         schedule = self._schedules.pop((shapes, trained), None)
-        if schedule is None or schedule.capacity < capacity:
-            schedule = self._make(next(piece for piece in step.microbatches if piece.rows == capacity))
+        if schedule is None or schedule.capacity < largest.rows:
+            trial = PipelineStep([largest])  # sent forward to see the layouts
+            with unchanged(itertools.chain(*self.local.own.values()), self.device):
+                layouts = self.forward(trial)
+            schedule = LocalSchedule(self.local, layouts, self.broadcast_output(trial)[1], max(largest.rows, 1))
         self._schedules[shapes, trained] = schedule
         if len(self._schedules) > MAX_SCHEDULES:
             del self._schedules[next(iter(self._schedules))]
         return schedule
-
-    def _make(self, piece: MicroBatch) -> LocalSchedule:
-        """Send one micro-batch forward to see the layouts; modules stay unchanged."""
-        step = PipelineStep([piece])
-        with unchanged(itertools.chain(*self.local.own.values()), self.device):
-            layouts = self.forward(step)
-        _, form = self.broadcast_output(step)
-        return LocalSchedule(self.local, layouts, form, max(piece.rows, 1))
-
-
-def _packing_of(form: Any, rows: int) -> Packing:
-    return Packing([leaf for leaf in tree_leaves(form) if isinstance(leaf, Layout)], rows)
-
-
-def _filled(form: Any, tensors: Sequence[Tensor]) -> Any:
-    rest = iter(tensors)
-    return tree_map_only(Layout, lambda _: next(rest), form)
