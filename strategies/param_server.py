@@ -213,20 +213,14 @@ class ParamServer(RPCStrategy):
 
     def on_validation_start(self) -> None:
         """Validate the newest parameters with rank zero's buffers."""
-        self._catch_up()
+        super().on_validation_start()
         if self.server and self._trainer.state.fn == TrainerFn.FITTING:
             self._broadcast_buffers()
 
     def on_train_end(self) -> None:
         """End with the newest parameters, and the counts of late gradients."""
-        self._catch_up()
-        self.staleness = self.broadcast(self.staleness, self.server)
         super().on_train_end()
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state after the last step."""
-        self._catch_up()
-        return super().lightning_module_state_dict()
+        self.staleness = self.broadcast(self.staleness, self.server)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The server's state, on rank zero; collective."""

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable
 from contextlib import ExitStack
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -165,7 +166,7 @@ class RPCHybrid(RPCStrategy, SharedReplica):
                     if not self._stages:
                         return type(self._module).forward(self._module, *x)
                     for device, group in self._stages:
-                        x = stages.chained(group, tree_map_only(Tensor, lambda t, to=device: t.to(to), x))
+                        x = stages.chained(group, tree_map_only(Tensor, methodcaller("to", device), x))
                     return x
             finally:
                 replicas.set_group(self._own_group)
@@ -193,7 +194,7 @@ class RPCHybrid(RPCStrategy, SharedReplica):
             return super().training_step(*args, **kwargs)
         if self.is_global_zero:
             self._autograd.close()
-            self._context = self._autograd.enter_context(autograd.context())  # type: ignore[no-untyped-call]
+            self._context = self._autograd.enter_context(autograd.context())
         self._forwards = 0
         output = super().training_step(*args, **kwargs)
         if not self._forwards:
@@ -241,26 +242,10 @@ class RPCHybrid(RPCStrategy, SharedReplica):
             self._worker.serve("step", step)
         return loss
 
-    # Evaluation and checkpoints
-
-    def _load_buffers(self) -> None:
+    def _catch_up(self) -> None:
         """Set all buffers to the first worker's: the master's see no batch."""
         if self.num_workers and self._trainer.state.fn == TrainerFn.FITTING:
             self._broadcast_buffers(1)
-
-    def on_validation_start(self) -> None:
-        """Validate with the first worker's buffers."""
-        self._load_buffers()
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state; collective."""
-        self._load_buffers()
-        return super().lightning_module_state_dict()
-
-    def on_train_end(self) -> None:
-        """End with the workers' buffers."""
-        self._load_buffers()
-        super().on_train_end()
 
     def teardown(self) -> None:
         """Restore the module's methods, and stop the agents after all ranks have finished."""

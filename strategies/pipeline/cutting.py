@@ -1,8 +1,9 @@
-"""Cuts a LightningModule into stages, and measures how long its layers take."""
+"""Cuts a LightningModule into stages, assigns them to ranks, and measures how long layers take."""
 
 import time
 from collections.abc import Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from apprentice import keyed
@@ -43,6 +45,27 @@ def cut(module: LightningModule, count: int, sizes: list[int] | None) -> list[li
     groups = stages.grouped(modules, sizes or stages.sizes_by_parameters(modules, count))
     stages.check(module, groups)
     return groups
+
+
+class StageAssignment:
+    """Which rank computes which stages under a schedule; raises torch's ValueError where it can't run."""
+
+    def __init__(self, schedule: str, ranks: int, stages_per_rank: int | None, num_microbatches: int) -> None:
+        self.schedule_class, self.num_microbatches = get_schedule_class(schedule), num_microbatches
+        self.is_multi = issubclass(self.schedule_class, PipelineScheduleMulti)
+        self.stages_per_rank = stages_per_rank or (2 if self.is_multi else 1)
+        if not self.is_multi and self.stages_per_rank != 1:
+            raise ValueError(f"{schedule} has one stage on each rank")
+        self.num_stages = ranks * self.stages_per_rank
+        stand_ins = [SimpleNamespace(num_stages=self.num_stages, group_size=ranks, group_rank=0, stage_index=i,
+                     is_first=False, is_last=False, submod=None) for i in range(self.stages_per_rank)]  # fmt: skip
+        places = getattr(self.schedule_of(stand_ins), "stage_index_to_group_rank", None) or range(ranks)
+        self.rank_of = [places[stage] for stage in range(self.num_stages)]
+
+    def schedule_of(self, stages: Sequence[Any], **options: Any) -> Any:
+        """Torch's schedule over a rank's stages; the last stage's output is the loss."""
+        stage = stages if self.is_multi else stages[0]
+        return self.schedule_class(stage, self.num_microbatches, loss_fn=lambda output, _: output, **options)
 
 
 def warn_of_other_numbers(module: LightningModule, splits_batches: bool) -> None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from strategies.base.stages import tensors
-from strategies.pipeline.schedules import LocalStages
+from strategies.pipeline.runner import PipelineRunner
 
 
 class StagePlacement:
@@ -18,10 +18,10 @@ class StagePlacement:
     others, under the same names and in the same order: optimizers and checkpoints number parameters alike on all ranks.
     """
 
-    def __init__(self, module: nn.Module, local: LocalStages) -> None:
-        self.group, self.device, self.rank = local.group, local.device, local.rank
+    def __init__(self, module: nn.Module, runner: PipelineRunner) -> None:
+        self.group, self.device, self.rank = runner.group, runner.device, runner.rank
         self.owners: dict[Tensor, int] = {}  # rank in the pipeline; a tensor that is missing lives on all ranks
-        for stage, rank in zip(local.modules, local.assignment.rank_of, strict=True):
+        for stage, rank in zip(runner.modules, runner.rank_of, strict=True):
             self.owners |= {tensor: rank for part in stage for _, tensor in tensors(part)}
         self._names: dict[str, Tensor] = {}
         self._slots: dict[Tensor, list[tuple[nn.Module, str]]] = {}

@@ -20,10 +20,9 @@ from strategies.base import checkpoints, stages
 from strategies.base.gradients import parameters_of
 from strategies.exact.shard_logging import shard_logger_of
 from strategies.exact.shards import Shard, part, rows
-from strategies.pipeline.cutting import cut, seconds, warn_of_other_numbers
+from strategies.pipeline.cutting import StageAssignment, cut, seconds, warn_of_other_numbers
 from strategies.pipeline.placement import StagePlacement
 from strategies.pipeline.runner import PipelineRunner
-from strategies.pipeline.schedules import LocalStages, StageAssignment
 from strategies.pipeline.states import RankRandomState
 from strategies.pipeline.training import PipelineTraining
 
@@ -185,8 +184,8 @@ class PipelineStrategy(PipelineTraining):
             costs = self._seconds(module, [*itertools.chain(*groups)])
             groups = self._cut(module, stages.sizes_by_cost(costs, len(groups)))
         warn_of_other_numbers(module, self.exact is None and self.assignment.num_microbatches > 1)
-        local = LocalStages(self.assignment, groups, self._group, self.root_device)
-        self._placement, self._runner = StagePlacement(module, local), PipelineRunner(local)
+        self._runner = PipelineRunner(self.assignment, groups, self._group, self.root_device)
+        self._placement = StagePlacement(module, self._runner)
         self._random_state = RankRandomState(self.global_rank)
         self._losses_match = False
         module._device = self.root_device

@@ -22,9 +22,9 @@ from strategies.exact.running_statistics import RunningStatistics
 from strategies.exact.shard_logging import ShardLogger
 from strategies.exact.shards import Shard, bounds, part, rows
 from strategies.exact.training import row_of
+from strategies.pipeline.cutting import StageAssignment
 from strategies.pipeline.microbatches import Event, MicroBatch, PipelineStep
 from strategies.pipeline.runner import PipelineRunner
-from strategies.pipeline.schedules import StageAssignment
 from strategies.pipeline.states import RankRandomState
 
 TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 5e-2}  # between two ways to add up one loss; else 1e-3
@@ -186,12 +186,12 @@ class PipelineTraining(SharedReplica, Exact):
         names = {p: name for name, p in self._module.named_parameters() if p.requires_grad}
         own = {
             stage: {names[p]: p for m in modules for p in m.parameters() if p in names}
-            for stage, modules in self._runner.local.own.items()
+            for stage, modules in self._runner.own.items()
         }
         return {stage: parameters for stage, parameters in own.items() if parameters}
 
     def _statistics(self) -> RunningStatistics:
-        return RunningStatistics(*itertools.chain(*self._runner.local.own.values()))
+        return RunningStatistics(*itertools.chain(*self._runner.own.values()))
 
     def _forward_and_backward(
         self, logger: ShardLogger, statistics: RunningStatistics, batch: Any, *args: Any, **kwargs: Any
@@ -202,7 +202,7 @@ class PipelineTraining(SharedReplica, Exact):
         empty = MicroBatch(0, tuple(x[:0] for x in pieces[0].inputs), None, nullcontext)
         pieces += [empty] * (self.assignment.num_microbatches - len(pieces))
         sums = dict(zip(self._trainable_by_stage(), self._sums, strict=True))
-        by_stage = {stage: RunningStatistics(*modules) for stage, modules in self._runner.local.own.items()}
+        by_stage = {stage: RunningStatistics(*modules) for stage, modules in self._runner.own.items()}
         taken: dict[int, list[Tensor]] = {}
 
         def after_backward(stage: int) -> None:
@@ -215,13 +215,15 @@ class PipelineTraining(SharedReplica, Exact):
         step, context = PipelineStep(pieces, after_backward, after_forward), self.precision_plugin.train_step_context
         with context():
             output = self._train(step)
-        results: dict[int, Tensor] = {}
-        for number, shard in enumerate(shards):
+
+        def row(number: int, shard: Shard) -> Tensor:
             mine = slice(shard.start - shards[0].start, shard.stop - shards[0].start)
-            known = tree_map_only(Tensor, lambda x, mine=mine: x[mine].clone(), output)
-            with self._isolated_shard(shard), self._answering(lambda _, known=known: known), context():
+            known = tree_map_only(Tensor, lambda x: x[mine].clone(), output)
+            with self._isolated_shard(shard), self._answering(lambda _: known), context():
                 loss = logger.step(shard.batch, *args, **kwargs)
-            results[shard.number] = row_of(loss, logger, taken[number])
+            return row_of(loss, logger, taken[number])
+
+        results = {shard.number: row(number, shard) for number, shard in enumerate(shards)}
         if not self._losses_match:
             losses = (results[s.number][0].item() * self._weight(s.rows) for s in shards)
             self._compare_losses(sum(losses), torch.float32)

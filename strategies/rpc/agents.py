@@ -70,8 +70,21 @@ class RPCStrategy(DataParallel):
             atexit.register(_stop_at_exit)
         self.barrier()  # an agent that runs since an earlier fit does not mean that its rank is ready
 
+    def _catch_up(self) -> None:
+        """Load the newest parameters and buffers where this rank is behind; collective."""
+
+    def on_validation_start(self) -> None:
+        """Validate the newest module."""
+        self._catch_up()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The newest state; collective."""
+        self._catch_up()
+        return super().lightning_module_state_dict()
+
     def on_train_end(self) -> None:
         """Wait until all ranks have their last results: a rank that ends sends none."""
+        self._catch_up()
         self.barrier()
 
     def on_exception(self, exception: BaseException) -> None:
