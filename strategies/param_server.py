@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from apprentice import replicas
 from strategies.base import checkpoints
 from strategies.base.gradients import copy_from, flatten, pack, parameters_of, unpack
-from strategies.rpc.agents import CallQueue, RPCStrategy, receiver, wait
+from strategies.rpc import CallQueue, RPCStrategy, receiver, wait
 
 GRACE = 10.0  # seconds that workers wait longer than the server, which can name the missing worker
 
@@ -77,8 +77,6 @@ class ParamServer(RPCStrategy):
         self._steps = self._version = 0  # steps of this fit; those that this rank's parameters have
         self._pending: deque[tuple[int, Any]] = deque()  # steps and future parameters
 
-    # Ranks
-
     @property
     def server(self) -> int:
         """The server's rank: the last, so that rank zero, which logs, sees rows."""
@@ -101,8 +99,6 @@ class ParamServer(RPCStrategy):
         if self.server and self._serves and self._trainer.training:
             batch = tree_map(lambda leaf: leaf[:0] if isinstance(leaf, Tensor) and leaf.dim() else leaf, batch)
         return super().batch_to_device(batch, device, dataloader_idx)
-
-    # Starting and ending
 
     def setup_environment(self) -> None:
         """Join the process group, with the server as a rank without rows."""
@@ -127,8 +123,6 @@ class ParamServer(RPCStrategy):
         replicas.set_group(None)
         self._queue = None
         self._pushes.clear()
-
-    # Training
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The loss of a batch; ValueError if the module can't compute the server's, which has no rows."""
@@ -208,8 +202,6 @@ class ParamServer(RPCStrategy):
         """Load the parameters after the last step on all ranks."""
         for optimizer in self.optimizers:
             self._receive(optimizer)
-
-    # Evaluation and checkpoints
 
     def on_validation_start(self) -> None:
         """Validate the newest parameters with rank zero's buffers."""

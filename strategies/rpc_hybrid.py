@@ -24,8 +24,7 @@ from strategies.base.model_parallel import PLAIN, devices_of
 from strategies.base.shared_replica import SharedReplica
 from strategies.exact.shards import bounds
 from strategies.pipeline.states import RankRandomState
-from strategies.rpc.agents import RPCStrategy, peer_errors, receiver, wait
-from strategies.rpc.worker import Worker, call, distributed_optimizer, load_distributed_optimizer
+from strategies.rpc import LocalOptimizer, RPCStrategy, Worker, load_distributed_optimizer, peer_errors, receiver, wait
 
 
 class RPCHybrid(RPCStrategy, SharedReplica):
@@ -65,8 +64,6 @@ class RPCHybrid(RPCStrategy, SharedReplica):
         self._context = 0  # its number
         self._distributed: Any = None  # the master's DistributedOptimizer
 
-    # Ranks
-
     @property
     def num_workers(self) -> int:
         """Ranks that compute for the master."""
@@ -84,8 +81,6 @@ class RPCHybrid(RPCStrategy, SharedReplica):
             self._worker_group: Any = dist.new_group(list(range(1, self.num_workers + 1)))
             self._own_group, _ = dist.new_subgroups(1)
             replicas.set_group(self._own_group)
-
-    # Setting up
 
     def check_module(self, module: LightningModule) -> None:
         """Raise ValueError where the strategy can't train the module."""
@@ -144,8 +139,6 @@ class RPCHybrid(RPCStrategy, SharedReplica):
             module.forward = self._forward  # type: ignore[method-assign]
             module.backward = self._backward  # type: ignore[method-assign]
 
-    # Forward
-
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """Replaces the module's `forward`, on all ranks at once."""
         if kwargs or not args or not all(isinstance(x, Tensor) and x.dim() and len(x) == len(args[0]) for x in args):
@@ -177,7 +170,7 @@ class RPCHybrid(RPCStrategy, SharedReplica):
     def _forward_on_workers(self, pieces: list[tuple[Tensor, ...]]) -> Any:
         """The workers' outputs for these pieces, joined."""
         pairs = zip(self._workers, pieces, strict=True)
-        calls = [call(Worker.forward, worker, *(x.cpu() for x in piece)) for worker, piece in pairs]
+        calls = [Worker.call(worker, Worker.forward, *(x.cpu() for x in piece)) for worker, piece in pairs]
         outputs = []
         for rank, future in enumerate(calls, 1):
             output, error = wait(future, rank)
@@ -185,8 +178,6 @@ class RPCHybrid(RPCStrategy, SharedReplica):
                 raise RuntimeError(f"rank {rank}: {error}")
             outputs.append(tree_map_only(Tensor, lambda x: x.to(self.root_device), output))
         return tree_map(lambda *xs: torch.cat(xs) if isinstance(xs[0], Tensor) else xs[0], *outputs)
-
-    # Training
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The loss of the batch, on the master with the workers' autograd graphs; `forward` has to be called."""
@@ -235,7 +226,10 @@ class RPCHybrid(RPCStrategy, SharedReplica):
 
         if self.is_global_zero:
             with peer_errors("a worker"):
-                self._distributed = self._distributed or distributed_optimizer(self._workers)
+                if self._distributed is None:
+                    calls = [Worker.call(worker, Worker.parameters) for worker in self._workers]
+                    parameters = [p for rank, future in enumerate(calls, 1) for p in wait(future, rank)]
+                    self._distributed = load_distributed_optimizer()(LocalOptimizer, parameters)
                 self._distributed.step(self._context)
             step()  # the master's own: DistributedOptimizer waits in this thread for the workers
         else:

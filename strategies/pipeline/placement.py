@@ -1,12 +1,13 @@
 """Keeps each stage's tensors on its rank; other ranks hold meta tensors."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from strategies.base import checkpoints
 from strategies.base.stages import tensors
 from strategies.pipeline.runner import PipelineRunner
 
@@ -46,8 +47,10 @@ class StagePlacement:
                 tensor.data = values
                 continue
             tensor.data = tensor.data.new_empty(0)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            _put(slots, nn.Parameter(stand_in, tensor.requires_grad) if is_parameter else stand_in)
+            if isinstance(tensor, nn.Parameter):
+                stand_in = nn.Parameter(stand_in, tensor.requires_grad)
+            for m, name in slots:
+                setattr(m, name, stand_in)
 
     def full_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The module's state dict on the first rank's CPU, empty on others; collective. Extra states are its own.
@@ -57,17 +60,10 @@ class StagePlacement:
         strange = [k for k, v in state.items() if k not in self._names and isinstance(v, Tensor) and v.is_meta]
         if strange:
             raise ValueError(f"state_dict: expected parameters under their own names; {strange[0]} is none's")
-        found: dict[str, Any] = {}
-        for key, value in state.items():
-            owner = self.owners.get(self._names[key], 0) if key in self._names else 0
-            if owner and self.rank == owner:
-                dist.send(_bytes(_dense(value.detach())), group=self.group, group_dst=0)
-            elif self.rank == 0:
-                whole = torch.empty_like(value, device=self.device) if owner else value
-                if owner:
-                    dist.recv(_bytes(whole), group=self.group, group_src=owner)
-                found[key] = whole.detach().cpu() if isinstance(whole, Tensor) else whole
-        return found
+        owners = {key: self.owners.get(tensor, 0) for key, tensor in self._names.items()}
+        own = {k: v.detach() for k, v in state.items() if isinstance(v, Tensor) and owners.get(k, 0) == self.rank}
+        found = checkpoints.gathered({"state": own}, self.rank == 0, self.group)
+        return {key: found["state"].get(key, value) for key, value in state.items()} if found else {}
 
     def local_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """A whole state dict, with stand-ins for other ranks' tensors."""
@@ -83,16 +79,12 @@ class StagePlacement:
                 tensor.data = _dense(current.detach())
             elif gather:
                 tensor.data = torch.empty_like(current, device=self.device)
-            _put(slots, tensor)
+            for m, name in slots:
+                setattr(m, name, tensor)
             if gather:
                 if tensor in self.owners:
                     dist.broadcast(_bytes(tensor.data), group=self.group, group_src=self.owners[tensor])
                 tensor.data = tensor.data.cpu()
-
-
-def _put(slots: Sequence[tuple[nn.Module, str]], tensor: Tensor) -> None:
-    for m, name in slots:
-        setattr(m, name, tensor)
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from strategies.base.stages import chained
 from strategies.pipeline.buffers import UNIT, Layout, Packing
 from strategies.pipeline.cutting import StageAssignment
-from strategies.pipeline.microbatches import PipelineStep, last_output, stage_tensors
+from strategies.pipeline.microbatches import PipelineStep, checked, stage_tensors
 from strategies.pipeline.states import unchanged
 
 MAX_SCHEDULES = 8  # kept with their memory, one for each layout of inputs, such as sequences of several lengths
@@ -40,21 +40,27 @@ class _StageModule(nn.Module):
 
     def __init__(self, stage: int, runner: "PipelineRunner", received: Packing | None, sent: Packing | None) -> None:
         super().__init__()
-        self.stage, self.received, self.sent, self.device = stage, received, sent, runner.device
+        self.stage, self.runner, self.received, self.sent = stage, runner, received, sent
         self.layers = nn.ModuleList(runner.own[stage])
-        self.step, self.number = PipelineStep([]), 0  # and its current micro-batch
+        self.number = 0  # of the current micro-batch
 
     def forward(self, buffer: Tensor | None = None) -> Tensor:
-        piece = self.step.microbatches[self.number]
-        source = torch.zeros(1, dtype=UNIT, device=self.device, requires_grad=True) if buffer is None else buffer
+        step, device = self.runner.step, self.runner.device
+        piece = step.microbatches[self.number]
+        source = torch.zeros(1, dtype=UNIT, device=device, requires_grad=True) if buffer is None else buffer
         if not piece.rows:
-            return _Tied.apply(self.zeros(self.device), source)
+            return _Tied.apply(self.zeros(device), source)
         x = piece.inputs if self.received is None else self.received.unpack(source, piece.rows)
         with piece.context():
             y = chained(self.layers, x)
-            self.step.after_forward(self.stage, self.number)
+            step.after_forward(self.stage, self.number)
             if self.sent is None:
-                out = self._loss(y)
+                assert piece.loss is not None
+                output = checked(y, self.layers[-1], piece.rows)
+                step.outputs[self.number] = tree_map_only(Tensor, Tensor.detach, output)
+                loss = piece.loss(y)
+                step.losses[self.number] = loss.detach()
+                out = loss.double()
             else:
                 out = self.sent.pack(stage_tensors(y, self.layers[-1], piece.rows), source)
         if self.received is not None and not self.received.differentiable:
@@ -67,28 +73,21 @@ class _StageModule(nn.Module):
             return torch.zeros((), dtype=torch.float64, device=device)
         return torch.zeros(self.sent.units, dtype=UNIT, device=device)
 
-    def _loss(self, output: Any) -> Tensor:
-        piece = self.step.microbatches[self.number]
-        assert piece.loss is not None
-        self.step.outputs[self.number] = last_output(output, self.layers[-1], piece.rows)
-        loss = piece.loss(output)
-        self.step.losses[self.number] = loss.detach()
-        return loss.double()
-
 
 class _RecordedStage(PipelineStage):
     """torch's stage. It tells the module the micro-batch's number, and the step what has been computed."""
 
-    def __init__(self, module: _StageModule, runner: "PipelineRunner") -> None:
-        self.module = module
-        inputs = module.received.empty("meta").requires_grad_() if module.received else ()
-        output = module.zeros("meta").requires_grad_()
-        count = runner.assignment.num_stages
-        super().__init__(module, module.stage, count, runner.device, inputs, output, group=runner.group)
+    def __init__(self, module: _StageModule) -> None:
+        self.module, self.runner = module, module.runner
+        inputs = (
+            torch.empty(module.received.units, dtype=UNIT, device="meta", requires_grad=True) if module.received else ()
+        )
+        output, count = module.zeros("meta").requires_grad_(), len(self.runner.modules)
+        super().__init__(module, module.stage, count, self.runner.device, inputs, output, group=self.runner.group)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.module.number = fwd_chunk_id
-        with self.module.step.recorded(self.module.stage, fwd_chunk_id, "forward"):
+        with self.runner.step.recorded(self.module.stage, fwd_chunk_id, "forward"):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
@@ -98,38 +97,18 @@ class _RecordedStage(PipelineStage):
         self._backward(super().backward_weight_one_chunk, "weights", bwd_chunk_id, *args, **kwargs)
 
     def _backward(self, compute: Callable, kind: str, number: int, *args: Any, **kwargs: Any) -> None:
-        step = self.module.step
+        step = self.runner.step
         with step.recorded(self.module.stage, number, kind), torch.autocast(self.device.type, enabled=False):
             compute(number, *args, **kwargs)
             step.after_backward(self.module.stage)
 
 
-class LocalSchedule:
+class LocalSchedule(NamedTuple):
     """A schedule over this rank's stages, for one layout of the stages' inputs and at most `capacity` rows."""
 
-    def __init__(
-        self, runner: "PipelineRunner", layouts: Mapping[int, Sequence[Layout]], form: Any, capacity: int
-    ) -> None:
-        self.form, self.capacity = form, capacity
-        packings = {stage: Packing(found, capacity) for stage, found in layouts.items()}
-        self._modules = [_StageModule(i, runner, packings.get(i), packings.get(i + 1)) for i in runner.own]
-        stages = [_RecordedStage(module, runner) for module in self._modules]
-        self._schedule = runner.assignment.schedule_of(stages, scale_grads=False)
-
-    def run(self, step: PipelineStep) -> None:
-        """Send the micro-batches forward and backward; raises what a stage has raised."""
-        for module in self._modules:
-            module.step = step
-        torch_logger = logging.getLogger("torch.distributed.pipelining.schedules")
-        before, torch_logger.disabled = torch_logger.disabled, True  # it prints the whole schedule if a stage fails
-        try:
-            self._schedule.step(target=torch.zeros(len(step.microbatches)), return_outputs=False)
-        except RuntimeError as error:
-            raise error.__cause__ or error from None
-        finally:
-            torch_logger.disabled = before
-            for module in self._modules:
-                module.step = PipelineStep([])
+    schedule: Any  # torch's
+    form: Any  # of the last stage's output
+    capacity: int
 
 
 class PipelineRunner:
@@ -140,6 +119,7 @@ class PipelineRunner:
     ) -> None:
         self.assignment, self.modules, self.group, self.device = assignment, modules, group, device
         self.rank, self.rank_of = dist.get_rank(group), assignment.rank_of
+        self.step = PipelineStep([])  # the current one, in training
         self.own = {stage: modules[stage] for stage, rank in enumerate(self.rank_of) if rank == self.rank}
         self._schedules: dict[Any, LocalSchedule] = {}
 
@@ -155,7 +135,8 @@ class PipelineRunner:
                     y = chained(modules, x)
                 step.after_forward(stage, number)
                 if stage == len(self.rank_of) - 1:
-                    step.outputs[number] = last_output(y, modules[-1], piece.rows)
+                    output = checked(y, modules[-1], piece.rows)
+                    step.outputs[number] = tree_map_only(Tensor, Tensor.detach, output)
                     continue
                 tensors = stage_tensors(y, modules[-1], piece.rows)
                 packing = self._packing(stage + 1, tensors, layouts)
@@ -187,7 +168,7 @@ class PipelineRunner:
             layouts[stage] = header[0]
         if kept is None:
             packing = Packing(layouts[stage], rows)
-            buffer = packing.empty(self.device)
+            buffer = torch.empty(packing.units, dtype=UNIT, device=self.device)
             dist.recv(buffer, group=self.group, group_src=source)
             kept = tuple(packing.views(buffer, rows))
         tensors = [t.detach() for t in kept]
@@ -216,7 +197,7 @@ class PipelineRunner:
             packing.check(tensors)
             buffer = packing.pack_detached(tensors)
         else:
-            buffer = packing.empty(self.device)
+            buffer = torch.empty(packing.units, dtype=UNIT, device=self.device)
         dist.broadcast(buffer, group=self.group, group_src=source)
         received = iter(packing.views(buffer, rows))
         return tree_map_only(Layout, lambda _: next(received), form), form
@@ -230,11 +211,19 @@ class PipelineRunner:
 
     def train(self, step: PipelineStep) -> Any:
         """Send micro-batches forward and backward; returns the last stage's outputs, on all ranks."""
-        schedule = self._schedule(step)
-        schedule.run(step)
+        schedule, form, _ = self._schedule(step)
+        torch_logger = logging.getLogger("torch.distributed.pipelining.schedules")
+        before, torch_logger.disabled = torch_logger.disabled, True  # it prints the whole schedule if a stage fails
+        self.step = step
+        try:
+            schedule.step(target=torch.zeros(len(step.microbatches)), return_outputs=False)
+        except RuntimeError as error:
+            raise error.__cause__ or error from None
+        finally:
+            torch_logger.disabled, self.step = before, PipelineStep([])
         if any(piece.rows for piece in step.microbatches):
-            return self.broadcast_output(step, schedule.form)[0]
-        return tree_map_only(Layout, lambda x: torch.empty(0, *x.row, dtype=x.dtype, device=self.device), schedule.form)
+            return self.broadcast_output(step, form)[0]
+        return tree_map_only(Layout, lambda x: torch.empty(0, *x.row, dtype=x.dtype, device=self.device), form)
 
     def _schedule(self, step: PipelineStep) -> LocalSchedule:
         """The schedule for the step's inputs, the latest last in `_schedules`."""
@@ -246,7 +235,11 @@ class PipelineRunner:
             trial = PipelineStep([largest])  # sent forward to see the layouts
             with unchanged(itertools.chain(*self.own.values()), self.device):
                 layouts = self.forward(trial)
-            schedule = LocalSchedule(self, layouts, self.broadcast_output(trial)[1], max(largest.rows, 1))
+            capacity = max(largest.rows, 1)
+            packings = {stage: Packing(found, capacity) for stage, found in layouts.items()}
+            modules = [_StageModule(i, self, packings.get(i), packings.get(i + 1)) for i in self.own]
+            made = self.assignment.schedule_of([_RecordedStage(module) for module in modules], scale_grads=False)
+            schedule = LocalSchedule(made, self.broadcast_output(trial)[1], capacity)
         self._schedules[shapes, trained] = schedule
         if len(self._schedules) > MAX_SCHEDULES:
             del self._schedules[next(iter(self._schedules))]

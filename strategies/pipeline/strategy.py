@@ -83,13 +83,6 @@ class PipelineStrategy(PipelineTraining):
         self._group: Any = None  # the ranks of this pipeline
         self._interrupted = False
 
-    # Ranks
-
-    @property
-    def pipeline_size(self) -> int:
-        """Ranks of one pipeline."""
-        return self._num_ranks // self.data_parallel_size
-
     @property
     def replica(self) -> tuple[int, int]:
         """The number of this rank's pipeline, and the number of pipelines."""
@@ -103,12 +96,12 @@ class PipelineStrategy(PipelineTraining):
         if self._num_ranks % self.data_parallel_size:
             expected = f"expected a number that divides the {self._num_ranks} devices"
             raise ValueError(f"data_parallel_size {self.data_parallel_size}: {expected}")
+        self.pipeline_size = ranks = self._num_ranks // self.data_parallel_size  # ranks of one pipeline
         super()._check_devices()
         shards = None if self.exact is None else -(-self.exact // self.data_parallel_size)
         if shards is not None and self.num_microbatches not in {None, shards}:
             expected = f"expected {shards} or none, as the shards of exact {self.exact} are the micro-batches"
             raise ValueError(f"num_microbatches {self.num_microbatches}: {expected}")
-        ranks = self.pipeline_size
         count = shards or self.num_microbatches or 4 * ranks
         try:
             self.assignment = StageAssignment(self.schedule, ranks, self.stages_per_rank, count)
@@ -249,8 +242,6 @@ class PipelineStrategy(PipelineTraining):
             parameters = parameters_of(optimizer)
             local = {i: kept for i, kept in state["state"].items() if not parameters[i].is_meta}
             optimizer.load_state_dict({**state, "state": local})
-
-    # Ending
 
     def on_exception(self, exception: BaseException) -> None:
         """Leave the module in parts: other ranks may have ended."""

@@ -57,7 +57,13 @@ class PipelineTraining(SharedReplica, Exact):
     # The module's forward
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._check_arguments(args, kwargs)
+        expected = f"{self._name}.forward: expected calls with tensors by position, rows first"
+        for key, x in [*enumerate(args), *kwargs.items()]:
+            if key in kwargs or not isinstance(x, Tensor) or not x.dim():
+                kind = f"tensor {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+                raise TypeError(f"{expected}; argument {key} is a {kind}{' by name' if key in kwargs else ''}")
+        if not args:
+            raise TypeError(f"{expected}; there is none")
         call = self._call
         with allow_collectives():
             if call is None:
@@ -72,15 +78,6 @@ class PipelineTraining(SharedReplica, Exact):
     @property
     def _name(self) -> str:
         return type(self.lightning_module).__name__
-
-    def _check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        expected = f"{self._name}.forward: expected calls with tensors by position, rows first"
-        for key, x in [*enumerate(args), *kwargs.items()]:
-            if key in kwargs or not isinstance(x, Tensor) or not x.dim():
-                kind = f"tensor {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-                raise TypeError(f"{expected}; argument {key} is a {kind}{' by name' if key in kwargs else ''}")
-        if not args:
-            raise TypeError(f"{expected}; there is none")
 
     def _evaluate_stages(self, inputs: tuple[Tensor, ...]) -> Any:
         size = len(inputs[0])

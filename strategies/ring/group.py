@@ -1,10 +1,9 @@
 """The process group `ring`, and its registration as a backend of torch.distributed."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,8 +11,7 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from strategies.ring import algorithms
-from strategies.ring.algorithms import Reduction, reduction
-from strategies.ring.links import MESSENGERS_TIMEOUT, TAG, Links
+from strategies.ring.algorithms import MESSENGERS_TIMEOUT, TAG, Links, Reduction, reduction
 from strategies.ring.queue import Collective, Queue
 
 NAME = "ring"
@@ -34,12 +32,10 @@ class RingGroup(ProcessGroup):
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
-        messenger = dist.ProcessGroupGloo(dist.PrefixStore("messages", store), rank, size, timeout)
-        self._messenger = cast("Any", messenger)  # its messages are not in torch's type hints
+        # Any, as its messages are not in torch's type hints.
+        self._messenger: Any = dist.ProcessGroupGloo(dist.PrefixStore("messages", store), rank, size, timeout)
         self.links = Links(self._messenger, rank, size)
         self._queue, self._timeout, self._group_name = Queue(), MESSENGERS_TIMEOUT, ""
-
-    # About the group
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's
         """The backend's name."""
@@ -218,8 +214,6 @@ class RingGroup(ProcessGroup):
         """Wait until all ranks have called it."""
         return self._add("barrier", lambda *_: algorithms.barrier(self.links), [], [], opts)
 
-    # Running
-
     def _check(self, name: str, parts: Sequence[Tensor], own: Tensor, share: int = 1) -> None:
         """Raise ValueError where a part has not `share` times a rank's elements, or another dtype."""
         for part in parts:
@@ -246,8 +240,11 @@ class RingGroup(ProcessGroup):
 
         def run_flat() -> None:
             self.links.timeout = timeout
-            with _flat(outputs) as xs:
-                run(xs, [x.contiguous().view(-1) for x in inputs])
+            computed = [x.contiguous().view(-1) for x in outputs]
+            run(computed, [x.contiguous().view(-1) for x in inputs])
+            for x, flat in zip(outputs, computed, strict=True):
+                if x.data_ptr() != flat.data_ptr():  # x is not contiguous
+                    x.copy_(flat.view(x.shape))
 
         collective = Collective(name, run_flat, outputs)
         if torch.autograd._profiler_enabled():  # a profile shows it from its call to its end, as gloo's
@@ -261,16 +258,6 @@ class UnchunkedGroup(RingGroup):
 
     name_of_backend = UNCHUNKED
     _all_reduce = staticmethod(algorithms.unchunked_all_reduce)
-
-
-@contextmanager
-def _flat(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Flat, contiguous views of tensors, or copies that are written back at the end."""
-    xs = [x.contiguous().view(-1) for x in tensors]
-    yield xs
-    for tensor, x in zip(tensors, xs, strict=True):
-        if tensor.data_ptr() != x.data_ptr():
-            tensor.copy_(x.view(tensor.shape))
 
 
 def _check_tag(tag: int) -> int:

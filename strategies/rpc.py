@@ -1,24 +1,29 @@
-"""RPC agents, the base of strategies whose ranks call one another, and queues of the calls that reach a rank."""
+"""Strategies over torch.distributed.rpc: an agent in each rank, calls between ranks, and workers of a master."""
 
 import atexit
+import logging
 import queue
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.overrides.distributed import _sync_module_states
+from torch import Tensor
 from torch.distributed import rpc
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.futures import Future
-from torch.optim import LBFGS
+from torch.optim import LBFGS, Optimizer
+from torch.utils._pytree import tree_map_only
 
 from strategies.base.data_parallel import DataParallel
+from strategies.base.gradients import parameters_of
 from strategies.base.launchers import ForkLauncher
 
 SCHEME = "apprentice"  # of an init_method that stands for the process group's store
@@ -150,11 +155,7 @@ def peer_errors(peer: str) -> Iterator[None]:
 
 
 class CallQueue:
-    """Calls that arrive in RPC threads and wait for the main thread, with futures of their results.
-
-    Args:
-        timeout: seconds to wait for a call.
-    """
+    """Calls that arrive in RPC threads and wait for the main thread, with futures of results; time-out in seconds."""
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
@@ -179,3 +180,71 @@ class CallQueue:
                     wait(pings.pop(rank), rank)
                 if rank not in pings:
                     pings[rank] = rpc.rpc_async(rank, torch.is_grad_enabled)
+
+
+class Worker(CallQueue):
+    """Executes the master's calls in its main thread; without an optimizer nothing is trained.
+
+    Autocast, keyed noise and gradient mode belong to the thread in which Lightning calls a hook.
+    """
+
+    def __init__(self, timeout: float, optimizer: Optimizer | None) -> None:
+        super().__init__(timeout)
+        self.optimizer = optimizer
+
+    def forward(self, *inputs: Tensor) -> tuple[Any, str]:
+        """The module's output for some rows, on the CPU, and ""; or None and the error."""
+        try:
+            output = self.put(("forward", inputs)).wait()
+        except Exception as error:  # noqa: BLE001 - it is raised on both sides, here by the main thread
+            return None, f"{type(error).__name__}: {error}"
+        # An empty view is copied, as its offset would abort the receiver.
+        return tree_map_only(Tensor, lambda x: (x if x.numel() else x.clone()).cpu(), output), ""
+
+    def parameters(self) -> list[Any]:
+        """Remote references to the trained parameters."""
+        return [rpc.RRef(p) for p in (parameters_of(self.optimizer) if self.optimizer else [])]
+
+    @staticmethod
+    def call(worker: Any, method: Callable[..., Any], *args: Any) -> Any:
+        """A future of a method's result, called on a remote reference's owner.
+
+        `worker.rpc_async()` would first ask for the worker's type, and make the first call outside the thread whose
+        distributed autograd context records it: its gradients are silently lost (torch 2.15).
+        """
+        return rpc.rpc_async(worker.owner(), _call_local, args=(worker, method, *args))
+
+    def serve(self, name: str, function: Callable[..., Any]) -> None:
+        """Execute the next call, which has to have this name; called in the main thread."""
+        (called, args), result = self.get([0])
+        assert called == name, f"asked to {called}, where all others {name}"
+        try:
+            result.set_result(function(*args))
+        except Exception as error:
+            result.set_exception(error)
+            raise
+
+
+class LocalOptimizer:
+    """The optimizer class for DistributedOptimizer: it steps the worker's own, with its groups and learning rates."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None: ...
+
+    def step(self) -> None:
+        """Step in the main thread."""
+        receiver().put(("step", ())).wait()
+
+
+def _call_local(worker: Any, method: Callable[..., Any], *args: Any) -> Any:
+    return method(worker.local_value(), *args)
+
+
+@cache
+def load_distributed_optimizer() -> Any:
+    """The class of torch: imported late, as that is slow, and without hints and warnings about torch's own parts."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch.distributed.optim import DistributedOptimizer
+    # Without the hint that LocalOptimizer has no functional form.
+    logging.getLogger(DistributedOptimizer.__module__).addFilter(lambda record: record.args != (LocalOptimizer,))
+    return DistributedOptimizer
