@@ -140,7 +140,7 @@ class RingGroup(ProcessGroup):
         """Gather each rank's tensors, one after the other in each output."""
         for whole, own in zip(outputs, inputs, strict=True):
             self._check("all_gather_into_tensor", [whole], own, self.links.size)
-        chunks = (whole.view(-1).tensor_split(self.links.size) for whole in outputs)
+        chunks = (whole.detach().view(-1).tensor_split(self.links.size) for whole in outputs)
         return self.allgather_coalesced([*zip(*chunks, strict=True)], inputs, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -206,7 +206,7 @@ class RingGroup(ProcessGroup):
         coming, leaving = self._sizes(output, output_sizes), self._sizes(x, input_sizes)
         if coming[self.links.rank] != leaving[self.links.rank]:
             raise ValueError("backend ring: expected the part that stays here to have one size in all_to_all_single")
-        return self.alltoall([*output.split(coming)], [*x.split(leaving)], opts)
+        return self.alltoall([*output.detach().split(coming)], [*x.split(leaving)], opts)
 
     alltoall_base = all_to_all_single
 
