@@ -20,13 +20,10 @@ class RankRandomState:
     def __call__(self) -> Iterator[None]:
         """Inside, torch's CPU generator continues where the last block stopped."""
         with torch.random.fork_rng([]):
-            before = self._state
-            torch.set_rng_state(before)
-            try:
-                yield
-            finally:
-                self._state = torch.get_rng_state()
-                self.drawn = not torch.equal(self._state, before)
+            torch.set_rng_state(before := self._state)
+            yield
+            self._state = torch.get_rng_state()
+            self.drawn = not torch.equal(self._state, before)
 
 
 @contextmanager
