@@ -43,7 +43,7 @@ from harness.studies.pipeline import Noise, Task
 from lit_modules import nets
 from strategies import PipelineStrategy
 from strategies.base.stages import grouped, sizes_by_cost
-from strategies.pipeline.timing import seconds as layer_seconds
+from strategies.pipeline.cutting import seconds as layer_seconds
 
 SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
 ONE_STAGE = ("GPipe", "1F1B")  # schedules of one stage a rank

@@ -1,8 +1,9 @@
 """A parameter server: one rank holds the parameters and steps, the others compute gradients (Li et al. 2014)."""
 
-from collections import Counter, deque
+import functools
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,16 +12,32 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed import rpc
+from torch.distributed.rpc.functions import async_execution
+from torch.futures import Future
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from apprentice import replicas
 from strategies.base import checkpoints
 from strategies.base.gradients import copy_from, flatten, pack, parameters_of, unpack
-from strategies.rpc import agents, queues
-from strategies.rpc.base import RPCStrategy
+from strategies.rpc import CallQueue, RPCStrategy, receiver, wait
 
 GRACE = 10.0  # seconds that workers wait longer than the server, which can name the missing worker
+
+
+class Push(NamedTuple):
+    """A worker's packed gradients of a step, for parameters that had `version` updates."""
+
+    rank: int
+    step: int
+    version: int
+    gradients: Tensor
+
+
+@async_execution
+def send(push: Push) -> Future:
+    """Remote call: put gradients into the server's queue; the answer is the parameters after that step."""
+    return receiver().put(push)
 
 
 class ParamServer(RPCStrategy):
@@ -55,11 +72,10 @@ class ParamServer(RPCStrategy):
             raise ValueError(f"max_staleness {max_staleness}: expected 0 (wait for every step) or more")
         self.max_staleness = max_staleness
         self.staleness: Counter[int] = Counter()
-        self._gradients: queues.GradientQueue | None = None  # the server's
+        self._queue: CallQueue | None = None  # the server's
+        self._pushes: dict[int, dict[int, tuple[Push, Future]]] = defaultdict(dict)  # of steps, by rank
         self._steps = self._version = 0  # steps of this fit; those that this rank's parameters have
         self._pending: deque[tuple[int, Any]] = deque()  # steps and future parameters
-
-    # Ranks
 
     @property
     def server(self) -> int:
@@ -84,8 +100,6 @@ class ParamServer(RPCStrategy):
             batch = tree_map(lambda leaf: leaf[:0] if isinstance(leaf, Tensor) and leaf.dim() else leaf, batch)
         return super().batch_to_device(batch, device, dataloader_idx)
 
-    # Starting and ending
-
     def setup_environment(self) -> None:
         """Join the process group, with the server as a rank without rows."""
         super().setup_environment()
@@ -98,20 +112,17 @@ class ParamServer(RPCStrategy):
         self.check_module(self._module)
         if trainer.state.fn == TrainerFn.FITTING and self.server:
             if self._serves:
-                self._gradients = queues.GradientQueue(self.server, self._timeout_seconds)
-            queues.serve(self._gradients)  # before a worker can call
-            self._start_agents()
+                self._queue = CallQueue(self._timeout_seconds)
+            self._start_agent(self._queue)
         super().setup(trainer)
         self._check_optimizers()
 
     def teardown(self) -> None:
         """Close the queue after all ranks have finished."""
         super().teardown()
-        queues.serve(None)
         replicas.set_group(None)
-        self._gradients = None
-
-    # Training
+        self._queue = None
+        self._pushes.clear()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The loss of a batch; ValueError if the module can't compute the server's, which has no rows."""
@@ -139,14 +150,16 @@ class ParamServer(RPCStrategy):
 
         def exchanged() -> Any:
             loss = closure()
-            self._collect(optimizer) if self._gradients else self._push(optimizer)
+            self._collect(optimizer) if self._queue else self._push(optimizer)
             return loss
 
         # A worker's optimizer finds no gradients: its step only counts for the schedulers.
         result = super().optimizer_step(optimizer, exchanged, model, **kwargs)
         self._steps += 1
-        if self._gradients:
-            self._gradients.reply(self._steps - 1, flatten(parameters_of(optimizer)).cpu())
+        if self._queue:
+            parameters = flatten(parameters_of(optimizer)).cpu()
+            for _, reply in self._pushes.pop(self._steps - 1).values():
+                reply.set_result(parameters)
         else:
             self._receive(optimizer, self.max_staleness)
         return result
@@ -154,32 +167,34 @@ class ParamServer(RPCStrategy):
     def _push(self, optimizer: Optimizer) -> None:
         parameters = parameters_of(optimizer)
         gradients = pack({p: p.grad for p in parameters}).cpu()
-        push = queues.Push(self.global_rank, self._steps, self._version, gradients)
-        to, timeout = agents.worker_name(self.server), self._timeout_seconds + GRACE
-        self._pending.append((self._steps + 1, rpc.rpc_async(to, queues.push, args=(push,), timeout=timeout)))
+        push = Push(self.global_rank, self._steps, self._version, gradients)
+        reply = rpc.rpc_async(self.server, send, args=(push,), timeout=self._timeout_seconds + GRACE)
+        self._pending.append((self._steps + 1, reply))
         for p in parameters:
             p.grad = None
 
     def _collect(self, optimizer: Optimizer) -> None:
         """Average the workers' gradients, added in the order of the ranks."""
-        assert self._gradients is not None
-        pushes = self._gradients.take(self._steps)
+        assert self._queue is not None
+        here = self._pushes[self._steps]
+        while missing := set(range(self.server)) - here.keys():
+            push, reply = self._queue.get(sorted(missing))
+            self._pushes[push.step][push.rank] = push, reply  # a fast worker's next step comes early
+        pushes = [here[rank][0] for rank in range(self.server)]
         for push in pushes:
             lacking = push.step - push.version
             assert 0 <= lacking <= self.max_staleness, f"rank {push.rank} lacked {lacking} steps"
             self.staleness[lacking] += 1
-        total = pushes[0].gradients
-        for push in pushes[1:]:
-            total = total + push.gradients
-        for p, mean in unpack(total / len(pushes), parameters_of(optimizer)).items():
-            p.grad = mean
+        mean = functools.reduce(torch.add, [push.gradients for push in pushes]) / self.server
+        for p, gradient in unpack(mean, parameters_of(optimizer)).items():
+            p.grad = gradient
 
     def _receive(self, optimizer: Optimizer, lacking: int = 0) -> None:
         """Load the newest parameters that have arrived; wait while they lack more steps than that."""
         newest = None
         while self._pending and (len(self._pending) > lacking or self._pending[0][1].done()):
             self._version, reply = self._pending.popleft()
-            newest = agents.wait(reply, self.server)
+            newest = wait(reply, self.server)
         if newest is not None:
             copy_from(newest, parameters_of(optimizer))
 
@@ -188,24 +203,16 @@ class ParamServer(RPCStrategy):
         for optimizer in self.optimizers:
             self._receive(optimizer)
 
-    # Evaluation and checkpoints
-
     def on_validation_start(self) -> None:
         """Validate the newest parameters with rank zero's buffers."""
-        self._catch_up()
+        super().on_validation_start()
         if self.server and self._trainer.state.fn == TrainerFn.FITTING:
             self._broadcast_buffers()
 
     def on_train_end(self) -> None:
         """End with the newest parameters, and the counts of late gradients."""
-        self._catch_up()
-        self.staleness = self.broadcast(self.staleness, self.server)
         super().on_train_end()
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state after the last step."""
-        self._catch_up()
-        return super().lightning_module_state_dict()
+        self.staleness = self.broadcast(self.staleness, self.server)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The server's state, on rank zero; collective."""

@@ -2,7 +2,8 @@
 
 import itertools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -11,10 +12,10 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
-from torch.distributed import rpc
+from torch import Tensor, nn
+from torch.distributed import autograd, rpc
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from apprentice import keyed, replicas
 from strategies.base import stages
@@ -23,9 +24,7 @@ from strategies.base.model_parallel import PLAIN, devices_of
 from strategies.base.shared_replica import SharedReplica
 from strategies.exact.shards import bounds
 from strategies.pipeline.states import RankRandomState
-from strategies.rpc import agents, replica
-from strategies.rpc.base import RPCStrategy
-from strategies.rpc.queues import MainThreadQueue
+from strategies.rpc import LocalOptimizer, RPCStrategy, Worker, load_distributed_optimizer, peer_errors, receiver, wait
 
 
 class RPCHybrid(RPCStrategy, SharedReplica):
@@ -58,13 +57,12 @@ class RPCHybrid(RPCStrategy, SharedReplica):
         if devices_per_worker < 1:
             raise ValueError(f"devices_per_worker {devices_per_worker}: expected at least 1")
         self.devices_per_worker = devices_per_worker
-        self._replica: replica.Replica | None = None
+        self._stages: list[tuple[torch.device, list[nn.Module]]] = []  # a worker's, if it has several devices
         self._workers: list[Any] = []  # the master's remote references
         self._forwards = 0  # in the current step
-        self._context: tuple[AbstractContextManager, int] | None = None  # of distributed autograd, and its number
+        self._autograd = ExitStack()  # the master's context of distributed autograd, which serves one backward
+        self._context = 0  # its number
         self._distributed: Any = None  # the master's DistributedOptimizer
-
-    # Ranks
 
     @property
     def num_workers(self) -> int:
@@ -84,15 +82,25 @@ class RPCHybrid(RPCStrategy, SharedReplica):
             self._own_group, _ = dist.new_subgroups(1)
             replicas.set_group(self._own_group)
 
-    # Setting up
-
     def check_module(self, module: LightningModule) -> None:
         """Raise ValueError where the strategy can't train the module."""
         super().check_module(module)
         if is_overridden("backward", module, LightningModule):
             raise ValueError(f"strategy rpc_hybrid: expected Lightning's backward of {type(module).__name__}")
         if self.devices_per_worker > 1:
-            replica.cut(module, self.devices_per_worker)
+            self._cut(module)
+
+    def _cut(self, module: LightningModule) -> list[list[nn.Module]]:
+        """The modules of each stage, with about as many parameters each; ValueError where that can't be."""
+        name, count = type(module).__name__, self.devices_per_worker
+        if not callable(getattr(module, "pipeline_stages", None)):
+            raise ValueError(f"devices_per_worker {count}: expected a module with pipeline_stages; {name} has none")
+        modules: list[nn.Module] = list(module.pipeline_stages())  # type: ignore[operator]
+        if len(modules) < count:
+            raise ValueError(f"devices_per_worker {count}: expected at most the {len(modules)} stages of {name}")
+        groups = stages.grouped(modules, stages.sizes_by_parameters(modules, count))
+        stages.check(module, groups)
+        return groups
 
     def setup(self, trainer: Trainer) -> None:
         """Set the module up, and connect to the workers."""
@@ -102,37 +110,34 @@ class RPCHybrid(RPCStrategy, SharedReplica):
             super().setup(trainer)
             return
         self._read_whole_batches(trainer)
-        self._noise = RankRandomState(keyed.fold_in(torch.initial_seed(), self.global_rank))
+        self._noise = RankRandomState(self.global_rank)
         self._set_metrics_group(self._own_group)
         if plain := [name for name in stages.batch_norms(module) if type(module.get_submodule(name)) in PLAIN]:
             rank_zero_warn(f"{', '.join(plain)}: BatchNorm sees the rows of one worker, not the batch")
         super().setup(trainer)
         optimizers = self.optimizers if trainer.state.fn == TrainerFn.FITTING else []
         self._check_optimizers()
-        replica.load_distributed_optimizer()  # in this thread: a worker's calls arrive in others
-        if not self.is_global_zero:
-            self._calls = MainThreadQueue(self._timeout_seconds)
-            replica.set_local_worker(replica.Worker(self._calls, next(iter(optimizers), None)))
-        self._start_agents()
+        load_distributed_optimizer()  # in this thread: a worker's calls arrive in others
+        self._worker = Worker(self._timeout_seconds, next(iter(optimizers), None))
+        self._start_agent(self._worker)
         if self.is_global_zero:
-            names = [agents.worker_name(rank) for rank in range(1, self.num_workers + 1)]
-            self._workers = [rpc.remote(name, replica.local_worker) for name in names]
+            self._workers = [rpc.remote(rank, receiver) for rank in range(1, self._num_ranks)]
 
     def model_to_device(self) -> None:
         """Move the module, or a worker's stages, to their devices; `forward` is remote from now on."""
         super().model_to_device()
         module = self._module
-        assert self.parallel_devices is not None
-        devices = None
-        if self.devices_per_worker > 1 and not self.is_global_zero:
-            gpus = torch.cuda.device_count()
-            devices = devices_of(self.local_rank, self.devices_per_worker, self.parallel_devices, gpus)
         if self.num_workers:
-            self._replica = replica.Replica(module, devices)
+            if self.devices_per_worker > 1 and not self.is_global_zero:
+                assert self.parallel_devices is not None
+                gpus = torch.cuda.device_count()
+                devices = devices_of(self.local_rank, self.devices_per_worker, self.parallel_devices, gpus)
+                self._stages = list(zip(devices, self._cut(module), strict=True))
+                for device, group in self._stages:
+                    for part in group:
+                        part.to(device)
             module.forward = self._forward  # type: ignore[method-assign]
             module.backward = self._backward  # type: ignore[method-assign]
-
-    # Forward
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """Replaces the module's `forward`, on all ranks at once."""
@@ -142,67 +147,57 @@ class RPCHybrid(RPCStrategy, SharedReplica):
         spans = list(itertools.pairwise(bounds(len(args[0]), self.num_workers)))
         if self.is_global_zero:
             output = self._forward_on_workers([tuple(x[a:b] for x in args) for a, b in spans])
-            self.broadcast(tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output))
+            self.broadcast(tree_map_only(Tensor, Tensor.detach, output))
             return output
         noise = keyed.part(*spans[self.global_rank - 1])
 
         def compute(*inputs: Tensor) -> Any:
-            assert self._replica is not None
+            x: Any = tuple(x.to(self.root_device) for x in inputs)
             replicas.set_group(self._worker_group)
             try:
                 with noise(), self._noise():
-                    return self._replica(*(x.to(self.root_device) for x in inputs))
+                    if not self._stages:
+                        return type(self._module).forward(self._module, *x)
+                    for device, group in self._stages:
+                        x = stages.chained(group, tree_map_only(Tensor, methodcaller("to", device), x))
+                    return x
             finally:
                 replicas.set_group(self._own_group)
 
-        self._calls.serve("forward", compute)
+        self._worker.serve("forward", compute)
         return self.broadcast(None)
 
     def _forward_on_workers(self, pieces: list[tuple[Tensor, ...]]) -> Any:
         """The workers' outputs for these pieces, joined."""
         pairs = zip(self._workers, pieces, strict=True)
-        calls = [replica.call(replica.Worker.forward, worker, *(x.cpu() for x in piece)) for worker, piece in pairs]
+        calls = [Worker.call(worker, Worker.forward, *(x.cpu() for x in piece)) for worker, piece in pairs]
         outputs = []
-        for rank, call in enumerate(calls, 1):
-            output, error = agents.wait(call, rank)
+        for rank, future in enumerate(calls, 1):
+            output, error = wait(future, rank)
             if error:
                 raise RuntimeError(f"rank {rank}: {error}")
-            outputs.append(output)
-        return tree_map(self._join, outputs[0], *outputs[1:])
-
-    def _join(self, *leaves: Any) -> Any:
-        return torch.cat([leaf.to(self.root_device) for leaf in leaves]) if isinstance(leaves[0], Tensor) else leaves[0]
-
-    # Training
+            outputs.append(tree_map_only(Tensor, lambda x: x.to(self.root_device), output))
+        return tree_map(lambda *xs: torch.cat(xs) if isinstance(xs[0], Tensor) else xs[0], *outputs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The loss of the batch, on the master with the workers' autograd graphs; `forward` has to be called."""
         if not self.num_workers:
             return super().training_step(*args, **kwargs)
         if self.is_global_zero:
-            self._leave_context()
-            context: Any = torch.distributed.autograd.context()
-            self._context = context, context.__enter__()
+            self._autograd.close()
+            self._context = self._autograd.enter_context(autograd.context())
         self._forwards = 0
         output = super().training_step(*args, **kwargs)
         if not self._forwards:
             raise ValueError(f"{type(self._module).__name__}.training_step: expected a call of forward")
         return output
 
-    def _leave_context(self) -> None:
-        """Leave the context of distributed autograd, which serves one backward through all that was sent in it."""
-        if self._context is not None:
-            self._context[0].__exit__(None, None, None)
-            self._context = None
-
     def _backward(self, loss: Tensor, *_: Any, **__: Any) -> None:
         """Replaces the module's `backward`: each rank computes its part of the gradient."""
-        number = 0
-        if self._context is not None:
-            number = self._context[1]
-            with agents.peer_errors("a worker"):
-                torch.distributed.autograd.backward(number, [loss])
-        for p, gradient in torch.distributed.autograd.get_gradients(self.broadcast(number)).items():
+        if self.is_global_zero:
+            with peer_errors("a worker"):
+                autograd.backward(self._context, [loss])
+        for p, gradient in autograd.get_gradients(self.broadcast(self._context)).items():
             p.grad = gradient if p.grad is None else p.grad + gradient
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -212,7 +207,11 @@ class RPCHybrid(RPCStrategy, SharedReplica):
 
         def with_sum() -> Any:
             loss = closure()
-            self._sum_gradients(optimizer)
+            parameters = parameters_of(optimizer)
+            total = pack({p: p.grad for p in parameters}).to(self.root_device)
+            dist.all_reduce(total)
+            for p, gradient in unpack(total, parameters).items():
+                p.grad = gradient
             return loss
 
         loss = self.precision_plugin._wrap_closure(self._module, optimizer, with_sum)
@@ -225,51 +224,29 @@ class RPCHybrid(RPCStrategy, SharedReplica):
                 p.grad = gradient
             optimizer.step(**kwargs)
 
-        if self._context is None:
-            self._calls.serve("step", step)
-        else:
-            with agents.peer_errors("a worker"):
-                self._distributed = self._distributed or replica.distributed_optimizer(self._workers)
-                self._distributed.step(self._context[1])
+        if self.is_global_zero:
+            with peer_errors("a worker"):
+                if self._distributed is None:
+                    calls = [Worker.call(worker, Worker.parameters) for worker in self._workers]
+                    parameters = [p for rank, future in enumerate(calls, 1) for p in wait(future, rank)]
+                    self._distributed = load_distributed_optimizer()(LocalOptimizer, parameters)
+                self._distributed.step(self._context)
             step()  # the master's own: DistributedOptimizer waits in this thread for the workers
+        else:
+            self._worker.serve("step", step)
         return loss
 
-    def _sum_gradients(self, optimizer: Optimizer) -> None:
-        parameters = parameters_of(optimizer)
-        total = pack({p: p.grad for p in parameters}).to(self.root_device)
-        dist.all_reduce(total)
-        for p, gradient in unpack(total, parameters).items():
-            p.grad = gradient
-
-    # Evaluation and checkpoints
-
-    def _load_buffers(self) -> None:
+    def _catch_up(self) -> None:
         """Set all buffers to the first worker's: the master's see no batch."""
         if self.num_workers and self._trainer.state.fn == TrainerFn.FITTING:
             self._broadcast_buffers(1)
 
-    def on_validation_start(self) -> None:
-        """Validate with the first worker's buffers."""
-        self._load_buffers()
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state; collective."""
-        self._load_buffers()
-        return super().lightning_module_state_dict()
-
-    def on_train_end(self) -> None:
-        """End with the workers' buffers."""
-        self._load_buffers()
-        super().on_train_end()
-
     def teardown(self) -> None:
         """Restore the module's methods, and stop the agents after all ranks have finished."""
-        self._leave_context()
-        self._workers, self._distributed = [], None
-        replica.set_local_worker(None)
+        self._autograd.close()
+        self._workers, self._stages, self._distributed = [], [], None
         replicas.set_group(None)
-        if self._replica is not None:
-            self._replica = None
+        if self.num_workers:
             for name in ("forward", "backward"):
                 vars(self._module).pop(name, None)
             self._set_metrics_group(None)

@@ -1,7 +1,6 @@
-"""Packs the tensors between two stages into one flat buffer, bit by bit.
+"""Packs the tensors between two stages, of any types and memory formats, into one flat buffer, bit by bit.
 
-torch's pipeline expects contiguous tensors of the same shapes for every micro-batch, each with a gradient. A buffer
-holds any number of tensors of any types and memory formats, some without gradients, with up to `capacity` rows.
+torch's pipeline expects contiguous tensors of the same shapes for every micro-batch, each with a gradient.
 """
 
 import itertools
@@ -55,10 +54,6 @@ class Packing:
         *self.starts, self.units = itertools.accumulate((x.units(capacity) for x in layouts), initial=0)
         self.differentiable = any(layout.differentiable for layout in layouts)
 
-    def empty(self, device: torch.device | str) -> Tensor:
-        """(units,) a buffer to receive into."""
-        return torch.empty(self.units, dtype=UNIT, device=device)
-
     def pack(self, tensors: Sequence[Tensor], anchor: Tensor) -> Tensor:
         """(units,) a buffer with a gradient, of `anchor` if of no other tensor; ValueError for other layouts."""
         self.check(tensors)
@@ -79,7 +74,7 @@ class Packing:
 
     def pack_detached(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """(units,) a buffer without history; zeros for None."""
-        buffer = self.empty(next(x.device for x in tensors if x is not None))
+        buffer = torch.empty(self.units, dtype=UNIT, device=next(x.device for x in tensors if x is not None))
         if any(x is None for x in tensors):
             buffer.zero_()
         for x, layout, start in zip(tensors, self.layouts, self.starts, strict=True):

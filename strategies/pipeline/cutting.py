@@ -1,34 +1,38 @@
-"""Cuts a LightningModule into stages, and checks that it can be."""
+"""Cuts a LightningModule into stages, assigns them to ranks, and measures how long layers take."""
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from apprentice import keyed
 from strategies.base import stages
+from strategies.pipeline.states import unchanged
+
+REPEATS = 3  # of a measurement
 
 
-def check_contract(module: LightningModule) -> None:
-    """Raise ValueError for a module that a pipeline can't train."""
-    kind = type(module).__name__
-    for name in ("pipeline_stages", "pipeline_loss"):
-        if not callable(getattr(module, name, None)):
-            raise ValueError(f"strategy pipeline: expected a module with {name}; {kind} has none")
+def cut(module: LightningModule, count: int, sizes: list[int] | None) -> list[list[nn.Module]]:
+    """The modules of each stage, by given sizes or by numbers of parameters.
+
+    Raises:
+        ValueError: the module can't be cut so, or a pipeline can't train it.
+    """
+    kind, name = type(module).__name__, f"{type(module).__name__}.pipeline_stages()"
+    for method in ("pipeline_stages", "pipeline_loss"):
+        if not callable(getattr(module, method, None)):
+            raise ValueError(f"strategy pipeline: expected a module with {method}; {kind} has none")
     if not module.automatic_optimization or is_overridden("backward", module, LightningModule):
         raise ValueError(f"strategy pipeline: expected automatic optimization and Lightning's backward of {kind}")
-
-
-def cut(
-    module: LightningModule,
-    count: int,
-    sizes: list[int] | None,
-    costs: Callable[[Sequence[nn.Module]], list[float]] | None,
-) -> list[list[nn.Module]]:
-    """The modules of each stage, by given sizes, costs, or numbers of parameters; ValueError if it can't be cut so."""
-    name = f"{type(module).__name__}.pipeline_stages()"
     modules: list[nn.Module] = list(module.pipeline_stages())  # type: ignore[operator]
     if strange := [type(part).__name__ for part in modules if not isinstance(part, nn.Module)]:
         raise ValueError(f"strategy pipeline: expected modules from {name}, got a {strange[0]}")
@@ -38,11 +42,30 @@ def cut(
     if sizes is not None and sum(sizes) != len(modules):
         expected = f"expected numbers that add up to {len(modules)}, the modules that {name} gives"
         raise ValueError(f"balance {sizes}: {expected}")
-    if sizes is None and costs is not None:
-        sizes = stages.sizes_by_cost(costs(modules), count)
     groups = stages.grouped(modules, sizes or stages.sizes_by_parameters(modules, count))
     stages.check(module, groups)
     return groups
+
+
+class StageAssignment:
+    """Which rank computes which stages under a schedule; raises torch's ValueError where it can't run."""
+
+    def __init__(self, schedule: str, ranks: int, stages_per_rank: int | None, num_microbatches: int) -> None:
+        self.schedule_class, self.num_microbatches = get_schedule_class(schedule), num_microbatches
+        self.is_multi = issubclass(self.schedule_class, PipelineScheduleMulti)
+        self.stages_per_rank = stages_per_rank or (2 if self.is_multi else 1)
+        if not self.is_multi and self.stages_per_rank != 1:
+            raise ValueError(f"{schedule} has one stage on each rank")
+        self.num_stages = ranks * self.stages_per_rank
+        stand_ins = [SimpleNamespace(num_stages=self.num_stages, group_size=ranks, group_rank=0, stage_index=i,
+                     is_first=False, is_last=False, submod=None) for i in range(self.stages_per_rank)]  # fmt: skip
+        places = getattr(self.schedule_of(stand_ins), "stage_index_to_group_rank", None) or range(ranks)
+        self.rank_of = [places[stage] for stage in range(self.num_stages)]
+
+    def schedule_of(self, stages: Sequence[Any], **options: Any) -> Any:
+        """Torch's schedule over a rank's stages; the last stage's output is the loss."""
+        stage = stages if self.is_multi else stages[0]
+        return self.schedule_class(stage, self.num_microbatches, loss_fn=lambda output, _: output, **options)
 
 
 def warn_of_other_numbers(module: LightningModule, splits_batches: bool) -> None:
@@ -53,3 +76,29 @@ def warn_of_other_numbers(module: LightningModule, splits_batches: bool) -> None
     if splits_batches and (normalised := stages.batch_norms(module)):
         advice = "GroupNorm's numbers are those of one device"
         rank_zero_warn(f"{', '.join(normalised)}: BatchNorm sees a micro-batch, not the batch; {advice}")
+
+
+def seconds(modules: Sequence[nn.Module], inputs: tuple[Tensor, ...]) -> list[float]:
+    """Seconds of each module's forward and backward in a chain, the minimum of a few runs; modules stay unchanged."""
+    found, x = [], inputs
+    for module in modules:
+        with unchanged([module], inputs[0].device):
+            runs = [_timed(module, x, inputs[0].device) for _ in range(REPEATS)]
+        module.zero_grad()
+        x = runs[0][0]
+        found.append(min(time for _, time in runs))
+    return found
+
+
+def _timed(module: nn.Module, x: Any, device: torch.device) -> tuple[Any, float]:
+    # Clones of leaves, as layers may work in place.
+    x = tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.is_floating_point()).clone(), x)
+    synchronize = partial(torch.get_device_module(device).synchronize, device)
+    synchronize()
+    start = time.perf_counter()
+    y = stages.chained([module], x)
+    outputs = [leaf for leaf in tree_leaves(y) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if outputs:
+        torch.autograd.backward(outputs, [torch.ones_like(leaf) for leaf in outputs])
+    synchronize()
+    return y, time.perf_counter() - start

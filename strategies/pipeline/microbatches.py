@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 
 class Event(NamedTuple):
@@ -49,23 +49,19 @@ class PipelineStep:
         self.events.append(Event(stage, number, kind, start, time.perf_counter()))
 
 
+def checked(output: Any, layer: nn.Module, rows: int) -> Any:
+    """The output of a stage that ends with a layer; ValueError if its tensors do not have the batch's rows first."""
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    if uneven := [tuple(x.shape) for x in tensors if not x.dim() or len(x) != rows]:
+        expected = f"expected tensors with the batch's {rows} rows first"
+        raise ValueError(f"the stage that ends with {type(layer).__name__}: {expected}, got one of {uneven[0]}")
+    return output
+
+
 def stage_tensors(output: Any, layer: nn.Module, rows: int) -> tuple[Tensor, ...]:
     """The tensors that a stage sends to the next, checked."""
     tensors = output if type(output) is tuple else (output,)
     if wrong := [type(x).__name__ for x in tensors if not isinstance(x, Tensor)]:
         expected = "expected a tensor or a tuple of tensors for the next stage"
         raise TypeError(f"the stage that ends with {type(layer).__name__}: {expected}, got {wrong[0]}")
-    return _checked(tensors, layer, rows)
-
-
-def last_output(output: Any, layer: nn.Module, rows: int) -> Any:
-    """The last stage's output, checked and detached."""
-    return tree_map_only(Tensor, Tensor.detach, _checked(output, layer, rows))
-
-
-def _checked(output: Any, layer: nn.Module, rows: int) -> Any:
-    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-    if uneven := [tuple(x.shape) for x in tensors if not x.dim() or len(x) != rows]:
-        expected = f"expected tensors with the batch's {rows} rows first"
-        raise ValueError(f"the stage that ends with {type(layer).__name__}: {expected}, got one of {uneven[0]}")
-    return output
+    return checked(tensors, layer, rows)

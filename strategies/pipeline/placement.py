@@ -1,14 +1,15 @@
 """Keeps each stage's tensors on its rank; other ranks hold meta tensors."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from strategies.base import checkpoints
 from strategies.base.stages import tensors
-from strategies.pipeline.schedules import LocalStages
+from strategies.pipeline.runner import PipelineRunner
 
 
 class StagePlacement:
@@ -18,10 +19,10 @@ class StagePlacement:
     others, under the same names and in the same order: optimizers and checkpoints number parameters alike on all ranks.
     """
 
-    def __init__(self, module: nn.Module, local: LocalStages) -> None:
-        self.group, self.device, self.rank = local.group, local.device, local.rank
+    def __init__(self, module: nn.Module, runner: PipelineRunner) -> None:
+        self.group, self.device, self.rank = runner.group, runner.device, runner.rank
         self.owners: dict[Tensor, int] = {}  # rank in the pipeline; a tensor that is missing lives on all ranks
-        for stage, rank in zip(local.modules, local.assignment.rank_of, strict=True):
+        for stage, rank in zip(runner.modules, runner.rank_of, strict=True):
             self.owners |= {tensor: rank for part in stage for _, tensor in tensors(part)}
         self._names: dict[str, Tensor] = {}
         self._slots: dict[Tensor, list[tuple[nn.Module, str]]] = {}
@@ -46,8 +47,10 @@ class StagePlacement:
                 tensor.data = values
                 continue
             tensor.data = tensor.data.new_empty(0)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            _put(slots, nn.Parameter(stand_in, tensor.requires_grad) if is_parameter else stand_in)
+            if isinstance(tensor, nn.Parameter):
+                stand_in = nn.Parameter(stand_in, tensor.requires_grad)
+            for m, name in slots:
+                setattr(m, name, stand_in)
 
     def full_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The module's state dict on the first rank's CPU, empty on others; collective. Extra states are its own.
@@ -57,21 +60,10 @@ class StagePlacement:
         strange = [k for k, v in state.items() if k not in self._names and isinstance(v, Tensor) and v.is_meta]
         if strange:
             raise ValueError(f"state_dict: expected parameters under their own names; {strange[0]} is none's")
-        found: dict[str, Any] = {}
-        for key, value in state.items():
-            owner = self.owners.get(self._names[key], 0) if key in self._names else 0
-            kept = self._to_first(value, owner) if owner else value
-            if self.rank == 0:
-                found[key] = kept.detach().cpu() if isinstance(kept, Tensor) else kept
-        return found
-
-    def _to_first(self, value: Tensor, owner: int) -> Tensor:
-        if self.rank == owner:
-            dist.send(_bytes(_dense(value.detach())), group=self.group, group_dst=0)
-        elif self.rank == 0:
-            value = torch.empty_like(value, device=self.device)
-            dist.recv(_bytes(value), group=self.group, group_src=owner)
-        return value
+        owners = {key: self.owners.get(tensor, 0) for key, tensor in self._names.items()}
+        own = {k: v.detach() for k, v in state.items() if isinstance(v, Tensor) and owners.get(k, 0) == self.rank}
+        found = checkpoints.gathered({"state": own}, self.rank == 0, self.group)
+        return {key: found["state"].get(key, value) for key, value in state.items()} if found else {}
 
     def local_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """A whole state dict, with stand-ins for other ranks' tensors."""
@@ -87,16 +79,12 @@ class StagePlacement:
                 tensor.data = _dense(current.detach())
             elif gather:
                 tensor.data = torch.empty_like(current, device=self.device)
-            _put(slots, tensor)
+            for m, name in slots:
+                setattr(m, name, tensor)
             if gather:
                 if tensor in self.owners:
                     dist.broadcast(_bytes(tensor.data), group=self.group, group_src=self.owners[tensor])
                 tensor.data = tensor.data.cpu()
-
-
-def _put(slots: Sequence[tuple[nn.Module, str]], tensor: Tensor) -> None:
-    for m, name in slots:
-        setattr(m, name, tensor)
 
 
 def _dense(x: Tensor) -> Tensor:

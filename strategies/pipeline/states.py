@@ -6,25 +6,24 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from apprentice import keyed
+
 
 class RankRandomState:
     """A state of torch's CPU generator for one rank's layers; samplers draw from another, equal on all ranks."""
 
-    def __init__(self, seed: int) -> None:
-        self._state = torch.Generator().manual_seed(seed).get_state()
+    def __init__(self, rank: int) -> None:
+        self._state = torch.Generator().manual_seed(keyed.fold_in(torch.initial_seed(), rank)).get_state()
         self.drawn = False  # whether the last block drew any numbers
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """Inside, torch's CPU generator continues where the last block stopped."""
-        outside, before = torch.get_rng_state(), self._state
-        torch.set_rng_state(before)
-        try:
+        with torch.random.fork_rng([]):
+            torch.set_rng_state(before := self._state)
             yield
-        finally:
             self._state = torch.get_rng_state()
             self.drawn = not torch.equal(self._state, before)
-            torch.set_rng_state(outside)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Pipeline parallelism: each rank holds some layers, and several micro-batches are in the pipeline at a time."""
 
+import itertools
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -20,12 +20,10 @@ from strategies.base import checkpoints, stages
 from strategies.base.gradients import parameters_of
 from strategies.exact.shard_logging import shard_logger_of
 from strategies.exact.shards import Shard, part, rows
-from strategies.pipeline.cutting import check_contract, cut, warn_of_other_numbers
+from strategies.pipeline.cutting import StageAssignment, cut, seconds, warn_of_other_numbers
 from strategies.pipeline.placement import StagePlacement
 from strategies.pipeline.runner import PipelineRunner
-from strategies.pipeline.schedules import LocalStages, StageAssignment
 from strategies.pipeline.states import RankRandomState
-from strategies.pipeline.timing import seconds
 from strategies.pipeline.training import PipelineTraining
 
 Schedule = Literal[
@@ -85,13 +83,6 @@ class PipelineStrategy(PipelineTraining):
         self._group: Any = None  # the ranks of this pipeline
         self._interrupted = False
 
-    # Ranks
-
-    @property
-    def pipeline_size(self) -> int:
-        """Ranks of one pipeline."""
-        return self._num_ranks // self.data_parallel_size
-
     @property
     def replica(self) -> tuple[int, int]:
         """The number of this rank's pipeline, and the number of pipelines."""
@@ -105,24 +96,21 @@ class PipelineStrategy(PipelineTraining):
         if self._num_ranks % self.data_parallel_size:
             expected = f"expected a number that divides the {self._num_ranks} devices"
             raise ValueError(f"data_parallel_size {self.data_parallel_size}: {expected}")
+        self.pipeline_size = ranks = self._num_ranks // self.data_parallel_size  # ranks of one pipeline
         super()._check_devices()
-        self.assignment = self._assign_stages()
-        if not isinstance(self.balance, str) and len(self.balance) != self.assignment.num_stages:
-            expected = f"expected {self.assignment.num_stages} numbers, one for each stage"
-            raise ValueError(f"balance {self.balance}: {expected}")
-
-    def _assign_stages(self) -> StageAssignment:
-        ranks = self.pipeline_size
         shards = None if self.exact is None else -(-self.exact // self.data_parallel_size)
         if shards is not None and self.num_microbatches not in {None, shards}:
             expected = f"expected {shards} or none, as the shards of exact {self.exact} are the micro-batches"
             raise ValueError(f"num_microbatches {self.num_microbatches}: {expected}")
         count = shards or self.num_microbatches or 4 * ranks
         try:
-            return StageAssignment(self.schedule, ranks, self.stages_per_rank, count)
+            self.assignment = StageAssignment(self.schedule, ranks, self.stages_per_rank, count)
         except ValueError as error:
             expected = f"expected one for {count} micro-batches and {ranks} ranks"
             raise ValueError(f"schedule {self.schedule}: {expected}: {error}") from None
+        if not isinstance(self.balance, str) and len(self.balance) != self.assignment.num_stages:
+            expected = f"expected {self.assignment.num_stages} numbers, one for each stage"
+            raise ValueError(f"balance {self.balance}: {expected}")
 
     def setup_environment(self) -> None:
         """Join the process group, and the groups of this pipeline and of this rank's peers in other pipelines."""
@@ -159,7 +147,7 @@ class PipelineStrategy(PipelineTraining):
 
     def check_module(self, module: LightningModule) -> None:
         """Raise ValueError if the module can't be cut, or not so; the message names the module or the option."""
-        check_contract(module)
+        groups = self._cut(module)
         if self._scales_loss:
             raise ValueError("precision 16-mixed: expected one without a loss scale, as bf16-mixed, for a pipeline")
         if self._layer_sync is not None:
@@ -167,7 +155,7 @@ class PipelineStrategy(PipelineTraining):
         if self.exact is not None and (noisy := keyed.unkeyed(module)):
             expected = "expected apprentice.keyed.Dropout in a pipeline"
             raise ValueError(f"exact {self.exact}: {expected}; {noisy[0]} is torch's")
-        stages.check_composition(module, self._cut(module, timed=False))
+        stages.check_composition(module, groups)
 
     def check_trainer(self, trainer: Trainer) -> None:
         """Raise ValueError for a setting that needs the whole module; the message names it."""
@@ -184,36 +172,38 @@ class PipelineStrategy(PipelineTraining):
         """Keep this rank's stages on its device, and meta tensors for the others."""
         module = self._module
         module.forward = self._forward  # type: ignore[method-assign]
-        groups = self._cut(module, timed=self.balance == "time" and module.trainer.training)
+        groups = self._cut(module)
+        if self.balance == "time" and module.trainer.training:
+            costs = self._seconds(module, [*itertools.chain(*groups)])
+            groups = self._cut(module, stages.sizes_by_cost(costs, len(groups)))
         warn_of_other_numbers(module, self.exact is None and self.assignment.num_microbatches > 1)
-        local = LocalStages(self.assignment, groups, self._group, self.root_device)
-        self._placement, self._runner = StagePlacement(module, local), PipelineRunner(local)
-        self._random_state = RankRandomState(keyed.fold_in(torch.initial_seed(), self.global_rank))
+        self._runner = PipelineRunner(self.assignment, groups, self._group, self.root_device)
+        self._placement = StagePlacement(module, self._runner)
+        self._random_state = RankRandomState(self.global_rank)
         self._losses_match = False
         module._device = self.root_device
 
-    def _cut(self, module: LightningModule, timed: bool) -> list[list[nn.Module]]:
-        sizes = None if isinstance(self.balance, str) else self.balance
-        return cut(module, self.assignment.num_stages, sizes, partial(self._seconds, module) if timed else None)
+    def _cut(self, module: LightningModule, sizes: list[int] | None = None) -> list[list[nn.Module]]:
+        return cut(module, self.assignment.num_stages, sizes if isinstance(self.balance, str) else self.balance)
 
-    def _seconds(self, module: LightningModule, modules: Sequence[nn.Module]) -> list[float]:
-        """Seconds of each module for the first micro-batch, measured on rank zero."""
+    def _seconds(self, module: LightningModule, layers: Sequence[nn.Module]) -> list[float]:
+        """Seconds of each layer for the first micro-batch, measured on rank zero."""
         with torch.random.fork_rng():
             loaders = CombinedLoader(module.trainer.fit_loop._data_source.dataloader(), "max_size_cycle")
             batch, *_ = next(iter(loaders))  # on all ranks, as reading may need them
-        return self.broadcast(self._measured(module, modules, batch) if self.is_global_zero else [])
-
-    def _measured(self, module: LightningModule, modules: Sequence[nn.Module], batch: Any) -> list[float]:
-        module.to(self.root_device)
-        with torch.random.fork_rng(), replicas.shard(0):
-            batch = module._on_before_batch_transfer(self.precision_plugin.convert_input(batch), dataloader_idx=0)
-            batch = Strategy.batch_to_device(self, batch)
-            stop = -(-rows(batch) // self.assignment.num_microbatches)
-            number = [0] if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else []
-            shard = Shard(0, 0, stop, part(batch, 0, stop))
-            piece = self._shard_microbatch(shard_logger_of(module), shard, *number)
-            with self.precision_plugin.train_step_context(), piece.context():
-                return seconds(modules, piece.inputs)
+        found: list[float] = []
+        if self.is_global_zero:
+            module.to(self.root_device)
+            with torch.random.fork_rng(), replicas.shard(0):
+                batch = module._on_before_batch_transfer(self.precision_plugin.convert_input(batch), dataloader_idx=0)
+                batch = Strategy.batch_to_device(self, batch)
+                stop = -(-rows(batch) // self.assignment.num_microbatches)
+                number = [0] if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else []
+                shard = Shard(0, 0, stop, part(batch, 0, stop))
+                piece = self._shard_microbatch(shard_logger_of(module), shard, *number)
+                with self.precision_plugin.train_step_context(), piece.context():
+                    found = seconds(layers, piece.inputs)
+        return self.broadcast(found)
 
     # Gradients of all stages
 
@@ -252,8 +242,6 @@ class PipelineStrategy(PipelineTraining):
             parameters = parameters_of(optimizer)
             local = {i: kept for i, kept in state["state"].items() if not parameters[i].is_meta}
             optimizer.load_state_dict({**state, "state": local})
-
-    # Ending
 
     def on_exception(self, exception: BaseException) -> None:
         """Leave the module in parts: other ranks may have ended."""

@@ -3,7 +3,8 @@
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,13 +22,26 @@ from strategies.exact.running_statistics import RunningStatistics
 from strategies.exact.shard_logging import ShardLogger
 from strategies.exact.shards import Shard, bounds, part, rows
 from strategies.exact.training import row_of
-from strategies.pipeline.calls import ForwardCall
+from strategies.pipeline.cutting import StageAssignment
 from strategies.pipeline.microbatches import Event, MicroBatch, PipelineStep
 from strategies.pipeline.runner import PipelineRunner
-from strategies.pipeline.schedules import StageAssignment
 from strategies.pipeline.states import RankRandomState
 
 TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 5e-2}  # between two ways to add up one loss; else 1e-3
+ONE_CALL = "expected one call of forward"
+
+
+@dataclass
+class ForwardCall:
+    """A call of `forward` in a `training_step`; without an `answer` the step ends there."""
+
+    answer: Callable[[tuple[Tensor, ...]], Any] | None
+    inputs: tuple[Tensor, ...] = ()  # none until it is called
+    noise: Callable[[], AbstractContextManager] = nullcontext  # the keyed noise of the call
+
+
+class _StepEnds(BaseException):
+    """Ends a `training_step` at its call of `forward`."""
 
 
 class PipelineTraining(SharedReplica, Exact):
@@ -43,18 +57,27 @@ class PipelineTraining(SharedReplica, Exact):
     # The module's forward
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._check_arguments(args, kwargs)
+        expected = f"{self._name}.forward: expected calls with tensors by position, rows first"
+        for key, x in [*enumerate(args), *kwargs.items()]:
+            if key in kwargs or not isinstance(x, Tensor) or not x.dim():
+                kind = f"tensor {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+                raise TypeError(f"{expected}; argument {key} is a {kind}{' by name' if key in kwargs else ''}")
+        if not args:
+            raise TypeError(f"{expected}; there is none")
+        call = self._call
         with allow_collectives():
-            return self._call(args) if self._call is not None else self._evaluate_stages(args)
+            if call is None:
+                return self._evaluate_stages(args)
+            if call.inputs:
+                raise ValueError(f"{self._name}.training_step: {ONE_CALL}, got a second")
+            call.inputs, call.noise = args, keyed.part(0, len(args[0]))
+            if call.answer is None:
+                raise _StepEnds
+            return call.answer(args)
 
-    def _check_arguments(self, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> None:
-        named = dict(enumerate(args)) | kwargs
-        wrong = [key for key, x in named.items() if key in kwargs or not isinstance(x, Tensor) or not x.dim()]
-        if wrong or not args:
-            found = f"argument {wrong[0]} is {_described(named[wrong[0]])}" if wrong else "there is none"
-            found += " by name" if wrong and wrong[0] in kwargs else ""
-            expected = "expected calls with tensors by position, rows first"
-            raise TypeError(f"{type(self.lightning_module).__name__}.forward: {expected}; {found}")
+    @property
+    def _name(self) -> str:
+        return type(self.lightning_module).__name__
 
     def _evaluate_stages(self, inputs: tuple[Tensor, ...]) -> Any:
         size = len(inputs[0])
@@ -69,12 +92,21 @@ class PipelineTraining(SharedReplica, Exact):
 
     @contextmanager
     def _answering(self, answer: Callable[[tuple[Tensor, ...]], Any] | None) -> Iterator[ForwardCall]:
-        self._call = ForwardCall(type(self.lightning_module).__name__, answer)
+        """Inside a `training_step` has to call `forward` once."""
+        call = self._call = ForwardCall(answer)
+        none = f"{self._name}.training_step: {ONE_CALL}, got none"
         try:
-            with self._call.required():
-                yield self._call
+            yield call
+        except _StepEnds:
+            pass
+        except (RuntimeError, NotImplementedError) as error:
+            if call.inputs or "meta" not in str(error):
+                raise
+            raise ValueError(f"{none}: {error}") from error  # the step called a layer of another rank
         finally:
             self._call = None
+        if not call.inputs:
+            raise ValueError(none)
 
     # Training
 
@@ -108,7 +140,7 @@ class PipelineTraining(SharedReplica, Exact):
     def _check_rows(self, inputs: tuple[Tensor, ...], rows: int) -> None:
         if wrong := [tuple(x.shape) for x in inputs if len(x) != rows]:
             expected = f"expected a call of forward with tensors of the batch's {rows} rows"
-            raise ValueError(f"{type(self.lightning_module).__name__}.training_step: {expected}, got one of {wrong[0]}")
+            raise ValueError(f"{self._name}.training_step: {expected}, got one of {wrong[0]}")
 
     def _train(self, step: PipelineStep) -> Any:
         with self._random_state():
@@ -127,7 +159,7 @@ class PipelineTraining(SharedReplica, Exact):
             loss = module.pipeline_loss(output, shard.batch)
         if not isinstance(loss, Tensor) or loss.dim():
             found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise TypeError(f"{type(module).__name__}.pipeline_loss: expected a scalar tensor, got {found}")
+            raise TypeError(f"{self._name}.pipeline_loss: expected a scalar tensor, got {found}")
         return loss * weight
 
     def _compare_losses(self, loss: float, dtype: torch.dtype) -> None:
@@ -138,8 +170,7 @@ class PipelineTraining(SharedReplica, Exact):
         tolerance = TOLERANCE.get(dtype, 1e-3)
         if not all(finite) or not math.isclose(loss, self._pipeline_loss, rel_tol=tolerance, abs_tol=tolerance):
             expected = f"expected the loss that training_step returns, {loss:g}, as the mean over micro-batches"
-            name = type(self.lightning_module).__name__
-            raise ValueError(f"{name}.pipeline_loss: {expected}; got {self._pipeline_loss:g}")
+            raise ValueError(f"{self._name}.pipeline_loss: {expected}; got {self._pipeline_loss:g}")
         self._losses_match = True
 
     # Under exact
@@ -152,20 +183,23 @@ class PipelineTraining(SharedReplica, Exact):
         names = {p: name for name, p in self._module.named_parameters() if p.requires_grad}
         own = {
             stage: {names[p]: p for m in modules for p in m.parameters() if p in names}
-            for stage, modules in self._runner.local.own.items()
+            for stage, modules in self._runner.own.items()
         }
         return {stage: parameters for stage, parameters in own.items() if parameters}
 
     def _statistics(self) -> RunningStatistics:
-        return RunningStatistics(*itertools.chain(*self._runner.local.own.values()))
+        return RunningStatistics(*itertools.chain(*self._runner.own.values()))
 
     def _forward_and_backward(
         self, logger: ShardLogger, statistics: RunningStatistics, batch: Any, *args: Any, **kwargs: Any
     ) -> Tensor:
         shards = self._shards(batch)
-        pieces = self._shard_microbatches(logger, shards or [Shard(0, 0, 0, part(batch, 0, 0))], *args, **kwargs)
+        some = shards or [Shard(0, 0, 0, part(batch, 0, 0))]
+        pieces = [self._shard_microbatch(logger, shard, *args, **kwargs) for shard in some]
+        empty = MicroBatch(0, tuple(x[:0] for x in pieces[0].inputs), None, nullcontext)
+        pieces += [empty] * (self.assignment.num_microbatches - len(pieces))
         sums = dict(zip(self._trainable_by_stage(), self._sums, strict=True))
-        by_stage = {stage: RunningStatistics(*modules) for stage, modules in self._runner.local.own.items()}
+        by_stage = {stage: RunningStatistics(*modules) for stage, modules in self._runner.own.items()}
         taken: dict[int, list[Tensor]] = {}
 
         def after_backward(stage: int) -> None:
@@ -178,24 +212,19 @@ class PipelineTraining(SharedReplica, Exact):
         step, context = PipelineStep(pieces, after_backward, after_forward), self.precision_plugin.train_step_context
         with context():
             output = self._train(step)
-        results: dict[int, Tensor] = {}
-        for number, shard in enumerate(shards):
+
+        def row(number: int, shard: Shard) -> Tensor:
             mine = slice(shard.start - shards[0].start, shard.stop - shards[0].start)
-            answer = tree_map_only(Tensor, partial(_cut, mine), output)
-            with self._isolated_shard(shard), self._answering(partial(_known, answer)), context():
+            known = tree_map_only(Tensor, lambda x: x[mine].clone(), output)
+            with self._isolated_shard(shard), self._answering(lambda _: known), context():
                 loss = logger.step(shard.batch, *args, **kwargs)
-            results[shard.number] = row_of(loss, logger, taken[number])
+            return row_of(loss, logger, taken[number])
+
+        results = {shard.number: row(number, shard) for number, shard in enumerate(shards)}
         if not self._losses_match:
             losses = (results[s.number][0].item() * self._weight(s.rows) for s in shards)
             self._compare_losses(sum(losses), torch.float32)
         return self._table(logger, results, statistics.size)
-
-    def _shard_microbatches(
-        self, logger: ShardLogger, shards: list[Shard], *args: Any, **kwargs: Any
-    ) -> list[MicroBatch]:
-        pieces = [self._shard_microbatch(logger, shard, *args, **kwargs) for shard in shards]
-        empty = MicroBatch(0, tuple(x[:0] for x in pieces[0].inputs), None, nullcontext)
-        return pieces + [empty] * (self.assignment.num_microbatches - len(pieces))
 
     def _shard_microbatch(self, logger: ShardLogger, shard: Shard, *args: Any, **kwargs: Any) -> MicroBatch:
         # The step runs up to its call of `forward`, to see the inputs.
@@ -215,15 +244,3 @@ def _microbatch(
     inputs: tuple[Tensor, ...], start: int, stop: int, loss: Callable[[Any], Tensor] | None = None
 ) -> MicroBatch:
     return MicroBatch(stop - start, tuple(x[start:stop] for x in inputs), loss, keyed.part(start, stop))
-
-
-def _cut(rows: slice, x: Tensor) -> Tensor:
-    return x[rows].clone()
-
-
-def _known(answer: Any, _inputs: tuple[Tensor, ...]) -> Any:
-    return answer
-
-
-def _described(value: Any) -> str:
-    return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

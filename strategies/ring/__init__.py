@@ -5,10 +5,9 @@
     ring.register()
     torch.distributed.init_process_group("ring")
 
-All of torch.distributed works on it as on gloo, for tensors in a CPU's memory. It is made to be read: `links` sends
-and receives, `algorithms` are the collectives, `queue` runs them in order beside the caller, `reductions` are torch's
-sum, maximum and so on, and torch calls `group`, over `process_group`.
+All of torch.distributed works on it as on gloo, for tensors in a CPU's memory. It is made to be read: `algorithms`
+are the collectives, `queue` runs them in order beside the caller, and torch calls `group`.
 """
 
+from strategies.ring.algorithms import Links
 from strategies.ring.group import NAME, UNCHUNKED, RingGroup, UnchunkedGroup, register
-from strategies.ring.links import Links

@@ -1,20 +1,64 @@
-"""The collectives as messages: what each rank sends to whom.
+"""The collectives as messages between two ranks, and the reductions of two tensors to one.
 
 All n ranks call a function at the same time, with flat, contiguous tensors of the same sizes. N is the size of the
 whole data in bytes; the figures are the bytes that one rank sends. Large tensors are sent in pieces, so that a rank
 adds or forwards one piece while the next is on its way.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-
-from strategies.ring.links import Links, wait_all
 
 Combine = Callable[[Tensor, Tensor], object]  # adds the second to the first, or the like
 PIECE = 2**20  # bytes: a few fit into a core's cache, and a message's overhead is small
 AHEAD = 3  # pieces on their way to a rank before it has combined one
+TAG = 2**31 - 1  # of a collective's messages; smaller ones are the user's
+MESSENGERS_TIMEOUT = timedelta(0)  # wait for as long as the messenger itself does
+
+
+class Message(NamedTuple):
+    """A message on its way; an empty one is not sent, and has no work."""
+
+    work: dist.Work | None
+    timeout: timedelta
+
+    def wait(self) -> None:
+        """Wait until the tensor has been received, or may be changed again; RuntimeError if the other rank fails."""
+        if self.work is not None:
+            self.work.wait(self.timeout)
+
+
+class Links:
+    """A rank's links to the others of a group; in the ring, its neighbours are the next rank and the previous one.
+
+    Messages from one rank to another arrive in the order in which they were sent. The messenger is gloo's process
+    group, or an object with its `send` and `recv`. `sent` counts the bytes that this rank has sent.
+    """
+
+    def __init__(self, messenger: Any, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.next, self.previous = (rank + 1) % size, (rank - 1) % size
+        self.sent, self.timeout = 0, MESSENGERS_TIMEOUT
+        self._messenger = messenger
+
+    def send(self, x: Tensor, to: int) -> Message:
+        """Start to send a contiguous tensor, which must not change until then."""
+        self.sent += x.nbytes
+        return Message(self._messenger.send([x], to, TAG) if x.numel() else None, self.timeout)
+
+    def receive(self, x: Tensor, source: int) -> Message:
+        """Start to receive into a contiguous tensor."""
+        return Message(self._messenger.recv([x], source, TAG) if x.numel() else None, self.timeout)
+
+
+def wait_all(messages: Iterable[Message]) -> None:
+    """Wait for all of them."""
+    for message in messages:
+        message.wait()
 
 
 def all_reduce(links: Links, x: Tensor, combine: Combine) -> None:
@@ -88,14 +132,13 @@ def reduce(links: Links, x: Tensor, combine: Combine, root: int) -> None:
     sent = []
     for i, piece in enumerate(pieces):
         wait_all(coming[i : i + 1])
-        if links.rank == root:
-            for other in theirs[i : i + 1]:
-                combine(piece, other)
-        elif place == 0:
-            sent.append(links.send(piece, links.next))
-        else:
+        if place > 0:
             combine(theirs[i], piece)
-            sent.append(links.send(theirs[i], links.next))
+        combined = theirs[i] if place > 0 else piece
+        if links.rank == root:
+            piece.copy_(combined)
+        else:
+            sent.append(links.send(combined, links.next))
     wait_all(sent)
 
 
@@ -138,6 +181,43 @@ def barrier(links: Links) -> None:
         before, after = (links.rank - distance) % links.size, (links.rank + distance) % links.size
         wait_all([links.receive(received, before), links.send(sent, after)])
         distance *= 2
+
+
+class Reduction(NamedTuple):
+    """One of torch's; one that averages divides the result by the number of ranks."""
+
+    combine: Combine
+    averages: bool = False
+
+
+REDUCTIONS = {
+    dist.ReduceOp.SUM: Reduction(Tensor.add_),
+    dist.ReduceOp.AVG: Reduction(Tensor.add_, averages=True),
+    dist.ReduceOp.PRODUCT: Reduction(Tensor.mul_),
+    dist.ReduceOp.MAX: Reduction(lambda x, y: torch.maximum(x, y, out=x)),
+    dist.ReduceOp.MIN: Reduction(lambda x, y: torch.minimum(x, y, out=x)),
+    dist.ReduceOp.BAND: Reduction(Tensor.bitwise_and_),
+    dist.ReduceOp.BOR: Reduction(Tensor.bitwise_or_),
+    dist.ReduceOp.BXOR: Reduction(Tensor.bitwise_xor_),
+}
+
+
+def reduction(op: object, dtype: torch.dtype) -> Reduction:
+    """The reduction for an operation of torch's; ValueError if only NCCL has it, or it can't be for this type.
+
+    It fails before any message is sent, which the next collective would receive.
+    """
+    known = next((known for known in REDUCTIONS if op == known), None)
+    if known is None:
+        raise ValueError(f"backend ring: expected one of the operations {', '.join(op.name for op in REDUCTIONS)}")
+    found = REDUCTIONS[known]
+    try:
+        if found.averages and not (dtype.is_floating_point or dtype.is_complex):
+            raise RuntimeError("integers have no mean of their type")
+        found.combine(torch.empty(0, dtype=dtype), torch.empty(0, dtype=dtype))
+    except RuntimeError as error:  # NotImplementedError is one
+        raise ValueError(f"backend ring: expected another operation than {known.name} for {dtype}: {error}") from None
+    return found
 
 
 def _pieces(x: Tensor) -> Sequence[Tensor]:

@@ -1,28 +1,94 @@
 """The process group `ring`, and its registration as a backend of torch.distributed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.profiler import record_function
 
 from strategies.ring import algorithms
-from strategies.ring.process_group import Options, QueuedGroup
-from strategies.ring.reductions import Reduction, reduction
+from strategies.ring.algorithms import MESSENGERS_TIMEOUT, TAG, Links, Reduction, reduction
+from strategies.ring.queue import Collective, Queue
 
 NAME = "ring"
 UNCHUNKED = "ring_unchunked"
+Options = Any  # torch's AllreduceOptions and the like
+ProcessGroup: Any = dist.ProcessGroup  # its methods have overloads and older names, which differ between versions
+Run = Callable[[list[Tensor], list[Tensor]], None]  # a collective, given its outputs and inputs as flat tensors
 
 
-class RingGroup(QueuedGroup):
-    """A process group whose collectives are those of `algorithms`."""
+class RingGroup(ProcessGroup):
+    """A process group over gloo's send and recv, whose collectives run one after the other in a thread.
+
+    torch gives the names and arguments of the methods; the older names of 2.11 stand beside the newer ones.
+    """
 
     name_of_backend = NAME
+    _all_reduce = staticmethod(algorithms.all_reduce)
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        # Any, as its messages are not in torch's type hints.
+        self._messenger: Any = dist.ProcessGroupGloo(dist.PrefixStore("messages", store), rank, size, timeout)
+        self.links = Links(self._messenger, rank, size)
+        self._queue, self._timeout, self._group_name = Queue(), MESSENGERS_TIMEOUT, ""
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's
+        """The backend's name."""
+        return self.name_of_backend
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """Set the name by which torch finds the group."""
+        self._group_name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """That name."""
+        return self._group_name
+
+    _set_group_name = setGroupName
+    group_name = property(getGroupName)
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """For torch's question whether messages can be joined: gloo's can't."""
+        return self._messenger
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the time-out of later collectives."""
+        self._timeout = timeout
+
+    _set_default_timeout = set_timeout
+
+    def shutdown(self) -> None:
+        """End the thread."""
+        self._queue.close()
+
+    abort = shutdown
+
+    # Messages are gloo's
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int) -> dist.Work:
+        """Send to a rank."""
+        return self._messenger.send(tensors, dst, _check_tag(tag))
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int) -> dist.Work:
+        """Receive from a rank."""
+        return self._messenger.recv(tensors, src, _check_tag(tag))
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> dist.Work:
+        """Receive from any rank."""
+        return self._messenger.recv_anysource(tensors, _check_tag(tag))
+
+    recvAnysource = recv_anysource  # noqa: N815
+
+    # Collectives
 
     def allreduce(self, tensors: list[Tensor], opts: Options = None) -> dist.Work:
         """Reduce every tensor over the ranks, in place."""
-        found = reduction(dist.ReduceOp.SUM if opts is None else opts.reduceOp, tensors[0])
+        found = reduction(dist.ReduceOp.SUM if opts is None else opts.reduceOp, tensors[0].dtype)
 
         def run(xs: list[Tensor], _: list[Tensor]) -> None:
             for x in xs:
@@ -32,20 +98,16 @@ class RingGroup(QueuedGroup):
         return self._add("all_reduce", run, tensors, [], opts)
 
     allreduce_coalesced = allreduce
-    _all_reduce = staticmethod(algorithms.all_reduce)
 
     def broadcast(self, tensors: list[Tensor], opts: Options) -> dist.Work:
-        """Send the root's tensors to all, in place."""
-
-        def run(xs: list[Tensor], _: list[Tensor]) -> None:
-            for x in xs:
-                algorithms.broadcast(self.links, x, opts.rootRank)
-
-        return self._add("broadcast", run, tensors, [], opts)
+        """Send the root's tensor to all, in place."""
+        return self._add(
+            "broadcast", lambda xs, _: algorithms.broadcast(self.links, xs[0], opts.rootRank), tensors, [], opts
+        )
 
     def reduce(self, tensors: list[Tensor], opts: Options) -> dist.Work:
         """Reduce the tensor over the ranks, in place on the root."""
-        found = reduction(opts.reduceOp, tensors[0])
+        found = reduction(opts.reduceOp, tensors[0].dtype)
 
         def run(xs: list[Tensor], _: list[Tensor]) -> None:
             algorithms.reduce(self.links, xs[0], found.combine, opts.rootRank)
@@ -54,7 +116,9 @@ class RingGroup(QueuedGroup):
 
         return self._add("reduce", run, tensors, [], opts)
 
-    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Options = None) -> dist.Work:
+    def allgather_coalesced(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: list[Tensor], opts: Options = None
+    ) -> dist.Work:
         """Gather each rank's tensors into `outputs[rank][i]`; a single one's into `outputs[0][rank]`."""
         parts = [x for some in outputs for x in some]
         for i, own in enumerate(inputs):
@@ -62,7 +126,9 @@ class RingGroup(QueuedGroup):
 
         def run(parts: list[Tensor], inputs: list[Tensor]) -> None:
             for i, own in enumerate(inputs):
-                self._all_gather(parts[i :: len(inputs)], own)
+                chunks = parts[i :: len(inputs)]
+                chunks[self.links.rank].copy_(own)
+                algorithms.all_gather(self.links, chunks)
 
         return self._add("all_gather", run, parts, inputs, opts)
 
@@ -74,12 +140,8 @@ class RingGroup(QueuedGroup):
         """Gather each rank's tensors, one after the other in each output."""
         for whole, own in zip(outputs, inputs, strict=True):
             self._check("all_gather_into_tensor", [whole], own, self.links.size)
-
-        def run(wholes: list[Tensor], inputs: list[Tensor]) -> None:
-            for whole, own in zip(wholes, inputs, strict=True):
-                self._all_gather(whole.tensor_split(self.links.size), own)
-
-        return self._add("all_gather_into_tensor", run, outputs, inputs, opts)
+        chunks = (whole.detach().view(-1).tensor_split(self.links.size) for whole in outputs)
+        return self.allgather_coalesced([*zip(*chunks, strict=True)], inputs, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -89,31 +151,24 @@ class RingGroup(QueuedGroup):
 
     _allgather_base = all_gather_single
 
-    def _all_gather(self, parts: Sequence[Tensor], own: Tensor) -> None:
-        parts[self.links.rank].copy_(own)
-        algorithms.all_gather(self.links, parts)
-
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Options) -> dist.Work:
         """Reduce the inputs' parts over the ranks, each on its rank."""
-        (parts,), found = inputs, reduction(opts.reduceOp, outputs[0])
-        self._check("reduce_scatter", parts, outputs[0])
-
-        def run(outputs: list[Tensor], parts: list[Tensor]) -> None:
-            self._reduce_scatter(outputs[0], torch.cat(parts), found)
-
-        return self._add("reduce_scatter", run, outputs, parts, opts)
+        self._check("reduce_scatter", inputs[0], outputs[0])
+        return self.reduce_scatter_single(outputs[0], torch.stack(inputs[0]), opts)
 
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Options) -> dist.Work:
         """Reduce the parts of each input over the ranks, each on its rank."""
-        found = reduction(opts.reduceOp, outputs[0])
+        found = reduction(opts.reduceOp, outputs[0].dtype)
         for output, x in zip(outputs, inputs, strict=True):
             self._check("reduce_scatter_tensor", [x], output, self.links.size)
 
         def run(outputs: list[Tensor], inputs: list[Tensor]) -> None:
             for output, x in zip(outputs, inputs, strict=True):
-                self._reduce_scatter(output, x.clone(), found)
+                chunks = x.clone().tensor_split(self.links.size)
+                algorithms.reduce_scatter(self.links, chunks, found.combine)
+                self._finish(output.copy_(chunks[self.links.rank]), found)
 
-        return self._add("reduce_scatter_tensor", run, outputs, inputs, opts)
+        return self._add("reduce_scatter", run, outputs, inputs, opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -122,11 +177,6 @@ class RingGroup(QueuedGroup):
         return self.reduce_scatter_single_coalesced([output], [x], opts)
 
     _reduce_scatter_base = reduce_scatter_single
-
-    def _reduce_scatter(self, output: Tensor, scratch: Tensor, found: Reduction) -> None:
-        chunks = scratch.tensor_split(self.links.size)
-        algorithms.reduce_scatter(self.links, chunks, found.combine)
-        self._finish(output.copy_(chunks[self.links.rank]), found)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Options) -> dist.Work:
         """Gather each rank's tensor on the root."""
@@ -154,29 +204,53 @@ class RingGroup(QueuedGroup):
     ) -> dist.Work:
         """Send each rank its part, and receive one from each; sizes are numbers of rows, equal if there are none."""
         coming, leaving = self._sizes(output, output_sizes), self._sizes(x, input_sizes)
-        if coming[self.links.rank] != leaving[self.links.rank] or output.dtype != x.dtype:
+        if coming[self.links.rank] != leaving[self.links.rank]:
             raise ValueError("backend ring: expected the part that stays here to have one size in all_to_all_single")
-
-        def run(outputs: list[Tensor], inputs: list[Tensor]) -> None:
-            algorithms.all_to_all(self.links, outputs[0].split(coming), inputs[0].split(leaving))
-
-        return self._add("all_to_all_single", run, [output], [x], opts)
+        return self.alltoall([*output.detach().split(coming)], [*x.split(leaving)], opts)
 
     alltoall_base = all_to_all_single
-
-    def _sizes(self, x: Tensor, rows: Sequence[int]) -> list[int]:
-        counts = rows or [len(x) // self.links.size] * self.links.size
-        if sum(counts) != len(x):
-            raise ValueError(f"backend ring: expected {len(x)} rows in all for all_to_all_single, got {sum(counts)}")
-        return [count * (x.numel() // max(len(x), 1)) for count in counts]
 
     def barrier(self, opts: Options = None) -> dist.Work:
         """Wait until all ranks have called it."""
         return self._add("barrier", lambda *_: algorithms.barrier(self.links), [], [], opts)
 
+    def _check(self, name: str, parts: Sequence[Tensor], own: Tensor, share: int = 1) -> None:
+        """Raise ValueError where a part has not `share` times a rank's elements, or another dtype."""
+        for part in parts:
+            if part.numel() != share * own.numel() or part.dtype != own.dtype:
+                expected = f"expected {share * own.numel()} x {own.dtype} for {name}"
+                raise ValueError(f"backend ring: {expected}, got {part.numel()} x {part.dtype}")
+
+    def _sizes(self, x: Tensor, rows: Sequence[int]) -> list[int]:
+        counts = rows or [len(x) // self.links.size] * self.links.size
+        if sum(counts) != len(x):
+            raise ValueError(f"backend ring: expected {len(x)} rows in all for all_to_all_single, got {sum(counts)}")
+        return [*counts]
+
     def _finish(self, x: Tensor, found: Reduction) -> None:
         if found.averages:
             x.div_(self.links.size)
+
+    def _add(self, name: str, run: Run, outputs: list[Tensor], inputs: Sequence[Tensor], opts: Options) -> dist.Work:
+        for x in (*outputs, *inputs):
+            if x.device.type != "cpu" or x.layout != torch.strided:
+                found = f"got {x.layout} on {x.device}"
+                raise ValueError(f"backend ring: expected dense tensors on a CPU for {name}, {found}")
+        timeout = self._timeout if opts is None or opts.timeout < MESSENGERS_TIMEOUT else opts.timeout
+
+        def run_flat() -> None:
+            self.links.timeout = timeout
+            computed = [x.contiguous().view(-1) for x in outputs]
+            run(computed, [x.contiguous().view(-1) for x in inputs])
+            for x, flat in zip(outputs, computed, strict=True):
+                if x.data_ptr() != flat.data_ptr():  # x is not contiguous
+                    x.copy_(flat.view(x.shape))
+
+        collective = Collective(name, run_flat, outputs)
+        if torch.autograd._profiler_enabled():  # a profile shows it from its call to its end, as gloo's
+            with record_function(f"ring:{name}") as span:
+                span._call_end_callbacks_on_future(collective.get_future())
+        return self._queue.add(collective, at_once=opts is not None and not opts.asyncOp)
 
 
 class UnchunkedGroup(RingGroup):
@@ -184,6 +258,12 @@ class UnchunkedGroup(RingGroup):
 
     name_of_backend = UNCHUNKED
     _all_reduce = staticmethod(algorithms.unchunked_all_reduce)
+
+
+def _check_tag(tag: int) -> int:
+    if tag == TAG:
+        raise ValueError(f"tag {tag}: expected a smaller one, as collectives use it")
+    return tag
 
 
 def register() -> None:

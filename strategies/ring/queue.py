@@ -11,16 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-NO_TIMEOUT = timedelta(0)
-
 
 class Collective(dist.Work):
     """A collective that was called, as torch returns it to the caller; `run` computes `tensors`."""
 
     def __init__(self, name: str, run: Callable[[], None], tensors: list[Tensor]) -> None:
         super().__init__()
-        self._name, self._tensors = name, tensors
-        self._run: Callable[[], None] | None = run
+        self._name, self._run, self._tensors = name, run, tensors
         self._done = threading.Event()
         self._error: Exception | None = None
         self._end: Future[None] = Future()
@@ -29,19 +26,18 @@ class Collective(dist.Work):
 
     def run(self) -> None:
         """Execute it, and wake those who wait for it."""
-        assert self._run is not None
         try:
             with torch.inference_mode():  # accepts inference tensors, too, and keeps no graph
                 self._run()
         except Exception as error:  # noqa: BLE001 - raised where the collective is waited for
             self._error = error
-        self._run = None  # releases its arguments
+        del self._run  # releases its arguments
         self._done.set()
         self._end.set_result(None)
 
     # torch's names
 
-    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until it is done; raise its error."""
         seconds = timeout.total_seconds() or None
         if not self._done.wait(seconds):
@@ -76,37 +72,31 @@ class Queue:
     """A thread that runs collectives, and ends when the queue is closed or garbage-collected."""
 
     def __init__(self) -> None:
-        self._shared = _Shared()
-        self._thread = threading.Thread(target=self._shared.work, name="ring", daemon=True)
+        waiting: SimpleQueue[tuple[Collective, threading.Event] | None] = SimpleQueue()
+        self._put, self.close = waiting.put, weakref.finalize(self, waiting.put, None)
+        self._lock = threading.RLock()
+        self._last_ended = threading.Event()  # with its callbacks
+        self._last_ended.set()
+        self._thread = threading.Thread(target=_work, args=[waiting], name="ring", daemon=True)
         self._thread.start()
-        self.close = weakref.finalize(self, self._shared.waiting.put, None)
 
     def add(self, collective: Collective, at_once: bool) -> Collective:
         """Run a collective after those before it; `at_once` in the caller's thread, which waits, if there are none."""
         if threading.current_thread() is self._thread:  # called in a callback of another one
             collective.run()
             return collective
-        with self._shared.lock:
-            if at_once and not self._shared.unfinished:
+        with self._lock:
+            if at_once and self._last_ended.is_set():
                 collective.run()
             else:
-                self._shared.unfinished += 1
-                self._shared.waiting.put(collective)
+                self._last_ended = threading.Event()
+                self._put((collective, self._last_ended))
         return collective
 
 
-class _Shared:
-    """State that the thread shares with callers, without a reference to the queue."""
-
-    def __init__(self) -> None:
-        self.waiting: SimpleQueue[Collective | None] = SimpleQueue()
-        self.lock = threading.RLock()
-        self.unfinished = 0
-
-    def work(self) -> None:
-        """Run collectives in order."""
-        while (collective := self.waiting.get()) is not None:
-            collective.run()
-            del collective  # not kept until the next one comes
-            with self.lock:
-                self.unfinished -= 1
+def _work(waiting: SimpleQueue) -> None:
+    while (item := waiting.get()) is not None:
+        collective, ended = item
+        collective.run()
+        ended.set()
+        del item, collective  # not kept until the next one comes

@@ -130,7 +130,7 @@ class Wrapped(nn.Module):
 
 
 def test_layers_are_timed_as_they_are_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("strategies.pipeline.timing.time", Clock())
+    monkeypatch.setattr("strategies.pipeline.cutting.time", Clock())
     placed = Placed(tmp_path / "names")
 
     def loaders() -> Any:

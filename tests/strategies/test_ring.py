@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from strategies.ring import algorithms
-from strategies.ring.links import TAG
+from strategies.ring.algorithms import TAG
 from tests.grids import mostly_slow
 from tests.ranks import ranks
 

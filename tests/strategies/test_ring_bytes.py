@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from strategies.ring import algorithms
-from strategies.ring.links import Links
+from strategies.ring.algorithms import Links
 from tests.ranks import ranks
 
 

@@ -45,7 +45,7 @@ class Uneven(Linear):
 def test_stages_are_balanced_by_what_is_asked_for(
     balance: Any, slow: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("strategies.pipeline.timing.time", Clock())
+    monkeypatch.setattr("strategies.pipeline.cutting.time", Clock())
     options = {"max_epochs": 1, "precision": "64-true"}
     placed = Placed(tmp_path / "names")
     module = fitted(Uneven, 2, pipeline(balance=balance), callbacks=[placed], **options)
