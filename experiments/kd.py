@@ -27,8 +27,8 @@ from apprentice.errors import BadInput
 from apprentice.weights import load_weights
 from harness import config as cli
 from harness.runs.session import Session, session
-from harness.studies.builders import learning, make_net, net_spec
-from harness.studies.distillation import DistillationStudy
+from harness.studies.builders import learning, make_candidate
+from harness.studies.distillation import check, run_study
 from harness.studies.fits import Candidate
 from lit_modules import nets, objectives
 from lit_modules.classifier import LitClassifier
@@ -73,7 +73,7 @@ class Builder:
     """Makes teacher and students from the configuration, for each seed anew."""
 
     def __init__(self, run: Session) -> None:
-        self.config, self.data, self.double = run.config, run.data, run.is_double
+        self.run, self.config, self.data = run, run.config, run.data
         self.variants = cli.pick(run.config.variants, run.config.only)
         self.learning = learning(run.config)
         if run.data.tokens_per_character is not None:
@@ -100,19 +100,17 @@ class Builder:
         return module, candidates
 
     def _candidate(self, key: str, seed: int, objective: str, options: Mapping[str, Any]) -> Candidate:
-        sizes = self.data.net_arguments
-        net, spec = make_net(self.config, key, seed, sizes, self.double), net_spec(self.config, key, sizes)
-        return Candidate(net, spec, objective, {"net": getattr(self.config, key).name, **options})
+        shown = {"net": getattr(self.config, key).name, **options}
+        return make_candidate(self.run, key, seed, objective, shown, self.run.is_double)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study that the command line describes."""
     with session("kd", parser(), argv) as run:
         builder = Builder(run)
-        study = DistillationStudy(run, builder.teacher, builder.students)
-        study.check()
+        check(run, builder.teacher, builder.students)
         with run.folder():
-            study.run()
+            run_study(run, builder.teacher, builder.students)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ from torch import nn
 import strategies
 from apprentice.keyed import with_seed
 from harness import config as cli
-from harness.runs.nets import Spec, spec
+from harness.runs.nets import spec
 from harness.runs.session import Session
+from harness.studies.fits import Candidate
 from lit_modules import nets
 from lit_modules.learner import Learner
 
@@ -23,10 +24,13 @@ def make_net(config: Namespace, key: str, seed: int, given: Mapping[str, Any], d
     return net.double() if double else net
 
 
-def net_spec(config: Namespace, key: str, given: Mapping[str, Any]) -> Spec:
-    """How to rebuild that net."""
-    choice = getattr(config, key)
-    return spec(choice.class_path, cli.arguments(choice, key, **given))
+def make_candidate(
+    run: Session, key: str, seed: int, objective: str, options: Mapping[str, Any], double: bool = False
+) -> Candidate:
+    """The net chosen under a key as a candidate of a fit; TensorBoard shows `options` beside its results."""
+    choice, given = getattr(run.config, key), run.data.net_arguments
+    net = make_net(run.config, key, seed, given, double)
+    return Candidate(net, spec(choice.class_path, cli.arguments(choice, key, **given)), objective, options)
 
 
 def learning(config: Namespace) -> dict[str, Any]:

@@ -70,8 +70,7 @@ def train(run: Session, seed: int, name: str, make: Make, trained: bool = False,
     if is_main_process():
         module.to(fit.device)  # a fit on a GPU ends on the CPU
         for key, candidate in candidates.items():
-            found = _facts(module, key if module.runs != [""] else "", candidate, fit, run.data)
-            facts["runs"][key] = found
+            facts["runs"][key] = found = _facts(module, key if key in module.runs else "", candidate, fit, run.data)
             save_net(candidate.net, candidate.spec, folder / key)
             if run.tensorboard:
                 shown = {f"cost/{name}": found[name] for name in ("parameters", "train_flops", "step_ms")}
@@ -99,7 +98,7 @@ def _facts(module: Learner, run: str, candidate: Candidate, fit: Fit, data: InMe
     failed, names = module.failed.get(run), module.scores_of(run).names
     facts: Facts = {
         "objective": candidate.objective,
-        "parameters": costs.parameters(candidate.net),
+        "parameters": sum(p.numel() for p in candidate.net.parameters()),
         **{f"test_{name}": None if failed else fit.scores[f"{prefix}/{name}"] for name in names},
         "step_ms": None,
         "train_flops": None,
@@ -108,20 +107,12 @@ def _facts(module: Learner, run: str, candidate: Candidate, fit: Fit, data: InMe
     if "test_correct" in facts and not failed:
         facts["test_correct"] = round(facts["test_correct"])
     if module.samples and not failed:  # a loaded net has no training to measure
-        batch = _first_batch(module, data)
+        weight, train = next(module.parameters()), data.split("train")
+        inputs, labels = train.take(torch.arange(min(data.batch_size, len(train.labels))))
+        pair = data.normalize(inputs.to(weight.device), weight.dtype), labels.to(weight.device)
         with fit.autocast():
-            step = module.step_alone(run, batch)
+            step = module.step_alone(run, Batch.of(pair, 0, shared=False))
             if (operations := costs.flops(step)) is not None:
-                facts["train_flops"] = round(operations / batch.count * module.samples)
+                facts["train_flops"] = round(operations / len(labels) * module.samples)
             facts["step_ms"] = costs.milliseconds(step)
     return facts
-
-
-def _first_batch(module: nn.Module, data: InMemoryData) -> Batch:
-    """The training set's first samples as one global batch."""
-    parameter, train = next(module.parameters()), data.split("train")
-    rows = torch.arange(min(data.batch_size, len(train.labels)))
-    inputs, labels = train.take(rows)
-    inputs = data.normalize(inputs.to(parameter.device), parameter.dtype)
-    rows = rows.to(parameter.device)
-    return Batch(inputs, labels.to(parameter.device), rows, rows, len(rows), 1, 0)

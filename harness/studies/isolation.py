@@ -17,10 +17,7 @@ from harness.runs import environment, signals
 
 @contextmanager
 def one_thread() -> Iterator[int]:
-    """Inside the block torch computes with one thread here; yields the number outside of it.
-
-    OpenMP's threads do not survive a fork: a child that wants several would wait for its parent's.
-    """
+    """Inside, torch computes with one thread, as OpenMP's do not survive a fork; yields the number outside."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -62,17 +59,15 @@ def children_end_with_block(patience: float = 3.0) -> Iterator[None]:
 @contextmanager
 def silenced(*names: str) -> Iterator[None]:
     """Inside the block these loggers report errors alone, and warnings are ignored."""
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
+    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
+    for logger in levels:
         logger.setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
+    try:
+        with warnings.catch_warnings(action="ignore"):
             yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
+    finally:
+        for logger, level in levels.items():
+            logger.setLevel(level)
 
 
 def can_fork() -> bool:
@@ -81,25 +76,23 @@ def can_fork() -> bool:
 
 
 def call_isolated(function: Callable[[], object], threads: int) -> None:
-    """Call the function in a forked process with so many threads; where there is no fork, in this one.
-
-    Only what it writes to files outlasts it. More than one thread works only if this process has kept to one.
+    """Call the function in a forked process with so many threads, if this one has kept to one; without fork, here.
 
     Raises:
         Interrupted: the user asked to stop, unless signals are deferred.
     """
-    if can_fork():
-        process = start_processes(_call, args=(function, threads), nprocs=1, join=False, start_method="fork")
-        while not process.join(timeout=0.1):
-            if not signals.deferring():
-                signals.stop_if_requested()  # an exception that a signal raises inside a fork is lost
-    else:
+
+    def call(_rank: int) -> None:
+        torch.set_num_threads(threads)
         function()
 
-
-def _call(_number: int, function: Callable[[], object], threads: int) -> None:
-    torch.set_num_threads(threads)
-    function()
+    if not can_fork():
+        function()
+        return
+    process = start_processes(call, nprocs=1, join=False, start_method="fork")
+    while not process.join(timeout=0.1):
+        if not signals.deferring():
+            signals.stop_if_requested()  # an exception that a signal raises inside a fork is lost
 
 
 def fit_isolated(trainer: Trainer, fit: Callable[[], object], threads: int) -> None:

@@ -42,12 +42,13 @@ def run_study(run: Session, make: Make) -> None:
             raise BadInput("model.lr", rate, f"settings that train the net; with seed {seed} {fault}")
     if not is_main_process():
         return
+    samples = [_write_samples(run, seed) for seed in run.config.seeds]
     results = run.header() | {
         "metric": {"name": BITS.name, "higher_is_better": False},
         "runs": [fit["runs"][NAME] | {"fit_seconds": fit["fit_seconds"]} for fit in fits],
-        "samples": {str(seed): _write_samples(run, seed) for seed in run.config.seeds},
+        "samples": dict(zip(map(str, run.config.seeds), samples, strict=True)),
     }
-    out, shown, first = run.out, table(results), results["samples"][str(run.config.seeds[0])][0]
+    out, shown, first = run.out, table(results), samples[0][0]
     write_text(out / "results.md", "\n\n".join([header(results), shown.markdown(), indented(first)]))
     write_json(out / "results.json", results)
     print(f"{first}\n\n{shown.plain()}\n\n{out}/results.md, .json; curves: tensorboard --logdir {out}")
@@ -57,7 +58,7 @@ def _write_samples(run: Session, seed: int) -> list[str]:
     folder, data = run.out / f"seed{seed}" / NAME, run.data
     assert isinstance(data, Text)
     write_json(folder / "vocabulary.json", {"characters": data.vocabulary.characters})
-    texts = generated(folder, data.vocabulary.start, run.config)
+    texts = _generated(folder, data.vocabulary.start, run.config)
     if run.tensorboard:
         log_text(folder, "sample", "\n\n".join(texts))
     return texts
@@ -66,21 +67,17 @@ def _write_samples(run: Session, seed: int) -> list[str]:
 def table(results: Facts) -> Table:
     """A line for each seed."""
     header = ["seed", "parameters", "held-out loss", "bits a character", "perplexity", "step, ms", "training, s"]
-    keys = ("test_loss", "test_bpc", "test_perplexity")
-    rows = [
-        [str(seed), count(facts["parameters"]), *(f"{facts[key]:.4f}" for key in keys), short(facts["step_ms"]),
-         short(facts["fit_seconds"])]
-        for seed, facts in zip(results["seeds"], results["runs"], strict=True)
-    ]  # fmt: skip
+    rows = []
+    for seed, facts in zip(results["seeds"], results["runs"], strict=True):
+        scores = [f"{facts[key]:.4f}" for key in ("test_loss", "test_bpc", "test_perplexity")]
+        rows.append(
+            [str(seed), count(facts["parameters"]), *scores, *map(short, (facts["step_ms"], facts["fit_seconds"]))]
+        )
     return Table(header, rows)
 
 
-def generated(folder: Path, prompt: str, config: Namespace) -> list[str]:
-    """Texts that begin with the prompt, by the net in a folder, each as long as its block.
-
-    Raises:
-        BadInput: the prompt has unknown characters, or too many or too few tokens.
-    """
+def _generated(folder: Path, prompt: str, config: Namespace) -> list[str]:
+    """Texts that begin with the prompt, by the net in a folder, each as long as its block."""
     net: Any = load_net(folder)
     vocabulary = Vocabulary(**json.loads((folder / "vocabulary.json").read_text("utf-8")))
     tokens = vocabulary.encode(prompt, "sample")
@@ -95,9 +92,9 @@ def sample(config: Namespace) -> Sequence[str]:
     """Texts that begin with `--sample`, by the net that a finished run trained with its first seed.
 
     Raises:
-        BadInput: `--run` is no finished run of gpt.py.
+        BadInput: `--run` is no finished run of gpt.py, or the prompt has unknown characters, or too many or few tokens.
     """
     results = load_results(config.run)
     if results["experiment"] != NAME:
         raise BadInput("run", config.run, f"a run of gpt.py; this one is of {results['experiment']}.py")
-    return generated(Path(config.run) / f"seed{results['seeds'][0]}" / NAME, config.sample, config)
+    return _generated(Path(config.run) / f"seed{results['seeds'][0]}" / NAME, config.sample, config)

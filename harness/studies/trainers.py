@@ -30,7 +30,12 @@ def default_devices() -> int | str:
 
 
 def with_strategy(trainer: config.Choice, strategy: Any, exact: int | None = None, one: bool = False) -> MakeTrainer:
-    """Makes Trainers with the user's settings and this strategy; `one`: on the first device alone."""
+    """Makes Trainers with the user's settings and this strategy; `one`: on the first device alone.
+
+    Ranks are forked if the strategy may choose: on GPUs it would start this script again in each.
+    """
+    if isinstance(strategy, config.Choice) and strategy.init_args.get("start_method") == "auto" and can_fork():
+        strategy = replace(strategy, init_args=strategy.init_args | {"start_method": "fork"})
     settings = {**trainer.init_args, "strategy": strategy}
     if one:
         chosen = settings["devices"]
@@ -57,10 +62,3 @@ def check_forks(probe: Trainer) -> None:
 def with_timeout(choice: config.Choice) -> config.Choice:
     """The strategy with a shorter timeout, if it has one."""
     return replace(choice, init_args=choice.init_args | ({"timeout": TIMEOUT} if "timeout" in choice.init_args else {}))
-
-
-def forking(choice: config.Choice) -> config.Choice:
-    """The strategy with ranks that are forked, if it may choose: on GPUs it would start this script again in each."""
-    if choice.init_args.get("start_method") != "auto" or not can_fork():
-        return choice
-    return replace(choice, init_args=choice.init_args | {"start_method": "fork"})

@@ -9,9 +9,8 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
 from harness.runs.files import write_json
-from harness.studies.hardware.overlap import Overlap
 from harness.studies.isolation import Stoppable
-from harness.studies.meters import PeakMemory, Stamps, sent_bytes, state_bytes
+from harness.studies.meters import Overlap, PeakMemory, Stamps, sent_bytes, state_bytes
 
 
 class Phases(NamedTuple):
@@ -73,14 +72,11 @@ class Measure(Stoppable):
         if 0 <= timed <= self.phases.timed and timed % self.phases.block == 0:
             self._stamps.mark()
         if timed == self.phases.timed:
-            self._end_blocks(trainer)
-
-    def _end_blocks(self, trainer: Trainer) -> None:
-        before, now = self._sent, sent_bytes()
-        self.found["sent"] = None if before is None or now is None else now - before
-        self.found["peak"] = self._memory.bytes()
-        if trainer.world_size > 1:
-            self._overlap = Overlap(trainer.strategy.root_device)
+            before, now = self._sent, sent_bytes()
+            self.found["sent"] = None if before is None or now is None else now - before
+            self.found["peak"] = self._memory.bytes()
+            if trainer.world_size > 1:
+                self._overlap = Overlap(trainer.strategy.root_device)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Count the state: gradients are there and sharded ones are cut; from the second step on, moments, too."""

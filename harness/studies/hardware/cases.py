@@ -1,13 +1,13 @@
 """Which strategies there are to measure on these devices, and why others can't be."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from apprentice.errors import BadInput
 from harness import config
 from harness.runs.fit import MakeTrainer
-from harness.studies.trainers import DURATION, check_forks, check_left_out, forking, with_strategy, with_timeout
+from harness.studies.trainers import DURATION, check_forks, check_left_out, with_strategy, with_timeout
 from strategies import NAMES
 
 SINGLE, SPLIT = "single", "DataParallel"
@@ -37,14 +37,20 @@ class Cases:
         self._trainer, self._family = trainer, config.Strategies(names=NAMES)
         check_left_out(trainer, DURATION, "--steps says how long a row is measured")
         probe = with_strategy(trainer, "auto")()
-        self.devices, self._gpus = probe.num_devices, probe.num_devices * (probe.strategy.root_device.type == "cuda")
+        self.devices = probe.num_devices
         if exact is not None and exact < self.devices:
             raise BadInput("exact", exact, f"at least {self.devices}, the number of devices")
         check_forks(probe)
         self.exact = exact or max(8, self.devices)
-        self.single = Case(SINGLE, 1, with_strategy(trainer, "auto", one=True))
-        plain = [self._case(name, choice, self.single) for name, choice in self._choices().items()]
-        self.known = {case.name: case for case in [self.single, *plain, *self._exact(), self._split()]}
+        self._given = self._chosen()
+        choices = self._choices()
+        alone = with_strategy(trainer, "auto", one=True)
+        self.single = Case(SINGLE, 1, alone)
+        plain = [self._case(name, choice, self.single) for name, choice in choices.items()]
+        gpus = self.devices if probe.strategy.root_device.type == "cuda" else 0
+        unfit = "" if gpus > 1 else "torch.nn.DataParallel needs at least 2 GPUs"
+        split = Case(SPLIT, self.devices, alone, split=True, reference=self.single, unfit=unfit)
+        self.known = {case.name: case for case in [self.single, *plain, *self._exact(choices), split]}
 
     def picked(self, only: Sequence[str] | None) -> tuple[list[Case], dict[str, str]]:
         """The cases to measure, one process first; and why others, not asked for by name, are skipped.
@@ -53,15 +59,14 @@ class Cases:
             BadInput: a name is unknown, or its strategy can't be measured here.
         """
         wanted = config.pick(self.known, only)
-        given = self._given()
         for case in wanted.values():
-            if case.unfit and (only is not None or case.name == given):
-                flag, value = ("only", case.name) if only is not None else ("trainer.strategy", case.name)
-                raise BadInput(flag, value, f"a strategy that can be measured here: {case.unfit}")
+            if case.unfit and (only is not None or case.name == self._given):
+                flag = "trainer.strategy" if only is None else "only"
+                raise BadInput(flag, case.name, f"a strategy that can be measured here: {case.unfit}")
         fit = [case for case in wanted.values() if not case.unfit and case is not self.single]
         return [self.single, *fit], {case.name: case.unfit for case in wanted.values() if case.unfit}
 
-    def _given(self) -> str | None:
+    def _chosen(self) -> str | None:
         """Name of the strategy that the user has chosen."""
         strategy = self._trainer.init_args["strategy"]
         if strategy == "auto":
@@ -79,12 +84,10 @@ class Cases:
             if kind not in seen:
                 seen.append(kind)
                 found[name] = with_timeout(self._family.choose(name))
-        if (given := self._given()) is not None:
-            found[given] = self._trainer.init_args["strategy"]
-        return {name: forking(choice) for name, choice in found.items()}
+        return found if self._given is None else {**found, self._given: self._trainer.init_args["strategy"]}
 
-    def _exact(self) -> list[Case]:
-        choices = {name: choice for name, choice in self._choices().items() if self._family.exact(choice)}
+    def _exact(self, choices: Mapping[str, config.Choice]) -> list[Case]:
+        choices = {name: choice for name, choice in choices.items() if self._family.exact(choice)}
         if str(self._trainer.init_args.get("precision")) in {"16", "16-mixed"}:
             why = "--exact can't hold with --trainer.precision 16-mixed, which scales the loss"
             make = with_strategy(self._trainer, "auto")
@@ -93,21 +96,15 @@ class Cases:
         alone = Case(f"{SINGLE}-exact", 1, make, exact=self.exact)
         return [self._case(f"{name}-exact", choice, alone) for name, choice in choices.items()]
 
-    def _split(self) -> Case:
-        unfit = "" if self._gpus > 1 else "torch.nn.DataParallel needs at least 2 GPUs"
-        make = with_strategy(self._trainer, "auto", one=True)
-        return Case(SPLIT, self.devices, make, split=True, reference=self.single, unfit=unfit)
-
     def _case(self, name: str, choice: config.Choice, reference: Case) -> Case:
         make, group = with_strategy(self._trainer, choice, reference.exact), choice.init_args.get("shard_size")
-        case = Case(name, self.devices, make, choice.init_args, reference.exact, reference=reference)
+        unfit = ""
         try:
             make()
         except BadInput as error:
-            if name == self._given():
+            if name == self._given:
                 raise
-            case = replace(case, unfit=str(error))
+            unfit = str(error)
         if group is not None and self.devices <= group:
-            why = f"it would be fsdp, as its shard_size {group} is not below the number of devices, {self.devices}"
-            return replace(case, unfit=why)
-        return case
+            unfit = f"it would be fsdp, as its shard_size {group} is not below the number of devices, {self.devices}"
+        return Case(name, self.devices, make, choice.init_args, reference.exact, reference=reference, unfit=unfit)

@@ -3,7 +3,7 @@
 import json
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -73,59 +73,47 @@ class Bench:
     def _ranks(self, case: Case) -> tuple[list[Facts], Phases]:
         phases = Phases.of(case.options, self.steps, self.accumulate)
         with tempfile.TemporaryDirectory() as folder:
-            steps = phases.batches // self.accumulate
-            self._fit(case, Measure(Path(folder), phases), max_steps=steps, limit_train_batches=self.limit)
             files = [Path(folder) / f"rank{rank}.json" for rank in range(1 if case.split else case.devices)]
-            if not all(file.exists() for file in files):
-                raise _stopped(steps)
+            steps = phases.batches // self.accumulate
+            self._fit(case, Measure(Path(folder), phases), files, steps, limit_train_batches=self.limit)
             return [json.loads(file.read_text()) for file in files], phases
 
     def _difference(self, case: Case) -> float | int:
-        if case.reference is None:
-            self._references[case.name] = self._weights(case)
+        weights, reference = self._weights(case), case.reference
+        if reference is None:
+            self._references[case.name] = weights
             return 0.0
-        if case.reference.name not in self._references:
-            self._references[case.reference.name] = self._weights(case.reference)
-        compare = largest_difference if case.exact is None else differing_bits
-        return compare(self._weights(case), self._references[case.reference.name])
+        if reference.name not in self._references:
+            self._references[reference.name] = self._weights(reference)
+        return difference(weights, self._references[reference.name], in_bits=case.exact is not None)
 
     def _weights(self, case: Case) -> Weights:
         """After some steps, in the precision in which a case is compared."""
         precision = "64-true" if case.exact is None else "32-true"
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "weights.pt"
-            self._fit(case, KeepWeights(file, PARITY_STEPS), max_steps=PARITY_STEPS, precision=precision)
-            if not file.exists():
-                raise _stopped(PARITY_STEPS)
+            self._fit(case, KeepWeights(file, PARITY_STEPS), [file], PARITY_STEPS, precision=precision)
             weights: Weights = safepoints.read(file)
         return {name.replace("net.module.", "net.", 1) if case.split else name: x for name, x in weights.items()}
 
-    def _fit(self, case: Case, callback: Callback, **settings: Any) -> None:
-        trainer = case.trainer(callbacks=[callback], **QUIET | settings)
+    def _fit(self, case: Case, callback: Callback, files: Iterable[Path], steps: int, **settings: Any) -> None:
+        trainer = case.trainer(callbacks=[callback], **QUIET | settings | {"max_steps": steps})
         fit_isolated(trainer, partial(trainer.fit, self.make(case.split), self.data), self.threads)
+        if not all(file.exists() for file in files):
+            expected = f"settings that train the net for {steps} steps; its loss is not finite"
+            raise BadInput("optimizer", "(as given)", expected)
 
 
-def _stopped(steps: int) -> BadInput:
-    return BadInput("optimizer", "(as given)", f"settings that train the net for {steps} steps; its loss is not finite")
+def difference(weights: Weights, others: Weights, in_bits: bool = False) -> float | int:
+    """The largest absolute difference between two numbers of one net's weights, NaN if any is; or the bits that differ.
 
-
-def largest_difference(weights: Weights, others: Weights) -> float:
-    """The largest absolute difference between two numbers of one net's weights; NaN if any is."""
-    _check_same_net(weights, others)
-    apart = [(weights[name].double() - others[name].double()).abs() for name in weights if weights[name].numel()]
-    return torch.stack([x.max() for x in apart]).max().item()
-
-
-def differing_bits(weights: Weights, others: Weights) -> int:
-    """The number of bits in which two sets of one net's weights differ."""
-    _check_same_net(weights, others)
-    return sum(int(np.bitwise_count(_bytes(weights[name]) ^ _bytes(others[name])).sum()) for name in weights)
-
-
-def _bytes(tensor: Tensor) -> np.ndarray:
-    return tensor.contiguous().reshape(-1).numpy().view(np.uint8)
-
-
-def _check_same_net(weights: Weights, others: Weights) -> None:
+    Raises:
+        ValueError: the weights are of two nets.
+    """
     if {name: x.shape for name, x in weights.items()} != {name: x.shape for name, x in others.items()}:
         raise ValueError("expected the weights of one net twice")
+    pairs = [(x.flatten(), others[name].flatten()) for name, x in weights.items() if x.numel()]
+    if in_bits:
+        changed = [x.view(torch.uint8) ^ y.view(torch.uint8) for x, y in pairs]
+        return sum(int(np.bitwise_count(x.numpy()).sum()) for x in changed)
+    return torch.stack([(x.double() - y.double()).abs().max() for x, y in pairs]).max().item()
