@@ -34,6 +34,7 @@ def speed(measured: Measured) -> bytes:
 
 def _bars(axes: "Axes", measured: Measured) -> None:
     colors = {"one": "C7", "split": "C3", "pipelined": "C0", "inside": "C4"}
+    axes.set_title("seconds a step, mean and standard deviation")
     means = [mean_seconds(row) for _, row in measured]
     spreads = [statistics.pstdev(row["seconds_per_step"]) for _, row in measured]
     places = range(len(measured))
@@ -43,7 +44,6 @@ def _bars(axes: "Axes", measured: Measured) -> None:
     axes.set_yticks(places, [case.name for case, _ in measured], fontsize=8, parse_math=False)
     axes.set_ylim(len(measured) - 0.4, -0.6)
     axes.margins(x=0.1)
-    axes.set_title("seconds a step, mean and standard deviation")
 
 
 def _curve(axes: "Axes", measured: Measured) -> None:
@@ -51,30 +51,24 @@ def _curve(axes: "Axes", measured: Measured) -> None:
     axes.set_title("speed-up over one device")
     axes.set_xlabel("images of a micro-batch")
     pipelines = [(case, row) for case, row in measured if case.kind == "pipelined"]
-    curve = [(case, row) for case, row in pipelines if case.schedule == pipelines[0][0].schedule]
-    if not curve:
+    if not pipelines:
         return
+    schedule = pipelines[0][0].schedule
+    curve = sorted([pair for pair in pipelines if pair[0].schedule == schedule], key=lambda pair: pair[0].size)
     alone = {case.num_microbatches: mean_seconds(row) for case, row in measured if case.kind == "one"}
-    for number, cut in enumerate(dict.fromkeys(case.cut.label for case, _ in curve if case.cut is not None)):
-        mine = [(case, row) for case, row in curve if case.cut is not None and case.cut.label == cut]
-        same = [(case.size, alone.get(case.num_microbatches, math.nan) / mean_seconds(row)) for case, row in mine]
-        label, color = f"{curve[0][0].schedule} {cut}", f"C{number}"
-        _line(axes, [(case.size, row["speedup"]) for case, row in mine], "o-", color=color, label=label)
-        _line(axes, same, "o--", color=color, alpha=0.5, label="… over the same micro-batches")
+    for number, cut in enumerate(dict.fromkeys(case.cut.label for case, _ in curve if case.cut)):
+        mine = [(case, row) for case, row in curve if case.cut and case.cut.label == cut]
+        sizes, color = [case.size for case, _ in mine], f"C{number}"
+        axes.plot(sizes, [row["speedup"] for _, row in mine], "o-", color=color, label=f"{schedule} {cut}")
+        same = [alone.get(case.num_microbatches, math.nan) / mean_seconds(row) for case, row in mine]
+        axes.plot(sizes, same, "o--", color=color, alpha=0.5, label="… over the same micro-batches")
     bound = {case.size: row["bubble_bound"] or math.nan for case, row in curve}
-    _line(axes, list(bound.items()), ":", color=GREY, label="bubble bound, p m / (m + p - 1)")
+    axes.plot([*bound], [*bound.values()], ":", color=GREY, label="bubble bound, p m / (m + p - 1)")
     axes.axhline(1, color=GREY, linewidth=0.8)
     axes.set_xscale("log")
     axes.set_xticks(list(bound), [str(size) for size in bound])
     axes.minorticks_off()
     axes.legend(ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.12))
-
-
-def _line(axes: "Axes", points: Sequence[tuple[float, float]], style: str, **look: Any) -> None:
-    axes.plot(*zip(*sorted(points), strict=True), style, **look)
-
-
-# Timelines
 
 
 def timelines(timelines: Mapping[str, Facts]) -> bytes:

@@ -4,6 +4,7 @@ import json
 import tempfile
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,8 +30,7 @@ WARMUP = 2  # steps: the first also allocates, chooses kernels and exchanges the
 def timed_only() -> Iterator[None]:
     """Inside, a pipeline doesn't warn of layers that train to other weights in it; the tutorial's ResNet has them."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*BatchNorm sees", UserWarning)
-        warnings.filterwarnings("ignore", ".*noise from torch's generator", UserWarning)
+        warnings.filterwarnings("ignore", ".*(BatchNorm sees|noise from torch's generator)", UserWarning)
         yield
 
 
@@ -49,26 +49,22 @@ class Bench:
         An event is (rank, stage, micro-batch, kind, start, stop), in seconds from the first.
         """
         ranks = self._ranks(case)
-        seconds = [max(each) for each in zip(*(rank["seconds"] for rank in ranks), strict=True)]
         facts = {name: getattr(case, name) for name in ("name", "schedule", "num_microbatches")}
-        facts["seconds_per_step"] = seconds
+        facts["seconds_per_step"] = [*map(max, zip(*(rank["seconds"] for rank in ranks), strict=True))]
         events = [[number, *event] for number, rank in enumerate(ranks) for event in rank["events"]]
         start = min((event[-2] for event in events), default=0.0)
         for event in events:
             event[-2:] = (round(moment - start, 7) for moment in event[-2:])
-        stages = sorted(stage for rank in ranks for stage in rank["layers"].values())
-        return facts, {"sizes": [stages.count(stage) for stage in dict.fromkeys(stages)], "events": events}
+        stages = Counter(stage for rank in ranks for stage in rank["layers"].values())
+        return facts, {"sizes": [stages[stage] for stage in sorted(stages)], "events": events}
 
     def _ranks(self, case: Case) -> list[Facts]:
         with tempfile.TemporaryDirectory() as folder, timed_only():
-            steps = Steps(Path(folder), WARMUP, self.batches, self.repeats)
+            steps = Steps(Path(folder), self.batches, self.repeats)
             trainer = case.trainer(callbacks=[steps], **QUIET | {"max_steps": steps.steps})
-            fit_isolated(trainer, partial(self._fit, trainer, case, steps.steps), threads=1)
+            # The module is made in the process that trains it, as it may lie on GPUs.
+            fit_isolated(trainer, lambda: trainer.fit(self.make(case), self.loader(steps.steps)), threads=1)
             return [json.loads((Path(folder) / f"rank{rank}.json").read_text()) for rank in range(case.devices)]
-
-    def _fit(self, trainer: Trainer, case: Case, steps: int) -> None:
-        """Make the module in the process that trains it, as it may lie on GPUs."""
-        trainer.fit(self.make(case), self.loader(steps))
 
 
 class Steps(Stoppable):
@@ -78,9 +74,9 @@ class Steps(Stoppable):
     kind, start, stop), and the stages of this rank's `layers`, by the layers' numbers.
     """
 
-    def __init__(self, folder: Path, warmup: int, batches: int, repeats: int) -> None:
-        self.folder, self.warmup, self.batches = folder, warmup, batches
-        self.steps, self.step = warmup + batches * repeats, 0
+    def __init__(self, folder: Path, batches: int, repeats: int) -> None:
+        self.folder, self.batches = folder, batches
+        self.steps, self.step = WARMUP + batches * repeats, 0
         self._moments: list[float] = []
         self._called: dict[int, float] = {}
 
@@ -102,7 +98,7 @@ class Steps(Stoppable):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Note the time at the end of each block, once GPUs have done what is queued."""
         self.step += 1
-        timed = self.step - self.warmup
+        timed = self.step - WARMUP
         if timed >= 0 and timed % self.batches == 0:
             for device in {p.device for p in pl_module.parameters() if p.device.type == "cuda"}:
                 torch.cuda.synchronize(device)
@@ -110,8 +106,6 @@ class Steps(Stoppable):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the file."""
-        if self.step < self.steps:
-            return  # it was stopped
         events: list[Any] = getattr(trainer.strategy, "events", [])
         forwards = [event for event in events if event.kind == "forward"]
         seconds = [(stop - start) / self.batches for start, stop in pairwise(self._moments)]

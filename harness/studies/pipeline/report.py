@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from harness.reports.report import Code, Facts, Part, Report, machine, percent
 from harness.reports.tables import NONE, Table, columns, listed, paragraph, short
 from harness.studies.pipeline import figures
-from harness.studies.pipeline.cases import ONE_STAGE, Case
+from harness.studies.pipeline.cases import BY_TIME, ONE_STAGE, Case
 from harness.studies.pipeline.figures import Measured, mean_seconds
 
 COLUMNS = (
@@ -69,7 +69,7 @@ def table(config: Facts, measured: Measured) -> Table:
     cells = {
         "row": lambda each: each[0].name,
         "m": lambda each: str(each[1]["num_microbatches"]),
-        "s a step": lambda each: _seconds(each[1]),
+        "s a step": lambda each: short(mean_seconds(each[1])) + _spread(each[1]["seconds_per_step"]),
         "speed-up": lambda each: f"{each[1]['speedup']:.2f}",
         "bound": lambda each: NONE if each[1]["bubble_bound"] is None else f"{each[1]['bubble_bound']:.2f}",
         "share, %": lambda each: percent(each[1]["share_of_bound"]),
@@ -78,9 +78,8 @@ def table(config: Facts, measured: Measured) -> Table:
     return columns(cells, measured)
 
 
-def _seconds(row: Facts) -> str:
-    seconds = row["seconds_per_step"]
-    return short(mean_seconds(row)) + (f" ± {statistics.stdev(seconds):.2g}" if len(seconds) > 1 else "")
+def _spread(seconds: Sequence[float]) -> str:
+    return f" ± {statistics.stdev(seconds):.2g}" if len(seconds) > 1 else ""
 
 
 def _published(case: Case) -> str:
@@ -92,10 +91,11 @@ def _published(case: Case) -> str:
 
 def advice(measured: Measured, timelines: Mapping[str, Facts]) -> list[Part]:
     """The fastest pipeline as options of any experiment and as code, and what else is as fast."""
-    pipelines = [(mean_seconds(row), case, row) for case, row in measured if case.kind == "pipelined"]
+    pipelines = {case: row for case, row in measured if case.kind == "pipelined"}
     if not pipelines:
         return []
-    mean, case, row = min(pipelines, key=lambda each: each[0])
+    means = {case: mean_seconds(row) for case, row in measured}
+    case = min(pipelines, key=means.__getitem__)
     options = {
         "schedule": case.schedule,
         "num_microbatches": case.num_microbatches,
@@ -104,16 +104,15 @@ def advice(measured: Measured, timelines: Mapping[str, Facts]) -> list[Part]:
     flags = [f"--trainer.strategy.{name} {value}".replace(", ", ",") for name, value in options.items()]
     command = " ".join([f"--trainer.devices {case.devices} --trainer.strategy pipeline", *flags])
     code = f"PipelineStrategy({', '.join(f'{name}={value!r}' for name, value in options.items())})"
-    sentences = [f"Recommended on this machine: {case.name}, {short(mean)} s a step."]
-    limit = mean + statistics.pstdev(row["seconds_per_step"])
-    if near := [each.name for seconds, each, _ in pipelines if each is not case and seconds <= limit]:
+    sentences = [f"Recommended on this machine: {case.name}, {short(means[case])} s a step."]
+    limit = means[case] + statistics.pstdev(pipelines[case]["seconds_per_step"])
+    if near := [other.name for other in pipelines if other is not case and means[other] <= limit]:
         sentences.append(f"Within a standard deviation of it: {'; '.join(near)}.")
-    plain = [(mean_seconds(each), other.name) for other, each in measured if other.kind in {"one", "split"}]
-    if plain and min(plain)[0] < mean:
-        sentences.append(f"No pipeline is faster than {min(plain)[1]}.")
-    by_time = [(seconds, each) for seconds, each, _ in pipelines if each.cut is not None and each.cut.balance == "time"]
-    if by_time:
-        _, chosen = min(by_time, key=lambda each: (each[1].schedule != case.schedule, each[0]))
+    plain = min((other for other in means if other.kind in {"one", "split"}), key=means.__getitem__, default=case)
+    if means[plain] < means[case]:
+        sentences.append(f"No pipeline is faster than {plain.name}.")
+    if by_time := [other for other in pipelines if other.cut == BY_TIME]:
+        chosen = min(by_time, key=lambda other: (other.schedule != case.schedule, means[other]))
         sizes = [str(size) for size in timelines[chosen.name]["sizes"]]
         sentences.append(f"By time the stages of {chosen.schedule} get {listed(sizes)} layers.")
     return [paragraph(" ".join(sentences)), Code(command), Code(code, "python")]
