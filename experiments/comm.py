@@ -19,8 +19,7 @@ from harness import config as cli
 from harness.runs.session import session
 from harness.runs.trainer import trainers
 from harness.studies.comm import Backend, Bench, Cases, Options, Study
-from harness.studies.isolation import one_thread
-from harness.studies.trainers import DURATION, check_forks, check_left_out, default_devices
+from harness.studies.isolation import DURATION, check_forks, check_left_out, default_devices, one_thread
 from strategies import ring
 
 UNUSED = ("precision", "gradient_clip_val", "profiler", "callbacks", "plugins")

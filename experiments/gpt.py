@@ -11,7 +11,6 @@ a TensorBoard run, the weights and the vocabulary.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from torch import nn
 
@@ -20,8 +19,7 @@ import strategies
 from apprentice.errors import BadInput
 from harness import config as cli
 from harness.runs.session import Session, session
-from harness.studies.builders import check_modules, check_net, make_candidate
-from harness.studies.fits import Candidate
+from harness.studies.fits import Candidate, check_modules, check_net, make_candidate
 from harness.studies.language_model import NAME, run_study, sample
 from lit_modules import nets
 from lit_modules.language_model import LitLanguageModel
@@ -85,11 +83,7 @@ def module(run: Session, seed: int) -> tuple[LitLanguageModel, dict[str, Candida
 
 
 def check(run: Session) -> None:
-    """Build everything once.
-
-    Raises:
-        BadInput: something can't be trained.
-    """
+    """Build everything once; raise BadInput if something can't be trained."""
     trainer, config = run.checked_trainer(), run.config
     if config.compile and isinstance(trainer.strategy, NOT_COMPILED):
         expected = "false with this --trainer.strategy, under which the net is not called as a whole"
@@ -109,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             return
         check(run)
         with run.folder():
-            run_study(run, partial(module, run))
+            run_study(run, module)
 
 
 if __name__ == "__main__":

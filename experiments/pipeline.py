@@ -27,11 +27,10 @@ import strategies
 from apprentice.errors import BadInput
 from harness import config as cli
 from harness.runs.session import session
-from harness.studies.builders import make_net
-from harness.studies.isolation import one_thread
+from harness.studies.fits import make_net
+from harness.studies.isolation import default_devices, one_thread
 from harness.studies.pipeline import Bench, Case, Cases, Cut, Noise, Options, Study, Task
 from harness.studies.pipeline.cases import TUTORIALS_CUT
-from harness.studies.trainers import default_devices
 from lit_modules import nets
 from strategies.base.stages import grouped
 from strategies.pipeline import Schedule

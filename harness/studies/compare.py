@@ -45,11 +45,7 @@ class Run:
 
 
 def load_runs(folders: Sequence[str | Path]) -> list[Run]:
-    """The runs in these folders.
-
-    Raises:
-        BadInput: a folder holds no finished run, or one without students, or is given twice.
-    """
+    """The runs in these folders; BadInput if one holds no finished run, or one without students, or is given twice."""
     paths = [Path(os.path.abspath(folder)) for folder in folders]  # noqa: PTH100 - `resolve` would rename links
     runs: list[Run] = []
     for given, path in zip(folders, paths, strict=True):
@@ -74,11 +70,7 @@ def load_runs(folders: Sequence[str | Path]) -> list[Run]:
 
 
 def compare(runs: Sequence[Run]) -> Facts:
-    """The content of compare.json: `metric`, `runs`, `baseline`, `rows` (one for each run's student) and `notes`.
-
-    Runs may differ in the options of their methods. A run that differs from the first in other settings has intervals
-    but no verdict.
-    """
+    """The content of compare.json; a run with other settings than the first's has intervals but no verdict."""
     first, metric = runs[0], runs[0].results["metric"]["name"]
     baseline = f"{first.name}/{BASELINE}" if BASELINE in first.results["students"] else None
     base: dict[int, Any] = {}  # the baseline's metric by seed
@@ -158,9 +150,9 @@ def _samples(run: Run, limited: set[str]) -> Facts:
 
 
 def _other_settings(run: Run, first: Run) -> dict[str, tuple[Any, Any]]:
-    """By flag, this value and the first run's, where the two trained differently other than in their methods' options.
+    """By flag, both values where the two trained differently other than in their methods' options.
 
-    Which samples they had is another question. Where a class differs, its options are left out.
+    Where a class differs, its options are left out.
     """
     ours, theirs = _training(run), _training(first)
     differ = [flag for flag in {**theirs, **ours} if ours.get(flag) != theirs.get(flag)]
@@ -208,11 +200,7 @@ def text(comparison: Facts) -> str:
 
 
 def save(comparison: Facts, out: str | Path | None = None) -> Path:
-    """Write compare.md, compare.png and compare.json, and return their folder: `out`, or one under runs/compare/.
-
-    Raises:
-        BadInput: the folder can't be written.
-    """
+    """Write compare.md, compare.png and compare.json, and return their folder: `out`, or one under runs/compare/."""
     names, metric = [run["name"] for run in comparison["runs"]], METRICS[comparison["metric"]]
     joined = "-".join(name.strip("/").replace("/", "_") for name in names)
     short = joined if len(joined) <= 80 else f"{joined[:70]}-{zlib.crc32(joined.encode()):08x}"

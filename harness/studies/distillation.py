@@ -12,44 +12,35 @@ from harness.reports.results import bake_off_results
 from harness.runs.launch import is_main_process
 from harness.runs.nets import load_net
 from harness.runs.session import Session
-from harness.studies.builders import check_modules, check_net
-from harness.studies.fits import Candidate, failure, train
+from harness.studies.fits import Candidate, check_modules, check_net, failure, train
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 
-MakeTeacher = Callable[[int], tuple[LitClassifier, dict[str, Candidate]]]
-MakeStudents = Callable[[int, nn.Module], tuple[Distillation, dict[str, Candidate]]]
+MakeTeacher = Callable[[Session, int], tuple[LitClassifier, dict[str, Candidate]]]
+MakeStudents = Callable[[Session, int, nn.Module], tuple[Distillation, dict[str, Candidate]]]
 
 
 def check(run: Session, make_teacher: MakeTeacher, make_students: MakeStudents) -> None:
-    """Build everything once; a seed's teacher is loaded if `--teacher_ckpt` is given.
-
-    Raises:
-        BadInput: something can't be trained.
-    """
+    """Build everything once; raise BadInput if something can't be trained."""
     trainer, (first, *others), ckpt = run.checked_trainer(), run.config.seeds, run.config.teacher_ckpt
     check_net(run, "teacher", trainer, trained=ckpt is None)
     check_net(run, "student", trainer)
     for seed in others if "{seed}" in (ckpt or "") else ():
-        make_teacher(seed)
-    teacher, _ = make_teacher(first)
-    check_modules(trainer, teacher, make_students(first, teacher.net)[0])
+        make_teacher(run, seed)
+    teacher, _ = make_teacher(run, first)
+    check_modules(trainer, teacher, make_students(run, first, teacher.net)[0])
 
 
 def run_study(run: Session, make_teacher: MakeTeacher, make_students: MakeStudents) -> None:
-    """Train and test teacher and students for each seed, then print and save the table.
-
-    Raises:
-        BadInput: a teacher's loss is not finite.
-    """
+    """Train and test teacher and students for each seed, then print and save the table."""
     run.describe()
     ckpt, out, teachers, students = run.config.teacher_ckpt, run.out, [], []
 
     def with_teacher(seed: int) -> tuple[Distillation, dict[str, Candidate]]:
-        return make_students(seed, load_net(out / f"seed{seed}" / "teacher", "out"))
+        return make_students(run, seed, load_net(out / f"seed{seed}" / "teacher", "out"))
 
     for seed in run.config.seeds:
-        teachers.append(train(run, seed, "teacher", partial(make_teacher, seed), trained=ckpt is not None))
+        teachers.append(train(run, seed, "teacher", partial(make_teacher, run, seed), trained=ckpt is not None))
         if fault := failure(teachers[-1], "teacher"):
             expected = f"settings that train the teacher; with seed {seed} {fault}"
             raise BadInput("optimizer", run.config.optimizer.name, expected)

@@ -1,4 +1,4 @@
-"""Calls and fits in processes of their own, so that one device's fit is measured under the conditions of a rank."""
+"""Trainers for the cases of a study, and fits in processes of their own: one device is measured as a rank is."""
 
 import logging
 import multiprocessing
@@ -6,13 +6,28 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.multiprocessing.spawn import start_processes
 
+from apprentice.errors import BadInput
+from harness import config
 from harness.runs import environment, signals
+from harness.runs.fit import MakeTrainer
+from harness.runs.trainer import trainers
+from strategies import NAMES
+
+TIMEOUT = 300.0  # seconds to wait for a rank that hangs, not the half hour of a run that matters
+DURATION = (
+    "max_epochs", "max_steps", "max_time", "min_epochs", "min_steps", "limit_train_batches", "limit_val_batches",
+)  # fmt: skip
+QUIET = {
+    "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "limit_val_batches": 0,
+    "max_epochs": -1,
+}  # fmt: skip
 
 
 @contextmanager
@@ -76,11 +91,7 @@ def can_fork() -> bool:
 
 
 def call_isolated(function: Callable[[], object], threads: int) -> None:
-    """Call the function in a forked process with so many threads, if this one has kept to one; without fork, here.
-
-    Raises:
-        Interrupted: the user asked to stop, unless signals are deferred.
-    """
+    """Call the function in a forked process with so many threads, if this one has kept to one; without fork, here."""
 
     def call(_rank: int) -> None:
         torch.set_num_threads(threads)
@@ -96,10 +107,7 @@ def call_isolated(function: Callable[[], object], threads: int) -> None:
 
 
 def fit_isolated(trainer: Trainer, fit: Callable[[], object], threads: int) -> None:
-    """Fit in processes that end with the fit; a signal ends it at the next batch if it has a `Stoppable`.
-
-    A process that trains alone has so many threads.
-    """
+    """Fit in processes that end with it, one by itself with so many threads; a `Stoppable` lets a signal end it."""
     with children_end_with_block(), signals.deferred():
         if trainer.strategy.launcher is None:
             call_isolated(fit, threads)
@@ -119,3 +127,43 @@ class Stoppable(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Stop if requested."""
         signals.stop_if_requested()
+
+
+def default_devices() -> int | str:
+    """All GPUs, or two processes where there are none."""
+    return "auto" if torch.cuda.is_available() else 2
+
+
+def with_strategy(trainer: config.Choice, strategy: Any, exact: int | None = None, one: bool = False) -> MakeTrainer:
+    """Makes Trainers with the user's settings and this strategy; `one`: on the first device alone.
+
+    Ranks are forked if the strategy may choose: on GPUs it would start this script again in each.
+    """
+    if isinstance(strategy, config.Choice) and strategy.init_args.get("start_method") == "auto" and can_fork():
+        strategy = replace(strategy, init_args=strategy.init_args | {"start_method": "fork"})
+    settings = {**trainer.init_args, "strategy": strategy}
+    if one:
+        chosen = settings["devices"]
+        settings["devices"] = chosen[:1] if isinstance(chosen, list) else 1
+    return trainers(config.Choice(trainer.class_path, settings), exact, NAMES)
+
+
+def check_left_out(trainer: config.Choice, keys: Sequence[str], instead: str) -> None:
+    """Raise BadInput if the user sets one of the Trainer's options that the study sets."""
+    for key in keys:
+        if (value := trainer.init_args[key]) not in {None, -1}:
+            raise BadInput(f"trainer.{key}", value, f"it left out: {instead}")
+
+
+def check_forks(probe: Trainer) -> None:
+    """Raise BadInput unless ranks are processes that this one starts."""
+    if probe.num_nodes > 1:
+        raise BadInput("trainer.num_nodes", probe.num_nodes, "1: one machine is measured")
+    environment = getattr(probe.strategy, "cluster_environment", None)
+    if environment is not None and environment.creates_processes_externally:
+        raise BadInput("trainer.devices", probe.num_devices, "a start without torchrun or srun: ranks are forked here")
+
+
+def with_timeout(choice: config.Choice) -> config.Choice:
+    """The strategy with a shorter timeout, if it has one."""
+    return replace(choice, init_args=choice.init_args | ({"timeout": TIMEOUT} if "timeout" in choice.init_args else {}))

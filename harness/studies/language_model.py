@@ -24,19 +24,15 @@ from lit_modules import nets
 from lit_modules.language_model import LitLanguageModel
 
 NAME = "gpt"  # of the experiment, of its fit and of the net's folder
-Make = Callable[[int], tuple[LitLanguageModel, dict[str, Candidate]]]
+Make = Callable[[Session, int], tuple[LitLanguageModel, dict[str, Candidate]]]
 
 
 def run_study(run: Session, make: Make) -> None:
-    """Train and test a net for each seed, let each write, then print and save the table.
-
-    Raises:
-        BadInput: a loss is not finite.
-    """
+    """Train and test a net for each seed, let each write, then print and save the table."""
     run.describe()
     fits = []
     for seed in run.config.seeds:
-        fits.append(train(run, seed, NAME, partial(make, seed)))
+        fits.append(train(run, seed, NAME, partial(make, run, seed)))
         if fault := failure(fits[-1], NAME):
             rate = run.config.model.init_args["lr"]
             raise BadInput("model.lr", rate, f"settings that train the net; with seed {seed} {fault}")

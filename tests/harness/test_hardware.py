@@ -14,9 +14,8 @@ from lightning.pytorch import LightningModule
 from experiments import hardware
 from harness import config as cli
 from harness.studies.hardware import Bench
-from harness.studies.hardware.callbacks import Phases
 from harness.studies.hardware.cases import Cases
-from harness.studies.hardware.measure import difference
+from harness.studies.hardware.measure import Phases, difference
 from harness.studies.hardware.report import report, table
 from harness.studies.meters import PeakMemory, hidden_share, sent_bytes, state_bytes
 from strategies import DDP

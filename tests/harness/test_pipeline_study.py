@@ -19,9 +19,8 @@ from experiments import pipeline
 from harness.runs.progress import quiet
 from harness.studies.pipeline import Bench, Case, Cases, Cut, Noise, Task
 from harness.studies.pipeline.cases import bubble_bound
-from harness.studies.pipeline.figures import idle
 from harness.studies.pipeline.measure import timed_only
-from harness.studies.pipeline.report import table
+from harness.studies.pipeline.report import idle, table
 from tests.commands import left_by_overwriting, refused, refused_elsewhere, results
 from tests.processes import Run
 from tests.training import trainer
@@ -301,7 +300,7 @@ def test_bounds_on_more_ranks_and_cuts_that_fit() -> None:
 
 
 def test_micro_batches_on_one_device_take_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.studies.pipeline.task.LEARNING_RATE", 1.0)
+    monkeypatch.setattr("harness.studies.pipeline.measure.LEARNING_RATE", 1.0)
     start = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4)).double()
     ends = []
     for count in (1, 3):

@@ -318,8 +318,7 @@ def test_the_kernels_of_another_device_are_not_asked_for_here() -> None:
         trainer = SimpleNamespace(strategy=strategy, distributed_sampler_kwargs=None)
         run = Session("kd", kd.parser(), flags)
         run.data, run.trainer = data, lambda: trainer
-        builder = kd.Builder(run)
-        distillation.check(run, builder.teacher, builder.students)
+        distillation.check(run, kd.teacher, kd.students)
 
     check("cuda")
     with pytest.raises(BadInput, match=r"^--teacher\.backend efficient: expected a kernel"):

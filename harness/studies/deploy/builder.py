@@ -16,10 +16,9 @@ from harness.runs.launch import is_main_process
 from harness.runs.nets import Spec
 from harness.runs.safepoints import read
 from harness.runs.session import Session
-from harness.studies.builders import check_net, learning, make_candidate
 from harness.studies.deploy import formats
 from harness.studies.deploy.source import images_of, of_net, read_net
-from harness.studies.fits import Candidate, failure, train, wait_for_main
+from harness.studies.fits import Candidate, check_net, failure, learning, make_candidate, train, wait_for_main
 from lit_modules import nets
 from lit_modules.classifier import LitClassifier
 from lit_modules.quantization import post_training
@@ -71,7 +70,8 @@ class Builder:
     def aware(self, net: nn.Module) -> Quantized:
         """The module of quantisation-aware training."""
         objective = cli.build(self.config.objective, "objective")
-        options: dict[str, Any] = {**learning(self.config), "seed": self.seed, "freeze_epoch": self.config.freeze_epoch}
+        options: dict[str, Any] = {"seed": self.seed, "freeze_epoch": self.config.freeze_epoch}
+        options |= learning(self.config, self.data)
         return Quantized(net, objective, self.teacher(objective), **self.sizes, **options)
 
     def int8(self, net: nn.Module) -> nn.Module:

@@ -7,7 +7,7 @@ from typing import Any
 from apprentice.errors import BadInput
 from harness import config
 from harness.runs.fit import MakeTrainer
-from harness.studies.trainers import DURATION, check_forks, check_left_out, with_strategy, with_timeout
+from harness.studies.isolation import DURATION, check_forks, check_left_out, with_strategy, with_timeout
 from strategies import NAMES
 
 SINGLE, SPLIT = "single", "DataParallel"
@@ -53,11 +53,7 @@ class Cases:
         self.known = {case.name: case for case in [self.single, *plain, *self._exact(choices), split]}
 
     def picked(self, only: Sequence[str] | None) -> tuple[list[Case], dict[str, str]]:
-        """The cases to measure, one process first; and why others, not asked for by name, are skipped.
-
-        Raises:
-            BadInput: a name is unknown, or its strategy can't be measured here.
-        """
+        """The cases to measure, one process first; and why others, not asked for by name, are skipped."""
         wanted = config.pick(self.known, only)
         for case in wanted.values():
             if case.unfit and (only is not None or case.name == self._given):

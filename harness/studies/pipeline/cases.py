@@ -10,7 +10,7 @@ import torch
 from apprentice.errors import BadInput
 from harness import config
 from harness.runs.fit import MakeTrainer
-from harness.studies.trainers import DURATION, check_forks, check_left_out, with_strategy, with_timeout
+from harness.studies.isolation import DURATION, check_forks, check_left_out, with_strategy, with_timeout
 
 ONE = "one device"
 ONE_STAGE = ("GPipe", "1F1B")  # schedules with one stage a rank: theirs is the bubble that has a formula
@@ -157,8 +157,9 @@ class Cases:
         kind, label = ("split", f"split {cut.label}") if least == 1 else ("pipelined", f"{schedule} {cut.label}")
         refused = ""
         for count in range(least, least + (1 if least == 1 else 2 * self.devices + 1)):
-            options = {"schedule": schedule, "balance": cut.balance, "num_microbatches": count}
-            options |= {} if schedule == self._schedule else {"stages_per_rank": None}
+            options: dict[str, Any] = {"schedule": schedule, "balance": cut.balance, "num_microbatches": count}
+            if schedule != self._schedule:
+                options["stages_per_rank"] = None
             make = with_strategy(self._trainer, replace(self._strategy, init_args=self._strategy.init_args | options))
             try:
                 make()
