@@ -185,6 +185,7 @@ class PipelineStrategy(PipelineTraining):
         module = self._module
         module.forward = self._forward  # type: ignore[method-assign]
         groups = self._cut(module, timed=self.balance == "time" and module.trainer.training)
+        self.stage_sizes = [len(group) for group in groups]
         warn_of_other_numbers(module, self.exact is None and self.assignment.num_microbatches > 1)
         local = LocalStages(self.assignment, groups, self._group, self.root_device)
         self._placement, self._runner = StagePlacement(module, local), PipelineRunner(local)

@@ -19,7 +19,6 @@ from experiments import pipeline
 from harness.runs.progress import quiet
 from harness.studies.pipeline import Bench, Case, Cases, Cut, Noise, Task
 from harness.studies.pipeline.cases import bubble_bound
-from harness.studies.pipeline.measure import timed_only
 from harness.studies.pipeline.report import idle, table
 from tests.commands import left_by_overwriting, refused, refused_elsewhere, results
 from tests.processes import Run
@@ -255,6 +254,7 @@ def test_the_tutorials_figures_stand_beside_its_own_experiment() -> None:
     assert {line[-1] for line in shown} == {"—"}
 
 
+@pytest.mark.filterwarnings("ignore:.*BatchNorm sees:UserWarning")  # it is only timed
 def test_a_net_is_split_within_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "TWO", ("cpu", "cpu"))
     rows = study(["--trainer.devices", "2"], batch=6, sizes=(4,), cut=Cut("after 1", [1, 2]))
@@ -265,7 +265,7 @@ def test_a_net_is_split_within_one_process(monkeypatch: pytest.MonkeyPatch) -> N
     layers = [nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4)]
     module = partial(pipeline.module, layers)
     bench = Bench(module, partial(Noise, 6, (6,), 4, seed=0), batches=1, repeats=1)
-    with quiet(), timed_only():
+    with quiet():
         assert [module(row).layers[0].split_size for row in (whole, half)] == [None, 4]  # type: ignore[union-attr]
         facts, timeline = bench.measure(half)
     assert facts == {**facts, "schedule": None, "num_microbatches": 2}

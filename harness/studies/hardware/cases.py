@@ -74,12 +74,10 @@ class Cases:
 
     def _choices(self) -> dict[str, config.Choice]:
         """One choice for each strategy, under the first of its names: others only start ranks in another way."""
-        seen, found = [], {}
+        kinds: dict[Any, str] = {}
         for name, (strategy, sets) in NAMES.items():
-            kind = strategy, {option: value for option, value in sets.items() if option != "start_method"}
-            if kind not in seen:
-                seen.append(kind)
-                found[name] = with_timeout(self._family.choose(name))
+            kinds.setdefault((strategy, *(item for item in sets.items() if item[0] != "start_method")), name)
+        found = {name: with_timeout(self._family.choose(name)) for name in kinds.values()}
         return found if self._given is None else {**found, self._given: self._trainer.init_args["strategy"]}
 
     def _exact(self, choices: Mapping[str, config.Choice]) -> list[Case]:

@@ -68,7 +68,6 @@ class Measure(Stoppable):
         self.folder, self.phases = folder, phases
         self.batch = 0
         self.found: dict[str, Any] = {"hidden": None}
-        self._sent: int | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start the meters with weights of this rank's own: a fork shares its parent's."""
@@ -86,8 +85,8 @@ class Measure(Stoppable):
         if 0 <= timed <= self.phases.timed and timed % self.phases.block == 0:
             self._stamps.mark()
         if timed == self.phases.timed:
-            before, now = self._sent, sent_bytes()
-            self.found["sent"] = None if before is None or now is None else now - before
+            sent = sent_bytes()
+            self.found["sent"] = sent and sent - (self._sent or 0)
             self.found["peak"] = self._memory.bytes()
             if trainer.world_size > 1:
                 self._overlap = Overlap(trainer.strategy.root_device)
@@ -107,14 +106,13 @@ class Measure(Stoppable):
         write_json(self.folder / f"rank{trainer.global_rank}.json", self.found)
 
 
-class KeepWeights(Stoppable):
-    """Writes the weights after so many steps, in the layout of one device."""
+class _KeepWeights(Stoppable):
+    """Writes the weights after so many steps, in the layout of one device, unless training has stopped itself."""
 
     def __init__(self, path: Path, steps: int) -> None:
         self.path, self.steps = path, steps
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Collect the weights from all ranks; rank zero writes them, unless training has stopped itself."""
         weights = trainer.strategy.lightning_module_state_dict()
         if trainer.is_global_zero and trainer.global_step == self.steps:
             torch.save(weights, self.path)
@@ -169,20 +167,18 @@ class Bench:
             return [json.loads(file.read_text()) for file in files], phases
 
     def _difference(self, case: Case) -> float | int:
-        weights, reference = self._weights(case), case.reference
-        if reference is None:
-            self._references[case.name] = weights
-            return 0.0
+        reference = case.reference or case
         if reference.name not in self._references:
             self._references[reference.name] = self._weights(reference)
-        return difference(weights, self._references[reference.name], in_bits=case.exact is not None)
+        weights = self._references[reference.name]
+        return 0.0 if reference is case else difference(self._weights(case), weights, in_bits=case.exact is not None)
 
     def _weights(self, case: Case) -> Weights:
         """After some steps, in the precision in which a case is compared."""
         precision = "64-true" if case.exact is None else "32-true"
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "weights.pt"
-            self._fit(case, KeepWeights(file, PARITY_STEPS), [file], PARITY_STEPS, precision=precision)
+            self._fit(case, _KeepWeights(file, PARITY_STEPS), [file], PARITY_STEPS, precision=precision)
             weights: Weights = safepoints.read(file)
         return {name.replace("net.module.", "net.", 1) if case.split else name: x for name, x in weights.items()}
 

@@ -1,15 +1,11 @@
 """The report on strategies: table, notes, picture."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
-from harness.reports.figures import GREY, figure
+from harness.reports.figures import GREY, Axes, figure
 from harness.reports.pages import settings
 from harness.reports.report import MIB, Facts, Part, Report, machine, percent
 from harness.reports.tables import NONE, Table, columns, short
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 COLUMNS = (
     "Images/s: a whole step with the global batch, median after a warm-up; the speed-up is over the first row. "
@@ -91,14 +87,14 @@ def picture(rows: Sequence[Facts]) -> bytes:
     return png.getvalue()
 
 
-def _bars(axes: "Axes", values: Sequence[float], labels: Sequence[str], margin: float, color: str) -> None:
+def _bars(axes: Axes, values: Sequence[float], labels: Sequence[str], margin: float, color: str) -> None:
     axes.barh(range(len(values)), values, height=0.6, color=color)
     for place, label in enumerate(labels):
         axes.annotate(f" {label}", (values[place], place), va="center", fontsize=8)
     axes.margins(x=margin)
 
 
-def _memory(axes: "Axes", rows: Sequence[Facts]) -> None:
+def _memory(axes: Axes, rows: Sequence[Facts]) -> None:
     for key, shift, color, label in (("peak_memory", 0.15, "C7", "peak"), ("state_bytes", -0.15, "C1", "state")):
         values = [(_largest(row[f"{key}_per_rank"]) or 0) / MIB for row in rows]
         axes.barh([place + shift for place in range(len(rows))], values, height=0.3, color=color, label=label)
@@ -106,7 +102,7 @@ def _memory(axes: "Axes", rows: Sequence[Facts]) -> None:
     axes.set_title("MiB a rank")
 
 
-def _differences(axes: "Axes", rows: Sequence[Facts]) -> None:
+def _differences(axes: Axes, rows: Sequence[Facts]) -> None:
     """On a logarithmic axis; a 0 has no place on it and is written."""
     axes.set_title("largest difference of a weight")
     axes.set_xscale("log")

@@ -4,11 +4,8 @@ import json
 import tempfile
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,14 +96,6 @@ class Task(LightningModule):
         return F.mse_loss(output, batch.targets.to(output.device))
 
 
-@contextmanager
-def timed_only() -> Iterator[None]:
-    """Inside, a pipeline doesn't warn of layers that train to other weights in it; the tutorial's ResNet has them."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*(BatchNorm sees|noise from torch's generator)", UserWarning)
-        yield
-
-
 @dataclass
 class Bench:
     """Measures cases on one module and one batch."""
@@ -128,49 +117,36 @@ class Bench:
         start = min((event[-2] for event in events), default=0.0)
         for event in events:
             event[-2:] = (round(moment - start, 7) for moment in event[-2:])
-        stages = Counter(stage for rank in ranks for stage in rank["layers"].values())
-        return facts, {"sizes": [stages[stage] for stage in sorted(stages)], "events": events}
+        return facts, {"sizes": ranks[0]["sizes"], "events": events}
 
     def _ranks(self, case: Case) -> list[Facts]:
-        with tempfile.TemporaryDirectory() as folder, timed_only():
-            steps = Steps(Path(folder), self.batches, self.repeats)
+        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+            # It is only timed: the tutorial's ResNet has layers that train to other weights in a pipeline.
+            warnings.filterwarnings("ignore", ".*(BatchNorm sees|noise from torch's generator)", UserWarning)
+            steps = _Steps(Path(folder), self.batches, self.repeats)
             trainer = case.trainer(callbacks=[steps], **QUIET | {"max_steps": steps.steps})
             # The module is made in the process that trains it, as it may lie on GPUs.
             fit_isolated(trainer, lambda: trainer.fit(self.make(case), self.loader(steps.steps)), threads=1)
             return [json.loads((Path(folder) / f"rank{rank}.json").read_text()) for rank in range(case.devices)]
 
 
-class Steps(Stoppable):
+class _Steps(Stoppable):
     """Times `repeats` blocks of `batches` steps; every rank writes `rank<r>.json` into the folder.
 
-    It holds `seconds` a step of each block; and of a pipeline the `events` of the last step, as (stage, micro-batch,
-    kind, start, stop), and the stages of this rank's `layers`, by the layers' numbers.
+    It holds `seconds` a step of each block; and of a pipeline the `sizes` of stages, and the `events` of the last step,
+    as (stage, micro-batch, kind, start, stop).
     """
 
     def __init__(self, folder: Path, batches: int, repeats: int) -> None:
         self.folder, self.batches = folder, batches
         self.steps, self.step = WARMUP + batches * repeats, 0
         self._moments: list[float] = []
-        self._called: dict[int, float] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Compute with one thread on a CPU: there may be as many ranks as cores."""
         if trainer.strategy.root_device.type == "cpu":
-            torch.set_num_threads(1)
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note when layers are called."""
-        super().on_train_start(trainer, pl_module)
-
-        def note(number: int, *_: Any) -> None:
-            self._called[number] = time.perf_counter()
-
-        stages: Any = pl_module.pipeline_stages
-        for number, layer in enumerate(stages()):
-            layer.register_forward_hook(partial(note, number))
+            torch.set_num_threads(1)  # there may be as many ranks as cores
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        """Note the time at the end of each block, once GPUs have done what is queued."""
         self.step += 1
         timed = self.step - WARMUP
         if timed >= 0 and timed % self.batches == 0:
@@ -179,10 +155,7 @@ class Steps(Stoppable):
             self._moments.append(time.perf_counter())
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the file."""
-        events: list[Any] = getattr(trainer.strategy, "events", [])
-        forwards = [event for event in events if event.kind == "forward"]
-        seconds = [(stop - start) / self.batches for start, stop in pairwise(self._moments)]
-        layers = {n: e.stage for n, moment in self._called.items() for e in forwards if e.start <= moment <= e.stop}
-        found = {"seconds": seconds, "events": events, "layers": layers}
+        found: dict[str, Any] = {"events": getattr(trainer.strategy, "events", [])}
+        found["sizes"] = getattr(trainer.strategy, "stage_sizes", [])
+        found["seconds"] = [(stop - start) / self.batches for start, stop in pairwise(self._moments)]
         write_json(self.folder / f"rank{trainer.global_rank}.json", found)

@@ -3,15 +3,12 @@
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from harness.reports.figures import GREY, figure
+from harness.reports.figures import GREY, Axes, figure
 from harness.reports.report import Code, Facts, Part, Report, machine, percent
 from harness.reports.tables import NONE, Table, columns, listed, paragraph, short
 from harness.studies.pipeline.cases import BY_TIME, ONE_STAGE, Case
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 Measured = Sequence[tuple[Case, Facts]]  # cases with their rows
 COLORS = {"forward": "C0", "backward": "C1", "weights": "C2"}
@@ -144,7 +141,7 @@ def speed(measured: Measured) -> bytes:
     return png.getvalue()
 
 
-def _bars(axes: "Axes", measured: Measured) -> None:
+def _bars(axes: Axes, measured: Measured) -> None:
     colors = {"one": "C7", "split": "C3", "pipelined": "C0", "inside": "C4"}
     axes.set_title("seconds a step, mean and standard deviation")
     means = [mean_seconds(row) for _, row in measured]
@@ -158,7 +155,7 @@ def _bars(axes: "Axes", measured: Measured) -> None:
     axes.margins(x=0.1)
 
 
-def _curve(axes: "Axes", measured: Measured) -> None:
+def _curve(axes: Axes, measured: Measured) -> None:
     """Speed-ups of the pipelines of one schedule, over one device with batches and with the same micro-batches."""
     axes.set_title("speed-up over one device")
     axes.set_xlabel("images of a micro-batch")
@@ -206,7 +203,7 @@ def timeline(timelines: Mapping[str, Facts]) -> bytes:
     return png.getvalue()
 
 
-def _timeline(axes: "Axes", events: Sequence[Sequence[Any]], longest: float) -> None:
+def _timeline(axes: Axes, events: Sequence[Sequence[Any]], longest: float) -> None:
     ranks = 1 + max(event[0] for event in events)
     stages = {rank: sorted({event[1] for event in events if event[0] == rank}) for rank in range(ranks)}
     for rank, stage, number, kind, start, stop in events:
