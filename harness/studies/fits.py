@@ -91,13 +91,8 @@ def check_modules(trainer: Trainer, *modules: Learner) -> None:
 def train(run: Session, seed: int, name: str, make: Make, trained: bool = False, **options: Any) -> Facts:
     """Fit and test a module of one or several candidates, export their nets, measure their costs.
 
-    Args:
-        run: the session, its folder open.
-        seed: the training seed; keys order and augmentation.
-        name: of the fit.
-        make: makes the module and its candidates by name; not called if the fit is finished.
-        trained: whether the module has its weights already and is only tested.
-        options: of the Trainer, over the user's.
+    `make` makes the module and its candidates by name, unless the fit of this name is finished. A `trained` module is
+    only tested. `options` of the Trainer replace the user's.
 
     Returns:
         `fit_seconds`, and by the candidates' names `runs`: `objective`, `parameters`, test scores, `step_ms`,

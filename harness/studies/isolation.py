@@ -4,7 +4,7 @@ import logging
 import multiprocessing
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -148,20 +148,22 @@ def with_strategy(trainer: config.Choice, strategy: Any, exact: int | None = Non
     return trainers(config.Choice(trainer.class_path, settings), exact, NAMES)
 
 
-def check_left_out(trainer: config.Choice, keys: Sequence[str], instead: str) -> None:
-    """Raise BadInput if the user sets one of the Trainer's options that the study sets."""
-    for key in keys:
+def probe(trainer: config.Choice, strategy: Any, left_out: Mapping[str, str]) -> Trainer:
+    """A Trainer with this strategy; `left_out` are options that the study sets, each with a reason.
+
+    Raises:
+        BadInput: the user sets one of these, or ranks are not processes that this one starts.
+    """
+    for key, reason in left_out.items():
         if (value := trainer.init_args[key]) not in {None, -1}:
-            raise BadInput(f"trainer.{key}", value, f"it left out: {instead}")
-
-
-def check_forks(probe: Trainer) -> None:
-    """Raise BadInput unless ranks are processes that this one starts."""
-    if probe.num_nodes > 1:
-        raise BadInput("trainer.num_nodes", probe.num_nodes, "1: one machine is measured")
-    environment = getattr(probe.strategy, "cluster_environment", None)
+            raise BadInput(f"trainer.{key}", value, f"it left out: {reason}")
+    made = with_strategy(trainer, strategy)()
+    if made.num_nodes > 1:
+        raise BadInput("trainer.num_nodes", made.num_nodes, "1: one machine is measured")
+    environment = getattr(made.strategy, "cluster_environment", None)
     if environment is not None and environment.creates_processes_externally:
-        raise BadInput("trainer.devices", probe.num_devices, "a start without torchrun or srun: ranks are forked here")
+        raise BadInput("trainer.devices", made.num_devices, "a start without torchrun or srun: ranks are forked here")
+    return made
 
 
 def with_timeout(choice: config.Choice) -> config.Choice:

@@ -7,7 +7,7 @@ from typing import Any
 from apprentice.errors import BadInput
 from harness import config
 from harness.runs.fit import MakeTrainer
-from harness.studies.isolation import DURATION, check_forks, check_left_out, with_strategy, with_timeout
+from harness.studies.isolation import DURATION, probe, with_strategy, with_timeout
 from strategies import NAMES
 
 SINGLE, SPLIT = "single", "DataParallel"
@@ -35,20 +35,18 @@ class Cases:
 
     def __init__(self, trainer: config.Choice, exact: int | None) -> None:
         self._trainer, self._family = trainer, config.Strategies(names=NAMES)
-        check_left_out(trainer, DURATION, "--steps says how long a row is measured")
-        probe = with_strategy(trainer, "auto")()
-        self.devices = probe.num_devices
+        made = probe(trainer, "auto", dict.fromkeys(DURATION, "--steps says how long a row is measured"))
+        self.devices = made.num_devices
         if exact is not None and exact < self.devices:
             raise BadInput("exact", exact, f"at least {self.devices}, the number of devices")
-        check_forks(probe)
         self.exact = exact or max(8, self.devices)
         self._given = self._chosen()
         choices = self._choices()
         alone = with_strategy(trainer, "auto", one=True)
         self.single = Case(SINGLE, 1, alone)
         plain = [self._case(name, choice, self.single) for name, choice in choices.items()]
-        gpus = self.devices if probe.strategy.root_device.type == "cuda" else 0
-        unfit = "" if gpus > 1 else "torch.nn.DataParallel needs at least 2 GPUs"
+        gpus = self.devices > 1 and made.strategy.root_device.type == "cuda"
+        unfit = "" if gpus else "torch.nn.DataParallel needs at least 2 GPUs"
         split = Case(SPLIT, self.devices, alone, split=True, reference=self.single, unfit=unfit)
         self.known = {case.name: case for case in [self.single, *plain, *self._exact(choices), split]}
 

@@ -36,12 +36,12 @@ class Study(study.Study):
         every = {case.name: case for case in cases.first()}
         self._measure(bench, every)
         pipelined = [case for case in every.values() if case.kind == "pipelined" and case.name in self.rows]
-        best = min(pipelined, key=lambda case: mean_seconds(self.rows[case.name]), default=None)
-        if best is not None:
-            for case in [*cases.side_by_side(best.size), *cases.inside(best.size)]:
+        size = min(pipelined, key=lambda case: mean_seconds(self.rows[case.name])).size if pipelined else None
+        if size is not None:
+            for case in [*cases.side_by_side(size), *cases.inside(size)]:
                 every.setdefault(case.name, case)
             self._measure(bench, every)
-        self.finish(report(self.write(every), self.timelines, every, best, self.missing(cases.unfit)))
+        self.finish(report(self.write(every), self.timelines, every, size, self.missing(cases.unfit)))
 
     def _measure(self, bench: Bench, cases: Mapping[str, Case]) -> None:
         def measured(case: Case) -> Facts:

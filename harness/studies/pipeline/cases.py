@@ -10,7 +10,7 @@ import torch
 from apprentice.errors import BadInput
 from harness import config
 from harness.runs.fit import MakeTrainer
-from harness.studies.isolation import DURATION, check_forks, check_left_out, with_strategy, with_timeout
+from harness.studies.isolation import DURATION, probe, with_strategy, with_timeout
 
 ONE = "one device"
 ONE_STAGE = ("GPipe", "1F1B")  # schedules with one stage a rank: theirs is the bubble that has a formula
@@ -100,17 +100,16 @@ class Cases:
         split_sizes: Sequence[int],
         cut: Cut | None,
     ) -> None:
-        check_left_out(trainer, DURATION, "--repeats says how long a row is measured")
-        check_left_out(trainer, ("gradient_clip_val",), "one device clips no gradients of micro-batches")
         self._trainer, self._schedules = trainer, schedules
         self._batch_size, self._split_sizes = batch_size, split_sizes
         self._strategy = _checked(trainer)
-        probe = with_strategy(trainer, self._strategy)()
-        check_forks(probe)
-        self.devices = probe.num_devices
+        left_out = dict.fromkeys(DURATION, "--repeats says how long a row is measured")
+        left_out["gradient_clip_val"] = "one device clips no gradients of micro-batches"
+        made = probe(trainer, self._strategy, left_out)
+        self.devices = made.num_devices
         if self.devices < 2:
             raise BadInput("trainer.devices", self.devices, "at least 2, the ranks of a pipeline")
-        self._gpus = torch.cuda.device_count() if probe.strategy.root_device.type == "cuda" else 0
+        self._gpus = torch.cuda.device_count() if made.strategy.root_device.type == "cuda" else 0
         self._schedule = self._strategy.init_args["schedule"]
         fits = self.devices == 2 and self._schedule in ONE_STAGE
         self.cuts = [*([cut] if cut is not None and fits else []), Cut.of(self._strategy.init_args["balance"])]

@@ -11,6 +11,7 @@ from harness.reports.tables import NONE, Table, columns, listed, paragraph, shor
 from harness.studies.pipeline.cases import BY_TIME, ONE_STAGE, Case
 
 Measured = Sequence[tuple[Case, Facts]]  # cases with their rows
+KINDS = {"one": "C7", "split": "C3", "pipelined": "C0", "inside": "C4"}  # colours of cases
 COLORS = {"forward": "C0", "backward": "C1", "weights": "C2"}
 SHADES = (1.0, 0.6, 0.8, 0.4)  # of a rank's stages
 READABLE = 0.011  # of the picture's width: a number has room in it
@@ -28,7 +29,6 @@ SOURCE = (
 NORM = "BatchNorm, where the net has it, sees a micro-batch: such rows don't train to the same weights. They are timed."
 # The tutorial's figures: kind of case and images of a micro-batch, None for whole batches; seconds for three steps.
 PUBLISHED = {("one", None): 3.75, ("split", None): 4.02, ("pipelined", 20): 2.51, ("pipelined", 12): 2.43}
-PUBLISHED_STEPS = 3
 SPEED = "![seconds a step, and speed-up against the size of micro-batches](results.png)"
 TIMELINE = "![who computes what when in a step](timeline.png)"
 
@@ -39,40 +39,30 @@ def mean_seconds(row: Facts) -> float:
 
 
 def report(
-    results: Facts,
-    timelines: Mapping[str, Facts],
-    cases: Mapping[str, Case],
-    best: Case | None,
-    missing: Mapping[str, str],
+    results: Facts, timelines: Mapping[str, Facts], cases: Mapping[str, Case], size: int | None, missing: dict[str, str]
 ) -> Report:
     """Build the report from results.json's content, the cases' timelines, and the reasons why others are missing.
 
-    `best` is the fastest of the pipelines under the strategy's own schedule.
+    `size` is the fastest of micro-batches under the strategy's own schedule.
     """
-    rows = {row["name"]: row for row in results["rows"]}
+    config, rows = results["config"], {row["name"]: row for row in results["rows"]}
     measured = [(case, rows[name]) for name, case in cases.items() if name in rows]
-    notes = [COLUMNS, SOURCE, NORM, *(f"{name}: {why}." for name, why in missing.items())]
-    text: list[Part] = [table(results["config"], measured), *notes]
-    images, pngs = [SPEED, *([TIMELINE] if timelines else [])], {"results.png": speed(measured)}
-    size = None if best is None else best.size
-    shown = [case.name for case, _ in measured if case.kind == "split" or case.size == size]
-    if drawn := {name: timelines[name] for name in shown if name in timelines}:
-        pngs["timeline.png"] = timeline(drawn)
-    advised = advice(measured, timelines)
-    return Report(_header(results), [*text, *advised], [*text, *images, *advised], pngs)
-
-
-def _header(results: Facts) -> dict[str, str]:
-    config = results["config"]
-    sizes = f"{config['batch_size']} images of 3 x {config['image_size']} x {config['image_size']}"
-    net = config["net"]
+    sizes, net = f"{config['batch_size']} images of 3 x {config['image_size']} x {config['image_size']}", config["net"]
     options = ", ".join(f"{name} {value}" for name, value in (net["init_args"] or {}).items() if value is not None)
-    return {
+    header = {
         "Net": f"{net['class_path'].rpartition('.')[2]} ({options})",
         "Step": f"{sizes}, {config['num_classes']} classes, mean squared error to one-hot labels, SGD 0.001",
         "Repeats": f"{config['repeats']} of {config['batches']} steps, after two that are not timed",
         **machine(results),
     }
+    text: list[Part] = [table(config, measured), COLUMNS, SOURCE, NORM]
+    text += [f"{name}: {why}." for name, why in missing.items()]
+    images, pngs, advised = [SPEED], {"results.png": speed(measured)}, advice(measured, timelines)
+    shown = [case.name for case, _ in measured if case.kind == "split" or case.size == size]
+    if drawn := {name: timelines[name] for name in shown if name in timelines}:
+        images.append(TIMELINE)
+        pngs["timeline.png"] = timeline(drawn)
+    return Report(header, [*text, *advised], [*text, *images, *advised], pngs)
 
 
 def table(config: Facts, measured: Measured) -> Table:
@@ -83,7 +73,7 @@ def table(config: Facts, measured: Measured) -> Table:
     cells = {
         "row": lambda each: each[0].name,
         "m": lambda each: str(each[1]["num_microbatches"]),
-        "s a step": lambda each: short(mean_seconds(each[1])) + _spread(each[1]["seconds_per_step"]),
+        "s a step": lambda each: _seconds(each[1]),
         "speed-up": lambda each: f"{each[1]['speedup']:.2f}",
         "bound": lambda each: NONE if each[1]["bubble_bound"] is None else f"{each[1]['bubble_bound']:.2f}",
         "share, %": lambda each: percent(each[1]["share_of_bound"]),
@@ -92,15 +82,16 @@ def table(config: Facts, measured: Measured) -> Table:
     return columns(cells, measured)
 
 
-def _spread(seconds: Sequence[float]) -> str:
-    return f" ± {statistics.stdev(seconds):.2g}" if len(seconds) > 1 else ""
+def _seconds(row: Facts) -> str:
+    spread = f" ± {statistics.stdev(row['seconds_per_step']):.2g}" if len(row["seconds_per_step"]) > 1 else ""
+    return short(mean_seconds(row)) + spread
 
 
 def _published(case: Case) -> str:
     seconds = PUBLISHED.get((case.kind, None if case.num_microbatches == 1 else case.size))
     if seconds is None or case.schedule not in {None, *ONE_STAGE}:  # the tutorial has one stage on a device
         return NONE
-    return f"{seconds / PUBLISHED_STEPS:.2f}, {PUBLISHED['one', None] / seconds:.2f} x"
+    return f"{seconds / 3:.2f}, {PUBLISHED['one', None] / seconds:.2f} x"
 
 
 def advice(measured: Measured, timelines: Mapping[str, Facts]) -> list[Part]:
@@ -135,24 +126,17 @@ def advice(measured: Measured, timelines: Mapping[str, Facts]) -> list[Part]:
 def speed(measured: Measured) -> bytes:
     """A PNG: left the seconds of a step of each case, right the speed-up against the size of micro-batches."""
     with figure(14, max(4.5, 1.2 + 0.25 * len(measured))) as (drawn, png):
-        left, right = drawn.subplots(1, 2)
-        _bars(left, measured)
+        axes, right = drawn.subplots(1, 2)
+        axes.set_title("seconds a step, mean and standard deviation")
+        for place, (case, row) in enumerate(measured):
+            mean, spread = mean_seconds(row), statistics.pstdev(row["seconds_per_step"])
+            axes.barh(place, mean, xerr=spread, height=0.7, color=KINDS[case.kind], ecolor=GREY)
+            axes.annotate(f" {mean:.3g}", (mean + spread, place), va="center", fontsize=7)
+        axes.set_yticks(range(len(measured)), [case.name for case, _ in measured], fontsize=8, parse_math=False)
+        axes.set_ylim(len(measured) - 0.4, -0.6)
+        axes.margins(x=0.1)
         _curve(right, measured)
     return png.getvalue()
-
-
-def _bars(axes: Axes, measured: Measured) -> None:
-    colors = {"one": "C7", "split": "C3", "pipelined": "C0", "inside": "C4"}
-    axes.set_title("seconds a step, mean and standard deviation")
-    means = [mean_seconds(row) for _, row in measured]
-    spreads = [statistics.pstdev(row["seconds_per_step"]) for _, row in measured]
-    places = range(len(measured))
-    axes.barh(places, means, xerr=spreads, height=0.7, color=[colors[case.kind] for case, _ in measured], ecolor=GREY)
-    for place, mean, spread in zip(places, means, spreads, strict=True):
-        axes.annotate(f" {mean:.3g}", (mean + spread, place), va="center", fontsize=7)
-    axes.set_yticks(places, [case.name for case, _ in measured], fontsize=8, parse_math=False)
-    axes.set_ylim(len(measured) - 0.4, -0.6)
-    axes.margins(x=0.1)
 
 
 def _curve(axes: Axes, measured: Measured) -> None:
@@ -194,9 +178,8 @@ def timeline(timelines: Mapping[str, Facts]) -> bytes:
             title = f"{name}: ranks wait for {100 * idle(timeline['events']):.0f} %"
             axes.set_title(title, fontsize=9, color="black", loc="left", parse_math=False)
             axes.grid(False)
-        panels[-1].set_xlabel(
-            "seconds since the step's first forward; numbers are micro-batches, shades the stages of a rank"
-        )
+        meaning = "numbers are micro-batches, shades the stages of a rank"
+        panels[-1].set_xlabel(f"seconds since the step's first forward; {meaning}")
         kinds = dict.fromkeys(event[3] for event in every)
         handles = [panels[0].barh(0, 0, color=COLORS[kind], label=kind) for kind in kinds]
         drawn.legend(handles=handles, loc="outside upper right", ncols=len(kinds))
@@ -208,8 +191,8 @@ def _timeline(axes: Axes, events: Sequence[Sequence[Any]], longest: float) -> No
     stages = {rank: sorted({event[1] for event in events if event[0] == rank}) for rank in range(ranks)}
     for rank, stage, number, kind, start, stop in events:
         shade = SHADES[stages[rank].index(stage) % len(SHADES)]
-        block: dict[str, Any] = {"facecolor": COLORS[kind], "alpha": shade, "edgecolor": "white", "linewidth": 0.3}
-        axes.broken_barh([(start, stop - start)], (rank - 0.42, 0.84), **block)
+        look: dict[str, Any] = {"color": COLORS[kind], "alpha": shade, "edgecolor": "white", "linewidth": 0.3}
+        axes.barh(rank, stop - start, 0.84, start, **look)
         if stop - start > READABLE * longest:
             axes.text((start + stop) / 2, rank, str(number), ha="center", va="center", fontsize=6, color="white")
     axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)], fontsize=8)
