@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         with cli.refusals(config.net, "net"):
             layers = nets.pipeline_stages(net)
         cut = other_cut(net, layers, config.cut_after)
-        cases = Cases(config.trainer, get_args(Schedule), config.batch_size, config.split_sizes, cut)
+        cases = Cases(config, get_args(Schedule), cut)
         loader = partial(Noise, config.batch_size, shape, config.num_classes, seed=config.seeds[0])
         bench = Bench(partial(module, layers), loader, config.batches, config.repeats)
         with run.folder():

@@ -145,7 +145,11 @@ def with_strategy(trainer: config.Choice, strategy: Any, exact: int | None = Non
     if one:
         chosen = settings["devices"]
         settings["devices"] = chosen[:1] if isinstance(chosen, list) else 1
-    return trainers(config.Choice(trainer.class_path, settings), exact, NAMES)
+
+    def make(**kwargs: Any) -> Trainer:
+        return trainers(config.Choice(trainer.class_path, settings), exact, NAMES)(**kwargs)
+
+    return make
 
 
 def probe(trainer: config.Choice, strategy: Any, left_out: Mapping[str, str]) -> Trainer:

@@ -24,10 +24,9 @@ from lit_modules import nets
 from lit_modules.language_model import LitLanguageModel
 
 NAME = "gpt"  # of the experiment, of its fit and of the net's folder
-Make = Callable[[Session, int], tuple[LitLanguageModel, dict[str, Candidate]]]
 
 
-def run_study(run: Session, make: Make) -> None:
+def run_study(run: Session, make: Callable[[Session, int], tuple[LitLanguageModel, dict[str, Candidate]]]) -> None:
     """Train and test a net for each seed, let each write, then print and save the table."""
     run.describe()
     fits = []
@@ -66,9 +65,8 @@ def table(results: Facts) -> Table:
     rows = []
     for seed, facts in zip(results["seeds"], results["runs"], strict=True):
         scores = [f"{facts[key]:.4f}" for key in ("test_loss", "test_bpc", "test_perplexity")]
-        rows.append(
-            [str(seed), count(facts["parameters"]), *scores, *map(short, (facts["step_ms"], facts["fit_seconds"]))]
-        )
+        times = short(facts["step_ms"]), short(facts["fit_seconds"])
+        rows.append([str(seed), count(facts["parameters"]), *scores, *times])
     return Table(header, rows)
 
 

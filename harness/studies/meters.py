@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity
 
 Spans = list[tuple[float, float]]
 LINUX = sys.platform == "linux"
-OVER_TCP = ("gloo", "ring")  # backends whose messages are all sent so; prefixes of their collectives in a profile
+OVER_TCP = ("gloo", "ring")  # backends whose messages are all sent so
 TCP_BYTES_ACKED = 120  # offset of tcpi_bytes_acked in Linux' struct tcp_info, since 4.1
 
 
@@ -133,15 +133,17 @@ class Overlap:
             torch.cuda.synchronize()
         self._profile.stop()
         events: Any = self._profile.events()
-        backends, operators = tuple(f"{name}:" for name in OVER_TCP), "aten::"
+        backends: tuple[str, ...] = ("gloo:", "ring:")
+        operators = "aten::"
         if self._gpu:
             events = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
             events = [event for event in events if not event.name.startswith(("Mem", "nccl:", "##"))]
             backends, operators = ("nccl",), ""
-        named = [(event.name, (event.time_range.start, event.time_range.end)) for event in events]
-        communication = [span for name, span in named if name.startswith(backends)]
-        others = [(name, span) for name, span in named if not name.startswith(backends)]
-        return hidden_share(communication, [span for name, span in others if name.startswith(operators)])
+        spans: dict[bool, Spans] = {True: [], False: []}  # of communication, of computation
+        for event in events:
+            if (sends := event.name.startswith(backends)) or event.name.startswith(operators):
+                spans[sends].append((event.time_range.start, event.time_range.end))
+        return hidden_share(spans[True], spans[False])
 
 
 def hidden_share(communication: Spans, computation: Spans) -> float | None:

@@ -7,6 +7,7 @@ import os
 import signal
 import statistics
 import time
+from argparse import Namespace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -274,7 +275,8 @@ def test_a_net_is_split_within_one_process(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def study(flags: list[str], batch: int = 120, sizes: tuple[int, ...] = (8,), cut: Cut | None = None) -> Cases:
-    return Cases(pipeline.parser().parse(flags).trainer, SCHEDULES, batch, sizes, cut)
+    config = pipeline.parser().parse(flags)
+    return Cases(Namespace(trainer=config.trainer, batch_size=batch, split_sizes=sizes), SCHEDULES, cut)
 
 
 def test_a_schedule_that_can_not_cut_so_takes_a_few_more() -> None:

@@ -1,6 +1,6 @@
 """Which strategies there are to measure on these devices, and why others can't be."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,16 +39,19 @@ class Cases:
         self.devices = made.num_devices
         if exact is not None and exact < self.devices:
             raise BadInput("exact", exact, f"at least {self.devices}, the number of devices")
-        self.exact = exact or max(8, self.devices)
+        exact = exact or max(8, self.devices)
         self._given = self._chosen()
         choices = self._choices()
-        alone = with_strategy(trainer, "auto", one=True)
-        self.single = Case(SINGLE, 1, alone)
-        plain = [self._case(name, choice, self.single) for name, choice in choices.items()]
+        self.single = alone = Case(SINGLE, 1, with_strategy(trainer, "auto", one=True))
+        make = with_strategy(trainer, choices["ddp"], exact, one=True)
+        alone_exact = Case(f"{SINGLE}-exact", 1, make, exact=exact)
+        cases = [self._case(name, choice, alone) for name, choice in choices.items()]
+        holding = {name: choice for name, choice in choices.items() if self._family.exact(choice)}
+        cases += [self._case(f"{name}-exact", choice, alone_exact) for name, choice in holding.items()]
         gpus = self.devices > 1 and made.strategy.root_device.type == "cuda"
         unfit = "" if gpus else "torch.nn.DataParallel needs at least 2 GPUs"
-        split = Case(SPLIT, self.devices, alone, split=True, reference=self.single, unfit=unfit)
-        self.known = {case.name: case for case in [self.single, *plain, *self._exact(choices), split]}
+        split = Case(SPLIT, self.devices, alone.trainer, split=True, reference=alone, unfit=unfit)
+        self.known = {case.name: case for case in [alone, *cases, split]}
 
     def picked(self, only: Sequence[str] | None) -> tuple[list[Case], dict[str, str]]:
         """The cases to measure, one process first; and why others, not asked for by name, are skipped."""
@@ -77,16 +80,6 @@ class Cases:
             kinds.setdefault((strategy, *(item for item in sets.items() if item[0] != "start_method")), name)
         found = {name: with_timeout(self._family.choose(name)) for name in kinds.values()}
         return found if self._given is None else {**found, self._given: self._trainer.init_args["strategy"]}
-
-    def _exact(self, choices: Mapping[str, config.Choice]) -> list[Case]:
-        choices = {name: choice for name, choice in choices.items() if self._family.exact(choice)}
-        if str(self._trainer.init_args.get("precision")) in {"16", "16-mixed"}:
-            why = "--exact can't hold with --trainer.precision 16-mixed, which scales the loss"
-            make = with_strategy(self._trainer, "auto")
-            return [Case(f"{name}-exact", self.devices, make, unfit=why) for name in choices]
-        make = with_strategy(self._trainer, choices["ddp"], self.exact, one=True)
-        alone = Case(f"{SINGLE}-exact", 1, make, exact=self.exact)
-        return [self._case(f"{name}-exact", choice, alone) for name, choice in choices.items()]
 
     def _case(self, name: str, choice: config.Choice, reference: Case) -> Case:
         make, group = with_strategy(self._trainer, choice, reference.exact), choice.init_args.get("shard_size")

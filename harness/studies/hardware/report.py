@@ -38,9 +38,9 @@ def table(rows: Sequence[Facts]) -> Table:
         "devices": lambda row: str(row["devices"]),
         "images/s": lambda row: short(row["images_per_second"]),
         "speed-up": lambda row: f"{row['speedup']:.2f}",
-        "state, MiB": lambda row: _mib(_largest(row["state_bytes_per_rank"])),
-        "peak, MiB": lambda row: _mib(_largest(row["peak_memory_per_rank"])),
-        "sent, MiB": lambda row: _mib(row["bytes_sent_per_step"]),
+        "state, MiB": lambda row: _mib(row["state_bytes_per_rank"]),
+        "peak, MiB": lambda row: _mib(row["peak_memory_per_rank"]),
+        "sent, MiB": lambda row: _mib([row["bytes_sent_per_step"]]),
         "hidden, %": lambda row: percent(row["hidden_share"]),
         "difference": lambda row: _difference(row, ".1e"),
     }
@@ -55,14 +55,12 @@ def _difference(row: Facts, style: str) -> str:
     return f"{value} bits" if row["exact"] is not None else f"{value:{style}}" if value else "0"
 
 
-def _largest(values: Sequence[int | None]) -> int | None:
-    return max((value for value in values if value is not None), default=None)
-
-
-def _mib(size: float | None) -> str:
-    if size is None:
+def _mib(sizes: Sequence[float | None]) -> str:
+    """The largest, of those that were measured."""
+    known = [size / MIB for size in sizes if size is not None]
+    if not known:
         return NONE
-    return "0" if not size else f"{size / MIB:.3g}" if size < 100 * MIB else f"{size / MIB:.0f}"
+    return f"{max(known):.3g}" if max(known) < 100 else f"{max(known):.0f}"
 
 
 def picture(rows: Sequence[Facts]) -> bytes:
@@ -96,7 +94,7 @@ def _bars(axes: Axes, values: Sequence[float], labels: Sequence[str], margin: fl
 
 def _memory(axes: Axes, rows: Sequence[Facts]) -> None:
     for key, shift, color, label in (("peak_memory", 0.15, "C7", "peak"), ("state_bytes", -0.15, "C1", "state")):
-        values = [(_largest(row[f"{key}_per_rank"]) or 0) / MIB for row in rows]
+        values = [max(size or 0 for size in row[f"{key}_per_rank"]) / MIB for row in rows]
         axes.barh([place + shift for place in range(len(rows))], values, height=0.3, color=color, label=label)
     axes.legend(loc="best")
     axes.set_title("MiB a rank")

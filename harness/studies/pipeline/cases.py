@@ -1,6 +1,7 @@
 """The cases of the study: a net on one device, split over several, and pipelined in every way; and the options."""
 
 import math
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -89,23 +90,16 @@ class Case:
 class Cases:
     """All cases for the Trainer's devices and these of torch's schedules, with the options of its pipeline strategy.
 
-    `split_sizes` are images of a micro-batch, for the curve; `cut`, of two stages, stands beside the strategy's own.
+    `cut`, of two stages, stands beside the strategy's own.
     """
 
-    def __init__(
-        self,
-        trainer: config.Choice,
-        schedules: Sequence[str],
-        batch_size: int,
-        split_sizes: Sequence[int],
-        cut: Cut | None,
-    ) -> None:
-        self._trainer, self._schedules = trainer, schedules
-        self._batch_size, self._split_sizes = batch_size, split_sizes
-        self._strategy = _checked(trainer)
+    def __init__(self, options: Namespace, schedules: Sequence[str], cut: Cut | None) -> None:
+        self._trainer, self._schedules = options.trainer, schedules
+        self._batch_size, self._split_sizes = options.batch_size, options.split_sizes
+        self._strategy = _checked(self._trainer)
         left_out = dict.fromkeys(DURATION, "--repeats says how long a row is measured")
         left_out["gradient_clip_val"] = "one device clips no gradients of micro-batches"
-        made = probe(trainer, self._strategy, left_out)
+        made = probe(self._trainer, self._strategy, left_out)
         self.devices = made.num_devices
         if self.devices < 2:
             raise BadInput("trainer.devices", self.devices, "at least 2, the ranks of a pipeline")
@@ -135,8 +129,8 @@ class Cases:
             return []
         cut = self.cuts[0] if isinstance(self.cuts[0].balance, list) else Cut.of("parameters")
         name = f"split in one process {cut.label}"
-        alone = [replace(self._alone(each, name), kind="inside", cut=cut) for each in (self._batch_size, size)]
-        return [replace(case, bubble_bound=bubble_bound(2, case.num_microbatches)) for case in alone]
+        bounds = {each: bubble_bound(2, self._count(each)) for each in (self._batch_size, size)}
+        return [replace(self._alone(each, name), kind="inside", cut=cut, bubble_bound=bounds[each]) for each in bounds]
 
     def _alone(self, size: int, name: str = ONE) -> Case:
         """One process that computes micro-batches of this size."""
