@@ -3,7 +3,6 @@
     python experiments/gpt.py                                                     # Python's own documentation, embedded
     python experiments/gpt.py --data.path input.txt --trainer.max_steps 2000      # nanoGPT's CPU recipe
     python experiments/gpt.py --sample "ROMEO:" --run runs/gpt/RUN                # go on from a prompt
-    python experiments/gpt.py --help
 
 Nine tenths of the text train, the last tenth validates and tests. OUT/ holds results.json and .md, and for each seed
 a TensorBoard run, the weights and the vocabulary.

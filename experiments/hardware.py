@@ -2,7 +2,6 @@
 
     python experiments/hardware.py --trainer.devices 2                   # DeepNN on Digits: a minute on 2 cores
     python experiments/hardware.py --only ddp fsdp --data ImageFolder --data.root photographs --net ResNet
-    python experiments/hardware.py --help
 
 Each row is a short fit of its own, measured from inside its ranks: images/s, state and peak memory a rank, bytes sent a
 step, the share of communication that is hidden, and how far the weights end from those of one process. OUT/ holds

@@ -168,8 +168,3 @@ def probe(trainer: config.Choice, strategy: Any, left_out: Mapping[str, str]) ->
     if environment is not None and environment.creates_processes_externally:
         raise BadInput("trainer.devices", made.num_devices, "a start without torchrun or srun: ranks are forked here")
     return made
-
-
-def with_timeout(choice: config.Choice) -> config.Choice:
-    """The strategy with a shorter timeout, if it has one."""
-    return replace(choice, init_args=choice.init_args | ({"timeout": TIMEOUT} if "timeout" in choice.init_args else {}))

@@ -5,7 +5,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from apprentice.errors import BadInput
 from datamodules import Text, Vocabulary
@@ -29,7 +29,7 @@ NAME = "gpt"  # of the experiment, of its fit and of the net's folder
 def run_study(run: Session, make: Callable[[Session, int], tuple[LitLanguageModel, dict[str, Candidate]]]) -> None:
     """Train and test a net for each seed, let each write, then print and save the table."""
     run.describe()
-    fits = []
+    out, fits, vocabulary = run.out, [], cast("Text", run.data).vocabulary
     for seed in run.config.seeds:
         fits.append(train(run, seed, NAME, partial(make, run, seed)))
         if fault := failure(fits[-1], NAME):
@@ -37,26 +37,22 @@ def run_study(run: Session, make: Callable[[Session, int], tuple[LitLanguageMode
             raise BadInput("model.lr", rate, f"settings that train the net; with seed {seed} {fault}")
     if not is_main_process():
         return
-    samples = [_write_samples(run, seed) for seed in run.config.seeds]
+    samples = []
+    for seed in run.config.seeds:
+        folder = out / f"seed{seed}" / NAME
+        write_json(folder / "vocabulary.json", {"characters": vocabulary.characters})
+        samples.append(_generated(folder, vocabulary.start, run.config))
+        if run.tensorboard:
+            log_text(folder, "sample", "\n\n".join(samples[-1]))
     results = run.header() | {
         "metric": {"name": BITS.name, "higher_is_better": False},
         "runs": [fit["runs"][NAME] | {"fit_seconds": fit["fit_seconds"]} for fit in fits],
         "samples": dict(zip(map(str, run.config.seeds), samples, strict=True)),
     }
-    out, shown, first = run.out, table(results), samples[0][0]
+    shown, first = table(results), samples[0][0]
     write_text(out / "results.md", "\n\n".join([header(results), shown.markdown(), indented(first)]))
     write_json(out / "results.json", results)
     print(f"{first}\n\n{shown.plain()}\n\n{out}/results.md, .json; curves: tensorboard --logdir {out}")
-
-
-def _write_samples(run: Session, seed: int) -> list[str]:
-    folder, data = run.out / f"seed{seed}" / NAME, run.data
-    assert isinstance(data, Text)
-    write_json(folder / "vocabulary.json", {"characters": data.vocabulary.characters})
-    texts = _generated(folder, data.vocabulary.start, run.config)
-    if run.tensorboard:
-        log_text(folder, "sample", "\n\n".join(texts))
-    return texts
 
 
 def table(results: Facts) -> Table:

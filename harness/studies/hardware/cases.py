@@ -1,13 +1,13 @@
 """Which strategies there are to measure on these devices, and why others can't be."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from apprentice.errors import BadInput
 from harness import config
 from harness.runs.fit import MakeTrainer
-from harness.studies.isolation import DURATION, probe, with_strategy, with_timeout
+from harness.studies.isolation import DURATION, TIMEOUT, probe, with_strategy
 from strategies import NAMES
 
 SINGLE, SPLIT = "single", "DataParallel"
@@ -40,7 +40,7 @@ class Cases:
         if exact is not None and exact < self.devices:
             raise BadInput("exact", exact, f"at least {self.devices}, the number of devices")
         exact = exact or max(8, self.devices)
-        self._given = self._chosen()
+        self._given = ""  # name of the strategy that the user has chosen
         choices = self._choices()
         self.single = alone = Case(SINGLE, 1, with_strategy(trainer, "auto", one=True))
         make = with_strategy(trainer, choices["ddp"], exact, one=True)
@@ -63,23 +63,21 @@ class Cases:
         fit = [case for case in wanted.values() if not case.unfit and case is not self.single]
         return [self.single, *fit], {case.name: case.unfit for case in wanted.values() if case.unfit}
 
-    def _chosen(self) -> str | None:
-        """Name of the strategy that the user has chosen."""
-        strategy = self._trainer.init_args["strategy"]
-        if strategy == "auto":
-            return None
-        if not isinstance(strategy, config.Choice):
-            expected = f"auto, or one of {', '.join(NAMES)}, or the import path of a class"
-            raise BadInput("trainer.strategy", strategy, f"{expected}, whose options are then used in its row")
-        return self._family.label(strategy)
-
     def _choices(self) -> dict[str, config.Choice]:
         """One choice for each strategy, under the first of its names: others only start ranks in another way."""
         kinds: dict[Any, str] = {}
         for name, (strategy, sets) in NAMES.items():
             kinds.setdefault((strategy, *(item for item in sets.items() if item[0] != "start_method")), name)
-        found = {name: with_timeout(self._family.choose(name)) for name in kinds.values()}
-        return found if self._given is None else {**found, self._given: self._trainer.init_args["strategy"]}
+        known = {name: self._family.choose(name) for name in kinds.values()}
+        found = {name: replace(each, init_args=each.init_args | {"timeout": TIMEOUT}) for name, each in known.items()}
+        given = self._trainer.init_args["strategy"]
+        if given == "auto":
+            return found
+        if not isinstance(given, config.Choice):
+            expected = f"auto, or one of {', '.join(NAMES)}, or the import path of a class"
+            raise BadInput("trainer.strategy", given, f"{expected}, whose options are then used in its row")
+        self._given = self._family.label(given)
+        return {**found, self._given: given}
 
     def _case(self, name: str, choice: config.Choice, reference: Case) -> Case:
         make, group = with_strategy(self._trainer, choice, reference.exact), choice.init_args.get("shard_size")

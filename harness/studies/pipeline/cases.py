@@ -11,7 +11,7 @@ import torch
 from apprentice.errors import BadInput
 from harness import config
 from harness.runs.fit import MakeTrainer
-from harness.studies.isolation import DURATION, probe, with_strategy, with_timeout
+from harness.studies.isolation import DURATION, TIMEOUT, probe, with_strategy
 
 ONE = "one device"
 ONE_STAGE = ("GPipe", "1F1B")  # schedules with one stage a rank: theirs is the bubble that has a formula
@@ -186,7 +186,7 @@ def _checked(trainer: config.Choice) -> config.Choice:
         raise BadInput("trainer.strategy.num_microbatches", count, "it left out: --split_sizes")
     if replicas != 1:
         raise BadInput("trainer.strategy.data_parallel_size", replicas, "1: one pipeline")
-    return with_timeout(strategy)
+    return replace(strategy, init_args=strategy.init_args | {"timeout": TIMEOUT})
 
 
 def bubble_bound(ranks: int, num_microbatches: int) -> float:
