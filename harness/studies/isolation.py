@@ -153,11 +153,7 @@ def with_strategy(trainer: config.Choice, strategy: Any, exact: int | None = Non
 
 
 def probe(trainer: config.Choice, strategy: Any, left_out: Mapping[str, str]) -> Trainer:
-    """A Trainer with this strategy; `left_out` are options that the study sets, each with a reason.
-
-    Raises:
-        BadInput: the user sets one of these, or ranks are not processes that this one starts.
-    """
+    """A Trainer with this strategy; BadInput if it has options to be `left_out`, or ranks that are not forked here."""
     for key, reason in left_out.items():
         if (value := trainer.init_args[key]) not in {None, -1}:
             raise BadInput(f"trainer.{key}", value, f"it left out: {reason}")

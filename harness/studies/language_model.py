@@ -79,11 +79,7 @@ def _generated(folder: Path, prompt: str, config: Namespace) -> list[str]:
 
 
 def sample(config: Namespace) -> Sequence[str]:
-    """Texts that begin with `--sample`, by the net that a finished run trained with its first seed.
-
-    Raises:
-        BadInput: `--run` is no finished run of gpt.py, or the prompt has unknown characters, or too many or few tokens.
-    """
+    """Texts that begin with `--sample`, by the net of the first seed in `--run`; BadInput if one can't be used."""
     results = load_results(config.run)
     if results["experiment"] != NAME:
         raise BadInput("run", config.run, f"a run of gpt.py; this one is of {results['experiment']}.py")

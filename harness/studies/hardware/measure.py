@@ -139,7 +139,12 @@ class Bench:
 
     def measure(self, case: Case) -> Facts:
         """The case's row, without the speed-up."""
-        ranks, phases = self._ranks(case)
+        phases = Phases.of(case.options, self.steps, self.accumulate)
+        with tempfile.TemporaryDirectory() as folder:
+            files = [Path(folder) / f"rank{rank}.json" for rank in range(1 if case.split else case.devices)]
+            steps = phases.batches // self.accumulate
+            self._fit(case, Measure(Path(folder), phases), files, steps, limit_train_batches=self.limit)
+            ranks = [json.loads(file.read_text()) for file in files]
         seconds = max(statistics.median(rank["seconds"]) for rank in ranks) / phases.block
         sent = [rank["sent"] for rank in ranks]
         hidden = [rank["hidden"] for rank in ranks if rank["hidden"] is not None]
@@ -157,14 +162,6 @@ class Bench:
             "max_difference": self._difference(case),
             "threads_per_rank": ranks[0]["threads"],
         }
-
-    def _ranks(self, case: Case) -> tuple[list[Facts], Phases]:
-        phases = Phases.of(case.options, self.steps, self.accumulate)
-        with tempfile.TemporaryDirectory() as folder:
-            files = [Path(folder) / f"rank{rank}.json" for rank in range(1 if case.split else case.devices)]
-            steps = phases.batches // self.accumulate
-            self._fit(case, Measure(Path(folder), phases), files, steps, limit_train_batches=self.limit)
-            return [json.loads(file.read_text()) for file in files], phases
 
     def _difference(self, case: Case) -> float | int:
         reference = case.reference or case

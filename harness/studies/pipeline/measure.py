@@ -110,16 +110,6 @@ class Bench:
 
         An event is (rank, stage, micro-batch, kind, start, stop), in seconds from the first.
         """
-        ranks = self._ranks(case)
-        facts = {name: getattr(case, name) for name in ("name", "schedule", "num_microbatches")}
-        facts["seconds_per_step"] = [*map(max, zip(*(rank["seconds"] for rank in ranks), strict=True))]
-        events = [[number, *event] for number, rank in enumerate(ranks) for event in rank["events"]]
-        start = min((event[-2] for event in events), default=0.0)
-        for event in events:
-            event[-2:] = (round(moment - start, 7) for moment in event[-2:])
-        return facts, {"sizes": ranks[0]["sizes"], "events": events}
-
-    def _ranks(self, case: Case) -> list[Facts]:
         with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
             # It is only timed: the tutorial's ResNet has layers that train to other weights in a pipeline.
             warnings.filterwarnings("ignore", ".*(BatchNorm sees|noise from torch's generator)", UserWarning)
@@ -127,7 +117,14 @@ class Bench:
             trainer = case.trainer(callbacks=[steps], **QUIET | {"max_steps": steps.steps})
             # The module is made in the process that trains it, as it may lie on GPUs.
             fit_isolated(trainer, lambda: trainer.fit(self.make(case), self.loader(steps.steps)), threads=1)
-            return [json.loads((Path(folder) / f"rank{rank}.json").read_text()) for rank in range(case.devices)]
+            ranks = [json.loads((Path(folder) / f"rank{rank}.json").read_text()) for rank in range(case.devices)]
+        facts = {name: getattr(case, name) for name in ("name", "schedule", "num_microbatches")}
+        facts["seconds_per_step"] = [*map(max, zip(*(rank["seconds"] for rank in ranks), strict=True))]
+        events = [[number, *event] for number, rank in enumerate(ranks) for event in rank["events"]]
+        start = min((event[-2] for event in events), default=0.0)
+        for event in events:
+            event[-2:] = (round(moment - start, 7) for moment in event[-2:])
+        return facts, {"sizes": ranks[0]["sizes"], "events": events}
 
 
 class _Steps(Stoppable):

@@ -101,11 +101,8 @@ def advice(measured: Measured, timelines: Mapping[str, Facts]) -> list[Part]:
         return []
     means = {case: mean_seconds(row) for case, row in measured}
     case = min(pipelines, key=means.__getitem__)
-    options = {
-        "schedule": case.schedule,
-        "num_microbatches": case.num_microbatches,
-        "balance": timelines[case.name]["sizes"],
-    }
+    sizes = {name: each["sizes"] for name, each in timelines.items()}
+    options = {"schedule": case.schedule, "num_microbatches": case.num_microbatches, "balance": sizes[case.name]}
     flags = [f"--trainer.strategy.{name} {value}".replace(", ", ",") for name, value in options.items()]
     command = " ".join([f"--trainer.devices {case.devices} --trainer.strategy pipeline", *flags])
     code = f"PipelineStrategy({', '.join(f'{name}={value!r}' for name, value in options.items())})"
@@ -118,8 +115,8 @@ def advice(measured: Measured, timelines: Mapping[str, Facts]) -> list[Part]:
         sentences.append(f"No pipeline is faster than {plain.name}.")
     if by_time := [other for other in pipelines if other.cut == BY_TIME]:
         chosen = min(by_time, key=lambda other: (other.schedule != case.schedule, means[other]))
-        sizes = [str(size) for size in timelines[chosen.name]["sizes"]]
-        sentences.append(f"By time the stages of {chosen.schedule} get {listed(sizes)} layers.")
+        layers = listed([str(size) for size in sizes[chosen.name]])
+        sentences.append(f"By time the stages of {chosen.schedule} get {layers} layers.")
     return [paragraph(" ".join(sentences)), Code(command), Code(code, "python")]
 
 
