@@ -107,14 +107,14 @@ class Measure(Stoppable):
 
 
 class _KeepWeights(Stoppable):
-    """Writes the weights after so many steps, in the layout of one device, unless training has stopped itself."""
+    """Writes the weights after the fit, in the layout of one device, unless training has stopped itself."""
 
-    def __init__(self, path: Path, steps: int) -> None:
-        self.path, self.steps = path, steps
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         weights = trainer.strategy.lightning_module_state_dict()
-        if trainer.is_global_zero and trainer.global_step == self.steps:
+        if trainer.is_global_zero and trainer.global_step == PARITY_STEPS:
             torch.save(weights, self.path)
 
 
@@ -175,7 +175,7 @@ class Bench:
         precision = "64-true" if case.exact is None else "32-true"
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "weights.pt"
-            self._fit(case, _KeepWeights(file, PARITY_STEPS), [file], PARITY_STEPS, precision=precision)
+            self._fit(case, _KeepWeights(file), [file], PARITY_STEPS, precision=precision)
             weights: Weights = safepoints.read(file)
         return {name.replace("net.module.", "net.", 1) if case.split else name: x for name, x in weights.items()}
 
