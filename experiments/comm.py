@@ -17,10 +17,8 @@ import strategies
 from apprentice.errors import BadInput
 from harness import config as cli
 from harness.runs.session import session
-from harness.runs.trainer import trainers
 from harness.studies.comm import Backend, Bench, Cases, Options, Study
-from harness.studies.isolation import one_thread
-from harness.studies.trainers import DURATION, check_forks, check_left_out, default_devices
+from harness.studies.isolation import DURATION, default_devices, one_thread, probe
 from strategies import ring
 
 UNUSED = ("precision", "gradient_clip_val", "profiler", "callbacks", "plugins")
@@ -38,15 +36,13 @@ def parser() -> cli.Parser:
 
 def world(trainer: cli.Choice) -> tuple[int, list[Backend]]:
     """The number of ranks, and the backends for their devices."""
-    check_left_out(trainer, (*DURATION, *UNUSED), "nothing is trained")
     if (strategy := trainer.init_args["strategy"]) != "auto":
         shown = strategy.class_path if isinstance(strategy, cli.Choice) else strategy
         raise BadInput("trainer.strategy", shown, "it left out: --backends chooses what carries messages")
-    probe = trainers(trainer, None, strategies.NAMES)()
-    check_forks(probe)
-    if probe.num_devices < 2:
-        raise BadInput("trainer.devices", probe.num_devices, "at least 2: a message has two ends")
-    return probe.num_devices, [NCCL, *BACKENDS] if probe.strategy.root_device.type == "cuda" else BACKENDS
+    made = probe(trainer, "auto", dict.fromkeys([*DURATION, *UNUSED], "nothing is trained"))
+    if made.num_devices < 2:
+        raise BadInput("trainer.devices", made.num_devices, "at least 2: a message has two ends")
+    return made.num_devices, [NCCL, *BACKENDS] if made.strategy.root_device.type == "cuda" else BACKENDS
 
 
 def main(argv: Sequence[str] | None = None) -> None:

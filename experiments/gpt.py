@@ -3,7 +3,6 @@
     python experiments/gpt.py                                                     # Python's own documentation, embedded
     python experiments/gpt.py --data.path input.txt --trainer.max_steps 2000      # nanoGPT's CPU recipe
     python experiments/gpt.py --sample "ROMEO:" --run runs/gpt/RUN                # go on from a prompt
-    python experiments/gpt.py --help
 
 Nine tenths of the text train, the last tenth validates and tests. OUT/ holds results.json and .md, and for each seed
 a TensorBoard run, the weights and the vocabulary.
@@ -12,7 +11,6 @@ a TensorBoard run, the weights and the vocabulary.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning.pytorch import Trainer
 from torch import nn
 
 import datamodules
@@ -20,8 +18,7 @@ import strategies
 from apprentice.errors import BadInput
 from harness import config as cli
 from harness.runs.session import Session, session
-from harness.studies.builders import check_modules, check_net, make_net, net_spec
-from harness.studies.fits import Candidate
+from harness.studies.fits import Candidate, check_modules, check_net, make_candidate
 from harness.studies.language_model import NAME, run_study, sample
 from lit_modules import nets
 from lit_modules.language_model import LitLanguageModel
@@ -76,36 +73,25 @@ def parser() -> cli.Parser:
     return parser
 
 
-class Builder:
-    """Makes the module from the configuration, for each seed anew."""
+def module(run: Session, seed: int) -> tuple[LitLanguageModel, dict[str, Candidate]]:
+    """A seed's module and candidate."""
+    config, data = run.config, run.data
+    candidate = make_candidate(run, "net", seed, "CrossEntropy", config.net.init_args, run.is_double)
+    given = {"tokens_per_character": data.tokens_per_character, "compiled": config.compile, "seed": seed}
+    return cli.build(config.model, "model", net=candidate.net, **given), {NAME: candidate}
 
-    def __init__(self, run: Session) -> None:
-        self.run, self.config, self.data = run, run.config, run.data
 
-    def module(self, seed: int) -> tuple[LitLanguageModel, dict[str, Candidate]]:
-        """A seed's module and candidate."""
-        sizes = self.data.net_arguments
-        net = make_net(self.config, "net", seed, sizes, self.run.is_double)
-        given = {"tokens_per_character": self.data.tokens_per_character, "compiled": self.config.compile, "seed": seed}
-        module = cli.build(self.config.model, "model", net=net, **given)
-        spec = net_spec(self.config, "net", sizes)
-        return module, {NAME: Candidate(net, spec, "CrossEntropy", self.config.net.init_args)}
-
-    def check(self) -> None:
-        """Build everything once.
-
-        Raises:
-            BadInput: something can't be trained.
-        """
-        trainer: Trainer = self.run.checked_trainer()
-        if self.config.compile and isinstance(trainer.strategy, NOT_COMPILED):
-            expected = "false with this --trainer.strategy, under which the net is not called as a whole"
-            raise BadInput("compile", True, expected)
-        module, _ = self.module(self.config.seeds[0])
-        if not all(hasattr(module.net, name) for name in ("generate", "block_size")):
-            raise BadInput("net", self.config.net.name, "a language model with generate() and block_size, as GPT")
-        check_net(self.run, "net", trainer)
-        check_modules(trainer, module)
+def check(run: Session) -> None:
+    """Build everything once; raise BadInput if something can't be trained."""
+    trainer, config = run.checked_trainer(), run.config
+    if config.compile and isinstance(trainer.strategy, NOT_COMPILED):
+        expected = "false with this --trainer.strategy, under which the net is not called as a whole"
+        raise BadInput("compile", True, expected)
+    model, _ = module(run, config.seeds[0])
+    if not all(hasattr(model.net, name) for name in ("generate", "block_size")):
+        raise BadInput("net", config.net.name, "a language model with generate() and block_size, as GPT")
+    check_net(run, "net", trainer)
+    check_modules(trainer, model)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -114,10 +100,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         if run.config.sample is not None:
             print(*sample(run.config), sep="\n\n")
             return
-        builder = Builder(run)
-        builder.check()
+        check(run)
         with run.folder():
-            run_study(run, builder.module)
+            run_study(run, module)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
     python experiments/hardware.py --trainer.devices 2                   # DeepNN on Digits: a minute on 2 cores
     python experiments/hardware.py --only ddp fsdp --data ImageFolder --data.root photographs --net ResNet
-    python experiments/hardware.py --help
 
 Each row is a short fit of its own, measured from inside its ranks: images/s, state and peak memory a rank, bytes sent a
 step, the share of communication that is hidden, and how far the weights end from those of one process. OUT/ holds
@@ -27,10 +26,9 @@ import strategies
 from apprentice.errors import BadInput
 from harness import config as cli
 from harness.runs.session import load_data, session
-from harness.studies.builders import learning, make_net
+from harness.studies.fits import learning, make_net
 from harness.studies.hardware import Bench, Cases, Study
-from harness.studies.isolation import one_thread, usual_threads
-from harness.studies.trainers import default_devices
+from harness.studies.isolation import default_devices, one_thread, usual_threads
 from lit_modules import nets
 from lit_modules.classifier import LitClassifier
 
@@ -68,7 +66,7 @@ def classifier(config: Namespace, data: datamodules.InMemoryData, split: bool = 
     """The module, with the same first weights in every row."""
     net = make_net(config, "net", config.seeds[0], data.net_arguments)
     net = nn.DataParallel(net) if split else net
-    return LitClassifier(net, data.num_classes, **learning(config), seed=config.seeds[0])
+    return LitClassifier(net, data.num_classes, **learning(config, data), seed=config.seeds[0])
 
 
 def main(argv: Sequence[str] | None = None) -> None:

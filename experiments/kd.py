@@ -3,7 +3,6 @@
     python experiments/kd.py                        # Digits, embedded: three seeds in under a minute on 2 cores
     python experiments/kd.py --trainer.devices 8    # the same, up to rounding, from 8 processes
     python experiments/kd.py --data Text --teacher GPT --student GPT --only ce kd    # a language model's tokens
-    python experiments/kd.py --help
 
 For each seed a teacher is trained (or loaded), every student is distilled from it in one pass over the data, and each
 is tested once. OUT/ holds the table (results.json, .md, .png), and for each net a TensorBoard run and its weights.
@@ -14,10 +13,8 @@ import os
 # Before torch is loaded: threads that spin while they wait slow small nets down.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 from torch import nn
 
@@ -27,13 +24,11 @@ from apprentice.errors import BadInput
 from apprentice.weights import load_weights
 from harness import config as cli
 from harness.runs.session import Session, session
-from harness.studies.builders import learning, make_net, net_spec
-from harness.studies.distillation import DistillationStudy
-from harness.studies.fits import Candidate
+from harness.studies.distillation import check, run_study
+from harness.studies.fits import Candidate, learning, make_candidate
 from lit_modules import nets, objectives
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
-from lit_modules.scores import TokenScores
 
 
 @dataclass
@@ -69,50 +64,36 @@ def parser() -> cli.Parser:
     return parser
 
 
-class Builder:
-    """Makes teacher and students from the configuration, for each seed anew."""
+def teacher(run: Session, seed: int) -> tuple[LitClassifier, dict[str, Candidate]]:
+    """The teacher's module, loaded if `--teacher_ckpt` is given."""
+    options = {"net": run.config.teacher.name}
+    candidate = make_candidate(run, "teacher", seed, "CrossEntropy", options, run.is_double)
+    if run.config.teacher_ckpt is not None:
+        load_weights(candidate.net, run.config.teacher_ckpt.replace("{seed}", str(seed)), "teacher_ckpt")
+    module = LitClassifier(candidate.net, run.data.num_classes, **learning(run.config, run.data), seed=seed)
+    return module, {"teacher": candidate}
 
-    def __init__(self, run: Session) -> None:
-        self.config, self.data, self.double = run.config, run.data, run.is_double
-        self.variants = cli.pick(run.config.variants, run.config.only)
-        self.learning = learning(run.config)
-        if run.data.tokens_per_character is not None:
-            self.learning["scores"] = partial(TokenScores, run.data.tokens_per_character)
 
-    def teacher(self, seed: int) -> tuple[LitClassifier, dict[str, Candidate]]:
-        """The teacher's module, loaded if `--teacher_ckpt` is given."""
-        candidate = self._candidate("teacher", seed, "CrossEntropy", {})
-        if self.config.teacher_ckpt is not None:
-            load_weights(candidate.net, self.config.teacher_ckpt.replace("{seed}", str(seed)), "teacher_ckpt")
-        module = LitClassifier(candidate.net, self.data.num_classes, **self.learning, seed=seed)
-        return module, {"teacher": candidate}
-
-    def students(self, seed: int, teacher: nn.Module) -> tuple[Distillation, dict[str, Candidate]]:
-        """The module of all students of a teacher."""
-        students, candidates = {}, {}
-        for name, choice in self.variants.items():
-            candidates[name] = self._candidate("student", seed, choice.name, choice.init_args)
-            students[name] = candidates[name].net, cli.build(choice, f"variants.{name}")
-        module = Distillation(
-            teacher, students, self.data.input_shape, self.data.num_classes, seed=seed, **self.learning,
-            teacher_cache_mb=self.config.teacher_cache_mb, input_dtype=self.data.example.dtype,
-        )  # fmt: skip
-        return module, candidates
-
-    def _candidate(self, key: str, seed: int, objective: str, options: Mapping[str, Any]) -> Candidate:
-        sizes = self.data.net_arguments
-        net, spec = make_net(self.config, key, seed, sizes, self.double), net_spec(self.config, key, sizes)
-        return Candidate(net, spec, objective, {"net": getattr(self.config, key).name, **options})
+def students(run: Session, seed: int, teacher: nn.Module) -> tuple[Distillation, dict[str, Candidate]]:
+    """The module of all students of a teacher."""
+    config, data, nets_and_objectives, candidates = run.config, run.data, {}, {}
+    for name, choice in cli.pick(config.variants, config.only).items():
+        options = {"net": config.student.name, **choice.init_args}
+        candidates[name] = make_candidate(run, "student", seed, choice.name, options, run.is_double)
+        nets_and_objectives[name] = candidates[name].net, cli.build(choice, f"variants.{name}")
+    module = Distillation(
+        teacher, nets_and_objectives, data.input_shape, data.num_classes, seed=seed, **learning(config, data),
+        teacher_cache_mb=config.teacher_cache_mb, input_dtype=data.example.dtype,
+    )  # fmt: skip
+    return module, candidates
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study that the command line describes."""
     with session("kd", parser(), argv) as run:
-        builder = Builder(run)
-        study = DistillationStudy(run, builder.teacher, builder.students)
-        study.check()
+        check(run, teacher, students)
         with run.folder():
-            study.run()
+            run_study(run, teacher, students)
 
 
 if __name__ == "__main__":

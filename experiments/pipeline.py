@@ -27,11 +27,10 @@ import strategies
 from apprentice.errors import BadInput
 from harness import config as cli
 from harness.runs.session import session
-from harness.studies.builders import make_net
-from harness.studies.isolation import one_thread
+from harness.studies.fits import make_net
+from harness.studies.isolation import default_devices, one_thread
 from harness.studies.pipeline import Bench, Case, Cases, Cut, Noise, Options, Study, Task
 from harness.studies.pipeline.cases import TUTORIALS_CUT
-from harness.studies.trainers import default_devices
 from lit_modules import nets
 from strategies.base.stages import grouped
 from strategies.pipeline import Schedule
@@ -83,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         with cli.refusals(config.net, "net"):
             layers = nets.pipeline_stages(net)
         cut = other_cut(net, layers, config.cut_after)
-        cases = Cases(config.trainer, get_args(Schedule), config.batch_size, config.split_sizes, cut)
+        cases = Cases(config, get_args(Schedule), cut)
         loader = partial(Noise, config.batch_size, shape, config.num_classes, seed=config.seeds[0])
         bench = Bench(partial(module, layers), loader, config.batches, config.repeats)
         with run.folder():

@@ -3,7 +3,6 @@
     python experiments/quantize.py --run RUN/seed0/kd          # any student of kd.py's, on its run's data
     python experiments/quantize.py --run RUN/seed0/kd --objective Hinton     # distilled from its teacher again
     python experiments/quantize.py                             # a student trained for it, on the embedded digits
-    python experiments/quantize.py --help
 
 The student in float32, in bfloat16, in int8 after training and in int8 by quantisation-aware training. Each is
 written as safetensors, torch.export's format and ONNX, as far as these can hold it, and each file is read again in a

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 from harness.reports.metrics import ACCURACY, Metric
 from harness.reports.statistics import t_interval
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # it takes a second to be imported
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+else:
+    Axes = Any
 
 GREY = "#555555"
 LOOK = {

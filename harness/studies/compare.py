@@ -1,5 +1,6 @@
 """Finished runs side by side: a row for each run's student, compared with the first run's `ce` where that is fair."""
 
+import itertools
 import os
 import zlib
 from collections.abc import Sequence
@@ -44,17 +45,12 @@ class Run:
 
 
 def load_runs(folders: Sequence[str | Path]) -> list[Run]:
-    """The runs in these folders.
-
-    Raises:
-        BadInput: a folder holds no finished run, or one without students, or is given twice.
-    """
+    """The runs in these folders; BadInput if one holds no finished run, or one without students, or is given twice."""
     paths = [Path(os.path.abspath(folder)) for folder in folders]  # noqa: PTH100 - `resolve` would rename links
-    for place, (given, path) in enumerate(zip(folders, paths, strict=True)):
-        if path.resolve() in {other.resolve() for other in paths[:place]}:
-            raise BadInput("RUN", given, "each run once; this one is given twice")
     runs: list[Run] = []
-    for given, path, name in zip(folders, paths, _names(paths), strict=True):
+    for given, path in zip(folders, paths, strict=True):
+        if path.resolve() in {run.folder.resolve() for run in runs}:
+            raise BadInput("RUN", given, "each run once; this one is given twice")
         results = load_results(given, "RUN")
         if not results.get("students"):
             found = results["experiment"]
@@ -64,31 +60,22 @@ def load_runs(folders: Sequence[str | Path]) -> list[Run]:
         wanted = [runs[0].results["metric"]["name"]] if runs else [*METRICS]
         if metric not in wanted:
             raise BadInput("RUN", given, f"a run measured by {' or '.join(wanted)}; this one has {metric}")
+        others = [other.parts for other in paths if other != path]
+        depth = next(end for end in itertools.count(1) if all(other[-end:] != path.parts[-end:] for other in others))
         with reading(given, "RUN"):
-            runs.append(Run(name, path, results, dict(flat(results.get("config") or {}))))
+            config = dict(flat(results.get("config") or {}))
+            runs.append(Run("/".join(path.parts[-depth:]), path, results, config))
             table(compare([runs[0], runs[-1]]))  # whatever a row needs is there
     return runs
 
 
-def _names(paths: Sequence[Path]) -> list[str]:
-    def name(path: Path) -> str:
-        others = [other.parts for other in paths if other != path]
-        depth = 1
-        while any(other[-depth:] == path.parts[-depth:] for other in others):
-            depth += 1
-        return "/".join(path.parts[-depth:])
-
-    return [name(path) for path in paths]
-
-
 def compare(runs: Sequence[Run]) -> Facts:
-    """The content of compare.json: `metric`, `runs`, `baseline`, `rows` (one for each run's student) and `notes`.
-
-    Runs may differ in the options of their methods. A run that differs from the first in other settings has intervals
-    but no verdict.
-    """
+    """The content of compare.json; a run with other settings than the first's has intervals but no verdict."""
     first, metric = runs[0], runs[0].results["metric"]["name"]
     baseline = f"{first.name}/{BASELINE}" if BASELINE in first.results["students"] else None
+    base: dict[int, Any] = {}  # the baseline's metric by seed
+    if baseline:
+        base = dict(zip(first.results["seeds"], first.results["students"][BASELINE][metric], strict=True))
     rows: list[Facts] = []
     notes = [] if baseline else [f"{first.name}, the first run, has no student called ce: no differences are given."]
     other = {run.name: _other_settings(run, first) for run in runs}
@@ -99,8 +86,7 @@ def compare(runs: Sequence[Run]) -> Facts:
         if differ := [f"{flag} {now}, not {was}" for flag, (now, was) in other[run.name].items()]:
             advice = "" if reason else f" {CONFOUNDED}"
             notes.append(f"{run.name} and {first.name} differ in settings: {'; '.join(differ)}.{advice}")
-        comparable = bool(baseline and not reason)
-        rows += [_row(run, student, first, comparable) for student in run.results["students"]]
+        rows += [_row(run, student, metric, {} if reason else base) for student in run.results["students"]]
         notes += failures(run.results, f"{run.name}/")
     if baseline and any(set(run.results["seeds"]) != set(first.results["seeds"]) for run in runs):
         notes.append("Differences are paired over the seeds that a run has in common with the first.")
@@ -118,14 +104,12 @@ def compare(runs: Sequence[Run]) -> Facts:
     }
 
 
-def _row(run: Run, student: str, first: Run, comparable: bool) -> Facts:
-    entry, metric = run.results["students"][student], first.results["metric"]["name"]
-    differences: list[float] = []
-    if comparable:  # over the common seeds, in the first run's order
-        own = dict(zip(run.results["seeds"], entry[metric], strict=True))
-        base = dict(zip(first.results["seeds"], first.results["students"][BASELINE][metric], strict=True))
-        common = [seed for seed in base if seed in own]
-        differences = paired_differences([own[seed] for seed in common], [base[seed] for seed in common])
+def _row(run: Run, student: str, metric: str, base: dict[int, Any]) -> Facts:
+    """A student's row; its differences are over the seeds in common with `base`, in the order there."""
+    entry = run.results["students"][student]
+    own = dict(zip(run.results["seeds"], entry[metric], strict=True))
+    common = [seed for seed in base if seed in own]
+    differences = paired_differences([own[seed] for seed in common], [base[seed] for seed in common])
     return {
         "name": f"{run.name}/{student}",
         "run": run.name,
@@ -141,7 +125,8 @@ def _row(run: Run, student: str, first: Run, comparable: bool) -> Facts:
 
 def _why_not_comparable(first: Run, run: Run) -> str:
     """Empty if both runs had the same samples, and a seed in common."""
-    limited = _limited(run) | _limited(first)
+    limits = [(part, each.settings.get(f"trainer.{flag}")) for part, flag in LIMITS.items() for each in (first, run)]
+    limited = {part for part, limit in limits if repr(limit) not in {"None", "1.0"}}  # 1 is one batch, 1.0 all
     ours, theirs = _samples(run, limited), _samples(first, limited)
     other = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
     if other:
@@ -164,15 +149,10 @@ def _samples(run: Run, limited: set[str]) -> Facts:
     return {**sizes, **chosen}
 
 
-def _limited(run: Run) -> set[str]:
-    """The parts of the data that a limit is set for; 1 is one batch, 1.0 all."""
-    return {part for part, flag in LIMITS.items() if repr(run.settings.get(f"trainer.{flag}")) not in {"None", "1.0"}}
-
-
 def _other_settings(run: Run, first: Run) -> dict[str, tuple[Any, Any]]:
-    """By flag, this value and the first run's, where the two trained differently other than in their methods' options.
+    """By flag, both values where the two trained differently other than in their methods' options.
 
-    Which samples they had is another question. Where a class differs, its options are left out.
+    Where a class differs, its options are left out.
     """
     ours, theirs = _training(run), _training(first)
     differ = [flag for flag in {**theirs, **ours} if ours.get(flag) != theirs.get(flag)]
@@ -220,13 +200,11 @@ def text(comparison: Facts) -> str:
 
 
 def save(comparison: Facts, out: str | Path | None = None) -> Path:
-    """Write compare.md, compare.png and compare.json, and return their folder: `out`, or one under runs/compare/.
-
-    Raises:
-        BadInput: the folder can't be written.
-    """
+    """Write compare.md, compare.png and compare.json, and return their folder: `out`, or one under runs/compare/."""
     names, metric = [run["name"] for run in comparison["runs"]], METRICS[comparison["metric"]]
-    folder = Path(out) if out else Path("runs", "compare", _short(names))
+    joined = "-".join(name.strip("/").replace("/", "_") for name in names)
+    short = joined if len(joined) <= 80 else f"{joined[:70]}-{zlib.crc32(joined.encode()):08x}"
+    folder = Path(out) if out else Path("runs", "compare", short)
     sources = "\n".join(f"- {run['name']}: `{run['folder']}`" for run in comparison["runs"])
     page = ["# Runs compared", sources, table(comparison).markdown(), *_notes(comparison)]
     page.append(f"![{metric.word}](compare.png)")
@@ -241,9 +219,3 @@ def save(comparison: Facts, out: str | Path | None = None) -> Path:
     except OSError as error:
         raise BadInput("out", folder, f"a folder that can be written ({error.strerror})") from error
     return folder
-
-
-def _short(names: Sequence[str]) -> str:
-    """One folder name for these runs, always the same."""
-    joined = "-".join(name.strip("/").replace("/", "_") for name in names)
-    return joined if len(joined) <= 80 else f"{joined[:70]}-{zlib.crc32(joined.encode()):08x}"

@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
+from itertools import pairwise
 from math import prod
 from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, conv_flop_count, sdpa_backward_flop_count, sdpa_flop_count
 
@@ -63,11 +64,6 @@ class _Uncounted(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def parameters(net: nn.Module) -> int:
-    """Number of parameters."""
-    return sum(p.numel() for p in net.parameters())
-
-
 def flops(step: Callable[[], Tensor]) -> int | None:
     """Operations of forward, loss and backward of a step, which returns the loss; counted without compiling.
 
@@ -82,12 +78,11 @@ def flops(step: Callable[[], Tensor]) -> int | None:
 
 def milliseconds(step: Callable[[], Tensor], times: int = 10) -> float:
     """Median time of a step with its backward, after one warm-up step; the step clears gradients itself."""
-    seconds = []
+    moments = []
     for _ in range(times + 1):
-        start = time.perf_counter()
         loss = step()
         loss.backward()
         if loss.is_cuda:
             torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return median(seconds[1:]) * 1e3
+        moments.append(time.perf_counter())
+    return median(stop - start for start, stop in pairwise(moments)) * 1e3

@@ -1,26 +1,34 @@
-"""The fits of an experiment: each leaves its nets and a record in the run's folder and is not repeated."""
+"""The nets and fits of an experiment: a fit leaves its nets and a record in the run's folder and is not repeated."""
 
 import json
+from argparse import Namespace
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Trainer
 from torch import nn
 
+import strategies
 from apprentice.batch import Batch
+from apprentice.keyed import with_seed
 from datamodules import InMemoryData
+from harness import config as cli
 from harness.reports.report import Facts
 from harness.runs.files import write_json
 from harness.runs.fit import Fit, fit_and_test
 from harness.runs.launch import is_main_process
-from harness.runs.nets import Spec, save_net
+from harness.runs.nets import Spec, save_net, spec
 from harness.runs.session import Session
 from harness.runs.tensorboard import log_run
 from harness.studies import costs
+from lit_modules import nets
 from lit_modules.learner import Learner
+from lit_modules.scores import TokenScores
 
 
 @dataclass
@@ -36,16 +44,55 @@ class Candidate:
 Make = Callable[[], tuple[Learner, dict[str, Candidate]]]
 
 
+def make_net(config: Namespace, key: str, seed: int, given: Mapping[str, Any], double: bool = False) -> nn.Module:
+    """The net chosen under a key, its first weights from the seed alone; `given` are arguments that the data fixes."""
+    net: nn.Module = with_seed(seed, lambda: cli.build(getattr(config, key), key, **given))
+    return net.double() if double else net
+
+
+def make_candidate(
+    run: Session, key: str, seed: int, objective: str, options: Mapping[str, Any], double: bool = False
+) -> Candidate:
+    """The net chosen under a key as a candidate of a fit; TensorBoard shows `options` beside its results."""
+    choice, given = getattr(run.config, key), run.data.net_arguments
+    net = make_net(run.config, key, seed, given, double)
+    return Candidate(net, spec(choice.class_path, cli.arguments(choice, key, **given)), objective, options)
+
+
+def learning(config: Namespace, data: InMemoryData) -> dict[str, Any]:
+    """What makes the chosen optimizer and scheduler, and scores that suit the data, as arguments of a Learner."""
+    scheduler = None if config.scheduler is None else cli.factory(config.scheduler, "scheduler")
+    scores = {} if data.tokens_per_character is None else {"scores": partial(TokenScores, data.tokens_per_character)}
+    return {"optimizer": cli.factory(config.optimizer, "optimizer"), "scheduler": scheduler, **scores}
+
+
+def check_net(run: Session, key: str, trainer: Trainer, trained: bool = True) -> None:
+    """Raise BadInput if the net chosen under a key does not fit seed, data or strategy; `trained` or only evaluated."""
+    config, data, strategy = run.config, run.data, trainer.strategy
+    net, again = (make_net(config, key, config.seeds[0], data.net_arguments, run.is_double) for _ in range(2))
+    if trained:
+        nets.check_same_start(net, again, key)
+    logits = (data.num_classes,) if data.tokens_per_character is None else (*data.input_shape, data.num_classes)
+    # A GPU's kernels are not tried: after that, forked ranks could not use the GPU.
+    with nullcontext() if strategy.root_device.type == "cpu" else nets.any_kernel(net):
+        nets.check_fits(net, data.example, logits, key, trained)
+    if isinstance(strategy, strategies.PipelineStrategy) or getattr(strategy, "devices_per_worker", 1) > 1:
+        with cli.refusals(getattr(config, key), key):
+            nets.pipeline_stages(net, key)
+
+
+def check_modules(trainer: Trainer, *modules: Learner) -> None:
+    """Raise BadInput if the strategy can't train one of the modules."""
+    if isinstance(trainer.strategy, strategies.DataParallel):
+        for module in modules:
+            trainer.strategy.check_module(module)
+
+
 def train(run: Session, seed: int, name: str, make: Make, trained: bool = False, **options: Any) -> Facts:
     """Fit and test a module of one or several candidates, export their nets, measure their costs.
 
-    Args:
-        run: the session, its folder open.
-        seed: the training seed; keys order and augmentation.
-        name: of the fit.
-        make: makes the module and its candidates by name; not called if the fit is finished.
-        trained: whether the module has its weights already and is only tested.
-        options: of the Trainer, over the user's.
+    `make` makes the module and its candidates by name, unless the fit of this name is finished. A `trained` module is
+    only tested. `options` of the Trainer replace the user's.
 
     Returns:
         `fit_seconds`, and by the candidates' names `runs`: `objective`, `parameters`, test scores, `step_ms`,
@@ -70,8 +117,7 @@ def train(run: Session, seed: int, name: str, make: Make, trained: bool = False,
     if is_main_process():
         module.to(fit.device)  # a fit on a GPU ends on the CPU
         for key, candidate in candidates.items():
-            found = _facts(module, key if module.runs != [""] else "", candidate, fit, run.data)
-            facts["runs"][key] = found
+            facts["runs"][key] = found = _facts(module, key if key in module.runs else "", candidate, fit, run.data)
             save_net(candidate.net, candidate.spec, folder / key)
             if run.tensorboard:
                 shown = {f"cost/{name}": found[name] for name in ("parameters", "train_flops", "step_ms")}
@@ -99,7 +145,7 @@ def _facts(module: Learner, run: str, candidate: Candidate, fit: Fit, data: InMe
     failed, names = module.failed.get(run), module.scores_of(run).names
     facts: Facts = {
         "objective": candidate.objective,
-        "parameters": costs.parameters(candidate.net),
+        "parameters": sum(p.numel() for p in candidate.net.parameters()),
         **{f"test_{name}": None if failed else fit.scores[f"{prefix}/{name}"] for name in names},
         "step_ms": None,
         "train_flops": None,
@@ -108,20 +154,12 @@ def _facts(module: Learner, run: str, candidate: Candidate, fit: Fit, data: InMe
     if "test_correct" in facts and not failed:
         facts["test_correct"] = round(facts["test_correct"])
     if module.samples and not failed:  # a loaded net has no training to measure
-        batch = _first_batch(module, data)
+        weight, train = next(module.parameters()), data.split("train")
+        inputs, labels = train.take(torch.arange(min(data.batch_size, len(train.labels))))
+        pair = data.normalize(inputs.to(weight.device), weight.dtype), labels.to(weight.device)
         with fit.autocast():
-            step = module.step_alone(run, batch)
+            step = module.step_alone(run, Batch.of(pair, 0, shared=False))
             if (operations := costs.flops(step)) is not None:
-                facts["train_flops"] = round(operations / batch.count * module.samples)
+                facts["train_flops"] = round(operations / len(labels) * module.samples)
             facts["step_ms"] = costs.milliseconds(step)
     return facts
-
-
-def _first_batch(module: nn.Module, data: InMemoryData) -> Batch:
-    """The training set's first samples as one global batch."""
-    parameter, train = next(module.parameters()), data.split("train")
-    rows = torch.arange(min(data.batch_size, len(train.labels)))
-    inputs, labels = train.take(rows)
-    inputs = data.normalize(inputs.to(parameter.device), parameter.dtype)
-    rows = rows.to(parameter.device)
-    return Batch(inputs, labels.to(parameter.device), rows, rows, len(rows), 1, 0)

@@ -1,26 +1,38 @@
-"""Calls and fits in processes of their own, so that one device's fit is measured under the conditions of a rank."""
+"""Trainers for the cases of a study, and fits in processes of their own: one device is measured as a rank is."""
 
 import logging
 import multiprocessing
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.multiprocessing.spawn import start_processes
 
+from apprentice.errors import BadInput
+from harness import config
 from harness.runs import environment, signals
+from harness.runs.fit import MakeTrainer
+from harness.runs.trainer import trainers
+from strategies import NAMES
+
+TIMEOUT = 300.0  # seconds to wait for a rank that hangs, not the half hour of a run that matters
+DURATION = (
+    "max_epochs", "max_steps", "max_time", "min_epochs", "min_steps", "limit_train_batches", "limit_val_batches",
+)  # fmt: skip
+QUIET = {
+    "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "limit_val_batches": 0,
+    "max_epochs": -1,
+}  # fmt: skip
 
 
 @contextmanager
 def one_thread() -> Iterator[int]:
-    """Inside the block torch computes with one thread here; yields the number outside of it.
-
-    OpenMP's threads do not survive a fork: a child that wants several would wait for its parent's.
-    """
+    """Inside, torch computes with one thread, as OpenMP's do not survive a fork; yields the number outside."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -62,17 +74,15 @@ def children_end_with_block(patience: float = 3.0) -> Iterator[None]:
 @contextmanager
 def silenced(*names: str) -> Iterator[None]:
     """Inside the block these loggers report errors alone, and warnings are ignored."""
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
+    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
+    for logger in levels:
         logger.setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
+    try:
+        with warnings.catch_warnings(action="ignore"):
             yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
+    finally:
+        for logger, level in levels.items():
+            logger.setLevel(level)
 
 
 def can_fork() -> bool:
@@ -81,32 +91,23 @@ def can_fork() -> bool:
 
 
 def call_isolated(function: Callable[[], object], threads: int) -> None:
-    """Call the function in a forked process with so many threads; where there is no fork, in this one.
+    """Call the function in a forked process with so many threads, if this one has kept to one; without fork, here."""
 
-    Only what it writes to files outlasts it. More than one thread works only if this process has kept to one.
-
-    Raises:
-        Interrupted: the user asked to stop, unless signals are deferred.
-    """
-    if can_fork():
-        process = start_processes(_call, args=(function, threads), nprocs=1, join=False, start_method="fork")
-        while not process.join(timeout=0.1):
-            if not signals.deferring():
-                signals.stop_if_requested()  # an exception that a signal raises inside a fork is lost
-    else:
+    def call(_rank: int) -> None:
+        torch.set_num_threads(threads)
         function()
 
-
-def _call(_number: int, function: Callable[[], object], threads: int) -> None:
-    torch.set_num_threads(threads)
-    function()
+    if not can_fork():
+        function()
+        return
+    process = start_processes(call, nprocs=1, join=False, start_method="fork")
+    while not process.join(timeout=0.1):
+        if not signals.deferring():
+            signals.stop_if_requested()  # an exception that a signal raises inside a fork is lost
 
 
 def fit_isolated(trainer: Trainer, fit: Callable[[], object], threads: int) -> None:
-    """Fit in processes that end with the fit; a signal ends it at the next batch if it has a `Stoppable`.
-
-    A process that trains alone has so many threads.
-    """
+    """Fit in processes that end with it, one by itself with so many threads; a `Stoppable` lets a signal end it."""
     with children_end_with_block(), signals.deferred():
         if trainer.strategy.launcher is None:
             call_isolated(fit, threads)
@@ -126,3 +127,40 @@ class Stoppable(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Stop if requested."""
         signals.stop_if_requested()
+
+
+def default_devices() -> int | str:
+    """All GPUs, or two processes where there are none."""
+    return "auto" if torch.cuda.is_available() else 2
+
+
+def with_strategy(trainer: config.Choice, strategy: Any, exact: int | None = None, one: bool = False) -> MakeTrainer:
+    """Makes Trainers with the user's settings and this strategy; `one`: on the first device alone.
+
+    Ranks are forked if the strategy may choose: on GPUs it would start this script again in each.
+    """
+    if isinstance(strategy, config.Choice) and strategy.init_args.get("start_method") == "auto" and can_fork():
+        strategy = replace(strategy, init_args=strategy.init_args | {"start_method": "fork"})
+    settings = {**trainer.init_args, "strategy": strategy}
+    if one:
+        chosen = settings["devices"]
+        settings["devices"] = chosen[:1] if isinstance(chosen, list) else 1
+
+    def make(**kwargs: Any) -> Trainer:
+        return trainers(config.Choice(trainer.class_path, settings), exact, NAMES)(**kwargs)
+
+    return make
+
+
+def probe(trainer: config.Choice, strategy: Any, left_out: Mapping[str, str]) -> Trainer:
+    """A Trainer with this strategy; BadInput if it has options to be `left_out`, or ranks that are not forked here."""
+    for key, reason in left_out.items():
+        if (value := trainer.init_args[key]) not in {None, -1}:
+            raise BadInput(f"trainer.{key}", value, f"it left out: {reason}")
+    made = with_strategy(trainer, strategy)()
+    if made.num_nodes > 1:
+        raise BadInput("trainer.num_nodes", made.num_nodes, "1: one machine is measured")
+    environment = getattr(made.strategy, "cluster_environment", None)
+    if environment is not None and environment.creates_processes_externally:
+        raise BadInput("trainer.devices", made.num_devices, "a start without torchrun or srun: ranks are forked here")
+    return made

@@ -5,7 +5,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from apprentice.errors import BadInput
 from datamodules import Text, Vocabulary
@@ -24,63 +24,50 @@ from lit_modules import nets
 from lit_modules.language_model import LitLanguageModel
 
 NAME = "gpt"  # of the experiment, of its fit and of the net's folder
-Make = Callable[[int], tuple[LitLanguageModel, dict[str, Candidate]]]
 
 
-def run_study(run: Session, make: Make) -> None:
-    """Train and test a net for each seed, let each write, then print and save the table.
-
-    Raises:
-        BadInput: a loss is not finite.
-    """
+def run_study(run: Session, make: Callable[[Session, int], tuple[LitLanguageModel, dict[str, Candidate]]]) -> None:
+    """Train and test a net for each seed, let each write, then print and save the table."""
     run.describe()
-    fits = []
+    out, fits, vocabulary = run.out, [], cast("Text", run.data).vocabulary
     for seed in run.config.seeds:
-        fits.append(train(run, seed, NAME, partial(make, seed)))
+        fits.append(train(run, seed, NAME, partial(make, run, seed)))
         if fault := failure(fits[-1], NAME):
             rate = run.config.model.init_args["lr"]
             raise BadInput("model.lr", rate, f"settings that train the net; with seed {seed} {fault}")
     if not is_main_process():
         return
+    samples = []
+    for seed in run.config.seeds:
+        folder = out / f"seed{seed}" / NAME
+        write_json(folder / "vocabulary.json", {"characters": vocabulary.characters})
+        samples.append(_generated(folder, vocabulary.start, run.config))
+        if run.tensorboard:
+            log_text(folder, "sample", "\n\n".join(samples[-1]))
     results = run.header() | {
         "metric": {"name": BITS.name, "higher_is_better": False},
         "runs": [fit["runs"][NAME] | {"fit_seconds": fit["fit_seconds"]} for fit in fits],
-        "samples": {str(seed): _write_samples(run, seed) for seed in run.config.seeds},
+        "samples": dict(zip(map(str, run.config.seeds), samples, strict=True)),
     }
-    out, shown, first = run.out, table(results), results["samples"][str(run.config.seeds[0])][0]
+    shown, first = table(results), samples[0][0]
     write_text(out / "results.md", "\n\n".join([header(results), shown.markdown(), indented(first)]))
     write_json(out / "results.json", results)
     print(f"{first}\n\n{shown.plain()}\n\n{out}/results.md, .json; curves: tensorboard --logdir {out}")
 
 
-def _write_samples(run: Session, seed: int) -> list[str]:
-    folder, data = run.out / f"seed{seed}" / NAME, run.data
-    assert isinstance(data, Text)
-    write_json(folder / "vocabulary.json", {"characters": data.vocabulary.characters})
-    texts = generated(folder, data.vocabulary.start, run.config)
-    if run.tensorboard:
-        log_text(folder, "sample", "\n\n".join(texts))
-    return texts
-
-
 def table(results: Facts) -> Table:
     """A line for each seed."""
     header = ["seed", "parameters", "held-out loss", "bits a character", "perplexity", "step, ms", "training, s"]
-    keys = ("test_loss", "test_bpc", "test_perplexity")
-    rows = [
-        [str(seed), count(facts["parameters"]), *(f"{facts[key]:.4f}" for key in keys), short(facts["step_ms"]),
-         short(facts["fit_seconds"])]
-        for seed, facts in zip(results["seeds"], results["runs"], strict=True)
-    ]  # fmt: skip
+    rows = []
+    for seed, facts in zip(results["seeds"], results["runs"], strict=True):
+        scores = [f"{facts[key]:.4f}" for key in ("test_loss", "test_bpc", "test_perplexity")]
+        times = short(facts["step_ms"]), short(facts["fit_seconds"])
+        rows.append([str(seed), count(facts["parameters"]), *scores, *times])
     return Table(header, rows)
 
 
-def generated(folder: Path, prompt: str, config: Namespace) -> list[str]:
-    """Texts that begin with the prompt, by the net in a folder, each as long as its block.
-
-    Raises:
-        BadInput: the prompt has unknown characters, or too many or too few tokens.
-    """
+def _generated(folder: Path, prompt: str, config: Namespace) -> list[str]:
+    """Texts that begin with the prompt, by the net in a folder, each as long as its block."""
     net: Any = load_net(folder)
     vocabulary = Vocabulary(**json.loads((folder / "vocabulary.json").read_text("utf-8")))
     tokens = vocabulary.encode(prompt, "sample")
@@ -92,12 +79,8 @@ def generated(folder: Path, prompt: str, config: Namespace) -> list[str]:
 
 
 def sample(config: Namespace) -> Sequence[str]:
-    """Texts that begin with `--sample`, by the net that a finished run trained with its first seed.
-
-    Raises:
-        BadInput: `--run` is no finished run of gpt.py.
-    """
+    """Texts that begin with `--sample`, by the net of the first seed in `--run`; BadInput if one can't be used."""
     results = load_results(config.run)
     if results["experiment"] != NAME:
         raise BadInput("run", config.run, f"a run of gpt.py; this one is of {results['experiment']}.py")
-    return generated(Path(config.run) / f"seed{results['seeds'][0]}" / NAME, config.sample, config)
+    return _generated(Path(config.run) / f"seed{results['seeds'][0]}" / NAME, config.sample, config)

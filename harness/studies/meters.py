@@ -1,9 +1,11 @@
-"""Meters of one process: time, peak memory, bytes of the training state, bytes sent."""
+"""Meters of one process: time, memory, bytes of the training state, bytes sent, communication that is hidden."""
 
 import ctypes
+import math
 import os
 import re
 import socket
+import stat
 import struct
 import sys
 import time
@@ -17,7 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.profiler import ProfilerActivity
 
+Spans = list[tuple[float, float]]
 LINUX = sys.platform == "linux"
 OVER_TCP = ("gloo", "ring")  # backends whose messages are all sent so
 TCP_BYTES_ACKED = 120  # offset of tcpi_bytes_acked in Linux' struct tcp_info, since 4.1
@@ -32,12 +36,9 @@ class Stamps:
 
     def mark(self) -> None:
         """Note this moment."""
+        self._moments.append(torch.cuda.Event(enable_timing=True) if self._gpu else time.perf_counter())
         if self._gpu:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._moments.append(event)
-        else:
-            self._moments.append(time.perf_counter())
+            self._moments[-1].record()
 
     def seconds(self) -> list[float]:
         """From each moment to the next."""
@@ -61,9 +62,7 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(device)
             self._start = torch.cuda.memory_allocated(device)
         elif LINUX:
-            libc = ctypes.CDLL(None)
-            if hasattr(libc, "malloc_trim"):
-                libc.malloc_trim(0)  # freed pages that glibc keeps would be filled without any growth
+            ctypes.CDLL(None).malloc_trim(0)  # freed pages that glibc keeps would be filled without any growth
             with suppress(OSError):
                 Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is resident
             self._start = _status()["RssAnon"]
@@ -85,12 +84,11 @@ def _status() -> dict[str, int]:
 
 def state_bytes(module: nn.Module, optimizers: Iterable[Optimizer]) -> int:
     """Bytes of parameters, gradients and optimizer state that this rank holds; of a sharded tensor its own shard."""
-    parameters = list(module.parameters())
-    tensors = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
+    tensors: list[Any] = [x for p in module.parameters() for x in (p, p.grad)]
     for optimizer in optimizers:
-        tensors += [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
-    local: list[Any] = [x.to_local() if hasattr(x, "to_local") else x for x in tensors]
-    return sum(x.numel() * x.element_size() for x in local)
+        tensors += [x for state in optimizer.state.values() for x in state.values()]
+    local = [x.to_local() if hasattr(x, "to_local") else x for x in tensors if isinstance(x, Tensor)]
+    return sum(x.nbytes for x in local)
 
 
 def sent_bytes() -> int | None:
@@ -98,7 +96,7 @@ def sent_bytes() -> int | None:
 
     0 outside of a process group; None where ranks talk through something else (NCCL), or off Linux.
     """
-    if not dist.is_available() or not dist.is_initialized():
+    if not dist.is_initialized():
         return 0
     if not LINUX or dist.get_backend() not in OVER_TCP:
         return None
@@ -106,14 +104,62 @@ def sent_bytes() -> int | None:
 
 
 def _acked(descriptor: int) -> int:
-    try:
-        if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):  # noqa: PTH115 - it is no path
-            return 0
-        connection = socket.socket(fileno=os.dup(descriptor))
-    except OSError:  # closed meanwhile
-        return 0
-    with connection:
-        if connection.family not in {socket.AF_INET, socket.AF_INET6} or connection.type != socket.SOCK_STREAM:
-            return 0
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 300)
-    return struct.unpack_from("Q", info, TCP_BYTES_ACKED)[0] if len(info) >= TCP_BYTES_ACKED + 8 else 0
+    with suppress(OSError):  # it was closed meanwhile, or speaks no TCP
+        if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 300)
+                return struct.unpack_from("Q", info, TCP_BYTES_ACKED)[0]
+    return 0
+
+
+class Overlap:
+    """Profiles this rank until `share` is called.
+
+    A collective is under way from its call to its last byte, so waiting for a slower rank is part of it. The hidden
+    share is the time in which one was under way while this rank computed (on CPU: an operator of torch ran in it; on a
+    GPU: a kernel other than NCCL's), over the time in which one was under way: Holistic Trace Analysis' communication
+    computation overlap. That both may slow each other down is not in it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._gpu = device.type == "cuda"
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._gpu else [])]
+        self._profile = torch.profiler.profile(activities=activities, acc_events=True)
+        self._profile.start()
+
+    def share(self) -> float | None:
+        """The hidden share; None without communication."""
+        if self._gpu:
+            torch.cuda.synchronize()
+        self._profile.stop()
+        events: Any = self._profile.events()
+        backends: tuple[str, ...] = ("gloo:", "ring:")
+        operators = "aten::"
+        if self._gpu:
+            events = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+            events = [event for event in events if not event.name.startswith(("Mem", "nccl:", "##"))]
+            backends, operators = ("nccl",), ""
+        spans: dict[bool, Spans] = {True: [], False: []}  # of communication, of computation
+        for event in events:
+            if (sends := event.name.startswith(backends)) or event.name.startswith(operators):
+                spans[sends].append((event.time_range.start, event.time_range.end))
+        return hidden_share(spans[True], spans[False])
+
+
+def hidden_share(communication: Spans, computation: Spans) -> float | None:
+    """Time of both at once over that of communication; the spans of each may overlap among themselves."""
+    total = _covered(communication)
+    if not total:
+        return None
+    # |A and B| = |A| + |B| - |A or B|, but for rounding
+    both = total + _covered(computation) - _covered([*communication, *computation])
+    return min(max(both / total, 0.0), 1.0)
+
+
+def _covered(spans: Spans) -> float:
+    """The time within at least one of the spans."""
+    total, until = 0.0, -math.inf
+    for start, end in sorted(spans):
+        total += max(end - max(start, until), 0.0)
+        until = max(until, end)
+    return total

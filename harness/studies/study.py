@@ -3,8 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from apprentice.errors import BadInput
 from harness.config.messages import one_line
@@ -34,20 +33,30 @@ class Study:
 
     def __init__(self, run: Session, **how: int | str) -> None:
         self.out, self.parser = run.out, run.parser
-        settings = run.parser.as_dict(run.config)
         self.rows: dict[str, Facts] = {}  # by name
         self.failed: dict[str, str] = {}  # one-line reasons by name
         self.header: Facts = {
             "experiment": run.name, "hardware": environment.hardware() | how, "versions": environment.versions(),
-            "config": settings,
+            "config": run.parser.as_dict(run.config),
         }  # fmt: skip
         if run.config.resume and (self.out / "results.json").exists():
             before = json.loads((self.out / "results.json").read_text())
-            if "trainer" in settings:
-                _check_trainer(before["config"]["trainer"], settings["trainer"], self.out)
-            _check_machine(_machine(before, how), _machine(self.header, how), self.out)
+            self._check_same(before, how)
             self.rows = {row[self.key]: row for row in before["rows"]}
         run.describe()
+
+    def _check_same(self, before: Facts, how: Iterable[str]) -> None:
+        rows = f"the rows in {self.out} were measured"
+        now = self.header["config"].get("trainer", {})
+        for key in FIXED if now else ():
+            if (was := before["config"]["trainer"][key]) != now[key]:
+                old, new = (value["class_path"] if isinstance(value, dict) else value for value in (was, now[key]))
+                raise BadInput(f"trainer.{key}", new, f"{old}, as {rows}; leave it out, or take another --out")
+        places = [*(("hardware", name) for name in (*MACHINE, *how)), ("versions", "torch")]
+        pairs = [(name, before[part].get(name), self.header[part].get(name)) for part, name in places]
+        if differ := [f"{name} {was}, not {here}" for name, was, here in pairs if was != here]:
+            expected = f"the machine on which {rows}: {'; '.join(differ)}; or take another --out"
+            raise BadInput("resume", "true", expected)
 
     def line(self, row: Facts) -> str:
         """The line that is printed once a row is measured."""
@@ -73,12 +82,11 @@ class Study:
     def fail(self, error: Exception, name: str, *more: str) -> None:
         """Record and print that a case failed, or several for one reason."""
         signals.stop_if_requested()  # which may be the cause
-        if (line := one_line(error, self.parser)) is not None:
-            line = line.partition("; --out FOLDER")[0]  # there is no checkpoint to go on from
-        else:
-            last = [text for text in str(error).splitlines() if text.strip()] or [""]
-            line = last[-1] if "rror: " in last[-1] else f"{type(error).__name__}: {last[-1]}"
-        line = " ".join(line.split())
+        line = one_line(error, self.parser)
+        if line is None:
+            last = (str(error).strip().splitlines() or [""])[-1]
+            line = last if "rror: " in last else f"{type(error).__name__}: {last}"
+        line = " ".join(line.partition("; --out FOLDER")[0].split())  # there is no checkpoint to go on from
         self.failed |= dict.fromkeys([name, *more], line)
         others = f" and {len(more)} more" if more else ""
         sys.stderr.write(f"{name}{others} failed: {line}\n")
@@ -107,22 +115,3 @@ class Study:
         print(f"{report.plain()}\n\n{self.out}/{self.files}")
         if self.failed or failed:
             raise SystemExit(1)
-
-
-def _check_trainer(before: Mapping[str, Any], now: Mapping[str, Any], out: Path) -> None:
-    for key in FIXED:
-        if before[key] != now[key]:
-            old, new = (value["class_path"] if isinstance(value, dict) else value for value in (before[key], now[key]))
-            expected = f"{old}, as the rows in {out} were measured; leave it out, or take another --out"
-            raise BadInput(f"trainer.{key}", new, expected)
-
-
-def _machine(header: Facts, how: Iterable[str]) -> Facts:
-    """What figures depend on beside the flags."""
-    return {name: header["hardware"].get(name) for name in (*MACHINE, *how)} | {"torch": header["versions"]["torch"]}
-
-
-def _check_machine(before: Facts, now: Facts, out: Path) -> None:
-    if differ := [f"{name} {before[name]}, not {now[name]}" for name in before if before[name] != now[name]]:
-        expected = f"the machine on which the rows in {out} were measured: {'; '.join(differ)}; or take another --out"
-        raise BadInput("resume", "true", expected)

@@ -176,6 +176,7 @@ class PipelineStrategy(PipelineTraining):
         if self.balance == "time" and module.trainer.training:
             costs = self._seconds(module, [*itertools.chain(*groups)])
             groups = self._cut(module, stages.sizes_by_cost(costs, len(groups)))
+        self.stage_sizes = [len(group) for group in groups]
         warn_of_other_numbers(module, self.exact is None and self.assignment.num_microbatches > 1)
         self._runner = PipelineRunner(self.assignment, groups, self._group, self.root_device)
         self._placement = StagePlacement(module, self._runner)

@@ -14,12 +14,10 @@ from lightning.pytorch import LightningModule
 from experiments import hardware
 from harness import config as cli
 from harness.studies.hardware import Bench
-from harness.studies.hardware.callbacks import Phases
 from harness.studies.hardware.cases import Cases
-from harness.studies.hardware.measure import differing_bits, largest_difference
-from harness.studies.hardware.overlap import hidden_share
+from harness.studies.hardware.measure import Phases, difference
 from harness.studies.hardware.report import report, table
-from harness.studies.meters import PeakMemory, sent_bytes, state_bytes
+from harness.studies.meters import PeakMemory, hidden_share, sent_bytes, state_bytes
 from strategies import DDP
 from tests.commands import left_by_overwriting, refused, refused_elsewhere, results
 from tests.processes import Run
@@ -298,14 +296,14 @@ def test_hidden_is_the_time_in_both() -> None:
 
 def test_differences() -> None:
     ones = {"a": torch.ones(3), "n": torch.tensor(3)}
-    assert largest_difference(ones, ones) == differing_bits(ones, ones) == 0
+    assert difference(ones, ones) == difference(ones, ones, in_bits=True) == 0
     other = {"a": torch.tensor([1.0, 1.5, 1.0]), "n": torch.tensor(3)}
-    assert largest_difference(ones, other) == 0.5
-    assert differing_bits(ones, other) == 1  # the first of the fraction
-    assert differing_bits({"a": torch.tensor(0.0)}, {"a": torch.tensor(-0.0)}) == 1
-    assert largest_difference(ones, {**ones, "a": torch.tensor([1.0, torch.nan, 5.0])}) != 0
+    assert difference(ones, other) == 0.5
+    assert difference(ones, other, in_bits=True) == 1  # the first of the fraction
+    assert difference({"a": torch.tensor(0.0)}, {"a": torch.tensor(-0.0)}, in_bits=True) == 1
+    assert difference(ones, {**ones, "a": torch.tensor([1.0, torch.nan, 5.0])}) != 0
     with pytest.raises(ValueError, match="one net"):
-        largest_difference(ones, {"a": torch.ones(3)})
+        difference(ones, {"a": torch.ones(3)})
 
 
 def test_sent_bytes_are_counted_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import statistics
 import time
+from argparse import Namespace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,7 @@ from experiments import pipeline
 from harness.runs.progress import quiet
 from harness.studies.pipeline import Bench, Case, Cases, Cut, Noise, Task
 from harness.studies.pipeline.cases import bubble_bound
-from harness.studies.pipeline.figures import idle
-from harness.studies.pipeline.measure import timed_only
-from harness.studies.pipeline.report import table
+from harness.studies.pipeline.report import idle, table
 from tests.commands import left_by_overwriting, refused, refused_elsewhere, results
 from tests.processes import Run
 from tests.training import trainer
@@ -256,6 +255,7 @@ def test_the_tutorials_figures_stand_beside_its_own_experiment() -> None:
     assert {line[-1] for line in shown} == {"—"}
 
 
+@pytest.mark.filterwarnings("ignore:.*BatchNorm sees:UserWarning")  # it is only timed
 def test_a_net_is_split_within_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "TWO", ("cpu", "cpu"))
     rows = study(["--trainer.devices", "2"], batch=6, sizes=(4,), cut=Cut("after 1", [1, 2]))
@@ -266,7 +266,7 @@ def test_a_net_is_split_within_one_process(monkeypatch: pytest.MonkeyPatch) -> N
     layers = [nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4)]
     module = partial(pipeline.module, layers)
     bench = Bench(module, partial(Noise, 6, (6,), 4, seed=0), batches=1, repeats=1)
-    with quiet(), timed_only():
+    with quiet():
         assert [module(row).layers[0].split_size for row in (whole, half)] == [None, 4]  # type: ignore[union-attr]
         facts, timeline = bench.measure(half)
     assert facts == {**facts, "schedule": None, "num_microbatches": 2}
@@ -275,7 +275,8 @@ def test_a_net_is_split_within_one_process(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def study(flags: list[str], batch: int = 120, sizes: tuple[int, ...] = (8,), cut: Cut | None = None) -> Cases:
-    return Cases(pipeline.parser().parse(flags).trainer, SCHEDULES, batch, sizes, cut)
+    config = pipeline.parser().parse(flags)
+    return Cases(Namespace(trainer=config.trainer, batch_size=batch, split_sizes=sizes), SCHEDULES, cut)
 
 
 def test_a_schedule_that_can_not_cut_so_takes_a_few_more() -> None:
@@ -301,7 +302,7 @@ def test_bounds_on_more_ranks_and_cuts_that_fit() -> None:
 
 
 def test_micro_batches_on_one_device_take_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.studies.pipeline.task.LEARNING_RATE", 1.0)
+    monkeypatch.setattr("harness.studies.pipeline.measure.LEARNING_RATE", 1.0)
     start = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4)).double()
     ends = []
     for count in (1, 3):

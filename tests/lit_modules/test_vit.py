@@ -21,7 +21,7 @@ from experiments import kd
 from harness.config.messages import one_line
 from harness.runs.nets import load_net
 from harness.runs.session import Session
-from harness.studies.distillation import DistillationStudy
+from harness.studies import distillation
 from lit_modules.distillation import Distillation
 from lit_modules.nets import ViT, run
 from lit_modules.objectives import CrossEntropy, DeiTToken, Hint
@@ -318,8 +318,7 @@ def test_the_kernels_of_another_device_are_not_asked_for_here() -> None:
         trainer = SimpleNamespace(strategy=strategy, distributed_sampler_kwargs=None)
         run = Session("kd", kd.parser(), flags)
         run.data, run.trainer = data, lambda: trainer
-        builder = kd.Builder(run)
-        DistillationStudy(run, builder.teacher, builder.students).check()
+        distillation.check(run, kd.teacher, kd.students)
 
     check("cuda")
     with pytest.raises(BadInput, match=r"^--teacher\.backend efficient: expected a kernel"):

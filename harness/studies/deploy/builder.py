@@ -16,10 +16,9 @@ from harness.runs.launch import is_main_process
 from harness.runs.nets import Spec
 from harness.runs.safepoints import read
 from harness.runs.session import Session
-from harness.studies.builders import check_net, learning, make_net, net_spec
 from harness.studies.deploy import formats
 from harness.studies.deploy.source import images_of, of_net, read_net
-from harness.studies.fits import Candidate, failure, train, wait_for_main
+from harness.studies.fits import Candidate, check_net, failure, learning, make_candidate, train, wait_for_main
 from lit_modules import nets
 from lit_modules.classifier import LitClassifier
 from lit_modules.quantization import post_training
@@ -39,10 +38,9 @@ class Builder:
 
     def fresh(self) -> tuple[LitClassifier, dict[str, Candidate]]:
         """The module of a student that is trained here."""
-        choice, net = self.config.student, make_net(self.config, STUDENT, self.seed, self.sizes)
-        options = {"net": choice.name, **choice.init_args}
-        candidate = Candidate(net, net_spec(self.config, STUDENT, self.sizes), "CrossEntropy", options)
-        return LitClassifier(net, self.data.num_classes, seed=self.seed), {STUDENT: candidate}
+        options = {"net": self.config.student.name, **self.config.student.init_args}
+        candidate = make_candidate(self.run, STUDENT, self.seed, "CrossEntropy", options)
+        return LitClassifier(candidate.net, self.data.num_classes, seed=self.seed), {STUDENT: candidate}
 
     def student(self) -> tuple[nn.Module, Spec]:
         """The student of `--run`, or one that is trained now, and how to rebuild it."""
@@ -72,7 +70,8 @@ class Builder:
     def aware(self, net: nn.Module) -> Quantized:
         """The module of quantisation-aware training."""
         objective = cli.build(self.config.objective, "objective")
-        options: dict[str, Any] = {**learning(self.config), "seed": self.seed, "freeze_epoch": self.config.freeze_epoch}
+        options: dict[str, Any] = {"seed": self.seed, "freeze_epoch": self.config.freeze_epoch}
+        options |= learning(self.config, self.data)
         return Quantized(net, objective, self.teacher(objective), **self.sizes, **options)
 
     def int8(self, net: nn.Module) -> nn.Module:

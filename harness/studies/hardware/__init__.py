@@ -9,8 +9,6 @@ from harness.studies.hardware.cases import SINGLE, Case, Cases
 from harness.studies.hardware.measure import Bench
 from harness.studies.hardware.report import report
 
-__all__ = ["Bench", "Case", "Cases", "Study"]
-
 
 class Study(study.Study):
     """Measures strategies; rows are named by `strategy`."""

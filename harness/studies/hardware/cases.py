@@ -7,7 +7,7 @@ from typing import Any
 from apprentice.errors import BadInput
 from harness import config
 from harness.runs.fit import MakeTrainer
-from harness.studies.trainers import DURATION, check_forks, check_left_out, forking, with_strategy, with_timeout
+from harness.studies.isolation import DURATION, TIMEOUT, probe, with_strategy
 from strategies import NAMES
 
 SINGLE, SPLIT = "single", "DataParallel"
@@ -35,79 +35,59 @@ class Cases:
 
     def __init__(self, trainer: config.Choice, exact: int | None) -> None:
         self._trainer, self._family = trainer, config.Strategies(names=NAMES)
-        check_left_out(trainer, DURATION, "--steps says how long a row is measured")
-        probe = with_strategy(trainer, "auto")()
-        self.devices, self._gpus = probe.num_devices, probe.num_devices * (probe.strategy.root_device.type == "cuda")
+        made = probe(trainer, "auto", dict.fromkeys(DURATION, "--steps says how long a row is measured"))
+        self.devices = made.num_devices
         if exact is not None and exact < self.devices:
             raise BadInput("exact", exact, f"at least {self.devices}, the number of devices")
-        check_forks(probe)
-        self.exact = exact or max(8, self.devices)
-        self.single = Case(SINGLE, 1, with_strategy(trainer, "auto", one=True))
-        plain = [self._case(name, choice, self.single) for name, choice in self._choices().items()]
-        self.known = {case.name: case for case in [self.single, *plain, *self._exact(), self._split()]}
+        exact = exact or max(8, self.devices)
+        self._given = ""  # name of the strategy that the user has chosen
+        choices = self._choices()
+        self.single = alone = Case(SINGLE, 1, with_strategy(trainer, "auto", one=True))
+        make = with_strategy(trainer, choices["ddp"], exact, one=True)
+        alone_exact = Case(f"{SINGLE}-exact", 1, make, exact=exact)
+        cases = [self._case(name, choice, alone) for name, choice in choices.items()]
+        holding = {name: choice for name, choice in choices.items() if self._family.exact(choice)}
+        cases += [self._case(f"{name}-exact", choice, alone_exact) for name, choice in holding.items()]
+        gpus = self.devices > 1 and made.strategy.root_device.type == "cuda"
+        unfit = "" if gpus else "torch.nn.DataParallel needs at least 2 GPUs"
+        split = Case(SPLIT, self.devices, alone.trainer, split=True, reference=alone, unfit=unfit)
+        self.known = {case.name: case for case in [alone, *cases, split]}
 
     def picked(self, only: Sequence[str] | None) -> tuple[list[Case], dict[str, str]]:
-        """The cases to measure, one process first; and why others, not asked for by name, are skipped.
-
-        Raises:
-            BadInput: a name is unknown, or its strategy can't be measured here.
-        """
+        """The cases to measure, one process first; and why others, not asked for by name, are skipped."""
         wanted = config.pick(self.known, only)
-        given = self._given()
         for case in wanted.values():
-            if case.unfit and (only is not None or case.name == given):
-                flag, value = ("only", case.name) if only is not None else ("trainer.strategy", case.name)
-                raise BadInput(flag, value, f"a strategy that can be measured here: {case.unfit}")
+            if case.unfit and (only is not None or case.name == self._given):
+                flag = "trainer.strategy" if only is None else "only"
+                raise BadInput(flag, case.name, f"a strategy that can be measured here: {case.unfit}")
         fit = [case for case in wanted.values() if not case.unfit and case is not self.single]
         return [self.single, *fit], {case.name: case.unfit for case in wanted.values() if case.unfit}
 
-    def _given(self) -> str | None:
-        """Name of the strategy that the user has chosen."""
-        strategy = self._trainer.init_args["strategy"]
-        if strategy == "auto":
-            return None
-        if not isinstance(strategy, config.Choice):
-            expected = f"auto, or one of {', '.join(NAMES)}, or the import path of a class"
-            raise BadInput("trainer.strategy", strategy, f"{expected}, whose options are then used in its row")
-        return self._family.label(strategy)
-
     def _choices(self) -> dict[str, config.Choice]:
         """One choice for each strategy, under the first of its names: others only start ranks in another way."""
-        seen, found = [], {}
+        kinds: dict[Any, str] = {}
         for name, (strategy, sets) in NAMES.items():
-            kind = strategy, {option: value for option, value in sets.items() if option != "start_method"}
-            if kind not in seen:
-                seen.append(kind)
-                found[name] = with_timeout(self._family.choose(name))
-        if (given := self._given()) is not None:
-            found[given] = self._trainer.init_args["strategy"]
-        return {name: forking(choice) for name, choice in found.items()}
-
-    def _exact(self) -> list[Case]:
-        choices = {name: choice for name, choice in self._choices().items() if self._family.exact(choice)}
-        if str(self._trainer.init_args.get("precision")) in {"16", "16-mixed"}:
-            why = "--exact can't hold with --trainer.precision 16-mixed, which scales the loss"
-            make = with_strategy(self._trainer, "auto")
-            return [Case(f"{name}-exact", self.devices, make, unfit=why) for name in choices]
-        make = with_strategy(self._trainer, choices["ddp"], self.exact, one=True)
-        alone = Case(f"{SINGLE}-exact", 1, make, exact=self.exact)
-        return [self._case(f"{name}-exact", choice, alone) for name, choice in choices.items()]
-
-    def _split(self) -> Case:
-        unfit = "" if self._gpus > 1 else "torch.nn.DataParallel needs at least 2 GPUs"
-        make = with_strategy(self._trainer, "auto", one=True)
-        return Case(SPLIT, self.devices, make, split=True, reference=self.single, unfit=unfit)
+            kinds.setdefault((strategy, *(item for item in sets.items() if item[0] != "start_method")), name)
+        known = {name: self._family.choose(name) for name in kinds.values()}
+        found = {name: replace(each, init_args=each.init_args | {"timeout": TIMEOUT}) for name, each in known.items()}
+        given = self._trainer.init_args["strategy"]
+        if given == "auto":
+            return found
+        if not isinstance(given, config.Choice):
+            expected = f"auto, or one of {', '.join(NAMES)}, or the import path of a class"
+            raise BadInput("trainer.strategy", given, f"{expected}, whose options are then used in its row")
+        self._given = self._family.label(given)
+        return {**found, self._given: given}
 
     def _case(self, name: str, choice: config.Choice, reference: Case) -> Case:
         make, group = with_strategy(self._trainer, choice, reference.exact), choice.init_args.get("shard_size")
-        case = Case(name, self.devices, make, choice.init_args, reference.exact, reference=reference)
+        unfit = ""
         try:
             make()
         except BadInput as error:
-            if name == self._given():
+            if name == self._given:
                 raise
-            case = replace(case, unfit=str(error))
+            unfit = str(error)
         if group is not None and self.devices <= group:
-            why = f"it would be fsdp, as its shard_size {group} is not below the number of devices, {self.devices}"
-            return replace(case, unfit=why)
-        return case
+            unfit = f"it would be fsdp, as its shard_size {group} is not below the number of devices, {self.devices}"
+        return Case(name, self.devices, make, choice.init_args, reference.exact, reference=reference, unfit=unfit)

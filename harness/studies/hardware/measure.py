@@ -3,36 +3,124 @@
 import json
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
+from torch.optim import Optimizer
 
 from apprentice.errors import BadInput
 from harness.reports.report import Facts
 from harness.runs import safepoints
-from harness.studies.hardware.callbacks import KeepWeights, Measure, Phases
+from harness.runs.files import write_json
 from harness.studies.hardware.cases import Case
-from harness.studies.isolation import fit_isolated
-from harness.studies.trainers import QUIET
+from harness.studies.isolation import QUIET, Stoppable, fit_isolated
+from harness.studies.meters import Overlap, PeakMemory, Stamps, sent_bytes, state_bytes
 
 PARITY_STEPS = 20
 Weights = Mapping[str, Tensor]
 
 
+class Phases(NamedTuple):
+    """The phases of a measured fit in their order, in batches."""
+
+    warmup: int  # not measured
+    block: int  # timed together: a whole period of a strategy that acts every few steps
+    blocks: int  # the number of these; their bytes are counted
+    profiled: int  # watched by a profiler, which slows them down
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any], steps: int, accumulate: int = 1) -> "Phases":
+        """Phases for a strategy with these options, of at least so many optimizer steps of `accumulate` batches.
+
+        `period` is the number of steps between its actions, `start_step` and `warmup_steps` are steps before the first.
+        """
+        period = options.get("period") or 1
+        starting = (options.get("start_step") or 0) + (options.get("warmup_steps") or 0)
+        blocks = max(-(-steps // period), 3)
+        return cls((4 + starting) * accumulate, period * accumulate, blocks, 3 * accumulate)
+
+    @property
+    def timed(self) -> int:
+        """Batches in all blocks."""
+        return self.block * self.blocks
+
+    @property
+    def batches(self) -> int:
+        """Batches of the whole fit."""
+        return self.warmup + self.timed + self.profiled
+
+
+class Measure(Stoppable):
+    """Every rank writes `rank<r>.json` into the folder.
+
+    It holds the `seconds` of each block, bytes `sent` in all blocks, bytes of `state`, bytes of `peak` memory until the
+    blocks end, the share of communication that was `hidden`, and the number of `threads`.
+    """
+
+    def __init__(self, folder: Path, phases: Phases) -> None:
+        self.folder, self.phases = folder, phases
+        self.batch = 0
+        self.found: dict[str, Any] = {"hidden": None}
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Start the meters with weights of this rank's own: a fork shares its parent's."""
+        device = trainer.strategy.root_device
+        self._stamps, self._memory = Stamps(device), PeakMemory(device)
+        pl_module._apply(torch.clone)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Mark the time; the interval to the next call is a whole step."""
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        timed = self.batch - self.phases.warmup
+        self.batch += 1
+        if timed == 0:
+            self._sent = sent_bytes()
+        if 0 <= timed <= self.phases.timed and timed % self.phases.block == 0:
+            self._stamps.mark()
+        if timed == self.phases.timed:
+            sent = sent_bytes()
+            self.found["sent"] = sent and sent - (self._sent or 0)
+            self.found["peak"] = self._memory.bytes()
+            if trainer.world_size > 1:
+                self._overlap = Overlap(trainer.strategy.root_device)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Count the state: gradients are there and sharded ones are cut; from the second step on, moments, too."""
+        if self.batch <= self.phases.warmup:
+            self.found["state"] = state_bytes(pl_module, trainer.optimizers)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the file."""
+        if self.batch < self.phases.batches:
+            return  # training has stopped itself: its figures would mislead
+        if trainer.world_size > 1:
+            self.found["hidden"] = self._overlap.share()
+        self.found |= {"seconds": self._stamps.seconds(), "threads": torch.get_num_threads()}
+        write_json(self.folder / f"rank{trainer.global_rank}.json", self.found)
+
+
+class _KeepWeights(Stoppable):
+    """Writes the weights after the fit, in the layout of one device, unless training has stopped itself."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        weights = trainer.strategy.lightning_module_state_dict()
+        if trainer.is_global_zero and trainer.global_step == PARITY_STEPS:
+            torch.save(weights, self.path)
+
+
 @dataclass
 class Bench:
-    """Measures cases on one module and one data module.
-
-    Raises:
-        BadInput: there are too few batches for a step.
-    """
+    """Measures cases on one module and one data module; BadInput if there are too few batches for a step."""
 
     make: Callable[[bool], LightningModule]  # the module afresh; the argument: whether DataParallel wraps the net
     data: Any  # the data module, set up, with `batch_size` and `sizes`
@@ -51,7 +139,12 @@ class Bench:
 
     def measure(self, case: Case) -> Facts:
         """The case's row, without the speed-up."""
-        ranks, phases = self._ranks(case)
+        phases = Phases.of(case.options, self.steps, self.accumulate)
+        with tempfile.TemporaryDirectory() as folder:
+            files = [Path(folder) / f"rank{rank}.json" for rank in range(1 if case.split else case.devices)]
+            steps = phases.batches // self.accumulate
+            self._fit(case, Measure(Path(folder), phases), files, steps, limit_train_batches=self.limit)
+            ranks = [json.loads(file.read_text()) for file in files]
         seconds = max(statistics.median(rank["seconds"]) for rank in ranks) / phases.block
         sent = [rank["sent"] for rank in ranks]
         hidden = [rank["hidden"] for rank in ranks if rank["hidden"] is not None]
@@ -70,62 +163,36 @@ class Bench:
             "threads_per_rank": ranks[0]["threads"],
         }
 
-    def _ranks(self, case: Case) -> tuple[list[Facts], Phases]:
-        phases = Phases.of(case.options, self.steps, self.accumulate)
-        with tempfile.TemporaryDirectory() as folder:
-            steps = phases.batches // self.accumulate
-            self._fit(case, Measure(Path(folder), phases), max_steps=steps, limit_train_batches=self.limit)
-            files = [Path(folder) / f"rank{rank}.json" for rank in range(1 if case.split else case.devices)]
-            if not all(file.exists() for file in files):
-                raise _stopped(steps)
-            return [json.loads(file.read_text()) for file in files], phases
-
     def _difference(self, case: Case) -> float | int:
-        if case.reference is None:
-            self._references[case.name] = self._weights(case)
-            return 0.0
-        if case.reference.name not in self._references:
-            self._references[case.reference.name] = self._weights(case.reference)
-        compare = largest_difference if case.exact is None else differing_bits
-        return compare(self._weights(case), self._references[case.reference.name])
+        reference = case.reference or case
+        if reference.name not in self._references:
+            self._references[reference.name] = self._weights(reference)
+        weights = self._references[reference.name]
+        return 0.0 if reference is case else difference(self._weights(case), weights, in_bits=case.exact is not None)
 
     def _weights(self, case: Case) -> Weights:
         """After some steps, in the precision in which a case is compared."""
         precision = "64-true" if case.exact is None else "32-true"
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "weights.pt"
-            self._fit(case, KeepWeights(file, PARITY_STEPS), max_steps=PARITY_STEPS, precision=precision)
-            if not file.exists():
-                raise _stopped(PARITY_STEPS)
+            self._fit(case, _KeepWeights(file), [file], PARITY_STEPS, precision=precision)
             weights: Weights = safepoints.read(file)
         return {name.replace("net.module.", "net.", 1) if case.split else name: x for name, x in weights.items()}
 
-    def _fit(self, case: Case, callback: Callback, **settings: Any) -> None:
-        trainer = case.trainer(callbacks=[callback], **QUIET | settings)
+    def _fit(self, case: Case, callback: Callback, files: Iterable[Path], steps: int, **settings: Any) -> None:
+        trainer = case.trainer(callbacks=[callback], **QUIET | settings | {"max_steps": steps})
         fit_isolated(trainer, partial(trainer.fit, self.make(case.split), self.data), self.threads)
+        if not all(file.exists() for file in files):
+            expected = f"settings that train the net for {steps} steps; its loss is not finite"
+            raise BadInput("optimizer", "(as given)", expected)
 
 
-def _stopped(steps: int) -> BadInput:
-    return BadInput("optimizer", "(as given)", f"settings that train the net for {steps} steps; its loss is not finite")
-
-
-def largest_difference(weights: Weights, others: Weights) -> float:
-    """The largest absolute difference between two numbers of one net's weights; NaN if any is."""
-    _check_same_net(weights, others)
-    apart = [(weights[name].double() - others[name].double()).abs() for name in weights if weights[name].numel()]
-    return torch.stack([x.max() for x in apart]).max().item()
-
-
-def differing_bits(weights: Weights, others: Weights) -> int:
-    """The number of bits in which two sets of one net's weights differ."""
-    _check_same_net(weights, others)
-    return sum(int(np.bitwise_count(_bytes(weights[name]) ^ _bytes(others[name])).sum()) for name in weights)
-
-
-def _bytes(tensor: Tensor) -> np.ndarray:
-    return tensor.contiguous().reshape(-1).numpy().view(np.uint8)
-
-
-def _check_same_net(weights: Weights, others: Weights) -> None:
+def difference(weights: Weights, others: Weights, in_bits: bool = False) -> float | int:
+    """Of one net's weights the largest absolute difference, NaN if any is; or the number of bits that differ."""
     if {name: x.shape for name, x in weights.items()} != {name: x.shape for name, x in others.items()}:
         raise ValueError("expected the weights of one net twice")
+    pairs = [(x.flatten(), others[name].flatten()) for name, x in weights.items() if x.numel()]
+    if in_bits:
+        changed = [x.view(torch.uint8) ^ y.view(torch.uint8) for x, y in pairs]
+        return sum(int(np.bitwise_count(x.numpy()).sum()) for x in changed)
+    return torch.stack([(x.double() - y.double()).abs().max() for x, y in pairs]).max().item()

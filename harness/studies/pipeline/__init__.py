@@ -1,7 +1,7 @@
 """The study of pipeline parallelism: one net on one device, split, and pipelined in every way."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import partial
 
 from harness.reports.report import Facts
@@ -9,12 +9,8 @@ from harness.runs.files import write_json
 from harness.runs.session import Session
 from harness.studies import study
 from harness.studies.pipeline.cases import ONE, Case, Cases, Cut, Options
-from harness.studies.pipeline.figures import mean_seconds
-from harness.studies.pipeline.measure import Bench
-from harness.studies.pipeline.report import report
-from harness.studies.pipeline.task import Noise, Task
-
-__all__ = ["Bench", "Case", "Cases", "Cut", "Noise", "Options", "Study", "Task"]
+from harness.studies.pipeline.measure import Bench, Noise, Task
+from harness.studies.pipeline.report import mean_seconds, report
 
 
 class Study(study.Study):
@@ -26,10 +22,7 @@ class Study(study.Study):
     def __init__(self, run: Session, **how: int | str) -> None:
         super().__init__(run, **how)
         self._file = self.out / "timelines.json"
-        resumed = bool(self.rows) and self._file.exists()
-        self.timelines: dict[str, Facts] = json.loads(self._file.read_text()) if resumed else {}
-        for name in [name for name, row in self.rows.items() if row["schedule"] and name not in self.timelines]:
-            del self.rows[name]
+        self.timelines: dict[str, Facts] = json.loads(self._file.read_text()) if self._file.exists() else {}
 
     def line(self, row: Facts) -> str:
         """The case and its speed."""
@@ -40,19 +33,17 @@ class Study(study.Study):
 
         Schedules are compared with micro-batches of the size that is fastest under the strategy's own.
         """
-        every = cases.first()
+        every = {case.name: case for case in cases.first()}
         self._measure(bench, every)
-        pipelined = [case for case in every if case.kind == "pipelined" and case.name in self.rows]
-        best = min(pipelined, key=lambda case: mean_seconds(self.rows[case.name]), default=None)
-        if best is not None:
-            known = {case.name for case in every}
-            more = [*cases.side_by_side(best.size), *cases.inside(best.size)]
-            every = [*every, *(case for case in more if case.name not in known)]
+        pipelined = [case for case in every.values() if case.kind == "pipelined" and case.name in self.rows]
+        size = min(pipelined, key=lambda case: mean_seconds(self.rows[case.name])).size if pipelined else None
+        if size is not None:
+            for case in [*cases.side_by_side(size), *cases.inside(size)]:
+                every.setdefault(case.name, case)
             self._measure(bench, every)
-        results = self.write(case.name for case in every)
-        self.finish(report(results, self.timelines, every, best, self.missing(cases.unfit)))
+        self.finish(report(self.write(every), self.timelines, every, size, self.missing(cases.unfit)))
 
-    def _measure(self, bench: Bench, cases: Sequence[Case]) -> None:
+    def _measure(self, bench: Bench, cases: Mapping[str, Case]) -> None:
         def measured(case: Case) -> Facts:
             row, timeline = bench.measure(case)
             speedup = mean_seconds(self.rows.get(ONE, row)) / mean_seconds(row)
@@ -62,4 +53,4 @@ class Study(study.Study):
                 write_json(self._file, self.timelines)
             return {**row, "speedup": speedup, "bubble_bound": case.bubble_bound, "share_of_bound": share}
 
-        self.measure({case.name: partial(measured, case) for case in cases})
+        self.measure({name: partial(measured, case) for name, case in cases.items()})

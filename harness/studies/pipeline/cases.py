@@ -1,5 +1,7 @@
 """The cases of the study: a net on one device, split over several, and pipelined in every way; and the options."""
 
+import math
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -9,7 +11,7 @@ import torch
 from apprentice.errors import BadInput
 from harness import config
 from harness.runs.fit import MakeTrainer
-from harness.studies.trainers import DURATION, check_forks, check_left_out, forking, with_strategy, with_timeout
+from harness.studies.isolation import DURATION, TIMEOUT, probe, with_strategy
 
 ONE = "one device"
 ONE_STAGE = ("GPipe", "1F1B")  # schedules with one stage a rank: theirs is the bubble that has a formula
@@ -70,7 +72,7 @@ class Cut:
 BY_TIME = Cut.of("time")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """One way to compute a step."""
 
@@ -88,28 +90,20 @@ class Case:
 class Cases:
     """All cases for the Trainer's devices and these of torch's schedules, with the options of its pipeline strategy.
 
-    `split_sizes` are images of a micro-batch, for the curve; `cut`, of two stages, stands beside the strategy's own.
+    `cut`, of two stages, stands beside the strategy's own.
     """
 
-    def __init__(
-        self,
-        trainer: config.Choice,
-        schedules: Sequence[str],
-        batch_size: int,
-        split_sizes: Sequence[int],
-        cut: Cut | None,
-    ) -> None:
-        check_left_out(trainer, DURATION, "--repeats says how long a row is measured")
-        check_left_out(trainer, ("gradient_clip_val",), "one device clips no gradients of micro-batches")
-        self._trainer, self._schedules = trainer, schedules
-        self._batch_size, self._split_sizes = batch_size, split_sizes
-        self._strategy = _checked(trainer)
-        probe = with_strategy(trainer, self._strategy)()
-        check_forks(probe)
-        self.devices = probe.num_devices
+    def __init__(self, options: Namespace, schedules: Sequence[str], cut: Cut | None) -> None:
+        self._trainer, self._schedules = options.trainer, schedules
+        self._batch_size, self._split_sizes = options.batch_size, options.split_sizes
+        self._strategy = _checked(self._trainer)
+        left_out = dict.fromkeys(DURATION, "--repeats says how long a row is measured")
+        left_out["gradient_clip_val"] = "one device clips no gradients of micro-batches"
+        made = probe(self._trainer, self._strategy, left_out)
+        self.devices = made.num_devices
         if self.devices < 2:
             raise BadInput("trainer.devices", self.devices, "at least 2, the ranks of a pipeline")
-        self._gpus = torch.cuda.device_count() if probe.strategy.root_device.type == "cuda" else 0
+        self._gpus = torch.cuda.device_count() if made.strategy.root_device.type == "cuda" else 0
         self._schedule = self._strategy.init_args["schedule"]
         fits = self.devices == 2 and self._schedule in ONE_STAGE
         self.cuts = [*([cut] if cut is not None and fits else []), Cut.of(self._strategy.init_args["balance"])]
@@ -117,15 +111,16 @@ class Cases:
 
     def first(self) -> list[Case]:
         """One device, the split, and all sizes of micro-batches, under the strategy's own schedule."""
-        alone = [self.alone(size) for size in [self._batch_size, *self._split_sizes]]
-        split = [self.pipelined("GPipe", cut, self._batch_size, split=True) for cut in self.cuts]
-        curve = [self.pipelined(self._schedule, cut, size) for cut in self.cuts for size in self._split_sizes]
-        return [*alone, *(case for case in [*split, *curve] if case is not None)]
+        cases = [self._alone(size) for size in [self._batch_size, *self._split_sizes]]
+        for cut in self.cuts:
+            cases += self._pipelined("GPipe", cut, self._batch_size)
+        for cut in self.cuts:
+            cases += [case for size in self._split_sizes for case in self._pipelined(self._schedule, cut, size)]
+        return cases
 
     def side_by_side(self, size: int) -> list[Case]:
         """All schedules with micro-batches of this size; one of `first` may be among them."""
-        cases = [self.pipelined(name, self.cuts[-1], size) for name in self._schedules]
-        return [case for case in cases if case is not None]
+        return [case for name in self._schedules for case in self._pipelined(name, self.cuts[-1], size)]
 
     def inside(self, size: int) -> list[Case]:
         """The split within one process, whole batches and micro-batches, on two GPUs."""
@@ -134,73 +129,66 @@ class Cases:
             return []
         cut = self.cuts[0] if isinstance(self.cuts[0].balance, list) else Cut.of("parameters")
         name = f"split in one process {cut.label}"
-        alone = [replace(self.alone(each, name), kind="inside", cut=cut) for each in (self._batch_size, size)]
-        return [replace(case, bubble_bound=bubble_bound(2, case.num_microbatches)) for case in alone]
+        bounds = {each: bubble_bound(2, self._count(each)) for each in (self._batch_size, size)}
+        return [replace(self._alone(each, name), kind="inside", cut=cut, bubble_bound=bounds[each]) for each in bounds]
 
-    def alone(self, size: int, name: str = ONE) -> Case:
+    def _alone(self, size: int, name: str = ONE) -> Case:
         """One process that computes micro-batches of this size."""
-        count, make = self._count(size), with_strategy(self._trainer, "auto", one=True)
-        return Case(name if count == 1 else _sized(name, size), "one", count, size, make)
+        make = with_strategy(self._trainer, "auto", one=True)
+        return Case(self._named(name, size), "one", self._count(size), size, make)
 
-    def pipelined(self, schedule: str, cut: Cut, size: int, split: bool = False) -> Case | None:
-        """A pipeline, with a few more micro-batches, of fewer images, where the schedule needs them; or None.
+    def _pipelined(self, schedule: str, cut: Cut, size: int) -> list[Case]:
+        """A pipeline, with a few more micro-batches, of fewer images, where the schedule needs them; or none.
 
-        The cut is replaced by the one by time if the schedule has other stages. `split` stands for the plain split, of
-        which nothing is pipelined.
+        The cut is replaced by the one by time if it gives the sizes of stages and the schedule has other stages. Whole
+        batches are the plain split, of which nothing is pipelined.
         """
-        cut, refused = self._fitting(schedule, cut), ""
-        label = f"split {cut.label}" if split else f"{schedule} {cut.label}"
-        for count in range(self._count(size), self._count(size) + (1 if split else 2 * self.devices + 1)):
-            make = with_strategy(self._trainer, self._with(schedule, cut, count))
+        schedules = {schedule, self._schedule}
+        if isinstance(cut.balance, list) and len(schedules) > 1 and not schedules <= {*ONE_STAGE}:
+            cut = BY_TIME
+        least = self._count(size)
+        kind, label = ("split", f"split {cut.label}") if least == 1 else ("pipelined", f"{schedule} {cut.label}")
+        refused = ""
+        for count in range(least, least + (1 if least == 1 else 2 * self.devices + 1)):
+            options: dict[str, Any] = {"schedule": schedule, "balance": cut.balance, "num_microbatches": count}
+            if schedule != self._schedule:
+                options["stages_per_rank"] = None
+            make = with_strategy(self._trainer, replace(self._strategy, init_args=self._strategy.init_args | options))
             try:
                 make()
             except BadInput as error:
                 refused = refused or str(error)
                 continue
             bound = bubble_bound(self.devices, count) if schedule in ONE_STAGE else None
-            if count > self._count(size):
-                size = -(-self._batch_size // count)
-            kind, name = ("split", label) if split else ("pipelined", _sized(label, size))
-            return Case(name, kind, count, size, make, self.devices, schedule, cut, bound)
-        self.unfit[label if split else _sized(label, size)] = refused
-        return None
-
-    def _fitting(self, schedule: str, cut: Cut) -> Cut:
-        """The cut, unless it gives the sizes of stages and the schedule has other stages."""
-        as_many = schedule == self._schedule or {schedule, self._schedule} <= set(ONE_STAGE)
-        return cut if as_many or isinstance(cut.balance, str) else BY_TIME
-
-    def _with(self, schedule: str, cut: Cut, num_microbatches: int) -> config.Choice:
-        options: dict[str, Any] = {"schedule": schedule, "balance": cut.balance, "num_microbatches": num_microbatches}
-        if schedule != self._schedule:
-            options["stages_per_rank"] = None
-        return replace(self._strategy, init_args={**self._strategy.init_args, **options})
+            size = size if count == least else self._count(count)
+            return [Case(self._named(label, size), kind, count, size, make, self.devices, schedule, cut, bound)]
+        self.unfit[self._named(label, size)] = refused
+        return []
 
     def _count(self, size: int) -> int:
-        return -(-self._batch_size // size)
+        return math.ceil(self._batch_size / size)
+
+    def _named(self, name: str, size: int) -> str:
+        return name if size == self._batch_size else f"{name}, split size {size}"
 
 
 def _checked(trainer: config.Choice) -> config.Choice:
     """The Trainer's pipeline strategy."""
-    strategy, settings = trainer.init_args["strategy"], trainer.init_args
+    strategy, accumulate = trainer.init_args["strategy"], trainer.init_args["accumulate_grad_batches"]
     wanted = {"schedule", "num_microbatches", "data_parallel_size", "stages_per_rank", "balance"}
     if not isinstance(strategy, config.Choice) or not wanted <= set(strategy.init_args):
         given = strategy.class_path if isinstance(strategy, config.Choice) else strategy
         raise BadInput("trainer.strategy", given, "pipeline: it is what is measured; one device needs none")
-    if settings["accumulate_grad_batches"] != 1:
-        raise BadInput("trainer.accumulate_grad_batches", settings["accumulate_grad_batches"], "1: a step is timed")
+    if accumulate != 1:
+        raise BadInput("trainer.accumulate_grad_batches", accumulate, "1: a step is timed")
     count, replicas = (strategy.init_args[name] for name in ("num_microbatches", "data_parallel_size"))
     if count is not None:
         raise BadInput("trainer.strategy.num_microbatches", count, "it left out: --split_sizes")
     if replicas != 1:
         raise BadInput("trainer.strategy.data_parallel_size", replicas, "1: one pipeline")
-    return forking(with_timeout(strategy))
+    return replace(strategy, init_args=strategy.init_args | {"timeout": TIMEOUT})
 
 
 def bubble_bound(ranks: int, num_microbatches: int) -> float:
     """The largest speed-up of stages that take the same time: a rank waits for ranks - 1 micro-batches of a step."""
     return ranks * num_microbatches / (num_microbatches + ranks - 1)
-
-
-def _sized(name: str, size: int) -> str:
-    return f"{name}, split size {size}"

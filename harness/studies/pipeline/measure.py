@@ -1,37 +1,99 @@
-"""Measures a case: a fit, timed inside its ranks."""
+"""Measures a case: a fit of the tutorial's task, timed inside its ranks."""
 
 import json
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, Optimizer
 
 from harness.reports.report import Facts
 from harness.runs.files import write_json
-from harness.studies.isolation import Stoppable, fit_isolated
+from harness.studies.isolation import QUIET, Stoppable, fit_isolated
 from harness.studies.pipeline.cases import Case
-from harness.studies.pipeline.task import Noise
-from harness.studies.trainers import QUIET
 
+LEARNING_RATE = 0.001  # the tutorial's
 WARMUP = 2  # steps: the first also allocates, chooses kernels and exchanges the shapes of activations
 
 
-@contextmanager
-def timed_only() -> Iterator[None]:
-    """Inside, a pipeline doesn't warn of layers that train to other weights in it; the tutorial's ResNet has them."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*BatchNorm sees", UserWarning)
-        warnings.filterwarnings("ignore", ".*noise from torch's generator", UserWarning)
-        yield
+class Pairs(NamedTuple):
+    """Images (B, C, H, W) with one-hot labels (B, classes)."""
+
+    images: Tensor
+    targets: Tensor
+
+
+class Noise:
+    """A loader of one batch of noise, `steps` times; the tutorial draws new ones, which takes time on no device.
+
+    `input_shape` is that of an image, (C, H, W).
+    """
+
+    def __init__(self, batch_size: int, input_shape: Sequence[int], num_classes: int, steps: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        labels = torch.randint(num_classes, (batch_size,), generator=generator)
+        images = torch.randn(batch_size, *input_shape, generator=generator)
+        self.batch, self.steps = Pairs(images, F.one_hot(labels, num_classes).float()), steps
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __iter__(self) -> Iterator[Pairs]:
+        return iter([self.batch] * self.steps)
+
+
+class Task(LightningModule):
+    """Trains the outputs of a net, the composition of `layers`, to be one-hot labels, by mean squared error and SGD.
+
+    One device cuts a batch into `num_microbatches`; a pipeline strategy cuts by itself.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], num_microbatches: int = 1) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.num_microbatches = num_microbatches
+        self.automatic_optimization = num_microbatches == 1  # else the step does backward
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Outputs (B, classes) of images (B, C, H, W)."""
+        x: Any = images
+        for layer in self.layers:
+            x = layer(*x) if isinstance(x, tuple) else layer(x)
+        return x
+
+    def training_step(self, batch: Pairs, batch_idx: int) -> Tensor | None:
+        """The loss; None for micro-batches, whose step is taken here."""
+        if self.automatic_optimization:
+            return self.pipeline_loss(self(batch.images), batch)
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        pieces = (x.tensor_split(self.num_microbatches) for x in batch)
+        for piece in map(Pairs, *pieces):
+            loss = self.pipeline_loss(self(piece.images), piece)
+            self.manual_backward(loss * (len(piece.images) / len(batch.images)))
+        optimizer.step()
+        return None
+
+    def configure_optimizers(self) -> Optimizer:
+        """The tutorial's."""
+        return SGD(self.parameters(), LEARNING_RATE)
+
+    def pipeline_stages(self) -> list[nn.Module]:
+        """The layers."""
+        return list(self.layers)
+
+    def pipeline_loss(self, output: Tensor, batch: Pairs) -> Tensor:
+        """Mean squared error, on the device of the outputs."""
+        return F.mse_loss(output, batch.targets.to(output.device))
 
 
 @dataclass
@@ -48,73 +110,49 @@ class Bench:
 
         An event is (rank, stage, micro-batch, kind, start, stop), in seconds from the first.
         """
-        ranks = self._ranks(case)
-        seconds = [max(each) for each in zip(*(rank["seconds"] for rank in ranks), strict=True)]
+        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+            # It is only timed: the tutorial's ResNet has layers that train to other weights in a pipeline.
+            warnings.filterwarnings("ignore", ".*(BatchNorm sees|noise from torch's generator)", UserWarning)
+            steps = _Steps(Path(folder), self.batches, self.repeats)
+            trainer = case.trainer(callbacks=[steps], **QUIET | {"max_steps": steps.steps})
+            # The module is made in the process that trains it, as it may lie on GPUs.
+            fit_isolated(trainer, lambda: trainer.fit(self.make(case), self.loader(steps.steps)), threads=1)
+            ranks = [json.loads((Path(folder) / f"rank{rank}.json").read_text()) for rank in range(case.devices)]
         facts = {name: getattr(case, name) for name in ("name", "schedule", "num_microbatches")}
-        facts["seconds_per_step"] = seconds
+        facts["seconds_per_step"] = [*map(max, zip(*(rank["seconds"] for rank in ranks), strict=True))]
         events = [[number, *event] for number, rank in enumerate(ranks) for event in rank["events"]]
         start = min((event[-2] for event in events), default=0.0)
         for event in events:
             event[-2:] = (round(moment - start, 7) for moment in event[-2:])
-        stages = sorted(stage for rank in ranks for stage in rank["layers"].values())
-        return facts, {"sizes": [stages.count(stage) for stage in dict.fromkeys(stages)], "events": events}
-
-    def _ranks(self, case: Case) -> list[Facts]:
-        with tempfile.TemporaryDirectory() as folder, timed_only():
-            steps = Steps(Path(folder), WARMUP, self.batches, self.repeats)
-            trainer = case.trainer(callbacks=[steps], **QUIET | {"max_steps": steps.steps})
-            fit_isolated(trainer, partial(self._fit, trainer, case, steps.steps), threads=1)
-            return [json.loads((Path(folder) / f"rank{rank}.json").read_text()) for rank in range(case.devices)]
-
-    def _fit(self, trainer: Trainer, case: Case, steps: int) -> None:
-        """Make the module in the process that trains it, as it may lie on GPUs."""
-        trainer.fit(self.make(case), self.loader(steps))
+        return facts, {"sizes": ranks[0]["sizes"], "events": events}
 
 
-class Steps(Stoppable):
+class _Steps(Stoppable):
     """Times `repeats` blocks of `batches` steps; every rank writes `rank<r>.json` into the folder.
 
-    It holds `seconds` a step of each block; and of a pipeline the `events` of the last step, as (stage, micro-batch,
-    kind, start, stop), and the stages of this rank's `layers`, by the layers' numbers.
+    It holds `seconds` a step of each block; and of a pipeline the `sizes` of stages, and the `events` of the last step,
+    as (stage, micro-batch, kind, start, stop).
     """
 
-    def __init__(self, folder: Path, warmup: int, batches: int, repeats: int) -> None:
-        self.folder, self.warmup, self.batches = folder, warmup, batches
-        self.steps, self.step = warmup + batches * repeats, 0
+    def __init__(self, folder: Path, batches: int, repeats: int) -> None:
+        self.folder, self.batches = folder, batches
+        self.steps, self.step = WARMUP + batches * repeats, 0
         self._moments: list[float] = []
-        self._called: dict[int, float] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Compute with one thread on a CPU: there may be as many ranks as cores."""
         if trainer.strategy.root_device.type == "cpu":
-            torch.set_num_threads(1)
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note when layers are called."""
-        super().on_train_start(trainer, pl_module)
-        stages: Any = pl_module.pipeline_stages
-        for number, layer in enumerate(stages()):
-            layer.register_forward_hook(partial(self._note, number))
-
-    def _note(self, number: int, *_: Any) -> None:
-        self._called[number] = time.perf_counter()
+            torch.set_num_threads(1)  # there may be as many ranks as cores
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        """Note the time at the end of each block, once GPUs have done what is queued."""
         self.step += 1
-        timed = self.step - self.warmup
+        timed = self.step - WARMUP
         if timed >= 0 and timed % self.batches == 0:
             for device in {p.device for p in pl_module.parameters() if p.device.type == "cuda"}:
                 torch.cuda.synchronize(device)
             self._moments.append(time.perf_counter())
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the file."""
-        if self.step < self.steps:
-            return  # it was stopped
-        events: list[Any] = getattr(trainer.strategy, "events", [])
-        forwards = [event for event in events if event.kind == "forward"]
-        seconds = [(stop - start) / self.batches for start, stop in pairwise(self._moments)]
-        layers = {n: e.stage for n, moment in self._called.items() for e in forwards if e.start <= moment <= e.stop}
-        found = {"seconds": seconds, "events": events, "layers": layers}
+        found: dict[str, Any] = {"events": getattr(trainer.strategy, "events", [])}
+        found["sizes"] = getattr(trainer.strategy, "stage_sizes", [])
+        found["seconds"] = [(stop - start) / self.batches for start, stop in pairwise(self._moments)]
         write_json(self.folder / f"rank{trainer.global_rank}.json", found)
