@@ -10,10 +10,10 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -23,6 +23,7 @@ from torch.multiprocessing.spawn import start_processes
 
 from datamodules import ImageData
 from datamodules.splits import Split
+from harness.config.messages import one_line_errors
 from harness.reports.tables import Table, short
 from harness.runs import environment
 from harness.runs.files import write_json
@@ -42,16 +43,15 @@ Rivals = dict[str, Callable[[], float]]
 
 
 class Noise(ImageData):
-    """512 images of 3 x 32 x 32 without content: a step takes as long as on real ones."""
+    """512 images of 3 x 32 x 32 without content, the same for training and testing."""
 
     input_shape, class_names = (3, 32, 32), tuple("0123456789")
     mean, std = (0.5,) * 3, (0.3,) * 3
 
     def read(self) -> tuple[Split, Split]:
-        """The same images for training and testing."""
+        """Draw them."""
         images = torch.randint(256, (512, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-        whole = Split(images, torch.arange(512) % 10)
-        return whole, whole
+        return (Split(images, torch.arange(512) % 10),) * 2
 
 
 # Measuring
@@ -83,7 +83,7 @@ class Clock(Callback):
         self.record: dict[str, Any] = {}
 
     def on_fit_start(self, *args: Any) -> None:
-        """Set glibc and start the clock, in each rank."""
+        """Set glibc and start the clock."""
         if self.keep:
             environment.keep_memory()
         self.record, self.stamps = {}, Stamps(CPU)
@@ -93,9 +93,7 @@ class Clock(Callback):
         """A step begins, and the one before ends."""
         self.stamps.mark()
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The last step ends."""
-        self.stamps.mark()
+    on_train_end = on_train_batch_start
 
     def on_train_batch_end(self, *args: Any) -> None:
         """Note the end of the first batch."""
@@ -105,8 +103,10 @@ class Clock(Callback):
         """Write the file."""
         self.stamps.mark()
         before, *steps, after = self.stamps.seconds()
-        self.record |= {"before": before, "steps": steps, "fit": before + sum(steps) + after}
-        self.record |= {"peak_mib": peak_mib(), "threads": torch.get_num_threads()}
+        self.record |= {
+            "before": before, "steps": steps, "fit": before + sum(steps) + after, "peak_mib": peak_mib(),
+            "threads": torch.get_num_threads(),
+        }  # fmt: skip
         file = Path(self.folder) / f"{type(pl_module).__name__}{trainer.global_rank}.json"
         file.write_text(json.dumps(self.record))
 
@@ -158,12 +158,9 @@ def forked(measure: Callable[[int], T], copies: int = 1) -> list[T]:
     It can't fork ranks itself: Lightning refuses that in a fork whose parent has asked for GPUs.
     """
     with tempfile.TemporaryDirectory() as folder, children_end_with_block():
-        start_processes(_answer, args=(measure, folder), nprocs=copies, start_method="fork")
-        return [json.loads((Path(folder) / str(number)).read_text()) for number in range(copies)]
-
-
-def _answer(number: int, measure: Callable[[int], Any], folder: str) -> None:
-    (Path(folder) / str(number)).write_text(json.dumps(measure(number)))
+        files = [Path(folder) / str(number) for number in range(copies)]
+        start_processes(lambda n: write_json(files[n], measure(n)), nprocs=copies, start_method="fork")
+        return [json.loads(file.read_text()) for file in files]
 
 
 def in_ranks(world_size: int, measure: Callable[[], T]) -> list[T]:
@@ -207,7 +204,13 @@ def clocked(experiment: str, *flags: str, env: Mapping[str, str] | None = None) 
 
 def threads(count: int | None) -> dict[str, str]:
     """The environment with so many threads of OpenMP; with the machine's own number if None."""
-    return {**os.environ} if count is None else {**os.environ, "OMP_NUM_THREADS": str(count)}
+    return {**os.environ, **({} if count is None else {"OMP_NUM_THREADS": str(count)})}
+
+
+def one_thread() -> None:
+    """Compute with one thread, here and in all processes that are started from here."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
 
 
 # Reporting
@@ -232,13 +235,12 @@ class Target(NamedTuple):
         return f"{', '.join(bounds)}{self.aim}{'' if self.reached(ratio) else '   MISSED'}"
 
 
-@dataclass
-class Found:
+class Found(NamedTuple):
     """What a benchmark has measured."""
 
     figures: dict[str, Runs]  # by unit
     ratios: Runs  # by the name of their target
-    facts: dict[str, Any] = field(default_factory=dict)  # anything else, for the file
+    facts: Mapping[str, Any] = {}  # anything else, for the file
 
 
 def merged(parts: Mapping[str, Found]) -> Found:
@@ -280,21 +282,26 @@ def run(
     """Measure, print the table and write `--out`.
 
     Raises:
-        SystemExit: `strict`, and a target is missed.
+        SystemExit: a flag is refused, in one line; or `strict`, and a target is missed.
     """
     settings = {name: value for name, value in vars(args).items() if name != "out"}
     header = json.loads(json.dumps(settings, default=str)) | environment.setting()
-    with quiet():
+    flags: Any = SimpleNamespace(flag=lambda name, _: name)  # an option is refused by its class
+    with one_line_errors(flags), quiet():
         found = measure(args)
     header |= found.facts
     print(*(f"{key}: {value}" for key, value in header.items()), table(found, targets), sep="\n")
     if settings.get("quick"):
         print("sizes are tiny: what is missed says nothing")
-    figures = {unit: {name: median(runs) for name, runs in named.items()} for unit, named in found.figures.items()}
-    ratios = {name: median(runs) for name, runs in found.ratios.items()}
+    ratios = _medians(found.ratios)
     if args.out:
-        header |= {"figures": figures, "ratios": ratios}
-        header |= {"all_rounds": {"figures": found.figures, "ratios": found.ratios}}
-        write_json(args.out, {"benchmark": Path(measure.__code__.co_filename).stem, **header})
+        figures = {unit: _medians(named) for unit, named in found.figures.items()}
+        rounds = {"figures": found.figures, "ratios": found.ratios}
+        name = Path(measure.__code__.co_filename).stem
+        write_json(args.out, {"benchmark": name, **header, "figures": figures, "ratios": ratios, "all_rounds": rounds})
     if strict and not all(targets[name].reached(ratio) for name, ratio in ratios.items()):
         sys.exit(1)
+
+
+def _medians(runs: Runs) -> dict[str, float]:
+    return {name: median(each) for name, each in runs.items()}

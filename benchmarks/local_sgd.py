@@ -19,7 +19,7 @@ from lightning.pytorch import LightningModule, Trainer
 from apprentice.keyed import with_seed
 from benchmarks import common
 from datamodules import Digits
-from harness.runs.environment import hardware, versions
+from harness.runs import environment
 from harness.runs.files import write_json
 from harness.runs.progress import quiet
 from lit_modules.classifier import LitClassifier
@@ -64,8 +64,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             numbers = f"{shown[0]:11.3f}  {shown[1]:7.3f}  {shown[2]:11.3f}  {losses[-1][0]:6}  {seconds:8.1f}"
             print(f"{label:9}  {name:13}{numbers}", flush=True)
             rows.append({"optimizer": label, "strategy": name, "losses": losses, "seconds": seconds})
-    facts = {"devices": options.devices, "hardware": hardware(), "versions": versions(), "rows": rows}
-    write_json(options.out, facts)
+    machine = {"hardware": environment.hardware(), "versions": environment.versions()}
+    write_json(options.out, {"devices": options.devices, **machine, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from experiments import comm
-from harness.studies.comm import Backend, Bench, Case, Cases
+from harness.studies.comm import Backend, Bench, Case, all_cases
 from harness.studies.comm.operations import OPERATIONS, Call, Member, Operation
 from harness.studies.comm.report import every, picture, table, words
 from strategies import ring
@@ -238,17 +238,17 @@ def test_a_wrong_number_would_be_seen() -> None:
 
 def test_rows_of_any_number_of_ranks() -> None:
     gloo, whole = Backend("gloo"), Backend(ring.UNCHUNKED, only_all_reduce=True)
-    found = Cases(5, [gloo, whole], ["all_reduce_max", "gather", "barrier"], [1, 2, 4096])
-    names = [row.name for row in found.all()]
+    found = all_cases(5, [gloo, whole], ["all_reduce_max", "gather", "barrier"], [1, 2, 4096])
+    names = [row.name for row in found]
     assert len(set(names)) == len(names)
     assert names[:4] == [
         "gloo all_reduce_max, world, 20 B", "gloo all_reduce_max, world, 4,100 B",
         "gloo all_reduce_max, sub-group, 16 B", "gloo all_reduce_max, sub-group, 4,096 B",
     ]  # fmt: skip
-    assert all(row.count % len(row.ranks) == 0 for row in found.all())
-    assert {row.ranks for row in found.all()} == {(0, 1, 2, 3, 4), (0, 1, 2, 3)}
-    assert {row.operation for row in found.of(whole)} == {"all_reduce_max"}
-    assert Cases(2, [gloo], None, [64]).groups["sub-group"] == (0, 1)
+    assert all(row.count % len(row.ranks) == 0 for row in found)
+    assert {row.ranks for row in found} == {(0, 1, 2, 3, 4), (0, 1, 2, 3)}
+    assert {row.operation for row in found if row.backend == whole} == {"all_reduce_max"}
+    assert {row.ranks for row in all_cases(2, [gloo], None, [64]) if row.group == "sub-group"} == {(0, 1)}
     assert [words(size) for size in (8, 1024, 1032, 2**26, 2**20 + 4)] == ["8 B", "1 KB", "1 KB", "64 MB", "1 MB"]
 
 

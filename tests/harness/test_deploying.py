@@ -14,8 +14,8 @@ from apprentice.errors import BadInput
 from apprentice.keyed import with_seed
 from harness.runs import folders
 from harness.studies.deploy import Study, answer, formats, latency, verify
+from harness.studies.deploy.builder import of_net
 from harness.studies.deploy.latency import Latency
-from harness.studies.deploy.source import of_net
 from harness.studies.deploy.verify import answers, disagreement
 from lit_modules.nets import LightNN, ResNet
 from lit_modules.quantization import FakeQuantized

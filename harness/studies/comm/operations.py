@@ -138,9 +138,7 @@ def reduce_to_root(member: Member, count: int) -> Call:
     """The sum, on the root."""
     x = member.data(member.rank, count)
     run = partial(dist.reduce, x, member.ranks[-1], dist.ReduceOp.SUM, member.group)
-    if not member.is_root:
-        return Call(run, buffers=[x])
-    return Call(run, lambda: [reduce(torch.add, member.all_data(count))], [x], [x])
+    return Call(run, lambda: [reduce(torch.add, member.all_data(count))], [x] if member.is_root else [], [x])
 
 
 def scatter(member: Member, count: int) -> Call:
@@ -156,7 +154,7 @@ def gather(member: Member, count: int) -> Call:
     x = member.data(member.rank, count // member.size)
     parts = [torch.empty_like(x) for _ in range(member.size)] if member.is_root else []
     run = partial(dist.gather, x, parts or None, member.ranks[-1], member.group)
-    return Call(run, lambda: member.all_data(len(x)) if parts else [], parts, [x, *parts])
+    return Call(run, lambda: member.all_data(len(x)), parts, [x, *parts])
 
 
 def all_gather(member: Member, count: int) -> Call:

@@ -12,9 +12,9 @@ from harness.runs.nets import Spec, write_spec
 from harness.runs.session import Session
 from harness.studies import study
 from harness.studies.deploy import formats
+from harness.studies.deploy.builder import Options
 from harness.studies.deploy.latency import Latency, Times
 from harness.studies.deploy.report import report
-from harness.studies.deploy.source import Options
 from harness.studies.deploy.verify import answers, disagreement
 from lit_modules.quantization import EXTRA
 
@@ -52,20 +52,26 @@ class Study(study.Study):
             SystemExit: a file can't be written, or does not answer as its net does; all else is there.
         """
         self.spec, self.images, self.labels = spec, images, labels
-        if not all(self._is_complete(name) for name in FILES):
+        complete = [
+            row for name, row in self.rows.items() if len(row["files"]) == len(FILES[name]) and row["latency_ms"]
+        ]
+        if len(complete) < len(FILES):
             self._measure(make())
         self.header["failed"] = self.failed
         notes = [f"{file} is left out: {fault}" for file, fault in self.failed.items()]
         self.finish(report(self.write(FILES), notes))
 
-    def _is_complete(self, name: str) -> bool:
-        row = self.rows.get(name, {"files": (), "latency_ms": {}})
-        return len(row["files"]) == len(FILES[name]) and bool(row["latency_ms"])
-
     def _measure(self, nets: Mapping[str, nn.Module]) -> None:
         logits = {name: logits_of(net, self.images) for name, net in nets.items()}
         written = [path for name, net in nets.items() for path in self._export(name, net)]
-        good = [path for path, found in answers(written, self.images).items() if self._agrees(path, logits, found)]
+        good = []
+        for path, found in answers(written, self.images).items():
+            name = path.parent.name
+            fault = found if isinstance(found, str) else disagreement(logits[name], found, exact=name == "float32")
+            if fault:
+                self.failed[f"{name}/{path.name}"] = fault
+            else:
+                good.append(path)
         times = self.latency.measure(nets, self.images, lambda error, name: self.fail(error, f"{name}/latency"))
         for name in nets:
             files = [path for path in good if path.parent.name == name]
@@ -88,14 +94,6 @@ class Study(study.Study):
             except Exception as error:  # noqa: BLE001 - whatever an exporter makes of a net that it can't write
                 self.fail(error, f"{name}/{file}")
         return [folder / file for file in FILES[name] if (folder / file).exists()]
-
-    def _agrees(self, path: Path, logits: Mapping[str, Tensor], found: Tensor | str) -> bool:
-        """Whether a file answers as its net does; if not, the reason is recorded."""
-        name = path.parent.name
-        fault = found if isinstance(found, str) else disagreement(logits[name], found, exact=name == "float32")
-        if fault:
-            self.failed[f"{name}/{path.name}"] = fault
-        return not fault
 
     def _row(self, name: str, logits: Mapping[str, Tensor], files: list[Path], times: Times) -> Facts:
         correct = int((logits[name].argmax(1) == self.labels).sum())

@@ -1,24 +1,32 @@
-"""What the deploy study quantises: a trained student, its teacher, and the int8 net of quantisation-aware training."""
+"""What the deploy study quantises: its options, a trained student and its data, its teacher, and its int8 net."""
 
 import copy
+import io
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from apprentice import keyed
 from apprentice.errors import BadInput
 from harness import config as cli
+from harness.config import sources
+from harness.config.classes import imported
 from harness.runs.files import atomic
 from harness.runs.fit import fit_and_test
 from harness.runs.launch import is_main_process
-from harness.runs.nets import Spec
+from harness.runs.nets import Spec, load_net, read_spec
 from harness.runs.safepoints import read
 from harness.runs.session import Session
 from harness.studies.builders import check_net, learning, make_net, net_spec
 from harness.studies.deploy import formats
-from harness.studies.deploy.source import images_of, of_net, read_net
 from harness.studies.fits import Candidate, failure, train, wait_for_main
 from lit_modules import nets
 from lit_modules.classifier import LitClassifier
@@ -27,6 +35,95 @@ from lit_modules.quantization.capture import captured
 from lit_modules.quantized import NAME, Quantized
 
 STUDENT = "student"
+
+
+@dataclass
+class Options(cli.OneSeedOptions):
+    """Options of the study.
+
+    Args:
+        exact: none; int8 is another net than the one that was trained.
+        run: a student's folder, such as RUN/seed0/kd; when not given, one is trained.
+        teacher: its teacher's folder, for an objective that asks it; RUN/seed0/teacher if that is there.
+        student_epochs: of a student that is trained here, by Adam with a learning rate of 0.001.
+        freeze_epoch: from this epoch on, counted from 0, ranges and BatchNorm's statistics stay as they are.
+        evaluate_every: epochs from one int8 validation to the next.
+        calibration_size: training samples that post-training quantisation takes its ranges from.
+    """
+
+    run: str | None = None
+    teacher: str | None = None
+    student_epochs: int = 10
+    freeze_epoch: int = 2
+    evaluate_every: int = 1
+    calibration_size: int = 512
+    why_one: ClassVar[str] = "one student is deployed"
+    why_inexact: ClassVar[str] = "ranges are the global batch's, not a shard's"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("student_epochs", "freeze_epoch", "evaluate_every", "calibration_size"):
+            if getattr(self, name) < 1:
+                raise BadInput(name, getattr(self, name), "a whole number, at least 1")
+        if self.run is not None and self.student_epochs != Options.student_epochs:
+            raise BadInput(
+                "student_epochs", self.student_epochs, "it left out: the student in --run is trained already"
+            )
+
+
+def data_of_run(argv: Sequence[str], default: Any, kind: type) -> Any:
+    """The default of `--data`: that of the run which the flags or their files name, as its config.yaml has it.
+
+    `default` where no run is named, None where the run has no such file; `kind` is the class that the data must be of.
+
+    Raises:
+        BadInput: the run was on another kind of data.
+    """
+    run = None
+    for layer in sources.read(argv)[0]:
+        run = layer["run"].value if "run" in layer else run
+    if not isinstance(run, str):
+        return default
+    settings = Path(run).resolve().parent.parent / "config.yaml"
+    data = sources.load(settings, "run").get("data") if settings.is_file() else None
+    if isinstance(data, dict) and "class_path" in data:
+        try:
+            imported(data["class_path"], "data", (kind,))
+        except BadInput as fault:
+            raise BadInput("run", run, f"a student of images; its run's data is {fault.value}") from None
+    return data
+
+
+@contextmanager
+def of_net(flag: str, value: object, *more: str) -> Iterator[None]:
+    """Turns errors of torch.export and torchao about a net, and those of `more` flags, into a BadInput of its flag."""
+    output = io.StringIO()
+    logging.disable(logging.ERROR)
+    try:
+        with redirect_stderr(output):  # where it fails, torch.export prints the whole graph
+            yield
+        sys.stderr.write(output.getvalue())
+    except BadInput as fault:
+        if fault.flag.partition(".")[0] not in {flag, *more}:
+            raise
+        raise BadInput(flag, value, fault.expected) from None
+    except Exception as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise BadInput(flag, value, f"a net that can be quantised; it says: {said}") from error
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def images_of(data: Any, split: str, count: int | None = None) -> tuple[Tensor, Tensor]:
+    """Images of a data module's split, normalised, float32 (N, C, H, W), and their labels (N,).
+
+    Of `count` images, drawn by the data's seed: the first of a sorted folder are of one class.
+    """
+    samples = data.split(split)
+    size = len(samples.labels)
+    chosen = torch.arange(size) if count is None else keyed.permutation(size, keyed.fold_in(data.seed, 5))[:count]
+    images, labels = samples.take(chosen)
+    return data.normalize(images.cpu(), torch.float32), labels.cpu()
 
 
 class Builder:
@@ -53,8 +150,15 @@ class Builder:
         return self.read(self.run.out / f"seed{self.seed}" / STUDENT, "out")
 
     def read(self, folder: str | Path, flag: str) -> tuple[nn.Module, Spec]:
-        """A folder's net, which fits the data, and how to rebuild it."""
-        net, spec = read_net(folder, flag, self.data.input_shape)
+        """The net in a folder that a flag names, in float32 and in eval mode, and its `net.yaml`.
+
+        Raises:
+            BadInput: the files are missing or broken, the weights don't fit the net, or the net doesn't fit the data.
+        """
+        spec, net = read_spec(folder, flag), load_net(folder, flag).float()
+        wanted = tuple(self.data.input_shape)
+        if (made := tuple(spec["init_args"].get("input_shape", wanted))) != wanted:
+            raise BadInput(flag, folder, f"a net for inputs {wanted}, as this data has them; it is for {made}")
         with of_net(flag, folder):
             nets.check_fits(net, self.data.example, (self.data.num_classes,), flag)
         return net, spec
@@ -85,8 +189,8 @@ class Builder:
             fits = {"every": self.config.checkpoint_every, "tensorboard": self.run.tensorboard}
             fit_and_test(module, self.data, trainer, checkpoint, runs=[NAME], label=NAME, **fits)
             if module.failed:
-                expected = f"settings that train {NAME}; its loss is not finite"
-                raise BadInput("optimizer", self.config.optimizer.name, expected)
+                chosen = self.config.optimizer.name
+                raise BadInput("optimizer", chosen, f"settings that train {NAME}; its loss is not finite")
             if is_main_process():
                 folder.mkdir(exist_ok=True)
                 with atomic(best) as temporary:

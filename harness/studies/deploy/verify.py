@@ -62,7 +62,13 @@ def _ask(files: Sequence[Path], images: Path, more: Mapping[str, object]) -> dic
             places = {str(path.resolve()): str(out) for path, out in outputs.items()}
             job = Path(folder) / "job.json"
             job.write_text(json.dumps({"images": str(images), "files": places, **more}))
-            end = _run([sys.executable, "-I", answer.__file__, str(job)])
+            command = [sys.executable, "-I", answer.__file__, str(job)]
+            try:
+                run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
+                last = ["", *filter(str.strip, run.stderr.splitlines())][-1]
+                end = f"ended with exit code {run.returncode}: {_line(last)}"
+            except subprocess.TimeoutExpired:
+                end = LATE
             for path, out in outputs.items():
                 if out.exists():
                     found[path] = torch.from_numpy(np.load(out))
@@ -73,16 +79,6 @@ def _ask(files: Sequence[Path], images: Path, more: Mapping[str, object]) -> dic
                         found[path] = f"its process {end}"
                     break
     return found
-
-
-def _run(command: Sequence[str]) -> str:
-    """How the process has ended."""
-    try:
-        run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        return LATE
-    last = ["", *filter(str.strip, run.stderr.splitlines())][-1]
-    return f"ended with exit code {run.returncode}: {_line(last)}"
 
 
 def _line(text: str) -> str:
