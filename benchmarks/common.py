@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import multiprocessing
 import os
 import resource
 import subprocess
@@ -10,11 +11,13 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -74,30 +77,35 @@ class Clock(Callback):
     """Times a fit; each rank writes its record to FOLDER/<module><rank>.json.
 
     A record has `first`, the time of day after the first batch; `before`, the seconds until the first step; `steps`,
-    the seconds of each step; `fit`, those of the whole fit; `peak_mib` and `threads` of the process. With `keep` glibc
-    keeps freed memory in the ranks, as in the experiments.
+    the seconds of each step; `fit`, those of the whole fit; `losses`, pairs of a step and its `val/loss`; and the
+    process's `peak_mib` and `threads`. With `keep` glibc keeps freed memory in the ranks, as in the experiments.
     """
 
     def __init__(self, folder: str, keep: bool = True) -> None:
         self.folder, self.keep = folder, keep
-        self.record: dict[str, Any] = {}
 
     def on_fit_start(self, *args: Any) -> None:
         """Set glibc and start the clock."""
         if self.keep:
             environment.keep_memory()
-        self.record, self.stamps = {}, Stamps(CPU)
+        self.stamps = Stamps(CPU)
+        self.record: dict[str, Any] = {"losses": []}
         self.stamps.mark()
 
     def on_train_batch_start(self, *args: Any) -> None:
         """A step begins, and the one before ends."""
         self.stamps.mark()
 
-    on_train_end = on_train_batch_start
+    on_train_end: Any = on_train_batch_start
 
     def on_train_batch_end(self, *args: Any) -> None:
         """Note the end of the first batch."""
         self.record.setdefault("first", time.time())
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note the loss, if there is one."""
+        if (loss := trainer.callback_metrics.get("val/loss")) is not None:
+            self.record["losses"].append((trainer.global_step, loss.item()))
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the file."""
@@ -111,18 +119,11 @@ class Clock(Callback):
         file.write_text(json.dumps(self.record))
 
 
-def fit(
-    module: LightningModule,
-    data: Any,
-    clock: type[Clock] = Clock,
-    keep: bool = True,
-    callbacks: Sequence[Callback] = (),
-    **settings: Any,
-) -> dict[str, Any]:
-    """Rank zero's record of a fit on the CPU; `keep` as Clock has it."""
+def fit(module: LightningModule, data: Any, keep: bool = True, more: Sequence[Callback] = (), **settings: Any) -> Any:
+    """Rank zero's record of a fit on the CPU with more callbacks; `keep` as Clock has it."""
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # such as BatchNorm's in a pipeline
-        trainer = Trainer(callbacks=[clock(folder, keep), *callbacks], **SILENT, **settings)
+        trainer = Trainer(callbacks=[Clock(folder, keep), *more], **SILENT, **settings)
         trainer.fit(module, data)
         return json.loads((Path(folder) / f"{type(module).__name__}0.json").read_text())
 
@@ -153,7 +154,7 @@ def over(above: Sequence[float], below: Sequence[float]) -> list[float]:
 
 
 def forked(measure: Callable[[int], T], copies: int = 1) -> list[T]:
-    """What the function returns in processes forked from this one, all at the same time; it gets its number.
+    """What the function returns for each number, in processes forked from this one, all at the same time.
 
     It can't fork ranks itself: Lightning refuses that in a fork whose parent has asked for GPUs.
     """
@@ -177,20 +178,11 @@ def in_ranks(world_size: int, measure: Callable[[], T]) -> list[T]:
         return forked(rank, world_size)
 
 
-CALL = """import importlib, json, sys
-file, module, name, args = sys.argv[1:]
-found = getattr(importlib.import_module(module), name)(*json.loads(args))
-json.dump(found, open(file, "w"))
-"""
-
-
 def called(function: Callable[..., T], *args: Any, env: Mapping[str, str]) -> T:
-    """What a benchmark's function returns in a fresh interpreter; its output goes to stderr."""
-    module = f"benchmarks.{Path(function.__code__.co_filename).stem}"
-    with tempfile.NamedTemporaryFile("r") as answer:
-        command = [sys.executable, "-c", CALL, answer.name, module, function.__name__, json.dumps(args, default=str)]
-        subprocess.run(command, env=env, stdout=sys.stderr, check=True)
-        return json.load(answer)
+    """What a function returns in a fresh interpreter; a loader in it has to fork its workers."""
+    spawn = multiprocessing.get_context("spawn")
+    with patch.dict(os.environ, env), ProcessPoolExecutor(1, spawn) as processes:
+        return processes.submit(function, *args).result()
 
 
 def clocked(experiment: str, *flags: str, env: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -279,11 +271,7 @@ def run(
     targets: Mapping[str, Target],
     strict: bool = False,
 ) -> None:
-    """Measure, print the table and write `--out`.
-
-    Raises:
-        SystemExit: a flag is refused, in one line; or `strict`, and a target is missed.
-    """
+    """Measure, print the table and write `--out`; exit with 2 for bad input, with 1 for a missed target if `strict`."""
     settings = {name: value for name, value in vars(args).items() if name != "out"}
     header = json.loads(json.dumps(settings, default=str)) | environment.setting()
     flags: Any = SimpleNamespace(flag=lambda name, _: name)  # an option is refused by its class
@@ -293,15 +281,10 @@ def run(
     print(*(f"{key}: {value}" for key, value in header.items()), table(found, targets), sep="\n")
     if settings.get("quick"):
         print("sizes are tiny: what is missed says nothing")
-    ratios = _medians(found.ratios)
+    ratios = {name: median(runs) for name, runs in found.ratios.items()}
     if args.out:
-        figures = {unit: _medians(named) for unit, named in found.figures.items()}
-        rounds = {"figures": found.figures, "ratios": found.ratios}
-        name = Path(measure.__code__.co_filename).stem
-        write_json(args.out, {"benchmark": name, **header, "figures": figures, "ratios": ratios, "all_rounds": rounds})
+        figures = {unit: {name: median(runs) for name, runs in named.items()} for unit, named in found.figures.items()}
+        header = {"benchmark": Path(measure.__code__.co_filename).stem, **header, "figures": figures, "ratios": ratios}
+        write_json(args.out, header | {"all_rounds": {"figures": found.figures, "ratios": found.ratios}})
     if strict and not all(targets[name].reached(ratio) for name, ratio in ratios.items()):
         sys.exit(1)
-
-
-def _medians(runs: Runs) -> dict[str, float]:
-    return {name: median(each) for name, each in runs.items()}

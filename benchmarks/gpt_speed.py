@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 import numpy as np
 import torch
@@ -179,13 +178,13 @@ def ratios(steps: Runs, fetched: Runs, generated: Runs) -> Runs:
 def measure(args: argparse.Namespace) -> Found:
     """All sides in turn, then fetching and generation."""
     env = common.threads(args.threads)
-    setting: Any = args.data, args.steps
-    sides: Rivals = {side.__name__: partial(common.called, side, *setting, env=env) for side in (loop, bare)}
-    sides |= {side: partial(experiment, side, *setting, env) for side in EXPERIMENT}
-    steps = common.take_turns(sides, args.rounds, "ms a step")
+    text, steps = args.data, args.steps
+    sides: Rivals = {side.__name__: partial(common.called, side, text, steps, env=env) for side in (loop, bare)}
+    sides |= {side: partial(experiment, side, text, steps, env) for side in EXPERIMENT}
+    step_times = common.take_turns(sides, args.rounds, "ms a step")
     fetched, generated = (common.called(part, args.data, env=env) for part in (fetching, generation))
-    figures = {"ms a step": steps, "µs to fetch a batch": fetched, "s for 255 tokens": generated}
-    return Found(figures, ratios(steps, fetched, generated))
+    figures = {"ms a step": step_times, "µs to fetch a batch": fetched, "s for 255 tokens": generated}
+    return Found(figures, ratios(step_times, fetched, generated))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

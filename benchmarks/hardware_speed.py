@@ -107,7 +107,7 @@ def overhead(args: argparse.Namespace) -> Found:
         with tempfile.TemporaryDirectory() as folder:
             watch = [Measure(Path(folder), Phases(warmup=0, block=1, blocks=10**9, profiled=1))] if watched else []
             module = LitClassifier(with_seed(0, partial(LightNN, (1, 8, 8))))
-            return 1e3 * median(common.step_seconds(module, Digits(validation_size=0), STEPS, callbacks=watch))
+            return 1e3 * median(common.step_seconds(module, Digits(validation_size=0), STEPS, more=watch))
 
     runs = common.take_turns({"with": partial(step_ms, True), "without": partial(step_ms, False)}, args.rounds)
     return Found({"ms a step": runs}, {"overhead": common.over(runs["with"], runs["without"])})

@@ -102,12 +102,13 @@ def train(name: str, net: nn.Module, teacher: nn.Module | None, loader: DataLoad
 
 def tutorial(folder: str, count: int, epochs: int) -> Figures:
     """The teacher's loop, then one for each student."""
-    loader = DataLoader(Pictures(folder, count), batch_size=128, shuffle=True, num_workers=2)
+    workers: Any = {"num_workers": 2, "multiprocessing_context": "fork"}
+    loader = DataLoader(Pictures(folder, count), batch_size=128, shuffle=True, **workers)
     figures: Figures = {}
-    teacher: DeepNN | None = None
+    teacher: nn.Module | None = None
     for name in ("teacher", *STUDENTS):
         torch.manual_seed(42)
-        net = DeepNN() if teacher is None else LightNN()
+        net: DeepNN | LightNN = DeepNN() if teacher is None else LightNN()
         if name == "student hint":
             net.regressor = nn.Conv2d(16, 32, 3, padding=1)
         told = None if name == "student ce" else teacher

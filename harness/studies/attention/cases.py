@@ -112,17 +112,18 @@ class Case:
         Of attention as FlashAttention-2 counts them (Dao 2023, section 4.1): 4 T² D, half of it if causal, and 2.5
         times as many backward.
         """
-        attention = 4 * self.width * sum(n * n for n in self._tokens) / (2 if self.causal else 1)
+        attention = 4 * self.width * sum(n * n for n in self.tokens) / (2 if self.causal else 1)
         return (3.5 * attention if self.backward else attention) + self.projections
 
     @property
     def projections(self) -> float:
         """Operations of the block's products with its matrices: 8 T D², and twice as many backward."""
-        forward = 8 * self.width**2 * sum(self._tokens) if self.block else 0
+        forward = 8 * self.width**2 * sum(self.tokens) if self.block else 0
         return 3 * forward if self.backward else forward
 
     @property
-    def _tokens(self) -> tuple[int, ...]:
+    def tokens(self) -> tuple[int, ...]:
+        """Of each text, padding counted."""
         return self.lengths or (self.length,) * self.batch
 
 
@@ -184,10 +185,7 @@ def tutorial(dtype: str, seed: int) -> list[Case]:
 
 
 def half_padded(batch: int, length: int) -> tuple[int, ...]:
-    """Lengths of so many texts, evenly from 1 to the longest: padded to that, half of their tokens are padding.
-
-    Of a single text half of that is left.
-    """
+    """Lengths of texts, evenly from 1 to the longest, so that half of the padded batch is padding; half of one text."""
     if batch == 1:
         return (-(-length // 2),)
     return tuple(round(1 + (length - 1) * i / (batch - 1)) for i in range(batch))

@@ -27,7 +27,6 @@ from harness.studies.meters import PeakMemory
 from lit_modules.nets.attention import SelfAttention, kernel
 
 Call = Callable[[], object]
-
 MATRICES = {"cpu": (256, 512, 1024, 2048), "cuda": (1024, 2048, 4096, 8192)}
 LONG = 3  # times the seconds of a row: products of matrices that take longer are left out
 TIMES, SLOW, TIMES_IF_SLOW = 5, 1.0, 3  # times taken of a call at least; seconds of one that is slow
@@ -158,49 +157,42 @@ def fused(operators: Sequence[str]) -> str:
 
 @contextmanager
 def call(case: Case, device: torch.device) -> Iterator[Call]:
-    """A case's call, to be called inside the block."""
+    """A case's call on noise, to be called inside the block."""
+
+    def noise(*shape: int) -> Tensor:  # drawn on the CPU in float32, the same for all types and devices
+        return torch.randn(*shape).to(device, getattr(torch, case.dtype))
+
     with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(case.backward):
         torch.default_generator.manual_seed(0)
         if case.block:
-            yield _block(case, device)
+            yield _block(case, noise)
             return
         # Queries, keys, values, and the gradient of what comes out: (B, heads, T, D / heads)
-        shape = case.batch, case.heads, case.length, case.head_dim
-        *drawn, grad = (_noise(case, device, *shape) for _ in range(4))
+        *drawn, grad = (noise(case.batch, case.heads, case.length, case.head_dim) for _ in range(4))
         heads = query, key, value = [x.requires_grad_(case.backward) for x in drawn]
         with kernel(case.backend, *heads, None, 0.0, case.causal):
             forward = partial(F.scaled_dot_product_attention, query, key, value, is_causal=case.causal)
             yield (lambda: torch.autograd.grad(forward(), heads, grad)) if case.backward else forward
 
 
-def _noise(case: Case, device: torch.device, *shape: int) -> Tensor:
-    """Noise drawn on the CPU in float32, the same for all types and devices."""
-    return torch.randn(*shape).to(device, getattr(torch, case.dtype))
-
-
-def _block(case: Case, device: torch.device) -> Call:
+def _block(case: Case, noise: Callable[..., Tensor]) -> Call:
     backend: Any = case.backend
-    made = SelfAttention(case.width, case.heads, case.causal, case.dropout, case.bias, backend)
-    module = made.to(device, getattr(torch, case.dtype)).train(case.backward)
-    x = _tokens(case, device).requires_grad_(case.backward)
+    module = SelfAttention(case.width, case.heads, case.causal, case.dropout, case.bias, backend)
+    x = noise(sum(case.tokens), case.width)  # of all texts, (B · T, D)
+    module = module.to(x).train(case.backward)
+    if case.lengths is None:
+        x = x.unflatten(0, (case.batch, case.length))
+    else:
+        offsets = torch.tensor([0, *case.lengths], device=x.device).cumsum(0)
+        sizes = {"min_seqlen": min(case.lengths), "max_seqlen": max(case.lengths)}
+        x = torch.nested.nested_tensor_from_jagged(x, offsets, **sizes).detach()
+    x.requires_grad_(case.backward)
     forward = torch.compile(module, dynamic=False) if case.compiled else module
     if not case.backward:
         return partial(forward, x)
-    inputs, grad = [x, *module.parameters()], _noise(case, device, *_flat(x).shape)
-    return lambda: torch.autograd.grad(_flat(forward(x)), inputs, grad)
+    inputs, grad = [x, *module.parameters()], noise(*_values(x).shape)
+    return lambda: torch.autograd.grad(_values(forward(x)), inputs, grad)
 
 
-def _tokens(case: Case, device: torch.device) -> Tensor:
-    """(B, T, D), dense or jagged."""
-    if case.lengths is None:
-        return _noise(case, device, case.batch, case.length, case.width)
-    values = _noise(case, device, sum(case.lengths), case.width)
-    offsets = torch.tensor([0, *case.lengths], device=device).cumsum(0)
-    jagged = torch.nested.nested_tensor_from_jagged(
-        values, offsets, min_seqlen=min(case.lengths), max_seqlen=max(case.lengths)
-    )
-    return jagged.detach()
-
-
-def _flat(x: Tensor) -> Tensor:
+def _values(x: Tensor) -> Tensor:
     return x.values() if x.is_nested else x

@@ -47,15 +47,10 @@ class Study(study.Study):
 
         `spec` rebuilds the float net. Images are those of the test set, normalised, float32 (N, C, H, W), with labels
         (N,). `make` makes the net of each format, in eval mode on the CPU; all take these images and give logits.
-
-        Raises:
-            SystemExit: a file can't be written, or does not answer as its net does; all else is there.
         """
         self.spec, self.images, self.labels = spec, images, labels
-        complete = [
-            row for name, row in self.rows.items() if len(row["files"]) == len(FILES[name]) and row["latency_ms"]
-        ]
-        if len(complete) < len(FILES):
+        done = [row["latency_ms"] and len(row["files"]) == len(FILES[name]) for name, row in self.rows.items()]
+        if len(done) < len(FILES) or not all(done):
             self._measure(make())
         self.header["failed"] = self.failed
         notes = [f"{file} is left out: {fault}" for file, fault in self.failed.items()]

@@ -74,14 +74,10 @@ class Options(cli.OneSeedOptions):
 def data_of_run(argv: Sequence[str], default: Any, kind: type) -> Any:
     """The default of `--data`: that of the run which the flags or their files name, as its config.yaml has it.
 
-    `default` where no run is named, None where the run has no such file; `kind` is the class that the data must be of.
-
-    Raises:
-        BadInput: the run was on another kind of data.
+    `default` where no run is named, None where the run has no such file; BadInput if the data are not of class `kind`.
     """
-    run = None
-    for layer in sources.read(argv)[0]:
-        run = layer["run"].value if "run" in layer else run
+    runs = [layer["run"].value for layer in sources.read(argv)[0] if "run" in layer]
+    run = runs[-1] if runs else None
     if not isinstance(run, str):
         return default
     settings = Path(run).resolve().parent.parent / "config.yaml"
@@ -132,7 +128,6 @@ class Builder:
     def __init__(self, run: Session) -> None:
         self.run, self.config, self.data, self.seed = run, run.config, run.data, run.config.seeds[0]
         self.sizes: dict[str, Any] = {"input_shape": run.data.input_shape, "num_classes": run.data.num_classes}
-        self.checked: Quantized | None = None
 
     def fresh(self) -> tuple[LitClassifier, dict[str, Candidate]]:
         """The module of a student that is trained here."""
@@ -150,11 +145,7 @@ class Builder:
         return self.read(self.run.out / f"seed{self.seed}" / STUDENT, "out")
 
     def read(self, folder: str | Path, flag: str) -> tuple[nn.Module, Spec]:
-        """The net in a folder that a flag names, in float32 and in eval mode, and its `net.yaml`.
-
-        Raises:
-            BadInput: the files are missing or broken, the weights don't fit the net, or the net doesn't fit the data.
-        """
+        """A folder's net in float32 and eval mode, and its `net.yaml`; BadInput if broken, or unfit for the data."""
         spec, net = read_spec(folder, flag), load_net(folder, flag).float()
         wanted = tuple(self.data.input_shape)
         if (made := tuple(spec["init_args"].get("input_shape", wanted))) != wanted:
@@ -181,7 +172,7 @@ class Builder:
 
     def int8(self, net: nn.Module) -> nn.Module:
         """The int8 net of quantisation-aware training, which a resumed run does not repeat."""
-        module, folder = self.checked or self.aware(net), self.run.out / f"seed{self.seed}" / NAME
+        module, folder = self.aware(net), self.run.out / f"seed{self.seed}" / NAME
         best, checkpoint = folder / "best.pt", folder.with_suffix(".ckpt")
         if not best.exists():
             self.data.order_seed = self.seed
@@ -201,11 +192,7 @@ class Builder:
         return module.net.int8(read(best))
 
     def check(self) -> None:
-        """Build everything once.
-
-        Raises:
-            BadInput: something can't be trained or quantised.
-        """
+        """Build everything once; BadInput if something can't be trained or quantised."""
         trainer = self.run.checked_trainer()
         if self.config.run is None:
             check_net(self.run, STUDENT, trainer)
@@ -213,9 +200,8 @@ class Builder:
         else:
             (net, _), flag, value = self.read(self.config.run, "run"), "run", self.config.run
         with of_net(flag, value, "net"):
-            module = self.aware(net)
+            self.aware(net)
             captured(copy.deepcopy(net).eval(), self.data.example.float())
-        self.checked = None if self.config.run is None else module
 
     def formats(self, net: nn.Module, int8: nn.Module) -> dict[str, nn.Module]:
         """The net of each format, in eval mode on the CPU."""

@@ -94,10 +94,7 @@ class Latency:
 def compiled(net: nn.Module, batch: Tensor, exact: bool) -> Callable[[Tensor], Any]:
     """A net in eval mode as Inductor compiles it for a batch (b, C, H, W), its weights frozen: int8 is fast on x86 so.
 
-    `exact` is that of `disagreement`.
-
-    Raises:
-        RuntimeError: it can't be compiled as a whole, or does not answer as the net does.
+    RuntimeError if it can't be compiled as a whole, or does not answer as the net does (`exact` as in `disagreement`).
     """
     import warnings
 

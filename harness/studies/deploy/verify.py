@@ -21,7 +21,7 @@ SECONDS, LATE = 600.0, "took too long"  # for a file's answers
 
 
 def disagreement(expected: Tensor, found: Tensor, exact: bool, share: float = INT8_SHARE) -> str:
-    """What is wrong with logits (N, classes) found of a file, compared with the net's; empty if nothing is.
+    """What is wrong with logits (N, classes), compared with those expected; empty if nothing is.
 
     If `exact`, predictions may differ only where the top two logits are closer than 1e-4; else a share of them may,
     where they are closer than 2 % of the logits' range.
@@ -40,10 +40,9 @@ def disagreement(expected: Tensor, found: Tensor, exact: bool, share: float = IN
 
 
 def answers(files: Sequence[Path], images: Tensor) -> dict[Path, Tensor | str]:
-    """Logits (N, classes) of images (N, C, H, W) by each file, read in a fresh process without this project.
+    """Logits (N, classes) of images (N, C, H, W) by each file, read in a fresh process, or a line why there are none.
 
-    Weights alone need their net's class: another fresh process reads them, with the project. A file that can't be read
-    or run, or takes ten minutes, gets the reason in one line; the others stand alone.
+    The process does not have this project, but for weights alone, which need their net's class.
     """
     weights = [path for path in files if path.name == WEIGHTS]
     with tempfile.TemporaryDirectory() as folder:
