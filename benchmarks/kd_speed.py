@@ -29,7 +29,7 @@ from torchvision import transforms
 
 from apprentice.errors import BadInput
 from benchmarks import common
-from benchmarks.common import Found, Runs, Target
+from benchmarks.common import Found, Target
 from datamodules import ImageFolder
 from lit_modules.nets import DeepNN, LightNN
 
@@ -158,11 +158,9 @@ def measure(args: argparse.Namespace) -> Found:
         runs: dict[str, list[Figures]] = common.take_turns(rivals, args.rounds)
     threads = {side: int(found[0].pop("threads")) for side, found in runs.items()}
     policies = {side: env.get("OMP_WAIT_POLICY", "the machine's default") for side, env in envs.items()}
-    named: Runs = {}
-    for side, found in runs.items():
-        for each in found:
-            each["teacher and students"] = each["teacher"] + each["all students"]
-        named |= {f"{side}, {name}": [each[name] for each in found] for name in found[0]}
+    for each in [*runs["tutorial"], *runs["ours"]]:
+        each["teacher and students"] = each["teacher"] + each["all students"]
+    named = {f"{side}, {name}": [each[name] for each in runs[side]] for side in runs for name in runs[side][0]}
     names = {key: target.text.partition(",")[0] for key, target in TARGETS.items()}
     ratios = {key: common.over(named[f"ours, {name}"], named[f"tutorial, {name}"]) for key, name in names.items()}
     memory = {name: named.pop(name) for name in [*named] if name.endswith("memory")}

@@ -184,8 +184,8 @@ def _block(case: Case, noise: Callable[..., Tensor]) -> Call:
         x = x.unflatten(0, (case.batch, case.length))
     else:
         offsets = torch.tensor([0, *case.lengths], device=x.device).cumsum(0)
-        sizes = {"min_seqlen": min(case.lengths), "max_seqlen": max(case.lengths)}
-        x = torch.nested.nested_tensor_from_jagged(x, offsets, **sizes).detach()
+        shortest, longest = min(case.lengths), max(case.lengths)
+        x = torch.nested.nested_tensor_from_jagged(x, offsets, min_seqlen=shortest, max_seqlen=longest).detach()
     x.requires_grad_(case.backward)
     forward = torch.compile(module, dynamic=False) if case.compiled else module
     if not case.backward:

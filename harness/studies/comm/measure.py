@@ -108,13 +108,13 @@ def timed(case: Case, member: Member, bench: Bench) -> tuple[bool, list[float]]:
         x.zero_()  # what is summed up over and over stays finite
     for _ in range(WARMUP):
         call.run()
-    calls = [int(min(max(bench.block / block(call, member, 1), 1), MOST))]
+    calls = [int(min(max(bench.block / block(call, member, 1) * case.of.trips, 1), MOST))]
     dist.broadcast_object_list(calls, member.ranks[0], member.group)
-    return correct, [block(call, member, calls[0]) for _ in range(bench.repeats)]
+    return correct, [block(call, member, calls[0]) / calls[0] / case.of.trips for _ in range(bench.repeats)]
 
 
 def block(call: Call, member: Member, calls: int) -> float:
-    """Seconds a call, of so many in a row, from the moment at which all ranks are there."""
+    """Seconds of so many calls in a row, from the moment at which all ranks are there."""
     cuda = member.device.type == "cuda"
     dist.barrier(member.group)
     if cuda:
@@ -124,4 +124,4 @@ def block(call: Call, member: Member, calls: int) -> float:
         call.run()
     if cuda:
         torch.cuda.synchronize()
-    return (time.perf_counter() - start) / calls / call.trips
+    return time.perf_counter() - start

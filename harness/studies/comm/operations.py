@@ -44,7 +44,6 @@ class Call(NamedTuple):
     result: Tensor | None  # this rank's, if it has one
     expected: Callable[[], Tensor]  # of the result, after the first call
     buffers: Sequence[Tensor]  # all tensors that it uses
-    trips: int  # how often data travel in a call
 
     def is_correct(self) -> bool:
         """Whether the result is as expected, to the bit."""
@@ -87,7 +86,7 @@ class Operation:
         def expected() -> Tensor:
             return self.expected(member, [self.data(rank, sent).to(member.device) for rank in range(member.size)])
 
-        return Call(self.bind(member, x, y), y if self.receives(member) else None, expected, [x, y], self.trips)
+        return Call(self.bind(member, x, y), y if self.receives(member) else None, expected, [x, y])
 
 
 def send_recv(member: Member, x: Tensor, y: Tensor) -> Callable[[], None]:
@@ -127,11 +126,6 @@ def in_parts(member: Member, x: Tensor) -> list[Tensor] | None:
     return list(x.chunk(member.size)) if member.is_root else None
 
 
-def sum_of(tensors: Sequence[Tensor]) -> Tensor:
-    """The exact sum."""
-    return reduce(torch.add, tensors)
-
-
 # In rooted collectives the root is the group's last rank.
 BUS: dict[str, Any] = {"bus": lambda n: (n - 1) / n}  # where a part stays on its rank
 OPERATIONS: dict[str, Operation] = {
@@ -144,7 +138,7 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "reduce": Operation(
         lambda m, x, _: partial(dist.reduce, x, m.ranks[-1], group=m.group),
-        lambda _, sent: sum_of(sent), in_place=True, receives=lambda m: m.is_root,
+        lambda _, sent: reduce(torch.add, sent), in_place=True, receives=lambda m: m.is_root,
     ),
     "all_reduce_sum": all_reduce(dist.ReduceOp.SUM, torch.add),
     "all_reduce_product": all_reduce(dist.ReduceOp.PRODUCT, torch.mul, data=powers),
@@ -164,7 +158,7 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "reduce_scatter": Operation(
         lambda m, x, y: partial(dist.reduce_scatter_tensor, y, x, group=m.group),
-        lambda m, sent: sum_of(sent).chunk(m.size)[m.rank], receives_part=True, **BUS,
+        lambda m, sent: reduce(torch.add, sent).chunk(m.size)[m.rank], receives_part=True, **BUS,
     ),
     "all_to_all": Operation(
         lambda m, x, y: partial(dist.all_to_all_single, y, x, group=m.group),

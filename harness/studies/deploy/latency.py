@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from apprentice.errors import BadInput
 from apprentice.extras import Missing
-from harness.studies.deploy.verify import disagreement
+from harness.studies.deploy.formats import disagreement
 
 WARM_UP = 5  # calls
 Times = dict[str, dict[str, float]]  # by batch size
@@ -54,15 +54,15 @@ class Latency:
             images: float32 (N, C, H, W), repeated if they are fewer than a batch.
             fail: called with an error in compiling and the net's name; without it the error is raised.
         """
-        found: dict[str, Times] = {name: {} for name in nets}
-        good = dict(nets)
+        times: dict[str, Times] = {name: {} for name in nets}
         for size in self.batch_sizes:
             batch = images[torch.arange(size) % len(images)].contiguous()
-            for name, seconds in self._in_turn(good, batch, fail).items():
-                median, p95 = (float(value) for value in np.percentile(seconds, (50, 95)) * 1e3)
-                found[name][str(size)] = {"median": median, "p95": p95}
-            good = {name: net for name, net in good.items() if str(size) in found[name]}
-        return {name: times if name in good else {} for name, times in found.items()}
+            calls = self._in_turn({name: nets[name] for name in times}, batch, fail)
+            milliseconds = {name: np.percentile(seconds, (50, 95)) * 1e3 for name, seconds in calls.items()}
+            for name, (median, p95) in milliseconds.items():
+                times[name][str(size)] = {"median": float(median), "p95": float(p95)}
+            times = {name: times[name] for name in calls}
+        return {name: times.get(name, {}) for name in nets}
 
     def _in_turn(self, nets: Mapping[str, nn.Module], batch: Tensor, fail: Fail | None) -> dict[str, list[float]]:
         """Seconds of each call of the nets that can be compiled."""
