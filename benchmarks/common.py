@@ -235,6 +235,9 @@ class Found(NamedTuple):
     facts: Mapping[str, Any] = {}  # anything else, for the file
 
 
+Measure = Callable[[argparse.Namespace], Found]
+
+
 def merged(parts: Mapping[str, Found]) -> Found:
     """All that the parts have measured, their figures under their names."""
     figures = {f"{unit} ({name})": runs for name, part in parts.items() for unit, runs in part.figures.items()}
@@ -265,12 +268,7 @@ def parser(description: str | None, rounds: tuple[str, int], rounds_help: str) -
     return command
 
 
-def run(
-    args: argparse.Namespace,
-    measure: Callable[[argparse.Namespace], Found],
-    targets: Mapping[str, Target],
-    strict: bool = False,
-) -> None:
+def run(args: argparse.Namespace, measure: Measure, targets: Mapping[str, Target], strict: bool = False) -> None:
     """Measure, print the table and write `--out`; exit with 2 for bad input, with 1 for a missed target if `strict`."""
     settings = {name: value for name, value in vars(args).items() if name != "out"}
     header = json.loads(json.dumps(settings, default=str)) | environment.setting()

@@ -61,19 +61,15 @@ class Pictures(Dataset):
         return self.transform(Image.fromarray(self.pixels[place])), self.labels[place]
 
 
-def parts(net: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
-    """Feature maps and logits."""
-    maps = net.features(images)  # type: ignore[operator]
-    return maps, net.classifier(torch.flatten(maps, 1))  # type: ignore[operator]
-
-
-def loss_of(name: str, student: nn.Module, teacher: nn.Module | None, images: Tensor, labels: Tensor) -> Tensor:
+def loss_of(name: str, student: Any, teacher: Any, images: Tensor, labels: Tensor) -> Tensor:
     """The tutorial's loss of a variant; without a teacher, cross-entropy."""
     if teacher is None:
         return F.cross_entropy(student(images), labels)
     with torch.no_grad():
-        teachers_maps, teachers_logits = parts(teacher, images)
-    maps, logits = parts(student, images)
+        teachers_maps = teacher.features(images)
+        teachers_logits = teacher.classifier(torch.flatten(teachers_maps, 1))
+    maps = student.features(images)
+    logits = student.classifier(torch.flatten(maps, 1))
     loss = 0.75 * F.cross_entropy(logits, labels)
     if name == "student kd":  # both distributions softened with temperature 2
         divergence = F.kl_div(F.log_softmax(logits / 2, 1), F.softmax(teachers_logits / 2, 1), reduction="batchmean")
@@ -82,7 +78,7 @@ def loss_of(name: str, student: nn.Module, teacher: nn.Module | None, images: Te
         wanted = F.avg_pool1d(torch.flatten(teachers_maps, 1), 2)
         return loss + 0.25 * F.cosine_embedding_loss(torch.flatten(maps, 1), wanted, torch.ones(len(images)))
     # hint: the student's maps go through a convolution that is trained with it
-    return loss + 0.25 * F.mse_loss(student.regressor(maps), teachers_maps)  # type: ignore[operator]
+    return loss + 0.25 * F.mse_loss(student.regressor(maps), teachers_maps)
 
 
 def train(name: str, net: nn.Module, teacher: nn.Module | None, loader: DataLoader, epochs: int) -> None:

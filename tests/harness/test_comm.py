@@ -220,12 +220,12 @@ def every_case_is_correct_and_can_be_wrong() -> None:
             continue
         member = Member(torchs, members, members.index(dist.get_rank()), torch.device("cpu"))
         for name, operation in OPERATIONS.items():
-            call = operation.make(member, 12 if operation.sized else 0)
-            call.run()
-            assert call.is_correct(), name
-            if call.result is not None:
-                call.result[-1] += 1
-                assert not call.is_correct(), name
+            x, y = operation.tensors(member, 12 if operation.sized else 0)
+            operation.bind(member, x, y)()
+            assert operation.is_correct(member, x, y), name
+            if operation.receives(member):
+                y[-1] += 1
+                assert not operation.is_correct(member, x, y), name
 
 
 def test_a_wrong_number_would_be_seen() -> None:

@@ -5,7 +5,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch.multiprocessing.spawn import start_processes
 
 from harness.reports.report import Facts
 from harness.studies.comm.cases import WORLD, Backend, Case
-from harness.studies.comm.operations import Call, Member
+from harness.studies.comm.operations import Member
 from harness.studies.isolation import can_fork, children_end_with_block
 from strategies import ring
 
@@ -101,19 +101,21 @@ def _row(case: Case, found: Sequence[tuple[bool, list[float]]]) -> Facts:
 
 def timed(case: Case, member: Member, bench: Bench) -> tuple[bool, list[float]]:
     """Whether a first call's result is correct; seconds a call, of each block."""
-    call = case.of.make(member, case.count)
-    call.run()
-    correct = call.is_correct()
-    for x in call.buffers:
-        x.zero_()  # what is summed up over and over stays finite
+    operation = case.of
+    x, y = operation.tensors(member, case.count)
+    run = operation.bind(member, x, y)
+    run()
+    correct = operation.is_correct(member, x, y)
+    for each in (x, y):
+        each.zero_()  # what is summed up over and over stays finite
     for _ in range(WARMUP):
-        call.run()
-    calls = [int(min(max(bench.block / block(call, member, 1) * case.of.trips, 1), MOST))]
+        run()
+    calls = [int(min(max(bench.block / block(run, member, 1) * operation.trips, 1), MOST))]
     dist.broadcast_object_list(calls, member.ranks[0], member.group)
-    return correct, [block(call, member, calls[0]) / calls[0] / case.of.trips for _ in range(bench.repeats)]
+    return correct, [block(run, member, calls[0]) / calls[0] / operation.trips for _ in range(bench.repeats)]
 
 
-def block(call: Call, member: Member, calls: int) -> float:
+def block(run: Callable[[], object], member: Member, calls: int) -> float:
     """Seconds of so many calls in a row, from the moment at which all ranks are there."""
     cuda = member.device.type == "cuda"
     dist.barrier(member.group)
@@ -121,7 +123,7 @@ def block(call: Call, member: Member, calls: int) -> float:
         torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(calls):
-        call.run()
+        run()
     if cuda:
         torch.cuda.synchronize()
     return time.perf_counter() - start

@@ -8,7 +8,7 @@ bus bandwidth is that times a factor, after which a perfect ring of n ranks has 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,27 +27,9 @@ class Member:
     device: torch.device  # where tensors are
 
     @property
-    def size(self) -> int:
-        """Ranks of the group."""
-        return len(self.ranks)
-
-    @property
     def is_root(self) -> bool:
         """Whether this is the root."""
-        return self.rank == self.size - 1
-
-
-class Call(NamedTuple):
-    """An operation on its tensors."""
-
-    run: Callable[[], Any]  # calls it once
-    result: Tensor | None  # this rank's, if it has one
-    expected: Callable[[], Tensor]  # of the result, after the first call
-    buffers: Sequence[Tensor]  # all tensors that it uses
-
-    def is_correct(self) -> bool:
-        """Whether the result is as expected, to the bit."""
-        return self.result is None or torch.equal(self.result, self.expected())
+        return self.rank == len(self.ranks) - 1
 
 
 def numbers(rank: int, count: int) -> Tensor:
@@ -76,17 +58,16 @@ class Operation:
     sized: bool = True  # whether it sends anything
     trips: int = 1  # how often data travel in a call
 
-    def make(self, member: Member, count: int) -> Call:
-        """A rank's call for so many numbers, a multiple of the ranks."""
-        part = count // member.size
-        sent = part if self.sends_part else count
-        x = self.data(member.rank, sent).to(member.device)
-        y = x if self.in_place else torch.empty(part if self.receives_part else count, device=member.device)
+    def tensors(self, member: Member, count: int) -> tuple[Tensor, Tensor]:
+        """X with this rank's data, and y, where the largest buffer has so many numbers, a multiple of the ranks."""
+        part = count // len(member.ranks)
+        x = self.data(member.rank, part if self.sends_part else count).to(member.device)
+        return x, x if self.in_place else torch.empty(part if self.receives_part else count, device=member.device)
 
-        def expected() -> Tensor:
-            return self.expected(member, [self.data(rank, sent).to(member.device) for rank in range(member.size)])
-
-        return Call(self.bind(member, x, y), y if self.receives(member) else None, expected, [x, y])
+    def is_correct(self, member: Member, x: Tensor, y: Tensor) -> bool:
+        """Whether y is as expected after the first call, to the bit, if this rank has one."""
+        sent = [self.data(rank, len(x)).to(x.device) for rank in range(len(member.ranks))]
+        return not self.receives(member) or torch.equal(y, self.expected(member, sent))
 
 
 def send_recv(member: Member, x: Tensor, y: Tensor) -> Callable[[], None]:
@@ -102,7 +83,7 @@ def send_recv(member: Member, x: Tensor, y: Tensor) -> Callable[[], None]:
 
 def isend_irecv(member: Member, x: Tensor, y: Tensor) -> Callable[[], None]:
     """From each rank to the next, all at the same time."""
-    after, before = (member.ranks[(member.rank + step) % member.size] for step in (1, -1))
+    after, before = (member.ranks[(member.rank + step) % len(member.ranks)] for step in (1, -1))
 
     def run() -> None:
         sent, received = dist.P2POp(dist.isend, x, after, member.group), dist.P2POp(dist.irecv, y, before, member.group)
@@ -123,7 +104,7 @@ def all_reduce(op: Any, combine: Callable[[Tensor, Tensor], Tensor], **options: 
 
 def in_parts(member: Member, x: Tensor) -> list[Tensor] | None:
     """The parts of a tensor of the root; None elsewhere."""
-    return list(x.chunk(member.size)) if member.is_root else None
+    return list(x.chunk(len(member.ranks))) if member.is_root else None
 
 
 # In rooted collectives the root is the group's last rank.
@@ -146,7 +127,7 @@ OPERATIONS: dict[str, Operation] = {
     "all_reduce_min": all_reduce(dist.ReduceOp.MIN, torch.minimum),
     "scatter": Operation(
         lambda m, x, y: partial(dist.scatter, y, in_parts(m, x), m.ranks[-1], m.group),
-        lambda m, sent: sent[-1].chunk(m.size)[m.rank], receives_part=True, **BUS,
+        lambda m, sent: sent[-1].chunk(len(m.ranks))[m.rank], receives_part=True, **BUS,
     ),
     "gather": Operation(
         lambda m, x, y: partial(dist.gather, x, in_parts(m, y), m.ranks[-1], m.group),
@@ -158,11 +139,11 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "reduce_scatter": Operation(
         lambda m, x, y: partial(dist.reduce_scatter_tensor, y, x, group=m.group),
-        lambda m, sent: reduce(torch.add, sent).chunk(m.size)[m.rank], receives_part=True, **BUS,
+        lambda m, sent: reduce(torch.add, sent).chunk(len(m.ranks))[m.rank], receives_part=True, **BUS,
     ),
     "all_to_all": Operation(
         lambda m, x, y: partial(dist.all_to_all_single, y, x, group=m.group),
-        lambda m, sent: torch.cat([x.chunk(m.size)[m.rank] for x in sent]), **BUS,
+        lambda m, sent: torch.cat([x.chunk(len(m.ranks))[m.rank] for x in sent]), **BUS,
     ),
     "barrier": Operation(
         lambda m, _x, _y: partial(dist.barrier, m.group), lambda _, sent: sent[0], receives=lambda _: False, sized=False
