@@ -10,10 +10,6 @@ Rivals take turns in the same ranks; each ratio is the median over all rounds. E
 missed.
 """
 
-import os
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded
-
 import argparse
 from collections.abc import Sequence
 from functools import partial
@@ -43,7 +39,7 @@ TARGETS = {
 
 def slowest(seconds: float) -> float:
     """The maximum over all ranks."""
-    largest = torch.tensor([seconds], dtype=torch.float64)
+    largest = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return largest.item()
 
@@ -64,30 +60,25 @@ def rings(size: int, rounds: int, calls: int) -> Runs:
         assert x.eq(2 ** dist.get_world_size() - 1).all(), name
     x = torch.zeros(size // ITEM)
     runs = common.take_turns({name: partial(call_seconds, x, calls, group) for name, group in groups.items()}, rounds)
-    return {
-        f"{name}, {dist.get_world_size()} processes": common.over(runs[name], runs["gloo"])
-        for name in (ring.NAME, ring.UNCHUNKED)
-    }
-
-
-def ours(case: Case) -> float:
-    """What comm.py measures."""
-    _, (seconds,) = timed(case, Member(None, range(2), dist.get_rank(), common.CPU), Bench(2, 1))
-    return slowest(seconds)
-
-
-def bare(x: torch.Tensor) -> float:
-    """The same from a loop."""
-    call_seconds(x, 3)  # warm-up
-    return call_seconds(x, min(max(4 * MB // x.nbytes, 3), 100))
+    gloo = runs.pop("gloo")
+    return {f"{name}, {dist.get_world_size()} processes": common.over(each, gloo) for name, each in runs.items()}
 
 
 def measurements(sizes: Sequence[int], rounds: int) -> Runs:
     """What comm.py measures, over a bare loop, at each size."""
-    found = {}
+    member, found = Member(None, range(2), dist.get_rank(), common.CPU), {}
+
+    def ours(count: int) -> float:
+        _, (seconds,) = timed(Case(Backend("gloo"), "all_reduce_sum", WORLD, (0, 1), count), member, Bench(2, 1))
+        return slowest(seconds)
+
+    def bare(x: torch.Tensor) -> float:
+        call_seconds(x, 3)  # warm-up
+        return call_seconds(x, min(max(4 * MB // x.nbytes, 3), 100))
+
     for size in sizes:
-        case, x = Case(Backend("gloo"), "all_reduce_sum", WORLD, (0, 1), size // ITEM), torch.zeros(size // ITEM)
-        runs = common.take_turns({"ours": partial(ours, case), "bare": partial(bare, x)}, rounds * PAIRS)
+        rivals = {"ours": partial(ours, size // ITEM), "bare": partial(bare, torch.zeros(size // ITEM))}
+        runs = common.take_turns(rivals, rounds * PAIRS)
         found[f"comm.py at {size:,} bytes"] = common.over(runs["ours"], runs["bare"])
     return found
 
@@ -95,12 +86,10 @@ def measurements(sizes: Sequence[int], rounds: int) -> Runs:
 def measure(args: argparse.Namespace) -> Found:
     """All ratios."""
     environment.keep_memory()
-    torch.set_num_threads(1)
+    common.one_thread()
     size, sizes = (64 * 2**10, SIZES[:1]) if args.quick else (16 * MB, SIZES)
-    ratios: Runs = {}
-    for count in (2, 3):
-        ratios |= common.in_ranks(count, partial(rings, size, args.rounds, args.calls))[0]
-    return Found({}, ratios | common.in_ranks(2, partial(measurements, sizes, args.rounds))[0])
+    two, three = (common.in_ranks(count, partial(rings, size, args.rounds, args.calls))[0] for count in (2, 3))
+    return Found({}, two | three | common.in_ranks(2, partial(measurements, sizes, args.rounds))[0])
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import multiprocessing
 import os
 import resource
 import subprocess
@@ -10,11 +11,13 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -23,6 +26,7 @@ from torch.multiprocessing.spawn import start_processes
 
 from datamodules import ImageData
 from datamodules.splits import Split
+from harness.config.messages import one_line_errors
 from harness.reports.tables import Table, short
 from harness.runs import environment
 from harness.runs.files import write_json
@@ -42,16 +46,15 @@ Rivals = dict[str, Callable[[], float]]
 
 
 class Noise(ImageData):
-    """512 images of 3 x 32 x 32 without content: a step takes as long as on real ones."""
+    """512 images of 3 x 32 x 32 without content, the same for training and testing."""
 
     input_shape, class_names = (3, 32, 32), tuple("0123456789")
     mean, std = (0.5,) * 3, (0.3,) * 3
 
     def read(self) -> tuple[Split, Split]:
-        """The same images for training and testing."""
+        """Draw them."""
         images = torch.randint(256, (512, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-        whole = Split(images, torch.arange(512) % 10)
-        return whole, whole
+        return (Split(images, torch.arange(512) % 10),) * 2
 
 
 # Measuring
@@ -74,55 +77,53 @@ class Clock(Callback):
     """Times a fit; each rank writes its record to FOLDER/<module><rank>.json.
 
     A record has `first`, the time of day after the first batch; `before`, the seconds until the first step; `steps`,
-    the seconds of each step; `fit`, those of the whole fit; `peak_mib` and `threads` of the process. With `keep` glibc
-    keeps freed memory in the ranks, as in the experiments.
+    the seconds of each step; `fit`, those of the whole fit; `losses`, pairs of a step and its `val/loss`; and the
+    process's `peak_mib` and `threads`. With `keep` glibc keeps freed memory in the ranks, as in the experiments.
     """
 
     def __init__(self, folder: str, keep: bool = True) -> None:
         self.folder, self.keep = folder, keep
-        self.record: dict[str, Any] = {}
 
     def on_fit_start(self, *args: Any) -> None:
-        """Set glibc and start the clock, in each rank."""
+        """Set glibc and start the clock."""
         if self.keep:
             environment.keep_memory()
-        self.record, self.stamps = {}, Stamps(CPU)
+        self.stamps = Stamps(CPU)
+        self.record: dict[str, Any] = {"losses": []}
         self.stamps.mark()
 
     def on_train_batch_start(self, *args: Any) -> None:
         """A step begins, and the one before ends."""
         self.stamps.mark()
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The last step ends."""
-        self.stamps.mark()
+    on_train_end: Any = on_train_batch_start
 
     def on_train_batch_end(self, *args: Any) -> None:
         """Note the end of the first batch."""
         self.record.setdefault("first", time.time())
 
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note the loss, if there is one."""
+        if (loss := trainer.callback_metrics.get("val/loss")) is not None:
+            self.record["losses"].append((trainer.global_step, loss.item()))
+
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the file."""
         self.stamps.mark()
         before, *steps, after = self.stamps.seconds()
-        self.record |= {"before": before, "steps": steps, "fit": before + sum(steps) + after}
-        self.record |= {"peak_mib": peak_mib(), "threads": torch.get_num_threads()}
+        self.record |= {
+            "before": before, "steps": steps, "fit": before + sum(steps) + after, "peak_mib": peak_mib(),
+            "threads": torch.get_num_threads(),
+        }  # fmt: skip
         file = Path(self.folder) / f"{type(pl_module).__name__}{trainer.global_rank}.json"
         file.write_text(json.dumps(self.record))
 
 
-def fit(
-    module: LightningModule,
-    data: Any,
-    clock: type[Clock] = Clock,
-    keep: bool = True,
-    callbacks: Sequence[Callback] = (),
-    **settings: Any,
-) -> dict[str, Any]:
-    """Rank zero's record of a fit on the CPU; `keep` as Clock has it."""
+def fit(module: LightningModule, data: Any, keep: bool = True, more: Sequence[Callback] = (), **settings: Any) -> Any:
+    """Rank zero's record of a fit on the CPU with more callbacks; `keep` as Clock has it."""
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # such as BatchNorm's in a pipeline
-        trainer = Trainer(callbacks=[clock(folder, keep), *callbacks], **SILENT, **settings)
+        trainer = Trainer(callbacks=[Clock(folder, keep), *more], **SILENT, **settings)
         trainer.fit(module, data)
         return json.loads((Path(folder) / f"{type(module).__name__}0.json").read_text())
 
@@ -153,17 +154,14 @@ def over(above: Sequence[float], below: Sequence[float]) -> list[float]:
 
 
 def forked(measure: Callable[[int], T], copies: int = 1) -> list[T]:
-    """What the function returns in processes forked from this one, all at the same time; it gets its number.
+    """What the function returns for each number, in processes forked from this one, all at the same time.
 
     It can't fork ranks itself: Lightning refuses that in a fork whose parent has asked for GPUs.
     """
     with tempfile.TemporaryDirectory() as folder, children_end_with_block():
-        start_processes(_answer, args=(measure, folder), nprocs=copies, start_method="fork")
-        return [json.loads((Path(folder) / str(number)).read_text()) for number in range(copies)]
-
-
-def _answer(number: int, measure: Callable[[int], Any], folder: str) -> None:
-    (Path(folder) / str(number)).write_text(json.dumps(measure(number)))
+        files = [Path(folder) / str(number) for number in range(copies)]
+        start_processes(lambda n: write_json(files[n], measure(n)), nprocs=copies, start_method="fork")
+        return [json.loads(file.read_text()) for file in files]
 
 
 def in_ranks(world_size: int, measure: Callable[[], T]) -> list[T]:
@@ -180,20 +178,11 @@ def in_ranks(world_size: int, measure: Callable[[], T]) -> list[T]:
         return forked(rank, world_size)
 
 
-CALL = """import importlib, json, sys
-file, module, name, args = sys.argv[1:]
-found = getattr(importlib.import_module(module), name)(*json.loads(args))
-json.dump(found, open(file, "w"))
-"""
-
-
 def called(function: Callable[..., T], *args: Any, env: Mapping[str, str]) -> T:
-    """What a benchmark's function returns in a fresh interpreter; its output goes to stderr."""
-    module = f"benchmarks.{Path(function.__code__.co_filename).stem}"
-    with tempfile.NamedTemporaryFile("r") as answer:
-        command = [sys.executable, "-c", CALL, answer.name, module, function.__name__, json.dumps(args, default=str)]
-        subprocess.run(command, env=env, stdout=sys.stderr, check=True)
-        return json.load(answer)
+    """What a function returns in a fresh interpreter; a loader in it has to fork its workers."""
+    spawn = multiprocessing.get_context("spawn")
+    with patch.dict(os.environ, env), ProcessPoolExecutor(1, spawn) as processes:
+        return processes.submit(function, *args).result()
 
 
 def clocked(experiment: str, *flags: str, env: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -207,7 +196,13 @@ def clocked(experiment: str, *flags: str, env: Mapping[str, str] | None = None) 
 
 def threads(count: int | None) -> dict[str, str]:
     """The environment with so many threads of OpenMP; with the machine's own number if None."""
-    return {**os.environ} if count is None else {**os.environ, "OMP_NUM_THREADS": str(count)}
+    return {**os.environ, **({} if count is None else {"OMP_NUM_THREADS": str(count)})}
+
+
+def one_thread() -> None:
+    """Compute with one thread, here and in all processes that are started from here."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
 
 
 # Reporting
@@ -232,13 +227,15 @@ class Target(NamedTuple):
         return f"{', '.join(bounds)}{self.aim}{'' if self.reached(ratio) else '   MISSED'}"
 
 
-@dataclass
-class Found:
+class Found(NamedTuple):
     """What a benchmark has measured."""
 
     figures: dict[str, Runs]  # by unit
     ratios: Runs  # by the name of their target
-    facts: dict[str, Any] = field(default_factory=dict)  # anything else, for the file
+    facts: Mapping[str, Any] = {}  # anything else, for the file
+
+
+Measure = Callable[[argparse.Namespace], Found]
 
 
 def merged(parts: Mapping[str, Found]) -> Found:
@@ -271,30 +268,21 @@ def parser(description: str | None, rounds: tuple[str, int], rounds_help: str) -
     return command
 
 
-def run(
-    args: argparse.Namespace,
-    measure: Callable[[argparse.Namespace], Found],
-    targets: Mapping[str, Target],
-    strict: bool = False,
-) -> None:
-    """Measure, print the table and write `--out`.
-
-    Raises:
-        SystemExit: `strict`, and a target is missed.
-    """
+def run(args: argparse.Namespace, measure: Measure, targets: Mapping[str, Target], strict: bool = False) -> None:
+    """Measure, print the table and write `--out`; exit with 2 for bad input, with 1 for a missed target if `strict`."""
     settings = {name: value for name, value in vars(args).items() if name != "out"}
     header = json.loads(json.dumps(settings, default=str)) | environment.setting()
-    with quiet():
+    flags: Any = SimpleNamespace(flag=lambda name, _: name)  # an option is refused by its class
+    with one_line_errors(flags), quiet():
         found = measure(args)
     header |= found.facts
     print(*(f"{key}: {value}" for key, value in header.items()), table(found, targets), sep="\n")
     if settings.get("quick"):
         print("sizes are tiny: what is missed says nothing")
-    figures = {unit: {name: median(runs) for name, runs in named.items()} for unit, named in found.figures.items()}
     ratios = {name: median(runs) for name, runs in found.ratios.items()}
     if args.out:
-        header |= {"figures": figures, "ratios": ratios}
-        header |= {"all_rounds": {"figures": found.figures, "ratios": found.ratios}}
-        write_json(args.out, {"benchmark": Path(measure.__code__.co_filename).stem, **header})
+        figures = {unit: {name: median(runs) for name, runs in named.items()} for unit, named in found.figures.items()}
+        header = {"benchmark": Path(measure.__code__.co_filename).stem, **header, "figures": figures, "ratios": ratios}
+        write_json(args.out, header | {"all_rounds": {"figures": found.figures, "ratios": found.ratios}})
     if strict and not all(targets[name].reached(ratio) for name, ratio in ratios.items()):
         sys.exit(1)

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from apprentice.keyed import with_seed
 from benchmarks import common
-from benchmarks.common import Found, Runs, Target
+from benchmarks.common import Found, Rivals, Runs, Target
 from datamodules import Text
 from harness.runs import environment
 from harness.studies.meters import Stamps
@@ -54,8 +54,8 @@ def text(path: str | Path | None) -> Text:
     return data
 
 
-def step_seconds(net: nn.Module, loss: Callable[[], Tensor], steps: int, fused: bool = False) -> list[float]:
-    """Seconds of each training step."""
+def step_ms(net: nn.Module, loss: Callable[[], Tensor], steps: int, fused: bool = False) -> float:
+    """Milliseconds of a training step."""
     optimizer, stamps = torch.optim.AdamW(net.parameters(), RATE, (0.9, 0.99), fused=fused), Stamps(common.CPU)
     stamps.mark()
     for _ in range(steps):
@@ -64,10 +64,7 @@ def step_seconds(net: nn.Module, loss: Callable[[], Tensor], steps: int, fused: 
         optimizer.step()
         optimizer.zero_grad()
         stamps.mark()
-    return stamps.seconds()
-
-
-# The plain loop
+    return mean(stamps.seconds()[SKIPPED:]) * 1e3
 
 
 class PlainBlock(nn.Module):
@@ -116,16 +113,13 @@ def written(data: Text, folder: str | Path) -> Path:
     return path
 
 
-def loop(path: str | Path | None, steps: int) -> list[float]:
-    """The plain loop; seconds of each step."""
+def loop(path: str | Path | None, steps: int) -> float:
+    """Milliseconds of a step of the plain loop."""
     data = text(path)
     net = with_seed(0, lambda: PlainGPT(data.num_classes))
     with tempfile.TemporaryDirectory() as folder:
         tokens = written(data, folder)
-        return step_seconds(net, lambda: net(*slices(tokens)), steps)
-
-
-# Our side
+        return step_ms(net, lambda: net(*slices(tokens)), steps)
 
 
 def net_of(data: Text, block_size: int, num_layers: int, num_heads: int, embed_dim: int) -> GPT:
@@ -133,27 +127,24 @@ def net_of(data: Text, block_size: int, num_layers: int, num_heads: int, embed_d
     return with_seed(0, lambda: GPT(data.num_classes, block_size, num_layers, num_heads, embed_dim))
 
 
-def bare(path: str | Path | None, steps: int) -> list[float]:
-    """Our net on one batch; seconds of each step."""
+def bare(path: str | Path | None, steps: int) -> float:
+    """Milliseconds of a step of our net on one batch."""
     environment.keep_memory()  # as gpt.py does
     data = text(path)
     net, batch = net_of(data, BLOCK, LAYERS, HEADS, WIDTH), data.split("train").take(torch.arange(ROWS) * BLOCK)
     inputs, labels = batch.inputs, batch.labels.flatten()
-    return step_seconds(net, lambda: F.cross_entropy(net(inputs).flatten(0, 1), labels), steps, fused=True)
+    return step_ms(net, lambda: F.cross_entropy(net(inputs).flatten(0, 1), labels), steps, fused=True)
 
 
-def experiment(side: str, path: str | Path | None, steps: int, env: Mapping[str, str] | None = None) -> list[float]:
-    """`experiments/gpt.py` with the flags of this side; seconds of each step."""
+def experiment(side: str, path: str | Path | None, steps: int, env: Mapping[str, str] | None = None) -> float:
+    """Milliseconds of a step of `experiments/gpt.py` with the flags of this side."""
     sizes = {
         "data.block_size": BLOCK, "data.batch_size": ROWS, "net.num_layers": LAYERS, "net.num_heads": HEADS,
         "net.embed_dim": WIDTH, "model.lr": RATE, "trainer.max_steps": steps, "trainer.val_check_interval": steps + 1,
     }  # fmt: skip
     flags = [*EXPERIMENT[side], *(f"--{name}={value}" for name, value in sizes.items())]
     flags += [] if path is None else [f"--data.path={path}"]
-    return common.clocked("gpt", *flags, env=env)["LitLanguageModel0"]["steps"]
-
-
-# Fetching and generation
+    return mean(common.clocked("gpt", *flags, env=env)["LitLanguageModel0"]["steps"][SKIPPED:]) * 1e3
 
 
 def fetching(path: str | Path | None, rounds: int = 7) -> Runs:
@@ -177,14 +168,6 @@ def generation(path: str | Path | None, rounds: int = 3) -> Runs:
     return common.take_turns({name: partial(common.seconds, call) for name, call in calls.items()}, rounds)
 
 
-# All
-
-
-def milliseconds(steps: Sequence[float]) -> float:
-    """Mean time of a step from the 21st on."""
-    return mean(steps[SKIPPED:]) * 1e3
-
-
 def ratios(steps: Runs, fetched: Runs, generated: Runs) -> Runs:
     """Ours over theirs."""
     found = {name: common.over(*(steps[side] for side in name.split(" / "))) for name in TARGETS if "/" in name}
@@ -195,15 +178,13 @@ def ratios(steps: Runs, fetched: Runs, generated: Runs) -> Runs:
 def measure(args: argparse.Namespace) -> Found:
     """All sides in turn, then fetching and generation."""
     env = common.threads(args.threads)
-    sides = {side.__name__: partial(common.called, side) for side in (loop, bare)}
-    sides |= {side: partial(experiment, side) for side in EXPERIMENT}
-    rivals = {
-        name: lambda side=side: milliseconds(side(args.data, args.steps, env=env)) for name, side in sides.items()
-    }
-    steps = common.take_turns(rivals, args.rounds, "ms a step")
+    text, steps = args.data, args.steps
+    sides: Rivals = {side.__name__: partial(common.called, side, text, steps, env=env) for side in (loop, bare)}
+    sides |= {side: partial(experiment, side, text, steps, env) for side in EXPERIMENT}
+    step_times = common.take_turns(sides, args.rounds, "ms a step")
     fetched, generated = (common.called(part, args.data, env=env) for part in (fetching, generation))
-    figures = {"ms a step": steps, "µs to fetch a batch": fetched, "s for 255 tokens": generated}
-    return Found(figures, ratios(steps, fetched, generated))
+    figures = {"ms a step": step_times, "µs to fetch a batch": fetched, "s for 255 tokens": generated}
+    return Found(figures, ratios(step_times, fetched, generated))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -17,9 +17,7 @@ Each ratio is the median over `--repeat` rounds, in which rivals take turns.
 
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch is loaded
 
 import argparse
 import tempfile
@@ -29,8 +27,6 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
-
-import torch
 
 from apprentice.keyed import with_seed
 from benchmarks import common
@@ -95,7 +91,7 @@ def exact(args: argparse.Namespace) -> Found:
         whole = EPOCHS * len(teacher["steps"]) / 2 * sum(steps.values()) + students["before"]
         return {**steps, "storing": students["before"], "bake-off": whole}
 
-    with unpacked(args.data) as folder:
+    with unpacked(args) as folder:
         kinds = [(name, n, flags) for n in (1, 2) for name, flags in (("plain", []), ("exact", ["--exact", "8"]))]
         rivals = {f"{name} {n}": partial(parts, folder, n, *flags) for name, n, flags in kinds}
         found = common.take_turns(rivals, args.rounds)
@@ -111,7 +107,7 @@ def overhead(args: argparse.Namespace) -> Found:
         with tempfile.TemporaryDirectory() as folder:
             watch = [Measure(Path(folder), Phases(warmup=0, block=1, blocks=10**9, profiled=1))] if watched else []
             module = LitClassifier(with_seed(0, partial(LightNN, (1, 8, 8))))
-            return 1e3 * median(common.step_seconds(module, Digits(validation_size=0), STEPS, callbacks=watch))
+            return 1e3 * median(common.step_seconds(module, Digits(validation_size=0), STEPS, more=watch))
 
     runs = common.take_turns({"with": partial(step_ms, True), "without": partial(step_ms, False)}, args.rounds)
     return Found({"ms a step": runs}, {"overhead": common.over(runs["with"], runs["without"])})
@@ -122,7 +118,7 @@ PARTS = {"ddp": ddp, "startup": startup, "exact": exact, "overhead": overhead}
 
 def measure(args: argparse.Namespace) -> Found:
     """All parts that were asked for."""
-    torch.set_num_threads(1)
+    common.one_thread()
     return common.merged({name: PARTS[name](args) for name in args.parts})
 
 
@@ -130,9 +126,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, write."""
     command = common.parser(__doc__, ("--repeat", 3), "rounds, in which rivals take turns")
     command.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    command.add_argument(
-        "--data", type=Path, default=ARCHIVE, help="for exact: images as ImageFolder takes them, or an archive"
-    )
+    command.add_argument("--data", type=Path, default=ARCHIVE, help="for exact: a folder of images, or an archive")
     command.add_argument("--images", type=int, default=512, help="for exact: so many")
     common.run(command.parse_args(argv), measure, TARGETS)
 

@@ -24,16 +24,10 @@ from lit_modules.nets import ResNet
 from lit_modules.quantization import post_training
 
 SHAPE = (3, 32, 32)
-
-
-def vnni() -> bool:
-    """Whether the processor has instructions for int8 products."""
-    info = Path("/proc/cpuinfo")
-    return info.exists() and "vnni" in info.read_text()
-
-
+INFO = Path("/proc/cpuinfo")
+VNNI = INFO.exists() and "vnni" in INFO.read_text()  # whether the processor has instructions for int8 products
 TARGETS = {
-    "speed": Target("int8 over float32, images/s", low=2.0 if vnni() else 0.0),
+    "speed": Target("int8 over float32, images/s", low=2.0 if VNNI else 0.0),
     "size": Target("int8 over float32, bytes of the ONNX file", high=0.3),
 }
 
@@ -60,7 +54,7 @@ def measure(args: argparse.Namespace) -> Found:
     speeds: Runs = {name: [args.batch_size / each["median"] * 1e3] for name, each in times.items()}
     sizes: Runs = {name: [onnx_bytes(net, images)] for name, net in nets.items()}
     ratios = {key: common.over(runs["int8"], runs["float32"]) for key, runs in (("speed", speeds), ("size", sizes))}
-    return Found({"images/s": speeds, "bytes": sizes}, ratios, {"vnni": vnni(), "latency_ms": times})
+    return Found({"images/s": speeds, "bytes": sizes}, ratios, {"vnni": VNNI, "latency_ms": times})
 
 
 def main(argv: Sequence[str] | None = None) -> None:

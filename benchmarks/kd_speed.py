@@ -27,13 +27,14 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 
+from apprentice.errors import BadInput
 from benchmarks import common
-from benchmarks.common import Found, Runs, Target
+from benchmarks.common import Found, Target
 from datamodules import ImageFolder
 from lit_modules.nets import DeepNN, LightNN
 
 ARCHIVE = common.DATA / "cifar10-jpg.tar.xz"
-VARIANTS = ("ce", "kd", "cosine", "hint")
+STUDENTS = ("student ce", "student kd", "student cosine", "student hint")
 TARGETS = {
     "teacher": Target("teacher, ours over the tutorial's", high=1.0),
     "students": Target("all students, ours over the tutorial's", high=1 / 8),
@@ -43,11 +44,8 @@ TARGETS = {
 Figures = dict[str, float]
 
 
-# The tutorial's side
-
-
 class Pictures(Dataset):
-    """Pixels in one array; each becomes a PIL image and is transformed when asked for, as in torchvision's CIFAR10."""
+    """The tutorial's: pixels in one array, PIL images and transforms when asked for, as in torchvision's CIFAR10."""
 
     def __init__(self, folder: str, count: int) -> None:
         data = ImageFolder(folder, train_size=count, validation_size=0)
@@ -63,28 +61,24 @@ class Pictures(Dataset):
         return self.transform(Image.fromarray(self.pixels[place])), self.labels[place]
 
 
-def parts(net: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
-    """Feature maps and logits."""
-    maps = net.features(images)  # type: ignore[operator]
-    return maps, net.classifier(torch.flatten(maps, 1))  # type: ignore[operator]
-
-
-def loss_of(name: str, student: nn.Module, teacher: nn.Module | None, images: Tensor, labels: Tensor) -> Tensor:
+def loss_of(name: str, student: Any, teacher: Any, images: Tensor, labels: Tensor) -> Tensor:
     """The tutorial's loss of a variant; without a teacher, cross-entropy."""
     if teacher is None:
         return F.cross_entropy(student(images), labels)
     with torch.no_grad():
-        teachers_maps, teachers_logits = parts(teacher, images)
-    maps, logits = parts(student, images)
+        teachers_maps = teacher.features(images)
+        teachers_logits = teacher.classifier(torch.flatten(teachers_maps, 1))
+    maps = student.features(images)
+    logits = student.classifier(torch.flatten(maps, 1))
     loss = 0.75 * F.cross_entropy(logits, labels)
-    if name == "kd":  # both distributions softened with temperature 2
+    if name == "student kd":  # both distributions softened with temperature 2
         divergence = F.kl_div(F.log_softmax(logits / 2, 1), F.softmax(teachers_logits / 2, 1), reduction="batchmean")
         return loss + 0.25 * 2**2 * divergence
-    if name == "cosine":  # flattened maps; the teacher's 2048 values are pooled to the student's 1024
+    if name == "student cosine":  # flattened maps; the teacher's 2048 values are pooled to the student's 1024
         wanted = F.avg_pool1d(torch.flatten(teachers_maps, 1), 2)
         return loss + 0.25 * F.cosine_embedding_loss(torch.flatten(maps, 1), wanted, torch.ones(len(images)))
     # hint: the student's maps go through a convolution that is trained with it
-    return loss + 0.25 * F.mse_loss(student.regressor(maps), teachers_maps)  # type: ignore[operator]
+    return loss + 0.25 * F.mse_loss(student.regressor(maps), teachers_maps)
 
 
 def train(name: str, net: nn.Module, teacher: nn.Module | None, loader: DataLoader, epochs: int) -> None:
@@ -99,29 +93,25 @@ def train(name: str, net: nn.Module, teacher: nn.Module | None, loader: DataLoad
             loss.backward()
             optimizer.step()
             running_loss += loss.item()
-        print(f"{name:8}  epoch {epoch + 1}/{epochs}  loss {running_loss / len(loader):.4f}", flush=True)
+        print(f"{name:14}  epoch {epoch + 1}/{epochs}  loss {running_loss / len(loader):.4f}", flush=True)
 
 
 def tutorial(folder: str, count: int, epochs: int) -> Figures:
     """The teacher's loop, then one for each student."""
-    loader = DataLoader(Pictures(folder, count), batch_size=128, shuffle=True, num_workers=2)
-    torch.manual_seed(42)
-    teacher = DeepNN()
-    figures = {"teacher": common.seconds(partial(train, "teacher", teacher, None, loader, epochs))}
-    teacher.eval()
-    students = {}
-    for name in VARIANTS:
+    workers: Any = {"num_workers": 2, "multiprocessing_context": "fork"}
+    loader = DataLoader(Pictures(folder, count), batch_size=128, shuffle=True, **workers)
+    figures: Figures = {}
+    teacher: nn.Module | None = None
+    for name in ("teacher", *STUDENTS):
         torch.manual_seed(42)
-        student = LightNN()
-        if name == "hint":
-            student.regressor = nn.Conv2d(16, 32, 3, padding=1)
-        told = None if name == "ce" else teacher
-        students[f"student {name}"] = common.seconds(partial(train, name, student, told, loader, epochs))
-    figures |= {**students, "all students": sum(students.values())}
+        net: DeepNN | LightNN = DeepNN() if teacher is None else LightNN()
+        if name == "student hint":
+            net.regressor = nn.Conv2d(16, 32, 3, padding=1)
+        told = None if name == "student ce" else teacher
+        figures[name] = common.seconds(partial(train, name, net, told, loader, epochs))
+        teacher = teacher or net.eval()
+    figures["all students"] = sum(figures[name] for name in STUDENTS)
     return {**figures, "peak memory": common.peak_mib(), "threads": torch.get_num_threads()}
-
-
-# Our side
 
 
 def bake_off(folder: str, count: int, epochs: int, *flags: str, env: Mapping[str, str] | None = None) -> list[Any]:
@@ -139,17 +129,17 @@ def ours(folder: str, count: int, epochs: int, env: Mapping[str, str]) -> Figure
     return {**figures, "peak memory": students["peak_mib"], "threads": students["threads"]}
 
 
-# Both
-
-
 @contextmanager
-def unpacked(data: Path) -> Iterator[str]:
-    """The folder itself, or that of an archive's images."""
+def unpacked(args: argparse.Namespace) -> Iterator[str]:
+    """The folder of `--data`, or that of an archive's images; BadInput where there are fewer than `--images`."""
+    data = args.data
     with tempfile.TemporaryDirectory() as temporary:
         if data.is_file():
             with tarfile.open(data) as archive:
                 archive.extractall(temporary, filter="data")
             data = next(Path(temporary).iterdir())
+        if args.images > (there := len([*data.glob("train/*/*")])):
+            raise BadInput("images", args.images, f"at most {there}, the training images in {args.data}")
         yield str(data)
 
 
@@ -157,18 +147,16 @@ def measure(args: argparse.Namespace) -> Found:
     """Both sides in turn, and what ours take of the tutorial's."""
     usual, passive = common.threads(args.threads), {"OMP_WAIT_POLICY": "PASSIVE"}
     envs = {"tutorial": usual | (passive if args.wait_policy == "passive" else {}), "ours": passive | usual}
-    with unpacked(args.data) as folder:
+    with unpacked(args) as folder:
         sizes = folder, args.images, args.epochs
         sides: Any = {"tutorial": partial(common.called, tutorial), "ours": ours}
         rivals = {name: partial(side, *sizes, env=envs[name]) for name, side in sides.items()}
         runs: dict[str, list[Figures]] = common.take_turns(rivals, args.rounds)
     threads = {side: int(found[0].pop("threads")) for side, found in runs.items()}
     policies = {side: env.get("OMP_WAIT_POLICY", "the machine's default") for side, env in envs.items()}
-    named: Runs = {}
-    for side, found in runs.items():
-        for each in found:
-            each["teacher and students"] = each["teacher"] + each["all students"]
-        named |= {f"{side}, {name}": [each[name] for each in found] for name in found[0]}
+    for each in [*runs["tutorial"], *runs["ours"]]:
+        each["teacher and students"] = each["teacher"] + each["all students"]
+    named = {f"{side}, {name}": [each[name] for each in runs[side]] for side in runs for name in runs[side][0]}
     names = {key: target.text.partition(",")[0] for key, target in TARGETS.items()}
     ratios = {key: common.over(named[f"ours, {name}"], named[f"tutorial, {name}"]) for key, name in names.items()}
     memory = {name: named.pop(name) for name in [*named] if name.endswith("memory")}

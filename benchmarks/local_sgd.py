@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 
 from apprentice.keyed import with_seed
 from benchmarks import common
 from datamodules import Digits
-from harness.runs.environment import hardware, versions
+from harness.runs import environment
 from harness.runs.files import write_json
 from harness.runs.progress import quiet
 from lit_modules.classifier import LitClassifier
@@ -30,15 +29,6 @@ OPTIMIZERS: dict[str, Any] = {
     "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9),  # each rank has momentum of its own
     "adam": partial(torch.optim.Adam, lr=1e-3),  # as in the bake-off
 }
-
-
-class Losses(common.Clock):
-    """A clock whose record also has `losses`: pairs of a step and its validation loss."""
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the epoch's loss."""
-        loss = trainer.callback_metrics["val/loss"].item()
-        self.record.setdefault("losses", []).append((trainer.global_step, loss))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -58,14 +48,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             module = LitClassifier(with_seed(0, partial(DeepNN, Digits.input_shape)), optimizer=optimizer)
             settings = {"devices": options.devices, "max_epochs": options.epochs, "num_sanity_val_steps": 0}
             with quiet():
-                record = common.fit(module, Digits(), Losses, strategy=strategy, **settings)
+                record = common.fit(module, Digits(), strategy=strategy, **settings)
             losses, seconds = record["losses"], sum(record["steps"])
             shown = [losses[len(losses) * third // 3 - 1][1] for third in (1, 2, 3)]
             numbers = f"{shown[0]:11.3f}  {shown[1]:7.3f}  {shown[2]:11.3f}  {losses[-1][0]:6}  {seconds:8.1f}"
             print(f"{label:9}  {name:13}{numbers}", flush=True)
             rows.append({"optimizer": label, "strategy": name, "losses": losses, "seconds": seconds})
-    facts = {"devices": options.devices, "hardware": hardware(), "versions": versions(), "rows": rows}
-    write_json(options.out, facts)
+    machine = {"hardware": environment.hardware(), "versions": environment.versions()}
+    write_json(options.out, {"devices": options.devices, **machine, "rows": rows})
 
 
 if __name__ == "__main__":

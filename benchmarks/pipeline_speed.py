@@ -15,11 +15,6 @@ The layers are cut once, by time, for all schedules of one stage a rank. Each fi
 turns, and each ratio is the median over all rounds. Ends with exit code 1 where a target is missed.
 """
 
-import os
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
 import argparse
 import copy
 from collections.abc import Sequence
@@ -27,7 +22,6 @@ from functools import partial
 from statistics import mean, median
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -50,7 +44,6 @@ ONE_STAGE = ("GPipe", "1F1B")  # schedules of one stage a rank
 MICROBATCHES = 8  # in which schedules are compared
 BOUND = 2 * MICROBATCHES / (MICROBATCHES + 1)  # on the speed-up, by the bubble
 WARMUP = 2  # steps
-LEARNING_RATE = 0.001
 TARGETS = {
     "split": Target("speed of the split over one process", low=0.93),
     "bound": Target(
@@ -99,26 +92,27 @@ class Setting:
 
     def bare(self) -> float:
         """A step by torch's own 1F1B schedule and an optimizer, without Lightning."""
-        return max(common.in_ranks(2, self._bare))
 
-    def _bare(self) -> float:
-        environment.keep_memory()
-        rank, batch = dist.get_rank(), self.loader(self.batch, 1).batch
-        layers = nn.Sequential(*grouped(self.layers, self.sizes)[rank])
-        optimizer = SGD(layers.parameters(), LEARNING_RATE)
-        stage = PipelineStage(layers, rank, 2, common.CPU)
-        schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=F.mse_loss)
-        stamps = Stamps(common.CPU)
-        for _ in range(WARMUP + self.steps + 1):
-            dist.barrier()
-            stamps.mark()
-            optimizer.zero_grad()
-            if rank == 0:
-                schedule.step(batch.images)
-            else:
-                schedule.step(target=batch.targets, losses=[])
-            optimizer.step()
-        return mean(stamps.seconds()[WARMUP:])
+        def seconds() -> float:
+            environment.keep_memory()
+            rank, batch = dist.get_rank(), self.loader(self.batch, 1).batch
+            layers = nn.Sequential(*grouped(self.layers, self.sizes)[rank])
+            optimizer = SGD(layers.parameters(), lr=0.001)
+            stage = PipelineStage(layers, rank, 2, common.CPU)
+            schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=F.mse_loss)
+            stamps = Stamps(common.CPU)
+            for _ in range(WARMUP + self.steps + 1):
+                dist.barrier()
+                stamps.mark()
+                optimizer.zero_grad()
+                if rank == 0:
+                    schedule.step(batch.images)
+                else:
+                    schedule.step(target=batch.targets, losses=[])
+                optimizer.step()
+            return mean(stamps.seconds()[WARMUP:])
+
+        return max(common.in_ranks(2, seconds))
 
 
 def fits(setting: Setting, args: argparse.Namespace) -> Found:
@@ -159,7 +153,7 @@ PARTS = {"fits": fits, "cost": cost}
 
 def measure(args: argparse.Namespace) -> Found:
     """All parts that were asked for."""
-    torch.set_num_threads(1)
+    common.one_thread()
     setting = Setting(args)
     return common.merged({name: PARTS[name](setting, args) for name in args.parts})
 

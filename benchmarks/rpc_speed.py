@@ -10,17 +10,10 @@ lack two); `rpc_hybrid` has one less, too. Rivals take turns; each ratio is the 
 code 1 where `param_server` takes more than 5 times as long as `ddp`.
 """
 
-import os
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
 import argparse
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
-
-import torch
 
 from apprentice.keyed import with_seed
 from benchmarks import common
@@ -51,9 +44,8 @@ def step_ms(net: str, rival: str, devices: int, steps: int) -> float:
 
 def measure(args: argparse.Namespace) -> Found:
     """Milliseconds a step of all rivals, net by net."""
-    torch.set_num_threads(1)
-    figures: Runs = {}
-    ratios: Runs = {}
+    common.one_thread()
+    figures, ratios = Runs(), Runs()
     for net in args.nets:
         rivals = {f"{net}, {name}": partial(step_ms, net, name, args.devices, args.steps) for name in RIVALS}
         figures |= common.take_turns(rivals, args.rounds)

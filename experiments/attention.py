@@ -23,7 +23,7 @@ import torch
 from apprentice.errors import BadInput
 from harness import config as cli
 from harness.runs.session import session
-from harness.studies.attention import Bench, Cases, Options, Study
+from harness.studies.attention import Bench, Options, Study, all_cases
 from harness.studies.isolation import one_thread
 
 
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with one_thread() as threads, session("attention", parser(), argv) as run:
         config = run.config
         device = place(config.device)
-        cases = Cases(config, device.type).all()
+        cases = all_cases(config, device.type)
         bench = Bench(device, config.seconds, threads)
         with run.folder():
             Study(run, config.longest, device=device.type, threads=threads).run(bench, cases)

@@ -17,7 +17,7 @@ import strategies
 from apprentice.errors import BadInput
 from harness import config as cli
 from harness.runs.session import session
-from harness.studies.comm import Backend, Bench, Cases, Options, Study
+from harness.studies.comm import Backend, Bench, Options, Study, all_cases
 from harness.studies.isolation import DURATION, default_devices, one_thread, probe
 from strategies import ring
 
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         config = run.config
         size, backends = world(config.trainer)
         known = {backend.name: backend for backend in backends}
-        cases = Cases(size, [*cli.pick(known, config.backends, "backends").values()], config.only, config.sizes)
+        cases = all_cases(size, [*cli.pick(known, config.backends, "backends").values()], config.only, config.sizes)
         bench = Bench(size, config.repeats, config.timeout, QUICK_BLOCK if config.quick else BLOCK)
         with run.folder():
             Study(run).run(bench, cases)

@@ -33,9 +33,8 @@ from harness import config as cli
 from harness.runs.launch import is_main_process
 from harness.runs.session import session
 from harness.studies.deploy import Latency, Options, Study, formats
-from harness.studies.deploy.builder import Builder
+from harness.studies.deploy.builder import Builder, data_of_run, images_of
 from harness.studies.deploy.latency import need_compiler
-from harness.studies.deploy.source import data_of_run, images_of
 from lit_modules import nets, objectives
 from lit_modules.quantization import EXTRA
 

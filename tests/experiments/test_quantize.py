@@ -17,7 +17,7 @@ from datamodules import ImageData
 from experiments import kd, quantize
 from harness.runs.nets import save_net
 from harness.studies.deploy import Study, formats, latency
-from harness.studies.deploy.source import data_of_run
+from harness.studies.deploy.builder import data_of_run
 from lit_modules.nets import LightNN, ResNet
 from tests.commands import left_by_overwriting, refused, results
 from tests.processes import Run

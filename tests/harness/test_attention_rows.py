@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from experiments import attention
-from harness.studies.attention import Case, Cases
-from harness.studies.attention.calls import call
+from harness.studies.attention import Case, all_cases
 from harness.studies.attention.cases import PARTS, half_padded, tutorials_lengths
-from harness.studies.attention.measure import fused
+from harness.studies.attention.measure import call, fused
 from harness.studies.attention.report import kernels, refusals
 
 CPU = torch.device("cpu")
@@ -19,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def test_rows_of_a_gpu() -> None:
     config = attention.parser().parse([])
-    found = Cases(config, "cuda").all()
+    found = all_cases(config, "cuda")
     assert len({row.name for row in found}) == len(found)
     assert {row.part for row in found} == set(PARTS)
     assert {row.length for row in found if row.part == "kernels"} == {2**n for n in range(7, 15)}

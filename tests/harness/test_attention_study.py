@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from experiments import attention
-from harness.studies.attention import Bench, Case, calls, measure
+from harness.studies.attention import Bench, Case, measure
 from harness.studies.meters import LINUX
 from lit_modules.nets import SelfAttention
 from tests.commands import left_by_overwriting, refused, refused_elsewhere, results
@@ -108,7 +108,12 @@ def test_threads_are_those_that_torch_has(run: Path, tmp_path: Path, capsys: pyt
 
 def test_the_peak_is_the_best_of_all_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reached = iter([2.0, 5.0, 3.0])
-    monkeypatch.setattr(Bench, "peak", lambda *_: {"tflops_per_second": next(reached), "matrix": 4})
+
+    def products(_bench: Bench, name: str, dtype: str) -> dict[str, Any]:
+        facts = {"name": name, "part": "matmul", "dtype": dtype, "refused": None}
+        return {**facts, "tflops_per_second": next(reached), "matrix": 4}
+
+    monkeypatch.setattr(Bench, "products", products)
     flags = ["--parts", "kernels", "blocks", "--longest", "1e-12", "--lengths", "16", "--backends", "math"]
     attention.main([*QUICK, *flags, "--out", str(tmp_path)])
     found = results(tmp_path)
@@ -251,7 +256,7 @@ class GreedyAtFirst(SelfAttention):
 
 @pytest.mark.skipif(not LINUX, reason="only there memory on a CPU can be told")
 def test_peak_memory_is_that_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "SelfAttention", GreedyAtFirst)
+    monkeypatch.setattr(measure, "SelfAttention", GreedyAtFirst)
     bench = Bench(CPU, 0.001, 1)
     math, flash = (Case("kernels", "float32", 1, 1024, 4, 8, backend=backend) for backend in ("math", "flash"))
     assert 2**24 <= bench.measure(math, Path())["peak_bytes"] <= 2**27  # 16 MiB a tensor of weights

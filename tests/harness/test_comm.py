@@ -4,6 +4,7 @@ import os
 import signal
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from experiments import comm
-from harness.studies.comm import Backend, Bench, Case, Cases
-from harness.studies.comm.operations import OPERATIONS, Call, Member, Operation
+from harness.studies.comm import Backend, Bench, Case, all_cases
+from harness.studies.comm.operations import OPERATIONS, Member
 from harness.studies.comm.report import every, picture, table, words
 from strategies import ring
 from tests.commands import left_by_overwriting, refused, refused_elsewhere, results
@@ -143,16 +144,15 @@ def test_bad_input_is_one_line_before_anything_starts(
 # What goes wrong
 
 
-def wrong(member: Member, count: int) -> Call:
+def wrong(member: Member, *_: torch.Tensor) -> Callable[[], object]:
     """An all-reduce that forgets to reduce."""
-    call = OPERATIONS["all_reduce_sum"].make(member, count)
-    return call._replace(run=lambda: dist.barrier(member.group))
+    return lambda: dist.barrier(member.group)
 
 
-def dies(member: Member, count: int) -> Call:
+def dies(member: Member, x: torch.Tensor, y: torch.Tensor) -> Callable[[], object]:
     if member.rank == 1:
         os._exit(3)
-    return OPERATIONS["all_reduce_sum"].make(member, count)
+    return OPERATIONS["all_reduce_sum"].bind(member, x, y)
 
 
 ONLY = ["--sizes", "64", "--repeats", "1", "--trainer.devices", "2", "--backends", "gloo"]
@@ -161,8 +161,8 @@ ONLY = ["--sizes", "64", "--repeats", "1", "--trainer.devices", "2", "--backends
 def test_a_wrong_result_and_a_row_that_fails_cost_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for name, make in (("broadcast", wrong), ("reduce", dies)):
-        monkeypatch.setitem(OPERATIONS, name, replace(OPERATIONS[name], make=make))
+    for name, bind in (("broadcast", wrong), ("reduce", dies)):
+        monkeypatch.setitem(OPERATIONS, name, replace(OPERATIONS["all_reduce_sum"], bind=bind))
     with pytest.raises(SystemExit) as stop:
         comm.main([*ONLY, "--only", "send_recv", "broadcast", "reduce", "gather", "--out", str(tmp_path)])
     assert stop.value.code == 1
@@ -194,10 +194,7 @@ def test_a_backend_that_does_not_start_fails_once(
 
 
 def slow(flags: list[str]) -> None:
-    def made(member: Member, count: int) -> Call:
-        return Call(lambda: time.sleep(60), list, [], [])
-
-    OPERATIONS["gather"] = Operation(made, OPERATIONS["gather"].bus)
+    OPERATIONS["gather"] = replace(OPERATIONS["gather"], bind=lambda *_: lambda: time.sleep(60))
     comm.main(flags)
 
 
@@ -223,13 +220,12 @@ def every_case_is_correct_and_can_be_wrong() -> None:
             continue
         member = Member(torchs, members, members.index(dist.get_rank()), torch.device("cpu"))
         for name, operation in OPERATIONS.items():
-            call = operation.make(member, 12 if operation.sized else 0)
-            call.run()
-            assert call.is_correct(), name
-            for x in call.tensors:
-                x[-1] += 1
-                assert not call.is_correct(), name
-                x[-1] -= 1
+            x, y = operation.tensors(member, 12 if operation.sized else 0)
+            operation.bind(member, x, y)()
+            assert operation.is_correct(member, x, y), name
+            if operation.receives(member):
+                y[-1] += 1
+                assert not operation.is_correct(member, x, y), name
 
 
 def test_a_wrong_number_would_be_seen() -> None:
@@ -238,17 +234,17 @@ def test_a_wrong_number_would_be_seen() -> None:
 
 def test_rows_of_any_number_of_ranks() -> None:
     gloo, whole = Backend("gloo"), Backend(ring.UNCHUNKED, only_all_reduce=True)
-    found = Cases(5, [gloo, whole], ["all_reduce_max", "gather", "barrier"], [1, 2, 4096])
-    names = [row.name for row in found.all()]
+    found = all_cases(5, [gloo, whole], ["all_reduce_max", "gather", "barrier"], [1, 2, 4096])
+    names = [row.name for row in found]
     assert len(set(names)) == len(names)
     assert names[:4] == [
         "gloo all_reduce_max, world, 20 B", "gloo all_reduce_max, world, 4,100 B",
         "gloo all_reduce_max, sub-group, 16 B", "gloo all_reduce_max, sub-group, 4,096 B",
     ]  # fmt: skip
-    assert all(row.count % len(row.ranks) == 0 for row in found.all())
-    assert {row.ranks for row in found.all()} == {(0, 1, 2, 3, 4), (0, 1, 2, 3)}
-    assert {row.operation for row in found.of(whole)} == {"all_reduce_max"}
-    assert Cases(2, [gloo], None, [64]).groups["sub-group"] == (0, 1)
+    assert all(row.count % len(row.ranks) == 0 for row in found)
+    assert {row.ranks for row in found} == {(0, 1, 2, 3, 4), (0, 1, 2, 3)}
+    assert {row.operation for row in found if row.backend == whole} == {"all_reduce_max"}
+    assert {row.ranks for row in all_cases(2, [gloo], None, [64]) if row.group == "sub-group"} == {(0, 1)}
     assert [words(size) for size in (8, 1024, 1032, 2**26, 2**20 + 4)] == ["8 B", "1 KB", "1 KB", "64 MB", "1 MB"]
 
 

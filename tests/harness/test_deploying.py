@@ -13,10 +13,10 @@ from apprentice import extras
 from apprentice.errors import BadInput
 from apprentice.keyed import with_seed
 from harness.runs import folders
-from harness.studies.deploy import Study, answer, formats, latency, verify
+from harness.studies.deploy import Study, answer, formats, latency
+from harness.studies.deploy.builder import of_net
+from harness.studies.deploy.formats import answers, disagreement
 from harness.studies.deploy.latency import Latency
-from harness.studies.deploy.source import of_net
-from harness.studies.deploy.verify import answers, disagreement
 from lit_modules.nets import LightNN, ResNet
 from lit_modules.quantization import FakeQuantized
 from tests.processes import Run
@@ -189,7 +189,7 @@ def test_each_file_stands_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     files[0].write_bytes(b"nothing")
     (tmp_path / "answer.py").write_text(DYING.format(answer.__file__))
     monkeypatch.setattr(answer, "__file__", str(tmp_path / "answer.py"))
-    monkeypatch.setattr(verify, "SECONDS", 10.0)
+    monkeypatch.setattr(formats, "SECONDS", 10.0)
     formats.write_onnx(formats.Rounded(copy.deepcopy(plain), torch.bfloat16), images, files[3].parent)
     formats.write_onnx(plain, images, files[4].parent)
     found = answers(files, images)

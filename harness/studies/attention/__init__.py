@@ -7,11 +7,12 @@ from harness.reports.report import Facts
 from harness.reports.tables import short
 from harness.runs.session import Session
 from harness.studies import study
-from harness.studies.attention.cases import Case, Cases, Options
+from harness.studies.attention.cases import Case, Options, all_cases
 from harness.studies.attention.measure import Bench
 from harness.studies.attention.report import report
 
-__all__ = ["Bench", "Case", "Cases", "Options", "Study"]
+__all__ = ["Bench", "Case", "Options", "Study", "all_cases"]
+PRODUCTS = "matmul: {dtype}, {when}"
 PEAK = (
     "by type the best TFLOP/s among all rows of the part matmul: products of two square matrices of several sizes, "
     "measured before each part and at the end"
@@ -45,23 +46,28 @@ class Study(study.Study):
         """Measure the missing cases; print and save the report."""
         bench.prepare(case for case in cases if case.name not in self.rows)
         calls: dict[str, Callable[[], Facts | None]] = {}
+
+        def add_products(part: Sequence[Case], when: str) -> None:
+            for dtype in dict.fromkeys(case.dtype for case in part):
+                name = PRODUCTS.format(dtype=dtype, when=when)
+                calls[name] = partial(bench.products, name, dtype)
+
         for part in dict.fromkeys(case.part for case in cases):
             mine = [case for case in cases if case.part == part]
-            calls |= _products(bench, mine, f"before {part}")
+            add_products(mine, f"before {part}")
             calls |= {case.name: partial(self._measured, bench, case) for case in mine}
-        calls |= _products(bench, cases, "at the end")
+        add_products(cases, "at the end")
         self.measure(calls)
         self.finish(report(self.write(calls), self.missing(self.left_out)))
 
     def _measured(self, bench: Bench, case: Case) -> Facts | None:
         """The row; None of a case that takes too long."""
-        product = self.rows.get(_product(case.dtype, "before blocks"))
-        seconds = 0 if product is None else case.projections / (1e12 * product["tflops_per_second"])
-        if case.part != "blocks" or seconds <= self.longest:
-            return bench.measure(case, self.out)
-        why = f"at its best the machine takes longer for the projections than --longest {self.longest} s"
-        self.left_out[case.name] = f"left out: {why}"
-        return None
+        product = self.rows.get(PRODUCTS.format(dtype=case.dtype, when=f"before {case.part}"))
+        if case.part == "blocks" and product and case.projections > 1e12 * product["tflops_per_second"] * self.longest:
+            why = f"at its best the machine takes longer for the projections than --longest {self.longest} s"
+            self.left_out[case.name] = f"left out: {why}"
+            return None
+        return bench.measure(case, self.out)
 
     def write(self, order: Iterable[str]) -> Facts:
         """Write results.json with the peaks, and in each row its share of the peak as known so far."""
@@ -70,19 +76,7 @@ class Study(study.Study):
             if row["part"] == "matmul":
                 peaks[row["dtype"]] = max(peaks.get(row["dtype"], 0.0), row["tflops_per_second"])
         for row in self.rows.values():
-            reached, peak = row.get("tflops_per_second"), peaks.get(row["dtype"])
-            row["share_of_peak"] = None if reached is None or peak is None else reached / peak
+            known = row["dtype"] in peaks and row["refused"] is None
+            row["share_of_peak"] = row["tflops_per_second"] / peaks[row["dtype"]] if known else None
         self.header["peak"] = {"is": PEAK, "tflops_per_second": peaks}
         return super().write(order)
-
-
-def _products(bench: Bench, cases: Iterable[Case], when: str) -> dict[str, Callable[[], Facts]]:
-    """Products of matrices of each type among these cases."""
-    return {
-        (name := _product(dtype, when)): partial(bench.products, name, dtype)
-        for dtype in dict.fromkeys(case.dtype for case in cases)
-    }
-
-
-def _product(dtype: str, when: str) -> str:
-    return f"matmul: {dtype}, {when}"

@@ -4,6 +4,7 @@ import random
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any, ClassVar, Literal
 
 from apprentice.errors import BadInput
@@ -11,7 +12,6 @@ from harness import config
 
 BACKENDS = ("auto", "math", "flash", "efficient", "cudnn")
 PARTS = ("kernels", "blocks", "tutorial", "profile")
-PADDING, SPREAD = 0.5, 0.01  # of the tutorial's texts
 DTYPES = ("float32", "float16", "bfloat16")
 QUICK = {
     "lengths": [16, 32], "block_lengths": [32], "tokens": 64, "heads": 2, "head_dim": 8, "dtypes": ["float32"],
@@ -90,16 +90,10 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The row's name, such as `kernels: flash, float32, 4 x 512, forward`."""
-        size = f"{self.batch} x {self.length}"
-        return f"{self.part}: {self.what}, {self.dtype}, {size}, {self.direction}"
-
-    @property
-    def what(self) -> str:
-        """`flash`, `dense compiled`, `jagged eager`."""
-        if not self.block:
-            return self.backend
-        return f"{'dense' if self.lengths is None else 'jagged'} {'compiled' if self.compiled else 'eager'}"
+        """The row's name: `kernels: flash, float32, 4 x 512, forward`, or in a block `jagged eager` for the kernel."""
+        layout, mode = "dense" if self.lengths is None else "jagged", "compiled" if self.compiled else "eager"
+        what = f"{layout} {mode}" if self.block else self.backend
+        return f"{self.part}: {what}, {self.dtype}, {self.batch} x {self.length}, {self.direction}"
 
     @property
     def direction(self) -> str:
@@ -118,17 +112,18 @@ class Case:
         Of attention as FlashAttention-2 counts them (Dao 2023, section 4.1): 4 T² D, half of it if causal, and 2.5
         times as many backward.
         """
-        attention = 4 * self.width * sum(n * n for n in self._tokens) / (2 if self.causal else 1)
+        attention = 4 * self.width * sum(n * n for n in self.tokens) / (2 if self.causal else 1)
         return (3.5 * attention if self.backward else attention) + self.projections
 
     @property
     def projections(self) -> float:
         """Operations of the block's products with its matrices: 8 T D², and twice as many backward."""
-        forward = 8 * self.width**2 * sum(self._tokens) if self.block else 0
+        forward = 8 * self.width**2 * sum(self.tokens) if self.block else 0
         return 3 * forward if self.backward else forward
 
     @property
-    def _tokens(self) -> tuple[int, ...]:
+    def tokens(self) -> tuple[int, ...]:
+        """Of each text, padding counted."""
         return self.lengths or (self.length,) * self.batch
 
 
@@ -139,76 +134,58 @@ SIZES = {
 }
 
 
-class Cases:
-    """All cases for a kind of device, cpu or cuda."""
+def all_cases(options: Namespace, device: str) -> list[Case]:
+    """All cases for a kind of device, cpu or cuda, in the order of the tables."""
+    lengths, block_lengths, tokens, tutorials_dtype = SIZES[device]
+    parts = config.pick(dict.fromkeys(PARTS), options.parts, "parts")
+    backends = config.pick(dict.fromkeys(BACKENDS), options.backends, "backends")
+    dtypes = config.pick(dict.fromkeys(DTYPES), options.dtypes, "dtypes")
 
-    def __init__(self, options: Namespace, device: str) -> None:
-        lengths, block_lengths, tokens, self._tutorials_dtype = SIZES[device]
-        self._options = options
-        self._parts = config.pick(dict.fromkeys(PARTS), options.parts, "parts")
-        self._backends = list(config.pick(dict.fromkeys(BACKENDS), options.backends, "backends"))
-        self._dtypes = list(config.pick(dict.fromkeys(DTYPES), options.dtypes, "dtypes"))
-        self._lengths = options.lengths or lengths
-        self._block_lengths = options.block_lengths or block_lengths
-        self._tokens = options.tokens or tokens
+    def sized(part: str, dtype: str, length: int, backward: bool) -> Case:
+        batch = max((options.tokens or tokens) // length, 1)
+        return Case(part, dtype, batch, length, options.heads, options.head_dim, backward=backward)
 
-    def all(self) -> list[Case]:
-        """In the order of the tables."""
-        made = {"kernels": self._kernels, "blocks": self._blocks, "tutorial": self._tutorial, "profile": self._profile}
-        return [case for part in self._parts for case in made[part]()]
-
-    def _kernels(self) -> list[Case]:
-        return [
-            replace(self._case("kernels", dtype, length), backend=backend, backward=backward)
-            for dtype in self._dtypes
-            for backward in (False, True)
-            for length in self._lengths
-            for backend in self._backends
-        ]
-
-    def _blocks(self) -> list[Case]:
-        """Without a mask: on a CPU torch has no kernel for jagged texts with one."""
-        return [
-            replace(case, block=True, causal=False, backward=backward, compiled=compiled, lengths=lengths)
-            for dtype in self._dtypes
-            for backward in (False, True)
-            for length in self._block_lengths
-            for case in [self._case("blocks", dtype, length)]
-            for lengths in (None, half_padded(case.batch, length))
+    # The causal block in the size that the tutorial profiles
+    size = (2, 16, 2, 8) if options.quick else (32, 256, 8, 64)
+    profiled = Case("profile", tutorials_dtype, *size, block=True, bias=False)
+    found = {
+        "kernels": [
+            replace(sized("kernels", dtype, length, backward), backend=backend)
+            for dtype, backward, length in product(dtypes, (False, True), options.lengths or lengths)
+            for backend in backends
+        ],
+        "blocks": [  # without a mask: on a CPU torch has no kernel for jagged texts with one
+            replace(case, block=True, causal=False, compiled=compiled, lengths=texts)
+            for dtype, backward, length in product(dtypes, (False, True), options.block_lengths or block_lengths)
+            for case in [sized("blocks", dtype, length, backward)]
+            for texts in (None, half_padded(case.batch, length))
             for compiled in (False, True)
-        ]
+        ],
+        "tutorial": [
+            case for case in tutorial(tutorials_dtype, options.seeds[0]) if case.block or case.backend in backends
+        ],
+        "profile": [profiled, replace(profiled, compiled=True)],
+    }
+    return [case for part in parts for case in found[part]]
 
-    def _case(self, part: str, dtype: str, length: int) -> Case:
-        return Case(part, dtype, max(self._tokens // length, 1), length, self._options.heads, self._options.head_dim)
 
-    def _tutorial(self) -> list[Case]:
-        """The shapes of PyTorch's tutorial on scaled dot product attention, in eval mode and so without a mask."""
-        published = {"auto": None, "math": 19_254, "flash": 2_263, "efficient": 4_143, "cudnn": None}
-        kernel = Case("tutorial", self._tutorials_dtype, 32, 1024, 32, 32, causal=False)
-        kernels = [replace(kernel, backend=name, tutorial_us=us) for name, us in published.items()]
-        block = Case("tutorial", self._tutorials_dtype, 32, 512, 8, 64, True, causal=False, bias=False, dropout=0.1)
-        texts = tutorials_lengths(block.batch, block.length, self._options.seeds[0])
-        short = replace(block, length=256)
-        return [
-            *(case for case in kernels if case.backend in self._backends),
-            replace(block, tutorial_us=939),
-            replace(block, lengths=texts, tutorial_us=560),
-            replace(short, tutorial_us=407.8),
-            replace(short, compiled=True, tutorial_us=521.2),
-        ]
-
-    def _profile(self) -> list[Case]:
-        """The causal block in the size that the tutorial profiles, eager and compiled."""
-        batch, length, heads, head_dim = (2, 16, 2, 8) if self._options.quick else (32, 256, 8, 64)
-        block = Case("profile", self._tutorials_dtype, batch, length, heads, head_dim, True, bias=False)
-        return [block, replace(block, compiled=True)]
+def tutorial(dtype: str, seed: int) -> list[Case]:
+    """The shapes of PyTorch's tutorial on scaled dot product attention, in eval mode and so without a mask."""
+    published = {"auto": None, "math": 19_254, "flash": 2_263, "efficient": 4_143, "cudnn": None}
+    kernel = Case("tutorial", dtype, 32, 1024, 32, 32, causal=False)
+    block = Case("tutorial", dtype, 32, 512, 8, 64, True, causal=False, bias=False, dropout=0.1)
+    short = replace(block, length=256)
+    return [
+        *(replace(kernel, backend=name, tutorial_us=us) for name, us in published.items()),
+        replace(block, tutorial_us=939),
+        replace(block, lengths=tutorials_lengths(block.batch, block.length, seed), tutorial_us=560),
+        replace(short, tutorial_us=407.8),
+        replace(short, compiled=True, tutorial_us=521.2),
+    ]
 
 
 def half_padded(batch: int, length: int) -> tuple[int, ...]:
-    """Lengths of so many texts, evenly from 1 to the longest: padded to that, half of their tokens are padding.
-
-    Of a single text half of that is left.
-    """
+    """Lengths of texts, evenly from 1 to the longest, so that half of the padded batch is padding; half of one text."""
     if batch == 1:
         return (-(-length // 2),)
     return tuple(round(1 + (length - 1) * i / (batch - 1)) for i in range(batch))
@@ -217,6 +194,6 @@ def half_padded(batch: int, length: int) -> tuple[int, ...]:
 def tutorials_lengths(batch: int, length: int, seed: int) -> tuple[int, ...]:
     """Of texts as the tutorial draws them: length · (1 - N(0.5, 0.01)), and one of full length."""
     draw = random.Random(seed)
-    lengths = [int(length * (1 - draw.gauss(PADDING, SPREAD))) for _ in range(batch)]
+    lengths = [int(length * (1 - draw.gauss(0.5, 0.01))) for _ in range(batch)]
     lengths[draw.randrange(batch)] = length
     return tuple(lengths)

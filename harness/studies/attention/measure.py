@@ -1,34 +1,37 @@
-"""Measures cases: on a CPU each in a process of its own, on a GPU one after the other in this one."""
+"""Measures cases on noise: on a CPU each in a process of its own, on a GPU one after the other in this one."""
 
 import gc
 import importlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import autograd
+from torch import Tensor, autograd
 from torch.autograd import DeviceType
+from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from apprentice.errors import BadInput
 from harness.reports.report import Facts
 from harness.runs.files import atomic, write_json
-from harness.studies.attention.calls import Call, call
 from harness.studies.attention.cases import Case
 from harness.studies.isolation import call_isolated, can_fork, children_end_with_block, silenced
 from harness.studies.meters import PeakMemory
+from lit_modules.nets.attention import SelfAttention, kernel
 
+Call = Callable[[], object]
 MATRICES = {"cpu": (256, 512, 1024, 2048), "cuda": (1024, 2048, 4096, 8192)}
 LONG = 3  # times the seconds of a row: products of matrices that take longer are left out
 TIMES, SLOW, TIMES_IF_SLOW = 5, 1.0, 3  # times taken of a call at least; seconds of one that is slow
 CALLS, HEAVIEST = 25, 10  # as the tutorial profiles
 FUSED = ("flash", "efficient", "cudnn")
-NO_MEMORY = "can't allocate memory"
 LOGGERS = ("torch._inductor", "torch.fx", "torch.utils.cpp_extension")  # they tell what the compiler misses: a GPU
 
 
@@ -54,12 +57,9 @@ class Bench:
         return {**facts, **self._isolated(partial(self._row, case, folder))}
 
     def products(self, name: str, dtype: str) -> Facts:
-        """The row of this name for products of two square matrices of the type."""
-        return {"name": name, "part": "matmul", "dtype": dtype, "refused": None, **self.peak(dtype)}
-
-    def peak(self, dtype: str) -> Facts:
-        """The best of some products of two square matrices, by TFLOP/s."""
-        return self._isolated(partial(self._matrices, dtype))
+        """The row of this name for the fastest product of two square matrices of the type, by TFLOP/s."""
+        fastest = self._isolated(partial(self._matrices, dtype))
+        return {"name": name, "part": "matmul", "dtype": dtype, "refused": None, **fastest}
 
     def _isolated(self, measured: Callable[[], Facts]) -> Facts:
         if self.device.type == "cuda" or not can_fork():
@@ -67,7 +67,12 @@ class Bench:
             return measured()
         with children_end_with_block(), tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "facts.json"
-            call_isolated(partial(_write_measured, measured, file), self.threads)
+
+            def write() -> None:
+                os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no processes of the compiler's own
+                write_json(file, measured())
+
+            call_isolated(write, self.threads)
             return json.loads(file.read_text())
 
     # In a process of its own
@@ -75,15 +80,18 @@ class Bench:
     def _row(self, case: Case, folder: Path) -> Facts:
         try:
             with silenced(*LOGGERS), call(case, self.device) as called:
-                facts: Facts = {"kernel": kernel_of(called)}  # the first call, in which a compiler has its memory, too
+                with autograd.profiler.profile(use_kineto=False) as profiler:
+                    called()  # the first call, in which a compiler takes memory, too
+                kernel_used = fused([event.key for event in profiler.key_averages()])
                 memory = PeakMemory(self.device)
                 called()
-                facts |= {"peak_bytes": memory.bytes(), **self._timed(called, case.operations)}
+                facts: Facts = {"kernel": kernel_used, "peak_bytes": memory.bytes()}
+                facts |= self._timed(called, case.operations)
                 return facts | ({"operators": self._profiled(called, case, folder)} if case.part == "profile" else {})
         except BadInput as error:
             return {"refused": error.expected.partition("torch says: ")[2] or error.expected}
-        except (torch.OutOfMemoryError, RuntimeError) as error:
-            if not isinstance(error, torch.OutOfMemoryError) and NO_MEMORY not in str(error):
+        except RuntimeError as error:
+            if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
                 raise
             return {"refused": " ".join(str(error).splitlines()[0].split())}
         finally:
@@ -127,11 +135,13 @@ class Bench:
                 called()
             if on_gpu:
                 torch.cuda.synchronize()
-        with atomic(folder / trace(case)) as path:
+        with atomic(folder / f"trace_{'compiled' if case.compiled else 'eager'}.json") as path:
             profiler.export_chrome_trace(str(path))
-        averages = profiler.key_averages()
-        times = [(e.self_device_time_total if on_gpu else e.self_cpu_time_total, e.count, e.key) for e in averages
-                 if not on_gpu or e.device_type == DeviceType.CUDA]  # fmt: skip
+        times = [
+            (event.self_device_time_total if on_gpu else event.self_cpu_time_total, event.count, event.key)
+            for event in profiler.key_averages()
+            if not on_gpu or event.device_type == DeviceType.CUDA
+        ]
         whole = sum(time for time, _, _ in times)
         return [
             {"operator": key, "microseconds": time / CALLS, "calls": count / CALLS, "share": time / whole}
@@ -139,23 +149,49 @@ class Bench:
         ]
 
 
-def trace(case: Case) -> str:
-    """File of a case's Chrome trace."""
-    return f"trace_{'compiled' if case.compiled else 'eager'}.json"
-
-
-def kernel_of(called: Call) -> str:
-    """Which kernel a call takes, as torch's profiler tells."""
-    with autograd.profiler.profile(use_kineto=False) as profiler:
-        called()
-    return fused([event.key for event in profiler.key_averages()])
-
-
 def fused(operators: Sequence[str]) -> str:
     """The fused kernel among these operators, or `math`, which is made of others."""
     return next((name for name in FUSED for key in operators if f"{name}_attention" in key), "math")
 
 
-def _write_measured(measured: Callable[[], Facts], file: Path) -> None:
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no processes of the compiler's own
-    write_json(file, measured())
+@contextmanager
+def call(case: Case, device: torch.device) -> Iterator[Call]:
+    """A case's call on noise, to be called inside the block."""
+
+    def noise(*shape: int) -> Tensor:  # drawn on the CPU in float32, the same for all types and devices
+        return torch.randn(*shape).to(device, getattr(torch, case.dtype))
+
+    with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(case.backward):
+        torch.default_generator.manual_seed(0)
+        if case.block:
+            yield _block(case, noise)
+            return
+        # Queries, keys, values, and the gradient of what comes out: (B, heads, T, D / heads)
+        *drawn, grad = (noise(case.batch, case.heads, case.length, case.head_dim) for _ in range(4))
+        heads = query, key, value = [x.requires_grad_(case.backward) for x in drawn]
+        with kernel(case.backend, *heads, None, 0.0, case.causal):
+            forward = partial(F.scaled_dot_product_attention, query, key, value, is_causal=case.causal)
+            yield (lambda: torch.autograd.grad(forward(), heads, grad)) if case.backward else forward
+
+
+def _block(case: Case, noise: Callable[..., Tensor]) -> Call:
+    backend: Any = case.backend
+    module = SelfAttention(case.width, case.heads, case.causal, case.dropout, case.bias, backend)
+    x = noise(sum(case.tokens), case.width)  # of all texts, (B · T, D)
+    module = module.to(x).train(case.backward)
+    if case.lengths is None:
+        x = x.unflatten(0, (case.batch, case.length))
+    else:
+        offsets = torch.tensor([0, *case.lengths], device=x.device).cumsum(0)
+        shortest, longest = min(case.lengths), max(case.lengths)
+        x = torch.nested.nested_tensor_from_jagged(x, offsets, min_seqlen=shortest, max_seqlen=longest).detach()
+    x.requires_grad_(case.backward)
+    forward = torch.compile(module, dynamic=False) if case.compiled else module
+    if not case.backward:
+        return partial(forward, x)
+    inputs, grad = [x, *module.parameters()], noise(*_values(x).shape)
+    return lambda: torch.autograd.grad(_values(forward(x)), inputs, grad)
+
+
+def _values(x: Tensor) -> Tensor:
+    return x.values() if x.is_nested else x

@@ -1,14 +1,19 @@
-"""The report on attention: tables, notes, every row, pictures."""
+"""The report on attention: tables, notes, every row, and pictures of kernels and of the block."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from harness.reports.figures import GREY, figure
 from harness.reports.report import MIB, Facts, Part, Report, machine, percent
 from harness.reports.tables import NONE, Table, columns, listed, short
-from harness.studies.attention import figures
-from harness.studies.attention.figures import what
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
+BAR = 0.2  # width
 KERNELS = (
     "Kernels by themselves, causal. µs: median time of a call, by torch.utils.benchmark; auto names the kernel that "
     "torch takes by itself. TFLOP/s of the fastest, and their share of the peak."
@@ -40,30 +45,31 @@ IMAGES = {
 def report(results: Facts, missing: Mapping[str, str]) -> Report:
     """Build the report from results.json's content and the reasons why cases are missing."""
     rows, noted, said = results["rows"], notes(results["rows"], missing), peaks(results)
-    found = tables(rows)
-    draw = {"kernels": figures.kernels, "blocks": figures.blocks}
-    timed = {part: mine for part in draw if (mine := ran(rows, part))}
-    pngs = {f"{part}.png": draw[part](mine, results["peak"]["tflops_per_second"]) for part, mine in timed.items()}
+    of = grouped(rows, lambda row: row["part"])
+    ran = grouped((row for row in rows if row["refused"] is None), lambda row: row["part"])
+    make = {"kernels": (KERNELS, kernels), "blocks": (BLOCKS, blocks), "tutorial": (TUTORIAL, tutorial)}
+    found = [(note, table(of[part])) for part, (note, table) in make.items() if part in ran]
+    found += [(OPERATORS.format(what=what(row)), operators(row)) for row in ran.get("profile", ())]
+    draw = {"kernels": draw_kernels, "blocks": draw_blocks}
+    drawn = [part for part in draw if part in ran]
+    pngs = {f"{part}.png": draw[part](ran[part], results["peak"]["tflops_per_second"]) for part in drawn}
     text: list[Part] = [said, *(part for note, table in found for part in (table, note)), *noted]
-    page: list[Part] = [said, *(part for note, table in found for part in (note, table)), *noted]
-    page += [*(IMAGES[part] for part in timed), "## All rows", every(rows)]
+    page: list[Part] = [said, *(part for pair in found for part in pair), *noted]
+    page += [*(IMAGES[part] for part in drawn), "## All rows", every(rows)]
     return Report(machine(results), text, page, pngs)
 
 
-def tables(rows: Sequence[Facts]) -> list[tuple[str, Table]]:
-    """Notes on the tables, with the tables."""
-    made = {"kernels": (KERNELS, kernels), "blocks": (BLOCKS, blocks), "tutorial": (TUTORIAL, tutorial)}
-    found = [(note, make(_of(rows, part))) for part, (note, make) in made.items() if ran(rows, part)]
-    return found + [(OPERATORS.format(what=what(row)), operators(row)) for row in ran(rows, "profile")]
+def grouped(values: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """The values of each key, in order."""
+    groups: dict[K, list[T]] = {}
+    for value in values:
+        groups.setdefault(key(value), []).append(value)
+    return groups
 
 
-def _of(rows: Sequence[Facts], part: str) -> list[Facts]:
-    return [row for row in rows if row["part"] == part]
-
-
-def ran(rows: Sequence[Facts], part: str) -> list[Facts]:
-    """Rows of a part that torch did not refuse."""
-    return [row for row in _of(rows, part) if row["refused"] is None]
+def what(row: Facts) -> str:
+    """`flash`, `dense compiled`, `jagged eager`."""
+    return row["name"].partition(": ")[2].partition(",")[0]
 
 
 # Tables
@@ -74,11 +80,10 @@ def kernels(rows: Sequence[Facts]) -> Table:
     backends = list(dict.fromkeys(row["backend"] for row in rows if row["refused"] is None))
     header = ["type", "pass", "texts", f"µs: {backends[0]}", *backends[1:], "fastest", "TFLOP/s", "share, %"]
     body = []
-    for line in dict.fromkeys(_line(row) for row in rows):
-        mine = {row["backend"]: row for row in rows if _line(row) == line}
-        if ran := [row for row in mine.values() if row["refused"] is None]:
-            best = min(ran, key=lambda row: row["microseconds"])
-            cells = [_microseconds(mine.get(name), name == "auto") for name in backends]
+    for line, mine in grouped(rows, _line).items():
+        if ran := {row["backend"]: row for row in mine if row["refused"] is None}:
+            best = min(ran.values(), key=lambda row: row["microseconds"])
+            cells = [_microseconds(ran.get(name), name == "auto") for name in backends]
             cells += [best["kernel"], short(best["tflops_per_second"]), percent(best["share_of_peak"])]
             body.append([*line, *cells])
     return Table(header, body, left=3)
@@ -98,9 +103,9 @@ def blocks(rows: Sequence[Facts]) -> Table:
     """A line for a type, a direction and a length; a column for dense and jagged, eager and compiled."""
     kinds = list(dict.fromkeys(what(row) for row in rows))
     body = []
-    for line in dict.fromkeys(_line(row) for row in rows):
-        mine = {what(row): row for row in rows if _line(row) == line}
-        body.append([*line, *(_microseconds(mine.get(kind), with_kernel=True) for kind in kinds)])
+    for line, mine in grouped(rows, _line).items():
+        found = {what(row): row for row in mine}
+        body.append([*line, *(_microseconds(found.get(kind), with_kernel=True) for kind in kinds)])
     return Table(["type", "pass", "texts", f"µs: {kinds[0]}", *kinds[1:]], body, left=3)
 
 
@@ -118,14 +123,10 @@ def tutorial(rows: Sequence[Facts]) -> Table:
     return columns(cells, rows, left=4)
 
 
-def _mib(row: Facts) -> str:
-    return NONE if row.get("peak_bytes") is None else short(row["peak_bytes"] / MIB)
-
-
 REACHED: dict[str, Callable[[Facts], str]] = {
     "TFLOP/s": lambda row: short(row.get("tflops_per_second")),
     "share, %": lambda row: percent(row["share_of_peak"]),
-    "peak, MiB": _mib,
+    "peak, MiB": lambda row: NONE if row.get("peak_bytes") is None else short(row["peak_bytes"] / MIB),
 }
 
 
@@ -158,37 +159,82 @@ def every(rows: Sequence[Facts]) -> Table:
 def peaks(results: Facts) -> str:
     """The peak of each type, and how it was found."""
     lines = []
+    products = [row for row in results["rows"] if row["part"] == "matmul"]
     for dtype, peak in results["peak"]["tflops_per_second"].items():
-        reached = {row["tflops_per_second"]: row for row in _of(results["rows"], "matmul") if row["dtype"] == dtype}
-        size, count = f"{reached[peak]['matrix']} x {reached[peak]['matrix']}", len(reached)
-        lines.append(f"{short(peak)} in {dtype} ({size}, the best of {count} from {short(min(reached))} on)")
+        reached = {row["tflops_per_second"]: row["matrix"] for row in products if row["dtype"] == dtype}
+        size = f"{reached[peak]} x {reached[peak]}"
+        lines.append(f"{short(peak)} in {dtype} ({size}, the best of {len(reached)} from {short(min(reached))} on)")
     return f"Peak in TFLOP/s: {listed(lines) or NONE}; {results['peak']['is']}."
 
 
 def notes(rows: Sequence[Facts], missing: Mapping[str, str]) -> list[str]:
     """How operations are counted; what torch refuses here; what was left out or failed."""
     above = [ABOVE] if any((row.get("share_of_peak") or 0) > 1 for row in rows) else []
-    absent = [f"{'; '.join(names)}: {why}." for why, names in _grouped(missing.items())]
+    absent = [f"{'; '.join(names)}: {why}." for why, names in grouped(missing, missing.__getitem__).items()]
     return [COUNTED, *above, *refusals(rows), *absent]
 
 
 def refusals(rows: Sequence[Facts]) -> list[str]:
     """What torch refuses, a line a reason."""
-    by_reason = _grouped((row, row["refused"]) for row in rows if row.get("refused"))
-    return [f"Not run: {_named(refused)}: {reason.rstrip('.')}." for reason, refused in by_reason]
+    lines = []
+    for reason, refused in grouped((row for row in rows if row["refused"]), lambda row: row["refused"]).items():
+        kinds = listed(list(dict.fromkeys(f"{row['part']}: {what(row)}" for row in refused)))
+        dtypes = listed(list(dict.fromkeys(row["dtype"] for row in refused)))
+        named = f"{kinds} in {dtypes}, {len(refused)} rows" if len(refused) > 1 else refused[0]["name"]
+        lines.append(f"Not run: {named}: {reason.rstrip('.')}.")
+    return lines
 
 
-def _grouped(reasons: Iterable[tuple[T, str]]) -> Iterable[tuple[str, list[T]]]:
-    """Values by reason, in order."""
-    groups: dict[str, list[T]] = {}
-    for value, reason in reasons:
-        groups.setdefault(reason, []).append(value)
-    return groups.items()
+# Pictures
 
 
-def _named(rows: Sequence[Facts]) -> str:
-    if len(rows) == 1:
-        return rows[0]["name"]
-    kinds = listed(list(dict.fromkeys(f"{row['part']}: {what(row)}" for row in rows)))
-    dtypes = listed(list(dict.fromkeys(row["dtype"] for row in rows)))
-    return f"{kinds} in {dtypes}, {len(rows)} rows"
+def draw_kernels(rows: Sequence[Facts], peaks: Mapping[str, float]) -> bytes:
+    """A PNG: TFLOP/s against length, a panel a type and direction, a line a kernel; dashed the product of matrices."""
+    names = list(dict.fromkeys(row["backend"] for row in rows))
+    with figure() as (drawn, png):
+        for axes, dtype, mine in _panels(drawn, rows, "tokens of a text", "TFLOP/s"):
+            for number, name in enumerate(names):
+                points = sorted((row["length"], row["tflops_per_second"]) for row in mine if row["backend"] == name)
+                if points:
+                    # auto lies on the line of the kernel that it takes: it is drawn wide and pale beneath
+                    look: dict[str, Any] = {"linewidth": 5, "alpha": 0.3} if name == "auto" else {"linewidth": 1.2}
+                    axes.plot(*zip(*points, strict=True), "o-", color=f"C{number}", markersize=3, label=name, **look)
+            if dtype in peaks:
+                axes.axhline(peaks[dtype], color=GREY, linestyle="--", linewidth=1, label="product of matrices")
+            lengths = sorted({row["length"] for row in mine})
+            axes.set_xscale("log")
+            axes.set_xticks(lengths, [str(length) for length in lengths], fontsize=7)
+            axes.minorticks_off()
+            axes.set_ylim(0)
+    return png.getvalue()
+
+
+def draw_blocks(rows: Sequence[Facts], _peaks: Mapping[str, float]) -> bytes:
+    """A PNG: µs a call, a panel a type and direction, at each length a bar for dense and jagged, eager and compiled."""
+    kinds = list(dict.fromkeys(what(row) for row in rows))
+    with figure() as (drawn, png):
+        for axes, _, mine in _panels(drawn, rows, "tokens of the longest text", "µs"):
+            lengths = sorted({row["length"] for row in mine})
+            for number, kind in enumerate(kinds):
+                bars = [(lengths.index(row["length"]), row["microseconds"]) for row in mine if what(row) == kind]
+                places = [place + BAR * (number - (len(kinds) - 1) / 2) for place, _ in bars]
+                axes.bar(places, [time for _, time in bars], width=BAR, color=f"C{number}", label=kind)
+            axes.set_xticks(range(len(lengths)), [str(length) for length in lengths], fontsize=7)
+    return png.getvalue()
+
+
+def _panels(
+    drawn: "Figure", rows: Sequence[Facts], xlabel: str, ylabel: str
+) -> Iterator[tuple["Axes", str, list[Facts]]]:
+    """A panel for each type and direction, with its rows; then the legend."""
+    dtypes, directions = (list(dict.fromkeys(row[key] for row in rows)) for key in ("dtype", "direction"))
+    drawn.set_size_inches(4.2 * len(dtypes), 3 * len(directions))
+    grid = drawn.subplots(len(directions), len(dtypes), squeeze=False)
+    for line, direction in zip(grid, directions, strict=True):
+        for axes, dtype in zip(line, dtypes, strict=True):
+            axes.set_title(f"{dtype}, {direction}")
+            axes.set_xlabel(xlabel, fontsize=8)
+            axes.set_ylabel(ylabel, fontsize=8)
+            yield axes, dtype, [row for row in rows if (row["dtype"], row["direction"]) == (dtype, direction)]
+    handles, labels = grid[0][0].get_legend_handles_labels()
+    drawn.legend(handles, labels, loc="outside upper right", ncols=len(labels))

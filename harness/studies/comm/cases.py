@@ -83,33 +83,17 @@ class Case:
         return f"{self.backend.name} {self.operation}, {self.group}{size}"
 
 
-class Cases:
+def all_cases(
+    world_size: int, backends: Sequence[Backend], operations: Sequence[str] | None, sizes: Sequence[int]
+) -> list[Case]:
     """All cases for 2 ranks or more; each buffer has at least `sizes` bytes, in whole numbers for every rank."""
-
-    def __init__(
-        self, world_size: int, backends: Sequence[Backend], operations: Sequence[str] | None, sizes: Sequence[int]
-    ) -> None:
-        self.backends, self.sizes = backends, sizes
-        self.operations = list(config.pick(OPERATIONS, operations))
-        # With two ranks it is a second group of both: other connections, the same work.
-        self.groups = {WORLD: tuple(range(world_size)), SUB: tuple(range(max(2, world_size - 1)))}
-
-    def of(self, backend: Backend) -> list[Case]:
-        """Those of one backend, in order."""
-        return [
-            Case(backend, name, group, ranks, count)
-            for name in self.operations
-            for group, ranks in self.groups.items()
-            for count in self._counts(name, len(ranks))
-            if OPERATIONS[name].reduces_all or not backend.only_all_reduce
-        ]
-
-    def all(self) -> list[Case]:
-        """Those of all backends."""
-        return [case for backend in self.backends for case in self.of(backend)]
-
-    def _counts(self, name: str, ranks: int) -> list[int]:
-        """Numbers in a buffer, multiples of the number of ranks."""
-        if not OPERATIONS[name].sized:
-            return [0]
-        return list(dict.fromkeys(-(-size // (ITEM * ranks)) * ranks for size in self.sizes))
+    # With two ranks the sub-group is a second group of both: other connections, the same work.
+    groups = {WORLD: tuple(range(world_size)), SUB: tuple(range(max(2, world_size - 1)))}
+    return [
+        Case(backend, name, group, ranks, count)
+        for backend in backends
+        for name, operation in config.pick(OPERATIONS, operations).items()
+        if operation.reduces_all or not backend.only_all_reduce
+        for group, ranks in groups.items()
+        for count in dict.fromkeys(-(-size // (ITEM * len(ranks))) * len(ranks) * operation.sized for size in sizes)
+    ]

@@ -5,7 +5,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -16,21 +16,13 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
 from harness.reports.report import Facts
-from harness.studies.comm.cases import SUB, WORLD, Backend, Case
-from harness.studies.comm.operations import Call, Member
+from harness.studies.comm.cases import WORLD, Backend, Case
+from harness.studies.comm.operations import Member
 from harness.studies.isolation import can_fork, children_end_with_block
 from strategies import ring
 
 WARMUP = 2  # calls: the first makes connections
 MOST = 200  # calls in a block
-
-
-class RendezvousError(RuntimeError):
-    """The ranks never met; `why` is what ended one of them."""
-
-    def __init__(self, why: Exception) -> None:
-        super().__init__(f"the ranks never met: {why}")
-        self.why = why
 
 
 @dataclass(frozen=True)
@@ -42,32 +34,19 @@ class Bench:
     timeout: float = 120.0  # seconds a rank may keep the others waiting
     block: float = 0.02  # seconds of calls that are timed together; one call where that takes longer
 
-    def measure(self, backend: Backend, cases: Sequence[Case]) -> Iterator[tuple[Case, Facts]]:
-        """Each case's row, as soon as it is there.
-
-        Raises:
-            RendezvousError: the ranks never met.
-            Exception: a rank failed, at the case after the last that is there.
-        """
+    def measure(self, backend: Backend, cases: Sequence[Case]) -> Iterator[Facts | None]:
+        """None once the ranks have met, then each case's row as soon as it is there; raises what ends a rank."""
         context = multiprocessing.get_context("fork" if can_fork() else "spawn")
         receiver, sender = context.Pipe(duplex=False)
         with children_end_with_block(), tempfile.TemporaryDirectory() as folder:
             call = (self, backend, cases, str(Path(folder) / "store"), sender)
             method: Any = context.get_start_method()
             ranks: Any = start_processes(_rank, args=call, nprocs=self.world_size, join=False, start_method=method)
-
-            def received(before: str) -> Any:
+            for _ in range(1 + len(cases)):
                 while not receiver.poll(0.02):
                     if ranks.join(timeout=0) and not receiver.poll():
-                        raise RuntimeError(f"the ranks ended before {before}")
-                return receiver.recv()
-
-            try:
-                received("they met")
-            except Exception as error:
-                raise RendezvousError(error) from error
-            for case in cases:
-                yield case, received(case.name)
+                        raise RuntimeError("the ranks ended before all was measured")
+                yield receiver.recv()
             while not ranks.join():
                 pass
 
@@ -83,38 +62,26 @@ def _rank(rank: int, bench: Bench, backend: Backend, cases: Sequence[Case], stor
         backend.name, init_method=f"file://{store}", rank=rank, world_size=bench.world_size,
         timeout=timedelta(seconds=bench.timeout),
     )  # fmt: skip
-    members = _members(cases, rank, device)
+    members = {}
+    for name, ranks in {case.group: case.ranks for case in cases}.items():
+        group = dist.group.WORLD if name == WORLD else dist.new_group(list(ranks))
+        if rank in ranks:
+            members[name] = Member(group, ranks, ranks.index(rank), device)
     dist.barrier()
     if rank == 0:
         sender.send(None)
     for case in cases:
-        row = _measured(case, members[case.group], bench)
-        if row is not None:
-            sender.send(row)
+        member = members.get(case.group)
+        found: list[Any] = [None] * bench.world_size
+        dist.all_gather_object(found, None if member is None else timed(case, member, bench))
+        if rank == 0:
+            sender.send(_row(case, [each for each in found if each is not None]))
     dist.destroy_process_group()
 
 
-def _members(cases: Sequence[Case], rank: int, device: torch.device) -> dict[str, Member | None]:
-    """This rank in each group; None where it is no member."""
-    ranks = {case.group: case.ranks for case in cases}
-    groups: dict[str, Any] = {WORLD: dist.group.WORLD}
-    if SUB in ranks:
-        groups[SUB] = dist.new_group(list(ranks[SUB]))
-    return {
-        name: Member(groups[name], each, each.index(rank), device) if rank in each else None
-        for name, each in ranks.items()
-    }
-
-
-def _measured(case: Case, member: Member | None, bench: Bench) -> Facts | None:
-    """The row, on the world's first rank, from what all members have found."""
-    mine = None if member is None else timed(case, member, bench)
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    there = [each for each in found if each is not None]
-    if dist.get_rank():
-        return None
-    blocks = [max(each) for each in zip(*(seconds for _, seconds in there), strict=True)]
+def _row(case: Case, found: Sequence[tuple[bool, list[float]]]) -> Facts:
+    """The row, from what all members have found."""
+    blocks = [max(each) for each in zip(*(seconds for _, seconds in found), strict=True)]
     seconds = statistics.median(blocks)
     algorithm = case.size / seconds / 1e9 if case.count else None
     return {
@@ -124,7 +91,7 @@ def _measured(case: Case, member: Member | None, bench: Bench) -> Facts | None:
         "group": case.group,
         "ranks": len(case.ranks),
         "bytes": case.size,
-        "correct": all(correct for correct, _ in there),
+        "correct": all(correct for correct, _ in found),
         "seconds": blocks,
         "latency_us": 1e6 * seconds,
         "algorithm_gb_per_s": algorithm,
@@ -134,27 +101,29 @@ def _measured(case: Case, member: Member | None, bench: Bench) -> Facts | None:
 
 def timed(case: Case, member: Member, bench: Bench) -> tuple[bool, list[float]]:
     """Whether a first call's result is correct; seconds a call, of each block."""
-    call = case.of.make(member, case.count)
-    call.run()
-    correct = call.is_correct()
-    for x in call.buffers:
-        x.zero_()  # what is summed up over and over stays finite
+    operation = case.of
+    x, y = operation.tensors(member, case.count)
+    run = operation.bind(member, x, y)
+    run()
+    correct = operation.is_correct(member, x, y)
+    for each in (x, y):
+        each.zero_()  # what is summed up over and over stays finite
     for _ in range(WARMUP):
-        call.run()
-    calls = [int(min(max(bench.block / block(call, member, 1), 1), MOST))]
+        run()
+    calls = [int(min(max(bench.block / block(run, member, 1) * operation.trips, 1), MOST))]
     dist.broadcast_object_list(calls, member.ranks[0], member.group)
-    return correct, [block(call, member, calls[0]) for _ in range(bench.repeats)]
+    return correct, [block(run, member, calls[0]) / calls[0] / operation.trips for _ in range(bench.repeats)]
 
 
-def block(call: Call, member: Member, calls: int) -> float:
-    """Seconds a call, of so many in a row, from the moment at which all ranks are there."""
+def block(run: Callable[[], object], member: Member, calls: int) -> float:
+    """Seconds of so many calls in a row, from the moment at which all ranks are there."""
     cuda = member.device.type == "cuda"
     dist.barrier(member.group)
     if cuda:
         torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(calls):
-        call.run()
+        run()
     if cuda:
         torch.cuda.synchronize()
-    return (time.perf_counter() - start) / calls / call.trips
+    return time.perf_counter() - start

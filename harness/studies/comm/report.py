@@ -1,7 +1,7 @@
 """The report on communication: a table of the smallest and the largest size, every row, a picture."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from harness.reports.figures import GREY, figure
 from harness.reports.report import Facts, Part, Report, machine
@@ -46,20 +46,15 @@ def table(rows: Sequence[Facts]) -> Table:
     if not backends:
         return Table(["operation", "group"], [], left=2)
     header = ["operation", "group", f"µs: {backends[0]}", *backends[1:], f"GB/s: {backends[0]}", *backends[1:]]
-    lines = dict.fromkeys((row["operation"], row["group"]) for row in rows)
-    body = [
-        [*line, *_cells(rows, line, backends, "latency_us", min), *_cells(rows, line, backends, "bus_gb_per_s", max)]
-        for line in lines
-    ]
+    body = []
+    for line in dict.fromkeys((row["operation"], row["group"]) for row in rows):
+        mine = sorted((row for row in rows if (row["operation"], row["group"]) == line), key=lambda row: -row["bytes"])
+        # Of each backend the last row counts
+        smallest, largest = ({row["backend"]: row for row in each} for each in (mine, reversed(mine)))
+        cells = [short(smallest[name]["latency_us"]) if name in smallest else NONE for name in backends]
+        cells += [short(largest[name]["bus_gb_per_s"]) if name in largest else NONE for name in backends]
+        body.append([*line, *cells])
     return Table(header, body, left=2)
-
-
-def _cells(rows: Sequence[Facts], line: tuple[str, str], backends: Sequence[str], key: str, pick: Any) -> list[str]:
-    cells = []
-    for backend in backends:
-        mine = [row for row in rows if (row["operation"], row["group"], row["backend"]) == (*line, backend)]
-        cells.append(short(pick(mine, key=lambda row: row["bytes"])[key]) if mine else NONE)
-    return cells
 
 
 def every(rows: Sequence[Facts]) -> Table:

@@ -1,21 +1,23 @@
-"""The study of deployment: a student in each format, exported, answered for elsewhere, measured."""
+"""The study of deployment: a student in each format, exported, answered for elsewhere, measured; and its report."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from harness.reports.report import Facts
+from harness.reports.figures import figure
+from harness.reports.pages import settings
+from harness.reports.report import Facts, Part, Report, machine
+from harness.reports.tables import NONE, Table, columns, count, short, words
 from harness.runs import environment
 from harness.runs.nets import Spec, write_spec
 from harness.runs.session import Session
 from harness.studies import study
 from harness.studies.deploy import formats
+from harness.studies.deploy.builder import Options
 from harness.studies.deploy.latency import Latency, Times
-from harness.studies.deploy.report import report
-from harness.studies.deploy.source import Options
-from harness.studies.deploy.verify import answers, disagreement
 from lit_modules.quantization import EXTRA
 
 __all__ = ["Latency", "Options", "Study"]
@@ -26,15 +28,18 @@ FILES = {  # of each format; its size is that of the last
     "int8-qat": (formats.PROGRAM, formats.ONNX),
 }
 BATCH = 256
+AREA = 1200  # points squared, of the largest file
+COLUMNS = (
+    "Size: of the ONNX file, for bfloat16 of the weights as safetensors. Latency: median (95th percentile) of calls of "
+    "each net in turn, compiled by Inductor with frozen weights. Images/s: at the largest batch. Difference: to "
+    "float32, the largest of a logit on the test set."
+)
 
 
 class Study(study.Study):
     """Exports and measures formats of a net; rows are named by `format`."""
 
     key = "format"
-    spec: Spec
-    images: Tensor
-    labels: Tensor
 
     def __init__(self, run: Session, latency: Latency) -> None:
         super().__init__(run, threads=latency.used)
@@ -47,25 +52,28 @@ class Study(study.Study):
 
         `spec` rebuilds the float net. Images are those of the test set, normalised, float32 (N, C, H, W), with labels
         (N,). `make` makes the net of each format, in eval mode on the CPU; all take these images and give logits.
-
-        Raises:
-            SystemExit: a file can't be written, or does not answer as its net does; all else is there.
         """
         self.spec, self.images, self.labels = spec, images, labels
-        if not all(self._is_complete(name) for name in FILES):
+        done = [row["latency_ms"] and len(row["files"]) == len(FILES[name]) for name, row in self.rows.items()]
+        if len(done) < len(FILES) or not all(done):
             self._measure(make())
         self.header["failed"] = self.failed
         notes = [f"{file} is left out: {fault}" for file, fault in self.failed.items()]
         self.finish(report(self.write(FILES), notes))
 
-    def _is_complete(self, name: str) -> bool:
-        row = self.rows.get(name, {"files": (), "latency_ms": {}})
-        return len(row["files"]) == len(FILES[name]) and bool(row["latency_ms"])
-
     def _measure(self, nets: Mapping[str, nn.Module]) -> None:
         logits = {name: logits_of(net, self.images) for name, net in nets.items()}
         written = [path for name, net in nets.items() for path in self._export(name, net)]
-        good = [path for path, found in answers(written, self.images).items() if self._agrees(path, logits, found)]
+        good = []
+        for path, found in formats.answers(written, self.images).items():
+            name = path.parent.name
+            fault = (
+                found if isinstance(found, str) else formats.disagreement(logits[name], found, exact=name == "float32")
+            )
+            if fault:
+                self.failed[f"{name}/{path.name}"] = fault
+            else:
+                good.append(path)
         times = self.latency.measure(nets, self.images, lambda error, name: self.fail(error, f"{name}/latency"))
         for name in nets:
             files = [path for path in good if path.parent.name == name]
@@ -89,14 +97,6 @@ class Study(study.Study):
                 self.fail(error, f"{name}/{file}")
         return [folder / file for file in FILES[name] if (folder / file).exists()]
 
-    def _agrees(self, path: Path, logits: Mapping[str, Tensor], found: Tensor | str) -> bool:
-        """Whether a file answers as its net does; if not, the reason is recorded."""
-        name = path.parent.name
-        fault = found if isinstance(found, str) else disagreement(logits[name], found, exact=name == "float32")
-        if fault:
-            self.failed[f"{name}/{path.name}"] = fault
-        return not fault
-
     def _row(self, name: str, logits: Mapping[str, Tensor], files: list[Path], times: Times) -> Facts:
         correct = int((logits[name].argmax(1) == self.labels).sum())
         sized = self.out / name / FILES[name][-1]
@@ -117,3 +117,57 @@ class Study(study.Study):
 def logits_of(net: nn.Module, images: Tensor) -> Tensor:
     """Logits (N, classes) of images (N, C, H, W)."""
     return torch.cat([net(batch) for batch in images.split(BATCH)])
+
+
+def report(results: Facts, notes: Sequence[str]) -> Report:
+    """Build the report from results.json's content and notes on what is left out."""
+    rows = results["rows"]
+    header = {"Data": words(results["data"]), **machine(results), "Settings": "; ".join(settings(results["config"]))}
+    text: list[Part] = [table(rows), COLUMNS, *notes]
+    pngs = {"results.png": picture(rows)} if _batch_sizes(rows) else {}
+    return Report(header, text, [*text, "![accuracy against latency](results.png)"], pngs)
+
+
+def _batch_sizes(rows: Sequence[Facts]) -> list[str]:
+    """Batch sizes with a latency."""
+    return sorted({size for row in rows for size in row["latency_ms"]}, key=int)
+
+
+def table(rows: Sequence[Facts]) -> Table:
+    """One line a format."""
+    cells: dict[str, Callable[[Facts], str]] = {
+        "format": lambda row: row["format"],
+        "test accuracy, %": lambda row: f"{100 * row['test_acc']:.2f}",
+        "correct": lambda row: count(row["test_correct"]),
+        "size, KiB": lambda row: NONE if row["bytes"] is None else f"{row['bytes'] / 2**10:,.1f}",
+        **{f"ms, batch {size}": partial(_latency, size) for size in _batch_sizes(rows)},
+        "images/s": lambda row: short(row["images_per_second"]) if row["latency_ms"] else NONE,
+        "difference": lambda row: f"{row['max_logit_difference']:.2g}",
+    }
+    return columns(cells, rows)
+
+
+def _latency(size: str, row: Facts) -> str:
+    times = row["latency_ms"].get(size)
+    return f"{short(times['median'])} ({short(times['p95'])})" if times else NONE
+
+
+def picture(rows: Sequence[Facts]) -> bytes:
+    """A PNG: accuracy against the median latency of each batch size; areas are sizes on disk."""
+    sizes = _batch_sizes(rows)
+    rows = [row for row in rows if row["bytes"] is not None and row["latency_ms"]]
+    largest = max((row["bytes"] for row in rows), default=1)
+    with figure(5.5 * len(sizes), 4) as (drawn, png):
+        for axes, size in zip(drawn.subplots(1, len(sizes), squeeze=False)[0], sizes, strict=True):
+            for number, row in enumerate(rows):
+                place = row["latency_ms"][size]["median"], 100 * row["test_acc"]
+                area = AREA * row["bytes"] / largest
+                axes.scatter(*place, s=area, color=f"C{number}", alpha=0.5, linewidths=0)
+                axes.scatter(*place, s=8, color=f"C{number}", label=f"{row['format']}, {row['bytes'] / 2**10:,.0f} KiB")
+            axes.ticklabel_format(useOffset=False)
+            axes.margins(0.25)
+            axes.set_xlabel("median latency, ms")
+            axes.set_ylabel("test accuracy, %")
+            axes.set_title(f"batch {size}; areas are sizes")
+            axes.legend(loc="best")
+    return png.getvalue()

@@ -1,23 +1,31 @@
-"""What the deploy study quantises: a trained student, its teacher, and the int8 net of quantisation-aware training."""
+"""What the deploy study quantises: its options, a trained student and its data, its teacher, and its int8 net."""
 
 import copy
+import io
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from apprentice import keyed
 from apprentice.errors import BadInput
 from harness import config as cli
+from harness.config import sources
+from harness.config.classes import imported
 from harness.runs.files import atomic
 from harness.runs.fit import fit_and_test
 from harness.runs.launch import is_main_process
-from harness.runs.nets import Spec
+from harness.runs.nets import Spec, load_net, read_spec
 from harness.runs.safepoints import read
 from harness.runs.session import Session
 from harness.studies.deploy import formats
-from harness.studies.deploy.source import images_of, of_net, read_net
 from harness.studies.fits import Candidate, check_net, failure, learning, make_candidate, train, wait_for_main
 from lit_modules import nets
 from lit_modules.classifier import LitClassifier
@@ -28,13 +36,97 @@ from lit_modules.quantized import NAME, Quantized
 STUDENT = "student"
 
 
+@dataclass
+class Options(cli.OneSeedOptions):
+    """Options of the study.
+
+    Args:
+        exact: none; int8 is another net than the one that was trained.
+        run: a student's folder, such as RUN/seed0/kd; when not given, one is trained.
+        teacher: its teacher's folder, for an objective that asks it; RUN/seed0/teacher if that is there.
+        student_epochs: of a student that is trained here, by Adam with a learning rate of 0.001.
+        freeze_epoch: from this epoch on, counted from 0, ranges and BatchNorm's statistics stay as they are.
+        evaluate_every: epochs from one int8 validation to the next.
+        calibration_size: training samples that post-training quantisation takes its ranges from.
+    """
+
+    run: str | None = None
+    teacher: str | None = None
+    student_epochs: int = 10
+    freeze_epoch: int = 2
+    evaluate_every: int = 1
+    calibration_size: int = 512
+    why_one: ClassVar[str] = "one student is deployed"
+    why_inexact: ClassVar[str] = "ranges are the global batch's, not a shard's"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("student_epochs", "freeze_epoch", "evaluate_every", "calibration_size"):
+            if getattr(self, name) < 1:
+                raise BadInput(name, getattr(self, name), "a whole number, at least 1")
+        if self.run is not None and self.student_epochs != Options.student_epochs:
+            raise BadInput(
+                "student_epochs", self.student_epochs, "it left out: the student in --run is trained already"
+            )
+
+
+def data_of_run(argv: Sequence[str], default: Any, kind: type) -> Any:
+    """The default of `--data`: that of the run which the flags or their files name, as its config.yaml has it.
+
+    `default` where no run is named, None where the run has no such file; BadInput if the data are not of class `kind`.
+    """
+    runs = [layer["run"].value for layer in sources.read(argv)[0] if "run" in layer]
+    run = runs[-1] if runs else None
+    if not isinstance(run, str):
+        return default
+    settings = Path(run).resolve().parent.parent / "config.yaml"
+    data = sources.load(settings, "run").get("data") if settings.is_file() else None
+    if isinstance(data, dict) and "class_path" in data:
+        try:
+            imported(data["class_path"], "data", (kind,))
+        except BadInput as fault:
+            raise BadInput("run", run, f"a student of images; its run's data is {fault.value}") from None
+    return data
+
+
+@contextmanager
+def of_net(flag: str, value: object, *more: str) -> Iterator[None]:
+    """Turns errors of torch.export and torchao about a net, and those of `more` flags, into a BadInput of its flag."""
+    output = io.StringIO()
+    logging.disable(logging.ERROR)
+    try:
+        with redirect_stderr(output):  # where it fails, torch.export prints the whole graph
+            yield
+        sys.stderr.write(output.getvalue())
+    except BadInput as fault:
+        if fault.flag.partition(".")[0] not in {flag, *more}:
+            raise
+        raise BadInput(flag, value, fault.expected) from None
+    except Exception as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise BadInput(flag, value, f"a net that can be quantised; it says: {said}") from error
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def images_of(data: Any, split: str, count: int | None = None) -> tuple[Tensor, Tensor]:
+    """Images of a data module's split, normalised, float32 (N, C, H, W), and their labels (N,).
+
+    Of `count` images, drawn by the data's seed: the first of a sorted folder are of one class.
+    """
+    samples = data.split(split)
+    size = len(samples.labels)
+    chosen = torch.arange(size) if count is None else keyed.permutation(size, keyed.fold_in(data.seed, 5))[:count]
+    images, labels = samples.take(chosen)
+    return data.normalize(images.cpu(), torch.float32), labels.cpu()
+
+
 class Builder:
     """Makes nets and modules from the configuration."""
 
     def __init__(self, run: Session) -> None:
         self.run, self.config, self.data, self.seed = run, run.config, run.data, run.config.seeds[0]
         self.sizes: dict[str, Any] = {"input_shape": run.data.input_shape, "num_classes": run.data.num_classes}
-        self.checked: Quantized | None = None
 
     def fresh(self) -> tuple[LitClassifier, dict[str, Candidate]]:
         """The module of a student that is trained here."""
@@ -51,8 +143,11 @@ class Builder:
         return self.read(self.run.out / f"seed{self.seed}" / STUDENT, "out")
 
     def read(self, folder: str | Path, flag: str) -> tuple[nn.Module, Spec]:
-        """A folder's net, which fits the data, and how to rebuild it."""
-        net, spec = read_net(folder, flag, self.data.input_shape)
+        """A folder's net in float32 and eval mode, and its `net.yaml`; BadInput if broken, or unfit for the data."""
+        spec, net = read_spec(folder, flag), load_net(folder, flag).float()
+        wanted = tuple(self.data.input_shape)
+        if (made := tuple(spec["init_args"].get("input_shape", wanted))) != wanted:
+            raise BadInput(flag, folder, f"a net for inputs {wanted}, as this data has them; it is for {made}")
         with of_net(flag, folder):
             nets.check_fits(net, self.data.example, (self.data.num_classes,), flag)
         return net, spec
@@ -76,7 +171,7 @@ class Builder:
 
     def int8(self, net: nn.Module) -> nn.Module:
         """The int8 net of quantisation-aware training, which a resumed run does not repeat."""
-        module, folder = self.checked or self.aware(net), self.run.out / f"seed{self.seed}" / NAME
+        module, folder = self.aware(net), self.run.out / f"seed{self.seed}" / NAME
         best, checkpoint = folder / "best.pt", folder.with_suffix(".ckpt")
         if not best.exists():
             self.data.order_seed = self.seed
@@ -84,8 +179,8 @@ class Builder:
             fits = {"every": self.config.checkpoint_every, "tensorboard": self.run.tensorboard}
             fit_and_test(module, self.data, trainer, checkpoint, runs=[NAME], label=NAME, **fits)
             if module.failed:
-                expected = f"settings that train {NAME}; its loss is not finite"
-                raise BadInput("optimizer", self.config.optimizer.name, expected)
+                chosen = self.config.optimizer.name
+                raise BadInput("optimizer", chosen, f"settings that train {NAME}; its loss is not finite")
             if is_main_process():
                 folder.mkdir(exist_ok=True)
                 with atomic(best) as temporary:
@@ -96,11 +191,7 @@ class Builder:
         return module.net.int8(read(best))
 
     def check(self) -> None:
-        """Build everything once.
-
-        Raises:
-            BadInput: something can't be trained or quantised.
-        """
+        """Build everything once; BadInput if something can't be trained or quantised."""
         trainer = self.run.checked_trainer()
         if self.config.run is None:
             check_net(self.run, STUDENT, trainer)
@@ -108,9 +199,8 @@ class Builder:
         else:
             (net, _), flag, value = self.read(self.config.run, "run"), "run", self.config.run
         with of_net(flag, value, "net"):
-            module = self.aware(net)
+            self.aware(net)
             captured(copy.deepcopy(net).eval(), self.data.example.float())
-        self.checked = None if self.config.run is None else module
 
     def formats(self, net: nn.Module, int8: nn.Module) -> dict[str, nn.Module]:
         """The net of each format, in eval mode on the CPU."""

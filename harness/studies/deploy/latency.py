@@ -1,16 +1,16 @@
 """Latency of nets, measured in turn, so that other load on the machine affects all alike."""
 
-import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from apprentice.errors import BadInput
 from apprentice.extras import Missing
-from harness.studies.deploy.verify import disagreement
+from harness.studies.deploy.formats import disagreement
 
 WARM_UP = 5  # calls
 Times = dict[str, dict[str, float]]  # by batch size
@@ -54,54 +54,47 @@ class Latency:
             images: float32 (N, C, H, W), repeated if they are fewer than a batch.
             fail: called with an error in compiling and the net's name; without it the error is raised.
         """
-        found: dict[str, Times] = {name: {} for name in nets}
-        good = dict(nets)
+        times: dict[str, Times] = {name: {} for name in nets}
         for size in self.batch_sizes:
             batch = images[torch.arange(size) % len(images)].contiguous()
-            for name, seconds in self._in_turn(good, batch, fail).items():
-                p95 = statistics.quantiles(seconds, n=20, method="inclusive")[-1] if len(seconds) > 1 else seconds[0]
-                found[name][str(size)] = {"median": statistics.median(seconds) * 1e3, "p95": p95 * 1e3}
-            good = {name: net for name, net in good.items() if str(size) in found[name]}
-        return {name: times if name in good else {} for name, times in found.items()}
+            calls = self._in_turn({name: nets[name] for name in times}, batch, fail)
+            milliseconds = {name: np.percentile(seconds, (50, 95)) * 1e3 for name, seconds in calls.items()}
+            for name, (median, p95) in milliseconds.items():
+                times[name][str(size)] = {"median": float(median), "p95": float(p95)}
+            times = {name: times[name] for name in calls}
+        return {name: times.get(name, {}) for name in nets}
 
     def _in_turn(self, nets: Mapping[str, nn.Module], batch: Tensor, fail: Fail | None) -> dict[str, list[float]]:
+        """Seconds of each call of the nets that can be compiled."""
+        from torch.utils.benchmark import Timer
+
         before = torch.get_num_threads()
         torch.set_num_threads(self.used)  # Inductor writes their number into its code
         torch._dynamo.reset()  # it compiles a code but eight times, and then runs it as it is
-        calls: dict[str, Callable[[Tensor], Any]] = {}
+        timers: dict[str, Timer] = {}
         try:
             with torch.no_grad():
                 for name, net in nets.items():
                     try:
-                        calls[name] = compiled(net, batch, name == "float32")
+                        variables = {"net": compiled(net, batch, name == "float32"), "images": batch}
                     except Exception as error:  # whatever a compiler makes of a net; the others don't depend on it
                         if fail is None:
                             raise
                         fail(error, name)
-                return self._seconds(calls, batch)
+                    else:
+                        timers[name] = Timer("net(images)", globals=variables, num_threads=self.used)
+                for timer in timers.values():
+                    timer.timeit(WARM_UP)
+                rounds = [[timer.timeit(1).median for timer in timers.values()] for _ in range(self.repeats)]
         finally:
             torch.set_num_threads(before)
-
-    def _seconds(self, calls: Mapping[str, Callable[[Tensor], Any]], batch: Tensor) -> dict[str, list[float]]:
-        from torch.utils.benchmark import Timer
-
-        timers = {
-            name: Timer("net(images)", globals={"net": call, "images": batch}, num_threads=self.used)
-            for name, call in calls.items()
-        }
-        for timer in timers.values():
-            timer.timeit(WARM_UP)
-        rounds = [[timer.timeit(1).median for timer in timers.values()] for _ in range(self.repeats)]
-        return dict(zip(calls, map(list, zip(*rounds, strict=True)), strict=True))
+        return dict(zip(timers, map(list, zip(*rounds, strict=True)), strict=True))
 
 
 def compiled(net: nn.Module, batch: Tensor, exact: bool) -> Callable[[Tensor], Any]:
     """A net in eval mode as Inductor compiles it for a batch (b, C, H, W), its weights frozen: int8 is fast on x86 so.
 
-    `exact` is that of `disagreement`.
-
-    Raises:
-        RuntimeError: it can't be compiled as a whole, or does not answer as the net does.
+    RuntimeError if it can't be compiled as a whole, or does not answer as the net does (`exact` as in `disagreement`).
     """
     import warnings
 
