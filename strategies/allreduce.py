@@ -8,8 +8,8 @@ from lightning.pytorch.overrides.distributed import _sync_module_states
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from strategies.base.averaging import AveragesGradients
 from strategies.base.gradients import Buckets
+from strategies.base.replicated import AveragesGradients
 
 
 class AllReduce(AveragesGradients):
@@ -37,12 +37,12 @@ class AllReduce(AveragesGradients):
     def configure_ddp(self) -> None:
         """Start with rank zero's weights."""
         _sync_module_states(self._module)
+        self._averaged = None
         self._average_more()
 
     def _average_more(self, batch_idx: int = 0) -> None:
         self._averaged = self._ever_trained()
-        in_order = [p for p in self._module.parameters() if p in self._averaged]
-        self._buckets = Buckets(in_order, self.bucket_cap_mb)
+        self._buckets = Buckets((p for p in self._module.parameters() if p in self._averaged), self.bucket_cap_mb)
 
     def _setup_model(self, model: nn.Module) -> Any:
         return model

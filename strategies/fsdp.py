@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 
 from strategies.base import checkpoints
 from strategies.base.data_parallel import DataParallel
-from strategies.sharding.recompute import recompute
-from strategies.sharding.wrapping import Sharding
+from strategies.sharding import Sharding, recompute
 
 Half = Literal["bf16", "fp16"]
 DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}

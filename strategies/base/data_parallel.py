@@ -1,4 +1,4 @@
-"""The base of all data-parallel strategies: how ranks start, meet and end."""
+"""The base of all strategies of this package: how ranks start, meet and end."""
 
 import atexit
 import multiprocessing
@@ -18,7 +18,6 @@ from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
@@ -49,6 +48,9 @@ class DataParallel(DeferredOptimizers):
         precision_plugin: how numbers are rounded.
         **unknown: none is taken.
     """
+
+    cluster_environment: ClusterEnvironment
+    _timeout: timedelta
 
     def __init__(
         self,
@@ -89,11 +91,6 @@ class DataParallel(DeferredOptimizers):
         return self._module.trainer
 
     @property
-    def _environment(self) -> ClusterEnvironment:
-        assert self.cluster_environment is not None
-        return self.cluster_environment
-
-    @property
     def _scales_loss(self) -> bool:
         scaler = getattr(self.precision_plugin, "scaler", None)
         return scaler is not None and scaler.is_enabled()
@@ -105,15 +102,12 @@ class DataParallel(DeferredOptimizers):
 
     @property
     def _timeout_seconds(self) -> float:
-        assert self._timeout is not None
         return self._timeout.total_seconds()
-
-    # Starting ranks
 
     def _configure_launcher(self) -> None:
         self._check_devices()
         method = self._resolved_start_method()
-        if method == "popen" or self._environment.creates_processes_externally:
+        if method == "popen" or self.cluster_environment.creates_processes_externally:
             self._launcher = ScriptLauncher(self)
         else:
             self._start_method = method
@@ -123,7 +117,7 @@ class DataParallel(DeferredOptimizers):
         """Raise ValueError, before ranks are started, where an option does not fit these devices."""
         if self._process_group_backend == "nccl" and self.root_device.type != "cuda":
             raise ValueError("process_group_backend nccl: expected gloo, as there are no GPUs in use")
-        environment = self._environment
+        environment = self.cluster_environment
         if environment.creates_processes_externally and (started := environment.world_size()) != self._num_ranks:
             wanted = f"{started / self.num_nodes:g} on each of {self.num_nodes} nodes, as {started} ranks were started"
             raise ValueError(f"devices {self.num_processes}: expected {wanted}")
@@ -151,12 +145,10 @@ class DataParallel(DeferredOptimizers):
         if found := [callback for callback in callbacks if isinstance(callback, kinds)]:
             raise ValueError(f"callbacks {type(found[0]).__name__}: expected {expected}")
 
-    # Rendezvous
-
     def bind(self) -> None:
         """Bind rank 0's port before ranks are started, so that no other run on this machine can take it."""
         if self.init_method in rendezvous.BY_ENVIRONMENT:
-            self._socket = rendezvous.bind_master_port(self._environment)
+            self._socket = rendezvous.bind_master_port(self.cluster_environment)
 
     def close_socket(self) -> None:
         """Close this process's copy of the socket; rank 0's store has its own."""
@@ -166,7 +158,7 @@ class DataParallel(DeferredOptimizers):
 
     def join(self) -> None:
         """Join the process group early, where a launcher has started the ranks."""
-        if self._environment.creates_processes_externally:
+        if self.cluster_environment.creates_processes_externally:
             assert self.accelerator is not None
             self.accelerator.setup_device(self.root_device)
             self.setup_distributed()
@@ -182,7 +174,10 @@ class DataParallel(DeferredOptimizers):
             store = self._rendezvous()
         except OSError as error:
             self._kill_children()
-            if self._is_reported_by_another() and not isinstance(error, rendezvous.StartedTwiceError):
+            # Local rank 0 reports an error that all ranks find, where each rank knows which one it is.
+            knows = not getattr(self.cluster_environment, "guesses", False)
+            reported = isinstance(self._launcher, ScriptLauncher) and self.local_rank > 0 and knows
+            if reported and not isinstance(error, rendezvous.StartedTwiceError):
                 raise SystemExit(2) from None
             raise
         rank, size, device = self.global_rank, self.world_size, self._bound_device()
@@ -190,13 +185,8 @@ class DataParallel(DeferredOptimizers):
         # A gloo thread that outlives the interpreter ends the process with a signal.
         atexit.register(_destroy_dist_connection)
 
-    def _is_reported_by_another(self) -> bool:
-        """Whether local rank 0 reports an error that all ranks find."""
-        knows = not getattr(self.cluster_environment, "guesses", False)
-        return isinstance(self._launcher, _SubprocessScriptLauncher) and self.local_rank > 0 and knows
-
     def _rendezvous(self) -> dist.Store:
-        environment = self._environment
+        environment = self.cluster_environment
         ranks, seconds = (self.global_rank, self.world_size), self._timeout_seconds
         if self.num_nodes > 1 and self._process_group_backend != "nccl":
             rendezvous.check_interface(urlsplit(self.init_method or "").hostname or environment.main_address)
@@ -210,8 +200,6 @@ class DataParallel(DeferredOptimizers):
     def _bound_device(self) -> torch.device | None:
         """The only device of this rank, which NCCL need not find out then."""
         return self.root_device if self.root_device.type != "cpu" else None
-
-    # Values of all ranks
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over the ranks; the mean of integers is a float.
@@ -243,13 +231,11 @@ class DataParallel(DeferredOptimizers):
         for buffer in self._module.buffers() if dist.is_initialized() else []:
             dist.broadcast(buffer, rank)
 
-    # Ending
-
     def on_exception(self, exception: BaseException) -> None:
         """Name the ranks that stopped responding, if a collective has failed: see `raise_for_missing`."""
         super().on_exception(exception)
         try:
-            first_only = isinstance(self._launcher, _SubprocessScriptLauncher)
+            first_only = isinstance(self._launcher, ScriptLauncher)
             missing_ranks.raise_for_missing(exception, self._timeout_seconds, first_only)
         except (TimeoutError, ConnectionError, SystemExit):
             self._kill_children()
@@ -258,8 +244,7 @@ class DataParallel(DeferredOptimizers):
             raise
 
     def _kill_children(self) -> None:
-        """End the ranks that were started as sub-processes."""
-        if isinstance(self._launcher, _SubprocessScriptLauncher):
+        if isinstance(self._launcher, ScriptLauncher):
             children = self._launcher.procs.copy()
             self._launcher.procs.clear()  # Lightning's observer of them would end this process before it reports
             for child in children:

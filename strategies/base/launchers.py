@@ -24,6 +24,8 @@ from strategies.base import fit_state
 if TYPE_CHECKING:
     from strategies.base.data_parallel import DataParallel
 
+PR_SET_PDEATHSIG = 1
+
 
 class ForkLauncher(_MultiProcessingLauncher):
     """Lightning's launcher, safe for OpenMP and float64; ranks end with their parent, and return their state."""
@@ -63,13 +65,17 @@ class ForkLauncher(_MultiProcessingLauncher):
                 os.environ["MASTER_PORT"] = port
 
     def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
-        _die_with_parent()
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # the kernel kills it when its parent dies
         if process_idx:
             self._strategy.close_socket()  # so that nobody answers when rank 0 has died
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # keeps Lightning from choosing a number
         # With more threads a child hangs in OpenMP once its parent has used them.
         torch.set_num_threads(1)
-        _compile_alone()
+        # The parent's pool of compilers hangs in a fork: torch.compile shall compile in this process.
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+        if inductor := sys.modules.get("torch._inductor.config"):  # has read the variable already
+            inductor.compile_threads = 1  # type: ignore[attr-defined]
         if args[0] is not None:
             # SIGTERM, such as after another rank's death, ends it at once: Lightning's handler would call the others.
             args[0]._signal_connector._sigterm_notifier_fn = lambda *_: os._exit(128 + signal.SIGTERM)
@@ -79,8 +85,6 @@ class ForkLauncher(_MultiProcessingLauncher):
         except Exception as exception:
             self._strategy.on_exception(exception)  # Lightning calls it in the parent alone
             raise
-
-    # Results
 
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
         state = fit_state.collected(trainer)
@@ -109,15 +113,12 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     """Lightning's launcher of sub-processes, on a port that no other run can take."""
 
     def __init__(self, strategy: "DataParallel") -> None:
-        assert strategy.cluster_environment is not None
         super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
         self._strategy = strategy
 
-    def launch(self, function: Callable, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Run `function` in this rank, after starting the others unless a launcher has."""
-        if not self.cluster_environment.creates_processes_externally:
-            self._strategy.bind()
-        return super().launch(function, *args, trainer=trainer, **kwargs)
+    def _call_children_scripts(self) -> None:
+        self._strategy.bind()
+        super()._call_children_scripts()
 
 
 def _run(trainer: Trainer, function: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -145,17 +146,3 @@ def _attach(
     trainer._data_connector.attach_data(model, train_dataloaders, val_dataloaders, datamodule=datamodule)
     if datamodule is not None:
         datamodule.trainer = before
-
-
-def _compile_alone() -> None:
-    """Make torch.compile compile in this process: the parent's pool of compilers hangs in a fork."""
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-    if inductor := sys.modules.get("torch._inductor.config"):  # has read the variable already
-        inductor.compile_threads = 1  # type: ignore[attr-defined]
-
-
-def _die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

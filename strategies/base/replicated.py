@@ -1,4 +1,4 @@
-"""The whole model on every rank, in torch's DistributedDataParallel."""
+"""The whole model on every rank, with averaged gradients: by DistributedDataParallel, or by a strategy's own code."""
 
 import inspect
 import warnings
@@ -10,13 +10,48 @@ from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from strategies.base.averaging import AveragesGradients
+from strategies.base.data_parallel import DataParallel
 from strategies.base.model_parallel import ModelParallel, devices_of
 
 # Options of DistributedDataParallel that pass through `**kwargs`; the strategy sets the devices.
 WRAPPER = inspect.signature(DistributedDataParallel).parameters.keys() - {"module", "device_ids", "output_device"}
 
 HOOK = "ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"
+
+
+class AveragesGradients(DataParallel):
+    """Data parallelism that has to know in advance whose gradients it averages, as parameters may be unfrozen in a fit.
+
+    `_averaged` holds these parameters, or is None: there is nothing to know.
+    """
+
+    _averaged: set[nn.Parameter] | None = None
+
+    def _ever_trained(self) -> set[nn.Parameter]:
+        """The parameters that require a gradient or have required one in this fit."""
+        known = self._averaged or set()
+        return {p for p in self._module.parameters() if p.requires_grad or p in known}
+
+    def _unknown(self) -> list[str]:
+        """Names of the parameters that require a gradient which is not averaged."""
+        known, parameters = self._averaged, self._module.named_parameters()
+        return [] if known is None else [name for name, p in parameters if p.requires_grad and p not in known]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Average unfrozen parameters from now on; frozen ones stay known, as they may be trained again."""
+        if self._unknown():
+            self._average_more(batch_idx)
+
+    def _average_more(self, batch_idx: int) -> None:
+        """Average the gradients of all of `_ever_trained` from this batch on."""
+        raise NotImplementedError
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Check that no parameter was unfrozen since the batch started: its gradient would not be averaged."""
+        if unknown := self._unknown():
+            expected = "expected it to be unfrozen in on_train_batch_start or earlier, as its gradient is not averaged"
+            raise ValueError(f"parameter {unknown[0]}: {expected}")
+        super().pre_backward(closure_loss)
 
 
 class Replicated(AveragesGradients):
@@ -52,8 +87,7 @@ class Replicated(AveragesGradients):
         super().__init__(**kwargs)
         self._ddp_comm_state, self._ddp_comm_hook = ddp_comm_state, ddp_comm_hook
         self._ddp_comm_wrapper, self._model_averaging_period = ddp_comm_wrapper, model_averaging_period
-        self._ddp_kwargs = {
-            **wrapper,
+        self._ddp_kwargs = wrapper | {
             "find_unused_parameters": find_unused_parameters,
             "static_graph": static_graph,
             "gradient_as_bucket_view": gradient_as_bucket_view,
@@ -69,7 +103,7 @@ class Replicated(AveragesGradients):
         warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides", UserWarning)
         self._pl_static_graph_delay_done = False  # Lightning's flag for the last wrapper
         super().configure_ddp()
-        self._averaged = self._ever_trained()
+        self._averaged = {p for p in self._module.parameters() if p.requires_grad}
 
     def _average_more(self, batch_idx: int) -> None:
         """Wrap the module again, without a broadcast: replicas are equal, or differ on purpose as in LocalSGD."""
@@ -94,8 +128,6 @@ class Replicated(AveragesGradients):
             assert isinstance(self.model, DistributedDataParallel)
             _register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
 
-    # A module split over several devices
-
     @property
     def root_device(self) -> torch.device:
         """The last of a split module's devices, for batches and all parameters that are not in a stage."""
@@ -105,8 +137,14 @@ class Replicated(AveragesGradients):
         """Choose this rank's devices and join the process group."""
         self._splits = self._split_parts()
         self._unplaced = [split for split in self._splits if split.devices is None]
-        placed = next((split.devices for split in self._splits), None)
-        self._split_devices = self._devices_of_stages() if self._unplaced else placed
+        self._split_devices = next((split.devices for split in self._splits), None)
+        if self._unplaced:
+            assert self.parallel_devices is not None
+            sizes = sorted({split.num_stages for split in self._unplaced})
+            if len(sizes) > 1:
+                raise ValueError(f"ModelParallel: expected one number of stages throughout a module, got {sizes}")
+            gpus = torch.cuda.device_count()
+            self._split_devices = devices_of(self.local_rank, sizes[0], self.parallel_devices, gpus)
         if len(set(self._split_devices or [])) > 1 and not self._on_several_devices():
             raise ValueError("strategy: expected plain ddp, without exact, for a ModelParallel on several GPUs")
         super().setup_environment()
@@ -116,13 +154,6 @@ class Replicated(AveragesGradients):
 
     def _split_parts(self) -> list[ModelParallel]:
         return [part for part in self._module.modules() if isinstance(part, ModelParallel)]
-
-    def _devices_of_stages(self) -> list[torch.device]:
-        assert self.parallel_devices is not None
-        sizes = sorted({split.num_stages for split in self._unplaced})
-        if len(sizes) > 1:
-            raise ValueError(f"ModelParallel: expected one number of stages throughout a module, got {sizes}")
-        return devices_of(self.local_rank, sizes[0], self.parallel_devices, torch.cuda.device_count())
 
     def _bound_device(self) -> torch.device | None:
         """None for a rank with several devices: bound to one of them NCCL refuses tensors of another."""

@@ -18,11 +18,10 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
-from strategies.exact.evaluation import RoundRobinEvaluation
 from strategies.exact.training import ShardedTraining
 
 
-class Exact(ShardedTraining, RoundRobinEvaluation):
+class Exact(ShardedTraining):
     """Data parallelism that can be exact.
 
     It trains any LightningModule whose loss is a mean over the rows of its batch. `training_step` is called for each

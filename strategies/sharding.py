@@ -1,12 +1,16 @@
-"""Sharding a module in units, and undoing it."""
+"""What FSDP and HSDP do to a module: shard it in units, make it whole again, recompute activations."""
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import Context, copy_context
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from strategies.base.checkpoints import whole
 
@@ -144,3 +148,26 @@ def _to_channels_last(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any,
         return x.contiguous(memory_format=torch.channels_last) if isinstance(x, Tensor) and x.dim() == 4 else x
 
     return tuple(map(convert, inputs))
+
+
+def recompute(layer: nn.Module) -> None:
+    """Store only the layer's inputs for backward; parameters, names, results and noise stay the same."""
+
+    def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:  # of forward and of the recomputation
+        return nullcontext(), _same_conditions(layer, copy_context())
+
+    layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=contexts)
+
+
+@contextmanager
+def _same_conditions(layer: nn.Module, context: Context) -> Iterator[None]:
+    """Restore the context variables, which key noise, and keep buffers, such as BatchNorm's, from a second update."""
+    tokens = [(variable, variable.set(value)) for variable, value in context.items()]
+    buffers = [(buffer, buffer.clone()) for buffer in layer.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in buffers:
+            buffer.data.copy_(value)  # `data`: autograd refuses changes of buffers that it has saved
+        for variable, token in tokens:
+            variable.reset(token)
