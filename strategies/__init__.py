@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import FSDPStrategy, Strategy, StrategyRegistry
 
 from strategies.allreduce import AllReduce
 from strategies.base.data_parallel import DataParallel
@@ -41,8 +41,6 @@ NAMES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
 
 def register() -> None:
     """Register these strategies by name in Lightning's registry, which its automatic choice uses too."""
-    from lightning.pytorch.strategies import FSDPStrategy, StrategyRegistry
-
     for name, (strategy, options) in NAMES.items():
         summary = (strategy.__doc__ or name).splitlines()[0]
         StrategyRegistry.register(name, strategy, summary, override=True, **options)

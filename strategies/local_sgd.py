@@ -1,6 +1,7 @@
 """Post-local SGD: parameters are averaged every k steps, gradients never (Lin et al. 2020)."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -66,8 +67,6 @@ class LocalSGD(Replicated):
             self._average()
         return result
 
-    # Evaluation and checkpoints use the average
-
     def on_train_end(self) -> None:
         """End with the average."""
         self._average()
@@ -91,9 +90,7 @@ class LocalSGD(Replicated):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state with averaged parameters; collective."""
         self._load_average()
-        state = {
-            key: x.clone() if isinstance(x, Tensor) else x for key, x in super().lightning_module_state_dict().items()
-        }
+        state = deepcopy(super().lightning_module_state_dict())
         self.on_validation_end()
         return state
 

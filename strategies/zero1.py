@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import nn
@@ -36,8 +35,8 @@ class ZeRO1(DDP):
         self._shares: list[list[nn.Parameter]] = [[] for _ in range(self.world_size)]
         self._drop_state()
 
-    def _assign(self) -> None:
-        """Assign new parameters, the largest first, each to the rank with the smallest share."""
+    def _others(self) -> list[nn.Parameter]:
+        """Other ranks' parameters. New ones, such as a callback's, are assigned first, each to the smallest share."""
         known = {p for share in self._shares for p in share}
         loads = [sum(p.numel() for p in share) for share in self._shares]
         new = [p for p in parameters_of(*self.optimizers) if p not in known]
@@ -45,9 +44,6 @@ class ZeRO1(DDP):
             least = loads.index(min(loads))
             self._shares[least].append(p)
             loads[least] += p.numel()
-
-    def _others(self) -> list[nn.Parameter]:
-        self._assign()  # a callback may have added parameters to an optimizer
         return [p for rank, share in enumerate(self._shares) if rank != self.global_rank for p in share]
 
     def _drop_state(self) -> None:
@@ -63,15 +59,11 @@ class ZeRO1(DDP):
         for p in self._others():
             p.grad = None
         optimizer.step(**kwargs)
-        self._exchange()
-        return loss
-
-    @torch.no_grad()
-    def _exchange(self) -> None:
         for rank, share in enumerate(self._shares):
             if share:
                 dist.broadcast(vector := flatten(share), rank)
                 copy_from(vector, share)
+        return loss
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """On rank zero the whole state, in the layout of one device; collective."""

@@ -22,8 +22,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from strategies.base import missing_ranks, rendezvous
+from strategies.base.fit_state import DeferredOptimizers
 from strategies.base.launchers import ForkLauncher, ScriptLauncher
-from strategies.base.optimizers import DeferredOptimizers
 
 StartMethod = Literal["auto", "fork", "spawn", "popen"]
 
@@ -106,7 +106,14 @@ class DataParallel(DeferredOptimizers):
 
     def _configure_launcher(self) -> None:
         self._check_devices()
-        method = self._resolved_start_method()
+        method: Any = self.start_method
+        if method == "auto":
+            method = "fork" if self.root_device.type == "cpu" else "popen"
+            forks = "fork" in multiprocessing.get_all_start_methods()
+            if method == "fork" and (torch.cuda.is_initialized() or not forks):
+                why = "CUDA is in use in this process" if forks else "this platform has no fork"
+                rank_zero_info(f"{why}: ranks are started as sub-processes, each of which imports everything again")
+                method = "popen"
         if method == "popen" or self.cluster_environment.creates_processes_externally:
             self._launcher = ScriptLauncher(self)
         else:
@@ -121,18 +128,6 @@ class DataParallel(DeferredOptimizers):
         if environment.creates_processes_externally and (started := environment.world_size()) != self._num_ranks:
             wanted = f"{started / self.num_nodes:g} on each of {self.num_nodes} nodes, as {started} ranks were started"
             raise ValueError(f"devices {self.num_processes}: expected {wanted}")
-
-    def _resolved_start_method(self) -> Any:
-        if self.start_method != "auto":
-            return self.start_method
-        if self.root_device.type != "cpu":
-            return "popen"
-        forks = "fork" in multiprocessing.get_all_start_methods()
-        if forks and not torch.cuda.is_initialized():
-            return "fork"
-        why = "CUDA is in use in this process" if forks else "this platform has no fork"
-        rank_zero_info(f"{why}: ranks are started as sub-processes, each of which imports everything again")
-        return "popen"
 
     def check_module(self, module: LightningModule) -> None:
         """Raise ValueError where the strategy can't train the module; called before a fork and in each rank."""

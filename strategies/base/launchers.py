@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.strategies.launchers.multiprocessing import _WorkerOutput
 from lightning.pytorch.trainer import call
@@ -101,12 +101,16 @@ class ForkLauncher(_MultiProcessingLauncher):
         state = torch.load(self._result, map_location="cpu", weights_only=False, mmap=True)
         fits = trainer.state.fn == TrainerFn.FITTING
         arguments = inspect.signature(function).bind(*args, **kwargs).arguments
+        data = next((value for value in arguments.values() if isinstance(value, LightningDataModule)), None)
         if fits:
-            _attach(trainer, **arguments)
-        given = [value for value in arguments.values() if isinstance(value, LightningDataModule)]
-        fit_state.restore(trainer, state, given[0] if given else trainer.datamodule)  # type: ignore[attr-defined]
+            before, loaders = data and data.trainer, arguments.get("train_dataloaders")
+            of_fit = None if loaders is data else loaders, arguments.get("val_dataloaders"), data
+            trainer._data_connector.attach_data(arguments["model"], *of_fit)
+            if data is not None:
+                data.trainer = before  # unlike in the ranks: loaders created here are whole
+        fit_state.restore(trainer, state, data or trainer.datamodule)  # type: ignore[attr-defined]
         if fits and not self._strategy.node_rank:  # other nodes lack the whole state
-            self._strategy.defer_optimizers(partial(fit_state.make_optimizers, trainer, state))
+            self._strategy.create_optimizers = partial(fit_state.make_optimizers, trainer, state)
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
@@ -129,20 +133,3 @@ def _run(trainer: Trainer, function: Callable, *args: Any, **kwargs: Any) -> Any
         call._call_teardown_hook(trainer)
         trainer._teardown()
         trainer.state.status, trainer.state.stage = TrainerStatus.FINISHED, None
-
-
-def _attach(
-    trainer: Trainer,
-    model: LightningModule,
-    train_dataloaders: Any = None,
-    val_dataloaders: Any = None,
-    datamodule: LightningDataModule | None = None,
-    **_: Any,
-) -> None:
-    """Connect Trainer, module and data as in the ranks, except `datamodule.trainer`: loaders created here are whole."""
-    if isinstance(train_dataloaders, LightningDataModule):
-        train_dataloaders, datamodule = None, train_dataloaders
-    before = None if datamodule is None else datamodule.trainer
-    trainer._data_connector.attach_data(model, train_dataloaders, val_dataloaders, datamodule=datamodule)
-    if datamodule is not None:
-        datamodule.trainer = before

@@ -47,20 +47,16 @@ def _missing() -> list[int]:
     found = [0]
 
     def ask() -> None:
+        store, deadline = _get_default_store(), time.monotonic() + RESPONSE_TIME
+        silent = list(range(dist.get_world_size()))
         with contextlib.suppress(dist.DistNetworkError):  # the store has gone, and rank 0 with it
-            found[:] = _silent_ranks(_get_default_store())
+            store.set(f"present/{dist.get_rank()}", "")
+            while silent and time.monotonic() < deadline:
+                silent = [rank for rank in silent if not store.check([f"present/{rank}"])]
+                time.sleep(0.05)
+            found[:] = silent
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(RESPONSE_TIME + 2)
     return list(found)
-
-
-def _silent_ranks(store: dist.Store) -> list[int]:
-    store.set(f"present/{dist.get_rank()}", "")
-    deadline = time.monotonic() + RESPONSE_TIME
-    missing = list(range(dist.get_world_size()))
-    while missing and time.monotonic() < deadline:
-        missing = [rank for rank in missing if not store.check([f"present/{rank}"])]
-        time.sleep(0.05)
-    return missing

@@ -102,7 +102,7 @@ class RoundRobinEvaluation(DataParallel):
     @contextmanager
     def _isolated(self, step: str) -> Iterator[None]:
         """Inside, random numbers depend on the epoch and the number of the batch; collectives are refused."""
-        with self._seeded(self._module.trainer.current_epoch, self._evaluated), refuse_collectives(step, self):
+        with self._seeded(self._trainer.current_epoch, self._evaluated), refuse_collectives(step, self):
             yield
 
     def _replace_loops(self, trainer: Trainer) -> None:

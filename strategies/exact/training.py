@@ -63,7 +63,12 @@ class ShardedTraining(RoundRobinEvaluation):
         """The loss of the global batch, whose backward adds the gradients of all shards."""
         if self.exact is None:
             return super().training_step(batch, *args, **kwargs)
-        self._clear_sums(self.exact)
+        groups = self._parameter_groups()
+        current = [[*map(id, total.parameters)] for total in self._sums]
+        if current != [[*map(id, parameters.values())] for parameters in groups]:
+            self._sums = [FixedPointSum(parameters, self.exact) for parameters in groups]
+        for total in self._sums:
+            total.clear()
         logger, statistics = shard_logger_of(self._module), self._statistics()
         with set_aside(self._trainable):
             table = self._forward_and_backward(logger, statistics, batch, *args, **kwargs)
@@ -97,14 +102,6 @@ class ShardedTraining(RoundRobinEvaluation):
 
     def _trainable(self) -> dict[str, nn.Parameter]:
         return {name: p for parameters in self._parameter_groups() for name, p in parameters.items()}
-
-    def _clear_sums(self, exact: int) -> None:
-        groups = self._parameter_groups()
-        current = [[*map(id, total.parameters)] for total in self._sums]
-        if current != [[*map(id, parameters.values())] for parameters in groups]:
-            self._sums = [FixedPointSum(parameters, exact) for parameters in groups]
-        for total in self._sums:
-            total.clear()
 
     def _gradients(self, frozen: set[int]) -> dict[nn.Parameter, Tensor | None]:
         """The global batch's gradients, None for parameters that have none or are frozen."""
@@ -145,9 +142,8 @@ class ShardedTraining(RoundRobinEvaluation):
 
     @contextmanager
     def _isolated_shard(self, shard: Shard) -> Iterator[None]:
-        trainer = self._module.trainer
-        numbers = trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx, shard.number
-        with self._seeded(*numbers), replicas.shard(shard.start), self._shard_named(shard):
+        epoch, batch = self._trainer.current_epoch, self._trainer.fit_loop.epoch_loop.batch_idx
+        with self._seeded(epoch, batch, shard.number), replicas.shard(shard.start), self._shard_named(shard):
             yield
 
     @contextmanager
