@@ -39,7 +39,6 @@ class FSDP(DataParallel):
         offload: keep the shards in the CPU's memory, beside a GPU.
         activation_checkpointing: store only a layer's inputs for backward, and recompute the layer.
         reshard_after_forward: free a layer's parameters after forward; else only after backward.
-        **kwargs: DataParallel's.
     """
 
     restore_checkpoint_after_setup = True  # states are sharded like the parameters

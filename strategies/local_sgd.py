@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.optim import Optimizer
 
-from strategies.base.replicated import HOOK, Replicated
+from strategies.ddp import HOOK, Replicated
 
 
 class LocalSGD(Replicated):
@@ -25,7 +25,6 @@ class LocalSGD(Replicated):
     Args:
         period: optimizer steps between two averagings.
         warmup_steps: first steps, in which gradients are averaged.
-        **kwargs: Replicated's.
     """
 
     def __init__(self, *, period: int = 4, warmup_steps: int = 0, **kwargs: Any) -> None:

@@ -16,9 +16,8 @@ from strategies.ddp import DDP
 class ZeRO1(DDP):
     """Each rank keeps the optimizer state of its share of the parameters, steps them and broadcasts them.
 
-    The module's own optimizer stays in place: it neither steps a parameter without a gradient nor keeps state for it,
-    so a rank clears the gradients of other shares after clipping. (torch's ZeroRedundancyOptimizer would replace the
-    optimizer that schedulers hold.) No tensor is cut: a share is at least as large as its largest parameter.
+    The module's own optimizer stays in place, for schedulers: a rank clears the gradients of other shares after
+    clipping. No tensor is cut: a share is at least as large as its largest parameter.
 
     Raises:
         ValueError: a loss scale or LBFGS, which need all gradients on all ranks.

@@ -46,7 +46,6 @@ class DataParallel(DeferredOptimizers):
         cluster_environment: who has started the ranks, and where they meet.
         checkpoint_io: how checkpoints are written.
         precision_plugin: how numbers are rounded.
-        **unknown: none is taken.
     """
 
     cluster_environment: ClusterEnvironment
@@ -197,10 +196,7 @@ class DataParallel(DeferredOptimizers):
         return self.root_device if self.root_device.type != "cpu" else None
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over the ranks; the mean of integers is a float.
-
-        Lightning rounds it down and divides by it: an epoch's mean over ranks with 5 and 4 rows was divided by 4.
-        """
+        """Reduce a tensor over the ranks; the mean of integers is a float, which Lightning rounds down."""
         reduce_op = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
         whole = isinstance(tensor, Tensor) and not (tensor.is_floating_point() or tensor.is_complex())
         if whole and reduce_op in {"mean", "avg", dist.ReduceOp.AVG} and dist.is_initialized():

@@ -35,28 +35,23 @@ class ForkLauncher(_MultiProcessingLauncher):
 
     def launch(self, function: Callable, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Run `function` in every rank and return rank zero's results."""
-        module = trainer and trainer.lightning_module
-        if module is not None:
-            self._strategy.check_trainer(trainer)
-            if not fit_state.builds_layers(module):
-                self._strategy.check_module(module)
-            # The ranks' weights are loaded into this module: another dtype would round them.
-            trainer.precision_plugin.convert_module(module)
+        self._strategy.check_trainer(trainer)
+        if not fit_state.builds_layers(trainer.lightning_module):
+            self._strategy.check_module(trainer.lightning_module)
+        # The ranks' weights are loaded into this module: another dtype would round them.
+        trainer.precision_plugin.convert_module(trainer.lightning_module)
         self._already_fit = False  # Lightning would refuse a second fit, as its launcher does not return loops
+        fit_state.prepare_logs(trainer)
         port = os.environ.get("MASTER_PORT")
-        if trainer is not None:
-            fit_state.prepare_logs(trainer)
         self._strategy.bind()
-        fits = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         try:
             with (
                 tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
-                self._strategy.without_optimizers(restore=not fits),
+                self._strategy.without_optimizers(restore=trainer.state.fn != TrainerFn.FITTING),
             ):
                 self._result = Path(folder) / "result.pt"
                 results = super().launch(function, *args, trainer=trainer, **kwargs)
-                if module is not None:
-                    self._restore(trainer, function, args, kwargs)
+                self._restore(trainer, function, args, kwargs)
                 return results
         finally:  # the next fit takes another port
             self._strategy.close_socket()
@@ -76,12 +71,10 @@ class ForkLauncher(_MultiProcessingLauncher):
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         if inductor := sys.modules.get("torch._inductor.config"):  # has read the variable already
             inductor.compile_threads = 1  # type: ignore[attr-defined]
-        if args[0] is not None:
-            # SIGTERM, such as after another rank's death, ends it at once: Lightning's handler would call the others.
-            args[0]._signal_connector._sigterm_notifier_fn = lambda *_: os._exit(128 + signal.SIGTERM)
-            args = args[0], partial(_run, *args[:2]), *args[2:]
+        # SIGTERM, such as after another rank's death, ends it at once: Lightning's handler would call the others.
+        args[0]._signal_connector._sigterm_notifier_fn = lambda *_: os._exit(128 + signal.SIGTERM)
         try:
-            super()._wrapping_function(process_idx, *args, **kwargs)
+            super()._wrapping_function(process_idx, args[0], partial(_run, *args[:2]), *args[2:], **kwargs)
         except Exception as exception:
             self._strategy.on_exception(exception)  # Lightning calls it in the parent alone
             raise

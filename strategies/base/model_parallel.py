@@ -21,8 +21,7 @@ class ModelParallel(nn.Module):
     that GPU (`Trainer(devices=[1])` for "cuda:0" and "cuda:1"). `strategies.DDP` moves batches there, and
     `Trainer(devices=...)` counts processes: each takes as many GPUs as the module has stages.
 
-    The state dict is that of `nn.Sequential(*stages)` on any devices. The stages are the given modules, not copies: a
-    net that contains them holds the trained weights under its own names.
+    The state dict is that of `nn.Sequential(*stages)` on any devices. The stages are the given modules, not copies.
 
     Args:
         stages: the modules; a tuple as input becomes several arguments.
@@ -126,13 +125,9 @@ class ModelParallel(nn.Module):
 
 
 def in_turn(splits: int, stages: int) -> Iterator[tuple[int, int]]:
-    """Micro-batch and stage of each computation, in the order in which they are queued on the GPUs.
-
-    In tick t stage s computes micro-batch t - s. The last stage comes first: a copy to its device waits for all that is
-    queued there, and then stage 1 continues with micro-batch k + 1 while stage 2 has micro-batch k.
-    """
+    """Micro-batch and stage of each computation, in the order in which they are queued on the GPUs."""
     for tick in range(splits + stages - 1):
-        for stage in reversed(range(stages)):
+        for stage in reversed(range(stages)):  # a copy to a device waits for all that is queued there
             if 0 <= tick - stage < splits:
                 yield tick - stage, stage
 

@@ -1,9 +1,7 @@
 """The exact mode: the same float32 bits on any number of devices.
 
-Float addition depends on its order, and a kernel's bits depend on the shape of its inputs. So a global batch is cut
-into N shards whose bounds don't depend on the number of devices. Each shard is computed by itself on some rank. Sums
-over shards are computed without rounding (gradients) or in the order of the shards (logged values, BatchNorm's running
-statistics). Evaluation and prediction distribute whole batches.
+A global batch is cut into N shards whose bounds don't depend on the number of devices; some rank computes each by
+itself. Sums over shards are not rounded (gradients), or in the order of the shards (logged values, statistics).
 """
 
 import os
@@ -35,7 +33,6 @@ class Exact(ShardedTraining):
 
     Args:
         exact: number of shards of a batch, and the largest number of devices; None for plain data parallelism.
-        **kwargs: DataParallel's.
 
     Raises:
         ValueError: more devices than shards, or a module that can't be exact.
@@ -55,8 +52,7 @@ class Exact(ShardedTraining):
 
     def _check_devices(self) -> None:
         super()._check_devices()
-        replicas = self.replica[1]
-        if self.exact is not None and replicas > self.exact:
+        if self.exact is not None and (replicas := self.replica[1]) > self.exact:
             raise ValueError(f"exact {self.exact}: expected at least {replicas}, the number of devices")
 
     def _configure_launcher(self) -> None:
@@ -75,12 +71,11 @@ class Exact(ShardedTraining):
     def setup_environment(self) -> None:
         """Compute with one thread and deterministic kernels: the number of threads changes the bits."""
         super().setup_environment()
-        if self.exact is None:
-            return
-        self._undo.callback(torch.set_num_threads, torch.get_num_threads())
-        self._undo.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
-        torch.set_num_threads(1)
-        if self.root_device.type == "cuda":
+        if self.exact is not None:
+            self._undo.callback(torch.set_num_threads, torch.get_num_threads())
+            self._undo.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
+            torch.set_num_threads(1)
+        if self.exact is not None and self.root_device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
 
@@ -103,11 +98,10 @@ class Exact(ShardedTraining):
 
     def check_module(self, module: LightningModule) -> None:
         """Raise ValueError if the module can't be exact."""
-        if self.exact is None:
-            return
-        if not module.automatic_optimization or is_overridden("backward", module, LightningModule):
+        manual = not module.automatic_optimization or is_overridden("backward", module, LightningModule)
+        if self.exact is not None and manual:
             raise ValueError(f"exact {self.exact}: expected automatic optimization and Lightning's own backward")
-        if self._scales_loss:
+        if self.exact is not None and self._scales_loss:
             raise ValueError(f"exact {self.exact}: expected another precision than 16-mixed, which scales the loss")
 
     def configure_ddp(self) -> None:

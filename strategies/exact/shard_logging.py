@@ -58,8 +58,7 @@ class LogCall(NamedTuple):
         found: Any = None if value is None else value.to(module.device)
         if self.metric is not None:
             metric = module.get_submodule(self.metric)
-            metric._forward_cache = found  # where Lightning looks for a step's value
-            found = metric
+            metric._forward_cache, found = found, metric  # where Lightning looks for a step's value
         results.log(self.hook, self.name, found, **self.options | {"batch_size": batch_size})
         connector._current_fx = self.hook
 
@@ -79,9 +78,6 @@ def capture_logs(module: LightningModule) -> Iterator[list[LogCall]]:
         calls.append(LogCall(fx, name, value, path, options))
 
     results: Any = module.trainer._results
-    if results is None:  # in prediction nothing can be logged
-        yield calls
-        return
     results.log = log  # hides the method of its class
     try:
         yield calls
