@@ -169,7 +169,6 @@ class Replicated(AveragesGradients):
         super().model_to_device()
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        """Wrap the module; a split one moves its inputs by itself."""
         for split in self._splits if self.world_size > 1 else []:
             if split.split_size is not None and (layers := split.gathering()):
                 why = f"as {layers[0]} computes over all ranks, and they can have different numbers of splits"

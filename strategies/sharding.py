@@ -74,7 +74,6 @@ class Sharding:
                     raise ValueError(f"{name} of {type(unit).__name__} can't be sharded: another module has it too")
 
     def _is_shared(self, p: nn.Parameter, module: nn.Module) -> bool:
-        """Whether a parameter of the module is one of a module outside as well."""
         inside = set(module.modules())
         return any(m not in inside for m, _ in self._places[p])
 

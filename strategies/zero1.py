@@ -18,9 +18,7 @@ class ZeRO1(DDP):
 
     The module's own optimizer stays in place, for schedulers: a rank clears the gradients of other shares after
     clipping. No tensor is cut: a share is at least as large as its largest parameter.
-
-    Raises:
-        ValueError: a loss scale or LBFGS, which need all gradients on all ranks.
+    ValueError for a loss scale or LBFGS, which need all gradients on all ranks.
     """
 
     def _on_several_devices(self) -> bool:

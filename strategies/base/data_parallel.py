@@ -25,8 +25,6 @@ from strategies.base import missing_ranks, rendezvous
 from strategies.base.fit_state import DeferredOptimizers
 from strategies.base.launchers import ForkLauncher, ScriptLauncher
 
-StartMethod = Literal["auto", "fork", "spawn", "popen"]
-
 
 class DataParallel(DeferredOptimizers):
     """Lightning's DDPStrategy with ranks that are forked where that is safe, and errors that name the missing rank.
@@ -53,7 +51,7 @@ class DataParallel(DeferredOptimizers):
 
     def __init__(
         self,
-        start_method: StartMethod = "auto",
+        start_method: Literal["auto", "fork", "spawn", "popen"] = "auto",
         timeout: float | timedelta | None = 1800.0,
         process_group_backend: str | None = None,
         init_method: str | None = None,

@@ -1,8 +1,8 @@
 """The state of rank zero's Trainer at its end, brought to the process that forked the ranks.
 
-Weights, loops, metrics, the states of callbacks and data module, what the module saves, and where CSVLogger and
-TensorBoardLogger write are restored at once, optimizers and schedulers on first access. Lost with the ranks are
-attributes in no state_dict of the module, the data module or a callback, and the run that another logger has chosen.
+Weights, loops, metrics, states of callbacks and data module, what the module saves, and where CSVLogger and
+TensorBoardLogger write are restored at once, optimizers and schedulers on first access. Attributes in no state_dict of
+module, data module or callback are lost with the ranks, and so is the run that another logger has chosen.
 """
 
 import csv

@@ -94,9 +94,7 @@ class Buckets:
 def set_aside(trained: Callable[[], Mapping[str, nn.Parameter]]) -> Iterator[None]:
     """Clear the trained parameters' gradients inside; restore those of earlier batches afterwards.
 
-    Raises:
-        ValueError: a parameter has a hook, which would be called for each piece of a batch; or other parameters are
-            trained at the end.
+    ValueError: a parameter has a hook, or other parameters are trained at the end.
     """
     parameters = trained()
     if hooked := [name for name, p in parameters.items() if p._backward_hooks]:

@@ -96,13 +96,12 @@ class ForkLauncher(_MultiProcessingLauncher):
         arguments = inspect.signature(function).bind(*args, **kwargs).arguments
         data = next((value for value in arguments.values() if isinstance(value, LightningDataModule)), None)
         if fits:
-            before = data and data.trainer
-            loaders = None if arguments.get("train_dataloaders") is data else arguments["train_dataloaders"]
-            of_fit = arguments["model"], loaders, arguments.get("val_dataloaders")
+            before, loaders = None if data is None else data.trainer, arguments.get("train_dataloaders")
+            of_fit = arguments["model"], None if loaders is data else loaders, arguments.get("val_dataloaders")
             trainer._data_connector.attach_data(*of_fit, datamodule=data)
             if data is not None:
                 data.trainer = before  # unlike in the ranks: loaders created here are whole
-        fit_state.restore(trainer, state, data or trainer.datamodule)  # type: ignore[attr-defined]
+        fit_state.restore(trainer, state, trainer.datamodule if data is None else data)  # type: ignore[attr-defined]
         if fits and not self._strategy.node_rank:  # other nodes lack the whole state
             self._strategy.create_optimizers = partial(fit_state.make_optimizers, trainer, state)
 

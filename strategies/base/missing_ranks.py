@@ -23,10 +23,8 @@ SIGNS = (
 def raise_for_missing(exception: BaseException, timeout: float, first_only: bool = False) -> None:
     """Raise an error that names the ranks that don't respond, if `exception` came from a collective.
 
-    Raises:
-        TimeoutError: they did not come within `timeout` seconds.
-        ConnectionError: they have gone.
-        SystemExit: with `first_only`, another rank reports that, as all write to one terminal.
+    TimeoutError: they did not come within `timeout` seconds; ConnectionError: they have gone; SystemExit, with
+    `first_only`: another rank reports that, as all write to one terminal.
     """
     text = str(exception)
     collective = isinstance(exception, RuntimeError) and any(sign in text for sign in SIGNS)

@@ -1,8 +1,7 @@
 """Rendezvous: how ranks find each other, in a file or at rank 0's address, and share one store.
 
-A store may outlive the ranks that filled it: a file does, and so does the store that torchrun keeps over restarts. Old
-entries would send ranks to the addresses of dead ones. So rank 0 draws a token for each rendezvous and gives it to
-whoever asks now; all keys of this rendezvous are below that token.
+A file and torchrun's store outlive the ranks that filled them, and old entries would send ranks to the addresses of
+dead ones. So rank 0 draws a token for each rendezvous, under which its keys are, and gives it to whoever asks now.
 """
 
 import os
@@ -93,11 +92,8 @@ def rendezvous(
 ) -> dist.Store:  # fmt: skip
     """The store that all ranks share, once all of them have come, in `timeout` seconds.
 
-    The init_methods None and env:// stand for `address`, rank 0's, which may have `bound` a socket to it.
-
-    Raises:
-        TimeoutError: rank 0 does not answer, or a rank is missing.
-        ConnectionError: the port or the file can't be used, or a rank was started twice.
+    The init_methods None and env:// stand for `address`, rank 0's, which may have `bound` a socket to it. TimeoutError:
+    rank 0 or another is missing; ConnectionError: the port or file can't be used, or a rank was started twice.
     """
     deadline = time.monotonic() + timeout
     try:

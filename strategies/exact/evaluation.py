@@ -115,7 +115,6 @@ class RoundRobinEvaluation(DataParallel):
             self._undo.callback(vars(loop).pop, name, None)
 
     def _log_all_batches(self, loop: Any, store_outputs: Callable) -> None:
-        """At the end of a loader, log the batches of all ranks."""
         if self._evaluated <= self.replica[0]:  # this rank had no batch: its metrics would warn of that
             for metric in (m for m in self._module.modules() if isinstance(m, Metric)):
                 metric._update_count += 1
@@ -128,7 +127,6 @@ class RoundRobinEvaluation(DataParallel):
         store_outputs()
 
     def _predict_mine(self, loop: Any, predict: Callable, *args: Any) -> None:
-        """Predict a batch, if it is this rank's; only here callbacks write it."""
         if self._is_mine():
             predict(*args)
         self._evaluated += 1

@@ -33,9 +33,7 @@ class Exact(ShardedTraining):
 
     Args:
         exact: number of shards of a batch, and the largest number of devices; None for plain data parallelism.
-
-    Raises:
-        ValueError: more devices than shards, or a module that can't be exact.
+            ValueError for a module that can't be exact.
     """
 
     def __init__(self, *, exact: int | None = None, **kwargs: Any) -> None:

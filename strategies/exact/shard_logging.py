@@ -26,12 +26,8 @@ class LogCall(NamedTuple):
     name: str  # without Lightning's suffixes, such as `_epoch`
     value: Tensor | None  # scalar; for a metric object its forward value, None if that is not logged
     metric: str | None  # path of a metric object in the module, by which other ranks find theirs
+    batch_size: int | None  # that the module passed
     options: dict[str, Any]  # the other arguments
-
-    @property
-    def batch_size(self) -> int | None:
-        """The `batch_size` that the module passed."""
-        return self.options["batch_size"]
 
     @property
     def is_mean(self) -> bool:
@@ -75,7 +71,7 @@ def capture_logs(module: LightningModule) -> Iterator[list[LogCall]]:
         options["reduce_fx"] = _Metadata(fx, name, **levels).reduce_fx  # raises for those that Lightning refuses
         path = options["metric_attribute"] if isinstance(value, Metric) else None
         value = _forward_value(module, name, value, options) if isinstance(value, Metric) else value.detach()
-        calls.append(LogCall(fx, name, value, path, options))
+        calls.append(LogCall(fx, name, value, path, options["batch_size"], options))
 
     results: Any = module.trainer._results
     results.log = log  # hides the method of its class

@@ -82,7 +82,6 @@ class ShardedTraining(RoundRobinEvaluation):
         return handed_over(means[0].to(self._module.dtype), self._gradients({id(p) for p in frozen}))
 
     def _split_batch(self, batch: Any, exact: int) -> Any:
-        """The rows of this rank's shards."""
         self._global_rows = rows(batch)
         self._spans = spans(self._global_rows, exact, fewest_rows(self._module))
         rank, replicas = self.replica
