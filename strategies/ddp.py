@@ -72,6 +72,8 @@ class Replicated(AveragesGradients):
         **kwargs: DistributedDataParallel's other options, and DataParallel's.
     """
 
+    _one_device = False  # whether a rank needs its parameters on one device
+
     def __init__(
         self,
         find_unused_parameters: bool = False,
@@ -146,12 +148,10 @@ class Replicated(AveragesGradients):
                 raise ValueError(f"ModelParallel: expected one number of stages throughout a module, got {sizes}")
             gpus = torch.cuda.device_count()
             self._split_devices = devices_of(self.local_rank, sizes[0], self.parallel_devices, gpus)
-        if len(set(self._split_devices or [])) > 1 and not self._on_several_devices():
+        one_device = self._one_device or getattr(self, "exact", None) is not None
+        if one_device and len(set(self._split_devices or [])) > 1:
             raise ValueError("strategy: expected plain ddp, without exact, for a ModelParallel on several GPUs")
         super().setup_environment()
-
-    def _on_several_devices(self) -> bool:
-        return True
 
     def _split_parts(self) -> list[ModelParallel]:
         return [part for part in self._module.modules() if isinstance(part, ModelParallel)]
@@ -199,6 +199,3 @@ class DDP(Exact, Replicated):
         super()._check_devices()
         if self.exact is not None and self._ddp_comm_hook is not None:
             raise ValueError(f"exact {self.exact}: expected no ddp_comm_hook, as gradients are added as whole numbers")
-
-    def _on_several_devices(self) -> bool:
-        return self.exact is None

@@ -27,6 +27,8 @@ class LocalSGD(Replicated):
         warmup_steps: first steps, in which gradients are averaged.
     """
 
+    _one_device = True
+
     def __init__(self, *, period: int = 4, warmup_steps: int = 0, **kwargs: Any) -> None:
         self._refuse(kwargs, *HOOK)
         state = PostLocalSGDState(None, None, warmup_steps, post_local_gradient_allreduce=False)
@@ -37,9 +39,6 @@ class LocalSGD(Replicated):
             raise ValueError(f"warmup_steps {warmup_steps}: expected 0 or more")
         self.period, self.warmup_steps = period, warmup_steps
         self._own: list[Tensor] = []
-
-    def _on_several_devices(self) -> bool:
-        return False
 
     def _enable_model_averaging(self) -> None:
         """Not used: Lightning's averaging restarts its count of steps after a resume."""

@@ -21,8 +21,7 @@ class ZeRO1(DDP):
     ValueError for a loss scale or LBFGS, which need all gradients on all ranks.
     """
 
-    def _on_several_devices(self) -> bool:
-        return False
+    _one_device = True
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Assign the parameters to ranks, and drop the optimizer state of other ranks' shares."""
