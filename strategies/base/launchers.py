@@ -1,6 +1,5 @@
 """Launchers: ranks are forked from this process where that is safe, else started as sub-processes."""
 
-import ctypes
 import inspect
 import os
 import signal
@@ -18,13 +17,12 @@ from lightning.pytorch.strategies.launchers.multiprocessing import _WorkerOutput
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import _TunerExitException
+from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
 from strategies.base import fit_state
 
 if TYPE_CHECKING:
     from strategies.base.data_parallel import DataParallel
-
-PR_SET_PDEATHSIG = 1
 
 
 class ForkLauncher(_MultiProcessingLauncher):
@@ -60,8 +58,7 @@ class ForkLauncher(_MultiProcessingLauncher):
                 os.environ["MASTER_PORT"] = port
 
     def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # the kernel kills it when its parent dies
+        _prctl_pr_set_pdeathsig(signal.SIGKILL)  # Linux kills it when its parent dies
         if process_idx:
             self._strategy.close_socket()  # so that nobody answers when rank 0 has died
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # keeps Lightning from choosing a number

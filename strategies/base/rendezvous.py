@@ -45,18 +45,11 @@ def bind(host: str, port: int = 0, where: str = "") -> socket.socket:
     """A listening socket on a port, or on any free one for 0; ConnectionError, about `where`, if the port is taken."""
     local = host in {"127.0.0.1", "localhost"}
     dual = not local and socket.has_dualstack_ipv6()
-    bound = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
+    family = socket.AF_INET6 if dual else socket.AF_INET
     try:
-        if dual:
-            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        if port:  # connections of a run that has just ended don't block the port
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((host if local else "", port))
-        bound.listen(4096)
+        return socket.create_server((host if local else "", port), family=family, backlog=4096, dualstack_ipv6=dual)
     except OSError as error:
-        bound.close()
         raise ConnectionError(f"{where}: expected a port that is free; {os.strerror(error.errno or 0)}") from None
-    return bound
 
 
 def bind_master_port(environment: ClusterEnvironment) -> socket.socket:

@@ -23,9 +23,7 @@ def chained(modules: Iterable[nn.Module], x: Any) -> Any:
 
 def sizes_by_cost(costs: Sequence[float], stages: int) -> list[int]:
     """The number of modules in each stage that makes the most expensive stage cheapest; no stage is empty."""
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
+    sums = [0.0, *itertools.accumulate(costs)]
     # best[n]: the cost of the most expensive stage if the stages so far take n modules, and their sizes
     best = [(cost, [n]) for n, cost in enumerate(sums)]
     for stage in range(2, stages + 1):
