@@ -44,8 +44,7 @@ class LocalSGD(Replicated):
         """Not used: Lightning's averaging restarts its count of steps after a resume."""
 
     def _parameters(self) -> list[nn.Parameter]:
-        averaged = self._averaged or set()
-        return [p for p in self._module.parameters() if p in averaged]
+        return [p for p in self._module.parameters() if p in (self._averaged or ())]
 
     def _average(self) -> None:
         parameters = self._parameters()

@@ -29,11 +29,10 @@ class Exact(ShardedTraining):
     and `on_global_batch(means, count) -> parameters that take no step`, called once.
 
     BatchNorm computes statistics of a shard. With such a layer a shard has at least 8 rows, or the whole batch; the
-    other shards are empty.
+    other shards are empty. ValueError: a module that can't be exact, or more devices than shards.
 
     Args:
         exact: number of shards of a batch, and the largest number of devices; None for plain data parallelism.
-            ValueError for a module that can't be exact.
     """
 
     def __init__(self, *, exact: int | None = None, **kwargs: Any) -> None:

@@ -79,7 +79,7 @@ class ShardedTraining(RoundRobinEvaluation):
         statistics.put(means[end:])
         with self.precision_plugin.train_step_context():  # gives logged numbers their type
             frozen = logger.log_batch(tables[0][:, 1:end], sizes)
-        return handed_over(means[0].to(self._module.dtype), self._gradients({id(p) for p in frozen}))
+        return handed_over(means[0].to(self._module.dtype), self._gradients(set(frozen)))
 
     def _split_batch(self, batch: Any, exact: int) -> Any:
         self._global_rows = rows(batch)
@@ -102,16 +102,16 @@ class ShardedTraining(RoundRobinEvaluation):
     def _trainable(self) -> dict[str, nn.Parameter]:
         return {name: p for parameters in self._parameter_groups() for name, p in parameters.items()}
 
-    def _gradients(self, frozen: set[int]) -> dict[nn.Parameter, Tensor | None]:
+    def _gradients(self, frozen: set[nn.Parameter]) -> dict[nn.Parameter, Tensor | None]:
         """The global batch's gradients, None for parameters that have none or are frozen."""
         gradients: dict[nn.Parameter, Tensor | None] = {}
         for total in self._sums:
             parameters = dict(zip(total.names, total.parameters, strict=True))
-            if flawed := [name for name in total.flawed() if id(parameters[name]) not in frozen]:
+            if flawed := [name for name in total.flawed() if parameters[name] not in frozen]:
                 expected = f"expected finite gradients; that of {', '.join(flawed[:3])} is not"
                 raise OverflowError(f"--exact {self.exact}: {expected}")
             gradients |= zip(total.parameters, total.divided(self._weight(self._global_rows)), strict=True)
-        return {p: None if id(p) in frozen else gradient for p, gradient in gradients.items()}
+        return {p: None if p in frozen else gradient for p, gradient in gradients.items()}
 
     def _statistics(self) -> RunningStatistics:
         return RunningStatistics(self._module)
