@@ -1,6 +1,7 @@
 """Finds ranks that stopped responding after a failed collective."""
 
 import contextlib
+import re
 import threading
 import time
 
@@ -8,16 +9,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 RESPONSE_TIME = 3.0  # seconds in which a rank that is there responds; a launcher ends us sooner after a rank's death
-SIGNS = (
-    "Timed out",
-    "timed out",
-    "timeout caused",  # by gloo, of a connection that it closed because another operation timed out
-    "Connection closed",
-    "Connection reset",
-    "Broken pipe",
-    "Watchdog",
-    "connectFullMesh",
-)
+# "timeout caused": gloo closed a connection because another operation timed out
+SIGNS = re.compile("[Tt]imed out|timeout caused|Connection (closed|reset)|Broken pipe|Watchdog|connectFullMesh")
 
 
 def raise_for_missing(exception: BaseException, timeout: float, first_only: bool = False) -> None:
@@ -27,7 +20,7 @@ def raise_for_missing(exception: BaseException, timeout: float, first_only: bool
     `first_only`: another rank reports that, as all write to one terminal.
     """
     text = str(exception)
-    collective = isinstance(exception, RuntimeError) and any(sign in text for sign in SIGNS)
+    collective = isinstance(exception, RuntimeError) and SIGNS.search(text)
     if not collective or not dist.is_initialized() or dist.get_world_size() == 1 or not (missing := _missing()):
         return
     if first_only and any(rank not in missing for rank in range(dist.get_rank())):
