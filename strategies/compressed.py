@@ -39,9 +39,7 @@ class DDPPowerSGD(Replicated):
         self.rank, self.start_step = rank, start_step
 
     def _register_ddp_hooks(self) -> None:
-        self._ddp_comm_state = PowerSGDState(
-            process_group=None, matrix_approximation_rank=self.rank, start_powerSGD_iter=self.start_step
-        )
+        self._ddp_comm_state = PowerSGDState(None, self.rank, self.start_step)
         super()._register_ddp_hooks()
 
 

@@ -60,7 +60,6 @@ class FSDP(DataParallel):
         self.offload, self.activation_checkpointing = offload, activation_checkpointing
         self.reshard_after_forward = reshard_after_forward
         self._sharding: Sharding | None = None
-        self._interrupted = False
 
     def _check_devices(self) -> None:
         super()._check_devices()

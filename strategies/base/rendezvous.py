@@ -106,8 +106,7 @@ def _connect(
     if parts.scheme == "file":
         path = Path(parts.path)
         if not path.parent.is_dir() or path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-            expected = "expected a file that can be written, in a folder that is there"
-            raise ConnectionError(f"{FLAG} {method}: {expected}")
+            raise ConnectionError(f"{FLAG} {method}: expected a file that can be written, in a folder that is there")
         return dist.FileStore(str(path), -1)  # -1: never removed, so that no late rank can lose it
     (host, port), where = address, f"MASTER_ADDR {address[0]} MASTER_PORT {address[1]}"
     if parts.scheme == "tcp":
