@@ -10,25 +10,15 @@ from apprentice import replicas
 
 
 class Batch(NamedTuple):
-    """The b rows that this rank sees of a global batch of `count` rows; b may be 0.
+    """The b rows that this rank sees of a global batch of `count` rows; b may be 0."""
 
-    Attributes:
-        inputs: (b, ...), such as stored uint8 images (b, C, H, W), their normalised floats, or token numbers (b, T).
-        labels: (b,) int64, or (b, T) with a label for each token.
-        index: (b,) int64, each sample's place in its data set.
-        rows: (b,) int64, each sample's row in the global batch.
-        count: rows in the global batch.
-        replicas: number of ranks that gradients are averaged over, without parameter servers.
-        step: number of this global batch since training began.
-    """
-
-    inputs: Tensor
-    labels: Tensor
-    index: Tensor  # type: ignore[assignment]  # shadows tuple.index, which a batch does not need
-    rows: Tensor
-    count: int  # type: ignore[assignment]
-    replicas: int
-    step: int
+    inputs: Tensor  # (b, ...), such as uint8 images (b, C, H, W), their normalised floats, or token numbers (b, T)
+    labels: Tensor  # (b,) int64, or (b, T) with a label for each token
+    index: Tensor  # type: ignore[assignment]  # (b,) int64, each sample's place in its data set; shadows tuple.index
+    rows: Tensor  # (b,) int64, each sample's row in the global batch
+    count: int  # type: ignore[assignment]  # rows in the global batch
+    replicas: int  # number of ranks that gradients are averaged over, without parameter servers
+    step: int  # number of this global batch since training began
 
     @classmethod
     def of(cls, batch: "Batch | Sequence[Tensor]", step: int, shared: bool = True) -> "Batch":

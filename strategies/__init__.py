@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import FSDPStrategy, Strategy, StrategyRegistry
 
 from strategies.allreduce import AllReduce
 from strategies.base.data_parallel import DataParallel
@@ -41,10 +41,7 @@ NAMES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
 
 def register() -> None:
     """Register these strategies by name in Lightning's registry, which its automatic choice uses too."""
-    from lightning.pytorch.strategies import FSDPStrategy, StrategyRegistry
-
     for name, (strategy, options) in NAMES.items():
-        summary = (strategy.__doc__ or name).splitlines()[0]
-        StrategyRegistry.register(name, strategy, summary, override=True, **options)
+        StrategyRegistry.register(name, strategy, (strategy.__doc__ or name).splitlines()[0], override=True, **options)
         if name in FSDPStrategy._registered_strategies:  # Lightning refuses these names on CPUs
             FSDPStrategy._registered_strategies.remove(name)

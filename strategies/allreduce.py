@@ -5,47 +5,42 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch.overrides.distributed import _sync_module_states
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from strategies.base.averaging import AveragesGradients
 from strategies.base.gradients import Buckets
+from strategies.ddp import AveragesGradients
 
 
 class AllReduce(AveragesGradients):
     """Synchronous SGD without DistributedDataParallel: all of it is on this page and in `gradients.Buckets`.
 
-    All ranks start with rank zero's weights, compute gradients of their shares of a batch, and step by the mean. DDP
-    sends a bucket while backward computes the next; here all buckets are sent after backward, so communication is not
-    hidden. Accumulated batches are sent once, with the last of them. Manual optimization averages after each backward.
-
-    Evaluation uses rank zero's buffers, such as the statistics of a plain BatchNorm.
+    DDP sends a bucket while backward computes the next; here all buckets are sent after backward, so communication is
+    not hidden. Accumulated batches are sent once, with the last of them. Manual optimization averages after each
+    backward. Evaluation uses rank zero's buffers, such as the statistics of a plain BatchNorm.
 
     Args:
         bucket_cap_mb: MiB of gradients that are sent together.
-        **kwargs: DataParallel's.
     """
+
+    _buckets: Buckets
 
     def __init__(self, *, bucket_cap_mb: float = 25.0, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         if not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb {bucket_cap_mb}: expected MiB, above 0")
         self.bucket_cap_mb = bucket_cap_mb
-        self._buckets: Buckets | None = None
         self._accumulates = False
 
     def configure_ddp(self) -> None:
         """Start with rank zero's weights."""
         _sync_module_states(self._module)
+        self._averaged = None
         self._average_more()
 
     def _average_more(self, batch_idx: int = 0) -> None:
         self._averaged = self._ever_trained()
-        in_order = [p for p in self._module.parameters() if p in self._averaged]
-        self._buckets = Buckets(in_order, self.bucket_cap_mb)
-
-    def _setup_model(self, model: nn.Module) -> Any:
-        return model
+        self._buckets = Buckets((p for p in self._module.parameters() if p in self._averaged), self.bucket_cap_mb)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -62,7 +57,6 @@ class AllReduce(AveragesGradients):
         loss = self.precision_plugin.pre_backward(closure_loss, self._module)
         self.precision_plugin.backward(loss, self._module, optimizer, *args, **kwargs)
         if not self._accumulates:
-            assert self._buckets is not None
             self._buckets.average()
         return self.precision_plugin.post_backward(loss, self._module)
 
@@ -71,8 +65,3 @@ class AllReduce(AveragesGradients):
         self._broadcast_buffers()
 
     on_test_start = on_predict_start = on_validation_start
-
-    def teardown(self) -> None:
-        """Release the buckets."""
-        self._buckets = None
-        super().teardown()

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from strategies.base.replicated import HOOK, Replicated
+from strategies.ddp import HOOK, Replicated
 
 
 class DDPFP16(Replicated):
@@ -27,7 +27,6 @@ class DDPPowerSGD(Replicated):
     Args:
         rank: of the factors; more is closer and costs more.
         start_step: steps with whole gradients at the start; at least 2.
-        **kwargs: Replicated's.
     """
 
     def __init__(self, *, rank: int = 1, start_step: int = 10, **kwargs: Any) -> None:
@@ -40,19 +39,13 @@ class DDPPowerSGD(Replicated):
         self.rank, self.start_step = rank, start_step
 
     def _register_ddp_hooks(self) -> None:
-        self._ddp_comm_state = PowerSGDState(
-            process_group=None, matrix_approximation_rank=self.rank, start_powerSGD_iter=self.start_step
-        )
+        self._ddp_comm_state = PowerSGDState(None, self.rank, self.start_step)
         super()._register_ddp_hooks()
 
 
 def _bucket_by_bucket(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Torch's hook, one bucket after another on CPU.
-
-    It sends in several rounds. With gloo and several buckets their order differs between ranks, and the process dies of
-    the mismatch. NCCL keeps the order of the calls.
-    """
     future = powerSGD_hook(state, bucket)
+    # It sends in several rounds. With gloo their order differs between ranks, and the process dies of the mismatch.
     if bucket.buffer().device.type == "cpu":
         future.wait()
     return future

@@ -10,9 +10,6 @@ class DDPRing(DDP):
     """DDP that sends gradients around a ring, from one rank to the next: see `strategies/ring`.
 
     All else is `ddp`, including its options and `--exact`. The ring needs tensors in a CPU's memory.
-
-    Args:
-        **kwargs: DDP's, except the backend.
     """
 
     def __init__(self, **kwargs: Any) -> None:

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from strategies.base import checkpoints
 from strategies.base.data_parallel import DataParallel
-from strategies.sharding.recompute import recompute
-from strategies.sharding.wrapping import Sharding
+from strategies.base.gradients import parameters_of
+from strategies.sharding import Sharding, recompute
 
 Half = Literal["bf16", "fp16"]
 DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -39,8 +39,9 @@ class FSDP(DataParallel):
         offload: keep the shards in the CPU's memory, beside a GPU.
         activation_checkpointing: store only a layer's inputs for backward, and recompute the layer.
         reshard_after_forward: free a layer's parameters after forward; else only after backward.
-        **kwargs: DataParallel's.
     """
+
+    restore_checkpoint_after_setup = True  # states are sharded like the parameters
 
     def __init__(
         self,
@@ -59,7 +60,6 @@ class FSDP(DataParallel):
         self.offload, self.activation_checkpointing = offload, activation_checkpointing
         self.reshard_after_forward = reshard_after_forward
         self._sharding: Sharding | None = None
-        self._interrupted = False
 
     def _check_devices(self) -> None:
         super()._check_devices()
@@ -82,8 +82,6 @@ class FSDP(DataParallel):
         """Set the module up, unless a callback averages weights."""
         self.check_trainer(trainer)
         super().setup(trainer)
-
-    # Sharding
 
     def configure_ddp(self) -> None:
         """Shard the module instead of wrapping it."""
@@ -128,13 +126,6 @@ class FSDP(DataParallel):
             for module in sharded:
                 module.set_requires_gradient_sync(True, recurse=False)
 
-    # Checkpoints, in the layout of one device
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Load after sharding, as states are cut like the parameters."""
-        return True
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state, on rank zero; collective."""
         return checkpoints.collected(self._module.state_dict(), self.is_global_zero)
@@ -151,11 +142,13 @@ class FSDP(DataParallel):
         return checkpoints.collected(optimizer.state_dict(), self.is_global_zero)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load optimizers' states that any strategy has saved."""
+        """Load optimizers' states that any strategy has saved; what has its parameter's shape is sharded like it."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            checkpoints.load_optimizer(optimizer, state)
-
-    # Ending
+            numbers = [number for group in state["param_groups"] for number in group["params"]]
+            own = dict(zip(numbers, parameters_of(optimizer), strict=False))  # torch refuses another length
+            kept = state["state"].items()
+            states = {n: {key: checkpoints.sharded(x, own.get(n)) for key, x in of.items()} for n, of in kept}
+            optimizer.load_state_dict({**state, "state": states})
 
     def on_exception(self, exception: BaseException) -> None:
         """Leave the module sharded, as other ranks may have gone."""

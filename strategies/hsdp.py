@@ -12,7 +12,6 @@ class HSDP(FSDP):
 
     Args:
         shard_size: consecutive ranks in a group.
-        **kwargs: FSDP's.
     """
 
     def __init__(self, shard_size: int = 2, **kwargs: Any) -> None:

@@ -1,6 +1,7 @@
 """Post-local SGD: parameters are averaged every k steps, gradients never (Lin et al. 2020)."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.optim import Optimizer
 
-from strategies.base.replicated import HOOK, Replicated
+from strategies.ddp import HOOK, Replicated
 
 
 class LocalSGD(Replicated):
@@ -24,8 +25,9 @@ class LocalSGD(Replicated):
     Args:
         period: optimizer steps between two averagings.
         warmup_steps: first steps, in which gradients are averaged.
-        **kwargs: Replicated's.
     """
+
+    _one_device = True
 
     def __init__(self, *, period: int = 4, warmup_steps: int = 0, **kwargs: Any) -> None:
         self._refuse(kwargs, *HOOK)
@@ -38,15 +40,11 @@ class LocalSGD(Replicated):
         self.period, self.warmup_steps = period, warmup_steps
         self._own: list[Tensor] = []
 
-    def _on_several_devices(self) -> bool:
-        return False
-
     def _enable_model_averaging(self) -> None:
         """Not used: Lightning's averaging restarts its count of steps after a resume."""
 
     def _parameters(self) -> list[nn.Parameter]:
-        averaged = self._averaged or set()
-        return [p for p in self._module.parameters() if p in averaged]
+        return [p for p in self._module.parameters() if p in (self._averaged or ())]
 
     def _average(self) -> None:
         parameters = self._parameters()
@@ -65,8 +63,6 @@ class LocalSGD(Replicated):
         if steps > 0 and steps % self.period == 0:
             self._average()
         return result
-
-    # Evaluation and checkpoints use the average
 
     def on_train_end(self) -> None:
         """End with the average."""
@@ -91,9 +87,7 @@ class LocalSGD(Replicated):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state with averaged parameters; collective."""
         self._load_average()
-        state = {
-            key: x.clone() if isinstance(x, Tensor) else x for key, x in super().lightning_module_state_dict().items()
-        }
+        state = deepcopy(super().lightning_module_state_dict())
         self.on_validation_end()
         return state
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import nn
@@ -17,16 +16,12 @@ from strategies.ddp import DDP
 class ZeRO1(DDP):
     """Each rank keeps the optimizer state of its share of the parameters, steps them and broadcasts them.
 
-    The module's own optimizer stays in place: it neither steps a parameter without a gradient nor keeps state for it,
-    so a rank clears the gradients of other shares after clipping. (torch's ZeroRedundancyOptimizer would replace the
-    optimizer that schedulers hold.) No tensor is cut: a share is at least as large as its largest parameter.
-
-    Raises:
-        ValueError: a loss scale or LBFGS, which need all gradients on all ranks.
+    The module's own optimizer stays in place, for schedulers: a rank clears the gradients of other shares after
+    clipping. No tensor is cut: a share is at least as large as its largest parameter.
+    ValueError for a loss scale or LBFGS, which need all gradients on all ranks.
     """
 
-    def _on_several_devices(self) -> bool:
-        return False
+    _one_device = True
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Assign the parameters to ranks, and drop the optimizer state of other ranks' shares."""
@@ -36,8 +31,8 @@ class ZeRO1(DDP):
         self._shares: list[list[nn.Parameter]] = [[] for _ in range(self.world_size)]
         self._drop_state()
 
-    def _assign(self) -> None:
-        """Assign new parameters, the largest first, each to the rank with the smallest share."""
+    def _others(self) -> list[nn.Parameter]:
+        """Other ranks' parameters. New ones, such as a callback's, are assigned first, each to the smallest share."""
         known = {p for share in self._shares for p in share}
         loads = [sum(p.numel() for p in share) for share in self._shares]
         new = [p for p in parameters_of(*self.optimizers) if p not in known]
@@ -45,9 +40,6 @@ class ZeRO1(DDP):
             least = loads.index(min(loads))
             self._shares[least].append(p)
             loads[least] += p.numel()
-
-    def _others(self) -> list[nn.Parameter]:
-        self._assign()  # a callback may have added parameters to an optimizer
         return [p for rank, share in enumerate(self._shares) if rank != self.global_rank for p in share]
 
     def _drop_state(self) -> None:
@@ -63,15 +55,11 @@ class ZeRO1(DDP):
         for p in self._others():
             p.grad = None
         optimizer.step(**kwargs)
-        self._exchange()
-        return loss
-
-    @torch.no_grad()
-    def _exchange(self) -> None:
         for rank, share in enumerate(self._shares):
             if share:
                 dist.broadcast(vector := flatten(share), rank)
                 copy_from(vector, share)
+        return loss
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """On rank zero the whole state, in the layout of one device; collective."""

@@ -1,6 +1,5 @@
 """Sharded states to and from the layout of one device, which any strategy on any number of devices can load."""
 
-from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -8,7 +7,6 @@ import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 
@@ -46,15 +44,3 @@ def gathered(state: dict[str, Any], keep: bool, group: dist.ProcessGroup | None 
     dist.gather_object(own, parts, group=group, group_dst=0)
     whole = {index: values for part in parts or [] for index, values in sorted(part.items())}
     return {**state, "state": dict(sorted(whole.items()))} if keep else {}
-
-
-def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load a state in the layout of one device into the optimizer of a sharded module.
-
-    Tensors of their parameter's shape, such as Adam's moments, are sharded like the parameter; others stay whole.
-    """
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    own = dict(zip(numbers, parameters, strict=False))  # torch raises an error if their numbers differ
-    states = {n: {key: sharded(v, own.get(n)) for key, v in kept.items()} for n, kept in state["state"].items()}
-    optimizer.load_state_dict({**state, "state": states})

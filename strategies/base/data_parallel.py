@@ -1,4 +1,4 @@
-"""The base of all data-parallel strategies: how ranks start, meet and end."""
+"""The base of all strategies of this package: how ranks start, meet and end."""
 
 import atexit
 import multiprocessing
@@ -18,15 +18,12 @@ from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from strategies.base import missing_ranks, rendezvous
+from strategies.base.fit_state import DeferredOptimizers
 from strategies.base.launchers import ForkLauncher, ScriptLauncher
-from strategies.base.optimizers import DeferredOptimizers
-
-StartMethod = Literal["auto", "fork", "spawn", "popen"]
 
 
 class DataParallel(DeferredOptimizers):
@@ -47,12 +44,14 @@ class DataParallel(DeferredOptimizers):
         cluster_environment: who has started the ranks, and where they meet.
         checkpoint_io: how checkpoints are written.
         precision_plugin: how numbers are rounded.
-        **unknown: none is taken.
     """
+
+    cluster_environment: ClusterEnvironment
+    _timeout: timedelta
 
     def __init__(
         self,
-        start_method: StartMethod = "auto",
+        start_method: Literal["auto", "fork", "spawn", "popen"] = "auto",
         timeout: float | timedelta | None = 1800.0,
         process_group_backend: str | None = None,
         init_method: str | None = None,
@@ -89,11 +88,6 @@ class DataParallel(DeferredOptimizers):
         return self._module.trainer
 
     @property
-    def _environment(self) -> ClusterEnvironment:
-        assert self.cluster_environment is not None
-        return self.cluster_environment
-
-    @property
     def _scales_loss(self) -> bool:
         scaler = getattr(self.precision_plugin, "scaler", None)
         return scaler is not None and scaler.is_enabled()
@@ -105,15 +99,19 @@ class DataParallel(DeferredOptimizers):
 
     @property
     def _timeout_seconds(self) -> float:
-        assert self._timeout is not None
         return self._timeout.total_seconds()
-
-    # Starting ranks
 
     def _configure_launcher(self) -> None:
         self._check_devices()
-        method = self._resolved_start_method()
-        if method == "popen" or self._environment.creates_processes_externally:
+        method: Any = self.start_method
+        if method == "auto":
+            method = "fork" if self.root_device.type == "cpu" else "popen"
+            forks = "fork" in multiprocessing.get_all_start_methods()
+            if method == "fork" and (torch.cuda.is_initialized() or not forks):
+                why = "CUDA is in use in this process" if forks else "this platform has no fork"
+                rank_zero_info(f"{why}: ranks are started as sub-processes, each of which imports everything again")
+                method = "popen"
+        if method == "popen" or self.cluster_environment.creates_processes_externally:
             self._launcher = ScriptLauncher(self)
         else:
             self._start_method = method
@@ -123,22 +121,10 @@ class DataParallel(DeferredOptimizers):
         """Raise ValueError, before ranks are started, where an option does not fit these devices."""
         if self._process_group_backend == "nccl" and self.root_device.type != "cuda":
             raise ValueError("process_group_backend nccl: expected gloo, as there are no GPUs in use")
-        environment = self._environment
+        environment = self.cluster_environment
         if environment.creates_processes_externally and (started := environment.world_size()) != self._num_ranks:
             wanted = f"{started / self.num_nodes:g} on each of {self.num_nodes} nodes, as {started} ranks were started"
             raise ValueError(f"devices {self.num_processes}: expected {wanted}")
-
-    def _resolved_start_method(self) -> Any:
-        if self.start_method != "auto":
-            return self.start_method
-        if self.root_device.type != "cpu":
-            return "popen"
-        forks = "fork" in multiprocessing.get_all_start_methods()
-        if forks and not torch.cuda.is_initialized():
-            return "fork"
-        why = "CUDA is in use in this process" if forks else "this platform has no fork"
-        rank_zero_info(f"{why}: ranks are started as sub-processes, each of which imports everything again")
-        return "popen"
 
     def check_module(self, module: LightningModule) -> None:
         """Raise ValueError where the strategy can't train the module; called before a fork and in each rank."""
@@ -151,12 +137,10 @@ class DataParallel(DeferredOptimizers):
         if found := [callback for callback in callbacks if isinstance(callback, kinds)]:
             raise ValueError(f"callbacks {type(found[0]).__name__}: expected {expected}")
 
-    # Rendezvous
-
     def bind(self) -> None:
         """Bind rank 0's port before ranks are started, so that no other run on this machine can take it."""
         if self.init_method in rendezvous.BY_ENVIRONMENT:
-            self._socket = rendezvous.bind_master_port(self._environment)
+            self._socket = rendezvous.bind_master_port(self.cluster_environment)
 
     def close_socket(self) -> None:
         """Close this process's copy of the socket; rank 0's store has its own."""
@@ -166,7 +150,7 @@ class DataParallel(DeferredOptimizers):
 
     def join(self) -> None:
         """Join the process group early, where a launcher has started the ranks."""
-        if self._environment.creates_processes_externally:
+        if self.cluster_environment.creates_processes_externally:
             assert self.accelerator is not None
             self.accelerator.setup_device(self.root_device)
             self.setup_distributed()
@@ -182,7 +166,10 @@ class DataParallel(DeferredOptimizers):
             store = self._rendezvous()
         except OSError as error:
             self._kill_children()
-            if self._is_reported_by_another() and not isinstance(error, rendezvous.StartedTwiceError):
+            # Local rank 0 reports an error that all ranks find, where each rank knows which one it is.
+            knows = not getattr(self.cluster_environment, "guesses", False)
+            reported = isinstance(self._launcher, ScriptLauncher) and self.local_rank > 0 and knows
+            if reported and not isinstance(error, rendezvous.StartedTwiceError):
                 raise SystemExit(2) from None
             raise
         rank, size, device = self.global_rank, self.world_size, self._bound_device()
@@ -190,13 +177,8 @@ class DataParallel(DeferredOptimizers):
         # A gloo thread that outlives the interpreter ends the process with a signal.
         atexit.register(_destroy_dist_connection)
 
-    def _is_reported_by_another(self) -> bool:
-        """Whether local rank 0 reports an error that all ranks find."""
-        knows = not getattr(self.cluster_environment, "guesses", False)
-        return isinstance(self._launcher, _SubprocessScriptLauncher) and self.local_rank > 0 and knows
-
     def _rendezvous(self) -> dist.Store:
-        environment = self._environment
+        environment = self.cluster_environment
         ranks, seconds = (self.global_rank, self.world_size), self._timeout_seconds
         if self.num_nodes > 1 and self._process_group_backend != "nccl":
             rendezvous.check_interface(urlsplit(self.init_method or "").hostname or environment.main_address)
@@ -211,13 +193,8 @@ class DataParallel(DeferredOptimizers):
         """The only device of this rank, which NCCL need not find out then."""
         return self.root_device if self.root_device.type != "cpu" else None
 
-    # Values of all ranks
-
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over the ranks; the mean of integers is a float.
-
-        Lightning rounds it down and divides by it: an epoch's mean over ranks with 5 and 4 rows was divided by 4.
-        """
+        """Reduce a tensor over the ranks; the mean of integers is a float, which Lightning rounds down."""
         reduce_op = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
         whole = isinstance(tensor, Tensor) and not (tensor.is_floating_point() or tensor.is_complex())
         if whole and reduce_op in {"mean", "avg", dist.ReduceOp.AVG} and dist.is_initialized():
@@ -243,13 +220,11 @@ class DataParallel(DeferredOptimizers):
         for buffer in self._module.buffers() if dist.is_initialized() else []:
             dist.broadcast(buffer, rank)
 
-    # Ending
-
     def on_exception(self, exception: BaseException) -> None:
         """Name the ranks that stopped responding, if a collective has failed: see `raise_for_missing`."""
         super().on_exception(exception)
         try:
-            first_only = isinstance(self._launcher, _SubprocessScriptLauncher)
+            first_only = isinstance(self._launcher, ScriptLauncher)
             missing_ranks.raise_for_missing(exception, self._timeout_seconds, first_only)
         except (TimeoutError, ConnectionError, SystemExit):
             self._kill_children()
@@ -258,8 +233,7 @@ class DataParallel(DeferredOptimizers):
             raise
 
     def _kill_children(self) -> None:
-        """End the ranks that were started as sub-processes."""
-        if isinstance(self._launcher, _SubprocessScriptLauncher):
+        if isinstance(self._launcher, ScriptLauncher):
             children = self._launcher.procs.copy()
             self._launcher.procs.clear()  # Lightning's observer of them would end this process before it reports
             for child in children:

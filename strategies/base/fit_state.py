@@ -1,11 +1,13 @@
 """The state of rank zero's Trainer at its end, brought to the process that forked the ranks.
 
-Weights, loops, metrics, the states of callbacks and data module, what the module saves, and where CSVLogger and
-TensorBoardLogger write are restored at once, optimizers and schedulers on first access. Lost with the ranks are
-attributes in no state_dict of the module, the data module or a callback, and the run that another logger has chosen.
+Weights, loops, metrics, states of callbacks and data module, what the module saves, and where CSVLogger and
+TensorBoardLogger write are restored at once, optimizers and schedulers on first access. Attributes in no state_dict of
+module, data module or callback are lost with the ranks, and so is the run that another logger has chosen.
 """
 
 import csv
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
@@ -15,23 +17,73 @@ from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.tuner.lr_finder import _determine_lr_attr_name
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.parsing import is_picklable, lightning_setattr
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
+from torch.optim import Optimizer
 
-BUILDING = ("configure_model", "setup")  # hooks that may create layers, and run in the ranks
 LOOPS = ("fit_loop", "validate_loop", "test_loop", "predict_loop")
 METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 
 State = dict[str, Any]
 
 
+class DeferredOptimizers(DDPStrategy):
+    """Lightning's DDPStrategy, with `optimizers` and `lr_scheduler_configs` that can be created on first access."""
+
+    create_optimizers: Callable[[], None] | None = None  # sets both, and is called when somebody asks for one of them
+
+    def _created(self) -> None:
+        create, self.create_optimizers = self.create_optimizers, None  # what it calls may ask for them, too
+        try:
+            if create is not None:
+                create()
+        except BaseException:
+            self.create_optimizers = create
+            raise
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those of the current fit or of the last one."""
+        self._created()
+        return self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        self.create_optimizers = None
+        DDPStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+
+    @property
+    def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
+        """Those of the current fit or of the last one."""
+        self._created()
+        return self._lr_scheduler_configs
+
+    @lr_scheduler_configs.setter
+    def lr_scheduler_configs(self, configs: list[LRSchedulerConfig]) -> None:
+        self._lr_scheduler_configs = configs
+
+    @contextmanager
+    def without_optimizers(self, restore: bool) -> Iterator[None]:
+        """Drop an earlier fit's optimizers inside, as new ranks have no use for them, and restore them on demand."""
+        create, self.create_optimizers = self.create_optimizers, None
+        optimizers, configs = self.optimizers, self.lr_scheduler_configs
+        self.optimizers, self.lr_scheduler_configs = [], []
+        try:
+            yield
+        finally:
+            if restore:
+                self.optimizers, self.lr_scheduler_configs, self.create_optimizers = optimizers, configs, create
+
+
 def builds_layers(module: LightningModule) -> bool:
     """Whether the module may create layers in the ranks."""
-    return any(is_overridden(hook, module, LightningModule) for hook in BUILDING)
+    return any(is_overridden(hook, module, LightningModule) for hook in ("configure_model", "setup"))
 
 
 def collected(trainer: Any) -> State:
@@ -69,8 +121,12 @@ def restore(trainer: Any, state: State, data: LightningDataModule | None) -> Non
     if data is not None and state["data"]:
         _call_data(trainer, data, "setup", stage=trainer.state.fn)  # as Lightning does before it loads
         _call_data(trainer, data, "load_state_dict", state["data"])
-    for name in LOOPS:
-        _restore_loop(getattr(trainer, name), state["loops"][name])
+    loops: list[_Loop] = [getattr(trainer, name) for name in LOOPS]
+    for name, loop in zip(LOOPS, loops, strict=True):
+        loop.load_state_dict(state["loops"][name])
+    for loop in loops:  # and those inside, which are added meanwhile: this is no restart
+        loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
+        loops += [x for x in vars(loop).values() if isinstance(x, _Loop)]
     _restore_callbacks(trainer, state)
     for name in METRICS:
         metrics = getattr(trainer, name)
@@ -156,15 +212,6 @@ def _load_weights(module: LightningModule, weights: State) -> list[str]:
     module.load_state_dict(weights, strict=False)
     here = module.state_dict()
     return [key for key in weights if key not in here]
-
-
-def _restore_loop(loop: _Loop, state: State) -> None:
-    """Load a loop's state, which is no restart."""
-    loop.load_state_dict(state)
-    loops = [loop]
-    for inner in loops:  # and those inside, which are added meanwhile
-        inner._restarting = inner._loaded_from_state_dict = inner._resuming_from_checkpoint = False
-        loops += [x for x in vars(inner).values() if isinstance(x, _Loop)]
 
 
 def _restore_callbacks(trainer: Any, state: State) -> None:

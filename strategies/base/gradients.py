@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -16,9 +15,6 @@ from apprentice import replicas
 def parameters_of(*optimizers: Optimizer) -> list[nn.Parameter]:
     """The parameters that the optimizers step, in their order."""
     return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-
-
-# Flat vectors
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
@@ -66,9 +62,14 @@ class Buckets:
     """Groups of parameters of one type and device with at most `cap_mb` MiB, or one parameter, to be sent together."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], cap_mb: float) -> None:
-        by_kind = sorted(parameters, key=_kind)  # stable: else in their order
-        groups = [group for _, kind in groupby(by_kind, _kind) for group in _split(kind, cap_mb * 2**20)]
-        self.buckets: list[list[nn.Parameter]] = groups
+        self.buckets: list[list[nn.Parameter]] = []
+        kinds = {p: f"{p.dtype} {p.device}" for p in parameters}
+        for p in sorted(kinds, key=kinds.__getitem__):  # stable: else in their order
+            last = self.buckets[-1] if self.buckets else []
+            if last and kinds[last[0]] == kinds[p] and sum(x.nbytes for x in [*last, p]) <= cap_mb * 2**20:
+                last.append(p)
+            else:
+                self.buckets.append([p])
 
     @torch.no_grad()
     def average(self) -> None:
@@ -89,30 +90,11 @@ class Buckets:
                     p.grad.copy_(mean)
 
 
-def _kind(p: Tensor) -> str:
-    return f"{p.dtype} {p.device}"
-
-
-def _split(parameters: Iterable[nn.Parameter], cap: float) -> Iterator[list[nn.Parameter]]:
-    bucket: list[nn.Parameter] = []
-    for p in parameters:
-        if bucket and sum(other.nbytes for other in bucket) + p.nbytes > cap:
-            yield bucket
-            bucket = []
-        bucket.append(p)
-    yield bucket
-
-
-# Gradients that are computed before Lightning calls backward
-
-
 @contextmanager
 def set_aside(trained: Callable[[], Mapping[str, nn.Parameter]]) -> Iterator[None]:
     """Clear the trained parameters' gradients inside; restore those of earlier batches afterwards.
 
-    Raises:
-        ValueError: a parameter has a hook, which would be called for each piece of a batch; or other parameters are
-            trained at the end.
+    ValueError: a parameter has a hook, or other parameters are trained at the end.
     """
     parameters = trained()
     if hooked := [name for name, p in parameters.items() if p._backward_hooks]:

@@ -1,6 +1,5 @@
 """Launchers: ranks are forked from this process where that is safe, else started as sub-processes."""
 
-import ctypes
 import inspect
 import os
 import signal
@@ -12,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.strategies.launchers.multiprocessing import _WorkerOutput
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import _TunerExitException
+from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
 from strategies.base import fit_state
 
@@ -33,28 +33,23 @@ class ForkLauncher(_MultiProcessingLauncher):
 
     def launch(self, function: Callable, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Run `function` in every rank and return rank zero's results."""
-        module = trainer and trainer.lightning_module
-        if module is not None:
-            self._strategy.check_trainer(trainer)
-            if not fit_state.builds_layers(module):
-                self._strategy.check_module(module)
-            # The ranks' weights are loaded into this module: another dtype would round them.
-            trainer.precision_plugin.convert_module(module)
+        self._strategy.check_trainer(trainer)
+        if not fit_state.builds_layers(trainer.lightning_module):
+            self._strategy.check_module(trainer.lightning_module)
+        # The ranks' weights are loaded into this module: another dtype would round them.
+        trainer.precision_plugin.convert_module(trainer.lightning_module)
         self._already_fit = False  # Lightning would refuse a second fit, as its launcher does not return loops
+        fit_state.prepare_logs(trainer)
         port = os.environ.get("MASTER_PORT")
-        if trainer is not None:
-            fit_state.prepare_logs(trainer)
         self._strategy.bind()
-        fits = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         try:
             with (
                 tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
-                self._strategy.without_optimizers(restore=not fits),
+                self._strategy.without_optimizers(restore=trainer.state.fn != TrainerFn.FITTING),
             ):
                 self._result = Path(folder) / "result.pt"
                 results = super().launch(function, *args, trainer=trainer, **kwargs)
-                if module is not None:
-                    self._restore(trainer, function, args, kwargs)
+                self._restore(trainer, function, args, kwargs)
                 return results
         finally:  # the next fit takes another port
             self._strategy.close_socket()
@@ -63,24 +58,23 @@ class ForkLauncher(_MultiProcessingLauncher):
                 os.environ["MASTER_PORT"] = port
 
     def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
-        _die_with_parent()
+        _prctl_pr_set_pdeathsig(signal.SIGKILL)  # Linux kills it when its parent dies
         if process_idx:
             self._strategy.close_socket()  # so that nobody answers when rank 0 has died
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # keeps Lightning from choosing a number
         # With more threads a child hangs in OpenMP once its parent has used them.
         torch.set_num_threads(1)
-        _compile_alone()
-        if args[0] is not None:
-            # SIGTERM, such as after another rank's death, ends it at once: Lightning's handler would call the others.
-            args[0]._signal_connector._sigterm_notifier_fn = lambda *_: os._exit(128 + signal.SIGTERM)
-            args = args[0], partial(_run, *args[:2]), *args[2:]
+        # The parent's pool of compilers hangs in a fork: torch.compile shall compile in this process.
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+        if inductor := sys.modules.get("torch._inductor.config"):  # has read the variable already
+            inductor.compile_threads = 1  # type: ignore[attr-defined]
+        # SIGTERM, such as after another rank's death, ends it at once: Lightning's handler would call the others.
+        args[0]._signal_connector._sigterm_notifier_fn = lambda *_: os._exit(128 + signal.SIGTERM)
         try:
-            super()._wrapping_function(process_idx, *args, **kwargs)
+            super()._wrapping_function(process_idx, args[0], partial(_run, *args[:2]), *args[2:], **kwargs)
         except Exception as exception:
             self._strategy.on_exception(exception)  # Lightning calls it in the parent alone
             raise
-
-    # Results
 
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
         state = fit_state.collected(trainer)
@@ -97,27 +91,28 @@ class ForkLauncher(_MultiProcessingLauncher):
         state = torch.load(self._result, map_location="cpu", weights_only=False, mmap=True)
         fits = trainer.state.fn == TrainerFn.FITTING
         arguments = inspect.signature(function).bind(*args, **kwargs).arguments
+        data = next((value for value in arguments.values() if isinstance(value, LightningDataModule)), None)
         if fits:
-            _attach(trainer, **arguments)
-        given = [value for value in arguments.values() if isinstance(value, LightningDataModule)]
-        fit_state.restore(trainer, state, given[0] if given else trainer.datamodule)  # type: ignore[attr-defined]
+            before, loaders = None if data is None else data.trainer, arguments.get("train_dataloaders")
+            of_fit = arguments["model"], None if loaders is data else loaders, arguments.get("val_dataloaders")
+            trainer._data_connector.attach_data(*of_fit, datamodule=data)
+            if data is not None:
+                data.trainer = before  # unlike in the ranks: loaders created here are whole
+        fit_state.restore(trainer, state, trainer.datamodule if data is None else data)  # type: ignore[attr-defined]
         if fits and not self._strategy.node_rank:  # other nodes lack the whole state
-            self._strategy.defer_optimizers(partial(fit_state.make_optimizers, trainer, state))
+            self._strategy.create_optimizers = partial(fit_state.make_optimizers, trainer, state)
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
     """Lightning's launcher of sub-processes, on a port that no other run can take."""
 
     def __init__(self, strategy: "DataParallel") -> None:
-        assert strategy.cluster_environment is not None
         super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
         self._strategy = strategy
 
-    def launch(self, function: Callable, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Run `function` in this rank, after starting the others unless a launcher has."""
-        if not self.cluster_environment.creates_processes_externally:
-            self._strategy.bind()
-        return super().launch(function, *args, trainer=trainer, **kwargs)
+    def _call_children_scripts(self) -> None:
+        self._strategy.bind()
+        super()._call_children_scripts()
 
 
 def _run(trainer: Trainer, function: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -128,34 +123,3 @@ def _run(trainer: Trainer, function: Callable, *args: Any, **kwargs: Any) -> Any
         call._call_teardown_hook(trainer)
         trainer._teardown()
         trainer.state.status, trainer.state.stage = TrainerStatus.FINISHED, None
-
-
-def _attach(
-    trainer: Trainer,
-    model: LightningModule,
-    train_dataloaders: Any = None,
-    val_dataloaders: Any = None,
-    datamodule: LightningDataModule | None = None,
-    **_: Any,
-) -> None:
-    """Connect Trainer, module and data as in the ranks, except `datamodule.trainer`: loaders created here are whole."""
-    if isinstance(train_dataloaders, LightningDataModule):
-        train_dataloaders, datamodule = None, train_dataloaders
-    before = None if datamodule is None else datamodule.trainer
-    trainer._data_connector.attach_data(model, train_dataloaders, val_dataloaders, datamodule=datamodule)
-    if datamodule is not None:
-        datamodule.trainer = before
-
-
-def _compile_alone() -> None:
-    """Make torch.compile compile in this process: the parent's pool of compilers hangs in a fork."""
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-    if inductor := sys.modules.get("torch._inductor.config"):  # has read the variable already
-        inductor.compile_threads = 1  # type: ignore[attr-defined]
-
-
-def _die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

@@ -1,6 +1,7 @@
 """Finds ranks that stopped responding after a failed collective."""
 
 import contextlib
+import re
 import threading
 import time
 
@@ -8,28 +9,18 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 RESPONSE_TIME = 3.0  # seconds in which a rank that is there responds; a launcher ends us sooner after a rank's death
-SIGNS = (
-    "Timed out",
-    "timed out",
-    "timeout caused",  # by gloo, of a connection that it closed because another operation timed out
-    "Connection closed",
-    "Connection reset",
-    "Broken pipe",
-    "Watchdog",
-    "connectFullMesh",
-)
+# "timeout caused": gloo closed a connection because another operation timed out
+SIGNS = re.compile("[Tt]imed out|timeout caused|Connection (closed|reset)|Broken pipe|Watchdog|connectFullMesh")
 
 
 def raise_for_missing(exception: BaseException, timeout: float, first_only: bool = False) -> None:
     """Raise an error that names the ranks that don't respond, if `exception` came from a collective.
 
-    Raises:
-        TimeoutError: they did not come within `timeout` seconds.
-        ConnectionError: they have gone.
-        SystemExit: with `first_only`, another rank reports that, as all write to one terminal.
+    TimeoutError: they did not come within `timeout` seconds; ConnectionError: they have gone; SystemExit, with
+    `first_only`: another rank reports that, as all write to one terminal.
     """
     text = str(exception)
-    collective = isinstance(exception, RuntimeError) and any(sign in text for sign in SIGNS)
+    collective = isinstance(exception, RuntimeError) and SIGNS.search(text)
     if not collective or not dist.is_initialized() or dist.get_world_size() == 1 or not (missing := _missing()):
         return
     if first_only and any(rank not in missing for rank in range(dist.get_rank())):
@@ -47,20 +38,16 @@ def _missing() -> list[int]:
     found = [0]
 
     def ask() -> None:
+        store, deadline = _get_default_store(), time.monotonic() + RESPONSE_TIME
+        silent = list(range(dist.get_world_size()))
         with contextlib.suppress(dist.DistNetworkError):  # the store has gone, and rank 0 with it
-            found[:] = _silent_ranks(_get_default_store())
+            store.set(f"present/{dist.get_rank()}", "")
+            while silent and time.monotonic() < deadline:
+                silent = [rank for rank in silent if not store.check([f"present/{rank}"])]
+                time.sleep(0.05)
+            found[:] = silent
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(RESPONSE_TIME + 2)
     return list(found)
-
-
-def _silent_ranks(store: dist.Store) -> list[int]:
-    store.set(f"present/{dist.get_rank()}", "")
-    deadline = time.monotonic() + RESPONSE_TIME
-    missing = list(range(dist.get_world_size()))
-    while missing and time.monotonic() < deadline:
-        missing = [rank for rank in missing if not store.check([f"present/{rank}"])]
-        time.sleep(0.05)
-    return missing

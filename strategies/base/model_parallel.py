@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,8 +21,7 @@ class ModelParallel(nn.Module):
     that GPU (`Trainer(devices=[1])` for "cuda:0" and "cuda:1"). `strategies.DDP` moves batches there, and
     `Trainer(devices=...)` counts processes: each takes as many GPUs as the module has stages.
 
-    The state dict is that of `nn.Sequential(*stages)` on any devices. The stages are the given modules, not copies: a
-    net that contains them holds the trained weights under its own names.
+    The state dict is that of `nn.Sequential(*stages)` on any devices. The stages are the given modules, not copies.
 
     Args:
         stages: the modules; a tuple as input becomes several arguments.
@@ -53,15 +51,21 @@ class ModelParallel(nn.Module):
             advice = "GroupNorm's numbers are those of the whole batch"
             rank_zero_warn(f"{', '.join(listed)}: BatchNorm sees {split_size} rows, not the batch; {advice}")
 
-    # Placement
-
     def place(self, devices: Sequence[torch.device | str] | None) -> None:
         """Move the stages to these devices and keep them there; None: they stay until the module is moved."""
         stages = self._stages()
         if devices is not None and not 0 < len(devices) <= len(stages):
             raise ValueError(f"devices {[str(d) for d in devices]}: expected one to {len(stages)}, one for each stage")
         self._sizes = [1] * len(stages) if devices is None else sizes_by_parameters(stages, len(devices))
-        self._check()
+        numbers = [number for number, size in enumerate(self._sizes) for _ in range(size)]
+        owners: dict[Tensor, tuple[int, str]] = {}
+        parameters, buffers = self.named_parameters(remove_duplicate=False), self.named_buffers(remove_duplicate=False)
+        for name, tensor in itertools.chain(parameters, buffers):
+            number = numbers[int(name.partition(".")[0])]
+            first, key = owners.setdefault(tensor, (number, name))
+            if first != number:
+                found = f"{key} of stage {first} is {name} of stage {number}"
+                raise ValueError(f"stages: expected that a weight belongs to one stage; {found}")
         self.devices = None if devices is None else [torch.device(device) for device in devices]
         self._apply(lambda tensor: tensor)
 
@@ -74,25 +78,11 @@ class ModelParallel(nn.Module):
         """The modules now: others may replace some, such as SyncBatchNorm's conversion."""
         return [module for module in self._modules.values() if module is not None]
 
-    def _groups(self) -> list[list[nn.Module]]:
-        return grouped(self._stages(), self._sizes)
-
-    def _check(self) -> None:
-        numbers = [number for number, size in enumerate(self._sizes) for _ in range(size)]
-        owners: dict[Tensor, tuple[int, str]] = {}
-        parameters, buffers = self.named_parameters(remove_duplicate=False), self.named_buffers(remove_duplicate=False)
-        for name, tensor in itertools.chain(parameters, buffers):
-            number = numbers[int(name.partition(".")[0])]
-            first, key = owners.setdefault(tensor, (number, name))
-            if first != number:
-                found = f"{key} of stage {first} is {name} of stage {number}"
-                raise ValueError(f"stages: expected that a weight belongs to one stage; {found}")
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ModelParallel":
         """Implements `to`, `double`, `cpu` and so on: stages that have devices stay there."""
         if self.devices is None:
             return super()._apply(fn, recurse)
-        for device, group in zip(self.devices, self._groups(), strict=True):
+        for device, group in zip(self.devices, grouped(self._stages(), self._sizes), strict=True):
             for module in group:
                 module._apply(lambda tensor, device=device: fn(tensor).to(device))
         return self
@@ -102,27 +92,28 @@ class ModelParallel(nn.Module):
         layers = {name: self.get_submodule(name) for name in batch_norms(self)}
         return [name for name, layer in layers.items() if type(layer) not in PLAIN]
 
-    # Computing
-
     def forward(self, *inputs: Tensor) -> Any:
         """The last stage's output, on the last device; each stage returns a tensor or a tuple of tensors."""
         if self.split_size is None:
-            return self._outputs([inputs], [nullcontext])[0]
-        spans = _spans(len(inputs[0]), self.split_size)
-        pieces = [tuple(x[start:stop] for x in inputs) for start, stop in spans]
-        return _joined(self._outputs(pieces, [keyed.part(start, stop) for start, stop in spans]), spans)
-
-    def _outputs(self, pieces: list[Any], noises: Sequence[Callable[[], AbstractContextManager]]) -> list[Any]:
+            x: Any = inputs
+            for stage in range(self.num_stages):
+                x = self._computed(stage, x)
+            return x
+        # One empty span for an empty batch, which a rank can have.
+        rows = len(inputs[0])
+        spans = list(itertools.pairwise([*range(0, rows, self.split_size), rows])) or [(0, 0)]
+        noises = [keyed.part(start, stop) for start, stop in spans]
+        pieces: list[Any] = [tuple(x[start:stop] for x in inputs) for start, stop in spans]
         for split, stage in in_turn(len(pieces), self.num_stages):
             with noises[split]():
                 pieces[split] = self._computed(stage, pieces[split])
-        return pieces
+        return _joined(pieces, spans)
 
     def _computed(self, stage: int, x: Any) -> Any:
         if self.devices is not None:
             device = self.devices[stage]
             x = tuple(t.to(device) for t in x) if isinstance(x, tuple) else x.to(device)
-        x = chained(self._groups()[stage], x)
+        x = chained(grouped(self._stages(), self._sizes)[stage], x)
         wrong = [type(t).__name__ for t in (x if type(x) is tuple else (x,)) if not isinstance(t, Tensor)]
         if wrong:
             raise ValueError(f"stage {stage}: expected a tensor or a tuple of tensors as its output, got {wrong[0]}")
@@ -134,13 +125,9 @@ class ModelParallel(nn.Module):
 
 
 def in_turn(splits: int, stages: int) -> Iterator[tuple[int, int]]:
-    """Micro-batch and stage of each computation, in the order in which they are queued on the GPUs.
-
-    In tick t stage s computes micro-batch t - s. The last stage comes first: a copy to its device waits for all that is
-    queued there, and then stage 1 continues with micro-batch k + 1 while stage 2 has micro-batch k.
-    """
+    """Micro-batch and stage of each computation, in the order in which they are queued on the GPUs."""
     for tick in range(splits + stages - 1):
-        for stage in reversed(range(stages)):
+        for stage in reversed(range(stages)):  # a copy to a device waits for all that is queued there
             if 0 <= tick - stage < splits:
                 yield tick - stage, stage
 
@@ -159,11 +146,6 @@ def devices_of(process: int, stages: int, devices: Sequence[torch.device], gpus:
         wanted = f"expected {stages * len(devices)} GPUs, {stages} for the stages of each process"
         raise ValueError(f"devices {len(devices)}: {wanted}; there are {gpus}")
     return [torch.device("cuda", process * stages + stage) for stage in range(stages)]
-
-
-def _spans(rows: int, size: int) -> list[tuple[int, int]]:
-    """First row and last + 1 of each micro-batch; one empty span for an empty batch, which a rank can have."""
-    return list(itertools.pairwise([*range(0, rows, size), rows])) or [(0, 0)]
 
 
 def _joined(outputs: list[Any], spans: list[tuple[int, int]]) -> Any:

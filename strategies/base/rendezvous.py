@@ -1,8 +1,7 @@
 """Rendezvous: how ranks find each other, in a file or at rank 0's address, and share one store.
 
-A store may outlive the ranks that filled it: a file does, and so does the store that torchrun keeps over restarts. Old
-entries would send ranks to the addresses of dead ones. So rank 0 draws a token for each rendezvous and gives it to
-whoever asks now; all keys of this rendezvous are below that token.
+A file and torchrun's store outlive the ranks that filled them, and old entries would send ranks to the addresses of
+dead ones. So rank 0 draws a token for each rendezvous, under which its keys are, and gives it to whoever asks now.
 """
 
 import os
@@ -46,18 +45,11 @@ def bind(host: str, port: int = 0, where: str = "") -> socket.socket:
     """A listening socket on a port, or on any free one for 0; ConnectionError, about `where`, if the port is taken."""
     local = host in {"127.0.0.1", "localhost"}
     dual = not local and socket.has_dualstack_ipv6()
-    bound = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
+    family = socket.AF_INET6 if dual else socket.AF_INET
     try:
-        if dual:
-            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        if port:  # connections of a run that has just ended don't block the port
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((host if local else "", port))
-        bound.listen(4096)
+        return socket.create_server((host if local else "", port), family=family, backlog=4096, dualstack_ipv6=dual)
     except OSError as error:
-        bound.close()
         raise ConnectionError(f"{where}: expected a port that is free; {os.strerror(error.errno or 0)}") from None
-    return bound
 
 
 def bind_master_port(environment: ClusterEnvironment) -> socket.socket:
@@ -93,24 +85,18 @@ def rendezvous(
 ) -> dist.Store:  # fmt: skip
     """The store that all ranks share, once all of them have come, in `timeout` seconds.
 
-    The init_methods None and env:// stand for `address`, rank 0's, which may have `bound` a socket to it.
-
-    Raises:
-        TimeoutError: rank 0 does not answer, or a rank is missing.
-        ConnectionError: the port or the file can't be used, or a rank was started twice.
+    The init_methods None and env:// stand for `address`, rank 0's, which may have `bound` a socket to it. TimeoutError:
+    rank 0 or another is missing; ConnectionError: the port or file can't be used, or a rank was started twice.
     """
     deadline = time.monotonic() + timeout
     try:
         store = _connect(method, address, rank, timeout, bound)
-        protocol = _Protocol(store, rank, world_size, deadline, timeout)
-        token = protocol.lead() if rank == 0 else protocol.follow()
+        exchange = _TokenExchange(store, rank, world_size, deadline, timeout)
+        token = exchange.lead() if rank == 0 else exchange.follow()
     except dist.DistError:
         expected = "expected rank 0 to stay until all ranks have come; it has gone"
         raise ConnectionError(f"{TIMEOUT_FLAG} {timeout:g}: {expected}") from None
     return dist.PrefixStore(f"rendezvous/{token}", store)
-
-
-# The store
 
 
 def _connect(
@@ -118,7 +104,10 @@ def _connect(
 ) -> dist.Store:
     parts = urlsplit(method or "")
     if parts.scheme == "file":
-        return _file_store(Path(parts.path), f"{FLAG} {method}")
+        path = Path(parts.path)
+        if not path.parent.is_dir() or path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ConnectionError(f"{FLAG} {method}: expected a file that can be written, in a folder that is there")
+        return dist.FileStore(str(path), -1)  # -1: never removed, so that no late rank can lose it
     (host, port), where = address, f"MASTER_ADDR {address[0]} MASTER_PORT {address[1]}"
     if parts.scheme == "tcp":
         host, port, where = str(parts.hostname), int(parts.port or 0), f"{FLAG} {method}"
@@ -131,12 +120,6 @@ def _connect(
     fd = bind(host, port, where).detach() if bound is None else os.dup(bound.fileno())
     # Rank 0 connects to itself: a name need not resolve. Others in this process, such as RPC, can share the port.
     return dist.TCPStore("127.0.0.1", port, is_master=True, multi_tenant=True, master_listen_fd=fd, **options)
-
-
-def _file_store(path: Path, where: str) -> dist.Store:
-    if not path.parent.is_dir() or path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConnectionError(f"{where}: expected a file that can be written, in a folder that is there")
-    return dist.FileStore(str(path), -1)  # -1: never removed, so that no late rank can lose it
 
 
 def _wait_for_server(host: str, port: int, where: str, timeout: float) -> None:
@@ -152,11 +135,8 @@ def _wait_for_server(host: str, port: int, where: str, timeout: float) -> None:
     raise TimeoutError(f"{where}: expected rank 0 to answer there within {timeout:g} s ({TIMEOUT_FLAG}); {why}")
 
 
-# The token
-
-
 @dataclass
-class _Protocol:
+class _TokenExchange:
     store: dist.Store
     rank: int
     world_size: int
@@ -180,7 +160,9 @@ class _Protocol:
             if twice := [rank for rank, times in here.items() if times > 1]:
                 error = ConnectionError(self._twice(twice[0]))
             elif missing and time.monotonic() > self.deadline:
-                error = TimeoutError(self._late(missing))
+                late = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} have"
+                expected = f"expected {self.world_size} ranks within that time"
+                error = TimeoutError(f"{TIMEOUT_FLAG} {self.timeout:g}: {expected}; {late} not come")
         self.store.set(f"outcome/{token}", "" if error is None else f"{type(error).__name__} {error}")
         if error is not None:
             time.sleep(GRACE)
@@ -214,8 +196,3 @@ class _Protocol:
 
     def _twice(self, rank: int) -> str:
         return f"rank {rank}: expected each of the {self.world_size} ranks once; this one was started twice"
-
-    def _late(self, missing: list[int]) -> str:
-        names = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} have"
-        expected = f"expected {self.world_size} ranks within that time"
-        return f"{TIMEOUT_FLAG} {self.timeout:g}: {expected}; {names} not come"

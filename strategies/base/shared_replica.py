@@ -33,8 +33,6 @@ class SharedReplica(DataParallel):
             metric.process_group = group
             metric.to(self.root_device)
 
-    # Predictions
-
     @property
     def _returns_predictions(self) -> bool:
         """Whether this rank returns and writes its replica's predictions."""
@@ -51,8 +49,6 @@ class SharedReplica(DataParallel):
         """Restore the loop."""
         super().on_predict_end()
         vars(self._trainer.predict_loop).pop("_predict_step", None)
-
-    # Collectives
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the replicas, unless another group is given."""

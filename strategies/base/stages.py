@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import _ModuleMode
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
@@ -22,9 +23,7 @@ def chained(modules: Iterable[nn.Module], x: Any) -> Any:
 
 def sizes_by_cost(costs: Sequence[float], stages: int) -> list[int]:
     """The number of modules in each stage that makes the most expensive stage cheapest; no stage is empty."""
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
+    sums = [0.0, *itertools.accumulate(costs)]
     # best[n]: the cost of the most expensive stage if the stages so far take n modules, and their sizes
     best = [(cost, [n]) for n, cost in enumerate(sums)]
     for stage in range(2, stages + 1):
@@ -73,7 +72,8 @@ def check_composition(module: LightningModule, stages: Sequence[Sequence[nn.Modu
     if example is None or isinstance(example, Mapping):
         return
     inputs = example if isinstance(example, tuple) else (example,)
-    modes = {part: part.training for part in module.modules()}
+    modes = _ModuleMode()
+    modes.capture(module)
     module.eval()
     try:
         with torch.no_grad(), torch.random.fork_rng([]):
@@ -81,8 +81,7 @@ def check_composition(module: LightningModule, stages: Sequence[Sequence[nn.Modu
             first, *others = itertools.chain.from_iterable(stages)
             found = chained(others, first(*_copied(inputs, module.dtype)))
     finally:
-        for part, mode in modes.items():
-            part.training = mode
+        modes.restore(module)
     leaves = [[x for x in tree_leaves(output) if isinstance(x, Tensor)] for output in (found, expected)]
     try:
         torch.testing.assert_close(*leaves, rtol=1e-3, atol=1e-3, equal_nan=True)

@@ -18,7 +18,6 @@ COLLECTIVE = re.compile(
 )
 
 SYNC_CONTEXT = Metric.sync_context
-
 _step: ContextVar[str | None] = ContextVar("step", default=None)
 
 
@@ -56,11 +55,10 @@ def allow_collectives() -> Iterator[None]:
 @cache  # each shard needs it
 def _patches() -> list[tuple[Any, str, Callable, Callable]]:
     """Owner, name, original and replacement of each function."""
-    owners = {"torch.distributed": dist, "ProcessGroup": getattr(dist, "ProcessGroup", None)}
     patches = [
         (owner, name, original, _checked(getattr(owner, name), f"{label}.{name}"))
-        for label, owner in owners.items()
-        for name, original in (vars(owner).items() if owner else ())
+        for label, owner in {"torch.distributed": dist, "ProcessGroup": dist.ProcessGroup}.items()
+        for name, original in vars(owner).items()
         if COLLECTIVE.match(name) and callable(original)
     ]
     return [*patches, (Metric, "sync_context", SYNC_CONTEXT, _checked_sync_context)]

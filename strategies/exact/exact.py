@@ -1,9 +1,7 @@
 """The exact mode: the same float32 bits on any number of devices.
 
-Float addition depends on its order, and a kernel's bits depend on the shape of its inputs. So a global batch is cut
-into N shards whose bounds don't depend on the number of devices. Each shard is computed by itself on some rank. Sums
-over shards are computed without rounding (gradients) or in the order of the shards (logged values, BatchNorm's running
-statistics). Evaluation and prediction distribute whole batches.
+A global batch is cut into N shards whose bounds don't depend on the number of devices; some rank computes each by
+itself. Sums over shards are not rounded (gradients), or in the order of the shards (logged values, statistics).
 """
 
 import os
@@ -18,11 +16,10 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
-from strategies.exact.evaluation import RoundRobinEvaluation
 from strategies.exact.training import ShardedTraining
 
 
-class Exact(ShardedTraining, RoundRobinEvaluation):
+class Exact(ShardedTraining):
     """Data parallelism that can be exact.
 
     It trains any LightningModule whose loss is a mean over the rows of its batch. `training_step` is called for each
@@ -32,14 +29,10 @@ class Exact(ShardedTraining, RoundRobinEvaluation):
     and `on_global_batch(means, count) -> parameters that take no step`, called once.
 
     BatchNorm computes statistics of a shard. With such a layer a shard has at least 8 rows, or the whole batch; the
-    other shards are empty.
+    other shards are empty. ValueError: a module that can't be exact, or more devices than shards.
 
     Args:
         exact: number of shards of a batch, and the largest number of devices; None for plain data parallelism.
-        **kwargs: DataParallel's.
-
-    Raises:
-        ValueError: more devices than shards, or a module that can't be exact.
     """
 
     def __init__(self, *, exact: int | None = None, **kwargs: Any) -> None:
@@ -56,8 +49,7 @@ class Exact(ShardedTraining, RoundRobinEvaluation):
 
     def _check_devices(self) -> None:
         super()._check_devices()
-        replicas = self.replica[1]
-        if self.exact is not None and replicas > self.exact:
+        if self.exact is not None and (replicas := self.replica[1]) > self.exact:
             raise ValueError(f"exact {self.exact}: expected at least {replicas}, the number of devices")
 
     def _configure_launcher(self) -> None:
@@ -76,12 +68,11 @@ class Exact(ShardedTraining, RoundRobinEvaluation):
     def setup_environment(self) -> None:
         """Compute with one thread and deterministic kernels: the number of threads changes the bits."""
         super().setup_environment()
-        if self.exact is None:
-            return
-        self._undo.callback(torch.set_num_threads, torch.get_num_threads())
-        self._undo.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
-        torch.set_num_threads(1)
-        if self.root_device.type == "cuda":
+        if self.exact is not None:
+            self._undo.callback(torch.set_num_threads, torch.get_num_threads())
+            self._undo.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
+            torch.set_num_threads(1)
+        if self.exact is not None and self.root_device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
 
@@ -104,11 +95,10 @@ class Exact(ShardedTraining, RoundRobinEvaluation):
 
     def check_module(self, module: LightningModule) -> None:
         """Raise ValueError if the module can't be exact."""
-        if self.exact is None:
-            return
-        if not module.automatic_optimization or is_overridden("backward", module, LightningModule):
+        manual = not module.automatic_optimization or is_overridden("backward", module, LightningModule)
+        if self.exact is not None and manual:
             raise ValueError(f"exact {self.exact}: expected automatic optimization and Lightning's own backward")
-        if self._scales_loss:
+        if self.exact is not None and self._scales_loss:
             raise ValueError(f"exact {self.exact}: expected another precision than 16-mixed, which scales the loss")
 
     def configure_ddp(self) -> None:

@@ -146,19 +146,18 @@ class FixedPointSum:
 
     def divided(self, divisor: float) -> list[Tensor | None]:
         """The sums over `divisor`, each in its parameter's type; None without a gradient or with a flaw."""
-        return [self._divided(i, place, divisor) for i, place in enumerate(self._highest)]
-
-    def _divided(self, i: int, place: int, divisor: float) -> Tensor | None:
-        if place in {NONE, FLAW}:
-            return None
-        found = torch.empty_like(self.parameters[i], device=self._vector.device, requires_grad=False)
-        flat = found.as_strided((self._sizes[i],), (1,))
-        unit = math.ldexp(1.0, self._lowest + (place - self._kept + 1) * self._width)
-        digits = self._digits[:, self._starts[i] : self._starts[i + 1]]
-        # In chunks, as float64 takes twice the memory.
-        for into, (first, *lower) in zip(flat.split(CHUNK), map(Tensor.unbind, digits.split(CHUNK, 1)), strict=True):
-            total = first.double()
-            for digit in lower:
-                total.mul_(2.0**self._width).add_(digit)
-            into.copy_(total.mul_(unit).div_(divisor))
+        found: list[Tensor | None] = [None] * len(self._highest)
+        for i, place in enumerate(self._highest):
+            if place in {NONE, FLAW}:
+                continue
+            sums = found[i] = torch.empty_like(self.parameters[i], device=self._vector.device, requires_grad=False)
+            flat = sums.as_strided((self._sizes[i],), (1,))
+            unit = math.ldexp(1.0, self._lowest + (place - self._kept + 1) * self._width)
+            digits = self._digits[:, self._starts[i] : self._starts[i + 1]].split(CHUNK, 1)
+            # In chunks, as float64 takes twice the memory.
+            for into, (first, *lower) in zip(flat.split(CHUNK), map(Tensor.unbind, digits), strict=True):
+                total = first.double()
+                for digit in lower:
+                    total.mul_(2.0**self._width).add_(digit)
+                into.copy_(total.mul_(unit).div_(divisor))
         return found

@@ -47,19 +47,16 @@ def fewest_rows(module: nn.Module) -> int:
 
 def rows(batch: Any) -> int:
     """The first dimension of a batch's tensors; ValueError names tensors of several lengths, or says there is none."""
-    first = {len(leaf): f"batch{path} has {len(leaf)}" for path, leaf in reversed(_named_tensors(batch))}
-    if len(first) != 1:
-        found = ", ".join(first[length] for length in sorted(first)) or "there is none"
-        raise ValueError(f"expected a batch of tensors with one number of rows; {found}")
-    return next(iter(first))
-
-
-def _named_tensors(batch: Any) -> list[tuple[str, Tensor]]:
     try:
         leaves = [(keystr(path), leaf) for path, leaf in tree_flatten_with_path(batch)[0]]
     except ValueError:  # a class registered without names for its children
         leaves = [("", leaf) for leaf in tree_leaves(batch)]
-    return [(path, leaf) for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
+    tensors = [(path, leaf) for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
+    first = {len(leaf): f"batch{path} has {len(leaf)}" for path, leaf in reversed(tensors)}
+    if len(first) != 1:
+        found = ", ".join(first[length] for length in sorted(first)) or "there is none"
+        raise ValueError(f"expected a batch of tensors with one number of rows; {found}")
+    return next(iter(first))
 
 
 def part(batch: Any, start: int, stop: int) -> Any:

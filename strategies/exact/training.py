@@ -6,17 +6,52 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from apprentice import replicas
 from strategies.base.gradients import handed_over, set_aside
-from strategies.exact.base import ExactBase
+from strategies.exact.evaluation import RoundRobinEvaluation
 from strategies.exact.fixed_point import FixedPointSum
-from strategies.exact.running_statistics import RunningStatistics
 from strategies.exact.shard_logging import ShardLogger, shard_logger_of
 from strategies.exact.shards import Shard, bounds, fewest_rows, mean_over_rows, part, rows, spans
 
 
-class ShardedTraining(ExactBase):
+class RunningStatistics:
+    """Running statistics of normalisation layers in training: each shard starts from the same, results are merged."""
+
+    def __init__(self, *modules: nn.Module) -> None:
+        layers = [m for module in modules for m in module.modules() if isinstance(m, _NormBase) and m.training]
+        self._buffers = [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
+        self._start = [buffer.clone() for buffer in self._buffers]
+        mine = set(self._buffers)
+        self._others = {
+            name: (buffer, buffer._version)
+            for module in modules
+            for name, buffer in module.named_buffers()
+            if not buffer.is_inference() and buffer not in mine
+        }
+        self.size = sum(buffer.numel() for buffer in self._buffers)
+
+    def take(self) -> list[Tensor]:
+        """The statistics after a shard, float64 and flat; the buffers get their first values back.
+
+        ValueError if another buffer has changed, which can't be merged.
+        """
+        if changed := [name for name, (buffer, version) in self._others.items() if buffer._version != version]:
+            raise ValueError(f"expected training steps that change no buffer but BatchNorm's; {changed[0]} has changed")
+        found = [buffer.to(torch.float64, copy=True).flatten() for buffer in self._buffers]
+        for buffer, start in zip(self._buffers, self._start, strict=True):
+            buffer.data.copy_(start)  # `data`: autograd has saved the buffer and refuses changes that it sees
+        return found
+
+    def put(self, merged: Tensor) -> None:
+        """Set the buffers to merged values, (size,) float64."""
+        pieces = merged.split([buffer.numel() for buffer in self._buffers])
+        for buffer, values in zip(self._buffers, pieces, strict=True):
+            buffer.copy_((values if buffer.is_floating_point() else values.round()).view_as(buffer))
+
+
+class ShardedTraining(RoundRobinEvaluation):
     """Computes this rank's shards one by one and sums their gradients without rounding."""
 
     _sums: list[FixedPointSum]
@@ -28,7 +63,12 @@ class ShardedTraining(ExactBase):
         """The loss of the global batch, whose backward adds the gradients of all shards."""
         if self.exact is None:
             return super().training_step(batch, *args, **kwargs)
-        self._clear_sums(self.exact)
+        groups = self._parameter_groups()
+        current = [[*map(id, total.parameters)] for total in self._sums]
+        if current != [[*map(id, parameters.values())] for parameters in groups]:
+            self._sums = [FixedPointSum(parameters, self.exact) for parameters in groups]
+        for total in self._sums:
+            total.clear()
         logger, statistics = shard_logger_of(self._module), self._statistics()
         with set_aside(self._trainable):
             table = self._forward_and_backward(logger, statistics, batch, *args, **kwargs)
@@ -39,10 +79,9 @@ class ShardedTraining(ExactBase):
         statistics.put(means[end:])
         with self.precision_plugin.train_step_context():  # gives logged numbers their type
             frozen = logger.log_batch(tables[0][:, 1:end], sizes)
-        return handed_over(means[0].to(self._module.dtype), self._gradients({id(p) for p in frozen}))
+        return handed_over(means[0].to(self._module.dtype), self._gradients(set(frozen)))
 
     def _split_batch(self, batch: Any, exact: int) -> Any:
-        """The rows of this rank's shards."""
         self._global_rows = rows(batch)
         self._spans = spans(self._global_rows, exact, fewest_rows(self._module))
         rank, replicas = self.replica
@@ -63,24 +102,16 @@ class ShardedTraining(ExactBase):
     def _trainable(self) -> dict[str, nn.Parameter]:
         return {name: p for parameters in self._parameter_groups() for name, p in parameters.items()}
 
-    def _clear_sums(self, exact: int) -> None:
-        groups = self._parameter_groups()
-        current = [[*map(id, total.parameters)] for total in self._sums]
-        if current != [[*map(id, parameters.values())] for parameters in groups]:
-            self._sums = [FixedPointSum(parameters, exact) for parameters in groups]
-        for total in self._sums:
-            total.clear()
-
-    def _gradients(self, frozen: set[int]) -> dict[nn.Parameter, Tensor | None]:
+    def _gradients(self, frozen: set[nn.Parameter]) -> dict[nn.Parameter, Tensor | None]:
         """The global batch's gradients, None for parameters that have none or are frozen."""
         gradients: dict[nn.Parameter, Tensor | None] = {}
         for total in self._sums:
             parameters = dict(zip(total.names, total.parameters, strict=True))
-            if flawed := [name for name in total.flawed() if id(parameters[name]) not in frozen]:
+            if flawed := [name for name in total.flawed() if parameters[name] not in frozen]:
                 expected = f"expected finite gradients; that of {', '.join(flawed[:3])} is not"
                 raise OverflowError(f"--exact {self.exact}: {expected}")
             gradients |= zip(total.parameters, total.divided(self._weight(self._global_rows)), strict=True)
-        return {p: None if id(p) in frozen else gradient for p, gradient in gradients.items()}
+        return {p: None if p in frozen else gradient for p, gradient in gradients.items()}
 
     def _statistics(self) -> RunningStatistics:
         return RunningStatistics(self._module)
@@ -110,9 +141,8 @@ class ShardedTraining(ExactBase):
 
     @contextmanager
     def _isolated_shard(self, shard: Shard) -> Iterator[None]:
-        trainer = self._module.trainer
-        numbers = trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx, shard.number
-        with self._seeded(*numbers), replicas.shard(shard.start), self._shard_named(shard):
+        epoch, batch = self._trainer.current_epoch, self._trainer.fit_loop.epoch_loop.batch_idx
+        with self._seeded(epoch, batch, shard.number), replicas.shard(shard.start), self._shard_named(shard):
             yield
 
     @contextmanager

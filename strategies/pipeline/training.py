@@ -18,10 +18,9 @@ from strategies.base.gradients import averaged, handed_over, set_aside
 from strategies.base.shared_replica import SharedReplica
 from strategies.exact import Exact
 from strategies.exact.collectives import allow_collectives, refuse_collectives
-from strategies.exact.running_statistics import RunningStatistics
 from strategies.exact.shard_logging import ShardLogger
 from strategies.exact.shards import Shard, bounds, part, rows
-from strategies.exact.training import row_of
+from strategies.exact.training import RunningStatistics, row_of
 from strategies.pipeline.cutting import StageAssignment
 from strategies.pipeline.microbatches import Event, MicroBatch, PipelineStep
 from strategies.pipeline.runner import PipelineRunner

@@ -18,7 +18,7 @@ from lit_modules.classifier import LitClassifier
 from lit_modules.nets import LightNN
 from strategies import DDP, LocalSGD, ModelParallel, ZeRO1
 from strategies.base.model_parallel import devices_of, in_turn
-from strategies.base.replicated import Replicated
+from strategies.ddp import Replicated
 from tests.training import SHAPE, assert_same, digits, fit, net, trainer, weights
 
 ROWS = 11

@@ -33,7 +33,7 @@ from strategies import (
     RPCHybrid,
     ZeRO1,
 )
-from strategies.base.replicated import Replicated
+from strategies.ddp import Replicated
 from tests.strangers import (
     GAN,
     Backbone,

@@ -1,39 +1,37 @@
-"""Sharding a module in units, and undoing it."""
+"""What FSDP and HSDP do to a module: shard it in units, make it whole again, recompute activations."""
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import Context, copy_context
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from strategies.base.checkpoints import whole
 
 Shard = Callable[[nn.Module, bool], None]
 
 
-def units(module: nn.Module) -> list[nn.Module]:
-    """The modules to shard: those with parameters of `module.sharded_modules()`, or of its children."""
-    named = getattr(module, "sharded_modules", None)
-    if named is not None:
-        return [m for m in named() if _has_parameters(m)]
-    found: list[nn.Module] = []
-    for child in module.children():
-        if not _is_called(child):
-            found += units(child)
-        elif _has_parameters(child):
-            found.append(child)
-    return found
+def units(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules to shard: `module.sharded_modules()`, or else its children."""
+    if hasattr(module, "sharded_modules"):
+        yield from module.sharded_modules()  # type: ignore[operator]
+    else:
+        for child in module.children():
+            yield from (child,) if _is_called(child) else units(child)
 
 
 def layers(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost members with parameters of each `nn.Sequential` and `nn.ModuleList` in a module."""
+    """The outermost members of each `nn.Sequential` and `nn.ModuleList` in a module."""
     for child in module.children():
-        if not (isinstance(module, nn.Sequential | nn.ModuleList) and _is_called(child)):
-            yield from layers(child)
-        elif _has_parameters(child):
-            yield child
+        is_layer = isinstance(module, nn.Sequential | nn.ModuleList) and _is_called(child)
+        yield from (child,) if is_layer else layers(child)
 
 
 def _is_called(module: nn.Module) -> bool:
@@ -41,14 +39,8 @@ def _is_called(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
-
-
 class Sharding:
-    """Shards a module's parameters until `undo`.
-
-    torch can't undo `fully_shard`: the classes, hooks and attributes that it adds are found by comparison.
+    """Shards a module's parameters until `undo`, which finds by comparison what `fully_shard` has added to the module.
 
     `shard` shards a module in place, except parts that are sharded already; it gets whether the module is a layer.
     """
@@ -60,7 +52,7 @@ class Sharding:
             for name, p in m.named_parameters(recurse=False, remove_duplicate=False):
                 self._places.setdefault(p, []).append((m, name))
         self._strides = {p: p.stride() for p in self._places}
-        found = units(module)
+        found = [unit for unit in units(module) if next(unit.parameters(), None) is not None]
         self._check(module, found)
         before = [(m, type(m), _contents(m)) for m in modules]  # not a dictionary, as the hashes of metrics change
         for unit in found:
@@ -82,15 +74,14 @@ class Sharding:
                     raise ValueError(f"{name} of {type(unit).__name__} can't be sharded: another module has it too")
 
     def _is_shared(self, p: nn.Parameter, module: nn.Module) -> bool:
-        """Whether a parameter of the module is one of a module outside as well."""
         inside = set(module.modules())
         return any(m not in inside for m, _ in self._places[p])
 
     def _shard(self, unit: nn.Module, shard: Shard) -> None:
-        for m in unit.modules():
-            _make_contiguous(m)
+        unit.apply(_make_contiguous)
         for layer in layers(unit):
-            if not any(self._is_shared(p, layer) for p in layer.parameters()):
+            shared = [self._is_shared(p, layer) for p in layer.parameters()]
+            if shared and not any(shared):
                 shard(layer, True)
         shard(unit, False)
         for m in unit.modules():
@@ -100,8 +91,6 @@ class Sharding:
 
     def undo(self) -> None:
         """Restore the whole parameters, on the CPU, and remove what was added; collective."""
-        from torch.distributed._composable_state import _module_state_mapping
-
         for m, _, _ in self._changes:
             if isinstance(m, FSDPModule):
                 m.reshard()
@@ -140,7 +129,29 @@ def _make_contiguous(module: nn.Module) -> None:
 
 
 def _to_channels_last(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    def convert(x: Any) -> Any:
-        return x.contiguous(memory_format=torch.channels_last) if isinstance(x, Tensor) and x.dim() == 4 else x
+    images = [isinstance(x, Tensor) and x.dim() == 4 for x in inputs]
+    pairs = zip(inputs, images, strict=True)
+    return tuple(x.contiguous(memory_format=torch.channels_last) if image else x for x, image in pairs)
 
-    return tuple(map(convert, inputs))
+
+def recompute(layer: nn.Module) -> None:
+    """Store only the layer's inputs for backward; parameters, names, results and noise stay the same."""
+
+    def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:  # of forward and of the recomputation
+        return nullcontext(), _same_conditions(layer, copy_context())
+
+    layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=contexts)
+
+
+@contextmanager
+def _same_conditions(layer: nn.Module, context: Context) -> Iterator[None]:
+    """Restore the context variables, which key noise, and keep buffers, such as BatchNorm's, from a second update."""
+    tokens = [(variable, variable.set(value)) for variable, value in context.items()]
+    buffers = [(buffer, buffer.clone()) for buffer in layer.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in buffers:
+            buffer.data.copy_(value)  # `data`: autograd refuses changes of buffers that it has saved
+        for variable, token in tokens:
+            variable.reset(token)
