@@ -7,15 +7,14 @@ from typing import Any, ClassVar, cast
 
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_only
 from torch import Tensor
 
 from apprentice import keyed
 from apprentice.batch import Batch
 from apprentice.errors import BadInput
 from datamodules import splits
-from datamodules.loaders import ChunkLoader, NoLoaders, TrainLoader
-from datamodules.sampling import EpochOrder, PartitionedOrder
+from datamodules.loaders import ChunkLoader, EpochOrder, PartitionedOrder, TrainLoader, no_loaders
 from datamodules.splits import Samples, Source, Subset
 
 LIMITS = {"train": "limit_train_batches", "validation": "limit_val_batches", "test": "limit_test_batches"}
@@ -24,7 +23,7 @@ LIMITS = {"train": "limit_train_batches", "validation": "limit_val_batches", "te
 class InMemoryData(LightningDataModule):
     """Labelled samples in memory as uint8, loaded in batches.
 
-    A kind of data overrides `normalize`, a data set overrides `read`.
+    A data set overrides `read`; a kind of data that is not tokens overrides `normalize`.
 
     Attributes:
         input_shape: of one sample, as nets take it.
@@ -82,8 +81,6 @@ class InMemoryData(LightningDataModule):
         self._splits: dict[str, Samples] = {}
         self._moved: dict[tuple[str, torch.device], Samples] = {}
 
-    # Reading
-
     def read(self) -> tuple[Source, Source]:
         """The whole training and test sets, before subsets are drawn; called once. BadInput if absent or damaged."""
         raise NotImplementedError
@@ -118,23 +115,16 @@ class InMemoryData(LightningDataModule):
     @property
     def sizes(self) -> dict[str, int]:
         """Counts of samples: train, validation, test."""
-        return {part: len(self.split(part).labels) for part in ("train", "validation", "test")}
+        return {part: len(self.split(part).labels) for part in LIMITS}
 
     def used(self, trainer: Trainer) -> dict[str, int]:
         """`sizes` under a Trainer's `limit_train_batches` and the like; BadInput if one is less than a batch."""
-        kept = {part: self._kept(part, trainer) for part in LIMITS}
-        return {
-            part: size if kept[part] == self._count(part) else self._size(part, kept[part])
-            for part, size in self.sizes.items()
-        }
-
-    def _count(self, part: str) -> int:
-        samples = len(self.split(part).labels)
-        return len(self._order(samples)) if part == "train" else samples
+        return {part: self._kept(part, trainer) for part in LIMITS}
 
     def _kept(self, part: str, trainer: Trainer | None) -> int:
         """Samples in the batches within a Trainer's limit: an int is a count of batches, a float a fraction."""
-        count, limit = self._count(part), getattr(trainer, LIMITS[part], 1.0)
+        samples, limit = len(self.split(part).labels), getattr(trainer, LIMITS[part], 1.0)
+        count = len(self._order(samples)) if part == "train" else samples
         size = self.batch_size if part == "train" else self.evaluation_batch_size
         whole = math.ceil(count / size)
         batches = min(whole, limit) if isinstance(limit, int) else int(whole * limit)
@@ -142,9 +132,6 @@ class InMemoryData(LightningDataModule):
             expected = f"at least one batch: a count, as 1, or a fraction of the {whole}, at least {1 / whole:.3g}"
             raise BadInput(f"trainer.{LIMITS[part]}", limit, expected)
         return min(batches * size, count)
-
-    def _size(self, part: str, kept: int) -> int:
-        return kept  # what `sizes` counts in so many samples
 
     @property
     def evaluation_batch_size(self) -> int:
@@ -171,8 +158,6 @@ class InMemoryData(LightningDataModule):
         """Whether a training sample is the same in each epoch, so that a teacher's output for it can be cached."""
         return True
 
-    # Loading
-
     def train_dataloader(self) -> TrainLoader:
         """Global batches in the order of (order_seed, epoch), each cut into contiguous shares for the ranks."""
         rank, replicas = self._place()
@@ -189,9 +174,9 @@ class InMemoryData(LightningDataModule):
         """The training set once, in chunks in index order; `index` is the same as in `train_dataloader`'s batches."""
         return ChunkLoader(self._resident("train"), self.batch_size, rank, replicas)
 
-    def val_dataloader(self) -> ChunkLoader | NoLoaders:
+    def val_dataloader(self) -> ChunkLoader | CombinedLoader:
         """The validation samples, each exactly once; no loader if there are none. For limits see `test_dataloader`."""
-        return self._chunks("validation") if self.sizes["validation"] else NoLoaders()
+        return self._chunks("validation") if self.sizes["validation"] else no_loaders()
 
     def test_dataloader(self) -> ChunkLoader:
         """The test samples, each exactly once.
@@ -238,11 +223,9 @@ class InMemoryData(LightningDataModule):
             self._moved[part, device] = split.to(device)
         return self._moved.get((part, device), split)
 
-    # From stored samples to inputs
-
     def normalize(self, inputs: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Stored samples (B, ...) to inputs of nets; floats get this type."""
-        raise NotImplementedError
+        """Stored samples (B, ...) to inputs of nets: tokens to int64. Images override this; floats get the `dtype`."""
+        return inputs.long()
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Lightning's hook, on the device: stored samples to inputs of the module's type."""

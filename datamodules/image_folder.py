@@ -180,12 +180,10 @@ class ImageFolder(ImageData):
         """Raise BadInput if so many decoded images would not fit in the available memory."""
         need, have = count * int(np.prod(self.input_shape)), memory.available_bytes()
         if need > have:
-            h, w = self.input_shape[1:]
-            expected = (
-                f"images that fit in memory: {count} of 3x{h}x{w} take {need / 1e9:.2f} GB, {have / 1e9:.2f} GB are "
-            )
-            advice = "available; give a smaller --data.image_size, --data.train_size or --data.test_size"
-            raise BadInput("data.root", self.root, expected + advice)
+            size = "x".join(map(str, self.input_shape))
+            found = f"{count} of {size} take {need / 1e9:.2f} GB, {have / 1e9:.2f} GB are available"
+            advice = "give a smaller --data.image_size, --data.train_size or --data.test_size"
+            raise BadInput("data.root", self.root, f"images that fit in memory: {found}; {advice}")
 
 
 def _hidden(path: Path) -> bool:
