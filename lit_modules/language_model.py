@@ -81,13 +81,6 @@ class LitLanguageModel(LitClassifier):
         clip = self.clip_norm if gradient_clip_val is None else gradient_clip_val
         super().configure_gradient_clipping(optimizer, clip, gradient_clip_algorithm)
 
-    def copied_net(self) -> nn.Module:
-        """A copy of the net in training mode, compiled if this one is."""
-        net = super().copied_net()
-        if self.compiled:
-            net.compile(dynamic=False)
-        return net
-
 
 def share_of_rate(warmup_steps: int, steps: float, step: int) -> float:
     """The learning rate of a step divided by the highest one: linear warm-up, then a half cosine from 1 to a tenth."""

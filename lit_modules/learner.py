@@ -53,8 +53,6 @@ class Learner(RunMetrics):
         self.make_optimizer, self.make_scheduler, self.seed = optimizer, scheduler, seed
         self.loss_scales = LossScales()
 
-    # What subclasses define
-
     def parameter_groups(self) -> list[list[nn.Parameter]]:
         """The trainable parameters of each run."""
         raise NotImplementedError
@@ -70,11 +68,9 @@ class Learner(RunMetrics):
     def step_alone(self, run: str, batch: Batch) -> Callable[[], Tensor]:
         """A step of a copy of one run, to measure its cost; what it needs of others is computed beforehand.
 
-        It clears gradients, runs forward and returns the loss; the caller runs backward.
+        It clears gradients, as adding to old ones takes time, and returns the loss; the caller runs backward.
         """
         raise NotImplementedError
-
-    # Steps
 
     @property
     def batches_done(self) -> int:
@@ -127,8 +123,6 @@ class Learner(RunMetrics):
         self.failed[run] = {"step": step, "term": term}
         self.train_sums = {name: v for name, v in self.train_sums.items() if name.rpartition("/")[0] != run or not run}
         self.print(f"{run or 'training'} failed at step {step}: its {term} is not finite")
-
-    # Optimization
 
     def configure_optimizers(self) -> Any:
         """One optimizer with a group for each run."""
@@ -183,20 +177,9 @@ class Learner(RunMetrics):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore them."""
-        state = {"loss_scales": {}, **checkpoint["learner"]}
-        self.loss_scales.load_state_dict(state.pop("loss_scales"))
-        for name, value in state.items():
-            setattr(self, name, value)
-
-
-def step_of(net: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Clears the net's gradients, as an optimizer does, then computes the loss: adding to old gradients takes time."""
-
-    def step() -> Tensor:
-        net.zero_grad()
-        return loss()
-
-    return step
+        state = dict(checkpoint["learner"])
+        self.loss_scales.load_state_dict(state.pop("loss_scales", {}))
+        vars(self).update(state)
 
 
 def prepared(net: nn.Module) -> nn.Module:

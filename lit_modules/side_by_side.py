@@ -27,10 +27,6 @@ class Track(NamedTuple):
     features: dict[str, tuple[int, nn.Module]]
     widths: list[int]
 
-    def known(self, stage: int) -> list[str]:
-        """The features that are computed before a stage."""
-        return [path for path, (where, _) in self.features.items() if where < stage]
-
 
 def side_by_side(
     teacher: nn.Module, students: Mapping[str, Student], active: Active, example: Tensor
@@ -100,7 +96,7 @@ class Stage(nn.Module):
     def _net(self, name: str, given: Iterator[Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
         track = self.tracks[name]
         x = tuple(next(given) for _ in range(track.widths[self.number - 1] if self.number else 1))
-        features = {path: next(given) for path in track.known(self.number)}
+        features = {path: next(given) for path, (stage, _) in track.features.items() if stage < self.number}
         here = {path: module for path, (stage, module) in track.features.items() if stage == self.number}
         with torch.set_grad_enabled(torch.is_grad_enabled() and name != TEACHER), observed(here) as outputs:
             for module in track.pieces[self.number]:

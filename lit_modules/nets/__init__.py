@@ -1,9 +1,8 @@
 """Nets: pure torch, without trainer, rank or device. A new net is a file here and a line below."""
 
 from lit_modules.nets.attention import Cache, SelfAttention, any_kernel
-from lit_modules.nets.base import DEFAULT_LAYER, Net, Outputs, layer, run, typed
+from lit_modules.nets.base import DEFAULT_LAYER, Net, Outputs, check_fits, check_same_start, layer, run, typed
 from lit_modules.nets.batch_norm import globalise
-from lit_modules.nets.checks import check_fits, check_same_start
 from lit_modules.nets.gpt import GPT
 from lit_modules.nets.plain import DeepNN, LightNN
 from lit_modules.nets.resnet import ResNet

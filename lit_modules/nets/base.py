@@ -1,15 +1,20 @@
-"""What all nets of the suite share, and how layers of any net are found and observed."""
+"""What all nets of the suite share, how layers of any net are found and observed, and checks of a user's net."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from apprentice.errors import BadInput
+from apprentice.errors import BadInput, first_line
+from apprentice.keyed import with_seed
 
 DEFAULT_LAYER = "default"
+Shape = tuple[int, int, int]  # (C, H, W)
+Norm = Literal["batch", "group"]
 
 
 class Outputs(NamedTuple):
@@ -32,12 +37,26 @@ class Net(nn.Module):
     feature_layer: str
 
 
-def of_images(input_shape: Sequence[int]) -> tuple[int, int, int]:
+def of_images(input_shape: Sequence[int]) -> Shape:
     """The shape, if it is that of images; raises ValueError otherwise."""
     if len(input_shape) != 3:
         raise ValueError(f"input_shape {tuple(input_shape)}: expected (C, H, W), images")
     channels, height, width = input_shape
     return channels, height, width
+
+
+def norm_layer(norm: Norm) -> Callable[[int], nn.Module]:
+    """A function from a number of channels to their norm; ValueError if there is no norm of this name."""
+    makers: dict[str, Callable[[int], nn.Module]] = {"batch": nn.BatchNorm2d, "group": group_norm}
+    if norm not in makers:
+        raise ValueError(f"norm {norm}: expected {' or '.join(makers)}")
+    return makers[norm]
+
+
+def group_norm(channels: int) -> nn.GroupNorm:
+    """GroupNorm (Wu and He 2018) with as many equal groups as possible: at most 32, as there, of 8 channels or more."""
+    groups = range(max(1, min(32, channels // 8)), 0, -1)
+    return nn.GroupNorm(next(n for n in groups if channels % n == 0), channels)
 
 
 def layer(net: nn.Module, path: str, flag: str = "layer", needs: str = "") -> nn.Module:
@@ -77,3 +96,39 @@ def run(net: nn.Module, inputs: Tensor, paths: set[str]) -> Outputs:
     with observed({path: layer(net, path) for path in sorted(paths)}) as features:
         logits = net(inputs)
     return Outputs(logits, features)
+
+
+def check_fits(
+    net: nn.Module, example: Tensor, logits_shape: Sequence[int], flag: str = "net", trained: bool = True
+) -> None:
+    """Run a copy of the net on inputs (b, ...), b at least 2, in eval mode, and if `trained` in training mode.
+
+    Raises:
+        BadInput: it can't take such inputs, gives another shape, or raises BadInput itself.
+    """
+    name, shape = type(net).__name__, tuple(example.shape[1:])
+    tried = copy.deepcopy(net)  # training changes BatchNorm's statistics
+    for mode in (True, False) if trained else (False,):
+        found: Any = None
+        try:
+            with torch.no_grad():
+                found = with_seed(0, partial(tried.train(mode), typed(tried, example)))
+        except BadInput as fault:
+            raise BadInput(f"{flag}.{fault.flag}", fault.value, fault.expected) from None
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            wanted = f"a net that takes inputs {shape}, as this data has them"
+            raise BadInput(flag, name, f"{wanted}; it says: {first_line(error)}") from None
+        if not isinstance(found, Tensor) or tuple(found.shape) != (len(example), *logits_shape):
+            given = tuple(found.shape[1:]) if isinstance(found, Tensor) else type(found).__name__
+            raise BadInput(flag, name, f"a net that gives logits {tuple(logits_shape)} for an input; it gives {given}")
+
+
+def check_same_start(net: nn.Module, again: nn.Module, flag: str = "net") -> None:
+    """Raise BadInput, which names the first difference, if two nets made with one seed differ in initial weights."""
+    first, second = net.state_dict(), again.state_dict()
+    made = [key for key, x in first.items() if isinstance(x, Tensor) and not nn.parameter.is_lazy(x)]
+    same = {key: first[key].shape == second[key].shape and first[key].allclose(second[key], 0, 0, True) for key in made}
+    if differ := [key for key in made if not same[key]]:
+        sources = "torch's, numpy's and Python's global random numbers"
+        found = f"two made with one seed differ in {differ[0]}"
+        raise BadInput(flag, type(net).__name__, f"a net whose first weights come from {sources} alone; {found}")

@@ -49,10 +49,6 @@ def _statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 class _Global(nn.modules.batchnorm._BatchNorm):
     """In training with several replicas it uses the global batch's statistics; otherwise it is torch's BatchNorm."""
 
-    def _check_input_dim(self, x: Tensor) -> None:
-        if x.dim() < 2:
-            raise ValueError(f"expected at least 2 dimensions, got {x.dim()}")
-
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or (replicas.count() == 1 and x.numel() > x.shape[1]):
             return super().forward(x)  # torch refuses one value a channel, such as in a last batch of one row

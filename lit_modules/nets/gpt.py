@@ -68,7 +68,11 @@ class GPT(Net):
         )  # fmt: skip
         self.norm = nn.LayerNorm(embed_dim, bias=bias)
         self.head = nn.Linear(embed_dim, vocab_size, bias=False)
-        self.apply(_initialise)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=STD)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
         for name, parameter in self.blocks.named_parameters():
             if name.endswith(("attention.out.weight", "mlp.2.weight")):
                 nn.init.normal_(parameter, std=STD / math.sqrt(2 * num_layers))
@@ -161,13 +165,6 @@ class _Embedding(nn.Module):
             raise ValueError(f"tokens {tuple(tokens.shape)}: expected texts of at most {block_size}, the block size")
         places = torch.arange(start, end, device=tokens.device)
         return self.noise(self.tokens(tokens.long()) + self.positions(places))
-
-
-def _initialise(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear | nn.Embedding):
-        nn.init.normal_(module.weight, std=STD)
-    if isinstance(module, nn.Linear) and module.bias is not None:
-        nn.init.zeros_(module.bias)
 
 
 def _sample(logits: Tensor, temperature: float, top_k: int | None, key: int) -> Tensor:

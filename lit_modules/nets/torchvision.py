@@ -3,6 +3,7 @@
 import copy
 import difflib
 import inspect
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -11,8 +12,7 @@ from torch import Tensor, nn
 from torchvision import models
 
 from apprentice.errors import BadInput, first_line
-from lit_modules.nets.base import Net, observed, of_images
-from lit_modules.nets.group_norm import Norm, norm_layer
+from lit_modules.nets.base import Net, Norm, Shape, norm_layer, observed, of_images
 from lit_modules.nets.stages import cuttable
 
 WITH_AUXILIARY = {"googlenet", "inception_v3"}
@@ -39,11 +39,7 @@ class Torchvision(Net):
     unused_weights = ("model.aux1.", "model.aux2.", "model.AuxLogits.")  # auxiliary heads in torchvision's files
 
     def __init__(
-        self,
-        name: str = "resnet18",
-        input_shape: tuple[int, int, int] = (3, 32, 32),
-        num_classes: int = 10,
-        norm: Norm = "batch",
+        self, name: str = "resnet18", input_shape: Shape = (3, 32, 32), num_classes: int = 10, norm: Norm = "batch"
     ) -> None:
         super().__init__()
         known = models.list_models(module=models)
@@ -67,11 +63,9 @@ class Torchvision(Net):
             return builder(**options)
         with torch.device("meta"):
             has_batch_norm = any(isinstance(m, nn.BatchNorm2d) for m in builder(weights=None).modules())
-        try:
+        with suppress(TypeError):  # it takes no norm_layer
             if has_batch_norm:
                 return builder(**options, norm_layer=norm_layer(norm))
-        except TypeError:  # it takes no norm_layer
-            pass
         raise BadInput("norm", norm, f"batch for {self.name}; others, as resnet50, have BatchNorm as an option")
 
     @torch.no_grad()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from apprentice.keyed import Dropout
 from lit_modules.nets.attention import Backend, Cache
-from lit_modules.nets.base import Net, of_images
+from lit_modules.nets.base import Net, Shape, of_images
 from lit_modules.nets.transformer import Block
 
 STD = 0.02  # of initial weights, as in DeiT
@@ -51,7 +51,7 @@ class ViT(Net):
         dropout: float = 0.0,
         distillation_token: bool = False,
         backend: Backend = "auto",
-        input_shape: tuple[int, int, int] = (3, 32, 32),
+        input_shape: Shape = (3, 32, 32),
         num_classes: int = 10,
     ) -> None:
         super().__init__()

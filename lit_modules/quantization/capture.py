@@ -63,7 +63,14 @@ def captured(net: nn.Module, example: Tensor, layers: Sequence[str] = ()) -> Gra
         raise BadInput("net", type(net).__name__, said) from error
     graph = program.module(check_guards=False)
     for node in graph.graph.nodes:
-        _check(node, net)
+        wanted = ""
+        if draws(node) and not is_dropout(net.get_submodule(path_of(node))):
+            where = path_of(node) or "its forward"
+            wanted = f"draws noise in layers such as nn.Dropout only; {where} calls {node.target}"
+        elif node.target is ATEN.batch_norm.default and node.args[3] is None:
+            wanted = f"has BatchNorm with running statistics; {path_of(node)} has none"
+        if wanted:
+            raise BadInput("net", type(net).__name__, f"a net that {wanted}")
         if node.op == "call_function" and (source := _source(node)):
             node.meta["source_fn_stack"] = [source]
     return graph
@@ -83,16 +90,6 @@ def _plain_layers(net: nn.Module) -> Iterator[None]:
     finally:
         for module, kind in kinds.items():
             module.__class__ = kind
-
-
-def _check(node: Node, net: nn.Module) -> None:
-    wanted = ""
-    if draws(node) and not is_dropout(net.get_submodule(path_of(node))):
-        wanted = f"draws noise in layers such as nn.Dropout only; {path_of(node) or 'its forward'} calls {node.target}"
-    elif node.target is ATEN.batch_norm.default and node.args[3] is None:
-        wanted = f"has BatchNorm with running statistics; {path_of(node)} has none"
-    if wanted:
-        raise BadInput("net", type(net).__name__, f"a net that {wanted}")
 
 
 def draws(node: Node) -> bool:

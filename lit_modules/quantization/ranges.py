@@ -53,7 +53,11 @@ class Range(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Observe x: activations (b, ...), where b may be 0, or a weight (channels, ...)."""
         if self.training:
-            low, high = self._weights(x) if self.per_channel else self._activations(x)
+            if self.per_channel:
+                rows = x.detach().transpose(0, self.ch_axis).flatten(1).to(self.low.dtype)
+                low, high = rows.amin(1), rows.amax(1)
+            else:
+                low, high = self._ends(x)
             first = not self.low.isfinite().all()
             for own, seen in ((self.low, low), (self.high, high)):
                 own.resize_(seen.shape).copy_(seen if first else own.lerp(seen, self.averaging_constant))
@@ -71,11 +75,7 @@ class Range(nn.Module):
         self.low.fill_(torch.inf)
         self.high.fill_(-torch.inf)
 
-    def _weights(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        rows = x.detach().transpose(0, self.ch_axis).flatten(1).to(self.low.dtype)
-        return rows.amin(1), rows.amax(1)
-
-    def _activations(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _ends(self, x: Tensor) -> tuple[Tensor, Tensor]:
         ends = self.low.new_full((2,), -torch.inf)
         if x.numel():
             low, high = torch.aminmax(x.detach())
