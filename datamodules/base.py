@@ -32,6 +32,9 @@ class InMemoryData(LightningDataModule):
         tokens_per_character: tokens for one character of the text, if each token of a sample has a label.
         training_options: options that change training but not the samples.
         free_options: options that change neither, such as where a fixed data set lies.
+        train_inputs_repeat: whether a training sample is the same in each epoch, so that a teacher's output for it can
+            be cached.
+        evaluation_batch_size: samples in an evaluation batch.
         order_seed: the training seed. Order and augmentation depend on it; splits and subsets depend on `seed` alone.
 
     Args:
@@ -55,6 +58,7 @@ class InMemoryData(LightningDataModule):
     class_names: tuple[str, ...]
     given_to_nets: tuple[str, ...] = ("input_shape", "num_classes")
     tokens_per_character: float | None = None
+    train_inputs_repeat: bool = True
     training_options: ClassVar[frozenset[str]] = frozenset({"batch_size"})
     free_options: ClassVar[frozenset[str]] = frozenset({"num_workers"})
 
@@ -77,7 +81,7 @@ class InMemoryData(LightningDataModule):
         self.batch_size, self.train_size, self.test_size = batch_size, train_size, test_size
         self.validation_size, self.subset, self.seed, self.partition = validation_size, subset, seed, partition
         self.name = type(self).__name__
-        self.order_seed = 0
+        self.order_seed, self.evaluation_batch_size = 0, batch_size
         self._splits: dict[str, Samples] = {}
         self._moved: dict[tuple[str, torch.device], Samples] = {}
 
@@ -134,11 +138,6 @@ class InMemoryData(LightningDataModule):
         return min(batches * size, count)
 
     @property
-    def evaluation_batch_size(self) -> int:
-        """Samples in an evaluation batch."""
-        return self.batch_size
-
-    @property
     def num_classes(self) -> int:
         """The number of classes."""
         return len(self.class_names)
@@ -152,11 +151,6 @@ class InMemoryData(LightningDataModule):
     def example(self) -> Tensor:
         """(2, ...), inputs as a net takes them, from stored zeros."""
         return self.normalize(torch.zeros(2, *self.input_shape, dtype=torch.uint8))
-
-    @property
-    def train_inputs_repeat(self) -> bool:
-        """Whether a training sample is the same in each epoch, so that a teacher's output for it can be cached."""
-        return True
 
     def train_dataloader(self) -> TrainLoader:
         """Global batches in the order of (order_seed, epoch), each cut into contiguous shares for the ranks."""
@@ -179,11 +173,7 @@ class InMemoryData(LightningDataModule):
         return self._chunks("validation") if self.sizes["validation"] else no_loaders()
 
     def test_dataloader(self) -> ChunkLoader:
-        """The test samples, each exactly once.
-
-        A Trainer's `limit_test_batches` counts batches of a single device, whatever the number of devices, and takes
-        the first samples of a seeded order.
-        """
+        """The test samples, each exactly once; a Trainer's limit counts batches of one device, in a seeded order."""
         return self._chunks("test")
 
     def check_replicas(self, replicas: int, exact: int | None = None) -> None:

@@ -55,12 +55,7 @@ class PartitionedOrder(EpochOrder):
     """Gives each rank a fixed, seeded partition of the samples, in an order of its own in each epoch.
 
     Partitions alternate in the global order in proportion to their sizes. Every global batch keeps its size, and has
-    about a rank's fraction of samples from that rank's partition, perhaps none.
-
-    Args:
-        fractions: each rank's fraction of the whole.
-        chosen: seed of the partition.
-        options: those of EpochOrder.
+    about a rank's fraction of samples from that rank's partition, perhaps none. `chosen` is the partition's seed.
     """
 
     def __init__(

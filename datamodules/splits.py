@@ -163,10 +163,7 @@ def train_and_validation(
     """Places in `labels` for training and for validation, each sorted, and disjoint.
 
     Validation samples are drawn first, in proportion to the classes; if `validation_size` is a count, they are the same
-    for any `train_size`. At least one sample of each class is for training.
-
-    Raises:
-        BadInput: there are fewer samples, or a class would have none for training.
+    for any `train_size`. At least one sample of each class is for training. BadInput if there are too few samples.
     """
     available, classes = len(labels), len(labels.unique())
     count = held_out(validation_size, available if train_size is None else train_size)

@@ -106,6 +106,7 @@ class Text(InMemoryData):
     """
 
     given_to_nets = ("vocab_size", "block_size")
+    train_inputs_repeat = False  # each epoch has its own blocks
 
     def __init__(
         self,
@@ -121,6 +122,7 @@ class Text(InMemoryData):
             raise BadInput("data.vocabulary", vocabulary, " or ".join(get_args(Unit)))
         self.path = None if path is None else Path(path).expanduser()
         self.block_size, self.input_shape = block_size, (block_size,)
+        self.evaluation_batch_size = max(EVALUATED // block_size, 1)
         self.unit, self.tokens_per_character = vocabulary, 1.0
         self.vocabulary: Vocabulary
 
@@ -188,23 +190,10 @@ class Text(InMemoryData):
         self.split("train")
         return len(self.vocabulary)
 
-    @property
-    def vocab_size(self) -> int:
-        """The number of classes, under the name that language models use."""
-        return self.num_classes
-
-    @property
-    def train_inputs_repeat(self) -> bool:
-        """False: each epoch has its own blocks."""
-        return False
+    vocab_size = num_classes  # the name that language models use
 
     def _order(self, size: int) -> EpochOrder:
         return BlockOrder(size + self.block_size, self.block_size, self.order_seed, self._position)
-
-    @property
-    def evaluation_batch_size(self) -> int:
-        """Blocks in an evaluation batch."""
-        return max(EVALUATED // self.block_size, 1)
 
 
 def _consecutive(tokens: Tensor, length: int) -> Split:

@@ -13,13 +13,12 @@ from apprentice import replicas
 from apprentice.batch import Batch
 from apprentice.errors import BadInput
 from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepared
-from lit_modules.nets import Outputs, any_kernel, layer, run, typed
+from lit_modules.nets import Outputs, any_kernel, run, typed
+from lit_modules.nets.base import layer
 from lit_modules.objectives import Objective, Term
 from lit_modules.scores import ClassScores, MakeScores
 from lit_modules.side_by_side import side_by_side
 from lit_modules.student import Student
-
-EXAMPLES = 3  # inputs on which objectives are tested
 
 
 class Distillation(Learner):
@@ -75,7 +74,7 @@ class Distillation(Learner):
         self._storing = False
         self._example = torch.zeros(1, *input_shape, dtype=input_dtype)
         with any_kernel(self):
-            self._build(self._example.expand(EXAMPLES, *input_shape))
+            self._build(self._example.expand(3, *input_shape))
         self.to(memory_format=torch.channels_last)
         self.register_state_dict_post_hook(_remove_teacher)
         self.register_load_state_dict_post_hook(_allow_missing_teacher)

@@ -63,7 +63,7 @@ class LitLanguageModel(LitClassifier):
 
     def configure_optimizers(self) -> Any:
         """AdamW with a group with weight decay and one without, and a learning rate that changes with every step."""
-        self.take_over_scales()
+        self.loss_scales.take_over(self.trainer.precision_plugin, self.runs)
         (parameters,) = self.parameter_groups()
         groups = [
             {"params": [p for p in parameters if p.dim() > 1], "weight_decay": self.weight_decay},

@@ -50,10 +50,9 @@ class Student(nn.Module):
 
 @torch.no_grad()
 def check_rows(objective: Objective, student: Outputs, teacher: Outputs | None, flag: str) -> None:
-    """Run an objective on noise like these outputs of 2 rows or more; compare a row's values when other rows change.
+    """Raise BadInput if, on noise like these outputs of 2 rows or more, a term lacks a value for each row alone.
 
-    Raises:
-        BadInput: a term has another number of values, or relates rows without `relates_rows`.
+    A row's values are compared when other rows change, unless the objective declares `relates_rows`.
     """
     name, b = type(objective).__name__, len(student.logits)
     for low, high in RANGES:

@@ -154,13 +154,9 @@ def check_backend(backend: str) -> None:
 
 @contextmanager
 def kernel(backend: str, query: Tensor, *others: Any) -> Iterator[None]:
-    """Inside, `scaled_dot_product_attention(query, *others)` uses this kernel, or is refused.
+    """Inside, `scaled_dot_product_attention(query, *others)` uses this kernel; BadInput, with torch's reasons, if not.
 
     `auto` leaves the choice to torch. It is global to the process: two threads can't use different kernels at once.
-
-    Raises:
-        BadInput: the kernel can't serve the input; the message has torch's reasons.
-        ValueError: the backend is unknown.
     """
     check_backend(backend)
     device = query.device.type

@@ -1,7 +1,7 @@
-"""What all nets of the suite share, how layers of any net are found and observed, and checks of a user's net."""
+"""What the suite's nets share, and how any net is used: its layers, its pipeline stages, whether it fits the data."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -98,14 +98,55 @@ def run(net: nn.Module, inputs: Tensor, paths: set[str]) -> Outputs:
     return Outputs(logits, features)
 
 
+def pipeline_stages(net: nn.Module, flag: str = "net") -> list[nn.Module]:
+    """Modules whose composition is the net's forward: its `pipeline_stages()`, or a sequence's parts; else BadInput."""
+    if (own := getattr(net, "pipeline_stages", None)) is not None:
+        return own()
+    if _is_chain(net):
+        return cuttable(net.children())
+    raise BadInput(flag, type(net).__name__, "a net that can be cut: with pipeline_stages(), or an nn.Sequential")
+
+
+def cuttable(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """The modules, with sequences split into their members, and in-place modules joined to their predecessors."""
+    groups: list[list[nn.Module]] = []
+    for module in _members(modules):
+        if groups and getattr(module, "inplace", False):  # it would change a tensor that others may still read
+            groups[-1].append(module)
+        else:
+            groups.append([module])
+    return [group[0] if len(group) == 1 else nn.Sequential(*group) for group in groups]
+
+
+def _members(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    # Subclasses of Sequential, such as a convolution with its norm, stay whole.
+    return [part for m in modules for part in (_members(m) if type(m) is nn.Sequential else [m])]
+
+
+def _is_chain(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and len(module) > 0
+
+
+def stage_of(net: nn.Module, stages: Sequence[nn.Module], path: str, flag: str = "layer") -> tuple[int, nn.Module]:
+    """The number of the stage that computes a layer's output, and the module that gives it; BadInput if there is none.
+
+    That is the layer itself, or the last member of a sequence that was split.
+    """
+    module = layer(net, path, flag)
+    while True:
+        for number, stage in enumerate(stages):
+            if module in set(stage.modules()):
+                return number, module
+        if not _is_chain(module):
+            expected = f"a layer of {type(net).__name__} inside a pipeline stage, or a sequence of such"
+            raise BadInput(flag, path, expected)
+        module = list(module.children())[-1]
+
+
 def check_fits(
     net: nn.Module, example: Tensor, logits_shape: Sequence[int], flag: str = "net", trained: bool = True
 ) -> None:
-    """Run a copy of the net on inputs (b, ...), b at least 2, in eval mode, and if `trained` in training mode.
-
-    Raises:
-        BadInput: it can't take such inputs, gives another shape, or raises BadInput itself.
-    """
+    """BadInput if a copy of the net fails on inputs (b, ...), b at least 2, in eval or, if `trained`, training mode."""
     name, shape = type(net).__name__, tuple(example.shape[1:])
     tried = copy.deepcopy(net)  # training changes BatchNorm's statistics
     for mode in (True, False) if trained else (False,):

@@ -87,11 +87,8 @@ GLOBAL: dict[type[nn.Module], type[_Global]] = {
 
 
 def globalise(net: nn.Module) -> nn.Module:
-    """Make every BatchNorm inside `net` use the global batch; parameters, buffers and their names stay the same.
-
-    It changes the layers' class in place, so that weights shared with other modules stay the same objects.
-    """
+    """Make every BatchNorm inside `net` use the global batch; parameters, buffers and their names stay the same."""
     for module in net.modules():
         if (kind := type(module)) in GLOBAL:
-            module.__class__ = GLOBAL[kind]
+            module.__class__ = GLOBAL[kind]  # in place, for weights that are shared with other modules
     return net

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from apprentice import keyed
 from apprentice.errors import BadInput
 from apprentice.keyed import Dropout
-from lit_modules.nets.attention import Backend, Cache
+from lit_modules.nets.attention import Backend, Cache, SelfAttention
 from lit_modules.nets.base import Net
 from lit_modules.nets.transformer import Block
 
@@ -34,7 +34,7 @@ class GPT(Net):
         backend: the attention kernel, see `SelfAttention`.
 
     Raises:
-        ValueError: a size is below 1, or `Block` refuses one.
+        ValueError: a size is below 1, or `SelfAttention` refuses one.
     """
 
     feature_layer = "norm"
@@ -61,8 +61,8 @@ class GPT(Net):
         self.embedding = _Embedding(vocab_size, block_size, embed_dim, dropout)
         self.blocks = nn.ModuleList(
             Block(
-                embed_dim, num_heads, causal=True, dropout=dropout, bias=bias, backend=backend,
-                attention_dropout=attention_dropout, layer=1 + 2 * number,
+                SelfAttention(embed_dim, num_heads, True, attention_dropout, bias, backend),
+                dropout=dropout, bias=bias, layer=1 + 2 * number,
             )
             for number in range(num_layers)
         )  # fmt: skip

@@ -74,8 +74,7 @@ class ResNet(Net):
 
     def pipeline_stages(self) -> list[nn.Module]:
         """The stem, each block, and the head with the mean over positions."""
-        head = nn.Sequential(_Mean(), self.head)
-        return [self.stem, *self.stage1, *self.stage2, *self.stage3, head]
+        return [self.stem, *self.stage1, *self.stage2, *self.stage3, nn.Sequential(_Mean(), self.head)]
 
 
 class _Mean(nn.Module):

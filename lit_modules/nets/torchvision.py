@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torchvision import models
 
 from apprentice.errors import BadInput, first_line
-from lit_modules.nets.base import Net, Norm, Shape, norm_layer, observed, of_images
-from lit_modules.nets.stages import cuttable
+from lit_modules.nets.base import Net, Norm, Shape, cuttable, norm_layer, observed, of_images
 
 WITH_AUXILIARY = {"googlenet", "inception_v3"}
 # What models do between two children without a module for it.
@@ -108,12 +107,9 @@ class _ThreeChannels(nn.Module):
 
 @torch.no_grad()
 def chain(model: nn.Module, example: Tensor) -> list[nn.Module]:
-    """The model's children in order, with modules for the pooling and flattening between them.
+    """The model's children in order, with modules for what it does between them; ValueError if these are unknown.
 
     Their composition equals the model's forward, bit for bit, in eval mode and for the example's inputs.
-
-    Raises:
-        ValueError: the model is not such a chain.
     """
     names, tensors = _traced(copy.deepcopy(model).eval(), example)
     if len(set(names)) < len(names):
@@ -125,17 +121,14 @@ def chain(model: nn.Module, example: Tensor) -> list[nn.Module]:
 
 
 def _traced(model: nn.Module, example: Tensor) -> tuple[list[str], list[tuple[Tensor, Tensor]]]:
-    """The children's names in call order; for each gap around them the tensor before and the tensor after it.
-
-    Tensors are cloned, since a child may work in place.
-    """
+    """The children's names in call order; for each gap around them the tensor before and the tensor after it."""
     names: list[str] = []
     given, taken = [example], []
 
     def enter(_module: nn.Module, args: tuple[Any, ...]) -> None:
         if len(args) != 1 or not isinstance(args[0], Tensor):
             raise ValueError("a child takes more than one tensor")
-        taken.append(args[0].clone())
+        taken.append(args[0].clone())  # a child may work in place
 
     def leave(name: str, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         if not isinstance(output, Tensor):

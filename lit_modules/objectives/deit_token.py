@@ -51,8 +51,7 @@ class DeiTToken(Objective):
         """Refuse a layer that gives no logits."""
         for flag, path in self.student_layers.items():
             if (found := student.features[path].shape[1:]) != (wanted := student.logits.shape[1:]):
-                expected = f"a head that gives logits {tuple(wanted)}; this layer gives {tuple(found)}"
-                raise BadInput(flag, path, expected)
+                raise BadInput(flag, path, f"a head that gives logits {tuple(wanted)}; this layer gives {tuple(found)}")
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
         assert teacher is not None

@@ -22,8 +22,6 @@ class Hint(FeatureObjective):
         BadInput: in `build`, the two layers' maps differ in height or width.
     """
 
-    regressor: nn.Conv2d
-
     def __init__(self, hint_weight: float = 0.25, ce_weight: float = 0.75, **layers: Any) -> None:
         super().__init__(**layers)
         self.hint_weight, self.ce_weight = weight("hint_weight", hint_weight), weight("ce_weight", ce_weight)

@@ -2,5 +2,3 @@
 
 from lit_modules.quantization.fake_quantized import FakeQuantized, post_training
 from lit_modules.quantization.graphs import EXTRA
-
-__all__ = ["EXTRA", "FakeQuantized", "post_training"]

@@ -42,12 +42,8 @@ class _Dropout(nn.Module):
 def captured(net: nn.Module, example: Tensor, layers: Sequence[str] = ()) -> GraphModule:
     """The net's operations on inputs like `example` (b, ...) with any number of rows, in the net's current mode.
 
-    The graph returns a tuple: logits (b, classes), and the outputs of the layers. It contains dropout of any kind as
-    `aten.dropout`.
-
-    Raises:
-        BadInput: torch.export can't capture the net, it draws noise outside of dropout layers, or a BatchNorm has no
-            statistics.
+    The graph returns a tuple: logits (b, classes), and the layers' outputs. Dropout of any kind is `aten.dropout`.
+    BadInput if torch.export can't capture the net, it draws other noise, or a BatchNorm has no statistics.
     """
     # Autograd counts devices at the first backward, and export registers one more: with threads for it, no fork of this
     # process could run a backward.

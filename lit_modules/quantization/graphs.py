@@ -29,14 +29,10 @@ def quantizer(training: bool) -> Any:
 
     if not training:
         return x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config())
-    activation = QuantizationSpec(
-        dtype=torch.uint8, quant_min=0, quant_max=255, qscheme=torch.per_tensor_affine,
-        observer_or_fake_quant_ctr=FakeQuantize.with_args(observer=Range),
-    )  # fmt: skip
-    weight = QuantizationSpec(
-        dtype=torch.int8, quant_min=-128, quant_max=127, qscheme=torch.per_channel_symmetric, ch_axis=0,
-        observer_or_fake_quant_ctr=FakeQuantize.with_args(observer=partial(Range, averaging_constant=1.0)),
-    )  # fmt: skip
+    moving = FakeQuantize.with_args(observer=Range)
+    latest = FakeQuantize.with_args(observer=partial(Range, averaging_constant=1.0))
+    activation = QuantizationSpec(torch.uint8, moving, 0, 255, torch.per_tensor_affine)
+    weight = QuantizationSpec(torch.int8, latest, -128, 127, torch.per_channel_symmetric, ch_axis=0)
     config = x86.QuantizationConfig(activation, activation, weight, None, True)
     return x86.X86InductorQuantizer().set_global(config)
 
@@ -76,10 +72,7 @@ def with_modes(graph: GraphModule) -> GraphModule:
 
 
 def with_modules(graph: GraphModule, net: nn.Module) -> GraphModule:
-    """Replace the graph's BatchNorm and dropout operations by the net's layers: global statistics, keyed noise.
-
-    Parameters and buffers keep their names.
-    """
+    """Replace the graph's BatchNorm and dropout by the net's layers, with the same names of parameters and buffers."""
     for node in list(graph.graph.nodes):
         norm = node.target is ATEN.batch_norm.default
         if not norm and not draws(node):

@@ -18,14 +18,8 @@ class Range(nn.Module):
     An observer for torchao's FakeQuantize. Source: Jacob et al. 2018, "Quantization and Training of Neural Networks for
     Efficient Integer-Arithmetic-Only Inference", section 3.1.
 
-    Args:
-        dtype: the integer type.
-        qscheme: `per_tensor_affine`, or `per_channel_symmetric` for a weight, which is equal on all ranks.
-        quant_min: smallest integer.
-        quant_max: largest integer.
-        ch_axis: the axis of the channels.
-        averaging_constant: the weight of a new batch; 1 keeps the last range alone.
-        eps: the smallest scale.
+    Its arguments are those of torchao's observers. `qscheme` is `per_tensor_affine`, or `per_channel_symmetric` for a
+    weight, which is equal on all ranks; `averaging_constant` is the weight of a new batch: 1 keeps the last range only.
     """
 
     low: Tensor
