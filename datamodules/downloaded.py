@@ -33,10 +33,7 @@ class Origin(NamedTuple):
 
 
 class Downloaded(ImageData):
-    """A data set that one of torchvision's classes downloads and reads.
-
-    Attributes:
-        source: that class.
+    """A data set that one of torchvision's classes, `source`, downloads and reads.
 
     Args:
         root: the folder that holds the data or gets it.

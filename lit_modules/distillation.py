@@ -145,13 +145,11 @@ class Distillation(Learner):
         batches = trainer.estimated_stepping_batches * trainer.accumulate_grad_batches
         if not (repeats and self.uses_teacher and self.teacher_cache_bytes and batches > trainer.num_training_batches):
             return
-        own_chunks = data.train_in_order(replicas.rank(), replicas.count())
-        chunks = (data.on_after_batch_transfer(chunk, 0) for chunk in own_chunks)
+        own = data.train_in_order(replicas.rank(), replicas.count())
+        chunks = (data.on_after_batch_transfer(chunk, 0) for chunk in own)
         self._storing = True
         with trainer.precision_plugin.forward_context(), torch.no_grad():
-            self.cache = outputs_by_index(
-                chunks, data.sizes["train"], lambda inputs: self(inputs)[0], self.teacher_cache_bytes
-            )
+            self.cache = outputs_by_index(chunks, data.sizes["train"], lambda x: self(x)[0], self.teacher_cache_bytes)
         self._storing = False
 
     def on_train_end(self) -> None:

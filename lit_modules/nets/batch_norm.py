@@ -69,16 +69,13 @@ class _Global(nn.modules.batchnorm._BatchNorm):
         self.running_var.lerp_(variance.to(self.running_var.dtype), momentum)
 
 
-class _Global1d(_Global, nn.BatchNorm1d):
-    pass
+class _Global1d(_Global, nn.BatchNorm1d): ...
 
 
-class _Global2d(_Global, nn.BatchNorm2d):
-    pass
+class _Global2d(_Global, nn.BatchNorm2d): ...
 
 
-class _Global3d(_Global, nn.BatchNorm3d):
-    pass
+class _Global3d(_Global, nn.BatchNorm3d): ...
 
 
 GLOBAL: dict[type[nn.Module], type[_Global]] = {

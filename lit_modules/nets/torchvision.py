@@ -90,10 +90,9 @@ class Torchvision(Net):
 
     def pipeline_stages(self) -> list[nn.Module]:
         """The model's children and what it does between them, its sequences split; BadInput if it is no such chain."""
-        weight = next(self.model.parameters())
         example = torch.rand(2, 3, *self.input_shape[1:], generator=torch.Generator().manual_seed(0))
         try:
-            parts = chain(self.model, example.to(weight))
+            parts = chain(self.model, example.to(next(self.model.parameters())))
         except ValueError:
             like = "a model that is a chain of its children, as resnet50 or vgg11"
             raise BadInput("name", self.name, f"{like}: {self.name} can't be cut into pipeline stages") from None

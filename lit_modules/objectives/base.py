@@ -13,15 +13,11 @@ from lit_modules.nets.base import DEFAULT_LAYER, Outputs
 
 
 class Term(NamedTuple):
-    """One part of a loss: per-sample values (b,) and the weight of their mean.
-
-    Attributes:
-        is_ce: whether the values are the cross-entropies of the student's logits with the labels.
-    """
+    """One part of a loss: per-sample values (b,) and the weight of their mean."""
 
     values: Tensor
     weight: float
-    is_ce: bool = False
+    is_ce: bool = False  # whether the values are the cross-entropies of the student's logits with the labels
 
 
 class Objective(nn.Module):
