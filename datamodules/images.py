@@ -43,7 +43,9 @@ class ImageData(InMemoryData):
 
     def __init__(self, batch_size: int = 128, *, augment: bool = False, **options: Any) -> None:
         super().__init__(batch_size, **options)
-        self.augment, self.train_inputs_repeat = augment, not augment
+        self.augment = augment
+        if augment:
+            self.train_inputs_repeat = False
 
     def normalize(self, images: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Stored (B, C, H, W) uint8 to floats of mean 0 and deviation 1.

@@ -65,7 +65,7 @@ class LossScales:
 
     @torch.no_grad()
     def unscale(self, parameters: Mapping[str, Iterable[nn.Parameter]], device: torch.device) -> list[str]:
-        """Unscale these runs' gradients and update the scales; returns runs with an infinite one on any rank."""
+        """Unscale these runs' gradients and update the scales; returns runs with one not finite on any rank."""
         found: dict[str, list[Tensor]] = {}
         for run, group in parameters.items():
             if held := [_local(p) for p in group if p.grad is not None]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -59,13 +60,10 @@ class GPT(Net):
                 raise ValueError(f"{name} {value}: expected at least 1")
         self.block_size, self.tie_weights = block_size, tie_weights
         self.embedding = _Embedding(vocab_size, block_size, embed_dim, dropout)
+        attention = partial(SelfAttention, embed_dim, num_heads, True, attention_dropout, bias, backend)
         self.blocks = nn.ModuleList(
-            Block(
-                SelfAttention(embed_dim, num_heads, True, attention_dropout, bias, backend),
-                dropout=dropout, bias=bias, layer=1 + 2 * number,
-            )
-            for number in range(num_layers)
-        )  # fmt: skip
+            Block(attention(), dropout=dropout, bias=bias, layer=1 + 2 * number) for number in range(num_layers)
+        )
         self.norm = nn.LayerNorm(embed_dim, bias=bias)
         self.head = nn.Linear(embed_dim, vocab_size, bias=False)
         for module in self.modules():
