@@ -109,7 +109,7 @@ def slices(path: Path) -> tuple[Tensor, Tensor]:
 def written(data: Text, folder: str | Path) -> Path:
     """The training text as a file of 16-bit numbers."""
     path = Path(folder) / "train.bin"
-    data.split("train").text.numpy().astype(np.uint16).tofile(path)  # type: ignore[attr-defined]
+    data.split("train").text.numpy().astype(np.uint16).tofile(path)  # type: ignore[union-attr]
     return path
 
 

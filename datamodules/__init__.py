@@ -8,5 +8,4 @@ from datamodules.images import ImageData
 from datamodules.labelled_text import LabelledText
 from datamodules.mnist import MNIST
 from datamodules.shakespeare import Shakespeare
-from datamodules.text import Text
-from datamodules.vocabulary import Vocabulary
+from datamodules.text import Text, Vocabulary

@@ -7,15 +7,14 @@ from typing import Any, ClassVar, cast
 
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_only
 from torch import Tensor
 
 from apprentice import keyed
 from apprentice.batch import Batch
 from apprentice.errors import BadInput
 from datamodules import splits
-from datamodules.loaders import ChunkLoader, NoLoaders, TrainLoader
-from datamodules.sampling import EpochOrder, PartitionedOrder
+from datamodules.loaders import ChunkLoader, EpochOrder, PartitionedOrder, TrainLoader, no_loaders
 from datamodules.splits import Samples, Source, Subset
 
 LIMITS = {"train": "limit_train_batches", "validation": "limit_val_batches", "test": "limit_test_batches"}
@@ -24,7 +23,7 @@ LIMITS = {"train": "limit_train_batches", "validation": "limit_val_batches", "te
 class InMemoryData(LightningDataModule):
     """Labelled samples in memory as uint8, loaded in batches.
 
-    A kind of data overrides `normalize`, a data set overrides `read`.
+    A data set overrides `read`; a kind of data that is not tokens overrides `normalize`.
 
     Attributes:
         input_shape: of one sample, as nets take it.
@@ -33,6 +32,9 @@ class InMemoryData(LightningDataModule):
         tokens_per_character: tokens for one character of the text, if each token of a sample has a label.
         training_options: options that change training but not the samples.
         free_options: options that change neither, such as where a fixed data set lies.
+        train_inputs_repeat: whether a training sample is the same in each epoch, so that a teacher's output for it can
+            be cached.
+        evaluation_batch_size: samples in an evaluation batch.
         order_seed: the training seed. Order and augmentation depend on it; splits and subsets depend on `seed` alone.
 
     Args:
@@ -56,6 +58,7 @@ class InMemoryData(LightningDataModule):
     class_names: tuple[str, ...]
     given_to_nets: tuple[str, ...] = ("input_shape", "num_classes")
     tokens_per_character: float | None = None
+    train_inputs_repeat: bool = True
     training_options: ClassVar[frozenset[str]] = frozenset({"batch_size"})
     free_options: ClassVar[frozenset[str]] = frozenset({"num_workers"})
 
@@ -78,11 +81,9 @@ class InMemoryData(LightningDataModule):
         self.batch_size, self.train_size, self.test_size = batch_size, train_size, test_size
         self.validation_size, self.subset, self.seed, self.partition = validation_size, subset, seed, partition
         self.name = type(self).__name__
-        self.order_seed = 0
+        self.order_seed, self.evaluation_batch_size = 0, batch_size
         self._splits: dict[str, Samples] = {}
         self._moved: dict[tuple[str, torch.device], Samples] = {}
-
-    # Reading
 
     def read(self) -> tuple[Source, Source]:
         """The whole training and test sets, before subsets are drawn; called once. BadInput if absent or damaged."""
@@ -118,23 +119,16 @@ class InMemoryData(LightningDataModule):
     @property
     def sizes(self) -> dict[str, int]:
         """Counts of samples: train, validation, test."""
-        return {part: len(self.split(part).labels) for part in ("train", "validation", "test")}
+        return {part: len(self.split(part).labels) for part in LIMITS}
 
     def used(self, trainer: Trainer) -> dict[str, int]:
         """`sizes` under a Trainer's `limit_train_batches` and the like; BadInput if one is less than a batch."""
-        kept = {part: self._kept(part, trainer) for part in LIMITS}
-        return {
-            part: size if kept[part] == self._count(part) else self._size(part, kept[part])
-            for part, size in self.sizes.items()
-        }
-
-    def _count(self, part: str) -> int:
-        samples = len(self.split(part).labels)
-        return len(self._order(samples)) if part == "train" else samples
+        return {part: self._kept(part, trainer) for part in LIMITS}
 
     def _kept(self, part: str, trainer: Trainer | None) -> int:
         """Samples in the batches within a Trainer's limit: an int is a count of batches, a float a fraction."""
-        count, limit = self._count(part), getattr(trainer, LIMITS[part], 1.0)
+        samples, limit = len(self.split(part).labels), getattr(trainer, LIMITS[part], 1.0)
+        count = len(self._order(samples)) if part == "train" else samples
         size = self.batch_size if part == "train" else self.evaluation_batch_size
         whole = math.ceil(count / size)
         batches = min(whole, limit) if isinstance(limit, int) else int(whole * limit)
@@ -142,14 +136,6 @@ class InMemoryData(LightningDataModule):
             expected = f"at least one batch: a count, as 1, or a fraction of the {whole}, at least {1 / whole:.3g}"
             raise BadInput(f"trainer.{LIMITS[part]}", limit, expected)
         return min(batches * size, count)
-
-    def _size(self, part: str, kept: int) -> int:
-        return kept  # what `sizes` counts in so many samples
-
-    @property
-    def evaluation_batch_size(self) -> int:
-        """Samples in an evaluation batch."""
-        return self.batch_size
 
     @property
     def num_classes(self) -> int:
@@ -165,13 +151,6 @@ class InMemoryData(LightningDataModule):
     def example(self) -> Tensor:
         """(2, ...), inputs as a net takes them, from stored zeros."""
         return self.normalize(torch.zeros(2, *self.input_shape, dtype=torch.uint8))
-
-    @property
-    def train_inputs_repeat(self) -> bool:
-        """Whether a training sample is the same in each epoch, so that a teacher's output for it can be cached."""
-        return True
-
-    # Loading
 
     def train_dataloader(self) -> TrainLoader:
         """Global batches in the order of (order_seed, epoch), each cut into contiguous shares for the ranks."""
@@ -189,16 +168,12 @@ class InMemoryData(LightningDataModule):
         """The training set once, in chunks in index order; `index` is the same as in `train_dataloader`'s batches."""
         return ChunkLoader(self._resident("train"), self.batch_size, rank, replicas)
 
-    def val_dataloader(self) -> ChunkLoader | NoLoaders:
+    def val_dataloader(self) -> ChunkLoader | CombinedLoader:
         """The validation samples, each exactly once; no loader if there are none. For limits see `test_dataloader`."""
-        return self._chunks("validation") if self.sizes["validation"] else NoLoaders()
+        return self._chunks("validation") if self.sizes["validation"] else no_loaders()
 
     def test_dataloader(self) -> ChunkLoader:
-        """The test samples, each exactly once.
-
-        A Trainer's `limit_test_batches` counts batches of a single device, whatever the number of devices, and takes
-        the first samples of a seeded order.
-        """
+        """The test samples, each exactly once; a Trainer's limit counts batches of one device, in a seeded order."""
         return self._chunks("test")
 
     def check_replicas(self, replicas: int, exact: int | None = None) -> None:
@@ -238,11 +213,9 @@ class InMemoryData(LightningDataModule):
             self._moved[part, device] = split.to(device)
         return self._moved.get((part, device), split)
 
-    # From stored samples to inputs
-
     def normalize(self, inputs: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Stored samples (B, ...) to inputs of nets; floats get this type."""
-        raise NotImplementedError
+        """Stored samples (B, ...) to inputs of nets: tokens to int64. Images override this; floats get the `dtype`."""
+        return inputs.long()
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Lightning's hook, on the device: stored samples to inputs of the module's type."""

@@ -1,10 +1,8 @@
 """CIFAR-10, downloaded by torchvision."""
 
-from pathlib import Path
-
 import torchvision.datasets
 
-from datamodules.downloaded import Downloaded
+from datamodules.downloaded import Downloaded, Origin
 
 
 class CIFAR10(Downloaded):
@@ -16,14 +14,7 @@ class CIFAR10(Downloaded):
     mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, as in the distillation tutorial
     flips = True
 
-    def archives(self) -> list[tuple[Path, str]]:
-        """One, in `root` itself."""
-        return [(self.root / torchvision.datasets.CIFAR10.filename, torchvision.datasets.CIFAR10.tgz_md5)]
-
-    def addresses(self) -> list[str]:
-        """One."""
-        return [torchvision.datasets.CIFAR10.url]
-
-    def files(self) -> Path:
-        """The folder in the archive; torchvision checks the sum of each file."""
-        return self.root / torchvision.datasets.CIFAR10.base_folder
+    def origin(self) -> Origin:
+        """One archive, in `root` itself; torchvision checks the sum of each extracted file."""
+        known = torchvision.datasets.CIFAR10
+        return Origin([known.url], [(self.root / known.filename, known.tgz_md5)], self.root / known.base_folder)

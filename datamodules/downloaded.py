@@ -9,7 +9,7 @@ import threading
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torchvision.datasets import VisionDataset
@@ -24,11 +24,16 @@ FETCHING = (OSError, RuntimeError, EOFError, http.client.HTTPException, tarfile.
 READING = (OSError, RuntimeError, EOFError, ValueError, AssertionError, TypeError, KeyError, IndexError)
 
 
-class Downloaded(ImageData):
-    """A data set that one of torchvision's classes downloads and reads.
+class Origin(NamedTuple):
+    """Addresses of a data set, its archives with MD5 sums, and the folder of the extracted files."""
 
-    Attributes:
-        source: that class.
+    addresses: list[str]
+    archives: list[tuple[Path, str]]
+    files: Path
+
+
+class Downloaded(ImageData):
+    """A data set that one of torchvision's classes, `source`, downloads and reads.
 
     Args:
         root: the folder that holds the data or gets it.
@@ -45,16 +50,8 @@ class Downloaded(ImageData):
         super().__init__(**options)
         self.root = Path(root).expanduser()
 
-    def archives(self) -> list[tuple[Path, str]]:
-        """Where torchvision looks for the downloaded archives, and their MD5 sums."""
-        raise NotImplementedError
-
-    def addresses(self) -> list[str]:
-        """Where they are downloaded from."""
-        raise NotImplementedError
-
-    def files(self) -> Path:
-        """The folder of the extracted files."""
+    def origin(self) -> Origin:
+        """Where torchvision gets the data, and where it looks for it."""
         raise NotImplementedError
 
     def prepare_data(self) -> None:
@@ -62,7 +59,7 @@ class Downloaded(ImageData):
         if self._splits or self._open("test") is not None:
             return
         try:
-            targets = [self.files(), *(path for path, _ in self.archives())]
+            targets = [self.origin().files, *(path for path, _ in self.origin().archives)]
             fetch(lambda: self.source(self.root, train=False, download=True), targets)
         except FETCHING as error:
             raise BadInput("data.root", self.root, self._remedy(error)) from error
@@ -82,7 +79,7 @@ class Downloaded(ImageData):
     def _read(self, part: str) -> Split:
         dataset = self._open(part)
         if dataset is None:
-            raise BadInput("data.root", self.root, f"{self.name} in {self.files()}; prepare_data() downloads it")
+            raise BadInput("data.root", self.root, f"{self.name} in {self.origin().files}; prepare_data() downloads it")
         images, labels = torch.as_tensor(dataset.data), torch.as_tensor(dataset.targets).long()
         images = images.movedim(-1, 1) if images.dim() == 4 else images[:, None]
         if images.shape[1:] != self.input_shape or len(images) != len(labels) or labels.max() >= self.num_classes:
@@ -92,12 +89,12 @@ class Downloaded(ImageData):
     def _damaged(self, error: Exception) -> BadInput:
         return BadInput(
             "data.root", self.root,
-            f"intact files of {self.name}; those in {self.files()} are damaged ({_one_line(error)}): "
+            f"intact files of {self.name}; those in {self.origin().files} are damaged ({_one_line(error)}): "
             "delete that folder, and they are extracted or downloaded again",
         )  # fmt: skip
 
     def _remedy(self, error: Exception) -> str:
-        archives = self.archives()
+        addresses, archives, _ = self.origin()
         names = " and ".join(filter(None, [", ".join(p.name for p, _ in archives[:-1]), archives[-1][0].name]))
         corrupt = [
             f"{path} is corrupt or incomplete (its MD5 sum is {found}, not {md5})"
@@ -105,7 +102,7 @@ class Downloaded(ImageData):
             if path.is_file() and (found := calculate_md5(path)) != md5
         ]
         return (
-            f"{self.name} there; it is not, and downloading it from {' or '.join(self.addresses())} failed: "
+            f"{self.name} there; it is not, and downloading it from {' or '.join(addresses)} failed: "
             f"{'; '.join(corrupt) or _one_line(error)}. Put {names} into {archives[0][0].parent.absolute()}, "
             "or take --data Digits, which needs no download"
         )

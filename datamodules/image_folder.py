@@ -83,14 +83,11 @@ def readable(path: Path) -> Iterator[Image.Image]:
 
 
 def in_rgb(image: Image.Image, form: str | None, path: Path) -> Image.Image:
-    """The image in RGB. Scales 16 bits of grey, and floats from 0 to 1, to 8 bits, where PIL would clip.
-
-    `form` is PIL's name of the file's format; PIL gives PGM's greys of up to 16 bits as integers up to 65535.
-    """
+    """The image in RGB; scales 16 bits of grey, and floats from 0 to 1, to 8 bits, where PIL would clip."""
     if image.mode != "F" and not image.mode.startswith("I"):
         return image.convert("RGB")
     values, white = np.asarray(image, np.float64), 1 if image.mode == "F" else 2**16 - 1
-    unknown = image.mode == "I" and form not in {"PNG", "PPM"}
+    unknown = image.mode == "I" and form not in {"PNG", "PPM"}  # PIL gives a PGM's greys as integers up to 65535
     if unknown or not 0 <= values.min() <= values.max() <= white:
         found = f"this one has {values.min():g} to {values.max():g}" + " in 32 bits" * unknown
         raise BadInput("data.root", path, f"an image of 8 or 16 bits a channel, or floats from 0 to 1; {found}")
@@ -180,12 +177,10 @@ class ImageFolder(ImageData):
         """Raise BadInput if so many decoded images would not fit in the available memory."""
         need, have = count * int(np.prod(self.input_shape)), memory.available_bytes()
         if need > have:
-            h, w = self.input_shape[1:]
-            expected = (
-                f"images that fit in memory: {count} of 3x{h}x{w} take {need / 1e9:.2f} GB, {have / 1e9:.2f} GB are "
-            )
-            advice = "available; give a smaller --data.image_size, --data.train_size or --data.test_size"
-            raise BadInput("data.root", self.root, expected + advice)
+            size = "x".join(map(str, self.input_shape))
+            found = f"{count} of {size} take {need / 1e9:.2f} GB, {have / 1e9:.2f} GB are available"
+            advice = "give a smaller --data.image_size, --data.train_size or --data.test_size"
+            raise BadInput("data.root", self.root, f"images that fit in memory: {found}; {advice}")
 
 
 def _hidden(path: Path) -> bool:

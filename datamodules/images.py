@@ -44,11 +44,8 @@ class ImageData(InMemoryData):
     def __init__(self, batch_size: int = 128, *, augment: bool = False, **options: Any) -> None:
         super().__init__(batch_size, **options)
         self.augment = augment
-
-    @property
-    def train_inputs_repeat(self) -> bool:
-        """Whether a training image looks the same in each epoch."""
-        return not self.augment
+        if augment:
+            self.train_inputs_repeat = False
 
     def normalize(self, images: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Stored (B, C, H, W) uint8 to floats of mean 0 and deviation 1.
@@ -58,7 +55,7 @@ class ImageData(InMemoryData):
         """
         dtype = dtype or torch.get_default_dtype()
         exact = torch.float64 if dtype == torch.float64 else torch.float32
-        mean, std = _statistics(tuple(self.mean), tuple(self.std), images.device, exact)
+        mean, std = (_per_channel(tuple(values), images.device, exact) for values in (self.mean, self.std))
         return images.to(exact).div_(self.levels).sub_(mean).div_(std).to(dtype)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -71,12 +68,10 @@ class ImageData(InMemoryData):
 
 
 @functools.cache
-def _statistics(
-    mean: tuple[float, ...], std: tuple[float, ...], device: torch.device, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Mean and deviation as (C, 1, 1); cached, because a copy to a GPU waits for all work queued there."""
+def _per_channel(values: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """(C, 1, 1); cached, because a copy to a GPU waits for all work queued there."""
     with torch.inference_mode(False):  # the first call may be in a test, and a later one in training
-        return tuple(torch.tensor(x, dtype=dtype, device=device)[:, None, None] for x in (mean, std))  # type: ignore[return-value]
+        return torch.tensor(values, dtype=dtype, device=device)[:, None, None]
 
 
 def augment(images: Tensor, key: int, index: Tensor, flip: bool) -> Tensor:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from apprentice.errors import BadInput
 from datamodules.base import InMemoryData
@@ -70,7 +69,3 @@ class LabelledText(InMemoryData):
         classes = [(labels == number).nonzero().flatten() for number in numbers.values()]
         test = torch.cat([places[TEST_EVERY - 1 :: TEST_EVERY] for places in classes]).sort().values
         return whole.take(without(test, len(labels))), whole.take(test)
-
-    def normalize(self, inputs: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Stored tokens (B, T) uint8 as embeddings take them: int64, whatever the module's type."""
-        return inputs.long()

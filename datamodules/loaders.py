@@ -1,15 +1,83 @@
-"""Loaders over samples in memory: a batch is one indexing of a uint8 tensor, without workers, collation or state."""
+"""The order of samples in an epoch, and loaders of batches: one indexing of a uint8 tensor, without workers."""
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
+from apprentice import keyed
 from apprentice.batch import Batch
-from datamodules.sampling import EpochOrder
 from datamodules.splits import Samples
+
+
+class EpochOrder:
+    """The seeded order of the current epoch, the same on every rank.
+
+    Lightning calls `set_epoch` before each of its passes. Such a pass begins at `position()`, which is above zero when
+    a fit resumes in mid-epoch; any other pass over the loader begins at the start.
+
+    Args:
+        size: number of samples.
+        seed: the training seed.
+        position: batches of the current epoch that the running fit has completed.
+    """
+
+    def __init__(self, size: int, seed: int, position: Callable[[], int] = lambda: 0) -> None:
+        self.size, self.seed, self.epoch = size, seed, 0
+        self._position, self._announced = position, False
+
+    def __len__(self) -> int:
+        return self.size
+
+    def set_epoch(self, epoch: int) -> None:
+        """Use the order of this epoch from the next pass on."""
+        self.epoch, self._announced = epoch, True
+
+    def start(self) -> int:
+        """The batch at which the pass that begins now starts; each `set_epoch` counts for one pass."""
+        announced, self._announced = self._announced, False
+        return self._position() if announced else 0
+
+    def indices(self) -> Tensor:
+        """(size,) int64, the order of the current epoch."""
+        return keyed.permutation(self.size, self.seed, self.epoch)
+
+    def share(self, start: int, count: int, rank: int, replicas: int) -> Tensor:
+        """(b,) int64, the rows that this rank sees of a global batch of `count` from `start` on; b may be 0."""
+        return torch.arange(count).tensor_split(replicas)[rank]
+
+
+class PartitionedOrder(EpochOrder):
+    """Gives each rank a fixed, seeded partition of the samples, in an order of its own in each epoch.
+
+    Partitions alternate in the global order in proportion to their sizes. Every global batch keeps its size, and has
+    about a rank's fraction of samples from that rank's partition, perhaps none. `chosen` is the partition's seed.
+    """
+
+    def __init__(
+        self, fractions: Sequence[float], chosen: int, size: int, seed: int, position: Callable[[], int] = lambda: 0
+    ) -> None:
+        super().__init__(size, seed, position)
+        cuts = [round(sum(fractions[:i]) * size) for i in range(len(fractions))]
+        self.parts = keyed.permutation(size, chosen).split([b - a for a, b in itertools.pairwise([*cuts, size])])
+        turns = [(torch.arange(len(part)) + 0.5) / max(len(part), 1) for part in self.parts]
+        owners = [torch.full((len(part),), rank) for rank, part in enumerate(self.parts)]
+        self._owners = torch.cat(owners)[torch.cat(turns).argsort(stable=True)]  # (size,) of each place in the order
+
+    def indices(self) -> Tensor:
+        """(size,) int64, the order of the current epoch."""
+        order = torch.empty(self.size, dtype=torch.int64)
+        for rank, part in enumerate(self.parts):
+            order[self._owners == rank] = part[keyed.permutation(len(part), self.seed, self.epoch, rank)]
+        return order
+
+    def share(self, start: int, count: int, rank: int, replicas: int) -> Tensor:
+        """(b,) int64, the rows of a global batch from this rank's partition; b may be 0."""
+        return (self._owners[start : start + count] == rank).nonzero().flatten()
 
 
 class TrainLoader:
@@ -29,17 +97,15 @@ class TrainLoader:
     def __iter__(self) -> Iterator[Batch]:
         # A generator asks for the position with the first batch; Lightning calls iter() long before.
         first_step = self.sampler.epoch * len(self)
-        start = self.sampler.start()
+        start, order = self.sampler.start(), self.sampler.indices()
         device = self.split.labels.device
-        order = self.sampler.indices()
         for position in range(start, len(self)):
             first = position * self.batch_size
             whole = order[first : first + self.batch_size]
             rows = self.sampler.share(first, len(whole), self.rank, self.replicas)
             index = whole[rows].to(device, non_blocking=True)
-            inputs, labels = self.split.take(index)
             rows = rows.to(device, non_blocking=True)
-            yield Batch(inputs, labels, index, rows, len(whole), self.replicas, first_step + position)
+            yield Batch(*self.split.take(index), index, rows, len(whole), self.replicas, first_step + position)
 
     # Without these two Lightning warns when it resumes in mid-epoch.
     def state_dict(self) -> dict:
@@ -77,20 +143,8 @@ class ChunkLoader:
             yield Batch(self.split.inputs[chunk], self.split.labels[chunk], index[chunk], rows[:b], max(b, 1), 1, 0)
 
 
-class NoLoaders(CombinedLoader):
+def no_loaders() -> CombinedLoader:
     """No loader: Lightning skips the stage silently. It would warn of an empty list or loader."""
-
-    def __init__(self) -> None:
-        super().__init__([], "sequential")
-
-    @property
-    def flattened(self) -> list:
-        """Empty; CombinedLoader itself takes an empty list for one loader."""
-        return []
-
-    @flattened.setter
-    def flattened(self, flattened: list) -> None:
-        """There is nothing to replace."""
-
-    def __len__(self) -> int:
-        return 0
+    loaders = CombinedLoader([], "sequential")
+    loaders._flattened, loaders._spec = tree_flatten([])  # it takes an empty list for one loader
+    return loaders

@@ -12,17 +12,13 @@ CGROUPS = (  # a container's limit and use, in control groups of version 2 and 1
 
 def available_bytes() -> int:
     """Bytes that can be allocated without swapping, within the container's limit."""
-    return min([_machine(), *(_number(limit) - _number(used) for limit, used in CGROUPS if _number(limit))])
-
-
-def _machine() -> int:
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2  # macOS does not say what is free: take half
     if MEMINFO.is_file():  # Linux: includes the file cache that can be dropped
         lines = dict(line.split(":") for line in MEMINFO.read_text().splitlines())
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2  # macOS does not say what is free: take half
+        free = int(lines["MemAvailable"].split()[0]) * 1024
+    return min([free, *(_number(limit) - _number(used) for limit, used in CGROUPS if _number(limit))])
 
 
 def _number(path: Path) -> int:
-    # 0 if there is no such file, or no limit (`max`)
     text = path.read_text().strip() if path.is_file() else ""
-    return int(text) if text.isdigit() else 0
+    return int(text) if text.isdigit() else 0  # 0 for no limit (`max`)

@@ -1,10 +1,8 @@
 """MNIST, downloaded by torchvision."""
 
-from pathlib import Path
-
 import torchvision.datasets
 
-from datamodules.downloaded import Downloaded
+from datamodules.downloaded import Downloaded, Origin
 
 
 class MNIST(Downloaded):
@@ -15,14 +13,7 @@ class MNIST(Downloaded):
     class_names = tuple("0123456789")
     mean, std = (0.1307,), (0.3081,)
 
-    def archives(self) -> list[tuple[Path, str]]:
-        """Four of them."""
-        return [(self.files() / name, md5) for name, md5 in torchvision.datasets.MNIST.resources]
-
-    def addresses(self) -> list[str]:
-        """The mirrors, tried in turn."""
-        return torchvision.datasets.MNIST.mirrors
-
-    def files(self) -> Path:
-        """Archives and extracted files are in one folder; torchvision checks the sums of the archives only."""
-        return self.root / "MNIST" / "raw"
+    def origin(self) -> Origin:
+        """Four archives, in one folder with the extracted files; torchvision checks the sums of the archives only."""
+        folder, known = self.root / "MNIST" / "raw", torchvision.datasets.MNIST
+        return Origin(known.mirrors, [(folder / name, md5) for name, md5 in known.resources], folder)

@@ -29,26 +29,17 @@ class Shakespeare(LabelledText):
 
     def lines(self) -> list[Line]:
         """The chosen speakers' lines, in the order of the plays."""
-        spoken = _speeches(self._file())
-        counts = Counter(speaker for speaker, _ in spoken)
-        known = [name for name, count in counts.most_common() if count >= TEST_EVERY]
-        if not 2 <= self.speakers <= len(known):
-            expected = f"2 to {len(known)}, the speakers of at least {TEST_EVERY} lines"
-            raise BadInput("data.speakers", self.speakers, expected)
-        return [line for line in spoken if line[0] in set(known[: self.speakers])]
-
-    def _file(self) -> Path:
         file = self.root if self.root.is_file() else self.root / "tinyshakespeare" / "input.txt"
         if not file.is_file():
             raise BadInput("data.root", self.root, f"tiny Shakespeare; {file} is not there")
-        return file
-
-
-def _speeches(file: Path) -> list[Line]:
-    """Speakers and lines of plays: an empty line, then `Speaker:`, then the speech."""
-    found: list[Line] = []
-    for speech in file.read_bytes().replace(b"\r\n", b"\n").split(b"\n\n"):
-        name, *lines = speech.strip().split(b"\n")
-        if name.endswith(b":"):
-            found += [(name[:-1].decode(errors="replace"), line) for line in lines if line.strip()]
-    return found
+        spoken: list[Line] = []
+        for speech in file.read_bytes().replace(b"\r\n", b"\n").split(b"\n\n"):  # `Speaker:`, then lines
+            name, *lines = speech.strip().split(b"\n")
+            if name.endswith(b":"):
+                spoken += [(name[:-1].decode(errors="replace"), line) for line in lines if line.strip()]
+        counts = Counter(speaker for speaker, _ in spoken).most_common()
+        known = [name for name, count in counts if count >= TEST_EVERY]
+        if not 2 <= self.speakers <= len(known):
+            wanted = f"2 to {len(known)}, the speakers of at least {TEST_EVERY} lines"
+            raise BadInput("data.speakers", self.speakers, wanted)
+        return [line for line in spoken if line[0] in set(known[: self.speakers])]

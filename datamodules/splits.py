@@ -26,17 +26,6 @@ class Source(Protocol):
         """Read the samples at these (k,) places."""
 
 
-class Samples(Source, Protocol):
-    """Samples in memory."""
-
-    @property
-    def inputs(self) -> Tensor:
-        """(n, ...), as stored."""
-
-    def to(self, device: torch.device) -> "Samples":
-        """The same on that device."""
-
-
 class Split(NamedTuple):
     """Inputs (n, ...) uint8, such as images (n, C, H, W), and labels (n,) or (n, T) int64."""
 
@@ -50,6 +39,35 @@ class Split(NamedTuple):
     def to(self, device: torch.device) -> "Split":
         """The same on that device."""
         return Split(self.inputs.to(device), self.labels.to(device))
+
+
+class Windows(NamedTuple):
+    """All windows of T tokens in a text (n,): sample i is tokens i to i + T, its labels are one token later."""
+
+    text: Tensor
+    length: int
+
+    @property
+    def inputs(self) -> Tensor:
+        """(n - T, T), a view."""
+        return self.text[:-1].unfold(0, self.length, 1)
+
+    @property
+    def labels(self) -> Tensor:
+        """(n - T, T), a view."""
+        return self.text[1:].unfold(0, self.length, 1)
+
+    def take(self, chosen: Tensor) -> Split:
+        """The samples at these (k,) places, both (k, T) int64: one gather."""
+        windows = self.text.unfold(0, self.length + 1, 1).index_select(0, chosen).long()
+        return Split(windows[:, :-1], windows[:, 1:])
+
+    def to(self, device: torch.device) -> "Windows":
+        """The same on that device."""
+        return Windows(self.text.to(device), self.length)
+
+
+Samples = Split | Windows  # in memory
 
 
 def balanced_subset(labels: Tensor, size: int, key: int) -> Tensor:
@@ -145,10 +163,7 @@ def train_and_validation(
     """Places in `labels` for training and for validation, each sorted, and disjoint.
 
     Validation samples are drawn first, in proportion to the classes; if `validation_size` is a count, they are the same
-    for any `train_size`. At least one sample of each class is for training.
-
-    Raises:
-        BadInput: there are fewer samples, or a class would have none for training.
+    for any `train_size`. At least one sample of each class is for training. BadInput if there are too few samples.
     """
     available, classes = len(labels), len(labels.unique())
     count = held_out(validation_size, available if train_size is None else train_size)

@@ -1,50 +1,73 @@
-"""A text for next-token prediction."""
+"""A text for next-token prediction, and token numbers for its characters or bytes."""
 
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor
 
 from apprentice import keyed
 from apprentice.errors import BadInput
 from datamodules.base import InMemoryData
+from datamodules.loaders import EpochOrder
 from datamodules.memory import available_bytes
-from datamodules.sampling import EpochOrder
-from datamodules.splits import Split
-from datamodules.vocabulary import Vocabulary
+from datamodules.splits import Split, Windows
 
 Unit = Literal["characters", "bytes"]
 IGNORED = -100  # label of a token that is not predicted, as in torch's cross_entropy
 EVALUATED = 8192  # tokens in an evaluation batch, about
 NEEDED = 16  # bytes of memory that reading takes for each of the file's
+SHOWN = 10  # unknown characters in a message
 
 
-class Windows(NamedTuple):
-    """All windows of T tokens in a text (n,): sample i is tokens i to i + T, its labels are one token later."""
+class Vocabulary:
+    """Characters, numbered in Unicode order, or the 256 bytes of UTF-8.
 
-    text: Tensor
-    length: int
+    Attributes:
+        characters: the known ones, each once and sorted; None for bytes.
+
+    Args:
+        characters: any text with all characters of the vocabulary; None for bytes.
+    """
+
+    def __init__(self, characters: str | None = None) -> None:
+        self._codes = None if characters is None else np.unique(_codes(characters))
+        self.characters = None if self._codes is None else _text(self._codes)
+
+    def __len__(self) -> int:
+        return 256 if self._codes is None else len(self._codes)
 
     @property
-    def inputs(self) -> Tensor:
-        """(n - T, T), a view."""
-        return self.text[:-1].unfold(0, self.length, 1)
+    def start(self) -> str:
+        """A prompt of one character: a new line, if that is known."""
+        return "\n" if self.characters is None or "\n" in self.characters else self.characters[0]
 
-    @property
-    def labels(self) -> Tensor:
-        """(n - T, T), a view."""
-        return self.text[1:].unfold(0, self.length, 1)
+    def encode(self, text: str, flag: str = "prompt") -> Tensor:
+        """(n,) int64, the tokens of a text; BadInput names characters that are unknown."""
+        if self._codes is None:
+            return torch.tensor(list(text.encode(errors="surrogatepass")), dtype=torch.int64)
+        codes = _codes(text)
+        places = np.searchsorted(self._codes, codes).clip(max=len(self) - 1)
+        if len(unknown := np.unique(codes[self._codes[places] != codes])):
+            shown = " ".join(map(repr, _text(unknown[:SHOWN]))) + " ..." * (len(unknown) > SHOWN)
+            raise BadInput(flag, repr(text), f"the {len(self)} characters that were trained on; unknown: {shown}")
+        return torch.from_numpy(places)
 
-    def take(self, chosen: Tensor) -> Split:
-        """The samples at these (k,) places, both (k, T) int64: one gather."""
-        windows = self.text.unfold(0, self.length + 1, 1).index_select(0, chosen).long()
-        return Split(windows[:, :-1], windows[:, 1:])
+    def decode(self, tokens: Tensor) -> str:
+        """The text of tokens (n,); bytes that are not UTF-8 become U+FFFD."""
+        if self._codes is None:
+            return bytes(tokens.tolist()).decode(errors="replace")
+        return _text(self._codes[tokens.numpy(force=True)])
 
-    def to(self, device: torch.device) -> "Windows":
-        """The same on that device."""
-        return Windows(self.text.to(device), self.length)
+
+def _codes(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)  # (n,) code points
+
+
+def _text(codes: np.ndarray) -> str:
+    return codes.tobytes().decode("utf-32-le", "surrogatepass")
 
 
 class BlockOrder(EpochOrder):
@@ -83,6 +106,7 @@ class Text(InMemoryData):
     """
 
     given_to_nets = ("vocab_size", "block_size")
+    train_inputs_repeat = False  # each epoch has its own blocks
 
     def __init__(
         self,
@@ -98,6 +122,7 @@ class Text(InMemoryData):
             raise BadInput("data.vocabulary", vocabulary, " or ".join(get_args(Unit)))
         self.path = None if path is None else Path(path).expanduser()
         self.block_size, self.input_shape = block_size, (block_size,)
+        self.evaluation_batch_size = max(EVALUATED // block_size, 1)
         self.unit, self.tokens_per_character = vocabulary, 1.0
         self.vocabulary: Vocabulary
 
@@ -130,18 +155,19 @@ class Text(InMemoryData):
             raise BadInput("data.path", self.path, "a file of text; this one is empty")
         if self.unit == "bytes":
             self.vocabulary = Vocabulary()
-            parts = _tenths(torch.from_numpy(np.frombuffer(content, np.uint8).copy()))
-            held_out = bytes(parts[1].tolist())
-            self.tokens_per_character = len(held_out) / max(len(held_out.decode(errors="replace")), 1)
-            return parts
-        try:
-            text = content.decode()
-        except UnicodeDecodeError as error:
-            expected = f"text in UTF-8; byte {error.start} is not. --data.vocabulary bytes takes any file"
-            raise BadInput("data.path", self.path, expected) from None
-        self.vocabulary = Vocabulary(text)
-        kind = torch.uint8 if len(self.vocabulary) <= 256 else torch.int32
-        return _tenths(self.vocabulary.encode(text).to(kind))
+            tokens = torch.from_numpy(np.frombuffer(content, np.uint8).copy())
+        else:
+            try:
+                text = content.decode()
+            except UnicodeDecodeError as error:
+                expected = f"text in UTF-8; byte {error.start} is not. --data.vocabulary bytes takes any file"
+                raise BadInput("data.path", self.path, expected) from None
+            self.vocabulary = Vocabulary(text)
+            tokens = self.vocabulary.encode(text).to(torch.uint8 if len(self.vocabulary) <= 256 else torch.int32)
+        cut = len(tokens) * 9 // 10
+        if self.unit == "bytes":
+            self.tokens_per_character = (len(content) - cut) / max(len(content[cut:].decode(errors="replace")), 1)
+        return tokens[:cut], tokens[cut:]
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -149,11 +175,14 @@ class Text(InMemoryData):
         held_out = int((self.split("test").labels != IGNORED).sum())
         return {"train": len(cast("Windows", self.split("train")).text), "validation": held_out, "test": held_out}
 
-    def _size(self, part: str, kept: int) -> int:
-        """Tokens of so many blocks."""
-        if part == "train":
-            return kept * self.block_size
-        return int((self.split(part).labels[self._chosen(part, kept)] != IGNORED).sum())
+    def used(self, trainer: Trainer) -> dict[str, int]:
+        """`sizes` under a Trainer's limits; BadInput if one is less than a batch."""
+        blocks, tokens = super().used(trainer), self.sizes
+        if blocks["train"] < len(self._order(len(self.split("train").labels))):
+            tokens["train"] = blocks["train"] * self.block_size
+        for part in ("validation", "test"):
+            tokens[part] = int((self.split(part).labels[self._chosen(part, blocks[part])] != IGNORED).sum())
+        return tokens
 
     @property
     def num_classes(self) -> int:
@@ -161,32 +190,10 @@ class Text(InMemoryData):
         self.split("train")
         return len(self.vocabulary)
 
-    @property
-    def vocab_size(self) -> int:
-        """The number of classes, under the name that language models use."""
-        return self.num_classes
-
-    @property
-    def train_inputs_repeat(self) -> bool:
-        """False: each epoch has its own blocks."""
-        return False
+    vocab_size = num_classes  # the name that language models use
 
     def _order(self, size: int) -> EpochOrder:
         return BlockOrder(size + self.block_size, self.block_size, self.order_seed, self._position)
-
-    @property
-    def evaluation_batch_size(self) -> int:
-        """Blocks in an evaluation batch."""
-        return max(EVALUATED // self.block_size, 1)
-
-    def normalize(self, inputs: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Stored tokens (B, T) as embeddings take them: int64, whatever the module's type."""
-        return inputs.long()
-
-
-def _tenths(tokens: Tensor) -> tuple[Tensor, Tensor]:
-    cut = len(tokens) * 9 // 10
-    return tokens[:cut], tokens[cut:]
 
 
 def _consecutive(tokens: Tensor, length: int) -> Split:

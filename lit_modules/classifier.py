@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from apprentice.batch import Batch
-from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepared, step_of
+from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepared
 from lit_modules.nets import pipeline_stages
 from lit_modules.objectives.cross_entropy import cross_entropy
 from lit_modules.scores import ClassScores, MakeScores
@@ -27,6 +27,8 @@ class LitClassifier(Learner):
         seed: key of the dropout's noise.
         scores: makes the evaluation scores; `partial(TokenScores, ...)` if the net gives logits (B, T, classes).
     """
+
+    compiled = False
 
     def __init__(
         self,
@@ -62,11 +64,14 @@ class LitClassifier(Learner):
         """The net's logits."""
         return {"": self(inputs)}
 
-    def copied_net(self) -> nn.Module:
-        """A copy of the net in training mode."""
-        return copy.deepcopy(self.net).train()
-
     def step_alone(self, run: str, batch: Batch) -> Callable[[], Tensor]:
-        """A step of a copy of the net."""
-        net = self.copied_net()
-        return step_of(net, lambda: batch.mean(cross_entropy(net(batch.inputs), batch.labels)))
+        """A step of a copy of the net, compiled if the net is."""
+        net = copy.deepcopy(self.net).train()
+        if self.compiled:
+            net.compile(dynamic=False)
+
+        def step() -> Tensor:
+            net.zero_grad()
+            return batch.mean(cross_entropy(net(batch.inputs), batch.labels))
+
+        return step

@@ -1,25 +1,24 @@
 """Distillation of one frozen teacher into any number of students in one pass over the data."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from apprentice import replicas
 from apprentice.batch import Batch
 from apprentice.errors import BadInput
-from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepared, step_of
+from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepared
 from lit_modules.nets import Outputs, any_kernel, run, typed
+from lit_modules.nets.base import layer
 from lit_modules.objectives import Objective, Term
 from lit_modules.scores import ClassScores, MakeScores
 from lit_modules.side_by_side import side_by_side
 from lit_modules.student import Student
-from lit_modules.teacher_cache import TeacherCache
-
-EXAMPLES = 3  # inputs on which objectives are tested
 
 
 class Distillation(Learner):
@@ -71,11 +70,11 @@ class Distillation(Learner):
         made = {name: Student(prepared(net), objective) for name, (net, objective) in students.items()}
         self.students = nn.ModuleDict(made)  # type: ignore[assignment]  # it has a mapping's methods
         self.teacher_cache_bytes = teacher_cache_mb * 2**20
-        self.cache: TeacherCache | None = None
+        self.cache: Outputs | None = None
         self._storing = False
         self._example = torch.zeros(1, *input_shape, dtype=input_dtype)
         with any_kernel(self):
-            self._build(self._example.expand(EXAMPLES, *input_shape))
+            self._build(self._example.expand(3, *input_shape))
         self.to(memory_format=torch.channels_last)
         self.register_state_dict_post_hook(_remove_teacher)
         self.register_load_state_dict_post_hook(_allow_missing_teacher)
@@ -83,7 +82,11 @@ class Distillation(Learner):
     @torch.no_grad()
     def _build(self, example: Tensor) -> None:
         for name, student in self.students.items():
-            student.check_layers(self.teacher, f"variants.{name}")
+            objective, flag = student.objective, f"variants.{name}"
+            for option, path in objective.student_layers.items():
+                layer(student.net, path, f"{flag}.{option}", objective.needs)
+            for option, path in objective.teacher_layers.items():
+                layer(self.teacher, path, f"{flag}.{option}")
         teacher = self._ask_teacher(typed(self.teacher, example)) if self.uses_teacher else None
         for name, student in self.students.items():
             student.build(example, teacher, self.seed, f"variants.{name}")
@@ -142,13 +145,11 @@ class Distillation(Learner):
         batches = trainer.estimated_stepping_batches * trainer.accumulate_grad_batches
         if not (repeats and self.uses_teacher and self.teacher_cache_bytes and batches > trainer.num_training_batches):
             return
-        own_chunks = data.train_in_order(replicas.rank(), replicas.count())
-        chunks = (data.on_after_batch_transfer(chunk, 0) for chunk in own_chunks)
+        own = data.train_in_order(replicas.rank(), replicas.count())
+        chunks = (data.on_after_batch_transfer(chunk, 0) for chunk in own)
         self._storing = True
         with trainer.precision_plugin.forward_context(), torch.no_grad():
-            self.cache = TeacherCache.fill(
-                chunks, data.sizes["train"], lambda inputs: self(inputs)[0], self.teacher_cache_bytes
-            )
+            self.cache = outputs_by_index(chunks, data.sizes["train"], lambda x: self(x)[0], self.teacher_cache_bytes)
         self._storing = False
 
     def on_train_end(self) -> None:
@@ -159,7 +160,7 @@ class Distillation(Learner):
         self, outputs: tuple[Outputs | None, dict[str, Outputs]], batch: Batch
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The sum of the students' losses, and every term of each."""
-        teacher = self.cache[batch.index] if self.cache else outputs[0]
+        teacher = tree_map(lambda x: x[batch.index], self.cache) if self.cache else outputs[0]
         loss = self._zero_of_failed()
         parts: dict[str, Tensor] = {}
         for name, student in self.students.items():
@@ -191,15 +192,36 @@ class Distillation(Learner):
         student = copy.deepcopy(self.students[run]).train()
         teacher = self._ask_teacher(batch.inputs) if self.uses_teacher else None
 
-        def loss() -> Tensor:
+        def step() -> Tensor:
+            student.zero_grad()
             return batch.mean(_loss(student.objective.terms(student(batch.inputs), teacher, batch.labels)))
 
-        return step_of(student, loss)
+        return step
 
 
 def _loss(terms: dict[str, Term]) -> Tensor:
     """(b,) weighted sum of the terms."""
     return sum((term.values * term.weight for term in terms.values()), start=torch.zeros(()))
+
+
+def outputs_by_index(
+    chunks: Iterable[Batch], samples: int, teacher: Callable[[Tensor], Outputs], max_bytes: int
+) -> Outputs | None:
+    """A frozen teacher's outputs by the sample's index; None if `samples` of them take more than `max_bytes` on a rank.
+
+    Ranks compute chunks of fixed size and order and then share them, so a resumed run gets the same bits.
+    """
+    store: Outputs | None = None
+    for chunk in chunks:
+        found = teacher(chunk.inputs)
+        if store is None:  # a rank's first chunk may be empty, but has the shapes
+            row_bytes = sum(x.new_empty(1, *x.shape[1:]).nbytes for x in tree_leaves(found))
+            if row_bytes * samples > max_bytes:
+                return None
+            store = tree_map(lambda x: x.new_zeros(samples, *x.shape[1:]), found)
+        for own, x in zip(tree_leaves(store), tree_leaves(found), strict=True):
+            own[chunk.index] = x
+    return tree_map(replicas.all_reduce_sum_, store)
 
 
 def _remove_teacher(_module: nn.Module, state: dict[str, Tensor], prefix: str, _metadata: Any) -> None:

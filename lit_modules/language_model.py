@@ -63,7 +63,7 @@ class LitLanguageModel(LitClassifier):
 
     def configure_optimizers(self) -> Any:
         """AdamW with a group with weight decay and one without, and a learning rate that changes with every step."""
-        self.take_over_scales()
+        self.loss_scales.take_over(self.trainer.precision_plugin, self.runs)
         (parameters,) = self.parameter_groups()
         groups = [
             {"params": [p for p in parameters if p.dim() > 1], "weight_decay": self.weight_decay},
@@ -80,13 +80,6 @@ class LitLanguageModel(LitClassifier):
         """Clip by the Trainer's value if it has one, otherwise by the module's."""
         clip = self.clip_norm if gradient_clip_val is None else gradient_clip_val
         super().configure_gradient_clipping(optimizer, clip, gradient_clip_algorithm)
-
-    def copied_net(self) -> nn.Module:
-        """A copy of the net in training mode, compiled if this one is."""
-        net = super().copied_net()
-        if self.compiled:
-            net.compile(dynamic=False)
-        return net
 
 
 def share_of_rate(warmup_steps: int, steps: float, step: int) -> float:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,18 +14,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from apprentice import keyed
 from apprentice.batch import Batch
 from apprentice.keyed import Dropout, unkeyed
-from lit_modules.loss_scale import LossScales
+from lit_modules.loss_scale import HOPELESS, LossScales
 from lit_modules.nets import globalise
-from lit_modules.run_metrics import RunMetrics, global_means
-from lit_modules.scores import MakeScores
+from lit_modules.scores import MakeScores, RunMetrics, global_means
 
 MakeOptimizer = Callable[[Iterable], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler]
-
-
-def adam(params: Iterable) -> Optimizer:
-    """The tutorial's optimizer: Adam with a learning rate of 0.001."""
-    return Adam(params, lr=1e-3)
+adam = partial(Adam, lr=1e-3)  # the tutorial's optimizer
 
 
 class Learner(RunMetrics):
@@ -53,8 +49,6 @@ class Learner(RunMetrics):
         self.make_optimizer, self.make_scheduler, self.seed = optimizer, scheduler, seed
         self.loss_scales = LossScales()
 
-    # What subclasses define
-
     def parameter_groups(self) -> list[list[nn.Parameter]]:
         """The trainable parameters of each run."""
         raise NotImplementedError
@@ -63,18 +57,12 @@ class Learner(RunMetrics):
         """The result of `shard_step`, given the output of `forward` for the batch's inputs."""
         raise NotImplementedError
 
-    def pipeline_stages(self) -> list[nn.Module]:
-        """Ordered modules whose composition is `forward`, for a pipeline; BadInput if a net can't be cut."""
-        raise NotImplementedError
-
     def step_alone(self, run: str, batch: Batch) -> Callable[[], Tensor]:
         """A step of a copy of one run, to measure its cost; what it needs of others is computed beforehand.
 
-        It clears gradients, runs forward and returns the loss; the caller runs backward.
+        It clears gradients, as adding to old ones takes time, and returns the loss; the caller runs backward.
         """
         raise NotImplementedError
-
-    # Steps
 
     @property
     def batches_done(self) -> int:
@@ -128,18 +116,11 @@ class Learner(RunMetrics):
         self.train_sums = {name: v for name, v in self.train_sums.items() if name.rpartition("/")[0] != run or not run}
         self.print(f"{run or 'training'} failed at step {step}: its {term} is not finite")
 
-    # Optimization
-
     def configure_optimizers(self) -> Any:
         """One optimizer with a group for each run."""
-        self.take_over_scales()
+        self.loss_scales.take_over(getattr(self._trainer, "precision_plugin", None), self.runs)
         optimizer = self.make_optimizer([{"params": group} for group in self.parameter_groups()])
         return [optimizer], [self.make_scheduler(optimizer)] if self.make_scheduler else []
-
-    def take_over_scales(self) -> None:
-        """Scale each run's loss separately, if the Trainer's precision scales losses."""
-        if self._trainer is not None:
-            self.loss_scales.take_over(self.trainer.precision_plugin, self.runs)
 
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
@@ -159,18 +140,18 @@ class Learner(RunMetrics):
         """
         overflowed: list[str] = []
         if self.loss_scales.scalers:
-            alive = {run: group for run, group in self._groups().items() if run not in self.failed}
+            groups = zip(self.runs, self.parameter_groups(), strict=True)
+            alive = {run: group for run, group in groups if run not in self.failed}
             overflowed = self.loss_scales.unscale(alive, self.trainer.strategy.root_device)
-            for run in filter(self.loss_scales.hopeless, overflowed):
-                self._fail(run, "gradient")
+            for run in overflowed:
+                if self.loss_scales.scalers[run].get_scale() < HOPELESS:
+                    self._fail(run, "gradient")
         for p in self._parameters_of({*self.failed, *overflowed}):
             p.grad = None
 
-    def _groups(self) -> dict[str, list[nn.Parameter]]:
-        return dict(zip(self.runs, self.parameter_groups(), strict=True))
-
     def _parameters_of(self, runs: Collection[str]) -> list[nn.Parameter]:
-        return [p for run, group in self._groups().items() if run in runs for p in group] if runs else []
+        groups = zip(self.runs, self.parameter_groups(), strict=True) if runs else ()
+        return [p for run, group in groups if run in runs for p in group]
 
     def on_fit_end(self) -> None:
         """Restore the Trainer's loss scale."""
@@ -183,27 +164,13 @@ class Learner(RunMetrics):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore them."""
-        state = {"loss_scales": {}, **checkpoint["learner"]}
-        self.loss_scales.load_state_dict(state.pop("loss_scales"))
-        for name, value in state.items():
-            setattr(self, name, value)
-
-
-def step_of(net: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Clears the net's gradients, as an optimizer does, then computes the loss: adding to old gradients takes time."""
-
-    def step() -> Tensor:
-        net.zero_grad()
-        return loss()
-
-    return step
+        state = dict(checkpoint["learner"])
+        self.loss_scales.load_state_dict(state.pop("loss_scales", {}))
+        vars(self).update(state)
 
 
 def prepared(net: nn.Module) -> nn.Module:
-    """The net with BatchNorm over the global batch; warns of layers whose noise is torch's and not keyed.
-
-    Their draws depend on the device count, on other training in the process, and on where a run was resumed.
-    """
+    """The net with BatchNorm over the global batch; warns of layers whose noise is torch's and not keyed."""
     keyed_layers = [m for m in net.modules() if isinstance(m, Dropout)]
     if len({m.layer for m in keyed_layers}) < len(keyed_layers):
         for number, module in enumerate(keyed_layers):

@@ -27,12 +27,8 @@ class LossScales:
         self.scalers: dict[str, GradScaler] = {}
         self._state: dict[str, dict[str, Any]] = {}  # of scalers that are not made yet, or already removed
 
-    def take_over(self, plugin: Precision, runs: Iterable[str]) -> None:
-        """Replace the plugin's scaler by one for each run; does nothing if its precision has no scaler.
-
-        Raises:
-            ValueError: the scale can be other than a power of two, which would round gradients.
-        """
+    def take_over(self, plugin: Precision | None, runs: Iterable[str]) -> None:
+        """Replace the plugin's scaler, if it has one, by one for each run; ValueError if that would round gradients."""
         stock: Any = getattr(plugin, "scaler", None) or getattr(plugin, "resting_scaler", None)
         self.scalers = {}
         if stock is None or not stock.is_enabled():
@@ -42,7 +38,7 @@ class LossScales:
             raise ValueError(f"GradScaler with scale, growth and backoff {factors}: expected powers of two")
         self.scalers = {run: copy.deepcopy(stock) for run in runs}
         self.load_state_dict(self._state)
-        plugin.scaler, plugin.resting_scaler = None, stock  # type: ignore[attr-defined]
+        plugin.scaler, plugin.resting_scaler = None, stock  # type: ignore[union-attr]
 
     def give_back(self, plugin: Precision) -> None:
         """Restore the plugin's own scaler."""
@@ -69,10 +65,7 @@ class LossScales:
 
     @torch.no_grad()
     def unscale(self, parameters: Mapping[str, Iterable[nn.Parameter]], device: torch.device) -> list[str]:
-        """Divide these runs' gradients by their scales, then update the scales; the same on all ranks.
-
-        Returns the runs that must not step, since a gradient is not finite on some rank.
-        """
+        """Unscale these runs' gradients and update the scales; returns runs with one not finite on any rank."""
         found: dict[str, list[Tensor]] = {}
         for run, group in parameters.items():
             if held := [_local(p) for p in group if p.grad is not None]:
@@ -88,10 +81,6 @@ class LossScales:
                 flag.fill_(anywhere[run])
             self.scalers[run].update()
         return [run for run, count in anywhere.items() if count]
-
-    def hopeless(self, run: str) -> bool:
-        """Whether the scale is too small to be the cause of overflows."""
-        return self.scalers[run].get_scale() < HOPELESS
 
 
 def _local(parameter: nn.Parameter) -> Tensor:

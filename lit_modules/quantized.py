@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from apprentice.errors import BadInput
 from lit_modules.distillation import Distillation
-from lit_modules.learner import MakeOptimizer, MakeScheduler, adam
 from lit_modules.nets.base import layer
 from lit_modules.objectives import CrossEntropy, Objective
 from lit_modules.quantization.fake_quantized import FakeQuantized
@@ -28,12 +27,8 @@ class Quantized(Distillation):
         objective: what it learns by; default: cross-entropy.
         teacher: a trained net, for objectives that use one.
         input_shape: of one input, such as (C, H, W).
-        num_classes: number of logits.
-        optimizer: makes the optimizer from parameter groups.
-        scheduler: makes a learning-rate scheduler, stepped once an epoch.
-        seed: key of the dropout's noise and of the objective's initial weights.
-        teacher_cache_mb: see `Distillation`.
         freeze_epoch: the epoch, counted from 0, from which ranges and BatchNorm statistics no longer change.
+        options: those of Distillation.
 
     Raises:
         BadInput: the objective needs a teacher or refuses the nets; the net can't be captured as a graph;
@@ -47,12 +42,9 @@ class Quantized(Distillation):
         objective: Objective | None = None,
         teacher: nn.Module | None = None,
         input_shape: tuple[int, ...] = (3, 32, 32),
-        num_classes: int = 10,
-        optimizer: MakeOptimizer = adam,
-        scheduler: MakeScheduler | None = None,
-        seed: int = 0,
-        teacher_cache_mb: int = 1024,
+        *,
         freeze_epoch: int | None = None,
+        **options: Any,
     ) -> None:
         if freeze_epoch is not None and freeze_epoch < 1:
             raise BadInput("freeze_epoch", freeze_epoch, "at least 1, as ranges are learnt before")
@@ -64,10 +56,7 @@ class Quantized(Distillation):
         example = torch.zeros(1, *input_shape, dtype=next(net.parameters()).dtype)
         fake = FakeQuantized(net, example, list(objective.student_layers.values()))
         try:
-            super().__init__(
-                teacher or nn.Identity(), {NAME: (fake, objective)}, input_shape, num_classes, optimizer, scheduler,
-                seed, teacher_cache_mb,
-            )  # fmt: skip
+            super().__init__(teacher or nn.Identity(), {NAME: (fake, objective)}, input_shape, **options)
         except BadInput as fault:  # the flag is that of one objective, not of variants
             raise BadInput(fault.flag.replace(f"variants.{NAME}", "objective"), fault.value, fault.expected) from None
         self.freeze_epoch = freeze_epoch

@@ -15,21 +15,11 @@ Active = Callable[[], tuple[bool, Sequence[str]]]
 
 
 class Track(NamedTuple):
-    """A net's way through the pipeline.
+    """A net's way through the pipeline."""
 
-    Attributes:
-        pieces: its modules in each stage; some stages may have none.
-        features: for each layer that is read, by path, the stage that computes it and the module that gives it.
-        widths: number of tensors that the net passes on after each stage.
-    """
-
-    pieces: list[list[nn.Module]]
-    features: dict[str, tuple[int, nn.Module]]
-    widths: list[int]
-
-    def known(self, stage: int) -> list[str]:
-        """The features that are computed before a stage."""
-        return [path for path, (where, _) in self.features.items() if where < stage]
+    pieces: list[list[nn.Module]]  # its modules in each stage; some stages may have none
+    features: dict[str, tuple[int, nn.Module]]  # layers that are read: the stage that computes it, and its module
+    widths: list[int]  # number of tensors that the net passes on after each stage
 
 
 def side_by_side(
@@ -57,20 +47,22 @@ def _track(net: nn.Module, layers: Mapping[str, str], modules: list[nn.Module], 
     pieces = [[m for m, slot in zip(modules, slots, strict=True) if slot == stage] for stage in range(count)]
     found = {path: stage_of(net, modules, path, layers[path]) for path in sorted(layers)}
     features = {path: (slots[number], module) for path, (number, module) in found.items()}
-    return Track(pieces, features, list(_widths(net, pieces, example)))
-
-
-def _widths(net: nn.Module, pieces: list[list[nn.Module]], x: Any) -> Iterator[int]:
     modes = {m: m.training for m in net.modules()}
-    x = typed(net, x)
+    widths: list[int] = []
+    x: tuple[Tensor, ...] = (typed(net, example),)
     with torch.no_grad(), any_kernel(net):
         net.eval()
         for piece in pieces:
             for module in piece:
-                x = module(*x) if isinstance(x, tuple) else module(x)
-            yield len(x) if isinstance(x, tuple) else 1
+                x = _tuple(module(*x))
+            widths.append(len(x))
     for module, mode in modes.items():
         module.training = mode
+    return Track(pieces, features, widths)
+
+
+def _tuple(x: Any) -> tuple[Tensor, ...]:
+    return x if isinstance(x, tuple) else (x,)
 
 
 class Stage(nn.Module):
@@ -100,11 +92,10 @@ class Stage(nn.Module):
     def _net(self, name: str, given: Iterator[Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
         track = self.tracks[name]
         x = tuple(next(given) for _ in range(track.widths[self.number - 1] if self.number else 1))
-        features = {path: next(given) for path in track.known(self.number)}
+        features = {path: next(given) for path, (stage, _) in track.features.items() if stage < self.number}
         here = {path: module for path, (stage, module) in track.features.items() if stage == self.number}
         with torch.set_grad_enabled(torch.is_grad_enabled() and name != TEACHER), observed(here) as outputs:
             for module in track.pieces[self.number]:
-                result = module(*x)
-                x = result if isinstance(result, tuple) else (result,)
+                x = _tuple(module(*x))
         features |= outputs
         return x, {path: features[path] for path in track.features if path in features}

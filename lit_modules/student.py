@@ -1,15 +1,20 @@
-"""A student of a distillation: a net and the objective that it learns by."""
+"""A student of a distillation: a net and the objective that it learns by, which is tested before training."""
 
+import copy
 from functools import partial
+from typing import Any
 
+import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map, tree_map_only
 
 from apprentice import keyed
 from apprentice.errors import BadInput
-from lit_modules.nets import Outputs, globalise, layer, run, typed
-from lit_modules.objectives import Objective
-from lit_modules.objectives.trial import check_rows
+from lit_modules.nets import Outputs, globalise, run, typed
+from lit_modules.objectives import Objective, Term
+
+RANGES = (0, 1), (-10, 10)  # of outputs: the first has finite roots and logarithms, the second confident softmaxes
 
 
 class Student(nn.Module):
@@ -27,13 +32,6 @@ class Student(nn.Module):
         """Logits (b, classes), and the features of the layers that the objective reads."""
         return run(self.net, inputs, set(self.objective.student_layers.values()))
 
-    def check_layers(self, teacher: nn.Module, flag: str) -> None:
-        """Raise BadInput for a layer that the net or the teacher does not have."""
-        for option, path in self.objective.student_layers.items():
-            layer(self.net, path, f"{flag}.{option}", self.objective.needs)
-        for option, path in self.objective.teacher_layers.items():
-            layer(teacher, path, f"{flag}.{option}")
-
     def build(self, example: Tensor, teacher: Outputs | None, seed: int, flag: str) -> None:
         """Let the objective make its parts, from the seed and the shapes alone, and test it on inputs (b, ...)."""
         mode, objective = self.training, self.objective
@@ -48,3 +46,46 @@ class Student(nn.Module):
             advice = "its numbers move with the device count"
             rank_zero_warn(f"{flag}: {type(objective).__name__} relates rows that a device has; {advice}")
         self.train(mode)
+
+
+@torch.no_grad()
+def check_rows(objective: Objective, student: Outputs, teacher: Outputs | None, flag: str) -> None:
+    """Raise BadInput if, on noise like these outputs of 2 rows or more, a term lacks a value for each row alone.
+
+    A row's values are compared when other rows change, unless the objective declares `relates_rows`.
+    """
+    name, b = type(objective).__name__, len(student.logits)
+    for low, high in RANGES:
+        noise = partial(_noise, student, teacher, low, high)
+        first, others = keyed.with_seed(0, noise), keyed.with_seed(1, noise)
+        terms = _terms(objective, *first)
+        for term, (values, *_) in terms.items():
+            if not isinstance(values, Tensor) or values.shape != (b,):
+                given = tuple(values.shape) if isinstance(values, Tensor) else f"a {type(values).__name__}"
+                raise BadInput(
+                    flag, name, f"an objective whose term {term} has a value a row, ({b},); it gives {given}"
+                )
+        for row in range(0 if objective.relates_rows else b):
+            changed = _terms(objective, *tree_map(partial(_mixed, row), first, others))
+            for term, (values, *_) in terms.items():
+                if not torch.isclose(changed[term].values[row], values[row], rtol=1e-5, atol=0, equal_nan=True):
+                    expected = f"an objective whose term {term} has a value a row that depends on no other row"
+                    raise BadInput(flag, name, f"{expected}, or one with relates_rows = True")
+
+
+def _terms(objective: Objective, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
+    """Terms that are equal in each call, even if the objective keeps state or draws noise."""
+    objective = copy.deepcopy(objective).eval()
+    return keyed.with_seed(0, lambda: objective.terms(objective.adapt(student), teacher, labels))
+
+
+def _noise(student: Outputs, teacher: Outputs | None, low: float, high: float) -> tuple[Outputs, Any, Tensor]:
+    """Outputs between `low` and `high`, and labels (b, ...), some of them equal."""
+    labels = torch.randint(min(2, student.logits.shape[-1]), student.logits.shape[:-1])
+    noise = tree_map_only(Tensor, lambda x: torch.empty(x.shape).uniform_(low, high).to(x), (student, teacher))
+    return *noise, labels
+
+
+def _mixed(row: int, x: Tensor | None, y: Tensor | None) -> Tensor | None:
+    """One row of x among the rows of y."""
+    return x if x is None or y is None else torch.cat([y[:row], x[row : row + 1], y[row + 1 :]])

@@ -1,13 +1,11 @@
 """Nets: pure torch, without trainer, rank or device. A new net is a file here and a line below."""
 
 from lit_modules.nets.attention import Cache, SelfAttention, any_kernel
-from lit_modules.nets.base import DEFAULT_LAYER, Net, Outputs, layer, run, typed
+from lit_modules.nets.base import Net, Outputs, check_fits, check_same_start, pipeline_stages, run, stage_of, typed
 from lit_modules.nets.batch_norm import globalise
-from lit_modules.nets.checks import check_fits, check_same_start
 from lit_modules.nets.gpt import GPT
 from lit_modules.nets.plain import DeepNN, LightNN
 from lit_modules.nets.resnet import ResNet
 from lit_modules.nets.rnn import RNNClassifier
-from lit_modules.nets.stages import pipeline_stages, stage_of
 from lit_modules.nets.torchvision import Torchvision
 from lit_modules.nets.vit import ViT

@@ -1,13 +1,26 @@
-"""Multi-head self-attention (Vaswani et al. 2017) with torch's kernels."""
+"""Multi-head self-attention (Vaswani et al. 2017), and the choice of torch's kernel for it."""
 
+import logging
+import re
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lit_modules.nets.attention_kernels import Backend, check_backend, chosen, kernel
+from apprentice.errors import BadInput, first_line
+
+Backend = Literal["auto", "math", "flash", "efficient", "cudnn"]
+KERNELS = {
+    "math": SDPBackend.MATH, "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
+}  # fmt: skip
+NO_KERNEL = re.compile("No available kernel|No viable backend")
+CHOOSES = ("cpu", "cuda", "xpu", "meta")  # devices on which torch follows the choice of a kernel
 
 
 class Cache:
@@ -131,3 +144,69 @@ def any_kernel(module: nn.Module) -> Iterator[None]:
     finally:
         for attention, backend in backends.items():
             attention.backend = backend
+
+
+def check_backend(backend: str) -> None:
+    """Raise ValueError for an unknown backend."""
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend {backend}: expected one of {', '.join(get_args(Backend))}")
+
+
+@contextmanager
+def kernel(backend: str, query: Tensor, *others: Any) -> Iterator[None]:
+    """Inside, `scaled_dot_product_attention(query, *others)` uses this kernel; BadInput, with torch's reasons, if not.
+
+    `auto` leaves the choice to torch. It is global to the process: two threads can't use different kernels at once.
+    """
+    check_backend(backend)
+    device = query.device.type
+    kind = f"{str(query.dtype).removeprefix('torch.')} {'jagged' if query.is_nested else 'dense'} on {device}"
+    if backend not in {"auto", "math"} and device not in CHOOSES:
+        raise BadInput("backend", backend, f"auto or math: torch chooses the kernel itself for {kind}")
+    try:
+        with chosen(backend, query):
+            yield
+    except RuntimeError as error:
+        asked_gpu = device == "cpu" and isinstance(error, torch.AcceleratorError)  # for jagged texts, without a GPU
+        if not asked_gpu and not NO_KERNEL.search(str(error)):
+            raise
+        reasons = " ".join([first_line(error), *_reasons(backend, query, *others)])
+        raise BadInput("backend", backend, f"a kernel that serves attention of {kind}; torch says: {reasons}") from None
+
+
+def chosen(backend: str, query: Tensor) -> AbstractContextManager:
+    """Restricts torch to this kernel."""
+    if backend == "auto" and query.is_nested and query.device.type == "cpu":
+        backend = "math"  # the only one; torch would ask a GPU about the others
+    return nullcontext() if backend == "auto" else sdpa_kernel(KERNELS[backend])
+
+
+def _reasons(backend: str, query: Tensor, *others: Any) -> list[str]:
+    """Why torch rejects this kernel: repeats the call, and collects the warnings, and for jagged texts the log."""
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("torch.nested._internal.sdpa")
+    propagate, logger.propagate = logger.propagate, False
+    logger.addHandler(handler)
+    try:
+        with warnings.catch_warnings(record=True) as warned, suppress(RuntimeError), chosen(backend, query):
+            warnings.simplefilter("always")
+            F.scaled_dot_product_attention(query, *others)
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagate
+    return [*_against(backend, logged), *_against(backend, [str(each.message) for each in warned])]
+
+
+def _against(backend: str, messages: list[str]) -> list[str]:
+    """The reasons against this backend in torch's messages; all reasons, if none names a backend."""
+    sections: list[tuple[str, list[str]]] = [("", [])]
+    for message in messages:
+        reason = message.partition("(Triggered internally at")[0].strip()
+        if reason.endswith("not used because:"):
+            sections.append((reason.lower(), []))
+        elif "runtime disabled" not in reason:  # true of all kernels but the chosen one
+            sections[-1][1].append(reason)
+    mine = [reasons for header, reasons in sections if len(sections) == 1 or backend == "auto" or backend in header]
+    return list(dict.fromkeys(reason for reasons in mine for reason in reasons))

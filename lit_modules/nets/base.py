@@ -1,15 +1,20 @@
-"""What all nets of the suite share, and how layers of any net are found and observed."""
+"""What the suite's nets share, and how any net is used: its layers, its pipeline stages, whether it fits the data."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from apprentice.errors import BadInput
+from apprentice.errors import BadInput, first_line
+from apprentice.keyed import with_seed
 
 DEFAULT_LAYER = "default"
+Shape = tuple[int, int, int]  # (C, H, W)
+Norm = Literal["batch", "group"]
 
 
 class Outputs(NamedTuple):
@@ -32,12 +37,26 @@ class Net(nn.Module):
     feature_layer: str
 
 
-def of_images(input_shape: Sequence[int]) -> tuple[int, int, int]:
+def of_images(input_shape: Sequence[int]) -> Shape:
     """The shape, if it is that of images; raises ValueError otherwise."""
     if len(input_shape) != 3:
         raise ValueError(f"input_shape {tuple(input_shape)}: expected (C, H, W), images")
     channels, height, width = input_shape
     return channels, height, width
+
+
+def norm_layer(norm: Norm) -> Callable[[int], nn.Module]:
+    """A function from a number of channels to their norm; ValueError if there is no norm of this name."""
+    makers: dict[str, Callable[[int], nn.Module]] = {"batch": nn.BatchNorm2d, "group": group_norm}
+    if norm not in makers:
+        raise ValueError(f"norm {norm}: expected {' or '.join(makers)}")
+    return makers[norm]
+
+
+def group_norm(channels: int) -> nn.GroupNorm:
+    """GroupNorm (Wu and He 2018) with as many equal groups as possible: at most 32, as there, of 8 channels or more."""
+    groups = range(max(1, min(32, channels // 8)), 0, -1)
+    return nn.GroupNorm(next(n for n in groups if channels % n == 0), channels)
 
 
 def layer(net: nn.Module, path: str, flag: str = "layer", needs: str = "") -> nn.Module:
@@ -77,3 +96,80 @@ def run(net: nn.Module, inputs: Tensor, paths: set[str]) -> Outputs:
     with observed({path: layer(net, path) for path in sorted(paths)}) as features:
         logits = net(inputs)
     return Outputs(logits, features)
+
+
+def pipeline_stages(net: nn.Module, flag: str = "net") -> list[nn.Module]:
+    """Modules whose composition is the net's forward: its `pipeline_stages()`, or a sequence's parts; else BadInput."""
+    if (own := getattr(net, "pipeline_stages", None)) is not None:
+        return own()
+    if _is_chain(net):
+        return cuttable(net.children())
+    raise BadInput(flag, type(net).__name__, "a net that can be cut: with pipeline_stages(), or an nn.Sequential")
+
+
+def cuttable(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """The modules, with sequences split into their members, and in-place modules joined to their predecessors."""
+    groups: list[list[nn.Module]] = []
+    for module in _members(modules):
+        if groups and getattr(module, "inplace", False):  # it would change a tensor that others may still read
+            groups[-1].append(module)
+        else:
+            groups.append([module])
+    return [group[0] if len(group) == 1 else nn.Sequential(*group) for group in groups]
+
+
+def _members(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    # Subclasses of Sequential, such as a convolution with its norm, stay whole.
+    return [part for m in modules for part in (_members(m) if type(m) is nn.Sequential else [m])]
+
+
+def _is_chain(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and len(module) > 0
+
+
+def stage_of(net: nn.Module, stages: Sequence[nn.Module], path: str, flag: str = "layer") -> tuple[int, nn.Module]:
+    """The number of the stage that computes a layer's output, and the module that gives it; BadInput if there is none.
+
+    That is the layer itself, or the last member of a sequence that was split.
+    """
+    module = layer(net, path, flag)
+    while True:
+        for number, stage in enumerate(stages):
+            if module in set(stage.modules()):
+                return number, module
+        if not _is_chain(module):
+            expected = f"a layer of {type(net).__name__} inside a pipeline stage, or a sequence of such"
+            raise BadInput(flag, path, expected)
+        module = list(module.children())[-1]
+
+
+def check_fits(
+    net: nn.Module, example: Tensor, logits_shape: Sequence[int], flag: str = "net", trained: bool = True
+) -> None:
+    """BadInput if a copy of the net fails on inputs (b, ...), b at least 2, in eval or, if `trained`, training mode."""
+    name, shape = type(net).__name__, tuple(example.shape[1:])
+    tried = copy.deepcopy(net)  # training changes BatchNorm's statistics
+    for mode in (True, False) if trained else (False,):
+        found: Any = None
+        try:
+            with torch.no_grad():
+                found = with_seed(0, partial(tried.train(mode), typed(tried, example)))
+        except BadInput as fault:
+            raise BadInput(f"{flag}.{fault.flag}", fault.value, fault.expected) from None
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            wanted = f"a net that takes inputs {shape}, as this data has them"
+            raise BadInput(flag, name, f"{wanted}; it says: {first_line(error)}") from None
+        if not isinstance(found, Tensor) or tuple(found.shape) != (len(example), *logits_shape):
+            given = tuple(found.shape[1:]) if isinstance(found, Tensor) else type(found).__name__
+            raise BadInput(flag, name, f"a net that gives logits {tuple(logits_shape)} for an input; it gives {given}")
+
+
+def check_same_start(net: nn.Module, again: nn.Module, flag: str = "net") -> None:
+    """Raise BadInput, which names the first difference, if two nets made with one seed differ in initial weights."""
+    first, second = net.state_dict(), again.state_dict()
+    made = [key for key, x in first.items() if isinstance(x, Tensor) and not nn.parameter.is_lazy(x)]
+    same = {key: first[key].shape == second[key].shape and first[key].allclose(second[key], 0, 0, True) for key in made}
+    if differ := [key for key in made if not same[key]]:
+        sources = "torch's, numpy's and Python's global random numbers"
+        found = f"two made with one seed differ in {differ[0]}"
+        raise BadInput(flag, type(net).__name__, f"a net whose first weights come from {sources} alone; {found}")

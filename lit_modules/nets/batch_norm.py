@@ -49,10 +49,6 @@ def _statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 class _Global(nn.modules.batchnorm._BatchNorm):
     """In training with several replicas it uses the global batch's statistics; otherwise it is torch's BatchNorm."""
 
-    def _check_input_dim(self, x: Tensor) -> None:
-        if x.dim() < 2:
-            raise ValueError(f"expected at least 2 dimensions, got {x.dim()}")
-
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or (replicas.count() == 1 and x.numel() > x.shape[1]):
             return super().forward(x)  # torch refuses one value a channel, such as in a last batch of one row
@@ -73,16 +69,13 @@ class _Global(nn.modules.batchnorm._BatchNorm):
         self.running_var.lerp_(variance.to(self.running_var.dtype), momentum)
 
 
-class _Global1d(_Global, nn.BatchNorm1d):
-    pass
+class _Global1d(_Global, nn.BatchNorm1d): ...
 
 
-class _Global2d(_Global, nn.BatchNorm2d):
-    pass
+class _Global2d(_Global, nn.BatchNorm2d): ...
 
 
-class _Global3d(_Global, nn.BatchNorm3d):
-    pass
+class _Global3d(_Global, nn.BatchNorm3d): ...
 
 
 GLOBAL: dict[type[nn.Module], type[_Global]] = {
@@ -91,11 +84,8 @@ GLOBAL: dict[type[nn.Module], type[_Global]] = {
 
 
 def globalise(net: nn.Module) -> nn.Module:
-    """Make every BatchNorm inside `net` use the global batch; parameters, buffers and their names stay the same.
-
-    It changes the layers' class in place, so that weights shared with other modules stay the same objects.
-    """
+    """Make every BatchNorm inside `net` use the global batch; parameters, buffers and their names stay the same."""
     for module in net.modules():
         if (kind := type(module)) in GLOBAL:
-            module.__class__ = GLOBAL[kind]
+            module.__class__ = GLOBAL[kind]  # in place, for weights that are shared with other modules
     return net

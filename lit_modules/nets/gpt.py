@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from apprentice import keyed
 from apprentice.errors import BadInput
 from apprentice.keyed import Dropout
-from lit_modules.nets.attention import Backend, Cache
+from lit_modules.nets.attention import Backend, Cache, SelfAttention
 from lit_modules.nets.base import Net
 from lit_modules.nets.transformer import Block
 
@@ -34,7 +35,7 @@ class GPT(Net):
         backend: the attention kernel, see `SelfAttention`.
 
     Raises:
-        ValueError: a size is below 1, or `Block` refuses one.
+        ValueError: a size is below 1, or `SelfAttention` refuses one.
     """
 
     feature_layer = "norm"
@@ -59,16 +60,17 @@ class GPT(Net):
                 raise ValueError(f"{name} {value}: expected at least 1")
         self.block_size, self.tie_weights = block_size, tie_weights
         self.embedding = _Embedding(vocab_size, block_size, embed_dim, dropout)
+        attention = partial(SelfAttention, embed_dim, num_heads, True, attention_dropout, bias, backend)
         self.blocks = nn.ModuleList(
-            Block(
-                embed_dim, num_heads, causal=True, dropout=dropout, bias=bias, backend=backend,
-                attention_dropout=attention_dropout, layer=1 + 2 * number,
-            )
-            for number in range(num_layers)
-        )  # fmt: skip
+            Block(attention(), dropout=dropout, bias=bias, layer=1 + 2 * number) for number in range(num_layers)
+        )
         self.norm = nn.LayerNorm(embed_dim, bias=bias)
         self.head = nn.Linear(embed_dim, vocab_size, bias=False)
-        self.apply(_initialise)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=STD)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
         for name, parameter in self.blocks.named_parameters():
             if name.endswith(("attention.out.weight", "mlp.2.weight")):
                 nn.init.normal_(parameter, std=STD / math.sqrt(2 * num_layers))
@@ -161,13 +163,6 @@ class _Embedding(nn.Module):
             raise ValueError(f"tokens {tuple(tokens.shape)}: expected texts of at most {block_size}, the block size")
         places = torch.arange(start, end, device=tokens.device)
         return self.noise(self.tokens(tokens.long()) + self.positions(places))
-
-
-def _initialise(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear | nn.Embedding):
-        nn.init.normal_(module.weight, std=STD)
-    if isinstance(module, nn.Linear) and module.bias is not None:
-        nn.init.zeros_(module.bias)
 
 
 def _sample(logits: Tensor, temperature: float, top_k: int | None, key: int) -> Tensor:

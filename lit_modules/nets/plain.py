@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from apprentice.keyed import Dropout
-from lit_modules.nets.base import Net, of_images
+from lit_modules.nets.base import Net, Shape, of_images
 
 
 class _Plain(Net):
@@ -13,12 +13,7 @@ class _Plain(Net):
     feature_layer = "features"
 
     def __init__(
-        self,
-        features: list[nn.Module],
-        hidden: int,
-        input_shape: tuple[int, int, int],
-        num_classes: int,
-        dropout: float,
+        self, features: list[nn.Module], hidden: int, input_shape: Shape, num_classes: int, dropout: float
     ) -> None:
         super().__init__()
         _, height, width = of_images(input_shape)
@@ -46,9 +41,7 @@ class DeepNN(_Plain):
     Source: PyTorch, "Knowledge Distillation Tutorial". `input_shape` is (C, H, W), `dropout` the probability of a zero.
     """
 
-    def __init__(
-        self, input_shape: tuple[int, int, int] = (3, 32, 32), num_classes: int = 10, dropout: float = 0.1
-    ) -> None:
+    def __init__(self, input_shape: Shape = (3, 32, 32), num_classes: int = 10, dropout: float = 0.1) -> None:
         features = [
             nn.Conv2d(input_shape[0], 128, 3, padding=1), nn.ReLU(),
             nn.Conv2d(128, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
@@ -64,9 +57,7 @@ class LightNN(_Plain):
     Source: PyTorch, "Knowledge Distillation Tutorial". `input_shape` is (C, H, W), `dropout` the probability of a zero.
     """
 
-    def __init__(
-        self, input_shape: tuple[int, int, int] = (3, 32, 32), num_classes: int = 10, dropout: float = 0.1
-    ) -> None:
+    def __init__(self, input_shape: Shape = (3, 32, 32), num_classes: int = 10, dropout: float = 0.1) -> None:
         features = [
             nn.Conv2d(input_shape[0], 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
             nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),

@@ -5,8 +5,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lit_modules.nets.base import Net, of_images
-from lit_modules.nets.group_norm import Norm, norm_layer
+from lit_modules.nets.base import Net, Norm, Shape, norm_layer, of_images
 
 Normed = Callable[[int], nn.Module]
 
@@ -45,11 +44,7 @@ class ResNet(Net):
     feature_layer = "stage3"
 
     def __init__(
-        self,
-        depth: int = 20,
-        input_shape: tuple[int, int, int] = (3, 32, 32),
-        num_classes: int = 10,
-        norm: Norm = "batch",
+        self, depth: int = 20, input_shape: Shape = (3, 32, 32), num_classes: int = 10, norm: Norm = "batch"
     ) -> None:
         super().__init__()
         normed = norm_layer(norm)
@@ -79,8 +74,7 @@ class ResNet(Net):
 
     def pipeline_stages(self) -> list[nn.Module]:
         """The stem, each block, and the head with the mean over positions."""
-        head = nn.Sequential(_Mean(), self.head)
-        return [self.stem, *self.stage1, *self.stage2, *self.stage3, head]
+        return [self.stem, *self.stage1, *self.stage2, *self.stage3, nn.Sequential(_Mean(), self.head)]
 
 
 class _Mean(nn.Module):

@@ -3,6 +3,7 @@
 import copy
 import difflib
 import inspect
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -11,9 +12,7 @@ from torch import Tensor, nn
 from torchvision import models
 
 from apprentice.errors import BadInput, first_line
-from lit_modules.nets.base import Net, observed, of_images
-from lit_modules.nets.group_norm import Norm, norm_layer
-from lit_modules.nets.stages import cuttable
+from lit_modules.nets.base import Net, Norm, Shape, cuttable, norm_layer, observed, of_images
 
 WITH_AUXILIARY = {"googlenet", "inception_v3"}
 # What models do between two children without a module for it.
@@ -39,11 +38,7 @@ class Torchvision(Net):
     unused_weights = ("model.aux1.", "model.aux2.", "model.AuxLogits.")  # auxiliary heads in torchvision's files
 
     def __init__(
-        self,
-        name: str = "resnet18",
-        input_shape: tuple[int, int, int] = (3, 32, 32),
-        num_classes: int = 10,
-        norm: Norm = "batch",
+        self, name: str = "resnet18", input_shape: Shape = (3, 32, 32), num_classes: int = 10, norm: Norm = "batch"
     ) -> None:
         super().__init__()
         known = models.list_models(module=models)
@@ -67,11 +62,9 @@ class Torchvision(Net):
             return builder(**options)
         with torch.device("meta"):
             has_batch_norm = any(isinstance(m, nn.BatchNorm2d) for m in builder(weights=None).modules())
-        try:
+        with suppress(TypeError):  # it takes no norm_layer
             if has_batch_norm:
                 return builder(**options, norm_layer=norm_layer(norm))
-        except TypeError:  # it takes no norm_layer
-            pass
         raise BadInput("norm", norm, f"batch for {self.name}; others, as resnet50, have BatchNorm as an option")
 
     @torch.no_grad()
@@ -97,10 +90,9 @@ class Torchvision(Net):
 
     def pipeline_stages(self) -> list[nn.Module]:
         """The model's children and what it does between them, its sequences split; BadInput if it is no such chain."""
-        weight = next(self.model.parameters())
         example = torch.rand(2, 3, *self.input_shape[1:], generator=torch.Generator().manual_seed(0))
         try:
-            parts = chain(self.model, example.to(weight))
+            parts = chain(self.model, example.to(next(self.model.parameters())))
         except ValueError:
             like = "a model that is a chain of its children, as resnet50 or vgg11"
             raise BadInput("name", self.name, f"{like}: {self.name} can't be cut into pipeline stages") from None
@@ -114,12 +106,9 @@ class _ThreeChannels(nn.Module):
 
 @torch.no_grad()
 def chain(model: nn.Module, example: Tensor) -> list[nn.Module]:
-    """The model's children in order, with modules for the pooling and flattening between them.
+    """The model's children in order, with modules for what it does between them; ValueError if these are unknown.
 
     Their composition equals the model's forward, bit for bit, in eval mode and for the example's inputs.
-
-    Raises:
-        ValueError: the model is not such a chain.
     """
     names, tensors = _traced(copy.deepcopy(model).eval(), example)
     if len(set(names)) < len(names):
@@ -131,17 +120,14 @@ def chain(model: nn.Module, example: Tensor) -> list[nn.Module]:
 
 
 def _traced(model: nn.Module, example: Tensor) -> tuple[list[str], list[tuple[Tensor, Tensor]]]:
-    """The children's names in call order; for each gap around them the tensor before and the tensor after it.
-
-    Tensors are cloned, since a child may work in place.
-    """
+    """The children's names in call order; for each gap around them the tensor before and the tensor after it."""
     names: list[str] = []
     given, taken = [example], []
 
     def enter(_module: nn.Module, args: tuple[Any, ...]) -> None:
         if len(args) != 1 or not isinstance(args[0], Tensor):
             raise ValueError("a child takes more than one tensor")
-        taken.append(args[0].clone())
+        taken.append(args[0].clone())  # a child may work in place
 
     def leave(name: str, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         if not isinstance(output, Tensor):

@@ -3,47 +3,39 @@
 from torch import Tensor, nn
 
 from apprentice.keyed import Dropout
-from lit_modules.nets.attention import Backend, Cache, SelfAttention
+from lit_modules.nets.attention import Cache, SelfAttention
 
 
 class Block(nn.Module):
     """Pre-norm block: attention and then an MLP with GELU, each added to its input (GPT-2, Radford et al. 2019).
 
     Args:
-        embed_dim: D, width of tokens.
-        num_heads: attention heads, a divisor of `embed_dim`.
+        attention: of tokens of width D.
         mlp_ratio: the MLP's hidden width divided by D.
-        causal: whether a token attends only to itself and earlier tokens.
         dropout: probability of a zero in the residual branches; keyed.
-        bias: whether projections and norms have a bias.
-        backend: the attention kernel, see `SelfAttention`.
-        attention_dropout: probability of a zero attention weight; the kernel draws it, so it is not keyed.
+        bias: whether the MLP and norms have a bias.
         layer: number of its first dropout layer; it has two.
         norm_eps: epsilon of the norms.
 
     Raises:
-        ValueError: `mlp_ratio` is below 1, or `SelfAttention` refuses a value.
+        ValueError: `mlp_ratio` is below 1.
     """
 
     def __init__(
         self,
-        embed_dim: int,
-        num_heads: int,
+        attention: SelfAttention,
         mlp_ratio: int = 4,
-        causal: bool = False,
         dropout: float = 0.0,
         bias: bool = True,
-        backend: Backend = "auto",
-        attention_dropout: float = 0.0,
         layer: int = 0,
         norm_eps: float = 1e-5,
     ) -> None:
         super().__init__()
         if mlp_ratio < 1:
             raise ValueError(f"mlp_ratio {mlp_ratio}: expected at least 1")
-        hidden = mlp_ratio * embed_dim
+        embed_dim, hidden = attention.embed_dim, mlp_ratio * attention.embed_dim
         self.norm1 = nn.LayerNorm(embed_dim, norm_eps, bias=bias)
-        self.attention = SelfAttention(embed_dim, num_heads, causal, attention_dropout, bias, backend)
+        self.attention = attention
         self.dropout1 = Dropout(dropout, layer)
         self.norm2 = nn.LayerNorm(embed_dim, norm_eps, bias=bias)
         self.mlp = nn.Sequential(nn.Linear(embed_dim, hidden, bias), nn.GELU(), nn.Linear(hidden, embed_dim, bias))

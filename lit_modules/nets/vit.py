@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from apprentice.keyed import Dropout
-from lit_modules.nets.attention import Backend, Cache
-from lit_modules.nets.base import Net, of_images
+from lit_modules.nets.attention import Backend, Cache, SelfAttention
+from lit_modules.nets.base import Net, Shape, of_images
 from lit_modules.nets.transformer import Block
 
 STD = 0.02  # of initial weights, as in DeiT
@@ -51,7 +51,7 @@ class ViT(Net):
         dropout: float = 0.0,
         distillation_token: bool = False,
         backend: Backend = "auto",
-        input_shape: tuple[int, int, int] = (3, 32, 32),
+        input_shape: Shape = (3, 32, 32),
         num_classes: int = 10,
     ) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class ViT(Net):
         self.embedding = _Embedding(channels, patch_size, self.num_tokens, rows * columns, embed_dim, dropout)
         kinds: list[Callable[..., Block]] = [Block] * (num_layers - 1) + [partial(_Last, rows, columns)]
         self.blocks = nn.ModuleList(
-            kind(embed_dim, num_heads, mlp_ratio, dropout=dropout, backend=backend, layer=1 + 2 * number, norm_eps=EPS)
+            kind(SelfAttention(embed_dim, num_heads, backend=backend), mlp_ratio, dropout, True, 1 + 2 * number, EPS)
             for number, kind in enumerate(kinds)
         )
         self.feature_layer = f"blocks.{num_layers - 1}.maps"

@@ -13,15 +13,11 @@ from lit_modules.nets.base import DEFAULT_LAYER, Outputs
 
 
 class Term(NamedTuple):
-    """One part of a loss: per-sample values (b,) and the weight of their mean.
-
-    Attributes:
-        is_ce: whether the values are the cross-entropies of the student's logits with the labels.
-    """
+    """One part of a loss: per-sample values (b,) and the weight of their mean."""
 
     values: Tensor
     weight: float
-    is_ce: bool = False
+    is_ce: bool = False  # whether the values are the cross-entropies of the student's logits with the labels
 
 
 class Objective(nn.Module):
@@ -78,7 +74,12 @@ class Objective(nn.Module):
 
 
 class FeatureObjective(Objective):
-    """An objective that compares one layer of the student with one of the teacher."""
+    """An objective that compares one layer of the student with one of the teacher.
+
+    Args:
+        student_layer: path of the student's layer.
+        teacher_layer: path of the teacher's layer.
+    """
 
     def __init__(self, student_layer: str = DEFAULT_LAYER, teacher_layer: str = DEFAULT_LAYER) -> None:
         super().__init__()
@@ -127,11 +128,4 @@ def weight(name: str, value: float) -> float:
     """The value, if zero or more; raises BadInput otherwise."""
     if not 0 <= value < float("inf"):
         raise BadInput(name, value, "a number of 0 or more")
-    return value
-
-
-def inside(name: str, value: float) -> float:
-    """The value, if above zero and below one; raises BadInput otherwise."""
-    if not 0 < value < 1:
-        raise BadInput(name, value, "a number above 0 and below 1")
     return value

@@ -1,9 +1,11 @@
 """Cosine similarity of flattened features: the tutorial's CosineLoss."""
 
+from typing import Any
+
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_modules.nets.base import DEFAULT_LAYER, Outputs
+from lit_modules.nets.base import Outputs
 from lit_modules.objectives.base import FeatureObjective, Term, weight
 from lit_modules.objectives.cross_entropy import ce_term
 
@@ -16,18 +18,11 @@ class Cosine(FeatureObjective):
     Args:
         cosine_weight: weight of the cosine distance between the features.
         ce_weight: weight of the cross-entropy with the labels.
-        student_layer: path of the student's layer.
-        teacher_layer: path of the teacher's layer.
+        layers: those of FeatureObjective.
     """
 
-    def __init__(
-        self,
-        cosine_weight: float = 0.25,
-        ce_weight: float = 0.75,
-        student_layer: str = DEFAULT_LAYER,
-        teacher_layer: str = DEFAULT_LAYER,
-    ) -> None:
-        super().__init__(student_layer, teacher_layer)
+    def __init__(self, cosine_weight: float = 0.25, ce_weight: float = 0.75, **layers: Any) -> None:
+        super().__init__(**layers)
         self.cosine_weight, self.ce_weight = weight("cosine_weight", cosine_weight), weight("ce_weight", ce_weight)
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102

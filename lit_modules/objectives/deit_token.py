@@ -51,20 +51,18 @@ class DeiTToken(Objective):
         """Refuse a layer that gives no logits."""
         for flag, path in self.student_layers.items():
             if (found := student.features[path].shape[1:]) != (wanted := student.logits.shape[1:]):
-                expected = f"a head that gives logits {tuple(wanted)}; this layer gives {tuple(found)}"
-                raise BadInput(flag, path, expected)
+                raise BadInput(flag, path, f"a head that gives logits {tuple(wanted)}; this layer gives {tuple(found)}")
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
         assert teacher is not None
         z_token, z_class = (student.features[path] for path in self.student_layers.values())
+        if self.kind == "hard":
+            token = cross_entropy(z_token, teacher.logits.argmax(-1))
+        else:
+            token = softened_kl(teacher.logits, z_token, self.temperature)
         return {
-            "token": Term(self._learned(z_token, teacher.logits), self.token_weight),
+            "token": Term(token, self.token_weight),
             "ce": Term(cross_entropy(z_class, labels), self.ce_weight),
             # For monitoring; FSDP would wait for the gradient of an unused output.
             "mean": ce_term(student, labels, 0.0),
         }
-
-    def _learned(self, z_token: Tensor, z_t: Tensor) -> Tensor:
-        if self.kind == "hard":
-            return cross_entropy(z_token, z_t.argmax(-1))
-        return softened_kl(z_t, z_token, self.temperature)

@@ -1,9 +1,11 @@
 """Hints: Romero et al. 2015, "FitNets: Hints for Thin Deep Nets", trained in one phase as in the tutorial."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from apprentice.errors import BadInput
-from lit_modules.nets.base import DEFAULT_LAYER, Outputs
+from lit_modules.nets.base import Outputs
 from lit_modules.objectives.base import FeatureObjective, Term, weight
 from lit_modules.objectives.cross_entropy import ce_term
 
@@ -14,23 +16,14 @@ class Hint(FeatureObjective):
     Args:
         hint_weight: weight of the squared difference, a mean over channels and positions.
         ce_weight: weight of the cross-entropy with the labels.
-        student_layer: path of the student's layer, with maps (b, C_s, H, W).
-        teacher_layer: path of the teacher's layer, with maps (b, C_t, H, W).
+        layers: those of FeatureObjective, with maps (b, C_s, H, W) and (b, C_t, H, W).
 
     Raises:
         BadInput: in `build`, the two layers' maps differ in height or width.
     """
 
-    regressor: nn.Conv2d
-
-    def __init__(
-        self,
-        hint_weight: float = 0.25,
-        ce_weight: float = 0.75,
-        student_layer: str = DEFAULT_LAYER,
-        teacher_layer: str = DEFAULT_LAYER,
-    ) -> None:
-        super().__init__(student_layer, teacher_layer)
+    def __init__(self, hint_weight: float = 0.25, ce_weight: float = 0.75, **layers: Any) -> None:
+        super().__init__(**layers)
         self.hint_weight, self.ce_weight = weight("hint_weight", hint_weight), weight("ce_weight", ce_weight)
 
     def build(self, student: Outputs, teacher: Outputs | None) -> None:  # noqa: D102

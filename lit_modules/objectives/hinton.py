@@ -23,7 +23,5 @@ class Hinton(Objective):
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
         assert teacher is not None
-        return {
-            "kd": Term(softened_kl(teacher.logits, student.logits, self.temperature), self.kd_weight),
-            "ce": ce_term(student, labels, self.ce_weight),
-        }
+        kd = Term(softened_kl(teacher.logits, student.logits, self.temperature), self.kd_weight)
+        return {"kd": kd, "ce": ce_term(student, labels, self.ce_weight)}

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from apprentice.errors import BadInput
 from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Objective, Term, inside, kl, positive, weight
+from lit_modules.objectives.base import Objective, Term, kl, positive, weight
 from lit_modules.objectives.cross_entropy import ce_term
 
 
@@ -31,7 +32,9 @@ class JensenShannon(Objective):
         self, beta: float = 0.5, temperature: float = 2.0, js_weight: float = 0.25, ce_weight: float = 0.75
     ) -> None:
         super().__init__()
-        self.beta, self.temperature = inside("beta", beta), positive("temperature", temperature)
+        if not 0 < beta < 1:
+            raise BadInput("beta", beta, "a number above 0 and below 1")
+        self.beta, self.temperature = beta, positive("temperature", temperature)
         self.js_weight, self.ce_weight = weight("js_weight", js_weight), weight("ce_weight", ce_weight)
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
@@ -39,7 +42,5 @@ class JensenShannon(Objective):
         log_p_s, log_p_t = (F.log_softmax(z / self.temperature, -1) for z in (student.logits, teacher.logits))
         log_m = torch.logaddexp(log_p_t + math.log(self.beta), log_p_s + math.log1p(-self.beta))
         divergence = self.beta * kl(log_p_t, log_m) + (1 - self.beta) * kl(log_p_s, log_m)
-        return {
-            "js": Term(divergence * self.temperature**2, self.js_weight),
-            "ce": ce_term(student, labels, self.ce_weight),
-        }
+        js = Term(divergence * self.temperature**2, self.js_weight)
+        return {"js": js, "ce": ce_term(student, labels, self.ce_weight)}

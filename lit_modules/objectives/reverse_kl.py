@@ -26,7 +26,5 @@ class ReverseKL(Objective):
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
         assert teacher is not None
-        return {
-            "reverse": Term(softened_kl(student.logits, teacher.logits, self.temperature), self.reverse_weight),
-            "ce": ce_term(student, labels, self.ce_weight),
-        }
+        reverse = Term(softened_kl(student.logits, teacher.logits, self.temperature), self.reverse_weight)
+        return {"reverse": reverse, "ce": ce_term(student, labels, self.ce_weight)}

@@ -1,6 +1,4 @@
 """Int8 nets with torchao's PT2E (the extra [quant], imported on use)."""
 
 from lit_modules.quantization.fake_quantized import FakeQuantized, post_training
-from lit_modules.quantization.prepare import EXTRA
-
-__all__ = ["EXTRA", "FakeQuantized", "post_training"]
+from lit_modules.quantization.graphs import EXTRA

@@ -42,12 +42,8 @@ class _Dropout(nn.Module):
 def captured(net: nn.Module, example: Tensor, layers: Sequence[str] = ()) -> GraphModule:
     """The net's operations on inputs like `example` (b, ...) with any number of rows, in the net's current mode.
 
-    The graph returns a tuple: logits (b, classes), and the outputs of the layers. It contains dropout of any kind as
-    `aten.dropout`.
-
-    Raises:
-        BadInput: torch.export can't capture the net, it draws noise outside of dropout layers, or a BatchNorm has no
-            statistics.
+    The graph returns a tuple: logits (b, classes), and the layers' outputs. Dropout of any kind is `aten.dropout`.
+    BadInput if torch.export can't capture the net, it draws other noise, or a BatchNorm has no statistics.
     """
     # Autograd counts devices at the first backward, and export registers one more: with threads for it, no fork of this
     # process could run a backward.
@@ -63,7 +59,14 @@ def captured(net: nn.Module, example: Tensor, layers: Sequence[str] = ()) -> Gra
         raise BadInput("net", type(net).__name__, said) from error
     graph = program.module(check_guards=False)
     for node in graph.graph.nodes:
-        _check(node, net)
+        wanted = ""
+        if draws(node) and not is_dropout(net.get_submodule(path_of(node))):
+            where = path_of(node) or "its forward"
+            wanted = f"draws noise in layers such as nn.Dropout only; {where} calls {node.target}"
+        elif node.target is ATEN.batch_norm.default and node.args[3] is None:
+            wanted = f"has BatchNorm with running statistics; {path_of(node)} has none"
+        if wanted:
+            raise BadInput("net", type(net).__name__, f"a net that {wanted}")
         if node.op == "call_function" and (source := _source(node)):
             node.meta["source_fn_stack"] = [source]
     return graph
@@ -83,16 +86,6 @@ def _plain_layers(net: nn.Module) -> Iterator[None]:
     finally:
         for module, kind in kinds.items():
             module.__class__ = kind
-
-
-def _check(node: Node, net: nn.Module) -> None:
-    wanted = ""
-    if draws(node) and not is_dropout(net.get_submodule(path_of(node))):
-        wanted = f"draws noise in layers such as nn.Dropout only; {path_of(node) or 'its forward'} calls {node.target}"
-    elif node.target is ATEN.batch_norm.default and node.args[3] is None:
-        wanted = f"has BatchNorm with running statistics; {path_of(node)} has none"
-    if wanted:
-        raise BadInput("net", type(net).__name__, f"a net that {wanted}")
 
 
 def draws(node: Node) -> bool:

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from apprentice import replicas
 from lit_modules.nets.base import DEFAULT_LAYER, layer
-from lit_modules.quantization.convert import converted, folded, observe_weights
-from lit_modules.quantization.prepare import observed_graph, trainable_graph, with_modules
+from lit_modules.quantization import graphs
 from lit_modules.quantization.ranges import Range
 
 
@@ -38,8 +37,8 @@ class FakeQuantized(nn.Module):
         for path in paths:
             layer(net, path)
         net = copy.deepcopy(net)
-        template = trainable_graph(net, example, paths)
-        graph = with_modules(copy.deepcopy(template), net)
+        template = graphs.trainable_graph(net, example, paths)
+        graph = graphs.with_modules(copy.deepcopy(template), net)
         # In lists, so that they are not submodules: the state dict is the graph's.
         self._template, self._taps = [template], [_tap(self, path) for path in paths]
         self.graph = graph
@@ -99,8 +98,8 @@ class FakeQuantized(nn.Module):
         state = self.state_dict() if state is None else state
         graph.to(next(iter(self.parameters())).dtype)
         graph.load_state_dict({name.removeprefix("graph."): value for name, value in state.items()})
-        observe_weights(folded(graph))
-        return converted(graph.float())
+        graphs.observe_weights(graphs.folded(graph))
+        return graphs.converted(graph.float())
 
 
 def _tap(root: nn.Module, path: str) -> nn.Module:
@@ -118,8 +117,8 @@ def post_training(net: nn.Module, batches: Iterator[Tensor] | Sequence[Tensor]) 
     Raises Missing without torchao, BadInput if the net can't be captured or nothing in it can be int8.
     """
     batches = list(batches)
-    graph = observed_graph(copy.deepcopy(net).eval(), batches[0])
+    graph = graphs.prepared_graph(copy.deepcopy(net), batches[0])
     with torch.no_grad():
         for inputs in batches:
             graph(inputs)
-    return converted(graph)
+    return graphs.converted(graph)

@@ -18,14 +18,8 @@ class Range(nn.Module):
     An observer for torchao's FakeQuantize. Source: Jacob et al. 2018, "Quantization and Training of Neural Networks for
     Efficient Integer-Arithmetic-Only Inference", section 3.1.
 
-    Args:
-        dtype: the integer type.
-        qscheme: `per_tensor_affine`, or `per_channel_symmetric` for a weight, which is equal on all ranks.
-        quant_min: smallest integer.
-        quant_max: largest integer.
-        ch_axis: the axis of the channels.
-        averaging_constant: the weight of a new batch; 1 keeps the last range alone.
-        eps: the smallest scale.
+    Its arguments are those of torchao's observers. `qscheme` is `per_tensor_affine`, or `per_channel_symmetric` for a
+    weight, which is equal on all ranks; `averaging_constant` is the weight of a new batch: 1 keeps the last range only.
     """
 
     low: Tensor
@@ -53,7 +47,11 @@ class Range(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Observe x: activations (b, ...), where b may be 0, or a weight (channels, ...)."""
         if self.training:
-            low, high = self._weights(x) if self.per_channel else self._activations(x)
+            if self.per_channel:
+                rows = x.detach().transpose(0, self.ch_axis).flatten(1).to(self.low.dtype)
+                low, high = rows.amin(1), rows.amax(1)
+            else:
+                low, high = self._ends(x)
             first = not self.low.isfinite().all()
             for own, seen in ((self.low, low), (self.high, high)):
                 own.resize_(seen.shape).copy_(seen if first else own.lerp(seen, self.averaging_constant))
@@ -71,11 +69,7 @@ class Range(nn.Module):
         self.low.fill_(torch.inf)
         self.high.fill_(-torch.inf)
 
-    def _weights(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        rows = x.detach().transpose(0, self.ch_axis).flatten(1).to(self.low.dtype)
-        return rows.amin(1), rows.amax(1)
-
-    def _activations(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _ends(self, x: Tensor) -> tuple[Tensor, Tensor]:
         ends = self.low.new_full((2,), -torch.inf)
         if x.numel():
             low, high = torch.aminmax(x.detach())

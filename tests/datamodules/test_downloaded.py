@@ -220,7 +220,7 @@ def test_without_name_resolution_the_line_says_what_helps(
     data = kind(tmp_path)
     message = refusal(data)
     assert "Temporary failure in name resolution" in message
-    for text in (*data.addresses(), *(path.name for path, _ in data.archives()), "--data Digits"):
+    for text in (*data.origin().addresses, *(path.name for path, _ in data.origin().archives), "--data Digits"):
         assert text in message
 
 

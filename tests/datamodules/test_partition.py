@@ -10,8 +10,7 @@ from torch import Tensor
 from apprentice.batch import Batch
 from apprentice.errors import BadInput
 from datamodules import Digits
-from datamodules.loaders import TrainLoader
-from datamodules.sampling import EpochOrder, PartitionedOrder
+from datamodules.loaders import EpochOrder, PartitionedOrder, TrainLoader
 from experiments import hardware, kd
 from harness.runs.progress import quiet
 from strategies import DDP, DataParallel, ParamServer

@@ -15,7 +15,7 @@ from harness.runs.safepoints import SafePoints
 from harness.studies import distillation, fits, language_model
 from harness.studies.deploy import builder, formats
 from lit_modules.quantization import EXTRA
-from lit_modules.quantization.prepare import quantizer
+from lit_modules.quantization.graphs import quantizer
 from tests.experiments.test_gpt_experiment import NET
 from tests.harness.test_resume import SMALL, curves, kill_at
 from tests.language import written

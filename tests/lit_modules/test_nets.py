@@ -27,7 +27,7 @@ from lit_modules.nets import (
     run,
     stage_of,
 )
-from lit_modules.nets.group_norm import group_norm
+from lit_modules.nets.base import group_norm
 from lit_modules.nets.torchvision import chain
 
 

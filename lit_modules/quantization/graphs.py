@@ -1,0 +1,181 @@
+"""Captured graphs with observers or fake quantisers from torchao's PT2E in them, and their conversion to int8."""
+
+from collections.abc import Sequence
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torch.nn import functional as F
+from torch.nn.modules.dropout import _DropoutNd
+
+from apprentice import extras
+from apprentice.errors import BadInput
+from lit_modules.quantization.capture import ATEN, NET, captured, draws, path_of
+from lit_modules.quantization.ranges import Range
+
+EXTRA = ("quant", "torchao")
+PT2E = [f"torchao.quantization.pt2e.{name}" for name in ("quantize_pt2e", "quantizer.x86_inductor_quantizer")]
+
+
+def quantizer(training: bool) -> Any:
+    """PT2E's quantiser for x86: activations uint8 per tensor, weights int8 per channel."""
+    extras.need(*EXTRA, *PT2E)
+    from torchao.quantization.pt2e import FakeQuantize
+    from torchao.quantization.pt2e.quantizer import QuantizationSpec
+    from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
+
+    if not training:
+        return x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config())
+    moving = FakeQuantize.with_args(observer=Range)
+    latest = FakeQuantize.with_args(observer=partial(Range, averaging_constant=1.0))
+    activation = QuantizationSpec(torch.uint8, moving, 0, 255, torch.per_tensor_affine)
+    weight = QuantizationSpec(torch.int8, latest, -128, 127, torch.per_channel_symmetric, ch_axis=0)
+    config = x86.QuantizationConfig(activation, activation, weight, None, True)
+    return x86.X86InductorQuantizer().set_global(config)
+
+
+def prepared_graph(net: nn.Module, example: Tensor, layers: Sequence[str] = (), training: bool = False) -> GraphModule:
+    """A copy of a trained net with observers, which learn ranges; with fake quantisers instead if it is to train."""
+    spec = quantizer(training)
+    from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e, prepare_qat_pt2e
+
+    graph = (prepare_qat_pt2e if training else prepare_pt2e)(captured(net.train(training), example, layers), spec)
+    if not any(name.startswith("activation_post_process") for name, _ in graph.named_children()):
+        wanted = "a net with layers that torchao quantises, as nn.Conv2d and nn.Linear"
+        raise BadInput("net", type(net).__name__, wanted)
+    return graph
+
+
+def trainable_graph(net: nn.Module, example: Tensor, layers: Sequence[str] = ()) -> GraphModule:
+    """The net in training mode with fake quantisers, which compute in floats what int8 will give."""
+    graph = with_modes(prepared_graph(net, example, layers, training=True))
+    for node in list(graph.graph.nodes):
+        if node.target is ATEN.add_.Tensor and str(node.args[0].target).endswith("num_batches_tracked"):
+            graph.graph.erase_node(node)  # the modules count
+        if node.target is ATEN.batch_norm.default:
+            eps = net.get_submodule(_norm_path(node)).eps
+            for user in list(node.args[4].users):
+                user.update_arg(7 if user is node else 1, eps)  # torchao 0.18 writes 1e-5 for any
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return graph
+
+
+def with_modes(graph: GraphModule) -> GraphModule:
+    """The graph with the `train` and `eval` of every module; PT2E removes them."""
+    for name in ("train", "eval"):
+        vars(graph).pop(name, None)
+    return graph
+
+
+def with_modules(graph: GraphModule, net: nn.Module) -> GraphModule:
+    """Replace the graph's BatchNorm and dropout by the net's layers, with the same names of parameters and buffers."""
+    for node in list(graph.graph.nodes):
+        norm = node.target is ATEN.batch_norm.default
+        if not norm and not draws(node):
+            continue
+        own = _norm_path(node) if norm else path_of(node)
+        module, path = net.get_submodule(own), f"{NET}.{own}"
+        if isinstance(module, _DropoutNd):
+            module.inplace = False  # other nodes of the graph may use its input
+        known = graph.get_submodule(path) if norm else nn.Module()
+        for name, value in [*known.named_parameters(recurse=False), *known.named_buffers(recurse=False)]:
+            setattr(module, name, value)
+        graph.add_submodule(path, module)
+        with graph.graph.inserting_after(node):
+            new = graph.graph.call_module(path, (node.args[0],))
+        node.replace_all_uses_with(new)
+        graph.graph.erase_node(node)
+    graph.recompile()
+    return graph
+
+
+def _norm_path(norm: Node) -> str:
+    mean: Any = norm.args[3]
+    return str(mean.target).rpartition(".")[0].removeprefix(f"{NET}.")
+
+
+def folded(graph: GraphModule) -> GraphModule:
+    """A trained graph for inference: without dropout, and with each BatchNorm folded into the convolution before it.
+
+    Source: Krishnamoorthi 2018, "Quantizing deep convolutional networks for efficient inference", section 3.2.2, which
+    training simulates. torchao does the same by matching patterns, which takes it half a minute.
+    """
+    for node in list(graph.graph.nodes):
+        if draws(node):
+            node.replace_all_uses_with(node.args[0])
+            graph.graph.erase_node(node)  # torch does not count random operations as dead code
+        elif node.target is ATEN.batch_norm.default:
+            _fold(graph, node)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return graph
+
+
+def _fold(graph: GraphModule, norm: Node) -> None:
+    """Fold a BatchNorm into its convolution, if there is one that was scaled for it."""
+    arguments: Any = norm.args
+    x, eps = arguments[0], arguments[7]
+    conv_bias = None
+    if x.target is ATEN.add.Tensor and getattr(x.args[1], "target", None) is ATEN.reshape.default:
+        x, conv_bias = x.args[0], x.args[1].args[0]
+    if x.target is not ATEN.div.Tensor or x.args[0].target is not ATEN.conv2d.default:
+        return
+    conv = x.args[0]
+    fake = conv.args[1]
+    (scaled,) = fake.args
+    if scaled.target is not ATEN.mul.Tensor:
+        return  # the net's own division
+    with torch.no_grad():
+        gamma, beta, mean, variance = (_tensor(graph, node) for node in arguments[1:5])
+        factor = gamma / (variance + eps).sqrt()
+        weight = _tensor(graph, scaled.args[0])
+        bias = 0 if conv_bias is None else _tensor(graph, conv_bias)
+        weight = weight * factor.reshape(-1, *[1] * (weight.dim() - 1))
+        bias = beta + (bias - mean) * factor
+    for name, value in ((f"{conv.name}_weight", weight), (f"{conv.name}_bias", bias)):
+        graph.register_parameter(name, nn.Parameter(value))
+    with graph.graph.inserting_before(fake):
+        fake.args = (graph.graph.get_attr(f"{conv.name}_weight"),)
+    with graph.graph.inserting_before(conv):
+        conv.update_arg(2, graph.graph.get_attr(f"{conv.name}_bias"))
+    norm.replace_all_uses_with(conv)
+    graph.graph.erase_node(norm)
+
+
+def observe_weights(graph: GraphModule) -> None:
+    """Observe the current weights of a folded graph; training has the ranges of the step before."""
+    for node in graph.graph.nodes:
+        quantiser: Any = graph.get_submodule(node.target) if node.op == "call_module" else None
+        if getattr(quantiser, "is_per_channel", False) and quantiser.observer_enabled:
+            quantiser.activation_post_process.train()(_tensor(graph, node.args[0]))
+
+
+def _tensor(graph: GraphModule, node: Node) -> Tensor:
+    return attrgetter(str(node.target))(graph)
+
+
+def converted(graph: GraphModule) -> nn.Module:
+    """The int8 net of a graph whose ranges are known: inputs (b, ...) -> logits (b, classes); in place."""
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e
+
+    for node in graph.graph.nodes:
+        if node.target is ATEN.batch_norm.default:  # torchao would search its convolution for half a minute
+            x, weight, bias, mean, variance, _, momentum, eps, _ = node.args
+            node.target, node.args = F.batch_norm, (x, mean, variance, weight, bias, False, momentum, eps)
+    graph = with_modes(convert_pt2e(graph))
+    (output,) = (node for node in graph.graph.nodes if node.op == "output")
+    output.args = (output.args[0][0],)
+    graph.graph.eliminate_dead_code()
+    graph.graph.set_codegen(torch.fx.graph.CodeGen())
+    used = {node.target for node in graph.graph.nodes if node.op == "get_attr"}
+    for path in [*dict(graph.named_parameters()), *dict(graph.named_buffers())]:
+        if path not in used:  # the floats of int8 weights
+            owner, _, name = path.rpartition(".")
+            delattr(graph.get_submodule(owner), name)
+    graph.delete_all_unused_submodules()
+    graph.recompile()
+    return graph.requires_grad_(False).eval()
