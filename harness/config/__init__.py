@@ -4,8 +4,7 @@ Constructor signatures are the configuration. First the classes are found that f
 reads the options of each: so an option that a class does not set starts from this class's own default.
 """
 
-from harness.config.building import arguments, build, factory, refusals
-from harness.config.classes import Choice
+from harness.config.classes import Choice, arguments, build, factory, refusals
 from harness.config.messages import one_line_errors
 from harness.config.options import OneSeedOptions, RunOptions
 from harness.config.parser import Parser, pick

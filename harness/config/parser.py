@@ -3,7 +3,7 @@
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -13,9 +13,8 @@ import yaml
 
 from apprentice.errors import BadInput
 from harness.config import training, usage
-from harness.config.building import arguments, build
 from harness.config.choices import Resolver
-from harness.config.classes import Choice, Classes, imported, plain
+from harness.config.classes import Choice, Classes, arguments, build, imported, plain
 from harness.config.messages import near
 from harness.config.options import RunOptions
 from harness.config.signatures import Signature
@@ -26,13 +25,12 @@ T = TypeVar("T")
 
 @dataclass
 class Entry:
-    """What stands at a key of the command line."""
+    """A key of the command line at which a class is chosen."""
 
     classes: Classes
     optional: bool = False  # nothing may be chosen
     named: bool = False  # there are many choices, by names of the user's own
     given: tuple[str, str] | None = None  # as `add_choice` takes it
-    only: tuple[str, Signature] | None = None  # import path and options of the class, if it is not chosen
 
 
 class Parser:
@@ -47,7 +45,7 @@ class Parser:
     def __init__(self, prog: str, description: str = "", options: type[RunOptions] = RunOptions) -> None:
         self.prog, self.description = prog, description
         self.options, self._make_options = Signature(options), options.of
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, Entry | Signature] = {}  # with a signature, the class is not chosen
         self._defaults: dict[str, Given] = {}
         self._nested: dict[str, Classes] = {}  # what options of the Trainer choose from
         self._parsed: dict[str, Any] = {}
@@ -85,19 +83,12 @@ class Parser:
 
     def add_optimizer(self, default: Any = "Adam") -> None:
         """Add `--optimizer` and `--scheduler`: torch's classes, tried out on a dummy net when parsed."""
-        self._add("optimizer", Entry(training.optimizers()), default)
-        self._add("scheduler", Entry(training.schedulers(), optional=True), None)
+        self._add("optimizer", Entry(training.OPTIMIZERS), default)
+        self._add("scheduler", Entry(training.SCHEDULERS, optional=True), None)
 
     def add_class(self, key: str, target: type, skip: Iterable[str] = ()) -> None:
-        """Add `--KEY.OPTION VALUE`, the options of one class.
-
-        Args:
-            key: name in the configuration.
-            target: the class.
-            skip: arguments of its constructor that are not options.
-        """
-        only = f"{target.__module__}.{target.__qualname__}", Signature(target, skip)
-        self._add(key, Entry(_classes(target, sys.modules[target.__module__]), only=only), {})
+        """Add `--KEY.OPTION VALUE`, the options of one class but for those to skip."""
+        self._add(key, Signature(target, skip), {})
 
     def add_trainer(self, strategies: training.Names, **defaults: Any) -> None:
         """Add `--trainer.OPTION` for Lightning's Trainer, with options below `--trainer.strategy` and `callbacks`.
@@ -109,10 +100,9 @@ class Parser:
         from lightning.pytorch import Callback, Trainer, callbacks
 
         self._nested = {"callbacks": _classes(Callback, callbacks), "strategy": training.Strategies(names=strategies)}
-        only = "lightning.pytorch.Trainer", Signature(Trainer, training.OWNED, training.TYPES)
-        self._add("trainer", Entry(_classes(Trainer, callbacks), only=only), {"logger": True, **defaults})
+        self._add("trainer", Signature(Trainer, training.OWNED, training.TYPES), {"logger": True, **defaults})
 
-    def _add(self, key: str, entry: Entry, default: Any) -> None:
+    def _add(self, key: str, entry: Entry | Signature, default: Any) -> None:
         self.entries[key] = entry
         self._defaults |= layer(default, key=key)
 
@@ -156,11 +146,13 @@ class Parser:
         """The first pass: what counts of the layers. Another class drops the options of the one before."""
         given: dict[str, Given] = {}
         for each in map(self._expanded, layers):
-            for flag, (value, _) in each.items():
+            for flag, (name, _) in each.items():
                 below = {inner: found for inner, (found, _) in given.items() if inner.startswith(f"{flag}.")}
-                options = {inner.removeprefix(f"{flag}."): found for inner, found in below.items()}
-                if flag in given and below and not self._same(flag, value, given[flag].value, options):
-                    given = {inner: found for inner, found in given.items() if inner not in below}
+                if flag in given and below:
+                    classes, old = self._chosen_at(flag), given[flag].value
+                    options = {inner.removeprefix(f"{flag}."): found for inner, found in below.items()}
+                    if not (name == old if classes is None else classes.same(name, old, options)):
+                        given = {inner: found for inner, found in given.items() if inner not in below}
             given |= each
         return given
 
@@ -180,12 +172,9 @@ class Parser:
         key, _, last = flag.rpartition(".")
         if key == "trainer":
             return self._nested.get(last)
-        entry = self.entries.get(key if key in self.entries and self.entries[key].named else flag)
-        return entry.classes if entry and entry.only is None else None
-
-    def _same(self, flag: str, name: Any, old: Any, options: Mapping[str, Any]) -> bool:
-        classes = self._chosen_at(flag)
-        return name == old if classes is None else classes.same(name, old, options)
+        parent = self.entries.get(key)
+        entry = parent if isinstance(parent, Entry) and parent.named else self.entries.get(flag)
+        return entry.classes if isinstance(entry, Entry) else None
 
     def _config(self, given: Layer) -> Namespace:
         resolver, choices = self._resolved(given)
@@ -198,10 +187,12 @@ class Parser:
         for key, entry in self.entries.items():
             classes = self._classes(choices)
             resolver.families = [*classes.values(), *self._nested.values()]
-            if entry.only is not None:
-                choices[key] = Choice(entry.only[0], resolver.only(entry.only[1], key))
+            if isinstance(entry, Signature):
+                if key in given:
+                    raise BadInput(key, given[key].value, f"an option, such as --{key}.{next(iter(entry.hints))}")
+                choices[key] = Choice(entry.path, resolver.options(entry, key, {}))
             elif entry.named:
-                names = self._names(key, resolver.given)
+                names = self._names(key, entry, resolver.given)
                 choices[key] = {name: resolver.one(classes[key], f"{key}.{name}") for name in names}
             else:
                 choices[key] = resolver.one(classes[key], key, entry.optional)
@@ -211,10 +202,9 @@ class Parser:
         names = [name for name in self.options.hints if name in given]
         return self._make_options({name: self.options.check(name, given[name].value) for name in names})
 
-    def _names(self, key: str, given: Layer) -> list[str]:
-        classes = self.entries[key].classes
+    def _names(self, key: str, entry: Entry, given: Layer) -> list[str]:
         if key in given:
-            expected = f"a name and a class, as --{key}.mine {next(iter(classes.known))}"
+            expected = f"a name and a class, as --{key}.mine {next(iter(entry.classes.known))}"
             raise BadInput(key, given[key].value, expected)
         names = list(dict.fromkeys(flag.split(".")[1] for flag in given if flag.startswith(f"{key}.")))
         for name in names:
@@ -231,21 +221,21 @@ class Parser:
 
     def _classes(self, choices: Mapping[str, Any]) -> dict[str, Classes]:
         """What each key chooses from, without the arguments that other choices give."""
-        found = {}
-        for key, entry in self.entries.items():
-            found[key] = entry.classes
-            if entry.given is not None and isinstance(giver := choices.get(entry.given[0]), Choice):
-                names = getattr(imported(giver.class_path, entry.given[0]), entry.given[1])
-                found[key] = replace(entry.classes, skip=entry.classes.skip.union(names))
+        found = {key: entry.classes for key, entry in self.entries.items() if isinstance(entry, Entry)}
+        for key, classes in found.items():
+            giver, attribute = getattr(self.entries[key], "given", None) or ("", "")
+            if isinstance(choice := choices.get(giver), Choice):
+                names = getattr(imported(choice.class_path, giver), attribute)
+                found[key] = replace(classes, skip=classes.skip.union(names))
         return found
 
     def _check(self, config: Namespace) -> None:
         """Find by trial what types can't tell."""
         for key, entry in self.entries.items():
             chosen = getattr(config, key)
-            if entry.only is not None:
+            if isinstance(entry, Signature):
                 arguments(chosen, key)
-            if entry.named:
+            elif entry.named:
                 for name, choice in chosen.items():
                     build(choice, f"{key}.{name}")
                 pick(chosen, getattr(config, "only", None))
@@ -280,19 +270,15 @@ class Parser:
 
     def as_dict(self, config: Namespace) -> dict[str, Any]:
         """The configuration as YAML and JSON have it."""
-        settings = vars(config)
-        choices = {key: plain(settings[key]) for key in self.entries}
-        only = {key: choices[key]["init_args"] for key, entry in self.entries.items() if entry.only}
-        return {**choices, **only, **{name: self.options.plain(name, settings[name]) for name in self.options.hints}}
+        choices = {key: plain(getattr(config, key)) for key in self.entries}
+        only = {key: choices[key]["init_args"] for key, entry in self.entries.items() if isinstance(entry, Signature)}
+        options = {name: self.options.plain(name, getattr(config, name)) for name in self.options.hints}
+        return choices | only | options
 
     def dump(self, config: Namespace, skip: Iterable[str] = ()) -> str:
-        """The whole configuration as YAML; given as `--config`, it gives the same again."""
+        """The configuration without some keys as YAML; given as `--config`, it gives the same again."""
         kept = {key: value for key, value in self.as_dict(config).items() if key not in skip}
         return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)
-
-    def save(self, config: Namespace, path: Path, write: Callable[[Path, str], Any]) -> None:
-        """Write the YAML that repeats the experiment; where it is kept and how it was called are not part of it."""
-        write(path, self.dump(config, INVOCATION))
 
     def _help(self, layers: Sequence[Layer]) -> str:
         try:

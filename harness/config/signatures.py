@@ -31,6 +31,7 @@ class Signature:
 
     def __init__(self, target: type, skip: Iterable[str] = (), types: Mapping[str, Any] | None = None) -> None:
         self.target, own, parameters = target, types or {}, inspect.signature(target).parameters
+        self.path = f"{target.__module__}.{target.__qualname__}"
         self._parser = ArgumentParser(exit_on_error=False, add_help=False)
         for name, hint in own.items():
             self._parser.add_argument(f"--{name}", type=hint, default=parameters[name].default)
@@ -40,7 +41,7 @@ class Signature:
         for action in (action for action in self._parser._actions if action.dest in names):
             name = action.dest
             if hasattr(action, "_typehint"):
-                action._typehint = _int_before_float(action._typehint)
+                action._typehint = _int_first(action._typehint)
             self.hints[name], self.help[name] = getattr(action, "_typehint", action.type), action.help or ""
             needed = action.required or (name in parameters and parameters[name].default is Missing)
             self.defaults[name] = Missing if needed else action.default
@@ -60,10 +61,10 @@ class Signature:
             return None
         if isinstance(value, str) and value != "null" and hint in (str, str | None):
             return value  # as it stands: YAML might take it for a comment or a number
-        candidates = [] if value is None else [value, [value]] if isinstance(value, str) else [value]
-        for candidate in candidates:  # `--only ce` is a list of one
+        for candidate in [value, [value]] if isinstance(value, str) else [value]:  # `--only ce` is a list of one
             try:
-                return self._parser.parse_object({name: candidate}, defaults=False)[name]
+                if candidate is not None:
+                    return self._parser.parse_object({name: candidate}, defaults=False)[name]
             except ArgumentError:
                 continue
         raise BadInput(flag, "null" if value is None else value, words(hint))
@@ -86,10 +87,7 @@ class Signature:
         return dict(self._parser.instantiate(Namespace(dict(values))).items(branches=True, nested=False))
 
 
-@functools.cache
-def options_of(target: type, skip: frozenset[str] = frozenset()) -> Signature:
-    """The options of a class, without those to skip."""
-    return Signature(target, skip)
+options_of = functools.cache(Signature)  # of a class, and of a frozenset of arguments to skip
 
 
 def kinds_of(hint: Any) -> Iterator[Any]:
@@ -105,7 +103,7 @@ def accepts_null(hint: Any) -> bool:
     return any(kind is type(None) or is_open(kind) for kind in kinds_of(hint))
 
 
-def _int_before_float(hint: Any) -> Any:
+def _int_first(hint: Any) -> Any:
     """A union with int before float, so that 1 stays a count: jsonargparse takes the first type that fits.
 
     Python caches unions whatever their order, so the order in a constructor's signature may be lost.
@@ -113,6 +111,4 @@ def _int_before_float(hint: Any) -> Any:
     kinds = typing.get_args(hint)
     if typing.get_origin(hint) not in {typing.Union, types.UnionType} or not {int, float} <= {*kinds}:
         return hint
-    others = [kind for kind in kinds if kind is not int]
-    others.insert(others.index(float), int)
-    return typing.Union[tuple(others)]  # noqa: UP007 - of a tuple
+    return typing.Union[(int, *(kind for kind in kinds if kind is not int))]

@@ -100,7 +100,7 @@ class Session:
     def describe(self) -> None:
         """Write config.yaml and environment.json into the run's folder."""
         if launch.is_main_process():
-            self.parser.save(self.config, self.out / "config.yaml", write_text)
+            write_text(self.out / "config.yaml", self.parser.dump(self.config, INVOCATION))
             write_json(self.out / "environment.json", environment.hardware() | environment.versions())
 
     def header(self) -> dict[str, Any]:
