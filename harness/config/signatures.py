@@ -30,18 +30,16 @@ class Signature:
     """
 
     def __init__(self, target: type, skip: Iterable[str] = (), types: Mapping[str, Any] | None = None) -> None:
-        self.target, own, parameters = target, types or {}, inspect.signature(target).parameters
+        self.target, parameters = target, inspect.signature(target).parameters
         self.path = f"{target.__module__}.{target.__qualname__}"
         self._parser = ArgumentParser(exit_on_error=False, add_help=False)
-        for name, hint in own.items():
-            self._parser.add_argument(f"--{name}", type=hint, default=parameters[name].default)
-        self._parser.add_class_arguments(target, skip={*skip, *own}, as_group=False, fail_untyped=False)
+        self._parser.add_class_arguments(target, skip={*skip}, as_group=False, fail_untyped=False)
         self.hints, self.defaults, self.help = dict[str, Any](), dict[str, Any](), dict[str, str]()  # by name
         names = set(self._parser.get_defaults().keys())
         for action in (action for action in self._parser._actions if action.dest in names):
             name = action.dest
             if hasattr(action, "_typehint"):
-                action._typehint = _int_first(action._typehint)
+                action._typehint = _int_first((types or {}).get(name, action._typehint))
             self.hints[name], self.help[name] = getattr(action, "_typehint", action.type), action.help or ""
             needed = action.required or (name in parameters and parameters[name].default is Missing)
             self.defaults[name] = Missing if needed else action.default

@@ -5,6 +5,7 @@ import importlib.metadata
 import math
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -22,14 +23,10 @@ def hardware() -> dict[str, Any]:
     # Reading a GPU's name initialises CUDA, after which a fork can't use it.
     named = torch.cuda.is_initialized()
     gpus = [torch.cuda.get_device_name(i) if named else "GPU" for i in range(torch.cuda.device_count())]
-    return {"cpu": _processor(), "cores": os.cpu_count(), "memory_gib": memory and round(memory, 1), "gpus": gpus}
-
-
-def _processor() -> str:
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    model = re.search(r"^model name\s*:(.*)", info.read_text() if info.exists() else "", re.MULTILINE)
+    cpu = model[1].strip() if model else platform.processor() or platform.machine()
+    return {"cpu": cpu, "cores": os.cpu_count(), "memory_gib": memory and round(memory, 1), "gpus": gpus}
 
 
 def limit_threads(input_shape: Sequence[int]) -> None:

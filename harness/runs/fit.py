@@ -20,19 +20,12 @@ MakeTrainer = Callable[..., Trainer]
 
 @dataclass(frozen=True)
 class Fit:
-    """The outcome of a fit.
+    """The outcome of a fit."""
 
-    Attributes:
-        seconds: of training over all sessions; None if the module was only tested.
-        scores: what the test logged.
-        device: where this process tested the module.
-        autocast: makes the context of the Trainer's precision.
-    """
-
-    seconds: float | None
-    scores: dict[str, float]
-    device: torch.device
-    autocast: Callable[[], Any]
+    seconds: float | None  # of training over all sessions; None if the module was only tested
+    scores: dict[str, float]  # what the test logged
+    device: torch.device  # where this process tested the module
+    autocast: Callable[[], Any]  # makes the context of the Trainer's precision
 
 
 def fit_and_test(
@@ -74,13 +67,10 @@ def fit_and_test(
     with quiet():
         if not trained and (state is None or not _progress(state)["finished"]):
             with _stop_after_save():
+                shown, purge_step = progress(label), state["global_step"] if state else 0
+                shown["callbacks"] = [SafePoints(checkpoint, every), *shown["callbacks"]]
                 resumed: dict[str, Any] = {"ckpt_path": str(checkpoint), "weights_only": True} if state else {}
-                shown = progress(label)
-                callbacks = [SafePoints(checkpoint, every), *shown.pop("callbacks")]
-                purge_step = state["global_step"] if state else 0
-                trainer(purge_step, callbacks=callbacks, enable_checkpointing=True, **shown).fit(
-                    module, data, **resumed
-                )
+                trainer(purge_step, enable_checkpointing=True, **shown).fit(module, data, **resumed)
             state = safepoints.read(checkpoint)
         if state is not None:
             module.load_state_dict(state["state_dict"])
@@ -88,8 +78,8 @@ def fit_and_test(
         testing = trainer(part=".test", callbacks=[], enable_checkpointing=False, enable_progress_bar=False)
         scores = testing.test(module, data, verbose=False)[0]
         testing.strategy.barrier()
-    seconds, strategy = _progress(state)["seconds"] if state else None, testing.strategy
-    return Fit(seconds, dict(scores), strategy.root_device, strategy.precision_plugin.forward_context)
+    seconds, precision = _progress(state)["seconds"] if state else None, testing.strategy.precision_plugin
+    return Fit(seconds, dict(scores), testing.strategy.root_device, precision.forward_context)
 
 
 def _progress(state: dict[str, Any]) -> dict[str, Any]:

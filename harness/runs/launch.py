@@ -3,17 +3,15 @@
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment, LSFEnvironment
 from torch.distributed.distributed_c10d import _get_default_store
 
 from apprentice.errors import BadInput
-from harness.runs.clusters import ByHand, mpi
 from strategies import DataParallel
 
 POLL_SECONDS = 0.02
@@ -44,28 +42,18 @@ LAUNCHERS = {
 
 
 class Launch(NamedTuple):
-    """The place of a process that a launcher started.
+    """The place of a process that a launcher started."""
 
-    Attributes:
-        by: "torchrun", "slurm", "mpi" or "hand".
-        rank: of this process.
-        size: number of ranks.
-        nodes: number of machines.
-    """
-
-    by: str
-    rank: int
-    size: int
-    nodes: int
+    by: str  # "torchrun", "slurm", "mpi" or "hand"
+    rank: int  # of this process
+    size: int  # number of ranks
+    nodes: int  # number of machines
 
 
 def is_main_process() -> bool:
     """Whether this process writes files: not so for the other ranks of a launcher's or Lightning's."""
-    return _first([*(variables.rank for variables in LAUNCHERS.values()), "LOCAL_RANK"]) == "0"
-
-
-def _first(names: Iterable[str]) -> str:
-    return next((os.environ[name] for name in names if name in os.environ), "0")
+    ranks = [*(variables.rank for variables in LAUNCHERS.values()), "LOCAL_RANK"]
+    return next((os.environ[name] for name in ranks if name in os.environ), "0") == "0"
 
 
 def launched() -> Launch | None:
@@ -83,10 +71,8 @@ def launched() -> Launch | None:
         mine, total = _number(rank), _number(size)
         if not 0 <= mine < total:
             raise BadInput("", f"{rank} {mine}", f"a number from 0 to {total - 1}, as {size} is {total}")
-        if nodes in os.environ:
-            machines = _number(nodes)
-        else:
-            machines = total // max(_number(local_size) if local_size in os.environ else total, 1)
+        each = max(_number(local_size) if local_size in os.environ else total, 1)
+        machines = _number(nodes) if nodes in os.environ else total // each
         if total > 1 or by not in {"mpi", "mpich"}:
             return Launch("mpi" if by == "mpich" else by, mine, total, max(machines, 1))
     return None
@@ -97,40 +83,6 @@ def _number(variable: str) -> int:
     if not value.isdecimal():
         raise BadInput("", f"{variable} {value}", "a number")
     return int(value)
-
-
-def with_launcher(settings: dict[str, Any]) -> dict[str, Any]:
-    """The Trainer's settings with the launcher's devices and nodes, where none are given, and its cluster environment.
-
-    Raises:
-        BadInput: the launch can't be used, such as mpirun without mpi4py.
-    """
-    launch = launched()
-    if launch is not None and launch.by == "hand" and launch.nodes == 1:  # no variable tells the number of nodes
-        launch = launch._replace(nodes=settings["num_nodes"])
-    environments = [plugin for plugin in settings["plugins"] if isinstance(plugin, ClusterEnvironment)]
-    if not environments:
-        settings = settings | {"plugins": [*settings["plugins"], *_environment(launch)]}
-    if launch is None:
-        if settings["num_nodes"] > 1 and not environments:
-            expected = "1, unless torchrun, srun or mpirun starts the ranks"
-            raise BadInput("trainer.num_nodes", settings["num_nodes"], expected)
-        return settings
-    if settings["num_nodes"] == 1:
-        settings = settings | {"num_nodes": launch.nodes}
-    if settings["devices"] == "auto":
-        settings = settings | {"devices": launch.size // launch.nodes}
-    return settings
-
-
-def _environment(launch: Launch | None) -> list[ClusterEnvironment]:
-    if launch is None:
-        return [] if LSFEnvironment.detect() else [LightningEnvironment()]
-    if launch.by == "slurm":  # Lightning asks for it, and `srun -n` does not set it
-        os.environ.setdefault("SLURM_NTASKS_PER_NODE", str(launch.size // launch.nodes))
-    if launch.by == "hand":
-        return [ByHand(max(launch.size // launch.nodes, 1))]
-    return [mpi(launch.size)] if launch.by == "mpi" else []
 
 
 def join(trainer: Trainer) -> None:
@@ -169,13 +121,13 @@ def ranks() -> int:
 
 
 def store_set(key: str, value: str) -> None:
-    """Publish a value for the other ranks; setting a key again publishes the next value."""
+    """Publish a value for the other ranks, or the next value of a key."""
     _written[key] += 1
     _get_default_store().set(f"apprentice/{key}/{_written[key]}", value)
 
 
 def store_get(key: str) -> str:
-    """Wait for a value that another rank publishes; getting a key again waits for the next value.
+    """Wait for a value that another rank publishes, or for the next value of a key.
 
     Raises:
         ConnectionError: rank zero, which holds the store, has ended.

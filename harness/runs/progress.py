@@ -47,9 +47,9 @@ def progress(label: str) -> dict[str, Any]:
 
 
 class Lines(Callback):
-    """Prints a line an epoch, or a validation where training is counted in steps.
+    """Prints a line an epoch, or a validation where training is counted in steps: loss and each run's accuracy or loss.
 
-    It has the loss and each run's accuracy, or loss where there is none: of validation, or else of training.
+    Those are of validation, or else of training.
     """
 
     def __init__(self, label: str) -> None:

@@ -29,10 +29,6 @@ class SafePoints(Checkpoint):
 
     It is written before a batch starts, after the validation, scheduler steps and logging of the batches before, so
     that a resumed fit continues exactly. Rank zero keeps the time; a signal to any rank stops all.
-
-    Args:
-        path: the file.
-        every: seconds between two writes: the most training that a crash repeats.
     """
 
     def __init__(self, path: str | Path, every: float = 30.0) -> None:
@@ -69,9 +65,8 @@ class SafePoints(Checkpoint):
         """Save if it is time or the user asked to stop; then stop."""
         if batch_idx % trainer.accumulate_grad_batches:
             return  # a checkpoint has no accumulated gradients
-        stop = signals.requested()
-        late = time.monotonic() - self._saved >= self.every
-        stop, late = _agreed(trainer, stop, late and trainer.is_global_zero)
+        late = trainer.is_global_zero and time.monotonic() - self._saved >= self.every
+        stop, late = _agreed(trainer, signals.requested(), late)
         # Loggers take this as the step; Lightning counts one too many after a resume.
         trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
         if stop or late:

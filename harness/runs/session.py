@@ -17,27 +17,18 @@ from apprentice.errors import BadInput
 from datamodules import InMemoryData
 from harness import config as cli
 from harness.config.sources import INVOCATION, flat
-from harness.runs import environment, folders, launch, manifest, signals
-from harness.runs.files import write_json, write_text
+from harness.runs import environment, folders, launch, signals
+from harness.runs.files import recorded, write_json, write_text
 from harness.runs.fit import MakeTrainer
 from harness.runs.progress import quiet
 from harness.runs.trainer import trainers
 
 
 class Session:
-    """One call of an experiment. Trainer and data are made when first used; `folder` is the first to write files.
+    """One call of an experiment. Trainer and data are made when first used; `folder` is the first to write files."""
 
-    Attributes:
-        name: the experiment's.
-        parser: its command line.
-        argv: its flags; the process's own by default.
-        config: the parsed options, of `cli.RunOptions`.
-        used: numbers of samples that the Trainer uses, after `checked_trainer`.
-        out: the run's folder, inside `folder`.
-    """
-
-    used: dict[str, int]
-    out: Path
+    used: dict[str, int]  # numbers of samples that the Trainer uses, after `checked_trainer`
+    out: Path  # the run's folder, inside `folder`
 
     def __init__(self, name: str, parser: cli.Parser, argv: Sequence[str] | None = None) -> None:
         self.name, self.parser, self.argv = name, parser, sys.argv[1:] if argv is None else list(argv)
@@ -65,11 +56,7 @@ class Session:
         return self.config.trainer.init_args.get("precision") in {"64-true", "64", 64}
 
     def checked_trainer(self) -> Trainer:
-        """A Trainer that can divide the data among its devices.
-
-        Raises:
-            BadInput: it can't.
-        """
+        """A Trainer that can divide the data among its devices; BadInput if it can't."""
         trainer = self.trainer()
         place = trainer.distributed_sampler_kwargs or {"num_replicas": 1}
         self.data.check_replicas(place["num_replicas"], self.config.exact)
@@ -116,10 +103,7 @@ class Session:
 def session(name: str, parser: cli.Parser, argv: Sequence[str] | None = None) -> Iterator[Session]:
     """Parse the flags and set up the process: signals, memory, float32 arithmetic; the block is the experiment.
 
-    Args:
-        name: the experiment's, also that of its folder in runs/.
-        parser: its command line.
-        argv: its flags; the process's own by default.
+    Its runs have their folders in runs/NAME; `argv` are the process's own flags by default.
 
     Raises:
         SystemExit: with code 2 after one line on stderr, for what the user can correct; after --help; on a signal.
@@ -144,11 +128,11 @@ def load_data(config: Namespace) -> InMemoryData:
 
 def _check_inputs(out: Path, settings: dict[str, Any], seed: int) -> None:
     """Raise BadInput if a setting names a file, or a folder of files, that would be deleted before it is read."""
-    inside = {place for path in manifest.recorded(out) for place in (path, *path.parents)} - {out, *out.parents}
-    recorded = {place.absolute() for place in inside}
+    inside = {place for path in recorded(out) for place in (path, *path.parents)} - {out, *out.parents}
+    deleted = {place.absolute() for place in inside}
     for flag, value in flat(settings):
         if isinstance(value, str) and flag not in INVOCATION:
             given = os.path.abspath(value.replace("{seed}", str(seed)))  # noqa: PTH100 - Path keeps ..
-            if Path(given) in recorded:
+            if Path(given) in deleted:
                 expected = f"--{flag} outside of {out}, the files of which are deleted first; it is {value}"
                 raise BadInput("overwrite", "true", expected)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
-from harness.runs import manifest
+from harness.runs import files
 
 
 class RunsLogger(Logger):
@@ -24,9 +24,8 @@ class RunsLogger(Logger):
         root: the folder of the runs.
         runs: their names.
         default: the run of values that are logged without a run's name.
-        purge_step: TensorBoard drops earlier points from this step on, as after a resume; 0 deletes the files of this
-            part, or all files where it is "".
-        part: ends the names of the files.
+        purge_step: TensorBoard drops earlier points from this step on, as after a resume; 0 deletes this part's files.
+        part: ends the names of the files; "" stands for all parts.
     """
 
     def __init__(self, root: Path, runs: Iterable[str], default: str, purge_step: int = 0, part: str = "") -> None:
@@ -100,10 +99,10 @@ def _summary_writer(folder: Path, part: str = "", purge_step: int = 0) -> Summar
             time.sleep(0.02)
     else:
         for file in folder.glob(f"events.out.tfevents.*{part}"):
-            if manifest.is_recorded(file):
+            if files.is_recorded(file):
                 file.unlink()
     writer = SummaryWriter(str(folder), purge_step=purge_step or None, filename_suffix=part)
-    manifest.record(writer._get_file_writer().event_writer._file_name)
+    files.record(writer._get_file_writer().event_writer._file_name)
     return writer
 
 
