@@ -39,10 +39,9 @@ class Metric:
         """A difference and its interval, in the metric's unit: `+1.20 [+0.31, +2.09]`."""
         if interval["mean"] is None:
             return NONE
-        mean = self.signed(interval["mean"])
-        if interval["low"] is None or interval["high"] is None:
-            return mean
-        return f"{mean} [{self.signed(interval['low'])}, {self.signed(interval['high'])}]"
+        low, high = interval["low"], interval["high"]
+        bounds = "" if low is None or high is None else f" [{self.signed(low)}, {self.signed(high)}]"
+        return f"{self.signed(interval['mean'])}{bounds}"
 
     def signed(self, difference: float) -> str:
         """A difference with its sign, in the metric's unit; zero after rounding has no sign."""
@@ -51,29 +50,13 @@ class Metric:
 
 
 ACCURACY = Metric(
-    name="test_acc",
-    tested=("test_acc", "test_correct"),
-    columns={"test_acc": "test accuracy, %"},
-    word="accuracy",
-    title="test accuracy, %",
-    unit="points",
-    higher_is_better=True,
-    scale=100.0,
-    digits=2,
-    counted="samples",
-    limits=(0.0, 100.0),
-)
+    name="test_acc", tested=("test_acc", "test_correct"), columns={"test_acc": "test accuracy, %"},
+    word="accuracy", title="test accuracy, %", unit="points", higher_is_better=True,
+    scale=100.0, digits=2, counted="samples", limits=(0.0, 100.0),
+)  # fmt: skip
 BITS = Metric(
-    name="test_bpc",
-    tested=("test_bpc", "test_loss"),
-    columns={"test_loss": "test loss", "test_bpc": "bits per char"},
-    word="bits per character",
-    title="test bits per character",
-    unit="bits",
-    higher_is_better=False,
-    scale=1.0,
-    digits=3,
-    counted="tokens",
-    limits=(0.0, float("inf")),
-)
+    name="test_bpc", tested=("test_bpc", "test_loss"), columns={"test_loss": "test loss", "test_bpc": "bits per char"},
+    word="bits per character", title="test bits per character", unit="bits", higher_is_better=False,
+    scale=1.0, digits=3, counted="tokens", limits=(0.0, float("inf")),
+)  # fmt: skip
 METRICS = {metric.name: metric for metric in (ACCURACY, BITS)}

@@ -42,13 +42,11 @@ def markdown(results: Facts) -> str:
 
 def header(results: Facts) -> str:
     """The head of results.md: what was run, on what."""
-    data, seeds = results["data"], results["seeds"]
-    sizes = ", ".join(
-        f"{count(data[part])} {part}" for part in ("train", "validation", "test") if data.get(part) is not None
-    )
+    data = results["data"]
+    sizes = [f"{count(data[part])} {part}" for part in ("train", "validation", "test") if data.get(part) is not None]
     facts = {
-        "Data": f"{data['name']}: {sizes} {_metric(results).counted}",
-        "Seeds": ", ".join(map(str, seeds)),
+        "Data": f"{data['name']}: {', '.join(sizes)} {_metric(results).counted}",
+        "Seeds": ", ".join(map(str, results["seeds"])),
         "Settings": "; ".join(settings(results["config"])),
         **machine(results),
     }
@@ -150,15 +148,14 @@ def cost_axis(entries: list[Facts], *others: Facts) -> tuple[str, list[float | N
 
 def settings(config: Facts) -> list[str]:
     """The settings that matter most, as `name value`, without those that the configuration lacks."""
-    found = {name: _look_up(config, name.split(".")) for name in SETTINGS}
-    return [f"{name} {_call(value)}" for name, value in found.items() if value not in (None, False, -1)]  # -1: no limit
-
-
-def _look_up(value: Any, names: list[str]) -> Any:
-    for name in names:
-        inner = value.get("init_args", value) if isinstance(value, dict) else {}
-        value = (inner or {}).get(name)
-    return value
+    lines = []
+    for name in SETTINGS:
+        value: Any = config
+        for part in name.split("."):
+            value = (value.get("init_args", value) or {}).get(part) if isinstance(value, dict) else None
+        if value not in (None, False, -1):  # -1: no limit
+            lines.append(f"{name} {_call(value)}")
+    return lines
 
 
 def _call(value: Any) -> str:

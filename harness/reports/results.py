@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,19 +44,18 @@ def bake_off_results(
         if len(entered) != seeds:
             raise ValueError(f"{name}: expected {seeds} entries, one a seed, got {len(entered)}")
     entries = {name: _student(rows, metric) for name, rows in students.items()}
+    baseline = entries[BASELINE][metric.name] if BASELINE in entries else [None] * seeds
     for entry in entries.values():
-        baseline = entries[BASELINE][metric.name] if BASELINE in entries else [None] * seeds
         entry["delta_vs_ce"] = paired_interval(paired_differences(entry[metric.name], baseline))
     return {
-        **{key: header[key] for key in ("experiment", "data", "hardware", "versions", "config", "seeds")},
+        **header,
         "metric": {"name": metric.name, "higher_is_better": metric.higher_is_better},
         "students_fit_seconds": students_fit_seconds,
         "teacher": {
             "nets": 1 if one_teacher else seeds,
             "parameters": teacher[0]["parameters"],
             **{key: [facts[key] for facts in teacher] for key in (*metric.tested, "fit_seconds")},
-            "step_ms": _median(facts["step_ms"] for facts in teacher),
-            "train_flops": _first(facts["train_flops"] for facts in teacher),
+            **_costs(teacher, teacher),
         },
         "students": entries,
     }
@@ -67,21 +66,20 @@ def _student(rows: list[Facts], metric: Metric) -> Facts:
         "objective": rows[0]["objective"],
         "parameters": rows[0]["parameters"],
         **{key: [None if f["failed"] else f[key] for f in rows] for key in metric.tested},
-        "step_ms": _median(facts["step_ms"] for facts in rows),
         # A student that failed was frozen then: what it cost is no measure of the method.
-        "train_flops": _first(facts["train_flops"] for facts in rows if not facts["failed"]),
+        **_costs(rows, [facts for facts in rows if not facts["failed"]]),
         "delta_vs_ce": None,
         "failed": [facts["failed"] or None for facts in rows],
     }
 
 
-def _median(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
-
-
-def _first(values: Iterable[int | None]) -> int | None:
-    return next((value for value in values if value is not None), None)
+def _costs(timed: Sequence[Facts], counted: Sequence[Facts]) -> Facts:
+    milliseconds = [facts["step_ms"] for facts in timed if facts["step_ms"] is not None]
+    flops = [facts["train_flops"] for facts in counted if facts["train_flops"] is not None]
+    return {
+        "step_ms": statistics.median(milliseconds) if milliseconds else None,
+        "train_flops": next(iter(flops), None),
+    }
 
 
 def load_results(folder: str | Path, flag: str = "run") -> Facts:
