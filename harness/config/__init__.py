@@ -1,7 +1,6 @@
 """The command line of an experiment: flags and YAML to classes and their options, errors in one line.
 
-Constructor signatures are the configuration. First the classes are found that flags and files choose, then jsonargparse
-reads the options of each: so an option that a class does not set starts from this class's own default.
+First the classes are found that flags and files choose; then jsonargparse reads the options of each one's constructor.
 """
 
 from harness.config.classes import Choice, arguments, build, factory, refusals

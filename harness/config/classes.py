@@ -21,15 +21,10 @@ SHOWN = 8  # names in a message
 
 @dataclass(frozen=True)
 class Choice:
-    """A class and its options; `build` makes an instance.
+    """A class and its options; `build` makes an instance."""
 
-    Attributes:
-        class_path: where the class is imported from.
-        init_args: its options by name; values may be choices and lists of choices.
-    """
-
-    class_path: str
-    init_args: dict[str, Any] = field(default_factory=dict)
+    class_path: str  # where the class is imported from
+    init_args: dict[str, Any] = field(default_factory=dict)  # by name; values may be choices and lists of choices
 
     @property
     def name(self) -> str:
@@ -42,19 +37,12 @@ Chosen: TypeAlias = Choice | list["Chosen"] | str | None  # text: a name that Li
 
 @dataclass(frozen=True)
 class Classes:
-    """What a key chooses from: classes of a package by short name, any other by import path.
+    """What a key chooses from: classes of a package by short name, any other by import path."""
 
-    Attributes:
-        bases: what the classes derive from; short names are those of subclasses of the first.
-        package: where short names are looked up.
-        skip: arguments of their constructors that are not options.
-        refused: classes that can't be used, with what to take instead.
-    """
-
-    bases: tuple[type, ...]
-    package: ModuleType
-    skip: frozenset[str] = frozenset()
-    refused: Mapping[Any, str] = field(default_factory=dict)
+    bases: tuple[type, ...]  # what the classes derive from; short names are those of subclasses of the first
+    package: ModuleType  # where short names are looked up
+    skip: frozenset[str] = frozenset()  # arguments of their constructors that are not options
+    refused: Mapping[Any, str] = field(default_factory=dict)  # classes that can't be used, with what to take instead
 
     @property
     def known(self) -> dict[str, type]:
@@ -137,9 +125,8 @@ def _why_not(module_name: str, error: Exception) -> str:
     return f"there is no module {error.name}{near(missing, [found.name for found in pkgutil.iter_modules(places)])}"
 
 
-def is_choice(value: Any) -> bool:
-    """Whether a value is a choice or a list with choices."""
-    return isinstance(value, Choice) or (isinstance(value, list) and any(map(is_choice, value)))
+def _is_choice(value: Any) -> bool:
+    return isinstance(value, Choice) or (isinstance(value, list) and any(map(_is_choice, value)))
 
 
 def plain(chosen: Any) -> Any:
@@ -151,17 +138,14 @@ def plain(chosen: Any) -> Any:
     if not isinstance(chosen, Choice):
         return chosen
     options, values = options_of(imported(chosen.class_path, "")), chosen.init_args.items()
-    plain_values = {name: plain(value) if is_choice(value) else options.plain(name, value) for name, value in values}
+    plain_values = {name: plain(value) if _is_choice(value) else options.plain(name, value) for name, value in values}
     return {"class_path": chosen.class_path, "init_args": plain_values}
 
 
 def build(choice: Any, key: str, **extra: Any) -> Any:
-    """A new instance of the chosen class, or of each in a list, and of those that its options choose.
+    """A new instance of a choice as `Parser.parse` gives it, or of each in a list, and of what its options choose.
 
-    Args:
-        choice: as `Parser.parse` gives it.
-        key: where it stands on the command line, for messages.
-        extra: more arguments, passed if the constructor takes them.
+    `key` is where it stands on the command line; `extra` arguments are passed if the constructor takes them.
 
     Raises:
         BadInput: what the constructor refuses, with the whole flag.
@@ -181,7 +165,7 @@ def factory(choice: Choice, key: str, **extra: Any) -> Callable[..., Any]:
 def arguments(choice: Choice, key: str, **extra: Any) -> dict[str, Any]:
     """The keyword arguments of the chosen class, with new instances of what they choose, and those of `extra`."""
     options, given = options_of(imported(choice.class_path, key)), choice.init_args.items()
-    chosen = {name: build(value, f"{key}.{name}", **extra) for name, value in given if is_choice(value)}
+    chosen = {name: build(value, f"{key}.{name}", **extra) for name, value in given if _is_choice(value)}
     with refusals(choice, key):
         values = options.instances({name: value for name, value in given if name not in chosen})
     return {**values, **chosen, **{name: value for name, value in extra.items() if name in options.hints}}

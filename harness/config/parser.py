@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import yaml
 
@@ -21,6 +21,7 @@ from harness.config.signatures import Signature
 from harness.config.sources import INVOCATION, Given, Layer, as_given, flat, free, from_yaml, layer, load, read
 
 T = TypeVar("T")
+Bases: TypeAlias = type | tuple[type, ...]
 
 
 @dataclass
@@ -51,14 +52,9 @@ class Parser:
         self._parsed: dict[str, Any] = {}
 
     def add_choice(
-        self,
-        key: str,
-        bases: type | tuple[type, ...],
-        package: ModuleType,
-        default: Any,
-        skip: Iterable[str] = (),
+        self, key: str, bases: Bases, package: ModuleType, default: Any, skip: Iterable[str] = (),
         given: tuple[str, str] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Add `--KEY CLASS` and `--KEY.OPTION VALUE`.
 
         Args:
@@ -72,9 +68,7 @@ class Parser:
         """
         self._add(key, Entry(_classes(bases, package, skip), default is None, given=given), default)
 
-    def add_variants(
-        self, key: str, bases: type | tuple[type, ...], package: ModuleType, defaults: Mapping[str, Any]
-    ) -> None:
+    def add_variants(self, key: str, bases: Bases, package: ModuleType, defaults: Mapping[str, Any]) -> None:
         """Add `--KEY.NAME CLASS` and `--KEY.NAME.OPTION VALUE` for any name, merged into the defaults by name.
 
         The plain option `only`, if there is one, says which of them are wanted.
@@ -289,20 +283,14 @@ class Parser:
 
 
 def pick(variants: Mapping[str, T], only: Sequence[str] | None, flag: str = "only") -> dict[str, T]:
-    """The variants that are wanted, in their own order; all if that is not said.
-
-    Raises:
-        BadInput: one of the names is unknown.
-    """
-    if only is None:
-        return dict(variants)
-    for name in only:
+    """The variants that are wanted, in their own order; all if `only` is None, BadInput for an unknown name or none."""
+    for name in only or ():
         if name not in variants:
             raise BadInput(flag, name, f"names among {', '.join(variants)}{near(name, variants)}")
-    if not only:
+    if only is not None and not only:
         raise BadInput(flag, "[]", f"at least one of {', '.join(variants)}")
-    return {name: variant for name, variant in variants.items() if name in only}
+    return {name: variant for name, variant in variants.items() if only is None or name in only}
 
 
-def _classes(bases: type | tuple[type, ...], package: ModuleType, skip: Iterable[str] = ()) -> Classes:
+def _classes(bases: Bases, package: ModuleType, skip: Iterable[str] = ()) -> Classes:
     return Classes(bases if isinstance(bases, tuple) else (bases,), package, frozenset(skip))

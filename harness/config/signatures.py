@@ -21,12 +21,8 @@ class Signature:
     """Names, types, defaults and descriptions of a class's options.
 
     jsonargparse resolves the constructor, through `**kwargs` too, and checks, serializes and instantiates values. Each
-    option is checked by itself, so that an error belongs to one flag.
-
-    Args:
-        target: the class.
-        skip: arguments that are not options.
-        types: types of some arguments, in place of the constructor's own.
+    option is checked by itself, so that an error belongs to one flag. `skip` are arguments that are not options,
+    `types` replace types of the constructor.
     """
 
     def __init__(self, target: type, skip: Iterable[str] = (), types: Mapping[str, Any] | None = None) -> None:

@@ -20,14 +20,12 @@ from harness.config.signatures import options_of
 
 Names = Mapping[str, tuple[type[Strategy], Mapping[str, Any]]]  # classes by short name, with the options that it sets
 
-# Arguments of the Trainer that are not options, as the experiment sets them.
-OWNED = frozenset({
+OWNED = frozenset({  # arguments of the Trainer that the experiment sets
     "barebones", "default_root_dir", "enable_autolog_hparams", "enable_checkpointing", "fast_dev_run", "inference_mode",
     "limit_predict_batches", "model_registry", "overfit_batches", "reload_dataloaders_every_n_epochs", "sync_batchnorm",
     "use_distributed_sampler",
 })  # fmt: skip
-# Arguments of strategies that are not options: the Trainer gives them, they are objects, or have a flag of their own.
-GIVEN = frozenset({
+GIVEN = frozenset({  # arguments of strategies that the Trainer gives, that are objects, or have a flag of their own
     "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin", "ddp_comm_state",
     "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period", "exact",
 })  # fmt: skip
@@ -116,11 +114,7 @@ def _public_path(found: type) -> str:
 
 
 def check_optimizer(optimizer: Choice, scheduler: Choice | None, epochs: int) -> None:
-    """Take a step, and a few epochs' changes of the rate, on a dummy net.
-
-    Raises:
-        BadInput: the optimizer or scheduler can't be built, or fails in these steps.
-    """
+    """Take a step, and a few epochs' changes of the rate, on a dummy net; BadInput if that fails."""
     net = nn.Linear(2, 2)
     for parameter in net.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -138,11 +132,7 @@ def check_optimizer(optimizer: Choice, scheduler: Choice | None, epochs: int) ->
 
 
 def check_trainer(options: Mapping[str, Any]) -> None:
-    """Refuse values of the Trainer's options with which nothing is trained, or that mean nothing.
-
-    Raises:
-        BadInput: naming the first such option.
-    """
+    """Raise BadInput for the first of the Trainer's options with which nothing is trained, or that means nothing."""
     numbers = {name: value for name, value in options.items() if isinstance(value, int | float)}
     for name, value in numbers.items():
         if name in AT_LEAST and not value >= AT_LEAST[name]:

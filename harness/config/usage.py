@@ -26,13 +26,7 @@ Flags = Mapping[str, tuple[Any, str]]  # values and descriptions
 
 
 def text(parser: "Parser", flags: Flags, nested: Mapping[str, Classes]) -> str:
-    """The whole help.
-
-    Args:
-        parser: what there is.
-        flags: all flags below the parser's keys, with what is chosen so far.
-        nested: what options of the Trainer choose from.
-    """
+    """The whole help: `flags` are all below the parser's keys, `nested` is what options of the Trainer choose from."""
     usage = f"{parser.prog} [--FLAG VALUE ...] [--config FILE] [--print_config] [--help]"
     shape = partial(argparse.RawDescriptionHelpFormatter, max_help_position=COLUMN, width=WIDTH)
     page = argparse.ArgumentParser(usage=usage, description=parser.description, formatter_class=shape, add_help=False)
@@ -45,7 +39,6 @@ def text(parser: "Parser", flags: Flags, nested: Mapping[str, Classes]) -> str:
 
 
 def _groups(parser: "Parser", flags: Flags, nested: Mapping[str, Classes]) -> Iterator[tuple[Any, str | None, Flags]]:
-    """Title, description and options of each group; the Trainer's have no descriptions of their own."""
     options = parser.options
     yield None, None, {**BARE, **{name: (options.defaults[name], about) for name, about in options.help.items()}}
     for key, entry in parser.entries.items():

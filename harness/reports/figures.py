@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from harness.reports.metrics import ACCURACY, Metric
-from harness.reports.statistics import t_interval
+from harness.reports.metrics import ACCURACY, Metric, t_interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

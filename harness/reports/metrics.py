@@ -1,10 +1,14 @@
-"""Metrics that students are judged by: keys in results.json, words, and how values are written."""
+"""What students are judged by: metrics, intervals over seeds, and the sentence that these support."""
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from harness.reports.tables import NONE
+from harness.reports.tables import NONE, listed
+
+Interval = dict[str, float | None]
+CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
@@ -60,3 +64,81 @@ BITS = Metric(
     scale=1.0, digits=3, counted="tokens", limits=(0.0, float("inf")),
 )  # fmt: skip
 METRICS = {metric.name: metric for metric in (ACCURACY, BITS)}
+
+
+def t_interval(values: Sequence[float]) -> Interval:
+    """Mean of the values and its 95 % interval by Student's t, in their unit.
+
+    Returns:
+        {"mean", "low", "high"}: bounds are None for one value, all three for none; equal values give an interval of no
+            width.
+    """
+    if not values:
+        return {"mean": None, "low": None, "high": None}
+    mean = statistics.mean(values)
+    if len(values) == 1:
+        return {"mean": mean, "low": None, "high": None}
+    from scipy.special import stdtrit  # scipy.stats' own quantile, at a tenth of its import time
+
+    half = float(stdtrit(len(values) - 1, (1 + CONFIDENCE) / 2)) * statistics.stdev(values) / math.sqrt(len(values))
+    return {"mean": mean, "low": mean - half, "high": mean + half}
+
+
+def paired_interval(differences: Sequence[float]) -> Interval:
+    """`t_interval` of paired differences, one per seed.
+
+    Differences are rounded to 12 digits first: 0.9 - 0.8 and 0.5 - 0.4 are the same difference, but float subtraction
+    gives them a spread of 1e-16, and so an interval that excludes zero because of rounding alone.
+    """
+    return t_interval([round(difference, 12) for difference in differences])
+
+
+def paired_differences(values: Sequence[float | None], baseline: Sequence[float | None]) -> list[float]:
+    """`values - baseline` for each seed in which both finished."""
+    return [v - b for v, b in zip(values, baseline, strict=True) if v is not None and b is not None]
+
+
+def conclude(baseline: str, differences: Mapping[str, Sequence[float]], metric: Metric = ACCURACY) -> str:
+    """One line that says which students differ from the baseline by more than the noise between seeds.
+
+    `differences` are paired, by the other students' names, one per seed; empty where a student can't be compared.
+    """
+    pairs = {name: len(values) for name, values in differences.items() if values}
+    tested = {name: paired_interval(differences[name]) for name, number in pairs.items() if number > 1}
+    single = [name for name in pairs if name not in tested]
+    if not tested:
+        claim = f"nothing here says that any student differs from {baseline} by more than noise"
+        return f"One seed gives no interval: {claim}. Use --seeds 3 or more." if single else ""
+    said = _claims(baseline, tested, metric)
+    if single:
+        said.append(f"{listed(single)} had one seed to compare, so no interval")
+    few, many = min(pairs[name] for name in tested), max(pairs[name] for name in tested)
+    seeds = f"{few}" if few == many else f"{few} to {many}"
+    caution = f"; it is not corrected for the {len(tested)} that were made" if len(tested) > 1 else ""
+    return f"With {seeds} seeds, {'; '.join(said)}. A 95 % interval stands for its own comparison{caution}."
+
+
+def _claims(baseline: str, tested: Mapping[str, Interval], metric: Metric) -> list[str]:
+    groups: dict[str, list[str]] = {"better": [], "worse": [], "level": [], "flat": []}
+    for name, interval in tested.items():
+        groups[_kind(interval, metric)].append(name)
+    said = []
+    for word in ("better", "worse"):
+        if names := groups[word]:
+            shown = listed([f"{name} ({metric.signed(tested[name]['mean'] or 0.0)})" for name in names])
+            verb = "is" if len(names) == 1 else "are"
+            said.append(f"{shown} {verb} {word} than {baseline} beyond the noise between seeds")
+    if groups["level"]:
+        said.append(f"{listed(groups['level'])} can't be told apart from {'it' if said else baseline}")
+    if groups["flat"]:
+        said.append(f"{listed(groups['flat'])} differed by the same on each seed, which is no measure of noise")
+    return said
+
+
+def _kind(interval: Interval, metric: Metric) -> str:
+    low, high = interval["low"] or 0.0, interval["high"] or 0.0
+    if low == high:  # few seeds and a small test set: the same number of samples each time
+        return "level" if low == 0 else "flat"
+    if low <= 0 <= high:
+        return "level"
+    return "better" if (low > 0) == metric.higher_is_better else "worse"

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.reports.figures import Dot, metric_picture
-from harness.reports.metrics import METRICS, Metric
+from harness.reports.metrics import METRICS, Metric, conclude, paired_differences
 from harness.reports.report import Facts, machine
 from harness.reports.results import BASELINE
-from harness.reports.statistics import conclude, paired_differences
 from harness.reports.tables import NONE, Table, columns, count, flops_unit, listed, paragraph, short
 from harness.runs.files import write_bytes, write_json, write_text
 

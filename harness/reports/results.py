@@ -8,32 +8,24 @@ from pathlib import Path
 from typing import Any
 
 from apprentice.errors import BadInput
-from harness.reports.metrics import ACCURACY, Metric
+from harness.reports.metrics import ACCURACY, Metric, paired_differences, paired_interval
 from harness.reports.report import Facts
-from harness.reports.statistics import paired_differences, paired_interval
 
 BASELINE = "ce"
 
 
 def bake_off_results(
-    header: Facts,
+    header: Facts,  # `experiment`, `data`, `hardware`, `versions`, `config`, `seeds`
     teacher: list[Facts],
     students: dict[str, list[Facts]],
-    students_fit_seconds: list[float],
+    students_fit_seconds: list[float],  # for each seed, of all students together
     metric: Metric = ACCURACY,
-    one_teacher: bool = False,
+    one_teacher: bool = False,  # whether each seed loaded the same net, so that its figures are those of one net
 ) -> Facts:
     """The content of results.json; None stands for what can't be computed.
 
-    Args:
-        header: `experiment`, `data`, `hardware`, `versions`, `config`, `seeds`.
-        teacher: for each seed `parameters`, the tested values, `fit_seconds`, `step_ms`, `train_flops`; the last three
-            None for a loaded teacher.
-        students: by name, for each seed `objective`, `parameters`, the tested values, `step_ms`, `train_flops`,
-            `failed`.
-        students_fit_seconds: for each seed, of all students together.
-        metric: what the students are judged by.
-        one_teacher: whether each seed loaded the same net, so that its figures are those of one net.
+    A teacher has for each seed `parameters`, the tested values, and `fit_seconds`, `step_ms`, `train_flops` (None if it
+    was loaded); a student `objective`, `parameters`, the tested values, `step_ms`, `train_flops`, `failed`.
 
     Raises:
         ValueError: a list does not have one entry per seed.

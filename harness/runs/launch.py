@@ -18,25 +18,14 @@ POLL_SECONDS = 0.02
 _written, _read = Counter[str](), Counter[str]()  # how often each key was set and got
 
 
-class Variables(NamedTuple):
-    """Environment variables by which a launcher tells a process its place."""
-
-    rank: str
-    size: str
-    local_rank: str
-    local_size: str
-    nodes: str
-
-
-TORCHRUN = Variables("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+# The variables by which a launcher tells a process its rank, their number, that on each machine, and that of machines.
 # The first that fits counts: mpirun may run inside a SLURM job, and srun sets MPICH's variables too.
 LAUNCHERS = {
     "torchrun": TORCHRUN,  # only with TORCHELASTIC_RUN_ID
-    "mpi": Variables(
-        "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", ""
-    ),
-    "slurm": Variables("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "", "SLURM_NNODES"),
-    "mpich": Variables("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ""),
+    "mpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", ""),
+    "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "", "SLURM_NNODES"),
+    "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", ""),
     "hand": TORCHRUN,
 }
 
@@ -52,7 +41,7 @@ class Launch(NamedTuple):
 
 def is_main_process() -> bool:
     """Whether this process writes files: not so for the other ranks of a launcher's or Lightning's."""
-    ranks = [*(variables.rank for variables in LAUNCHERS.values()), "LOCAL_RANK"]
+    ranks = [*(variables[0] for variables in LAUNCHERS.values()), "LOCAL_RANK"]
     return next((os.environ[name] for name in ranks if name in os.environ), "0") == "0"
 
 
@@ -63,7 +52,7 @@ def launched() -> Launch | None:
         BadInput: the variables contradict each other.
     """
     interactive = os.environ.get("SLURM_JOB_NAME") in {"bash", "interactive"}
-    for by, (rank, size, _, local_size, nodes) in LAUNCHERS.items():
+    for by, (rank, size, local_size, nodes) in LAUNCHERS.items():
         if by == "torchrun" and "TORCHELASTIC_RUN_ID" not in os.environ:
             continue
         if rank not in os.environ or size not in os.environ or (by == "slurm" and interactive):

@@ -33,21 +33,17 @@ class SafePoints(Checkpoint):
 
     def __init__(self, path: str | Path, every: float = 30.0) -> None:
         self.path, self.every = Path(path), every
-        self.finished, self._saves_on_signal = False, signals.deferring()
+        self.finished, self._saves_on_signal = False, signals.State.deferring
         self._seconds_before, self._started, self._saved = 0.0, time.monotonic(), time.monotonic()
 
     def state_dict(self) -> dict[str, Any]:
-        """Seconds of training so far, and whether it has finished."""
-        return {"seconds": self.seconds, "finished": self.finished}
+        """Seconds of training, with those before a resume, and whether it has finished."""
+        seconds = self._seconds_before + time.monotonic() - self._started
+        return {"seconds": seconds, "finished": self.finished}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Add the seconds of the session before."""
         self._seconds_before = state_dict["seconds"]
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of training, with those before a resume."""
-        return self._seconds_before + time.monotonic() - self._started
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
@@ -66,7 +62,7 @@ class SafePoints(Checkpoint):
         if batch_idx % trainer.accumulate_grad_batches:
             return  # a checkpoint has no accumulated gradients
         late = trainer.is_global_zero and time.monotonic() - self._saved >= self.every
-        stop, late = _agreed(trainer, signals.requested(), late)
+        stop, late = _agreed(trainer, signals.State.requested is not None, late)
         # Loggers take this as the step; Lightning counts one too many after a resume.
         trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
         if stop or late:

@@ -1,5 +1,6 @@
 """TensorBoard: a logger with a folder for each run of a module, and rows of the HPARAMS tab."""
 
+import itertools
 import time
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,21 +29,13 @@ class RunsLogger(Logger):
         part: ends the names of the files; "" stands for all parts.
     """
 
+    name, version = "", ""  # of Lightning's loggers: the name of the folder, which is the run's own
+
     def __init__(self, root: Path, runs: Iterable[str], default: str, purge_step: int = 0, part: str = "") -> None:
         super().__init__()
-        self.root, self.runs, self.default = Path(root), set(runs), default
+        self.root, self.name, self.runs, self.default = Path(root), Path(root).name, set(runs), default
         self.purge_step, self.part = purge_step, part
         self._writers: dict[str, SummaryWriter] = {}
-
-    @property
-    def name(self) -> str:
-        """The folder's name."""
-        return self.root.name
-
-    @property
-    def version(self) -> str:
-        """Empty: the folder is the run's own."""
-        return ""
 
     @property
     @rank_zero_experiment
@@ -73,8 +66,8 @@ class RunsLogger(Logger):
         writer = self._writer(run or self.default)
         writer.add_figure("test/confusion", confusion_figure(confusion, names), step)
         shares = confusion.diag() / confusion.sum(1).clamp(min=1)
-        for i, share in enumerate(shares.tolist()):
-            writer.add_scalar(f"test_class_acc/{names[i] if names else i}", share, step)
+        for name, share in zip(names or range(len(confusion)), shares.tolist(), strict=True):
+            writer.add_scalar(f"test_class_acc/{name}", share, step)
 
     @rank_zero_only
     def save(self) -> None:
@@ -107,17 +100,13 @@ def _summary_writer(folder: Path, part: str = "", purge_step: int = 0) -> Summar
 
 
 def log_run(folder: Path, options: Mapping[str, Any], values: Mapping[str, float | None]) -> None:
-    """Write a finished run's row of the HPARAMS tab: its options, and values as scalars beside its curves.
-
-    Without a summary of the whole experiment the tab shows the union of all runs' options and scalars.
-    """
+    """Write a finished run's row of the HPARAMS tab: its options, and values as scalars beside its curves."""
     plain = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in options.items()}
     with _summary_writer(folder, ".hparams") as writer:
         for tag, value in values.items():
             if value is not None:
                 writer.add_scalar(tag, value)
-        _, start, end = hparams(plain, {})
-        for summary in (start, end):
+        for summary in hparams(plain, {})[1:]:  # without that of the experiment the tab shows the union of all runs
             writer._get_file_writer().add_summary(summary)
 
 
@@ -145,7 +134,6 @@ def confusion_figure(confusion: Tensor, names: Sequence[str] | None) -> Figure:
         labels = list(names) if names else [str(i) for i in range(classes)]
         axes.set_xticks(range(classes), labels, rotation=90)
         axes.set_yticks(range(classes), labels)
-        for row in range(classes):
-            for column in range(classes):
-                axes.text(column, row, str(int(confusion[row, column])), ha="center", va="center", fontsize=7)
+        for row, column in itertools.product(range(classes), repeat=2):
+            axes.text(column, row, str(int(confusion[row, column])), ha="center", va="center", fontsize=7)
     return figure

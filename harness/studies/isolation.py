@@ -91,7 +91,7 @@ def call_isolated(function: Callable[[], object], threads: int) -> None:
     if can_fork():
         process = start_processes(_call, args=(function, threads), nprocs=1, join=False, start_method="fork")
         while not process.join(timeout=0.1):
-            if not signals.deferring():
+            if not signals.State.deferring:
                 signals.stop_if_requested()  # an exception that a signal raises inside a fork is lost
     else:
         function()
@@ -120,7 +120,7 @@ class Stoppable(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take over signals, now that Lightning has set its handlers."""
-        if signals.deferring():
+        if signals.State.deferring:
             signals.take_over()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
