@@ -55,11 +55,7 @@ class Classes:
         }  # fmt: skip
 
     def find(self, name: Any, key: str) -> tuple[type | str | None, Mapping[str, Any]]:
-        """The class of this short name or import path, and the options that the name sets.
-
-        Raises:
-            BadInput: there is no such class, it is of another kind, or can't be used.
-        """
+        """The class of this name or import path, with the options that the name sets; BadInput if it can't be used."""
         if name is None:
             return None, {}
         if isinstance(name, str) and "." in name:
@@ -91,11 +87,7 @@ class Classes:
 
 
 def imported(path: str, key: str, bases: tuple[type, ...] = (object,)) -> type:
-    """The class at an import path; the working directory is searched too.
-
-    Raises:
-        BadInput: the module or class is missing, with what is near, or the class is of another kind.
-    """
+    """The class at an import path, from the working directory too; BadInput, with near names, if it is not there."""
     module_name, _, name = path.rpartition(".")
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))

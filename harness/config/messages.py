@@ -39,10 +39,7 @@ LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", "MPI
 
 @contextmanager
 def one_line_errors(parser: "Parser | None" = None) -> Iterator[None]:
-    """Turn bad input, what the Trainer or the disk refuses, and lost ranks into one line on stderr and exit code 2.
-
-    `parser` finds the flag of an option that is refused only when it is used.
-    """
+    """Turn bad input, what the Trainer or the disk refuses, and lost ranks into one line on stderr and exit code 2."""
     try:
         yield
     except Exception as error:
@@ -56,7 +53,7 @@ def one_line_errors(parser: "Parser | None" = None) -> Iterator[None]:
 
 
 def one_line(error: Exception, parser: "Parser | None" = None) -> str | None:
-    """The message of an error that users can do something about; None for others."""
+    """The message of an error that users can do something about; `parser` finds the flag if it names an option alone."""
     if isinstance(error, BadInput) or str(error).startswith("--"):
         return _refused_option(str(error), parser, True)
     if isinstance(error, OSError):

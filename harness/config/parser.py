@@ -52,20 +52,16 @@ class Parser:
         self._parsed: dict[str, Any] = {}
 
     def add_choice(
-        self, key: str, bases: Bases, package: ModuleType, default: Any, skip: Iterable[str] = (),
-        given: tuple[str, str] | None = None,
-    ) -> None:  # fmt: skip
-        """Add `--KEY CLASS` and `--KEY.OPTION VALUE`.
-
-        Args:
-            key: name in the configuration.
-            bases: what the class derives from.
-            package: where short names are looked up; others are import paths.
-            default: short name, or class_path and init_args; None makes `null` a choice.
-            skip: arguments of constructors that are not options.
-            given: key of a choice that was added before, and the attribute of the class chosen there that names
-                more arguments that are not options.
-        """
+        self,
+        key: str,
+        bases: Bases,  # what the class derives from
+        package: ModuleType,  # where short names are looked up; others are import paths
+        default: Any,  # short name, or class_path and init_args; None makes `null` a choice
+        skip: Iterable[str] = (),  # arguments of constructors that are not options
+        given: tuple[str, str]
+        | None = None,  # key of an earlier choice, attribute of its class that names more to skip
+    ) -> None:
+        """Add `--KEY CLASS` and `--KEY.OPTION VALUE`."""
         self._add(key, Entry(_classes(bases, package, skip), default is None, given=given), default)
 
     def add_variants(self, key: str, bases: Bases, package: ModuleType, defaults: Mapping[str, Any]) -> None:
@@ -87,9 +83,7 @@ class Parser:
     def add_trainer(self, strategies: training.Names, **defaults: Any) -> None:
         """Add `--trainer.OPTION` for Lightning's Trainer, with options below `--trainer.strategy` and `callbacks`.
 
-        Args:
-            strategies: the project's own by short name, each with the options that the name sets.
-            defaults: the Trainer's that are other than its own; `logger` only switches ours on and off.
+        `defaults` are in place of the Trainer's own; `logger` only switches ours on and off.
         """
         from lightning.pytorch import Callback, Trainer, callbacks
 
@@ -114,7 +108,11 @@ class Parser:
         if "help" in bare:
             sys.stdout.write(self._help(layers))
             raise SystemExit(0)
-        run = self._run_to_resume(layers)
+        early = self._merged(layers)
+        with as_given(early):
+            options = self._options(early)
+        path = Path(options.out or "") / "config.yaml"
+        run = path if options.resume and path.exists() else None
         start = self._defaults if run is None else self._saved(run)
         given = self._merged([start, *layers])
         with as_given(given):
@@ -238,19 +236,11 @@ class Parser:
         if "optimizer" in self.entries:
             training.check_optimizer(config.optimizer, config.scheduler, trainer.get("max_epochs") or 1)
 
-    def _run_to_resume(self, layers: Sequence[Layer]) -> Path | None:
-        given = self._merged(layers)
-        with as_given(given):
-            options = self._options(given)
-        path = Path(options.out or "") / "config.yaml"
-        return path if options.resume and path.exists() else None
-
     def _saved(self, path: Path) -> Layer:
         saved = load(path, "out")
         missing = [key for key in [*self.entries, *self.options.hints] if key not in {*saved, *INVOCATION}]
-        if missing or not path.read_text("utf-8").endswith("\n"):
-            what = f"{missing[0]} is missing" if missing else "its last line is cut off"
-            raise BadInput("out", path, f"all settings of the run; {what}")
+        if missing:
+            raise BadInput("out", path, f"all settings of the run; {missing[0]} is missing")
         return layer(saved, str(path))
 
     def _check_same(self, path: Path, saved: Namespace, config: Namespace) -> None:

@@ -42,11 +42,7 @@ class Signature:
             action.required = False
 
     def check(self, name: str, value: Any, key: str = "") -> Any:
-        """The value converted to the option's type; text is read as YAML where the type is not text.
-
-        Raises:
-            BadInput: there is no such option below this key, or the value is of another type.
-        """
+        """The value converted to the option's type, or BadInput; text is read as YAML where the type is not text."""
         flag = f"{key}.{name}" if key else name
         if name not in self.hints:
             raise BadInput(flag, value, self.alternatives(name))
@@ -98,10 +94,7 @@ def accepts_null(hint: Any) -> bool:
 
 
 def _int_first(hint: Any) -> Any:
-    """A union with int before float, so that 1 stays a count: jsonargparse takes the first type that fits.
-
-    Python caches unions whatever their order, so the order in a constructor's signature may be lost.
-    """
+    """A union with int before float: jsonargparse takes the first type that fits, and 1 stays a count."""
     kinds = typing.get_args(hint)
     if typing.get_origin(hint) not in {typing.Union, types.UnionType} or not {int, float} <= {*kinds}:
         return hint

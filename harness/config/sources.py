@@ -37,11 +37,7 @@ def free(flag: str) -> bool:
 
 
 def read(argv: Sequence[str]) -> tuple[list[Layer], set[str]]:
-    """Layers of the files in their order, then of the flags, whose values stay text or lists; and the bare flags.
-
-    Raises:
-        BadInput: a flag without a value, text that is not UTF-8, a value without a flag, a file that can't be read.
-    """
+    """Layers of the files in their order, then of the flags, whose values stay text or lists; and the bare flags."""
     pairs: list[tuple[str, list[str]]] = []
     for token in ("--help" if token == "-h" else token for token in argv):
         if token.startswith("--"):
@@ -66,11 +62,7 @@ def read(argv: Sequence[str]) -> tuple[list[Layer], set[str]]:
 
 
 def load(path: str | Path, flag: str = "config") -> dict[str, Any]:
-    """The mapping in a YAML file.
-
-    Raises:
-        BadInput: naming the file, and the line that is not YAML.
-    """
+    """The mapping in a YAML file; BadInput names the file, and the line that is not YAML."""
     try:
         values = get_loader("yaml")(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

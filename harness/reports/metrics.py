@@ -67,12 +67,7 @@ METRICS = {metric.name: metric for metric in (ACCURACY, BITS)}
 
 
 def t_interval(values: Sequence[float]) -> Interval:
-    """Mean of the values and its 95 % interval by Student's t, in their unit.
-
-    Returns:
-        {"mean", "low", "high"}: bounds are None for one value, all three for none; equal values give an interval of no
-            width.
-    """
+    """Mean of the values and its 95 % interval by Student's t; bounds are None for one value, all three for none."""
     if not values:
         return {"mean": None, "low": None, "high": None}
     mean = statistics.mean(values)
@@ -85,11 +80,8 @@ def t_interval(values: Sequence[float]) -> Interval:
 
 
 def paired_interval(differences: Sequence[float]) -> Interval:
-    """`t_interval` of paired differences, one per seed.
-
-    Differences are rounded to 12 digits first: 0.9 - 0.8 and 0.5 - 0.4 are the same difference, but float subtraction
-    gives them a spread of 1e-16, and so an interval that excludes zero because of rounding alone.
-    """
+    """`t_interval` of paired differences, one per seed."""
+    # Float subtraction gives 0.9 - 0.8 and 0.5 - 0.4 a spread of 1e-16, and so an interval that excludes zero.
     return t_interval([round(difference, 12) for difference in differences])
 
 

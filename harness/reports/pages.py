@@ -134,10 +134,7 @@ def _metric(results: Facts) -> Metric:
 
 
 def cost_axis(entries: list[Facts], *others: Facts) -> tuple[str, list[float | None]]:
-    """Label and values of the cost axis: FLOPs of training, or milliseconds a step where no FLOPs were counted.
-
-    `others`, further entries of the table, count for the unit.
-    """
+    """Label and values of the cost axis: FLOPs of training, in a unit for `others` too, or milliseconds a step."""
     flops = [entry["train_flops"] for entry in entries]
     if all(value is None for value in flops):
         return "own training step, ms", [entry["step_ms"] for entry in entries]

@@ -75,11 +75,7 @@ def _costs(timed: Sequence[Facts], counted: Sequence[Facts]) -> Facts:
 
 
 def load_results(folder: str | Path, flag: str = "run") -> Facts:
-    """The results of a finished run of any experiment; `flag` named its folder.
-
-    Raises:
-        BadInput: the folder is missing or unfinished, or its results.json is damaged or not one of ours.
-    """
+    """The results of a finished run; BadInput if its folder, which `flag` named, has no results.json of ours."""
     path = Path(folder) / "results.json"
     if not path.is_file():
         raise BadInput(flag, folder, f"the folder of a finished run{_why_missing(Path(folder))}")

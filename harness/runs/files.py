@@ -51,11 +51,7 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def write_json(path: str | Path, value: object) -> None:
-    """Replace the file by this value as JSON; NaN and infinities become null.
-
-    Raises:
-        TypeError: a part of it is no JSON value.
-    """
+    """Replace the file by this value as JSON; NaN and infinities become null, TypeError for what JSON can't hold."""
     write_text(path, json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 

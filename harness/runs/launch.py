@@ -46,11 +46,7 @@ def is_main_process() -> bool:
 
 
 def launched() -> Launch | None:
-    """This process's place among those that a launcher started; None without a launcher.
-
-    Raises:
-        BadInput: the variables contradict each other.
-    """
+    """This process's place if a launcher started it; BadInput if the launcher's variables contradict each other."""
     interactive = os.environ.get("SLURM_JOB_NAME") in {"bash", "interactive"}
     for by, (rank, size, local_size, nodes) in LAUNCHERS.items():
         if by == "torchrun" and "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -116,11 +112,7 @@ def store_set(key: str, value: str) -> None:
 
 
 def store_get(key: str) -> str:
-    """Wait for a value that another rank publishes, or for the next value of a key.
-
-    Raises:
-        ConnectionError: rank zero, which holds the store, has ended.
-    """
+    """Wait for a key's next value from another rank; ConnectionError if rank zero, which holds it, has ended."""
     _read[key] += 1
     store, entry = _get_default_store(), f"apprentice/{key}/{_read[key]}"
     try:
@@ -133,24 +125,18 @@ def store_get(key: str) -> str:
 
 @contextmanager
 def main_first(task: str) -> Iterator[None]:
-    """Run the block on rank zero first, such as a download; the other ranks wait and run it then.
-
-    Raises:
-        SystemExit: rank zero failed and printed why.
-    """
-    if ranks() == 1:
-        yield
-        return
+    """Run the block, such as a download, on rank zero, then on the others; SystemExit there if rank zero failed."""
     outcome = "failed"
-    if dist.get_rank() == 0:
+    if ranks() > 1 and dist.get_rank() == 0:
         try:
             yield
             outcome = "done"
         finally:
             store_set(task, outcome)
         return
-    with suppress(ConnectionError):
-        outcome = store_get(task)
-    if outcome == "failed":
-        raise SystemExit(2)
+    if ranks() > 1:
+        with suppress(ConnectionError):
+            outcome = store_get(task)
+        if outcome == "failed":
+            raise SystemExit(2)
     yield

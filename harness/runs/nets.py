@@ -52,12 +52,7 @@ def read_spec(folder: str | Path, flag: str = "run") -> Spec:
 
 
 def load_net(folder: str | Path, flag: str = "run", weights: Mapping[str, Tensor] | None = None) -> nn.Module:
-    """Rebuild a folder's net, in the weights' type and in eval mode, on the CPU.
-
-    Args:
-        folder: with `net.yaml` and `weights.pt`.
-        flag: the option that named the folder, for messages.
-        weights: to load instead of `weights.pt`.
+    """Rebuild a folder's net, in the weights' type and in eval mode, on the CPU; `flag` named the folder.
 
     Raises:
         BadInput: a file is missing or damaged, or the weights don't fit the net; the message names all that differ.

@@ -65,12 +65,10 @@ class Session:
 
     @contextmanager
     def folder(self) -> Iterator[Path]:
-        """Open and lock the run's folder, `--out` or a new one.
+        """Open and lock the run's folder, `--out` or a new one; on Interrupted, print the command that resumes.
 
         Raises:
-            BadInput: the folder can't be written, is in use, holds a run that is neither resumed nor replaced, or is to
-                be replaced by a run that reads its files.
-            Interrupted: the user asked to stop; the command that resumes has been printed.
+            BadInput: the folder can't be used (`folders.opened`), or is to be replaced by a run that reads its files.
         """
         config, job = self.config, launch.torchrun_job(self.argv)
         self.out = Path(config.out) if config.out else folders.new_folder(self.name, job)
@@ -101,9 +99,7 @@ class Session:
 
 @contextmanager
 def session(name: str, parser: cli.Parser, argv: Sequence[str] | None = None) -> Iterator[Session]:
-    """Parse the flags and set up the process: signals, memory, float32 arithmetic; the block is the experiment.
-
-    Its runs have their folders in runs/NAME; `argv` are the process's own flags by default.
+    """Parse the flags and set up the process: signals, memory, float32 arithmetic; the block is the experiment `name`.
 
     Raises:
         SystemExit: with code 2 after one line on stderr, for what the user can correct; after --help; on a signal.

@@ -17,7 +17,6 @@ class Interrupted(SystemExit):
 
     def __init__(self, signum: int) -> None:
         super().__init__(128 + signum)
-        self.signum = signum
 
 
 class State:

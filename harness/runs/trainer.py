@@ -28,15 +28,10 @@ from harness.runs.launch import Launch, launched
 def trainers(chosen: config.Choice, exact: int | None, strategies: config.Names) -> MakeTrainer:
     """What makes Trainers; it takes their arguments by keyword, `callbacks` and `plugins` on top of the user's.
 
-    Args:
-        chosen: the Trainer's settings, as `config.Parser.parse` gives them.
-        exact: N of `--exact N`, for the strategy.
-        strategies: the project's own, as `config.Parser.add_trainer` takes them; the one named ddp serves `--exact`
-            where none is chosen.
+    `chosen` and `strategies` are of `config.Parser`; the strategy named ddp serves `--exact` where none is chosen.
 
     Raises:
-        BadInput: `--exact` beside a strategy or precision that does not support it; when called, what Lightning
-            refuses.
+        BadInput: a strategy or precision that does not support `--exact`; when called, what Lightning refuses.
     """
     if exact is None:
         return partial(_trainer, chosen)
@@ -75,11 +70,7 @@ def _trainer(
 
 
 def with_launcher(settings: dict[str, Any]) -> dict[str, Any]:
-    """The Trainer's settings with the launcher's devices and nodes, where none are given, and its cluster environment.
-
-    Raises:
-        BadInput: the launch can't be used, such as mpirun without mpi4py.
-    """
+    """The Trainer's settings with the launcher's cluster environment, and its devices and nodes if none are given."""
     launch = launched()
     if launch is not None and launch.by == "hand" and launch.nodes == 1:  # no variable tells the number of nodes
         launch = launch._replace(nodes=settings["num_nodes"])
