@@ -53,7 +53,7 @@ def one_line_errors(parser: "Parser | None" = None) -> Iterator[None]:
 
 
 def one_line(error: Exception, parser: "Parser | None" = None) -> str | None:
-    """The message of an error that users can do something about; `parser` finds the flag if it names an option alone."""
+    """The message of an error that users can do something about; `parser` finds the whole flag of an option."""
     if isinstance(error, BadInput) or str(error).startswith("--"):
         return _refused_option(str(error), parser, True)
     if isinstance(error, OSError):

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from apprentice.errors import BadInput
 
@@ -27,11 +27,6 @@ class RunOptions:
     checkpoint_every: float = 30.0
     exact: int | None = None
     quick_values: ClassVar[Mapping[str, Any]] = {}  # what `--quick true` sets where it is not given
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Self:
-        """The options when these are given."""
-        return cls(**{**(cls.quick_values if given.get("quick") else {}), **given})
 
     def __post_init__(self) -> None:
         if isinstance(self.seeds, int):

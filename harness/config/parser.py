@@ -35,17 +35,11 @@ class Entry:
 
 
 class Parser:
-    """The command line of an experiment.
-
-    Args:
-        prog: the script's name.
-        description: what it does, the head of its help.
-        options: a dataclass of plain options, which checks its values when it is made.
-    """
+    """The command line of a script; `options`, a dataclass of plain options, checks its values when it is made."""
 
     def __init__(self, prog: str, description: str = "", options: type[RunOptions] = RunOptions) -> None:
         self.prog, self.description = prog, description
-        self.options, self._make_options = Signature(options), options.of
+        self.options = Signature(options)
         self.entries: dict[str, Entry | Signature] = {}  # with a signature, the class is not chosen
         self._defaults: dict[str, Given] = {}
         self._nested: dict[str, Classes] = {}  # what options of the Trainer choose from
@@ -58,8 +52,7 @@ class Parser:
         package: ModuleType,  # where short names are looked up; others are import paths
         default: Any,  # short name, or class_path and init_args; None makes `null` a choice
         skip: Iterable[str] = (),  # arguments of constructors that are not options
-        given: tuple[str, str]
-        | None = None,  # key of an earlier choice, attribute of its class that names more to skip
+        given: tuple[str, str] | None = None,  # an earlier choice, attribute of its class that names more to skip
     ) -> None:
         """Add `--KEY CLASS` and `--KEY.OPTION VALUE`."""
         self._add(key, Entry(_classes(bases, package, skip), default is None, given=given), default)
@@ -191,8 +184,9 @@ class Parser:
         return resolver, choices
 
     def _options(self, given: Layer) -> RunOptions:
-        names = [name for name in self.options.hints if name in given]
-        return self._make_options({name: self.options.check(name, given[name].value) for name in names})
+        found = {name: self.options.check(name, given[name].value) for name in self.options.hints if name in given}
+        options: Any = self.options.target
+        return options(**{**(options.quick_values if found.get("quick") else {}), **found})
 
     def _names(self, key: str, entry: Entry, given: Layer) -> list[str]:
         if key in given:

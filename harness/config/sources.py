@@ -71,11 +71,9 @@ def load(path: str | Path, flag: str = "config") -> dict[str, Any]:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         fault = f"line {mark.line + 1}: {problem}" if mark else " ".join(str(error).split())
         raise BadInput(flag, path, f"YAML; {fault}") from error
-    if values is None or (isinstance(values, str) and not values.strip()):
-        return {}
-    if not isinstance(values, dict):
+    if not isinstance(values, dict | None):
         raise BadInput(flag, path, "a YAML mapping, such as data: {class_path: MNIST}")
-    return {str(name): value for name, value in values.items()}
+    return {str(name): value for name, value in (values or {}).items()}
 
 
 def from_yaml(value: Any, flag: str) -> Any:

@@ -39,7 +39,6 @@ TYPES = {"logger": bool, "devices": int | list[int] | str}  # in place of the Tr
 ONE_SCHEDULER = "one scheduler by itself, such as MultiStepLR or CosineAnnealingLR"
 TRIED_EPOCHS = 10
 
-
 # Any optimizer that steps each student by itself, and any scheduler that depends on the epoch alone.
 OPTIMIZERS = Classes((torch.optim.Optimizer,), torch.optim, frozenset({"params"}), {
     torch.optim.LBFGS: "one that steps each student by itself, such as Adam or SGD; this one couples students",

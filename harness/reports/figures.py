@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from harness.reports.metrics import ACCURACY, Metric, t_interval
 
@@ -53,7 +53,7 @@ class Dot:
     def __post_init__(self) -> None:
         self.known = self.metric.scaled(self.values)  # of the seeds that finished, in the metric's unit
         self.mean = statistics.mean(self.known) if self.known else math.nan
-        self.look = {"color": f"C{self.group % 10}", "marker": MARKERS[self.group // 10 % len(MARKERS)]}
+        self.look: dict[str, Any] = {"color": f"C{self.group % 10}", "marker": MARKERS[self.group // 10 % len(MARKERS)]}
 
 
 def metric_picture(dots: Sequence[Dot], cost: str, teacher: float | None = None) -> bytes:

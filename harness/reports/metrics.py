@@ -68,13 +68,11 @@ METRICS = {metric.name: metric for metric in (ACCURACY, BITS)}
 
 def t_interval(values: Sequence[float]) -> Interval:
     """Mean of the values and its 95 % interval by Student's t; bounds are None for one value, all three for none."""
-    if not values:
-        return {"mean": None, "low": None, "high": None}
-    mean = statistics.mean(values)
-    if len(values) == 1:
-        return {"mean": mean, "low": None, "high": None}
+    if len(values) < 2:
+        return {"mean": values[0] if values else None, "low": None, "high": None}
     from scipy.special import stdtrit  # scipy.stats' own quantile, at a tenth of its import time
 
+    mean = statistics.mean(values)
     half = float(stdtrit(len(values) - 1, (1 + CONFIDENCE) / 2)) * statistics.stdev(values) / math.sqrt(len(values))
     return {"mean": mean, "low": mean - half, "high": mean + half}
 

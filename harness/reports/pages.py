@@ -102,15 +102,13 @@ def notes(results: Facts) -> list[str]:
 
 def failures(results: Facts, prefix: str = "") -> list[str]:
     """One line for each student that failed, saying where; `prefix` comes before its name."""
-    lines = []
+    lines, seeds = [], results["seeds"]
     for name, entry in results["students"].items():
-        failed = [(seed, f) for seed, f in zip(results["seeds"], entry.get("failed") or [], strict=False) if f]
-        if not failed:
-            continue
-        where = [f"seed {seed} (term {f['term']}, step {f['step']})" for seed, f in failed]
-        left = len(results["seeds"]) - len(failed)
-        rest = f"its figures are over the {left} other seed{'s' * (left > 1)}" if left else "it has no figures"
-        lines.append(f"* {prefix}{name}: the loss stopped being finite with {listed(where)}; {rest}.")
+        failed = zip(seeds, entry.get("failed") or [], strict=False)
+        if where := [f"seed {seed} (term {f['term']}, step {f['step']})" for seed, f in failed if f]:
+            left = len(seeds) - len(where)
+            rest = f"its figures are over the {left} other seed{'s' * (left > 1)}" if left else "it has no figures"
+            lines.append(f"* {prefix}{name}: the loss stopped being finite with {listed(where)}; {rest}.")
     return lines
 
 

@@ -50,9 +50,10 @@ def _opened_before_or_new(parent: Path, job: str) -> str:
 
 
 def _is_restart(out: Path, job: str) -> bool:
-    """Whether this torchrun job opened the folder last."""
-    path = out / JOB
-    return launch.is_restart_of(job) and path.exists() and path.read_text() == job
+    """Whether this torchrun job opened the folder last. Jobs without --rdzv_id share the id "none" at first."""
+    run_id, path = job.partition("\n")[0], out / JOB
+    restarted = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0" if run_id == "none" else run_id != ""
+    return restarted and path.exists() and path.read_text() == job
 
 
 @contextmanager

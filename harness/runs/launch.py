@@ -94,12 +94,6 @@ def torchrun_job(argv: Sequence[str]) -> str:
     return "" if run_id is None else "\n".join([run_id, *argv])
 
 
-def is_restart_of(job: str) -> bool:
-    """Whether this process may belong to that torchrun job. Jobs without --rdzv_id share the id "none" at first."""
-    run_id = job.partition("\n")[0]
-    return run_id not in {"", "none"} or (run_id == "none" and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0")
-
-
 def ranks() -> int:
     """Number of ranks that have joined; 1 before that."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

@@ -62,7 +62,12 @@ class SafePoints(Checkpoint):
         if batch_idx % trainer.accumulate_grad_batches:
             return  # a checkpoint has no accumulated gradients
         late = trainer.is_global_zero and time.monotonic() - self._saved >= self.every
-        stop, late = _agreed(trainer, signals.State.requested is not None, late)
+        agreed = [signals.State.requested is not None, late]
+        if trainer.world_size > 1:
+            shared = torch.tensor(agreed, dtype=torch.uint8, device=trainer.strategy.root_device)
+            dist.all_reduce(shared, dist.ReduceOp.MAX)
+            agreed = shared.bool().tolist()
+        stop, late = agreed
         # Loggers take this as the step; Lightning counts one too many after a resume.
         trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
         if stop or late:
@@ -77,15 +82,6 @@ class SafePoints(Checkpoint):
         """Save the result for the process that started the ranks."""
         self.finished = True
         trainer.save_checkpoint(self.path)
-
-
-def _agreed(trainer: Trainer, *flags: bool) -> list[bool]:
-    """For each flag, whether any rank set it."""
-    if trainer.world_size == 1:
-        return list(flags)
-    shared = torch.tensor(flags, dtype=torch.uint8, device=trainer.strategy.root_device)
-    dist.all_reduce(shared, dist.ReduceOp.MAX)
-    return [bool(flag) for flag in shared.tolist()]
 
 
 def read(path: str | Path) -> dict[str, Any]:

@@ -58,8 +58,8 @@ class Session:
     def checked_trainer(self) -> Trainer:
         """A Trainer that can divide the data among its devices; BadInput if it can't."""
         trainer = self.trainer()
-        place = trainer.distributed_sampler_kwargs or {"num_replicas": 1}
-        self.data.check_replicas(place["num_replicas"], self.config.exact)
+        replicas = (trainer.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"]
+        self.data.check_replicas(replicas, self.config.exact)
         self.used = self.data.used(trainer)
         return trainer
 

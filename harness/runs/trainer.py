@@ -107,15 +107,12 @@ def _mpi(size: int) -> "MPI":
 
 
 class ByHand(TorchElasticEnvironment):
-    """Torchrun's variables, set by the user, who may leave out those that follow from RANK and WORLD_SIZE.
-
-    Attributes:
-        guesses: whether LOCAL_RANK is not given, so that it follows from `local_size`, the ranks on each machine.
-    """
+    """Torchrun's variables, set by the user, who may leave out those that follow from RANK and WORLD_SIZE."""
 
     def __init__(self, local_size: int) -> None:
         super().__init__()
-        self._local_size, self.guesses = local_size, "LOCAL_RANK" not in os.environ
+        self._local_size = local_size  # ranks on each machine
+        self.guesses = "LOCAL_RANK" not in os.environ
 
     def local_rank(self) -> int:
         """The rank's number on its machine."""
