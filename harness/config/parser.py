@@ -233,8 +233,9 @@ class Parser:
     def _saved(self, path: Path) -> Layer:
         saved = load(path, "out")
         missing = [key for key in [*self.entries, *self.options.hints] if key not in {*saved, *INVOCATION}]
-        if missing:
-            raise BadInput("out", path, f"all settings of the run; {missing[0]} is missing")
+        if missing or not path.read_text("utf-8").endswith("\n"):
+            what = f"{missing[0]} is missing" if missing else "its last line is cut off"
+            raise BadInput("out", path, f"all settings of the run; {what}")
         return layer(saved, str(path))
 
     def _check_same(self, path: Path, saved: Namespace, config: Namespace) -> None:

@@ -127,8 +127,8 @@ def _claims(baseline: str, tested: Mapping[str, Interval], metric: Metric) -> li
 
 def _kind(interval: Interval, metric: Metric) -> str:
     low, high = interval["low"] or 0.0, interval["high"] or 0.0
-    if low == high:  # few seeds and a small test set: the same number of samples each time
-        return "level" if low == 0 else "flat"
     if low <= 0 <= high:
         return "level"
+    if low == high:  # few seeds and a small test set: the same number of samples each time
+        return "flat"
     return "better" if (low > 0) == metric.higher_is_better else "worse"

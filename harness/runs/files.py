@@ -1,7 +1,4 @@
-"""Files written whole or not at all, even if the process is killed, the disk is full or the power fails.
-
-Those of a run are recorded first: `--overwrite true` deletes these and no others.
-"""
+"""Files written whole or not at all; a run's are recorded first, and `--overwrite true` deletes these and no others."""
 
 import json
 import math
@@ -19,8 +16,8 @@ RUN = "APPRENTICE_RUN"  # the open run's folder, in the environment: processes t
 def atomic(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path in the same folder; it replaces `path` when the block succeeds.
 
-    In the folder of an open run the file is recorded as the run's first. If the block fails, `path` stays as it was.
-    Each path has one temporary name: two processes must not write one path at a time (a run's folder is locked).
+    In the folder of an open run the file is recorded as the run's first. If the block fails, the process is killed or
+    the power fails, `path` stays as it was. Two processes must not write one path at a time (a run's folder is locked).
 
     Raises:
         OSError: the folder is missing or can't be written, or the disk is full.

@@ -49,9 +49,8 @@ def launched() -> Launch | None:
     """This process's place if a launcher started it; BadInput if the launcher's variables contradict each other."""
     interactive = os.environ.get("SLURM_JOB_NAME") in {"bash", "interactive"}
     for by, (rank, size, local_size, nodes) in LAUNCHERS.items():
-        if by == "torchrun" and "TORCHELASTIC_RUN_ID" not in os.environ:
-            continue
-        if rank not in os.environ or size not in os.environ or (by == "slurm" and interactive):
+        other = (by == "torchrun" and "TORCHELASTIC_RUN_ID" not in os.environ) or (by == "slurm" and interactive)
+        if other or not {rank, size} <= os.environ.keys():
             continue
         mine, total = _number(rank), _number(size)
         if not 0 <= mine < total:

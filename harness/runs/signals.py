@@ -15,9 +15,6 @@ FORWARDED = getattr(signal, "SIGUSR1", signal.SIGINT)  # from a process to its r
 class Interrupted(SystemExit):
     """The user asked to stop; the exit code is the shell's for that signal."""
 
-    def __init__(self, signum: int) -> None:
-        super().__init__(128 + signum)
-
 
 class State:
     """What this process knows of signals."""
@@ -31,7 +28,7 @@ class State:
 def stop_if_requested() -> None:
     """Raise Interrupted if a signal came while signals were deferred."""
     if State.requested is not None:
-        raise Interrupted(State.requested)
+        raise Interrupted(128 + State.requested)
 
 
 def _handle(signum: int, _frame: Any) -> None:
@@ -44,7 +41,7 @@ def _handle(signum: int, _frame: Any) -> None:
         return
     if os.getpid() != State.owner:
         os._exit(128 + signum)  # a forked rank; its parent prints the message
-    raise Interrupted(signum)
+    raise Interrupted(128 + signum)
 
 
 def _forwarded(_signum: int, _frame: Any) -> None:

@@ -9,13 +9,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.plugins.environments import (
-    ClusterEnvironment,
-    LightningEnvironment,
-    LSFEnvironment,
-    MPIEnvironment,
-    TorchElasticEnvironment,
-)
+from lightning.pytorch.plugins import environments
+from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from apprentice import extras
@@ -87,7 +82,7 @@ def with_launcher(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _environment(launch: Launch | None) -> list[ClusterEnvironment]:
     if launch is None:
-        return [] if LSFEnvironment.detect() else [LightningEnvironment()]
+        return [] if environments.LSFEnvironment.detect() else [environments.LightningEnvironment()]
     if launch.by == "slurm":  # Lightning asks for it, and `srun -n` does not set it
         os.environ.setdefault("SLURM_NTASKS_PER_NODE", str(launch.size // launch.nodes))
     if launch.by == "hand":
@@ -106,7 +101,7 @@ def _mpi(size: int) -> "MPI":
         raise BadInput("", f"mpirun -n {size}", expected) from None
 
 
-class ByHand(TorchElasticEnvironment):
+class ByHand(environments.TorchElasticEnvironment):
     """Torchrun's variables, set by the user, who may leave out those that follow from RANK and WORLD_SIZE."""
 
     def __init__(self, local_size: int) -> None:
@@ -123,7 +118,7 @@ class ByHand(TorchElasticEnvironment):
         return int(os.environ.get("GROUP_RANK", self.global_rank() // self._local_size))
 
 
-class MPI(MPIEnvironment):
+class MPI(environments.MPIEnvironment):
     """Asks MPI for the ranks and an address, then finalises MPI; gloo or NCCL sends the tensors.
 
     With MPI still active a failing rank would wait in MPI_Finalize for the others, and no process could fork.
