@@ -24,7 +24,7 @@ class Resolver:
         self._missing: list[BadInput] = []
 
     def one(self, classes: Classes, key: str, optional: bool = False) -> Chosen:
-        """The one class that is chosen at a key, or None if that is an option."""
+        """The one class that is chosen at a key, or None if that is `optional`."""
         chosen = self.choose(classes, key)
         if isinstance(chosen, list) or (chosen is None and not optional):
             raise BadInput(key, "null" if chosen is None else self.given[key].value, f"one class: {classes.expected()}")

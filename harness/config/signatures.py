@@ -32,8 +32,7 @@ class Signature:
         self._parser.add_class_arguments(target, skip={*skip}, as_group=False, fail_untyped=False)
         self.hints, self.defaults, self.help = dict[str, Any](), dict[str, Any](), dict[str, str]()  # by name
         names = set(self._parser.get_defaults().keys())
-        for action in (action for action in self._parser._actions if action.dest in names):
-            name = action.dest
+        for name, action in ((action.dest, action) for action in self._parser._actions if action.dest in names):
             if hasattr(action, "_typehint"):
                 action._typehint = _int_first((types or {}).get(name, action._typehint))
             self.hints[name], self.help[name] = getattr(action, "_typehint", action.type), action.help or ""

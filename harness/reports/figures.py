@@ -19,8 +19,7 @@ LOOK = {
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25, "grid.linewidth": 0.6,
     "axes.titlesize": 10, "axes.titlecolor": GREY, "legend.frameon": False, "legend.fontsize": 8,
 }  # fmt: skip
-MARKERS = "osD^vP"
-LINE_INCHES = 0.18
+MARKERS, LINE_INCHES = "osD^vP", 0.18
 
 
 @contextmanager

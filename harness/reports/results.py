@@ -97,10 +97,8 @@ def reading(folder: str | Path, flag: str) -> Iterator[None]:
 
 
 def _why_missing(folder: Path) -> str:
-    if not folder.exists():
-        return "; there is no such folder"
     if not folder.is_dir():
-        return "; this is a file"
+        return "; this is a file" if folder.exists() else "; there is no such folder"
     if (folder / "config.yaml").exists():
         return f"; this run is unfinished, go on with it by `--out {folder} --resume true`"
     inner = sorted(path.parent for path in folder.glob("*/results.json"))

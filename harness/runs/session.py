@@ -58,8 +58,8 @@ class Session:
     def checked_trainer(self) -> Trainer:
         """A Trainer that can divide the data among its devices; BadInput if it can't."""
         trainer = self.trainer()
-        replicas = (trainer.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"]
-        self.data.check_replicas(replicas, self.config.exact)
+        sampler = trainer.distributed_sampler_kwargs or {}
+        self.data.check_replicas(sampler.get("num_replicas", 1), self.config.exact)
         self.used = self.data.used(trainer)
         return trainer
 

@@ -42,10 +42,8 @@ def trainers(chosen: config.Choice, exact: int | None, strategies: config.Names)
     return partial(_trainer, replace(chosen, init_args={**chosen.init_args, "strategy": strategy}))
 
 
-def _trainer(
-    chosen: config.Choice, callbacks: Sequence[Any] = (), plugins: Sequence[Any] = (), **kwargs: Any
-) -> Trainer:
-    settings = config.arguments(chosen, "trainer") | {"enable_model_summary": False, "num_sanity_val_steps": 0} | kwargs
+def _trainer(chosen: config.Choice, callbacks: Sequence[Any] = (), plugins: Sequence[Any] = (), **own: Any) -> Trainer:
+    settings = config.arguments(chosen, "trainer") | {"enable_model_summary": False, "num_sanity_val_steps": 0} | own
     if settings["accelerator"] == "auto" and torch.backends.mps.is_available():
         settings["accelerator"] = "cpu"  # evaluation adds in float64, which Apple's GPUs don't have
     for name, more in (("callbacks", callbacks), ("plugins", plugins)):
