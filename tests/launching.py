@@ -66,7 +66,7 @@ class Held(Fault):
     """The rank waits until it is told to stop, as it is when a node joins."""
 
     def happen(self) -> None:
-        while not signals.requested():
+        while signals.State.requested is None:
             time.sleep(0.02)
 
 

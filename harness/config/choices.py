@@ -1,6 +1,7 @@
 """The second pass: for each class that was chosen, its options, read and checked by jsonargparse."""
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
@@ -23,17 +24,11 @@ class Resolver:
         self._missing: list[BadInput] = []
 
     def one(self, classes: Classes, key: str, optional: bool = False) -> Chosen:
-        """The one class that is chosen at a key, or None if that is an option."""
+        """The one class that is chosen at a key, or None if that is `optional`."""
         chosen = self.choose(classes, key)
         if isinstance(chosen, list) or (chosen is None and not optional):
             raise BadInput(key, "null" if chosen is None else self.given[key].value, f"one class: {classes.expected()}")
         return chosen
-
-    def only(self, signature: Signature, key: str) -> dict[str, Any]:
-        """The options of the only class that can stand at a key."""
-        if key in self.given:
-            raise BadInput(key, self.given[key].value, f"an option, such as --{key}.{next(iter(signature.hints))}")
-        return self.options(signature, key, {})
 
     def choose(self, classes: Classes, key: str) -> Chosen:
         """What is chosen at this key, with its options."""
@@ -55,12 +50,13 @@ class Resolver:
         return Choice(classes.path(found, name), self.options(options_of(found, classes.skip), key, sets))
 
     def options(self, signature: Signature, key: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
-        """The options of a class: given, or by these defaults or its own."""
+        """The options of a class: given, else these defaults, else its own."""
         self._keys[key] = signature
         values = {}
         for name, default in {**signature.defaults, **defaults}.items():
             flag, hint = f"{key}.{name}", signature.hints[name]
-            value, classes = self._value(flag), self._classes(hint)
+            value, kinds = self._value(flag), {*kinds_of(hint)}
+            classes = next((classes for classes in self.families if kinds.intersection(classes.bases)), None)
             if value is not Missing and classes is not None:
                 self.given.setdefault(flag, Given(None if default is Missing else default))
                 values[name] = _fitting(self.choose(classes, flag), hint, classes, value, flag)
@@ -77,18 +73,11 @@ class Resolver:
         below: dict[str, Any] = {}
         for inner, value in self._below(flag).items():
             *parents, last = inner.removeprefix(f"{flag}.").split(".")
-            node = below
-            for parent in parents:
-                node = node.setdefault(parent, {})
-            node[last] = value
+            reduce(lambda node, parent: node.setdefault(parent, {}), parents, below)[last] = value
         return own if not below else below if own is Missing else {"class_path": own, "init_args": below}
 
     def _below(self, flag: str) -> dict[str, Any]:
         return {inner: given.value for inner, given in self.given.items() if inner.startswith(f"{flag}.")}
-
-    def _classes(self, hint: Any) -> Classes | None:
-        kinds = set(kinds_of(hint))
-        return next((classes for classes in self.families if kinds.intersection(classes.bases)), None)
 
     def check_complete(self, plain: Sequence[str]) -> None:
         """Raise BadInput for the first flag that is neither an option of a choice nor plain, or that is missing."""

@@ -1,17 +1,19 @@
-"""Classes chosen by short name or import path: `--data MNIST`, `--teacher mypackage.MyNet`."""
+"""Classes chosen by short name or import path, such as `--data MNIST`, and instances of what was chosen."""
 
+import functools
 import importlib
 import inspect
 import pkgutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
 
 from apprentice.errors import BadInput
-from harness.config.messages import near
+from harness.config.messages import REFUSAL, near
 from harness.config.signatures import options_of
 
 SHOWN = 8  # names in a message
@@ -19,15 +21,10 @@ SHOWN = 8  # names in a message
 
 @dataclass(frozen=True)
 class Choice:
-    """A class and its options; `build` makes an instance.
+    """A class and its options; `build` makes an instance."""
 
-    Attributes:
-        class_path: where the class is imported from.
-        init_args: its options by name; values may be choices and lists of choices.
-    """
-
-    class_path: str
-    init_args: dict[str, Any] = field(default_factory=dict)
+    class_path: str  # where the class is imported from
+    init_args: dict[str, Any] = field(default_factory=dict)  # by name; values may be choices and lists of choices
 
     @property
     def name(self) -> str:
@@ -40,19 +37,12 @@ Chosen: TypeAlias = Choice | list["Chosen"] | str | None  # text: a name that Li
 
 @dataclass(frozen=True)
 class Classes:
-    """What a key chooses from: classes of a package by short name, any other by import path.
+    """What a key chooses from: classes of a package by short name, any other by import path."""
 
-    Attributes:
-        bases: what the classes derive from; short names are those of subclasses of the first.
-        package: where short names are looked up.
-        skip: arguments of their constructors that are not options.
-        refused: classes that can't be used, with what to take instead.
-    """
-
-    bases: tuple[type, ...]
-    package: ModuleType
-    skip: frozenset[str] = frozenset()
-    refused: Mapping[Any, str] = field(default_factory=dict)
+    bases: tuple[type, ...]  # what the classes derive from; short names are those of subclasses of the first
+    package: ModuleType  # where short names are looked up
+    skip: frozenset[str] = frozenset()  # arguments of their constructors that are not options
+    refused: Mapping[Any, str] = field(default_factory=dict)  # classes that can't be used, with what to take instead
 
     @property
     def known(self) -> dict[str, type]:
@@ -65,22 +55,18 @@ class Classes:
         }  # fmt: skip
 
     def find(self, name: Any, key: str) -> tuple[type | str | None, Mapping[str, Any]]:
-        """The class of this short name or import path, and the options that the name sets.
-
-        Raises:
-            BadInput: there is no such class, it is of another kind, or can't be used.
-        """
+        """The class of this name or import path, with the options that the name sets; BadInput if it can't be used."""
         if name is None:
             return None, {}
         if isinstance(name, str) and "." in name:
             found: type | None = imported(name, key, self.bases)
         else:
             found = {**self.known, **{refused.__name__: refused for refused in self.refused}}.get(str(name))
-        for refused, reason in self.refused.items():
-            if found is not None and issubclass(found, refused):
-                raise BadInput(key, name, reason)
         if found is None or found in self.bases:
             raise BadInput(key, name, self.expected(name))
+        for refused, reason in self.refused.items():
+            if issubclass(found, refused):
+                raise BadInput(key, name, reason)
         return found, {}
 
     def same(self, name: Any, old: Any, options: Mapping[str, Any]) -> bool:
@@ -100,30 +86,8 @@ class Classes:
         return f"{shown} or the import path of a class{near(name, known)}"
 
 
-def is_choice(value: Any) -> bool:
-    """Whether a value is a choice or a list with choices."""
-    return isinstance(value, Choice) or (isinstance(value, list) and any(map(is_choice, value)))
-
-
-def plain(chosen: Any) -> Any:
-    """A choice as YAML has it, or a list or mapping of choices."""
-    if isinstance(chosen, dict):
-        return {name: plain(entry) for name, entry in chosen.items()}
-    if isinstance(chosen, list):
-        return [plain(entry) for entry in chosen]
-    if not isinstance(chosen, Choice):
-        return chosen
-    options, values = options_of(imported(chosen.class_path, "")), chosen.init_args.items()
-    plain_values = {name: plain(value) if is_choice(value) else options.plain(name, value) for name, value in values}
-    return {"class_path": chosen.class_path, "init_args": plain_values}
-
-
 def imported(path: str, key: str, bases: tuple[type, ...] = (object,)) -> type:
-    """The class at an import path; the working directory is searched too.
-
-    Raises:
-        BadInput: the module or class is missing, with what is near, or the class is of another kind.
-    """
+    """The class at an import path, from the working directory too; BadInput, with near names, if it is not there."""
     module_name, _, name = path.rpartition(".")
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
@@ -144,10 +108,80 @@ def imported(path: str, key: str, bases: tuple[type, ...] = (object,)) -> type:
 
 
 def _why_not(module_name: str, error: Exception) -> str:
-    if not isinstance(error, ModuleNotFoundError):
-        return f"importing {module_name} failed: {type(error).__name__}: {error}"
-    if not f"{module_name}.".startswith(f"{error.name}."):  # a module that it imports itself
-        return f"importing {module_name} failed: {error}"
+    # A ModuleNotFoundError may also be of a module that the module imports itself.
+    if not isinstance(error, ModuleNotFoundError) or not f"{module_name}.".startswith(f"{error.name}."):
+        kind = "" if isinstance(error, ModuleNotFoundError) else f"{type(error).__name__}: "
+        return f"importing {module_name} failed: {kind}{error}"
     parent, _, missing = str(error.name).rpartition(".")
     places = getattr(importlib.import_module(parent), "__path__", []) if parent else None
     return f"there is no module {error.name}{near(missing, [found.name for found in pkgutil.iter_modules(places)])}"
+
+
+def _is_choice(value: Any) -> bool:
+    return isinstance(value, Choice) or (isinstance(value, list) and any(map(_is_choice, value)))
+
+
+def plain(chosen: Any) -> Any:
+    """A choice as YAML has it, or a list or mapping of choices."""
+    if isinstance(chosen, dict):
+        return {name: plain(entry) for name, entry in chosen.items()}
+    if isinstance(chosen, list):
+        return [plain(entry) for entry in chosen]
+    if not isinstance(chosen, Choice):
+        return chosen
+    options, values = options_of(imported(chosen.class_path, "")), chosen.init_args.items()
+    plain_values = {name: plain(value) if _is_choice(value) else options.plain(name, value) for name, value in values}
+    return {"class_path": chosen.class_path, "init_args": plain_values}
+
+
+def build(choice: Any, key: str, **extra: Any) -> Any:
+    """A new instance of a choice as `Parser.parse` gives it, or of each in a list, and of what its options choose.
+
+    `key` is where it stands on the command line; `extra` arguments are passed if the constructor takes them.
+
+    Raises:
+        BadInput: what the constructor refuses, with the whole flag.
+    """
+    if isinstance(choice, list):
+        return [build(entry, f"{key}.{i}", **extra) for i, entry in enumerate(choice)]
+    make = factory(choice, key, **extra)
+    with refusals(choice, key):
+        return make()
+
+
+def factory(choice: Choice, key: str, **extra: Any) -> Callable[..., Any]:
+    """The chosen class with its options bound, waiting for positional arguments; it can be pickled."""
+    return functools.partial(imported(choice.class_path, key), **arguments(choice, key, **extra))
+
+
+def arguments(choice: Choice, key: str, **extra: Any) -> dict[str, Any]:
+    """The keyword arguments of the chosen class, with new instances of what they choose, and those of `extra`."""
+    options, given = options_of(imported(choice.class_path, key)), choice.init_args.items()
+    chosen = {name: build(value, f"{key}.{name}", **extra) for name, value in given if _is_choice(value)}
+    with refusals(choice, key):
+        values = options.instances({name: value for name, value in given if name not in chosen})
+    return {**values, **chosen, **{name: value for name, value in extra.items() if name in options.hints}}
+
+
+@contextmanager
+def refusals(choice: Choice, key: str, kinds: tuple[type[Exception], ...] = (ValueError, TypeError)) -> Iterator[None]:
+    """Turn errors of these kinds into BadInput with the whole flag; with key and class if they name no option."""
+    try:
+        yield
+    except BadInput as error:
+        inside = error.flag == key or error.flag.startswith(f"{key}.")
+        flag = error.flag if inside else f"{key}.{_place(choice, error.flag) or error.flag}"
+        raise BadInput(flag, error.value, error.expected) from error
+    except kinds as error:
+        message = " ".join(str(error).split())
+        option = REFUSAL.fullmatch(message)
+        if option and (place := _place(choice, option[1])):
+            raise BadInput(f"{key}.{place}", option[2], option[3]) from error
+        raise BadInput(key, choice.name, f"options that it takes: {message}") from error
+
+
+def _place(choice: Choice, name: str) -> str | None:
+    if name in choice.init_args:
+        return name
+    inner = ((key, _place(value, name)) for key, value in choice.init_args.items() if isinstance(value, Choice))
+    return next((f"{key}.{place}" for key, place in inner if place), None)

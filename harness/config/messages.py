@@ -39,63 +39,45 @@ LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", "MPI
 
 @contextmanager
 def one_line_errors(parser: "Parser | None" = None) -> Iterator[None]:
-    """Turn bad input, what the Trainer or the disk refuses, and lost ranks into one line on stderr and exit code 2.
-
-    Args:
-        parser: finds the flag of an option that is refused only when it is used.
-    """
+    """Turn bad input, what the Trainer or the disk refuses, and lost ranks into one line on stderr and exit code 2."""
     try:
         yield
     except Exception as error:
         line = one_line(error, parser)
         if line is None:
             raise
-        if is_local_rank_zero() or not isinstance(error, BadInput):
+        local_rank = next((os.environ[name] for name in LOCAL_RANKS if name in os.environ), "0")
+        if local_rank == "0" or not isinstance(error, BadInput):  # each machine's first rank says what all find wrong
             sys.stderr.write(f"error: {' '.join(line.split())}\n")
         raise SystemExit(2) from None
 
 
-def is_local_rank_zero() -> bool:
-    """Whether this process reports what all ranks find wrong: the first one on each machine does."""
-    return next((os.environ[name] for name in LOCAL_RANKS if name in os.environ), "0") == "0"
-
-
 def one_line(error: Exception, parser: "Parser | None" = None) -> str | None:
-    """The message of an error that users can do something about; None for others."""
+    """The message of an error that users can do something about; `parser` finds the whole flag of an option."""
     if isinstance(error, BadInput) or str(error).startswith("--"):
-        return _with_flag(str(error), parser)
+        return _refused_option(str(error), parser, True)
     if isinstance(error, OSError):
         place = f": {error.filename}" if error.filename else ""
         return f"{FULL}{place}; {KEPT}" if error.errno == errno.ENOSPC else f"{error.strerror or error}{place}"
-    if isinstance(error, ProcessRaisedException | ProcessExitedException):
-        return _rank(error, parser)
-    if isinstance(error, ValueError):
-        return _refused_option(str(error), parser)
-    if isinstance(error, RuntimeError) and "inline_container" in str(error):  # from torch.save
-        return f"{FULL}, or it can't be written; {KEPT}"
-    return f"--trainer: {error}" if type(error).__name__ == "MisconfigurationException" else None
-
-
-def _rank(error: ProcessRaisedException | ProcessExitedException, parser: "Parser | None") -> str | None:
-    """The last line of a forked rank that failed, or how a rank ended without one."""
     if isinstance(error, ProcessExitedException):
         how = f"was killed by {error.signal_name}" if error.signal_name else f"ended with exit code {error.exit_code}"
         return f"rank {error.error_index} {how}; --out FOLDER --resume true goes on from its checkpoint, if it left one"
-    found = FROM_RANK.fullmatch(str(error).strip().splitlines()[-1])
-    if found and found["kind"] == "ValueError" and not found["text"].startswith("--"):
-        return _refused_option(found["text"], parser)
-    return found and _with_flag(found["text"], parser)
+    if isinstance(error, ProcessRaisedException):
+        found = FROM_RANK.fullmatch(str(error).strip().splitlines()[-1])
+        return found and _refused_option(found["text"], parser, found["kind"] != "ValueError")
+    if isinstance(error, ValueError):
+        return _refused_option(str(error), parser, False)
+    torch_save = isinstance(error, RuntimeError) and "inline_container" in str(error)
+    trainer = f"--trainer: {error}" if type(error).__name__ == "MisconfigurationException" else None
+    return f"{FULL}, or it can't be written; {KEPT}" if torch_save else trainer
 
 
-def _with_flag(message: str, parser: "Parser | None") -> str:
-    return _refused_option(message.removeprefix("--"), parser) or message
-
-
-def _refused_option(message: str, parser: "Parser | None") -> str | None:
-    """The message of a class that refuses one of its options, with the whole flag; None if the flag is not known."""
-    found = REFUSAL.fullmatch(message)
-    flag = parser.flag(found[1], found[2]) if parser and found else None
-    return str(BadInput(flag, found[2], found[3])) if found and flag else None
+def _refused_option(message: str, parser: "Parser | None", for_users: bool) -> str | None:
+    """The message with the whole flag where it refuses an option; else as it is, if it is for users."""
+    found = REFUSAL.fullmatch(message.removeprefix("--"))
+    if found and parser and (flag := parser.flag(found[1], found[2])):
+        return str(BadInput(flag, found[2], found[3]))
+    return message if for_users or message.startswith("--") else None
 
 
 def near(name: Any, known: Iterable[str], prefix: str = "") -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from apprentice.errors import BadInput
 
@@ -18,9 +18,6 @@ class RunOptions:
         overwrite: replace the run in that folder; files that are not the run's stay.
         checkpoint_every: seconds of training that a crash may cost.
         exact: N gives equal bits on any number of devices up to N, which takes longer.
-
-    Attributes:
-        quick_values: what `--quick true` sets where it is not given, in an experiment that has this option.
     """
 
     seeds: int | list[int] = 3
@@ -29,12 +26,7 @@ class RunOptions:
     overwrite: bool = False
     checkpoint_every: float = 30.0
     exact: int | None = None
-    quick_values: ClassVar[Mapping[str, Any]] = {}
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Self:
-        """The options when these are given."""
-        return cls(**{**(cls.quick_values if given.get("quick") else {}), **given})
+    quick_values: ClassVar[Mapping[str, Any]] = {}  # what `--quick true` sets where it is not given
 
     def __post_init__(self) -> None:
         if isinstance(self.seeds, int):
@@ -60,17 +52,13 @@ class RunOptions:
 class OneSeedOptions(RunOptions):
     """Options of an experiment that has one seed, and perhaps no exact mode.
 
-    Attributes:
-        why_one: why one seed is enough.
-        why_inexact: why there is no exact mode; empty where there is one.
-
     Args:
         seeds: the one seed, as [42].
     """
 
     seeds: int | list[int] = 1
-    why_one: ClassVar[str] = "it moves no figure"
-    why_inexact: ClassVar[str] = ""
+    why_one: ClassVar[str] = "it moves no figure"  # why one seed is enough
+    why_inexact: ClassVar[str] = ""  # why there is no exact mode; empty where there is one
 
     def __post_init__(self) -> None:
         super().__post_init__()

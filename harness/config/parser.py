@@ -3,51 +3,44 @@
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import yaml
 
 from apprentice.errors import BadInput
 from harness.config import training, usage
-from harness.config.building import arguments, build
 from harness.config.choices import Resolver
-from harness.config.classes import Choice, Classes, imported, plain
+from harness.config.classes import Choice, Classes, arguments, build, imported, plain
 from harness.config.messages import near
 from harness.config.options import RunOptions
 from harness.config.signatures import Signature
 from harness.config.sources import INVOCATION, Given, Layer, as_given, flat, free, from_yaml, layer, load, read
 
 T = TypeVar("T")
+Bases: TypeAlias = type | tuple[type, ...]
 
 
 @dataclass
 class Entry:
-    """What stands at a key of the command line."""
+    """A key of the command line at which a class is chosen."""
 
     classes: Classes
     optional: bool = False  # nothing may be chosen
     named: bool = False  # there are many choices, by names of the user's own
     given: tuple[str, str] | None = None  # as `add_choice` takes it
-    only: tuple[str, Signature] | None = None  # import path and options of the class, if it is not chosen
 
 
 class Parser:
-    """The command line of an experiment.
-
-    Args:
-        prog: the script's name.
-        description: what it does, the head of its help.
-        options: a dataclass of plain options, which checks its values when it is made.
-    """
+    """The command line of a script; `options`, a dataclass of plain options, checks its values when it is made."""
 
     def __init__(self, prog: str, description: str = "", options: type[RunOptions] = RunOptions) -> None:
         self.prog, self.description = prog, description
-        self.options, self._make_options = Signature(options), options.of
-        self.entries: dict[str, Entry] = {}
+        self.options = Signature(options)
+        self.entries: dict[str, Entry | Signature] = {}  # with a signature, the class is not chosen
         self._defaults: dict[str, Given] = {}
         self._nested: dict[str, Classes] = {}  # what options of the Trainer choose from
         self._parsed: dict[str, Any] = {}
@@ -55,28 +48,16 @@ class Parser:
     def add_choice(
         self,
         key: str,
-        bases: type | tuple[type, ...],
-        package: ModuleType,
-        default: Any,
-        skip: Iterable[str] = (),
-        given: tuple[str, str] | None = None,
+        bases: Bases,  # what the class derives from
+        package: ModuleType,  # where short names are looked up; others are import paths
+        default: Any,  # short name, or class_path and init_args; None makes `null` a choice
+        skip: Iterable[str] = (),  # arguments of constructors that are not options
+        given: tuple[str, str] | None = None,  # an earlier choice, attribute of its class that names more to skip
     ) -> None:
-        """Add `--KEY CLASS` and `--KEY.OPTION VALUE`.
-
-        Args:
-            key: name in the configuration.
-            bases: what the class derives from.
-            package: where short names are looked up; others are import paths.
-            default: short name, or class_path and init_args; None makes `null` a choice.
-            skip: arguments of constructors that are not options.
-            given: key of a choice that was added before, and the attribute of the class chosen there that names
-                more arguments that are not options.
-        """
+        """Add `--KEY CLASS` and `--KEY.OPTION VALUE`."""
         self._add(key, Entry(_classes(bases, package, skip), default is None, given=given), default)
 
-    def add_variants(
-        self, key: str, bases: type | tuple[type, ...], package: ModuleType, defaults: Mapping[str, Any]
-    ) -> None:
+    def add_variants(self, key: str, bases: Bases, package: ModuleType, defaults: Mapping[str, Any]) -> None:
         """Add `--KEY.NAME CLASS` and `--KEY.NAME.OPTION VALUE` for any name, merged into the defaults by name.
 
         The plain option `only`, if there is one, says which of them are wanted.
@@ -85,34 +66,24 @@ class Parser:
 
     def add_optimizer(self, default: Any = "Adam") -> None:
         """Add `--optimizer` and `--scheduler`: torch's classes, tried out on a dummy net when parsed."""
-        self._add("optimizer", Entry(training.optimizers()), default)
-        self._add("scheduler", Entry(training.schedulers(), optional=True), None)
+        self._add("optimizer", Entry(training.OPTIMIZERS), default)
+        self._add("scheduler", Entry(training.SCHEDULERS, optional=True), None)
 
     def add_class(self, key: str, target: type, skip: Iterable[str] = ()) -> None:
-        """Add `--KEY.OPTION VALUE`, the options of one class.
-
-        Args:
-            key: name in the configuration.
-            target: the class.
-            skip: arguments of its constructor that are not options.
-        """
-        only = f"{target.__module__}.{target.__qualname__}", Signature(target, skip)
-        self._add(key, Entry(_classes(target, sys.modules[target.__module__]), only=only), {})
+        """Add `--KEY.OPTION VALUE`, the options of one class but for those to skip."""
+        self._add(key, Signature(target, skip), {})
 
     def add_trainer(self, strategies: training.Names, **defaults: Any) -> None:
         """Add `--trainer.OPTION` for Lightning's Trainer, with options below `--trainer.strategy` and `callbacks`.
 
-        Args:
-            strategies: the project's own by short name, each with the options that the name sets.
-            defaults: the Trainer's that are other than its own; `logger` only switches ours on and off.
+        `defaults` are in place of the Trainer's own; `logger` only switches ours on and off.
         """
         from lightning.pytorch import Callback, Trainer, callbacks
 
         self._nested = {"callbacks": _classes(Callback, callbacks), "strategy": training.Strategies(names=strategies)}
-        only = "lightning.pytorch.Trainer", Signature(Trainer, training.OWNED, training.TYPES)
-        self._add("trainer", Entry(_classes(Trainer, callbacks), only=only), {"logger": True, **defaults})
+        self._add("trainer", Signature(Trainer, training.OWNED, training.TYPES), {"logger": True, **defaults})
 
-    def _add(self, key: str, entry: Entry, default: Any) -> None:
+    def _add(self, key: str, entry: Entry | Signature, default: Any) -> None:
         self.entries[key] = entry
         self._defaults |= layer(default, key=key)
 
@@ -130,7 +101,11 @@ class Parser:
         if "help" in bare:
             sys.stdout.write(self._help(layers))
             raise SystemExit(0)
-        run = self._run_to_resume(layers)
+        early = self._merged(layers)
+        with as_given(early):
+            options = self._options(early)
+        path = Path(options.out or "") / "config.yaml"
+        run = path if options.resume and path.exists() else None
         start = self._defaults if run is None else self._saved(run)
         given = self._merged([start, *layers])
         with as_given(given):
@@ -156,11 +131,13 @@ class Parser:
         """The first pass: what counts of the layers. Another class drops the options of the one before."""
         given: dict[str, Given] = {}
         for each in map(self._expanded, layers):
-            for flag, (value, _) in each.items():
+            for flag, (name, _) in each.items():
                 below = {inner: found for inner, (found, _) in given.items() if inner.startswith(f"{flag}.")}
-                options = {inner.removeprefix(f"{flag}."): found for inner, found in below.items()}
-                if flag in given and below and not self._same(flag, value, given[flag].value, options):
-                    given = {inner: found for inner, found in given.items() if inner not in below}
+                if flag in given and below:
+                    classes, old = self._chosen_at(flag), given[flag].value
+                    options = {inner.removeprefix(f"{flag}."): found for inner, found in below.items()}
+                    if not (name == old if classes is None else classes.same(name, old, options)):
+                        given = {inner: found for inner, found in given.items() if inner not in below}
             given |= each
         return given
 
@@ -180,12 +157,9 @@ class Parser:
         key, _, last = flag.rpartition(".")
         if key == "trainer":
             return self._nested.get(last)
-        entry = self.entries.get(key if key in self.entries and self.entries[key].named else flag)
-        return entry.classes if entry and entry.only is None else None
-
-    def _same(self, flag: str, name: Any, old: Any, options: Mapping[str, Any]) -> bool:
-        classes = self._chosen_at(flag)
-        return name == old if classes is None else classes.same(name, old, options)
+        parent = self.entries.get(key)
+        entry = parent if isinstance(parent, Entry) and parent.named else self.entries.get(flag)
+        return entry.classes if isinstance(entry, Entry) else None
 
     def _config(self, given: Layer) -> Namespace:
         resolver, choices = self._resolved(given)
@@ -198,23 +172,25 @@ class Parser:
         for key, entry in self.entries.items():
             classes = self._classes(choices)
             resolver.families = [*classes.values(), *self._nested.values()]
-            if entry.only is not None:
-                choices[key] = Choice(entry.only[0], resolver.only(entry.only[1], key))
+            if isinstance(entry, Signature):
+                if key in given:
+                    raise BadInput(key, given[key].value, f"an option, such as --{key}.{next(iter(entry.hints))}")
+                choices[key] = Choice(entry.path, resolver.options(entry, key, {}))
             elif entry.named:
-                names = self._names(key, resolver.given)
+                names = self._names(key, entry, resolver.given)
                 choices[key] = {name: resolver.one(classes[key], f"{key}.{name}") for name in names}
             else:
                 choices[key] = resolver.one(classes[key], key, entry.optional)
         return resolver, choices
 
     def _options(self, given: Layer) -> RunOptions:
-        names = [name for name in self.options.hints if name in given]
-        return self._make_options({name: self.options.check(name, given[name].value) for name in names})
+        found = {name: self.options.check(name, given[name].value) for name in self.options.hints if name in given}
+        options: Any = self.options.target
+        return options(**{**(options.quick_values if found.get("quick") else {}), **found})
 
-    def _names(self, key: str, given: Layer) -> list[str]:
-        classes = self.entries[key].classes
+    def _names(self, key: str, entry: Entry, given: Layer) -> list[str]:
         if key in given:
-            expected = f"a name and a class, as --{key}.mine {next(iter(classes.known))}"
+            expected = f"a name and a class, as --{key}.mine {next(iter(entry.classes.known))}"
             raise BadInput(key, given[key].value, expected)
         names = list(dict.fromkeys(flag.split(".")[1] for flag in given if flag.startswith(f"{key}.")))
         for name in names:
@@ -231,21 +207,21 @@ class Parser:
 
     def _classes(self, choices: Mapping[str, Any]) -> dict[str, Classes]:
         """What each key chooses from, without the arguments that other choices give."""
-        found = {}
-        for key, entry in self.entries.items():
-            found[key] = entry.classes
-            if entry.given is not None and isinstance(giver := choices.get(entry.given[0]), Choice):
-                names = getattr(imported(giver.class_path, entry.given[0]), entry.given[1])
-                found[key] = replace(entry.classes, skip=entry.classes.skip.union(names))
+        found = {key: entry.classes for key, entry in self.entries.items() if isinstance(entry, Entry)}
+        for key, classes in found.items():
+            giver, attribute = getattr(self.entries[key], "given", None) or ("", "")
+            if isinstance(choice := choices.get(giver), Choice):
+                names = getattr(imported(choice.class_path, giver), attribute)
+                found[key] = replace(classes, skip=classes.skip.union(names))
         return found
 
     def _check(self, config: Namespace) -> None:
         """Find by trial what types can't tell."""
         for key, entry in self.entries.items():
             chosen = getattr(config, key)
-            if entry.only is not None:
+            if isinstance(entry, Signature):
                 arguments(chosen, key)
-            if entry.named:
+            elif entry.named:
                 for name, choice in chosen.items():
                     build(choice, f"{key}.{name}")
                 pick(chosen, getattr(config, "only", None))
@@ -253,13 +229,6 @@ class Parser:
         training.check_trainer(trainer)
         if "optimizer" in self.entries:
             training.check_optimizer(config.optimizer, config.scheduler, trainer.get("max_epochs") or 1)
-
-    def _run_to_resume(self, layers: Sequence[Layer]) -> Path | None:
-        given = self._merged(layers)
-        with as_given(given):
-            options = self._options(given)
-        path = Path(options.out or "") / "config.yaml"
-        return path if options.resume and path.exists() else None
 
     def _saved(self, path: Path) -> Layer:
         saved = load(path, "out")
@@ -280,19 +249,15 @@ class Parser:
 
     def as_dict(self, config: Namespace) -> dict[str, Any]:
         """The configuration as YAML and JSON have it."""
-        settings = vars(config)
-        choices = {key: plain(settings[key]) for key in self.entries}
-        only = {key: choices[key]["init_args"] for key, entry in self.entries.items() if entry.only}
-        return {**choices, **only, **{name: self.options.plain(name, settings[name]) for name in self.options.hints}}
+        choices = {key: plain(getattr(config, key)) for key in self.entries}
+        only = {key: choices[key]["init_args"] for key, entry in self.entries.items() if isinstance(entry, Signature)}
+        options = {name: self.options.plain(name, getattr(config, name)) for name in self.options.hints}
+        return choices | only | options
 
     def dump(self, config: Namespace, skip: Iterable[str] = ()) -> str:
-        """The whole configuration as YAML; given as `--config`, it gives the same again."""
+        """The configuration without some keys as YAML; given as `--config`, it gives the same again."""
         kept = {key: value for key, value in self.as_dict(config).items() if key not in skip}
         return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)
-
-    def save(self, config: Namespace, path: Path, write: Callable[[Path, str], Any]) -> None:
-        """Write the YAML that repeats the experiment; where it is kept and how it was called are not part of it."""
-        write(path, self.dump(config, INVOCATION))
 
     def _help(self, layers: Sequence[Layer]) -> str:
         try:
@@ -303,20 +268,14 @@ class Parser:
 
 
 def pick(variants: Mapping[str, T], only: Sequence[str] | None, flag: str = "only") -> dict[str, T]:
-    """The variants that are wanted, in their own order; all if that is not said.
-
-    Raises:
-        BadInput: one of the names is unknown.
-    """
-    if only is None:
-        return dict(variants)
-    for name in only:
+    """The variants that are wanted, in their own order; all if `only` is None, BadInput for an unknown name or none."""
+    for name in only or ():
         if name not in variants:
             raise BadInput(flag, name, f"names among {', '.join(variants)}{near(name, variants)}")
-    if not only:
+    if only is not None and not only:
         raise BadInput(flag, "[]", f"at least one of {', '.join(variants)}")
-    return {name: variant for name, variant in variants.items() if name in only}
+    return {name: variant for name, variant in variants.items() if only is None or name in only}
 
 
-def _classes(bases: type | tuple[type, ...], package: ModuleType, skip: Iterable[str] = ()) -> Classes:
+def _classes(bases: Bases, package: ModuleType, skip: Iterable[str] = ()) -> Classes:
     return Classes(bases if isinstance(bases, tuple) else (bases,), package, frozenset(skip))

@@ -21,37 +21,27 @@ class Signature:
     """Names, types, defaults and descriptions of a class's options.
 
     jsonargparse resolves the constructor, through `**kwargs` too, and checks, serializes and instantiates values. Each
-    option is checked by itself, so that an error belongs to one flag.
-
-    Args:
-        target: the class.
-        skip: arguments that are not options.
-        types: types of some arguments, in place of the constructor's own.
+    option is checked by itself, so that an error belongs to one flag. `skip` are arguments that are not options,
+    `types` replace types of the constructor.
     """
 
     def __init__(self, target: type, skip: Iterable[str] = (), types: Mapping[str, Any] | None = None) -> None:
-        self.target, own, parameters = target, types or {}, inspect.signature(target).parameters
+        self.target, parameters = target, inspect.signature(target).parameters
+        self.path = f"{target.__module__}.{target.__qualname__}"
         self._parser = ArgumentParser(exit_on_error=False, add_help=False)
-        for name, hint in own.items():
-            self._parser.add_argument(f"--{name}", type=hint, default=parameters[name].default)
-        self._parser.add_class_arguments(target, skip={*skip, *own}, as_group=False, fail_untyped=False)
+        self._parser.add_class_arguments(target, skip={*skip}, as_group=False, fail_untyped=False)
         self.hints, self.defaults, self.help = dict[str, Any](), dict[str, Any](), dict[str, str]()  # by name
         names = set(self._parser.get_defaults().keys())
-        for action in (action for action in self._parser._actions if action.dest in names):
-            name = action.dest
+        for name, action in ((action.dest, action) for action in self._parser._actions if action.dest in names):
             if hasattr(action, "_typehint"):
-                action._typehint = _int_before_float(action._typehint)
+                action._typehint = _int_first((types or {}).get(name, action._typehint))
             self.hints[name], self.help[name] = getattr(action, "_typehint", action.type), action.help or ""
             needed = action.required or (name in parameters and parameters[name].default is Missing)
             self.defaults[name] = Missing if needed else action.default
             action.required = False
 
     def check(self, name: str, value: Any, key: str = "") -> Any:
-        """The value converted to the option's type; text is read as YAML where the type is not text.
-
-        Raises:
-            BadInput: there is no such option below this key, or the value is of another type.
-        """
+        """The value converted to the option's type, or BadInput; text is read as YAML where the type is not text."""
         flag = f"{key}.{name}" if key else name
         if name not in self.hints:
             raise BadInput(flag, value, self.alternatives(name))
@@ -60,10 +50,10 @@ class Signature:
             return None
         if isinstance(value, str) and value != "null" and hint in (str, str | None):
             return value  # as it stands: YAML might take it for a comment or a number
-        candidates = [] if value is None else [value, [value]] if isinstance(value, str) else [value]
-        for candidate in candidates:  # `--only ce` is a list of one
+        for candidate in [value, [value]] if isinstance(value, str) else [value]:  # `--only ce` is a list of one
             try:
-                return self._parser.parse_object({name: candidate}, defaults=False)[name]
+                if candidate is not None:
+                    return self._parser.parse_object({name: candidate}, defaults=False)[name]
             except ArgumentError:
                 continue
         raise BadInput(flag, "null" if value is None else value, words(hint))
@@ -86,10 +76,7 @@ class Signature:
         return dict(self._parser.instantiate(Namespace(dict(values))).items(branches=True, nested=False))
 
 
-@functools.cache
-def options_of(target: type, skip: frozenset[str] = frozenset()) -> Signature:
-    """The options of a class, without those to skip."""
-    return Signature(target, skip)
+options_of = functools.cache(Signature)  # of a class, and of a frozenset of arguments to skip
 
 
 def kinds_of(hint: Any) -> Iterator[Any]:
@@ -105,14 +92,9 @@ def accepts_null(hint: Any) -> bool:
     return any(kind is type(None) or is_open(kind) for kind in kinds_of(hint))
 
 
-def _int_before_float(hint: Any) -> Any:
-    """A union with int before float, so that 1 stays a count: jsonargparse takes the first type that fits.
-
-    Python caches unions whatever their order, so the order in a constructor's signature may be lost.
-    """
+def _int_first(hint: Any) -> Any:
+    """A union with int before float: jsonargparse takes the first type that fits, and 1 stays a count."""
     kinds = typing.get_args(hint)
     if typing.get_origin(hint) not in {typing.Union, types.UnionType} or not {int, float} <= {*kinds}:
         return hint
-    others = [kind for kind in kinds if kind is not int]
-    others.insert(others.index(float), int)
-    return typing.Union[tuple(others)]  # noqa: UP007 - of a tuple
+    return typing.Union[(int, *(kind for kind in kinds if kind is not int))]

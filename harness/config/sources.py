@@ -13,8 +13,7 @@ from apprentice.errors import BadInput
 
 BARE = ("help", "print_config")  # flags without a value
 OF_LAUNCHERS = ("local-rank", "local_rank")  # from torch.distributed.launch; the environment has it too
-# What belongs to one invocation, not to the experiment.
-INVOCATION = frozenset({"out", "resume", "overwrite"})
+INVOCATION = frozenset({"out", "resume", "overwrite"})  # what is not of the experiment but of one call
 FREE = INVOCATION | {
     "checkpoint_every",
     "trainer.devices", "trainer.strategy", "trainer.accelerator", "trainer.num_nodes", "trainer.logger",
@@ -38,18 +37,12 @@ def free(flag: str) -> bool:
 
 
 def read(argv: Sequence[str]) -> tuple[list[Layer], set[str]]:
-    """Layers of the files in their order, then of the flags; and the bare flags.
-
-    Values of flags stay text; several for one flag are a list.
-
-    Raises:
-        BadInput: a flag without a value, text that is not UTF-8, a value without a flag, a file that can't be read.
-    """
+    """Layers of the files in their order, then of the flags, whose values stay text or lists; and the bare flags."""
     pairs: list[tuple[str, list[str]]] = []
-    for token in argv:
-        if token.startswith("--") or token == "-h":
+    for token in ("--help" if token == "-h" else token for token in argv):
+        if token.startswith("--"):
             flag, equals, value = token[2:].partition("=")
-            pairs.append(("help" if token == "-h" else flag, [value] if equals else []))
+            pairs.append((flag, [value] if equals else []))
         elif pairs:
             pairs[-1][1].append(token)
         else:
@@ -59,24 +52,17 @@ def read(argv: Sequence[str]) -> tuple[list[Layer], set[str]]:
             raise BadInput(flag, os.fsencode(wrong[0]), "text in UTF-8, as the run's files are")
         if bool(values) is (flag in BARE) and flag not in OF_LAUNCHERS:
             raise BadInput(flag, " ".join(values) or "(nothing)", "no value" if values else "a value")
-    named = {
-        flag.replace(".init_args", "").removesuffix(".class_path"): values
+    given = {
+        flag.replace(".init_args", "").removesuffix(".class_path"): Given(values if len(values) > 1 else values[0])
         for flag, values in pairs
-        if flag not in {*BARE, *OF_LAUNCHERS}
+        if flag not in {*BARE, *OF_LAUNCHERS, "config"}
     }
     files = [path for flag, values in pairs if flag == "config" for path in values]
-    given = {
-        flag: Given(values if len(values) > 1 else values[0]) for flag, values in named.items() if flag != "config"
-    }
     return [*(layer(load(path), path) for path in files), given], {flag for flag, _ in pairs if flag in BARE}
 
 
 def load(path: str | Path, flag: str = "config") -> dict[str, Any]:
-    """The mapping in a YAML file.
-
-    Raises:
-        BadInput: naming the file, and the line that is not YAML.
-    """
+    """The mapping in a YAML file; BadInput names the file, and the line that is not YAML."""
     try:
         values = get_loader("yaml")(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -85,11 +71,9 @@ def load(path: str | Path, flag: str = "config") -> dict[str, Any]:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         fault = f"line {mark.line + 1}: {problem}" if mark else " ".join(str(error).split())
         raise BadInput(flag, path, f"YAML; {fault}") from error
-    if values is None or (isinstance(values, str) and not values.strip()):
-        return {}
-    if not isinstance(values, dict):
+    if not isinstance(values, dict | None):
         raise BadInput(flag, path, "a YAML mapping, such as data: {class_path: MNIST}")
-    return {str(name): value for name, value in values.items()}
+    return {str(name): value for name, value in (values or {}).items()}
 
 
 def from_yaml(value: Any, flag: str) -> Any:

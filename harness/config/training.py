@@ -2,34 +2,30 @@
 
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 import torch
 from lightning.pytorch import strategies
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from torch import nn
 from torch.optim import lr_scheduler
 
 from apprentice.errors import BadInput
-from harness.config.building import factory, refusals
-from harness.config.classes import Choice, Chosen, Classes, imported
+from harness.config.classes import Choice, Chosen, Classes, factory, imported, refusals
 from harness.config.messages import near
 from harness.config.signatures import options_of
 
 Names = Mapping[str, tuple[type[Strategy], Mapping[str, Any]]]  # classes by short name, with the options that it sets
 
-# Arguments of the Trainer that are not options, as the experiment sets them.
-OWNED = frozenset({
+OWNED = frozenset({  # arguments of the Trainer that the experiment sets
     "barebones", "default_root_dir", "enable_autolog_hparams", "enable_checkpointing", "fast_dev_run", "inference_mode",
     "limit_predict_batches", "model_registry", "overfit_batches", "reload_dataloaders_every_n_epochs", "sync_batchnorm",
     "use_distributed_sampler",
 })  # fmt: skip
-# Arguments of strategies that are not options: the Trainer gives them, they are objects, or have a flag of their own.
-GIVEN = frozenset({
+GIVEN = frozenset({  # arguments of strategies that the Trainer gives, that are objects, or have a flag of their own
     "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin", "ddp_comm_state",
     "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period", "exact",
 })  # fmt: skip
@@ -43,19 +39,27 @@ TYPES = {"logger": bool, "devices": int | list[int] | str}  # in place of the Tr
 ONE_SCHEDULER = "one scheduler by itself, such as MultiStepLR or CosineAnnealingLR"
 TRIED_EPOCHS = 10
 
+# Any optimizer that steps each student by itself, and any scheduler that depends on the epoch alone.
+OPTIMIZERS = Classes((torch.optim.Optimizer,), torch.optim, frozenset({"params"}), {
+    torch.optim.LBFGS: "one that steps each student by itself, such as Adam or SGD; this one couples students",
+    torch.optim.SparseAdam: "one for dense gradients, such as Adam",
+})  # fmt: skip
+SCHEDULERS = Classes((lr_scheduler.LRScheduler,), lr_scheduler, frozenset({"optimizer", "last_epoch"}), {
+    lr_scheduler.ReduceLROnPlateau:
+        "one that depends on the epoch alone, such as MultiStepLR; this one couples students",
+    lr_scheduler.SequentialLR: ONE_SCHEDULER,
+    lr_scheduler.ChainedScheduler: ONE_SCHEDULER,
+})  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Strategies(Classes):
-    """What `--trainer.strategy` chooses from; names that only Lightning looks up stay text.
-
-    Attributes:
-        names: the project's own by short name.
-    """
+    """What `--trainer.strategy` chooses from; names that only Lightning looks up stay text."""
 
     bases: tuple[type, ...] = (Strategy,)
     package: ModuleType = strategies
     skip: frozenset[str] = GIVEN
-    names: Names = field(default_factory=dict)
+    names: Names = field(default_factory=dict)  # the project's own
 
     @property
     def known(self) -> dict[str, type]:
@@ -66,7 +70,7 @@ class Strategies(Classes):
         """The class of this name and the options that the name sets; Lightning's names as they are."""
         if name in list(self.names):
             return self.names[name]
-        return (name, {}) if name in ["auto", *_registered()] else super().find(name, key)
+        return (name, {}) if name in ["auto", *StrategyRegistry.available_strategies()] else super().find(name, key)
 
     def choose(self, name: str) -> Choice:
         """The class of one of the project's names, with its options by default."""
@@ -83,7 +87,8 @@ class Strategies(Classes):
 
     def expected(self, name: Any = "") -> str:
         """All short names, for a message, and those near to `name`, Lightning's too."""
-        return f"{', '.join(self.known)} or the import path of a class{near(name, [*self.known, *_registered()])}"
+        close = near(name, [*self.known, *StrategyRegistry.available_strategies()])
+        return f"{', '.join(self.known)} or the import path of a class{close}"
 
     def label(self, chosen: Chosen) -> str:
         """The short name that stands for most of a choice, or its import path."""
@@ -101,67 +106,32 @@ class Strategies(Classes):
 
 def _public_path(found: type) -> str:
     """Where a class is imported from: the shortest module path, below the package, that has it."""
-    parts = found.__module__.split(".")
-    modules = [".".join(parts[:end]) for end in range(2, len(parts))]
-    public = [module for module in modules if getattr(sys.modules.get(module), found.__name__, None) is found]
-    return f"{(public or [found.__module__])[0]}.{found.__name__}"
-
-
-def _registered() -> list[str]:
-    return strategies.StrategyRegistry.available_strategies()
-
-
-def optimizers() -> Classes:
-    """Any optimizer that steps each student by itself."""
-    return Classes((torch.optim.Optimizer,), torch.optim, frozenset({"params"}), {
-        torch.optim.LBFGS: "one that steps each student by itself, such as Adam or SGD; this one couples students",
-        torch.optim.SparseAdam: "one for dense gradients, such as Adam",
-    })  # fmt: skip
-
-
-def schedulers() -> Classes:
-    """Any scheduler that depends on the epoch alone."""
-    return Classes((lr_scheduler.LRScheduler,), lr_scheduler, frozenset({"optimizer", "last_epoch"}), {
-        lr_scheduler.ReduceLROnPlateau:
-            "one that depends on the epoch alone, such as MultiStepLR; this one couples students",
-        lr_scheduler.SequentialLR: ONE_SCHEDULER,
-        lr_scheduler.ChainedScheduler: ONE_SCHEDULER,
-    })  # fmt: skip
+    parts, name = found.__module__.split("."), found.__name__
+    modules = (".".join(parts[:end]) for end in range(2, len(parts)))
+    public = (module for module in modules if getattr(sys.modules.get(module), name, None) is found)
+    return f"{next(public, found.__module__)}.{name}"
 
 
 def check_optimizer(optimizer: Choice, scheduler: Choice | None, epochs: int) -> None:
-    """Take a step, and a few epochs' changes of the rate, on a dummy net.
-
-    Raises:
-        BadInput: the optimizer or scheduler can't be built, or fails in these steps.
-    """
+    """Take a step, and a few epochs' changes of the rate, on a dummy net; BadInput if that fails."""
     net = nn.Linear(2, 2)
     for parameter in net.parameters():
         parameter.grad = torch.ones_like(parameter)
-    with _refused_if_it_fails(optimizer, "optimizer"):
-        steps = factory(optimizer, "optimizer")(net.parameters())
-        if not optimizer.init_args.get("capturable"):  # those step on GPUs only
-            steps.step()
-    if scheduler is not None:
-        with _refused_if_it_fails(scheduler, "scheduler"):
-            rates = factory(scheduler, "scheduler")(steps)
-            for _ in range(min(epochs, TRIED_EPOCHS)):
-                rates.step()
-
-
-@contextmanager
-def _refused_if_it_fails(choice: Choice, key: str) -> Iterator[None]:
-    with refusals(choice, key, (Exception,)), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield
+        with refusals(optimizer, "optimizer", (Exception,)):
+            steps = factory(optimizer, "optimizer")(net.parameters())
+            if not optimizer.init_args.get("capturable"):  # those step on GPUs only
+                steps.step()
+        if scheduler is not None:
+            with refusals(scheduler, "scheduler", (Exception,)):
+                rates = factory(scheduler, "scheduler")(steps)
+                for _ in range(min(epochs, TRIED_EPOCHS)):
+                    rates.step()
 
 
 def check_trainer(options: Mapping[str, Any]) -> None:
-    """Refuse values of the Trainer's options with which nothing is trained, or that mean nothing.
-
-    Raises:
-        BadInput: naming the first such option.
-    """
+    """Raise BadInput for the first of the Trainer's options with which nothing is trained, or that means nothing."""
     numbers = {name: value for name, value in options.items() if isinstance(value, int | float)}
     for name, value in numbers.items():
         if name in AT_LEAST and not value >= AT_LEAST[name]:

@@ -1,79 +1,64 @@
 """The help of a command line: short, in groups, with the options of what is chosen."""
 
+import argparse
 import re
 import textwrap
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from harness.config.classes import Classes
-from harness.config.signatures import Missing
+from harness.config.signatures import Missing, Signature
 
 if TYPE_CHECKING:
     from harness.config.parser import Parser
 
 WIDTH, COLUMN = 118, 36
-TRAINER = ", described at https://lightning.ai/docs/pytorch/stable/common/trainer.html"
+TRAINER = "described at https://lightning.ai/docs/pytorch/stable/common/trainer.html"
+BARE = {
+    "config": ("FILE", "settings from YAML; flags override them, wherever they stand"),
+    "print_config": ("", "print all settings as YAML, for --config"),
+    "help": ("", "print this; with a class, as in --data MNIST --help, its options"),
+}
 Flags = Mapping[str, tuple[Any, str]]  # values and descriptions
 
 
 def text(parser: "Parser", flags: Flags, nested: Mapping[str, Classes]) -> str:
-    """The whole help.
+    """The whole help: `flags` are all below the parser's keys, `nested` is what options of the Trainer choose from."""
+    usage = f"{parser.prog} [--FLAG VALUE ...] [--config FILE] [--print_config] [--help]"
+    shape = partial(argparse.RawDescriptionHelpFormatter, max_help_position=COLUMN, width=WIDTH)
+    page = argparse.ArgumentParser(usage=usage, description=parser.description, formatter_class=shape, add_help=False)
+    for title, description, shown in _groups(parser, flags, nested):
+        group = page.add_argument_group(title and textwrap.fill(title, WIDTH), description)
+        for flag, (value, about) in shown.items():
+            first = re.split(r"(?<=\w{3})\. ", re.sub(r" \(default: [^)]*\)", "", " ".join(about.split())))[0]
+            group.add_argument(f"--{flag}", metavar=_shown(value), help=first.rstrip(".").replace("%", "%%"))
+    return page.format_help()
 
-    Args:
-        parser: what there is.
-        flags: all flags below the parser's keys, with what is chosen so far.
-        nested: what options of the Trainer choose from.
-    """
-    lines = [f"usage: {parser.prog} [--FLAG VALUE ...] [--config FILE] [--print_config] [--help]", ""]
-    lines += [*_wrapped(parser.description), ""]
-    lines += _line("--config FILE", "settings from YAML; flags override them, wherever they stand")
-    lines += _line("--print_config", "print all settings as YAML, for --config")
-    lines += _line("--help", "print this; with a class, as in --data MNIST --help, its options")
-    lines += _options({name: (parser.options.defaults[name], text) for name, text in parser.options.help.items()})
+
+def _groups(parser: "Parser", flags: Flags, nested: Mapping[str, Classes]) -> Iterator[tuple[Any, str | None, Flags]]:
+    options = parser.options
+    yield None, None, {**BARE, **{name: (options.defaults[name], about) for name, about in options.help.items()}}
     for key, entry in parser.entries.items():
-        own = {flag: shown for flag, shown in flags.items() if flag == key or flag.startswith(f"{key}.")}
-        if entry.only is None:
-            lines += _choice(key, entry.classes, own, "any name with one of " if entry.named else "")
-        elif key == "trainer":
-            lines += ["", f"{key}: options of {entry.only[0]}{TRAINER}", *_trainer(own, nested)]
+        below = {flag: shown for flag, shown in flags.items() if flag == key or flag.startswith(f"{key}.")}
+        if not isinstance(entry, Signature):
+            yield _choice(f"{key}: any name with one of " if entry.named else f"{key}: ", entry.classes), None, below
+        elif key != "trainer":
+            yield f"{key}: options of {entry.path}", None, below
         else:
-            lines += ["", f"{key}: options of {entry.only[0]}", *_options(own)]
-    return "\n".join(lines) + "\n"
+            inner = tuple(f"trainer.{name}" for name in nested if flags[f"trainer.{name}"][0] is not None)
+            plain = [f"--{flag} {_shown(value)}" for flag, (value, _) in below.items() if not flag.startswith(inner)]
+            lines = textwrap.wrap("  ".join(plain), WIDTH - 2, break_on_hyphens=False)
+            yield "trainer: options of lightning.pytorch.Trainer", "\n".join([TRAINER, *lines]), {}
+            for flag in inner:
+                chosen = {name: shown for name, shown in below.items() if name.startswith(flag)}
+                yield _choice(f"{flag}: ", nested[flag.removeprefix("trainer.")]), None, chosen
 
 
-def _trainer(flags: Flags, nested: Mapping[str, Classes]) -> Iterator[str]:
-    """The Trainer's options without descriptions, then what is chosen among them."""
-    inner = [f"trainer.{name}" for name in nested if flags[f"trainer.{name}"][0] is not None]
-    plain = [flag for flag in flags if not flag.startswith(tuple(inner))]
-    yield from _wrapped("  ".join(f"--{flag} {_shown(flags[flag][0])}" for flag in plain), "  ")
-    for flag in inner:
-        below = {each: shown for each, shown in flags.items() if each.startswith(flag)}
-        yield from _choice(flag, nested[flag.removeprefix("trainer.")], below)
-
-
-def _choice(key: str, classes: Classes, flags: Flags, what: str = "") -> Iterator[str]:
-    yield from ("", *_wrapped(f"{key}: {what}{', '.join(classes.known)}, or the import path of a class"))
-    yield from _options(flags)
-
-
-def _options(flags: Flags) -> Iterator[str]:
-    for flag, (value, description) in flags.items():
-        yield from _line(f"--{flag} {_shown(value)}", " ".join(description.split()))
-
-
-def _line(flag: str, description: str) -> list[str]:
-    """A flag and the first sentence about it, beside it or below."""
-    sentence = re.split(r"(?<=\w{3})\. ", re.sub(r" \(default: [^)]*\)", "", description))[0].rstrip(".")
-    start, lines = f"  {flag}", _wrapped(sentence, " " * COLUMN)
-    if lines and len(start) < COLUMN:
-        start, lines = f"{start:<{COLUMN}}{lines[0].strip()}", lines[1:]
-    return [start, *lines]
-
-
-def _wrapped(words: str, indent: str = "") -> list[str]:
-    return textwrap.wrap(words, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+def _choice(start: str, classes: Classes) -> str:
+    return f"{start}{', '.join(classes.known)}, or the import path of a class"
 
 
 def _shown(value: Any) -> str:

@@ -1,14 +1,14 @@
 """Pictures of results, drawn with Agg: no backend, style or figure of the caller changes."""
 
 import io
+import math
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from harness.reports.metrics import ACCURACY, Metric
-from harness.reports.statistics import t_interval
+from harness.reports.metrics import ACCURACY, Metric, t_interval
 
 if TYPE_CHECKING:  # it takes a second to be imported
     from matplotlib.axes import Axes
@@ -21,8 +21,7 @@ LOOK = {
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25, "grid.linewidth": 0.6,
     "axes.titlesize": 10, "axes.titlecolor": GREY, "legend.frameon": False, "legend.fontsize": 8,
 }  # fmt: skip
-MARKERS = "osD^vP"
-LINE_INCHES = 0.18
+MARKERS, LINE_INCHES = "osD^vP", 0.18
 
 
 @contextmanager
@@ -52,41 +51,31 @@ class Dot:
     group: int  # students of one group share a colour
     metric: Metric = ACCURACY
 
-    @property
-    def known(self) -> list[float]:
-        """The values of the seeds that finished, in the metric's unit."""
-        return self.metric.scaled(self.values)
-
-    @property
-    def mean(self) -> float:
-        """Mean of the known values."""
-        return statistics.mean(self.known)
-
-    @property
-    def look(self) -> dict[str, Any]:
-        """Colour and marker, the same in both panels."""
-        return {"color": f"C{self.group % 10}", "marker": MARKERS[self.group // 10 % len(MARKERS)]}
+    def __post_init__(self) -> None:
+        self.known = self.metric.scaled(self.values)  # of the seeds that finished, in the metric's unit
+        self.mean = statistics.mean(self.known) if self.known else math.nan
+        self.look: dict[str, Any] = {"color": f"C{self.group % 10}", "marker": MARKERS[self.group // 10 % len(MARKERS)]}
 
 
 def metric_picture(dots: Sequence[Dot], cost: str, teacher: float | None = None) -> bytes:
-    """A PNG. Left: each student's seeds, mean and 95 % interval. Right: the mean against cost.
+    """A PNG. Left: each student's seeds, mean and 95 % interval, from top to bottom. Right: the mean against `cost`.
 
-    Args:
-        dots: the students from top to bottom, all of one metric.
-        cost: label of the cost axis.
-        teacher: the teacher's mean in the metric's unit, drawn as a line.
+    All dots have one metric; `teacher`, the teacher's mean in its unit, is drawn as a line.
     """
     with figure(11, max(3.2, 1.5 + 0.34 * len(dots))) as (drawn, png):
         left, right = drawn.subplots(1, 2, width_ratios=(1.1, 1))
         for axes in (left, right):
             axes.ticklabel_format(useOffset=False)  # 94.2, not 0.2 and a "+94" in the corner
-        metric = dots[0].metric
-        _values(left, dots, metric, teacher)
-        _against_cost(right, [dot for dot in dots if dot.known and dot.cost is not None], metric, cost, teacher)
+        _values(left, dots, dots[0].metric)
+        if teacher is not None:
+            for draw in (left.axvline, right.axhline):
+                draw(teacher, color=GREY, linestyle="--", linewidth=1.2, label="teacher")
+            left.legend(loc="best", frameon=False, fontsize=9)
+        _against_cost(right, [dot for dot in dots if dot.known and dot.cost is not None], dots[0].metric, cost)
     return png.getvalue()
 
 
-def _values(axes: "Axes", dots: Sequence[Dot], metric: Metric, teacher: float | None) -> None:
+def _values(axes: "Axes", dots: Sequence[Dot], metric: Metric) -> None:
     for row, dot in enumerate(dots):
         if not dot.known:
             axes.annotate("failed", (0.02, row), xycoords=("axes fraction", "data"), va="center", color=GREY)
@@ -99,17 +88,13 @@ def _values(axes: "Axes", dots: Sequence[Dot], metric: Metric, teacher: float | 
             bounds = max(interval["low"], least), min(interval["high"], most)
             axes.plot(bounds, (row, row), color=dot.look["color"], linewidth=2, solid_capstyle="butt")
         axes.scatter([dot.mean], [row], s=46, zorder=3, edgecolors="white", **dot.look)
-    _teacher(axes.axvline, teacher)
     axes.set_yticks(range(len(dots)), [dot.name for dot in dots], parse_math=False)
     axes.set_ylim(len(dots) - 0.4, -0.6)
     axes.set_xlabel(metric.title)
     axes.set_title("mean, 95 % interval, each seed", fontsize=10, color=GREY)
-    if teacher is not None:
-        axes.legend(loc="best", frameon=False, fontsize=9)
 
 
-def _against_cost(axes: "Axes", dots: Sequence[Dot], metric: Metric, cost: str, teacher: float | None) -> None:
-    _teacher(axes.axhline, teacher)
+def _against_cost(axes: "Axes", dots: Sequence[Dot], metric: Metric, cost: str) -> None:
     for dot in dots:
         axes.scatter([dot.cost or 0.0], [dot.mean], s=46, zorder=3, edgecolors="white", **dot.look)
     axes.set_xlabel(cost)
@@ -117,11 +102,6 @@ def _against_cost(axes: "Axes", dots: Sequence[Dot], metric: Metric, cost: str, 
     axes.margins(x=0.15, y=0.12)
     _name(axes, sorted(dots, key=lambda dot: dot.mean))
     axes.set_title(f"{metric.word} against cost" if dots else "no cost was measured", fontsize=10, color=GREY)
-
-
-def _teacher(draw: Any, teacher: float | None) -> None:
-    if teacher is not None:
-        draw(teacher, color=GREY, linestyle="--", linewidth=1.2, label="teacher")
 
 
 def _name(axes: "Axes", dots: Sequence[Dot]) -> None:

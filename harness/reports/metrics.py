@@ -1,10 +1,14 @@
-"""Metrics that students are judged by: keys in results.json, words, and how values are written."""
+"""What students are judged by: metrics, intervals over seeds, and the sentence that these support."""
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from harness.reports.tables import NONE
+from harness.reports.tables import NONE, listed
+
+Interval = dict[str, float | None]
+CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
@@ -39,10 +43,9 @@ class Metric:
         """A difference and its interval, in the metric's unit: `+1.20 [+0.31, +2.09]`."""
         if interval["mean"] is None:
             return NONE
-        mean = self.signed(interval["mean"])
-        if interval["low"] is None or interval["high"] is None:
-            return mean
-        return f"{mean} [{self.signed(interval['low'])}, {self.signed(interval['high'])}]"
+        low, high = interval["low"], interval["high"]
+        bounds = "" if low is None or high is None else f" [{self.signed(low)}, {self.signed(high)}]"
+        return f"{self.signed(interval['mean'])}{bounds}"
 
     def signed(self, difference: float) -> str:
         """A difference with its sign, in the metric's unit; zero after rounding has no sign."""
@@ -51,29 +54,81 @@ class Metric:
 
 
 ACCURACY = Metric(
-    name="test_acc",
-    tested=("test_acc", "test_correct"),
-    columns={"test_acc": "test accuracy, %"},
-    word="accuracy",
-    title="test accuracy, %",
-    unit="points",
-    higher_is_better=True,
-    scale=100.0,
-    digits=2,
-    counted="samples",
-    limits=(0.0, 100.0),
-)
+    name="test_acc", tested=("test_acc", "test_correct"), columns={"test_acc": "test accuracy, %"},
+    word="accuracy", title="test accuracy, %", unit="points", higher_is_better=True,
+    scale=100.0, digits=2, counted="samples", limits=(0.0, 100.0),
+)  # fmt: skip
 BITS = Metric(
-    name="test_bpc",
-    tested=("test_bpc", "test_loss"),
-    columns={"test_loss": "test loss", "test_bpc": "bits per char"},
-    word="bits per character",
-    title="test bits per character",
-    unit="bits",
-    higher_is_better=False,
-    scale=1.0,
-    digits=3,
-    counted="tokens",
-    limits=(0.0, float("inf")),
-)
+    name="test_bpc", tested=("test_bpc", "test_loss"), columns={"test_loss": "test loss", "test_bpc": "bits per char"},
+    word="bits per character", title="test bits per character", unit="bits", higher_is_better=False,
+    scale=1.0, digits=3, counted="tokens", limits=(0.0, float("inf")),
+)  # fmt: skip
 METRICS = {metric.name: metric for metric in (ACCURACY, BITS)}
+
+
+def t_interval(values: Sequence[float]) -> Interval:
+    """Mean of the values and its 95 % interval by Student's t; bounds are None for one value, all three for none."""
+    if len(values) < 2:
+        return {"mean": values[0] if values else None, "low": None, "high": None}
+    from scipy.special import stdtrit  # scipy.stats' own quantile, at a tenth of its import time
+
+    mean = statistics.mean(values)
+    half = float(stdtrit(len(values) - 1, (1 + CONFIDENCE) / 2)) * statistics.stdev(values) / math.sqrt(len(values))
+    return {"mean": mean, "low": mean - half, "high": mean + half}
+
+
+def paired_interval(differences: Sequence[float]) -> Interval:
+    """`t_interval` of paired differences, one per seed."""
+    # Float subtraction gives 0.9 - 0.8 and 0.5 - 0.4 a spread of 1e-16, and so an interval that excludes zero.
+    return t_interval([round(difference, 12) for difference in differences])
+
+
+def paired_differences(values: Sequence[float | None], baseline: Sequence[float | None]) -> list[float]:
+    """`values - baseline` for each seed in which both finished."""
+    return [v - b for v, b in zip(values, baseline, strict=True) if v is not None and b is not None]
+
+
+def conclude(baseline: str, differences: Mapping[str, Sequence[float]], metric: Metric = ACCURACY) -> str:
+    """One line that says which students differ from the baseline by more than the noise between seeds.
+
+    `differences` are paired, by the other students' names, one per seed; empty where a student can't be compared.
+    """
+    pairs = {name: len(values) for name, values in differences.items() if values}
+    tested = {name: paired_interval(differences[name]) for name, number in pairs.items() if number > 1}
+    single = [name for name in pairs if name not in tested]
+    if not tested:
+        claim = f"nothing here says that any student differs from {baseline} by more than noise"
+        return f"One seed gives no interval: {claim}. Use --seeds 3 or more." if single else ""
+    said = _claims(baseline, tested, metric)
+    if single:
+        said.append(f"{listed(single)} had one seed to compare, so no interval")
+    few, many = min(pairs[name] for name in tested), max(pairs[name] for name in tested)
+    seeds = f"{few}" if few == many else f"{few} to {many}"
+    caution = f"; it is not corrected for the {len(tested)} that were made" if len(tested) > 1 else ""
+    return f"With {seeds} seeds, {'; '.join(said)}. A 95 % interval stands for its own comparison{caution}."
+
+
+def _claims(baseline: str, tested: Mapping[str, Interval], metric: Metric) -> list[str]:
+    groups: dict[str, list[str]] = {"better": [], "worse": [], "level": [], "flat": []}
+    for name, interval in tested.items():
+        groups[_kind(interval, metric)].append(name)
+    said = []
+    for word in ("better", "worse"):
+        if names := groups[word]:
+            shown = listed([f"{name} ({metric.signed(tested[name]['mean'] or 0.0)})" for name in names])
+            verb = "is" if len(names) == 1 else "are"
+            said.append(f"{shown} {verb} {word} than {baseline} beyond the noise between seeds")
+    if groups["level"]:
+        said.append(f"{listed(groups['level'])} can't be told apart from {'it' if said else baseline}")
+    if groups["flat"]:
+        said.append(f"{listed(groups['flat'])} differed by the same on each seed, which is no measure of noise")
+    return said
+
+
+def _kind(interval: Interval, metric: Metric) -> str:
+    low, high = interval["low"] or 0.0, interval["high"] or 0.0
+    if low <= 0 <= high:
+        return "level"
+    if low == high:  # few seeds and a small test set: the same number of samples each time
+        return "flat"
+    return "better" if (low > 0) == metric.higher_is_better else "worse"

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.reports.figures import Dot, metric_picture
-from harness.reports.metrics import METRICS, Metric
+from harness.reports.metrics import METRICS, Metric, conclude, paired_differences
 from harness.reports.report import Facts, machine
 from harness.reports.results import BASELINE
-from harness.reports.statistics import conclude, paired_differences
 from harness.reports.tables import NONE, Table, columns, count, flops_unit, listed, paragraph, short
 from harness.runs.files import write_bytes, write_json, write_text
 
@@ -42,13 +41,11 @@ def markdown(results: Facts) -> str:
 
 def header(results: Facts) -> str:
     """The head of results.md: what was run, on what."""
-    data, seeds = results["data"], results["seeds"]
-    sizes = ", ".join(
-        f"{count(data[part])} {part}" for part in ("train", "validation", "test") if data.get(part) is not None
-    )
+    data = results["data"]
+    sizes = [f"{count(data[part])} {part}" for part in ("train", "validation", "test") if data.get(part) is not None]
     facts = {
-        "Data": f"{data['name']}: {sizes} {_metric(results).counted}",
-        "Seeds": ", ".join(map(str, seeds)),
+        "Data": f"{data['name']}: {', '.join(sizes)} {_metric(results).counted}",
+        "Seeds": ", ".join(map(str, results["seeds"])),
         "Settings": "; ".join(settings(results["config"])),
         **machine(results),
     }
@@ -105,15 +102,13 @@ def notes(results: Facts) -> list[str]:
 
 def failures(results: Facts, prefix: str = "") -> list[str]:
     """One line for each student that failed, saying where; `prefix` comes before its name."""
-    lines = []
+    lines, seeds = [], results["seeds"]
     for name, entry in results["students"].items():
-        failed = [(seed, f) for seed, f in zip(results["seeds"], entry.get("failed") or [], strict=False) if f]
-        if not failed:
-            continue
-        where = [f"seed {seed} (term {f['term']}, step {f['step']})" for seed, f in failed]
-        left = len(results["seeds"]) - len(failed)
-        rest = f"its figures are over the {left} other seed{'s' * (left > 1)}" if left else "it has no figures"
-        lines.append(f"* {prefix}{name}: the loss stopped being finite with {listed(where)}; {rest}.")
+        failed = zip(seeds, entry.get("failed") or [], strict=False)
+        if where := [f"seed {seed} (term {f['term']}, step {f['step']})" for seed, f in failed if f]:
+            left = len(seeds) - len(where)
+            rest = f"its figures are over the {left} other seed{'s' * (left > 1)}" if left else "it has no figures"
+            lines.append(f"* {prefix}{name}: the loss stopped being finite with {listed(where)}; {rest}.")
     return lines
 
 
@@ -137,10 +132,7 @@ def _metric(results: Facts) -> Metric:
 
 
 def cost_axis(entries: list[Facts], *others: Facts) -> tuple[str, list[float | None]]:
-    """Label and values of the cost axis: FLOPs of training, or milliseconds a step where no FLOPs were counted.
-
-    `others`, further entries of the table, count for the unit.
-    """
+    """Label and values of the cost axis: FLOPs of training, in a unit for `others` too, or milliseconds a step."""
     flops = [entry["train_flops"] for entry in entries]
     if all(value is None for value in flops):
         return "own training step, ms", [entry["step_ms"] for entry in entries]
@@ -150,15 +142,14 @@ def cost_axis(entries: list[Facts], *others: Facts) -> tuple[str, list[float | N
 
 def settings(config: Facts) -> list[str]:
     """The settings that matter most, as `name value`, without those that the configuration lacks."""
-    found = {name: _look_up(config, name.split(".")) for name in SETTINGS}
-    return [f"{name} {_call(value)}" for name, value in found.items() if value not in (None, False, -1)]  # -1: no limit
-
-
-def _look_up(value: Any, names: list[str]) -> Any:
-    for name in names:
-        inner = value.get("init_args", value) if isinstance(value, dict) else {}
-        value = (inner or {}).get(name)
-    return value
+    lines = []
+    for name in SETTINGS:
+        value: Any = config
+        for part in name.split("."):
+            value = (value.get("init_args", value) or {}).get(part) if isinstance(value, dict) else None
+        if value not in (None, False, -1):  # -1: no limit
+            lines.append(f"{name} {_call(value)}")
+    return lines
 
 
 def _call(value: Any) -> str:

@@ -2,38 +2,30 @@
 
 import json
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from apprentice.errors import BadInput
-from harness.reports.metrics import ACCURACY, Metric
+from harness.reports.metrics import ACCURACY, Metric, paired_differences, paired_interval
 from harness.reports.report import Facts
-from harness.reports.statistics import paired_differences, paired_interval
 
 BASELINE = "ce"
 
 
 def bake_off_results(
-    header: Facts,
+    header: Facts,  # `experiment`, `data`, `hardware`, `versions`, `config`, `seeds`
     teacher: list[Facts],
     students: dict[str, list[Facts]],
-    students_fit_seconds: list[float],
+    students_fit_seconds: list[float],  # for each seed, of all students together
     metric: Metric = ACCURACY,
-    one_teacher: bool = False,
+    one_teacher: bool = False,  # whether each seed loaded the same net, so that its figures are those of one net
 ) -> Facts:
     """The content of results.json; None stands for what can't be computed.
 
-    Args:
-        header: `experiment`, `data`, `hardware`, `versions`, `config`, `seeds`.
-        teacher: for each seed `parameters`, the tested values, `fit_seconds`, `step_ms`, `train_flops`; the last three
-            None for a loaded teacher.
-        students: by name, for each seed `objective`, `parameters`, the tested values, `step_ms`, `train_flops`,
-            `failed`.
-        students_fit_seconds: for each seed, of all students together.
-        metric: what the students are judged by.
-        one_teacher: whether each seed loaded the same net, so that its figures are those of one net.
+    A teacher has for each seed `parameters`, the tested values, and `fit_seconds`, `step_ms`, `train_flops` (None if it
+    was loaded); a student `objective`, `parameters`, the tested values, `step_ms`, `train_flops`, `failed`.
 
     Raises:
         ValueError: a list does not have one entry per seed.
@@ -44,19 +36,18 @@ def bake_off_results(
         if len(entered) != seeds:
             raise ValueError(f"{name}: expected {seeds} entries, one a seed, got {len(entered)}")
     entries = {name: _student(rows, metric) for name, rows in students.items()}
+    baseline = entries[BASELINE][metric.name] if BASELINE in entries else [None] * seeds
     for entry in entries.values():
-        baseline = entries[BASELINE][metric.name] if BASELINE in entries else [None] * seeds
         entry["delta_vs_ce"] = paired_interval(paired_differences(entry[metric.name], baseline))
     return {
-        **{key: header[key] for key in ("experiment", "data", "hardware", "versions", "config", "seeds")},
+        **header,
         "metric": {"name": metric.name, "higher_is_better": metric.higher_is_better},
         "students_fit_seconds": students_fit_seconds,
         "teacher": {
             "nets": 1 if one_teacher else seeds,
             "parameters": teacher[0]["parameters"],
             **{key: [facts[key] for facts in teacher] for key in (*metric.tested, "fit_seconds")},
-            "step_ms": _median(facts["step_ms"] for facts in teacher),
-            "train_flops": _first(facts["train_flops"] for facts in teacher),
+            **_costs(teacher, teacher),
         },
         "students": entries,
     }
@@ -67,29 +58,24 @@ def _student(rows: list[Facts], metric: Metric) -> Facts:
         "objective": rows[0]["objective"],
         "parameters": rows[0]["parameters"],
         **{key: [None if f["failed"] else f[key] for f in rows] for key in metric.tested},
-        "step_ms": _median(facts["step_ms"] for facts in rows),
         # A student that failed was frozen then: what it cost is no measure of the method.
-        "train_flops": _first(facts["train_flops"] for facts in rows if not facts["failed"]),
+        **_costs(rows, [facts for facts in rows if not facts["failed"]]),
         "delta_vs_ce": None,
         "failed": [facts["failed"] or None for facts in rows],
     }
 
 
-def _median(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
-
-
-def _first(values: Iterable[int | None]) -> int | None:
-    return next((value for value in values if value is not None), None)
+def _costs(timed: Sequence[Facts], counted: Sequence[Facts]) -> Facts:
+    milliseconds = [facts["step_ms"] for facts in timed if facts["step_ms"] is not None]
+    flops = [facts["train_flops"] for facts in counted if facts["train_flops"] is not None]
+    return {
+        "step_ms": statistics.median(milliseconds) if milliseconds else None,
+        "train_flops": next(iter(flops), None),
+    }
 
 
 def load_results(folder: str | Path, flag: str = "run") -> Facts:
-    """The results of a finished run of any experiment; `flag` named its folder.
-
-    Raises:
-        BadInput: the folder is missing or unfinished, or its results.json is damaged or not one of ours.
-    """
+    """The results of a finished run; BadInput if its folder, which `flag` named, has no results.json of ours."""
     path = Path(folder) / "results.json"
     if not path.is_file():
         raise BadInput(flag, folder, f"the folder of a finished run{_why_missing(Path(folder))}")
@@ -111,10 +97,8 @@ def reading(folder: str | Path, flag: str) -> Iterator[None]:
 
 
 def _why_missing(folder: Path) -> str:
-    if not folder.exists():
-        return "; there is no such folder"
     if not folder.is_dir():
-        return "; this is a file"
+        return "; this is a file" if folder.exists() else "; there is no such folder"
     if (folder / "config.yaml").exists():
         return f"; this run is unfinished, go on with it by `--out {folder} --resume true`"
     inner = sorted(path.parent for path in folder.glob("*/results.json"))

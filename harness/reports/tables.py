@@ -28,18 +28,13 @@ class Table:
 
     def plain(self, width: int = WIDTH) -> str:
         """Aligned text of at most `width` characters a line; columns of words wrap where they must."""
-        widths = self._widths(width)
-        lines = [self._line(self.header, widths), "  ".join("-" * w for w in widths)]
-        return "\n".join([*lines, *(self._line(row, widths) for row in self.rows)])
-
-    def _widths(self, width: int) -> list[int]:
         widths = [max(map(len, column)) for column in zip(self.header, *self.rows, strict=True)]
         while sum(widths) + 2 * (len(widths) - 1) > width:
             widest = max(range(self.left), key=lambda column: widths[column])
             if widths[widest] <= MIN_COLUMN:
                 break
             widths[widest] -= 1
-        return widths
+        return "\n".join(self._line(row, widths) for row in [self.header, ["-" * w for w in widths], *self.rows])
 
     def _line(self, row: Sequence[str], widths: Sequence[int]) -> str:
         wrapped = [_wrap(cell, width) for cell, width in zip(row, widths, strict=True)]

@@ -1,4 +1,4 @@
-"""Files written whole or not at all, whether the process is killed, the disk is full or the power fails."""
+"""Files written whole or not at all; a run's are recorded first, and `--overwrite true` deletes these and no others."""
 
 import json
 import math
@@ -8,22 +8,23 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from harness.runs import manifest
+RECORD = ".files"
+RUN = "APPRENTICE_RUN"  # the open run's folder, in the environment: processes that the run starts write files too
 
 
 @contextmanager
 def atomic(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path in the same folder; it replaces `path` when the block succeeds.
 
-    In the folder of an open run the file is recorded as the run's first. If the block fails, `path` stays as it was.
-    Each path has one temporary name: two processes must not write one path at a time (a run's folder is locked).
+    In the folder of an open run the file is recorded as the run's first. If the block fails, the process is killed or
+    the power fails, `path` stays as it was. Two processes must not write one path at a time (a run's folder is locked).
 
     Raises:
         OSError: the folder is missing or can't be written, or the disk is full.
     """
     path = Path(path)
-    manifest.record(path)
-    temporary = manifest.temporary(path)
+    record(path)
+    temporary = _temporary(path)
     try:
         yield temporary
         _sync(temporary)  # else a power cut may leave the new name on an empty file
@@ -47,11 +48,7 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def write_json(path: str | Path, value: object) -> None:
-    """Replace the file by this value as JSON; NaN and infinities become null.
-
-    Raises:
-        TypeError: a part of it is no JSON value.
-    """
+    """Replace the file by this value as JSON; NaN and infinities become null, TypeError for what JSON can't hold."""
     write_text(path, json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
@@ -60,9 +57,7 @@ def _finite(value: Any) -> Any:
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
         return {key: _finite(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
-    return value
+    return [_finite(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
 def _sync(path: Path) -> None:
@@ -71,3 +66,63 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.tmp")
+
+
+@contextmanager
+def recording(out: Path) -> Iterator[None]:
+    """Let `record` record files of this folder inside the block."""
+    os.environ[RUN] = str(out.absolute())
+    try:
+        yield
+    finally:
+        del os.environ[RUN]
+
+
+def record(path: str | Path) -> None:
+    """Record a file as the open run's before it is written; files outside its folder are not recorded."""
+    run = os.environ.get(RUN)
+    if run is None or not Path(path).absolute().is_relative_to(run) or is_recorded(path):
+        return
+    with Path(run, RECORD).open("a", encoding="utf-8") as file:
+        name = Path(path).absolute().relative_to(run).as_posix()
+        file.write(f"\n{json.dumps(name)}")  # a line that a killed process has not finished stays by itself
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def is_recorded(path: str | Path) -> bool:
+    """Whether the open run has recorded this file."""
+    run = os.environ.get(RUN)
+    return run is not None and Path(path).absolute() in {Path(run, name) for name in _names(Path(run))}
+
+
+def recorded(out: Path) -> list[Path]:
+    """The recorded files that exist."""
+    return [path for name in _names(out) if (path := out / name).is_file()]
+
+
+def remove_recorded(out: Path) -> None:
+    """Delete the recorded files, temporary files of killed processes, and folders that are empty then."""
+    names = _names(out)
+    for path in (out / name for name in names):
+        for file in (path, _temporary(path)):
+            if file.is_file():
+                file.unlink()
+    for folder in sorted({folder for name in names for folder in Path(name).parents[:-1]}, reverse=True):
+        with suppress(OSError):
+            (out / folder).rmdir()
+    (out / RECORD).unlink(missing_ok=True)
+
+
+def _names(out: Path) -> list[str]:
+    """The recorded names; a damaged line or a path out of the folder is ignored."""
+    path, names = out / RECORD, []
+    for line in path.read_text("utf-8", errors="replace").splitlines() if path.exists() else ():
+        with suppress(ValueError):
+            names.append(json.loads(line))
+    names = [name for name in names if isinstance(name, str) and ".." not in Path(name).parts]
+    return [name for name in names if not Path(name).is_absolute()]

@@ -15,52 +15,34 @@ from harness.runs.progress import progress, quiet
 from harness.runs.safepoints import AtomicCheckpointIO, SafePoints
 from harness.runs.tensorboard import RunsLogger
 
-MakeTrainer = Callable[..., Trainer]
+MakeTrainer = Callable[..., Trainer]  # with the user's settings; takes callbacks, logger and plugins by keyword
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The outcome of a fit.
+    """The outcome of a fit."""
 
-    Attributes:
-        seconds: of training over all sessions; None if the module was only tested.
-        scores: what the test logged.
-        device: where this process tested the module.
-        autocast: makes the context of the Trainer's precision.
-    """
-
-    seconds: float | None
-    scores: dict[str, float]
-    device: torch.device
-    autocast: Callable[[], Any]
+    seconds: float | None  # of training over all sessions; None if the module was only tested
+    scores: dict[str, float]  # what the test logged
+    device: torch.device  # where this process tested the module
+    autocast: Callable[[], Any]  # makes the context of the Trainer's precision
 
 
 def fit_and_test(
     module: LightningModule,
     data: LightningDataModule,
     make_trainer: MakeTrainer,
-    checkpoint: Path,
+    checkpoint: Path,  # the fit's file, in the folder of the runs
     *,
-    runs: list[str],
-    every: float = 30.0,
-    tensorboard: bool = True,
-    label: str = "",
-    trained: bool = False,
+    runs: list[str],  # names of the module's TensorBoard runs; the first is the default
+    every: float = 30.0,  # seconds between checkpoints
+    tensorboard: bool = True,  # whether to write TensorBoard's files
+    label: str = "",  # begins each line of progress
+    trained: bool = False,  # whether the module has its weights already and is only tested
 ) -> Fit:
     """Fit the module, from its checkpoint if there is one, then test its last weights once.
 
     The module ends with the trained weights in this process, even if the trainer started others.
-
-    Args:
-        module: to train.
-        data: to train and test on.
-        make_trainer: makes a Trainer with the user's settings; takes callbacks, logger and plugins by keyword.
-        checkpoint: the fit's file, in the folder of the runs.
-        runs: names of the module's TensorBoard runs; the first is the default.
-        every: seconds between checkpoints.
-        tensorboard: whether to write TensorBoard's files.
-        label: begins each line of progress.
-        trained: whether the module has its weights already and is only tested.
 
     Raises:
         Interrupted: the user asked to stop; the checkpoint has what was trained.
@@ -72,15 +54,12 @@ def fit_and_test(
         return make_trainer(logger=logger if tensorboard else False, plugins=[AtomicCheckpointIO()], **kwargs)
 
     with quiet():
-        if not trained and (state is None or not _progress(state)["finished"]):
+        if not trained and not (state and state["callbacks"]["SafePoints"]["finished"]):
             with _stop_after_save():
+                shown, purge_step = progress(label), state["global_step"] if state else 0
+                shown["callbacks"] = [SafePoints(checkpoint, every), *shown["callbacks"]]
                 resumed: dict[str, Any] = {"ckpt_path": str(checkpoint), "weights_only": True} if state else {}
-                shown = progress(label)
-                callbacks = [SafePoints(checkpoint, every), *shown.pop("callbacks")]
-                purge_step = state["global_step"] if state else 0
-                trainer(purge_step, callbacks=callbacks, enable_checkpointing=True, **shown).fit(
-                    module, data, **resumed
-                )
+                trainer(purge_step, enable_checkpointing=True, **shown).fit(module, data, **resumed)
             state = safepoints.read(checkpoint)
         if state is not None:
             module.load_state_dict(state["state_dict"])
@@ -88,12 +67,8 @@ def fit_and_test(
         testing = trainer(part=".test", callbacks=[], enable_checkpointing=False, enable_progress_bar=False)
         scores = testing.test(module, data, verbose=False)[0]
         testing.strategy.barrier()
-    seconds, strategy = _progress(state)["seconds"] if state else None, testing.strategy
-    return Fit(seconds, dict(scores), strategy.root_device, strategy.precision_plugin.forward_context)
-
-
-def _progress(state: dict[str, Any]) -> dict[str, Any]:
-    return state["callbacks"]["SafePoints"]
+    seconds = state["callbacks"]["SafePoints"]["seconds"] if state else None
+    return Fit(seconds, dict(scores), testing.strategy.root_device, testing.strategy.precision_plugin.forward_context)
 
 
 @contextmanager

@@ -1,17 +1,18 @@
 """A run's folder: refused when it is in use or holds results, locked while a process works in it."""
 
+import itertools
 import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from apprentice.errors import BadInput
-from harness.runs import launch, manifest
-from harness.runs.files import write_text
+from harness.runs import launch
+from harness.runs.files import recorded, recording, remove_recorded, write_text
 
 # Files of runs that have no record of their files: a folder with one of these is not taken for a new one.
 RUN_FILES = ("config.yaml", "environment.json", "results.*", "seed[0-9]*/*.json", "seed[0-9]*/*.ckpt")
@@ -19,81 +20,67 @@ JOB = ".job"  # the torchrun job that opened the folder last
 
 
 def new_folder(experiment: str, job: str = "") -> Path:
-    """A new folder `runs/<experiment>/<time>`, the same for all processes of one call and after a restart.
-
-    Args:
-        experiment: its name.
-        job: the torchrun job, as `launch.torchrun_job` gives it.
-    """
+    """A new folder `runs/<experiment>/<time>`, the same for all processes of a call and after a restart of its job."""
     parent = Path("runs") / experiment
     if launch.ranks() > 1:
         with launch.main_first("new folder"):
             if launch.is_main_process():
-                launch.store_set("out", str(_opened_before(parent, job) or _fresh(parent)))
+                launch.store_set("out", _opened_before_or_new(parent, job))
         return Path(launch.store_get("out"))
     variable = f"APPRENTICE_OUT_{experiment.upper()}"
     if variable not in os.environ:  # sub-processes that Lightning starts run the script again and read it
-        os.environ[variable] = str(_opened_before(parent, job) or _fresh(parent))
+        os.environ[variable] = _opened_before_or_new(parent, job)
     return Path(os.environ[variable])
 
 
-def _opened_before(parent: Path, job: str) -> Path | None:
-    return next((path for path in sorted(parent.glob("*"), reverse=True) if _is_restart(path, job)), None)
+def _opened_before_or_new(parent: Path, job: str) -> str:
+    for path in sorted(parent.glob("*"), reverse=True):
+        if _is_restart(path, job):
+            return str(path)
+    stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
+    names = (stamp if number == 1 else f"{stamp}_{number}" for number in itertools.count(1))
+    try:
+        for name in names:
+            with suppress(FileExistsError):
+                (parent / name).mkdir(parents=True)
+                break
+    except OSError as error:
+        raise BadInput("out", parent, f"a folder that can be written ({error.strerror})") from None
+    return str(parent / name)
 
 
 def _is_restart(out: Path, job: str) -> bool:
-    """Whether this torchrun job opened the folder last."""
-    path = out / JOB
-    return launch.is_restart_of(job) and path.exists() and path.read_text() == job
-
-
-def _fresh(parent: Path) -> str:
-    stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
-    for suffix in ("", *(f"_{i}" for i in range(2, 1000))):
-        try:
-            (parent / f"{stamp}{suffix}").mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise BadInput("out", parent, f"a folder that can be written ({error.strerror})") from None
-        return str(parent / f"{stamp}{suffix}")
-    raise BadInput("out", parent, "a folder with room for another run")
+    """Whether this torchrun job opened the folder last. Jobs without --rdzv_id share the id "none" at first."""
+    run_id, path = job.partition("\n")[0], out / JOB
+    restarted = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0" if run_id == "none" else run_id != ""
+    return restarted and path.exists() and path.read_text() == job
 
 
 @contextmanager
 def opened(out: Path, resume: bool = False, overwrite: bool = False, job: str = "") -> Iterator[Path]:
     """Create, check and lock the folder. Where ranks have joined, rank zero does that before the others enter.
 
-    A torchrun job that restarts its ranks resumes in its folder without `resume`.
+    A torchrun job (`launch.torchrun_job`) that restarts its ranks resumes in its folder without `resume`.
 
     Raises:
         BadInput: the folder can't be written or is in use; it holds a run, and neither `resume` nor `overwrite` is set;
             or `overwrite` is set and a file that may be a run's is in no record.
     """
-    if not launch.is_main_process():
-        with launch.main_first("folder"), manifest.recording(out):
+    with ExitStack() as stack:
+        with launch.main_first("folder"):
+            if launch.is_main_process():
+                stack.callback(_locked(out).release)
+                found = _holds(out) if resume else []
+                if found and not (out / "config.yaml").exists():
+                    missing = f"config.yaml in {out}, which holds {found[0]} of a run with unknown settings"
+                    raise BadInput("resume", "true", missing)
+                if resume and not found:
+                    sys.stderr.write(f"{out} holds no run to go on with: a new one starts\n")
+                if not (resume or _is_restart(out, job)):
+                    _clear(out, overwrite)
+                write_text(out / JOB, job)
+        with recording(out):
             yield out
-        return
-    with launch.main_first("folder"):
-        lock = _locked(out)
-        try:
-            found = holds(out) if resume else []
-            if found and not (out / "config.yaml").exists():
-                missing = f"config.yaml in {out}, which holds {found[0]} of a run with unknown settings"
-                raise BadInput("resume", "true", missing)
-            if resume and not found:
-                sys.stderr.write(f"{out} holds no run to go on with: a new one starts\n")
-            if not (resume or _is_restart(out, job)):
-                _clear(out, overwrite)
-            write_text(out / JOB, job)
-        except BaseException:
-            lock.release()
-            raise
-    try:
-        with manifest.recording(out):
-            yield out
-    finally:
-        lock.release()
 
 
 def _locked(out: Path) -> FileLock:
@@ -111,19 +98,19 @@ def _locked(out: Path) -> FileLock:
     return lock
 
 
-def holds(out: Path) -> list[str]:
+def _holds(out: Path) -> list[str]:
     """Names of the files that a run has left in a folder; none in a new one."""
     known = [path for pattern in RUN_FILES for path in sorted(out.glob(pattern))]
-    return list(dict.fromkeys(path.relative_to(out).as_posix() for path in [*manifest.recorded(out), *known]))
+    return list(dict.fromkeys(path.relative_to(out).as_posix() for path in [*recorded(out), *known]))
 
 
 def _clear(out: Path, overwrite: bool) -> None:
-    found = holds(out)
+    found = _holds(out)
     if found and not overwrite:
         raise BadInput("out", out, f"a new folder, as this one holds {found[0]}; or --resume true, --overwrite true")
-    recorded = {path.relative_to(out).as_posix() for path in manifest.recorded(out)}
-    if others := [name for name in found if name not in recorded]:
+    ours = {path.relative_to(out).as_posix() for path in recorded(out)}
+    if others := [name for name in found if name not in ours]:
         more = f" and {len(others) - 1} more are" if len(others) > 1 else " is"
         advice = f"{out / others[0]}{more} in no record: delete that by hand, or take another --out"
         raise BadInput("overwrite", "true", f"a folder whose files a run has recorded; {advice}")
-    manifest.remove(out)
+    remove_recorded(out)

@@ -17,11 +17,7 @@ Spec = dict[str, Any]
 
 
 def spec(net_class: str, arguments: Mapping[str, Any]) -> Spec:
-    """What `net.yaml` holds: the class's import path and its constructor's arguments.
-
-    Raises:
-        BadInput: YAML can't hold an argument.
-    """
+    """What `net.yaml` holds: the class's import path and its arguments; BadInput if YAML can't hold one."""
     plain = {key: list(value) if isinstance(value, tuple) else value for key, value in arguments.items()}
     try:
         yaml.safe_dump(plain)
@@ -45,11 +41,7 @@ def write_spec(net_spec: Spec, folder: Path) -> None:
 
 
 def read_spec(folder: str | Path, flag: str = "run") -> Spec:
-    """What a folder's `net.yaml` holds.
-
-    Raises:
-        BadInput: there is no such file, or it holds something else.
-    """
+    """What a folder's `net.yaml` holds; BadInput if there is no such file, or it holds something else."""
     try:
         found = yaml.safe_load((Path(folder) / "net.yaml").read_text())
         if set(found) == {"class_path", "init_args"}:
@@ -60,12 +52,7 @@ def read_spec(folder: str | Path, flag: str = "run") -> Spec:
 
 
 def load_net(folder: str | Path, flag: str = "run", weights: Mapping[str, Tensor] | None = None) -> nn.Module:
-    """Rebuild a folder's net, in the weights' type and in eval mode, on the CPU.
-
-    Args:
-        folder: with `net.yaml` and `weights.pt`.
-        flag: the option that named the folder, for messages.
-        weights: to load instead of `weights.pt`.
+    """Rebuild a folder's net, in the weights' type and in eval mode, on the CPU; `flag` named the folder.
 
     Raises:
         BadInput: a file is missing or damaged, or the weights don't fit the net; the message names all that differ.

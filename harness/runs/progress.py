@@ -47,14 +47,10 @@ def progress(label: str) -> dict[str, Any]:
 
 
 class Lines(Callback):
-    """Prints a line an epoch, or a validation where training is counted in steps.
-
-    It has the loss and each run's accuracy, or loss where there is none: of validation, or else of training.
-    """
+    """Prints a line an epoch, or a validation where steps are counted: the loss, and each run's accuracy or loss."""
 
     def __init__(self, label: str) -> None:
-        self.label = label
-        self._start = time.monotonic()
+        self.label, self._start = label, time.monotonic()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the epoch's clock."""
@@ -72,11 +68,10 @@ class Lines(Callback):
             self._print(trainer, f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}")
 
     def _print(self, trainer: Trainer, done: str) -> None:
-        if not trainer.is_global_zero:
-            return
         values = trainer.callback_metrics
         tag = next((tag for tag in TAGS if any(name.endswith(tag) for name in values)), TAGS[-1])
         found = {name.removesuffix(tag).rstrip("/"): float(v) for name, v in values.items() if name.endswith(tag)}
         shown = "  ".join(f"{name} {value:.4f}".strip() for name, value in found.items())
         loss = f"loss {float(values['loss']):.4f}  " if "loss" in values else ""
-        print(f"{self.label}  {done}  {time.monotonic() - self._start:.1f} s  {loss}{tag} {shown}", flush=True)
+        if trainer.is_global_zero:
+            print(f"{self.label}  {done}  {time.monotonic() - self._start:.1f} s  {loss}{tag} {shown}", flush=True)

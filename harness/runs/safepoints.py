@@ -29,29 +29,21 @@ class SafePoints(Checkpoint):
 
     It is written before a batch starts, after the validation, scheduler steps and logging of the batches before, so
     that a resumed fit continues exactly. Rank zero keeps the time; a signal to any rank stops all.
-
-    Args:
-        path: the file.
-        every: seconds between two writes: the most training that a crash repeats.
     """
 
     def __init__(self, path: str | Path, every: float = 30.0) -> None:
         self.path, self.every = Path(path), every
-        self.finished, self._saves_on_signal = False, signals.deferring()
+        self.finished, self._saves_on_signal = False, signals.State.deferring
         self._seconds_before, self._started, self._saved = 0.0, time.monotonic(), time.monotonic()
 
     def state_dict(self) -> dict[str, Any]:
-        """Seconds of training so far, and whether it has finished."""
-        return {"seconds": self.seconds, "finished": self.finished}
+        """Seconds of training, with those before a resume, and whether it has finished."""
+        seconds = self._seconds_before + time.monotonic() - self._started
+        return {"seconds": seconds, "finished": self.finished}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Add the seconds of the session before."""
         self._seconds_before = state_dict["seconds"]
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of training, with those before a resume."""
-        return self._seconds_before + time.monotonic() - self._started
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
@@ -69,9 +61,13 @@ class SafePoints(Checkpoint):
         """Save if it is time or the user asked to stop; then stop."""
         if batch_idx % trainer.accumulate_grad_batches:
             return  # a checkpoint has no accumulated gradients
-        stop = signals.requested()
-        late = time.monotonic() - self._saved >= self.every
-        stop, late = _agreed(trainer, stop, late and trainer.is_global_zero)
+        late = trainer.is_global_zero and time.monotonic() - self._saved >= self.every
+        agreed = [signals.State.requested is not None, late]
+        if trainer.world_size > 1:
+            shared = torch.tensor(agreed, dtype=torch.uint8, device=trainer.strategy.root_device)
+            dist.all_reduce(shared, dist.ReduceOp.MAX)
+            agreed = shared.bool().tolist()
+        stop, late = agreed
         # Loggers take this as the step; Lightning counts one too many after a resume.
         trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
         if stop or late:
@@ -86,15 +82,6 @@ class SafePoints(Checkpoint):
         """Save the result for the process that started the ranks."""
         self.finished = True
         trainer.save_checkpoint(self.path)
-
-
-def _agreed(trainer: Trainer, *flags: bool) -> list[bool]:
-    """For each flag, whether any rank set it."""
-    if trainer.world_size == 1:
-        return list(flags)
-    shared = torch.tensor(flags, dtype=torch.uint8, device=trainer.strategy.root_device)
-    dist.all_reduce(shared, dist.ReduceOp.MAX)
-    return [bool(flag) for flag in shared.tolist()]
 
 
 def read(path: str | Path) -> dict[str, Any]:

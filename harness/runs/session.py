@@ -17,27 +17,18 @@ from apprentice.errors import BadInput
 from datamodules import InMemoryData
 from harness import config as cli
 from harness.config.sources import INVOCATION, flat
-from harness.runs import environment, folders, launch, manifest, signals
-from harness.runs.files import write_json, write_text
+from harness.runs import environment, folders, launch, signals
+from harness.runs.files import recorded, write_json, write_text
 from harness.runs.fit import MakeTrainer
 from harness.runs.progress import quiet
 from harness.runs.trainer import trainers
 
 
 class Session:
-    """One call of an experiment. Trainer and data are made when first used; `folder` is the first to write files.
+    """One call of an experiment. Trainer and data are made when first used; `folder` is the first to write files."""
 
-    Attributes:
-        name: the experiment's.
-        parser: its command line.
-        argv: its flags; the process's own by default.
-        config: the parsed options, of `cli.RunOptions`.
-        used: numbers of samples that the Trainer uses, after `checked_trainer`.
-        out: the run's folder, inside `folder`.
-    """
-
-    used: dict[str, int]
-    out: Path
+    used: dict[str, int]  # numbers of samples that the Trainer uses, after `checked_trainer`
+    out: Path  # the run's folder, inside `folder`
 
     def __init__(self, name: str, parser: cli.Parser, argv: Sequence[str] | None = None) -> None:
         self.name, self.parser, self.argv = name, parser, sys.argv[1:] if argv is None else list(argv)
@@ -65,25 +56,19 @@ class Session:
         return self.config.trainer.init_args.get("precision") in {"64-true", "64", 64}
 
     def checked_trainer(self) -> Trainer:
-        """A Trainer that can divide the data among its devices.
-
-        Raises:
-            BadInput: it can't.
-        """
+        """A Trainer that can divide the data among its devices; BadInput if it can't."""
         trainer = self.trainer()
-        place = trainer.distributed_sampler_kwargs or {"num_replicas": 1}
-        self.data.check_replicas(place["num_replicas"], self.config.exact)
+        sampler = trainer.distributed_sampler_kwargs or {}
+        self.data.check_replicas(sampler.get("num_replicas", 1), self.config.exact)
         self.used = self.data.used(trainer)
         return trainer
 
     @contextmanager
     def folder(self) -> Iterator[Path]:
-        """Open and lock the run's folder, `--out` or a new one.
+        """Open and lock the run's folder, `--out` or a new one; on Interrupted, print the command that resumes.
 
         Raises:
-            BadInput: the folder can't be written, is in use, holds a run that is neither resumed nor replaced, or is to
-                be replaced by a run that reads its files.
-            Interrupted: the user asked to stop; the command that resumes has been printed.
+            BadInput: the folder can't be used (`folders.opened`), or is to be replaced by a run that reads its files.
         """
         config, job = self.config, launch.torchrun_job(self.argv)
         self.out = Path(config.out) if config.out else folders.new_folder(self.name, job)
@@ -100,7 +85,7 @@ class Session:
     def describe(self) -> None:
         """Write config.yaml and environment.json into the run's folder."""
         if launch.is_main_process():
-            self.parser.save(self.config, self.out / "config.yaml", write_text)
+            write_text(self.out / "config.yaml", self.parser.dump(self.config, INVOCATION))
             write_json(self.out / "environment.json", environment.hardware() | environment.versions())
 
     def header(self) -> dict[str, Any]:
@@ -114,12 +99,7 @@ class Session:
 
 @contextmanager
 def session(name: str, parser: cli.Parser, argv: Sequence[str] | None = None) -> Iterator[Session]:
-    """Parse the flags and set up the process: signals, memory, float32 arithmetic; the block is the experiment.
-
-    Args:
-        name: the experiment's, also that of its folder in runs/.
-        parser: its command line.
-        argv: its flags; the process's own by default.
+    """Parse the flags and set up the process: signals, memory, float32 arithmetic; the block is the experiment `name`.
 
     Raises:
         SystemExit: with code 2 after one line on stderr, for what the user can correct; after --help; on a signal.
@@ -144,11 +124,11 @@ def load_data(config: Namespace) -> InMemoryData:
 
 def _check_inputs(out: Path, settings: dict[str, Any], seed: int) -> None:
     """Raise BadInput if a setting names a file, or a folder of files, that would be deleted before it is read."""
-    inside = {place for path in manifest.recorded(out) for place in (path, *path.parents)} - {out, *out.parents}
-    recorded = {place.absolute() for place in inside}
+    inside = {place for path in recorded(out) for place in (path, *path.parents)} - {out, *out.parents}
+    deleted = {place.absolute() for place in inside}
     for flag, value in flat(settings):
         if isinstance(value, str) and flag not in INVOCATION:
             given = os.path.abspath(value.replace("{seed}", str(seed)))  # noqa: PTH100 - Path keeps ..
-            if Path(given) in recorded:
+            if Path(given) in deleted:
                 expected = f"--{flag} outside of {out}, the files of which are deleted first; it is {value}"
                 raise BadInput("overwrite", "true", expected)

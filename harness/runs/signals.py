@@ -15,45 +15,38 @@ FORWARDED = getattr(signal, "SIGUSR1", signal.SIGINT)  # from a process to its r
 class Interrupted(SystemExit):
     """The user asked to stop; the exit code is the shell's for that signal."""
 
-    def __init__(self, signum: int) -> None:
-        super().__init__(128 + signum)
-        self.signum = signum
 
+class State:
+    """What this process knows of signals."""
 
-class _State:
-    requested: int | None = None
+    requested: int | None = None  # the signal on which a fit that can save should do so and stop
     by_user = False  # not only forwarded by our parent process
-    deferring = False
+    deferring = False  # a fit that saves on a signal runs or is being started
     owner = 0  # the process that handles signals, not a rank that it forked
-
-
-def requested() -> bool:
-    """Whether a fit that can save should do so and stop."""
-    return _State.requested is not None
 
 
 def stop_if_requested() -> None:
     """Raise Interrupted if a signal came while signals were deferred."""
-    if _State.requested is not None:
-        raise Interrupted(_State.requested)
+    if State.requested is not None:
+        raise Interrupted(128 + State.requested)
 
 
 def _handle(signum: int, _frame: Any) -> None:
-    again = requested() and _State.by_user
-    _State.requested, _State.by_user = signum, signum != FORWARDED
+    again = State.requested is not None and State.by_user
+    State.requested, State.by_user = signum, signum != FORWARDED
     for child in multiprocessing.active_children():
         if child.pid is not None and not again:
             os.kill(child.pid, FORWARDED)
-    if _State.deferring and not again:
+    if State.deferring and not again:
         return
-    if os.getpid() != _State.owner:
+    if os.getpid() != State.owner:
         os._exit(128 + signum)  # a forked rank; its parent prints the message
-    raise Interrupted(signum)
+    raise Interrupted(128 + signum)
 
 
 def _forwarded(_signum: int, _frame: Any) -> None:
     """Handle a forwarded signal once: a terminal signals this rank as well, `kill` only its parent."""
-    if not requested():
+    if State.requested is None:
         _handle(FORWARDED, None)
 
 
@@ -69,7 +62,7 @@ def handled() -> Iterator[None]:
         yield
         return
     before = _install()
-    _State.requested, _State.by_user, _State.owner = None, False, os.getpid()
+    State.requested, State.by_user, State.owner = None, False, os.getpid()
     try:
         yield
     finally:
@@ -80,20 +73,15 @@ def handled() -> Iterator[None]:
 @contextmanager
 def deferred() -> Iterator[None]:
     """Inside the block the first signal only sets `requested`; a second one stops at once."""
-    _State.deferring = True
+    State.deferring = True
     try:
         yield
     finally:
-        _State.deferring = False
-
-
-def deferring() -> bool:
-    """Whether a fit that saves on a signal runs or is being started."""
-    return _State.deferring
+        State.deferring = False
 
 
 def take_over() -> None:
     """Replace Lightning's handlers in a rank; these would communicate with other ranks inside a signal handler."""
-    _State.deferring = True  # a spawned rank does not inherit it
+    State.deferring = True  # a spawned rank does not inherit it
     if threading.current_thread() is threading.main_thread():
         _install()

@@ -1,5 +1,6 @@
 """TensorBoard: a logger with a folder for each run of a module, and rows of the HPARAMS tab."""
 
+import itertools
 import time
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
-from harness.runs import manifest
+from harness.runs import files
 
 
 class RunsLogger(Logger):
@@ -24,26 +25,17 @@ class RunsLogger(Logger):
         root: the folder of the runs.
         runs: their names.
         default: the run of values that are logged without a run's name.
-        purge_step: TensorBoard drops earlier points from this step on, as after a resume; 0 deletes the files of this
-            part, or all files where it is "".
-        part: ends the names of the files.
+        purge_step: TensorBoard drops earlier points from this step on, as after a resume; 0 deletes this part's files.
+        part: ends the names of the files; "" stands for all parts.
     """
+
+    name, version = "", ""  # of Lightning's loggers: the name of the folder, which is the run's own
 
     def __init__(self, root: Path, runs: Iterable[str], default: str, purge_step: int = 0, part: str = "") -> None:
         super().__init__()
-        self.root, self.runs, self.default = Path(root), set(runs), default
+        self.root, self.name, self.runs, self.default = Path(root), Path(root).name, set(runs), default
         self.purge_step, self.part = purge_step, part
         self._writers: dict[str, SummaryWriter] = {}
-
-    @property
-    def name(self) -> str:
-        """The folder's name."""
-        return self.root.name
-
-    @property
-    def version(self) -> str:
-        """Empty: the folder is the run's own."""
-        return ""
 
     @property
     @rank_zero_experiment
@@ -74,8 +66,8 @@ class RunsLogger(Logger):
         writer = self._writer(run or self.default)
         writer.add_figure("test/confusion", confusion_figure(confusion, names), step)
         shares = confusion.diag() / confusion.sum(1).clamp(min=1)
-        for i, share in enumerate(shares.tolist()):
-            writer.add_scalar(f"test_class_acc/{names[i] if names else i}", share, step)
+        for name, share in zip(names or range(len(confusion)), shares.tolist(), strict=True):
+            writer.add_scalar(f"test_class_acc/{name}", share, step)
 
     @rank_zero_only
     def save(self) -> None:
@@ -100,25 +92,21 @@ def _summary_writer(folder: Path, part: str = "", purge_step: int = 0) -> Summar
             time.sleep(0.02)
     else:
         for file in folder.glob(f"events.out.tfevents.*{part}"):
-            if manifest.is_recorded(file):
+            if files.is_recorded(file):
                 file.unlink()
     writer = SummaryWriter(str(folder), purge_step=purge_step or None, filename_suffix=part)
-    manifest.record(writer._get_file_writer().event_writer._file_name)
+    files.record(writer._get_file_writer().event_writer._file_name)
     return writer
 
 
 def log_run(folder: Path, options: Mapping[str, Any], values: Mapping[str, float | None]) -> None:
-    """Write a finished run's row of the HPARAMS tab: its options, and values as scalars beside its curves.
-
-    Without a summary of the whole experiment the tab shows the union of all runs' options and scalars.
-    """
+    """Write a finished run's row of the HPARAMS tab: its options, and values as scalars beside its curves."""
     plain = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in options.items()}
     with _summary_writer(folder, ".hparams") as writer:
         for tag, value in values.items():
             if value is not None:
                 writer.add_scalar(tag, value)
-        _, start, end = hparams(plain, {})
-        for summary in (start, end):
+        for summary in hparams(plain, {})[1:]:  # without that of the experiment the tab shows the union of all runs
             writer._get_file_writer().add_summary(summary)
 
 
@@ -146,7 +134,6 @@ def confusion_figure(confusion: Tensor, names: Sequence[str] | None) -> Figure:
         labels = list(names) if names else [str(i) for i in range(classes)]
         axes.set_xticks(range(classes), labels, rotation=90)
         axes.set_yticks(range(classes), labels)
-        for row in range(classes):
-            for column in range(classes):
-                axes.text(column, row, str(int(confusion[row, column])), ha="center", va="center", fontsize=7)
+        for row, column in itertools.product(range(classes), repeat=2):
+            axes.text(column, row, str(int(confusion[row, column])), ha="center", va="center", fontsize=7)
     return figure

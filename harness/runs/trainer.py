@@ -1,46 +1,55 @@
-"""Trainers as the command line describes them: every call makes a new one, with parts of its own."""
+"""Trainers as the command line describes them, each with parts of its own, on the ranks of whatever launcher."""
 
+import os
+import socket
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.plugins import environments
+from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from apprentice import extras
 from apprentice.errors import BadInput
 from harness import config
-from harness.runs import launch
 from harness.runs.fit import MakeTrainer
+from harness.runs.launch import Launch, launched
 
 
 def trainers(chosen: config.Choice, exact: int | None, strategies: config.Names) -> MakeTrainer:
     """What makes Trainers; it takes their arguments by keyword, `callbacks` and `plugins` on top of the user's.
 
-    Args:
-        chosen: the Trainer's settings, as `config.Parser.parse` gives them.
-        exact: N of `--exact N`, for the strategy.
-        strategies: the project's own, as `config.Parser.add_trainer` takes them; the one named ddp serves `--exact`
-            where none is chosen.
+    `chosen` and `strategies` are of `config.Parser`; the strategy named ddp serves `--exact` where none is chosen.
 
     Raises:
-        BadInput: `--exact` beside a strategy or precision that does not support it; when called, what Lightning
-            refuses.
+        BadInput: a strategy or precision that does not support `--exact`; when called, what Lightning refuses.
     """
-    if exact is not None:
-        chosen = _with_exact(chosen, exact, config.Strategies(names=strategies))
-    return partial(_trainer, chosen)
+    if exact is None:
+        return partial(_trainer, chosen)
+    strategy, family = chosen.init_args["strategy"], config.Strategies(names=strategies)
+    if strategy == "auto":
+        strategy = family.choose("ddp")
+    if not family.exact(strategy):
+        holding = ", ".join(name for name in family.names if family.exact(family.choose(name)))
+        raise BadInput("exact", exact, f"a strategy that can hold it: {holding}; {family.label(strategy)} can't")
+    if str(chosen.init_args.get("precision")) in {"16", "16-mixed"}:
+        raise BadInput("exact", exact, "--trainer.precision other than 16-mixed, whose loss scale it can't hold")
+    strategy = replace(strategy, init_args={**strategy.init_args, "exact": exact})
+    return partial(_trainer, replace(chosen, init_args={**chosen.init_args, "strategy": strategy}))
 
 
-def _trainer(
-    chosen: config.Choice, callbacks: Sequence[Any] = (), plugins: Sequence[Any] = (), **kwargs: Any
-) -> Trainer:
-    settings = config.arguments(chosen, "trainer") | {"enable_model_summary": False, "num_sanity_val_steps": 0} | kwargs
+def _trainer(chosen: config.Choice, callbacks: Sequence[Any] = (), plugins: Sequence[Any] = (), **own: Any) -> Trainer:
+    settings = config.arguments(chosen, "trainer") | {"enable_model_summary": False, "num_sanity_val_steps": 0} | own
     if settings["accelerator"] == "auto" and torch.backends.mps.is_available():
         settings["accelerator"] = "cpu"  # evaluation adds in float64, which Apple's GPUs don't have
-    settings["callbacks"] = [*_listed(settings["callbacks"]), *callbacks]
-    settings["plugins"] = [*_listed(settings["plugins"]), *plugins]
-    settings = launch.with_launcher(settings)
+    for name, more in (("callbacks", callbacks), ("plugins", plugins)):
+        given = settings[name] or []
+        settings[name] = [*(given if isinstance(given, list) else [given]), *more]
+    settings = with_launcher(settings)
     try:
         with config.refusals(chosen, "trainer"):
             return Trainer(**settings)
@@ -53,18 +62,76 @@ def _trainer(
         raise BadInput("trainer.accelerator", wanted, f"what this machine and Lightning have: {said}") from None
 
 
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [] if value is None else [value]
+def with_launcher(settings: dict[str, Any]) -> dict[str, Any]:
+    """The Trainer's settings with the launcher's cluster environment, and its devices and nodes if none are given."""
+    launch = launched()
+    if launch is not None and launch.by == "hand" and launch.nodes == 1:  # no variable tells the number of nodes
+        launch = launch._replace(nodes=settings["num_nodes"])
+    found, nodes, devices = settings["plugins"], settings["num_nodes"], settings["devices"]
+    if not any(isinstance(plugin, ClusterEnvironment) for plugin in found):
+        if launch is None and nodes > 1:
+            raise BadInput("trainer.num_nodes", nodes, "1, unless torchrun, srun or mpirun starts the ranks")
+        found = [*found, *_environment(launch)]
+    if launch is not None:
+        nodes = launch.nodes if nodes == 1 else nodes
+        devices = launch.size // launch.nodes if devices == "auto" else devices
+    return settings | {"plugins": found, "num_nodes": nodes, "devices": devices}
 
 
-def _with_exact(chosen: config.Choice, exact: int, family: config.Strategies) -> config.Choice:
-    strategy = chosen.init_args["strategy"]
-    if strategy == "auto":
-        strategy = family.choose("ddp")
-    if not family.exact(strategy):
-        holding = ", ".join(name for name in family.names if family.exact(family.choose(name)))
-        raise BadInput("exact", exact, f"a strategy that can hold it: {holding}; {family.label(strategy)} can't")
-    if str(chosen.init_args.get("precision")) in {"16", "16-mixed"}:
-        raise BadInput("exact", exact, "--trainer.precision other than 16-mixed, whose loss scale it can't hold")
-    strategy = config.Choice(strategy.class_path, {**strategy.init_args, "exact": exact})
-    return config.Choice(chosen.class_path, {**chosen.init_args, "strategy": strategy})
+def _environment(launch: Launch | None) -> list[ClusterEnvironment]:
+    if launch is None:
+        return [] if environments.LSFEnvironment.detect() else [environments.LightningEnvironment()]
+    if launch.by == "slurm":  # Lightning asks for it, and `srun -n` does not set it
+        os.environ.setdefault("SLURM_NTASKS_PER_NODE", str(launch.size // launch.nodes))
+    if launch.by == "hand":
+        return [ByHand(max(launch.size // launch.nodes, 1))]
+    return [_mpi(launch.size)] if launch.by == "mpi" else []
+
+
+@lru_cache(1)
+def _mpi(size: int) -> "MPI":
+    """The environment under `mpirun -n SIZE`, made once, as MPI can be asked only once."""
+    try:
+        return MPI()
+    except (ImportError, RuntimeError) as error:  # no mpi4py, or no MPI library for it
+        why = "which is not there" if isinstance(error, ModuleNotFoundError) else f"and a library for it ({error})"
+        expected = f"mpi4py, {why}; the extra [mpi] brings it: {extras.install('mpi')}"
+        raise BadInput("", f"mpirun -n {size}", expected) from None
+
+
+class ByHand(environments.TorchElasticEnvironment):
+    """Torchrun's variables, set by the user, who may leave out those that follow from RANK and WORLD_SIZE."""
+
+    def __init__(self, local_size: int) -> None:
+        super().__init__()
+        self._local_size = local_size  # ranks on each machine
+        self.guesses = "LOCAL_RANK" not in os.environ
+
+    def local_rank(self) -> int:
+        """The rank's number on its machine."""
+        return int(os.environ.get("LOCAL_RANK", self.global_rank() % self._local_size))
+
+    def node_rank(self) -> int:
+        """The machine's number."""
+        return int(os.environ.get("GROUP_RANK", self.global_rank() // self._local_size))
+
+
+class MPI(environments.MPIEnvironment):
+    """Asks MPI for the ranks and an address, then finalises MPI; gloo or NCCL sends the tensors.
+
+    With MPI still active a failing rank would wait in MPI_Finalize for the others, and no process could fork.
+    """
+
+    def __init__(self) -> None:
+        from mpi4py import MPI as mpi  # noqa: N811
+
+        super().__init__()
+        hosts = mpi.COMM_WORLD.allgather(socket.gethostname())
+        self._main_address = hosts[0] if len(set(hosts)) > 1 else "127.0.0.1"  # needs no name resolution
+        self.listening: socket.socket | None = None
+        if self.global_rank() == 0:
+            self.listening = socket.socket()
+            self.listening.listen(4096)  # at a free port, held from now on
+        self._main_port = mpi.COMM_WORLD.bcast(self.listening.getsockname()[1] if self.listening else None)
+        self.world_size(), self.local_rank(), self.node_rank()  # cached by Lightning's class
+        mpi.Finalize()

@@ -12,11 +12,10 @@ import datamodules
 from apprentice.errors import BadInput
 from harness.config.sources import flat, free
 from harness.reports.figures import Dot, metric_picture
-from harness.reports.metrics import METRICS
+from harness.reports.metrics import METRICS, conclude, paired_differences, paired_interval
 from harness.reports.pages import cost_axis, costs, failures, starred
 from harness.reports.report import Facts
 from harness.reports.results import BASELINE, load_results, reading
-from harness.reports.statistics import conclude, paired_differences, paired_interval
 from harness.reports.tables import NONE, Table, columns, count, listed, paragraph
 from harness.runs.files import write_bytes, write_json, write_text
 

@@ -102,7 +102,7 @@ def call_isolated(function: Callable[[], object], threads: int) -> None:
         return
     process = start_processes(call, nprocs=1, join=False, start_method="fork")
     while not process.join(timeout=0.1):
-        if not signals.deferring():
+        if not signals.State.deferring:
             signals.stop_if_requested()  # an exception that a signal raises inside a fork is lost
 
 
@@ -121,7 +121,7 @@ class Stoppable(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take over signals, now that Lightning has set its handlers."""
-        if signals.deferring():
+        if signals.State.deferring:
             signals.take_over()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

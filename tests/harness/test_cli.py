@@ -21,6 +21,7 @@ from apprentice.errors import BadInput
 from harness import config as cli
 from harness.config.classes import Classes
 from harness.config.messages import one_line
+from harness.config.sources import INVOCATION
 from harness.runs.trainer import trainers
 from lit_modules import nets, objectives
 
@@ -73,7 +74,7 @@ def parse(parser, line):
 
 
 def save(parser, config, path):
-    parser.save(config, path, Path.write_text)
+    path.write_text(parser.dump(config, INVOCATION))
 
 
 def refused(parser, line):

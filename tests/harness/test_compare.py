@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import datamodules
+from harness.reports.metrics import paired_interval
 from harness.reports.pages import save_results
 from harness.reports.results import bake_off_results
-from harness.reports.statistics import paired_interval
 from harness.runs.files import write_json
 from harness.studies.compare import compare, load_runs
 from tests.bake_off_facts import CE, FAILED, KD, TEST, header, results, student, teacher

@@ -8,8 +8,8 @@ import pytest
 
 from apprentice.errors import BadInput
 from experiments import kd
-from harness.runs import folders, manifest
-from harness.runs.files import atomic, write_text
+from harness.runs import folders
+from harness.runs.files import atomic, recorded, write_text
 from harness.runs.tensorboard import RunsLogger, log_run
 
 TINY = ["--data.train_size", "40", "--data.test_size", "20", "--data.validation_size", "20", "--seeds", "1"]
@@ -65,7 +65,7 @@ def test_overwriting_takes_what_a_killed_run_has_left_and_empty_folders(tmp_path
         assert files(out) == {"config.yaml"}
         assert not (out / "seed0").exists()
         assert (out / "seed1" / "mine").exists()
-    assert manifest.recorded(out) == [out / "config.yaml"]
+    assert recorded(out) == [out / "config.yaml"]
 
 
 def test_files_elsewhere_or_written_when_no_run_is_open_are_not_recorded(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_files_elsewhere_or_written_when_no_run_is_open_are_not_recorded(tmp_pat
         write_text(tmp_path / "elsewhere", "")
         write_text(out / "results.json", "")
     write_text(out / "later", "")
-    assert manifest.recorded(out) == [out / "results.json"]
+    assert recorded(out) == [out / "results.json"]
     assert "APPRENTICE_RUN" not in os.environ
 
 

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from apprentice import extras
 from experiments import kd
-from harness.runs import clusters
 from harness.runs import launch as launches
+from harness.runs.trainer import with_launcher
 from strategies.base import rendezvous
 from tests.launching import ROOT, TINY, Command, by_hand, ended, free_port, ranks, weights
 from tests.processes import Run
@@ -75,7 +76,7 @@ def test_one_launcher_inside_another_is_the_one_that_counts(monkeypatch: pytest.
 def test_a_rank_by_hand_knows_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     for key, value in {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "192.0.2.1"}.items():
         monkeypatch.setenv(key, value)
-    settings = launches.with_launcher({"plugins": [], "num_nodes": 2, "devices": "auto"})
+    settings = with_launcher({"plugins": [], "num_nodes": 2, "devices": "auto"})
     (place,) = settings["plugins"]
     assert (settings["num_nodes"], settings["devices"], place.node_rank(), place.local_rank()) == (2, 2, 1, 1)
 
@@ -139,7 +140,7 @@ def test_mpirun_without_mpi4py_names_the_extra(tmp_path: Path) -> None:
     (line,) = "".join(run.output for run in runs).splitlines()  # one of the machine's ranks tells
     assert line.startswith("error: mpirun -n 2: expected mpi4py")
     assert "the extra [mpi]" in line
-    assert clusters.INSTALL in line
+    assert extras.install("mpi") in line
 
 
 @pytest.mark.parametrize("given", [["--local-rank", "1"], ["--local_rank", "1"], ["--local_rank=1"]])

@@ -12,10 +12,9 @@ import pytest
 import scipy.stats
 
 from apprentice.errors import BadInput
-from harness.reports.metrics import ACCURACY
+from harness.reports.metrics import ACCURACY, conclude, paired_interval, t_interval
 from harness.reports.pages import markdown, notes, picture, save_results, settings, table, text
 from harness.reports.results import bake_off_results, load_results
-from harness.reports.statistics import conclude, paired_interval, t_interval
 from harness.reports.tables import Table, flops_unit, listed, short
 from harness.runs.files import atomic, write_bytes, write_json, write_text
 from tests.bake_off_facts import CE, FAILED, HINT, KD, TEST, header, results, student, teacher

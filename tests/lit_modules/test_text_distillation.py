@@ -14,9 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from datamodules import Text
 from experiments import compare, kd
-from harness.reports.metrics import BITS
+from harness.reports.metrics import BITS, conclude
 from harness.reports.results import load_results
-from harness.reports.statistics import conclude
 from harness.runs.nets import load_net
 from harness.runs.safepoints import SafePoints
 from lit_modules import scores
