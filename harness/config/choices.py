@@ -41,6 +41,8 @@ class Resolver:
         if isinstance(name, list):
             self._keys[key] = name
             for i, entry in enumerate(name):
+                if entry is None or isinstance(entry, list):
+                    raise BadInput(f"{key}.{i}", "null" if entry is None else entry, classes.expected())
                 self.given = {**layer(entry, source, f"{key}.{i}"), **self.given}
             return [self.choose(classes, f"{key}.{i}") for i in range(len(name))]
         found, sets = classes.find(name, key)

@@ -403,6 +403,8 @@ REFUSED = {
     "--variants.s Sum": "variants.s.objectives (nothing): expected a list",
     "--variants.s Sum --variants.s.objectives [Hinton,Hintn]":
         f"variants.s.objectives.1 Hintn: expected {METHODS.expected('Hintn')}",
+    "--variants.s Sum --variants.s.objectives [Hinton,null]": f"objectives.1 null: expected {METHODS.expected()}",
+    "--variants.s Sum --variants.s.objectives [[Hint]]": f"objectives.0 ['Hint']: expected {METHODS.expected()}",
     "--variants.s Sum --variants.s.objectives [Hinton] --variants.s.objectives.0.temperature 0":
         "variants.s.objectives.0.temperature 0: expected a number above 0",
     "--variants.s Sum --variants.s.objectives [Hinton] --variants.s.objectives.1.temperature 2":
