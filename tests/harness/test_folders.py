@@ -101,8 +101,10 @@ def test_a_new_folder_may_hold_files_of_the_users(tmp_path: Path) -> None:
     for name in ("seeds.txt", "seed_notes/a.json", "float32/a", "seed0/mine.txt", "seeds/teacher.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
+    before = files(tmp_path)
     with folders.opened(tmp_path):
         pass
+    assert before <= files(tmp_path)
 
 
 @pytest.mark.parametrize("line", ["3", '"../mine"', '"{elsewhere}"', "\\udcff"])
