@@ -32,9 +32,6 @@ class InMemoryData(LightningDataModule):
         tokens_per_character: tokens for one character of the text, if each token of a sample has a label.
         training_options: options that change training but not the samples.
         free_options: options that change neither, such as where a fixed data set lies.
-        train_inputs_repeat: whether a training sample is the same in each epoch, so that a teacher's output for it can
-            be cached.
-        evaluation_batch_size: samples in an evaluation batch.
         order_seed: the training seed. Order and augmentation depend on it; splits and subsets depend on `seed` alone.
 
     Args:
@@ -58,7 +55,6 @@ class InMemoryData(LightningDataModule):
     class_names: tuple[str, ...]
     given_to_nets: tuple[str, ...] = ("input_shape", "num_classes")
     tokens_per_character: float | None = None
-    train_inputs_repeat: bool = True
     training_options: ClassVar[frozenset[str]] = frozenset({"batch_size"})
     free_options: ClassVar[frozenset[str]] = frozenset({"num_workers"})
 
@@ -81,7 +77,7 @@ class InMemoryData(LightningDataModule):
         self.batch_size, self.train_size, self.test_size = batch_size, train_size, test_size
         self.validation_size, self.subset, self.seed, self.partition = validation_size, subset, seed, partition
         self.name = type(self).__name__
-        self.order_seed, self.evaluation_batch_size = 0, batch_size
+        self.order_seed = 0
         self._splits: dict[str, Samples] = {}
         self._moved: dict[tuple[str, torch.device], Samples] = {}
 
@@ -115,6 +111,16 @@ class InMemoryData(LightningDataModule):
             self.prepare_data()
             self.setup()
         return self._splits[part]
+
+    @property
+    def evaluation_batch_size(self) -> int:
+        """Samples in an evaluation batch; follows `batch_size`, which a tuner may change."""
+        return self.batch_size
+
+    @property
+    def train_inputs_repeat(self) -> bool:
+        """Whether a training sample is the same in each epoch, so that a teacher's output for it can be cached."""
+        return True
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -153,7 +159,11 @@ class InMemoryData(LightningDataModule):
         return self.normalize(torch.zeros(2, *self.input_shape, dtype=torch.uint8))
 
     def train_dataloader(self) -> TrainLoader:
-        """Global batches in the order of (order_seed, epoch), each cut into contiguous shares for the ranks."""
+        """Global batches in the order of (order_seed, epoch), each cut into contiguous shares for the ranks.
+
+        Raises:
+            BadInput: fewer samples than ranks, or another number of fractions in `partition`.
+        """
         rank, replicas = self._place()
         self.check_replicas(replicas, getattr(self.trainer and self.trainer.strategy, "exact", None))
         train = self._resident("train")

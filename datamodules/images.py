@@ -44,8 +44,11 @@ class ImageData(InMemoryData):
     def __init__(self, batch_size: int = 128, *, augment: bool = False, **options: Any) -> None:
         super().__init__(batch_size, **options)
         self.augment = augment
-        if augment:
-            self.train_inputs_repeat = False
+
+    @property
+    def train_inputs_repeat(self) -> bool:
+        """Whether a training image looks the same in each epoch."""
+        return not self.augment
 
     def normalize(self, images: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Stored (B, C, H, W) uint8 to floats of mean 0 and deviation 1.

@@ -147,4 +147,5 @@ def no_loaders() -> CombinedLoader:
     """No loader: Lightning skips the stage silently. It would warn of an empty list or loader."""
     loaders = CombinedLoader([], "sequential")
     loaders._flattened, loaders._spec = tree_flatten([])  # it takes an empty list for one loader
+    iter(loaders)  # which gives it a length
     return loaders

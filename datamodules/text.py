@@ -106,7 +106,6 @@ class Text(InMemoryData):
     """
 
     given_to_nets = ("vocab_size", "block_size")
-    train_inputs_repeat = False  # each epoch has its own blocks
 
     def __init__(
         self,
@@ -122,9 +121,18 @@ class Text(InMemoryData):
             raise BadInput("data.vocabulary", vocabulary, " or ".join(get_args(Unit)))
         self.path = None if path is None else Path(path).expanduser()
         self.block_size, self.input_shape = block_size, (block_size,)
-        self.evaluation_batch_size = max(EVALUATED // block_size, 1)
         self.unit, self.tokens_per_character = vocabulary, 1.0
         self.vocabulary: Vocabulary
+
+    @property
+    def evaluation_batch_size(self) -> int:
+        """Blocks in an evaluation batch."""
+        return max(EVALUATED // self.block_size, 1)
+
+    @property
+    def train_inputs_repeat(self) -> bool:
+        """False: each epoch has its own blocks."""
+        return False
 
     def setup(self, stage: str | None = None) -> None:
         """Read the text, once."""

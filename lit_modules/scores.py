@@ -105,7 +105,11 @@ class ClassScores(Scores):
 
 
 class TokenScores(Scores):
-    """Scores of a language model: loss per token in nats, bits per character, perplexity; ignores labels of -100."""
+    """Scores of a language model: loss per token in nats, bits per character, perplexity; ignores labels of -100.
+
+    Args:
+        tokens_per_character: of the text that is scored; 1 if tokens are characters.
+    """
 
     names = ("loss", "bpc", "perplexity")
 

@@ -33,7 +33,11 @@ class Student(nn.Module):
         return run(self.net, inputs, set(self.objective.student_layers.values()))
 
     def build(self, example: Tensor, teacher: Outputs | None, seed: int, flag: str) -> None:
-        """Let the objective make its parts, from the seed and the shapes alone, and test it on inputs (b, ...)."""
+        """Let the objective make its parts, from the seed and the shapes alone, and test it on inputs (b, ...).
+
+        Raises:
+            BadInput: the objective refuses the nets' shapes.
+        """
         mode, objective = self.training, self.objective
         outputs = self.eval().raw(typed(self.net, example))
         try:

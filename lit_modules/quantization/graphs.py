@@ -44,7 +44,7 @@ def prepared_graph(net: nn.Module, example: Tensor, layers: Sequence[str] = (), 
 
     graph = (prepare_qat_pt2e if training else prepare_pt2e)(captured(net.train(training), example, layers), spec)
     if not any(name.startswith("activation_post_process") for name, _ in graph.named_children()):
-        wanted = "a net with layers that torchao quantises, as nn.Conv2d and nn.Linear"
+        wanted = "a net with layers that torchao quantises, such as nn.Conv2d and nn.Linear"
         raise BadInput("net", type(net).__name__, wanted)
     return graph
 
