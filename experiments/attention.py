@@ -46,6 +46,7 @@ def place(device: str) -> torch.device:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure what the command line describes."""
     with one_thread() as threads, session("attention", parser(), argv) as run:
+        run.announce()
         config = run.config
         device = place(config.device)
         cases = all_cases(config, device.type)

@@ -48,6 +48,7 @@ def world(trainer: cli.Choice) -> tuple[int, list[Backend]]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure what the command line describes."""
     with one_thread(), session("comm", parser(), argv) as run:
+        run.announce()
         config = run.config
         size, backends = world(config.trainer)
         known = {backend.name: backend for backend in backends}

@@ -100,6 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if run.config.sample is not None:
             print(*sample(run.config), sep="\n\n")
             return
+        run.announce()
         check(run)
         with run.folder():
             run_study(run, module)

@@ -72,6 +72,7 @@ def classifier(config: Namespace, data: datamodules.InMemoryData, split: bool = 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure what the command line describes."""
     with one_thread() as threads, session("hardware", parser(), argv) as run:
+        run.announce()
         config = run.config
         cases = Cases(config.trainer, config.exact)
         picked, skipped = cases.picked(config.only)

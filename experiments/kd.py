@@ -91,6 +91,7 @@ def students(run: Session, seed: int, teacher: nn.Module) -> tuple[Distillation,
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study that the command line describes."""
     with session("kd", parser(), argv) as run:
+        run.announce()
         check(run, teacher, students)
         with run.folder():
             run_study(run, teacher, students)

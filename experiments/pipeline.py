@@ -75,6 +75,7 @@ def module(layers: list[nn.Module], case: Case) -> Task:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure what the command line describes."""
     with one_thread(), session("pipeline", parser(), argv) as run:
+        run.announce()
         config = run.config
         shape = (3, config.image_size, config.image_size)
         sizes = {"input_shape": shape, "num_classes": config.num_classes}

@@ -78,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with cli.one_line_errors():
         command = parser(data_of_run(argv, DATA, datamodules.ImageData))
     with session("quantize", command, argv) as run:
+        run.announce()
         config = run.config
         if config.data is None:
             raise BadInput("run", config.run, "a folder in its run's, with config.yaml; or --data, what it learnt from")

@@ -247,6 +247,17 @@ class Parser:
                 expected = f"{was}, as the run in {path.parent} was started; leave it out, or take another --out"
                 raise BadInput(flag, now, expected)
 
+    def summary(self, config: Namespace) -> str:
+        """What is chosen but for the optimizer, in one line: `data Digits, teacher DeepNN, variants ce kd, seed 0`."""
+        shown = {}
+        for key, entry in self.entries.items():
+            chosen = getattr(config, key)
+            if isinstance(entry, Entry) and key not in {"optimizer", "scheduler"} and chosen is not None:
+                shown[key] = " ".join(pick(chosen, getattr(config, "only", None))) if entry.named else chosen.name
+        several = len(config.seeds) > 1
+        shown["seeds" if several else "seed"] = " ".join(map(str, config.seeds))
+        return ", ".join(f"{key} {what}" for key, what in shown.items())
+
     def as_dict(self, config: Namespace) -> dict[str, Any]:
         """The configuration as YAML and JSON have it."""
         choices = {key: plain(getattr(config, key)) for key in self.entries}

@@ -20,7 +20,7 @@ from harness.config.sources import INVOCATION, flat
 from harness.runs import environment, folders, launch, signals
 from harness.runs.files import recorded, write_json, write_text
 from harness.runs.fit import MakeTrainer
-from harness.runs.progress import quiet
+from harness.runs.quiet import notice, quiet
 from harness.runs.trainer import trainers
 
 
@@ -63,6 +63,11 @@ class Session:
         self.used = self.data.used(trainer)
         return trainer
 
+    def announce(self) -> None:
+        """Tell the user what will run, and where it is written."""
+        where = self.config.out or f"a new folder in runs/{self.name}"
+        notice(f"{self.name}: {self.parser.summary(self.config)}; writes to {where}")
+
     @contextmanager
     def folder(self) -> Iterator[Path]:
         """Open and lock the run's folder, `--out` or a new one; on Interrupted, print the command that resumes.
@@ -75,6 +80,8 @@ class Session:
         if config.overwrite:
             _check_inputs(self.out, self.parser.as_dict(config), config.seeds[0])
         with folders.opened(self.out, config.resume, config.overwrite, job):
+            if not config.out:
+                notice(f"writes to {self.out}")
             try:
                 yield self.out
             except signals.Interrupted:

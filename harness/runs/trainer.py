@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.plugins import environments
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -18,10 +19,13 @@ from apprentice.errors import BadInput
 from harness import config
 from harness.runs.fit import MakeTrainer
 from harness.runs.launch import Launch, launched
+from harness.runs.progress import Show
 
 
 def trainers(chosen: config.Choice, exact: int | None, strategies: config.Names) -> MakeTrainer:
     """What makes Trainers; it takes their arguments by keyword, `callbacks` and `plugins` on top of the user's.
+
+    It also takes `show`, of type `progress.Show`. A user who chooses a progress bar of Lightning's gets that instead.
 
     `chosen` and `strategies` are of `config.Parser`; the strategy named ddp serves `--exact` where none is chosen.
 
@@ -42,13 +46,24 @@ def trainers(chosen: config.Choice, exact: int | None, strategies: config.Names)
     return partial(_trainer, replace(chosen, init_args={**chosen.init_args, "strategy": strategy}))
 
 
-def _trainer(chosen: config.Choice, callbacks: Sequence[Any] = (), plugins: Sequence[Any] = (), **own: Any) -> Trainer:
-    settings = config.arguments(chosen, "trainer") | {"enable_model_summary": False, "num_sanity_val_steps": 0} | own
+def _trainer(
+    chosen: config.Choice,
+    callbacks: Sequence[Any] = (),
+    plugins: Sequence[Any] = (),
+    show: Show | None = None,
+    **own: Any,
+) -> Trainer:
+    settings = config.arguments(chosen, "trainer")
+    settings |= {name: settings[name] or 0 for name in ("enable_model_summary", "num_sanity_val_steps")} | own
     if settings["accelerator"] == "auto" and torch.backends.mps.is_available():
         settings["accelerator"] = "cpu"  # evaluation adds in float64, which Apple's GPUs don't have
     for name, more in (("callbacks", callbacks), ("plugins", plugins)):
         given = settings[name] or []
         settings[name] = [*(given if isinstance(given, list) else [given]), *more]
+    wanted, bars = settings["enable_progress_bar"], [c for c in settings["callbacks"] if isinstance(c, ProgressBar)]
+    settings["enable_progress_bar"] = bool(bars or (show and wanted))
+    if show and not settings["enable_progress_bar"]:
+        settings["callbacks"].append(show(wanted is None))
     settings = with_launcher(settings)
     try:
         with config.refusals(chosen, "trainer"):

@@ -16,6 +16,8 @@ from harness.studies.fits import Candidate, check_modules, check_net, failure, t
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 
+FITS = ("teacher", "students")  # of each seed
+
 MakeTeacher = Callable[[Session, int], tuple[LitClassifier, dict[str, Candidate]]]
 MakeStudents = Callable[[Session, int, nn.Module], tuple[Distillation, dict[str, Candidate]]]
 
@@ -40,11 +42,12 @@ def run_study(run: Session, make_teacher: MakeTeacher, make_students: MakeStuden
         return make_students(run, seed, load_net(out / f"seed{seed}" / "teacher", "out"))
 
     for seed in run.config.seeds:
-        teachers.append(train(run, seed, "teacher", partial(make_teacher, run, seed), trained=ckpt is not None))
+        make = partial(make_teacher, run, seed)
+        teachers.append(train(run, seed, "teacher", make, trained=ckpt is not None, fits=FITS))
         if fault := failure(teachers[-1], "teacher"):
             expected = f"settings that train the teacher; with seed {seed} {fault}"
             raise BadInput("optimizer", run.config.optimizer.name, expected)
-        students.append(train(run, seed, "students", partial(with_teacher, seed)))
+        students.append(train(run, seed, "students", partial(with_teacher, seed), fits=FITS))
     if not is_main_process():
         return
     results = bake_off_results(

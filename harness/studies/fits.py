@@ -2,7 +2,7 @@
 
 import json
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -23,9 +23,11 @@ from harness.runs.files import write_json
 from harness.runs.fit import Fit, fit_and_test
 from harness.runs.launch import is_main_process
 from harness.runs.nets import Spec, save_net, spec
+from harness.runs.progress import progress
 from harness.runs.session import Session
 from harness.runs.tensorboard import log_run
 from harness.studies import costs
+from harness.studies.remaining import remaining
 from lit_modules import nets
 from lit_modules.learner import Learner
 from lit_modules.scores import TokenScores
@@ -88,11 +90,13 @@ def check_modules(trainer: Trainer, *modules: Learner) -> None:
             trainer.strategy.check_module(module)
 
 
-def train(run: Session, seed: int, name: str, make: Make, trained: bool = False, **options: Any) -> Facts:
+def train(
+    run: Session, seed: int, name: str, make: Make, trained: bool = False, fits: Sequence[str] = (), **options: Any
+) -> Facts:
     """Fit and test a module of one or several candidates, export their nets, measure their costs.
 
     `make` makes the module and its candidates by name, unless the fit of this name is finished. A `trained` module is
-    only tested. `options` of the Trainer replace the user's.
+    only tested. `fits` are the names of each seed's fits, in order. `options` of the Trainer replace the user's.
 
     Returns:
         `fit_seconds`, and by the candidates' names `runs`: `objective`, `parameters`, test scores, `step_ms`,
@@ -111,7 +115,8 @@ def train(run: Session, seed: int, name: str, make: Make, trained: bool = False,
     module, candidates = make()
     fit = fit_and_test(
         module, run.data, partial(run.trainer, **options), checkpoint, runs=list(candidates), trained=trained,
-        every=run.config.checkpoint_every, tensorboard=run.tensorboard, label=f"seed {seed} {name:8}",
+        every=run.config.checkpoint_every, tensorboard=run.tensorboard,
+        show=progress(f"seed {seed} {name:8}", remaining(run, fits, seed, name)),
     )  # fmt: skip
     facts: Facts = {"fit_seconds": fit.seconds, "runs": {}}
     if is_main_process():

@@ -31,7 +31,7 @@ def run_study(run: Session, make: Callable[[Session, int], tuple[LitLanguageMode
     run.describe()
     out, fits, vocabulary = run.out, [], cast("Text", run.data).vocabulary
     for seed in run.config.seeds:
-        fits.append(train(run, seed, NAME, partial(make, run, seed)))
+        fits.append(train(run, seed, NAME, partial(make, run, seed), fits=[NAME]))
         if fault := failure(fits[-1], NAME):
             rate = run.config.model.init_args["lr"]
             raise BadInput("model.lr", rate, f"settings that train the net; with seed {seed} {fault}")

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar
 
@@ -10,9 +11,12 @@ from harness.config.messages import one_line
 from harness.reports.report import Facts, Report
 from harness.runs import environment, signals
 from harness.runs.files import write_json
+from harness.runs.progress import clock
+from harness.runs.quiet import notice
 from harness.runs.session import Session
 
 FIXED = ("devices", "strategy", "accelerator")  # of the Trainer: a resumed fit may change them, figures may not mix
+SLOW = 2.0  # seconds a case takes if each is announced
 MACHINE = ("cpu", "cores", "gpus")
 
 
@@ -97,9 +101,13 @@ class Study:
 
     def measure(self, cases: Mapping[str, Callable[[], Facts | None]]) -> None:
         """Measure the missing cases in order; one that fails costs no other, one that gives None is left out."""
-        for name, measured in cases.items():
-            if self.has(name):
-                continue
+        missing = {name: measured for name, measured in cases.items() if not self.has(name)}
+        start = time.monotonic()
+        for done, (name, measured) in enumerate(missing.items()):
+            each = (time.monotonic() - start) / done if done else None
+            if each is None or each >= SLOW:
+                left = "" if each is None else f", about {clock(each * (len(missing) - done))} left"
+                notice(f"measuring {name}: {done + 1} of {len(missing)}{left}")
             try:
                 if (row := measured()) is not None:
                     self.keep(name, row, cases)

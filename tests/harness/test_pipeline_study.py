@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from experiments import pipeline
-from harness.runs.progress import quiet
+from harness.runs.quiet import quiet
 from harness.studies.pipeline import Bench, Case, Cases, Cut, Noise, Task
 from harness.studies.pipeline.cases import bubble_bound
 from harness.studies.pipeline.report import idle, table

@@ -20,7 +20,7 @@ from torch.optim import Adam, Optimizer
 
 from apprentice.keyed import Dropout
 from datamodules import Digits
-from harness.runs.progress import quiet
+from harness.runs.quiet import quiet
 from harness.runs.safepoints import read
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation

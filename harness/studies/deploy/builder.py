@@ -23,6 +23,7 @@ from harness.runs.files import atomic
 from harness.runs.fit import fit_and_test
 from harness.runs.launch import is_main_process
 from harness.runs.nets import Spec, load_net, read_spec
+from harness.runs.progress import progress
 from harness.runs.safepoints import read
 from harness.runs.session import Session
 from harness.studies.deploy import formats
@@ -177,7 +178,7 @@ class Builder:
             self.data.order_seed = self.seed
             trainer = partial(self.run.trainer, check_val_every_n_epoch=self.config.evaluate_every)
             fits = {"every": self.config.checkpoint_every, "tensorboard": self.run.tensorboard}
-            fit_and_test(module, self.data, trainer, checkpoint, runs=[NAME], label=NAME, **fits)
+            fit_and_test(module, self.data, trainer, checkpoint, runs=[NAME], show=progress(NAME), **fits)
             if module.failed:
                 chosen = self.config.optimizer.name
                 raise BadInput("optimizer", chosen, f"settings that train {NAME}; its loss is not finite")
