@@ -4,6 +4,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from harness.runs.launch import is_main_process
 
@@ -13,6 +14,8 @@ EXPECTED_WARNINGS = (
     r"`weights_only` was not set",  # Lightning reads a rank's weights back into this process
     r"The '(train|val|test)_dataloader' does not have many workers",
     r"The number of training batches \(\d+\) is smaller than the logging interval",
+    r"The PyTorch API of nested tensors is in prototype stage",
+    r"Glyph \d+ .* missing from font",  # names of users' classes in pictures
 )
 # Loggers with which Lightning prints what a flag has asked for: --trainer.profiler and enable_model_summary.
 WANTED = ("lightning.pytorch.profilers.profiler", "lightning.pytorch.callbacks.model_summary")
@@ -20,21 +23,29 @@ WANTED = ("lightning.pytorch.profilers.profiler", "lightning.pytorch.callbacks.m
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence Lightning's information messages and expected warnings inside the block."""
+    """Silence Lightning's information messages and expected warnings inside the block; other warnings are a line."""
     wished = {"lightning.pytorch": logging.WARNING, "lightning.fabric": logging.WARNING}
+    wished["torch.utils.cpp_extension"] = logging.ERROR  # "No CUDA runtime is found", where Inductor compiles
     wished |= dict.fromkeys(WANTED, logging.INFO)
-    before = {name: logging.getLogger(name).level for name in wished}
+    before, form = {name: logging.getLogger(name).level for name in wished}, warnings.formatwarning
     with warnings.catch_warnings():
         for message in EXPECTED_WARNINGS:
             warnings.filterwarnings("ignore", message)
         warnings.filterwarnings("ignore", module=r"lit_modules\.nets\.attention$")  # the refusal has torch's reasons
+        warnings.formatwarning = _line
         for name, level in wished.items():
             logging.getLogger(name).setLevel(level)
         try:
             yield
         finally:
+            warnings.formatwarning = form
             for name, level in before.items():
                 logging.getLogger(name).setLevel(level)
+
+
+def _line(message: Warning | str, *_: Any, **__: Any) -> str:
+    """What `warnings` prints: no source line."""
+    return f"warning: {' '.join(str(message).split())}\n"
 
 
 def notice(line: str) -> None:

@@ -24,6 +24,7 @@ from harness.runs.fit import Fit, fit_and_test
 from harness.runs.launch import is_main_process
 from harness.runs.nets import Spec, save_net, spec
 from harness.runs.progress import progress
+from harness.runs.quiet import notice
 from harness.runs.session import Session
 from harness.runs.tensorboard import log_run
 from harness.studies import costs
@@ -31,6 +32,8 @@ from harness.studies.remaining import remaining
 from lit_modules import nets
 from lit_modules.learner import Learner
 from lit_modules.scores import TokenScores
+
+LONG = 60.0  # seconds of a fit whose steps may take long to time
 
 
 @dataclass
@@ -122,6 +125,8 @@ def train(
     if is_main_process():
         module.to(fit.device)  # a fit on a GPU ends on the CPU
         for key, candidate in candidates.items():
+            if fit.seconds is not None and fit.seconds > LONG:
+                notice(f"seed {seed} {name:8}  timing a step of {key}")
             facts["runs"][key] = found = _facts(module, key if key in module.runs else "", candidate, fit, run.data)
             save_net(candidate.net, candidate.spec, folder / key)
             if run.tensorboard:
