@@ -145,7 +145,7 @@ def test_an_entry_a_seed_is_needed():
     [
         ({}, ""),
         ({"kd": []}, ""),
-        ({"kd": [0.01]}, "One seed gives no interval: nothing here says that any student differs from ce"),
+        ({"kd": [0.01]}, "One seed gives no interval: nothing here says that any other row differs from ce"),
         ({"kd": [0.02, 0.021, 0.022]}, "With 3 seeds, kd (+2.10) is better than ce beyond the noise between seeds."),
         ({"kd": [-0.02, -0.021, -0.022]}, "kd (-2.10) is worse than ce beyond the noise"),
         ({"kd": [0.02, -0.03]}, "With 2 seeds, kd can't be told apart from ce."),
