@@ -30,7 +30,13 @@ def markdown(results: Facts) -> str:
     """results.md: what was run, the table, its notes, what each student learnt by, the picture."""
     drawn = "![{0}, and {0} against cost](results.png)".format(_metric(results).word)
     learnt = "\n".join(f"- {name}: {objective}" for name, objective in objectives(results).items())
-    parts = [header(results), table(results).markdown(), *notes(results), f"Objectives of the students:\n\n{learnt}", drawn]
+    parts = [
+        header(results),
+        table(results).markdown(),
+        *notes(results),
+        f"Objectives of the students:\n\n{learnt}",
+        drawn,
+    ]
     return "\n\n".join(parts) + "\n"
 
 

@@ -111,7 +111,7 @@ def load_run(given: str | Path, path: Path, name: str, like: Run | None = None) 
     found = " ".join(results["experiment"].split())[:40]
     experiment = "kd" if results.get("students") else found  # an experiment of the user's own may have students
     if experiment not in EXPERIMENTS:
-        raise BadInput("RUN", given, f"a run of kd.py, gpt.py or quantize.py; this one is of {found}")
+        raise BadInput("RUN", given, f"a run of kd.py, gpt.py or quantize.py; this one is of {found}.py")
     with reading(given, "RUN"):
         metric = ACCURACY.name if experiment == "quantize" else str(results["metric"]["name"])
     if metric not in METRICS:
