@@ -1,11 +1,12 @@
-"""Finished runs side by side: one table with a line for each run's student, and one picture.
+"""Finished runs side by side: one table, what differs between the runs, all settings, and one picture.
 
     python experiments/compare.py runs/t4 runs/t8
     python experiments/compare.py runs/t4 runs/t8 --out runs/temperatures
 
-Test accuracy over seeds (of texts: bits per character), and the paired difference to the first run's `ce` with its
-95 % interval, where both runs had the same data and have seeds in common. Settings other than the methods' own in which
-runs differ are listed, and no verdict is given then. Reads only the runs' results.json; a second or two on any machine.
+Runs of kd.py, of gpt.py or of quantize.py; those of gpt.py also with those of kd.py on texts. A row for each student,
+language model or format: the test metric over seeds, and the paired difference to the first run's `ce` (its language
+model, its float32) with its 95 % interval, where both runs had the same data and have seeds in common. No verdict is
+given where runs differ in other settings than those of the methods. Reads only the runs' results.json; takes seconds.
 """
 
 import argparse

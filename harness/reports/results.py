@@ -35,7 +35,7 @@ def bake_off_results(
     for name, entered in rows.items():
         if len(entered) != seeds:
             raise ValueError(f"{name}: expected {seeds} entries, one a seed, got {len(entered)}")
-    entries = {name: _student(rows, metric) for name, rows in students.items()}
+    entries = {name: entry_of(rows, metric) for name, rows in students.items()}
     baseline = entries[BASELINE][metric.name] if BASELINE in entries else [None] * seeds
     for entry in entries.values():
         entry["delta_vs_ce"] = paired_interval(paired_differences(entry[metric.name], baseline))
@@ -53,7 +53,8 @@ def bake_off_results(
     }
 
 
-def _student(rows: list[Facts], metric: Metric) -> Facts:
+def entry_of(rows: list[Facts], metric: Metric) -> Facts:
+    """The entry of a net from its facts of each seed; `delta_vs_ce` is None."""
     return {
         "objective": rows[0]["objective"],
         "parameters": rows[0]["parameters"],

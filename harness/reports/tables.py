@@ -61,9 +61,10 @@ def columns(cells: Mapping[str, Callable[[Any], str]], rows: Iterable[Any], left
     return Table(list(cells), [[cell(row) for cell in cells.values()] for row in rows], left)
 
 
-def paragraph(text: str) -> str:
-    """The text in lines of at most 110 characters."""
-    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+def paragraph(text: str, indent: str = "") -> str:
+    """The text in lines of at most 110 characters; all but the first are indented."""
+    options: Any = {"subsequent_indent": indent, "break_long_words": False, "break_on_hyphens": False}
+    return textwrap.fill(text, WIDTH, **options)
 
 
 def words(values: Mapping[str, Any]) -> str:

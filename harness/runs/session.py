@@ -17,7 +17,7 @@ from apprentice.errors import BadInput
 from datamodules import InMemoryData
 from harness import config as cli
 from harness.config.sources import INVOCATION, flat
-from harness.runs import environment, folders, launch, signals
+from harness.runs import calls, environment, folders, launch, signals
 from harness.runs.files import recorded, write_json, write_text
 from harness.runs.fit import MakeTrainer
 from harness.runs.quiet import notice, quiet
@@ -93,14 +93,15 @@ class Session:
         """Write config.yaml and environment.json into the run's folder."""
         if launch.is_main_process():
             write_text(self.out / "config.yaml", self.parser.dump(self.config, INVOCATION))
-            write_json(self.out / "environment.json", environment.hardware() | environment.versions())
+            write_json(self.out / calls.FILE, calls.facts(self.out, self.parser.prog, self.argv))
 
     def header(self) -> dict[str, Any]:
         """How results.json begins."""
         return {
             "experiment": self.name, "data": {"name": self.data.name, **self.used},
             "hardware": environment.hardware(), "versions": environment.versions(),
-            "config": self.parser.as_dict(self.config), "seeds": list(self.config.seeds),
+            "commits": calls.commits(self.out), "config": self.parser.as_dict(self.config),
+            "seeds": list(self.config.seeds),
         }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 from apprentice.errors import BadInput
 from harness.config.messages import one_line
 from harness.reports.report import Facts, Report
-from harness.runs import environment, signals
+from harness.runs import calls, environment, signals
 from harness.runs.files import write_json
 from harness.runs.progress import clock
 from harness.runs.quiet import notice
@@ -48,6 +48,7 @@ class Study:
             self._check_same(before, how)
             self.rows = {row[self.key]: row for row in before["rows"]}
         run.describe()
+        self.header["commits"] = calls.commits(self.out)
 
     def _check_same(self, before: Facts, how: Iterable[str]) -> None:
         rows = f"the rows in {self.out} were measured"

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from harness.reports.figures import figure
-from harness.reports.pages import settings
 from harness.reports.report import Facts, Part, Report, machine
+from harness.reports.settings import settings
 from harness.reports.tables import NONE, Table, columns, count, short, words
 from harness.runs import environment
 from harness.runs.nets import Spec, write_spec
