@@ -39,6 +39,7 @@ def fit_and_test(
     tensorboard: bool = True,  # whether to write TensorBoard's files
     label: str = "",  # begins each line of progress
     trained: bool = False,  # whether the module has its weights already and is only tested
+    extended: bool = False,  # whether a finished fit goes on, as its Trainer has more epochs now
 ) -> Fit:
     """Fit the module, from its checkpoint if there is one, then test its last weights once.
 
@@ -54,7 +55,7 @@ def fit_and_test(
         return make_trainer(logger=logger if tensorboard else False, plugins=[AtomicCheckpointIO()], **kwargs)
 
     with quiet():
-        if not trained and not (state and state["callbacks"]["SafePoints"]["finished"]):
+        if not trained and (extended or not (state and state["callbacks"]["SafePoints"]["finished"])):
             with _stop_after_save():
                 shown, purge_step = progress(label), state["global_step"] if state else 0
                 shown["callbacks"] = [SafePoints(checkpoint, every), *shown["callbacks"]]
