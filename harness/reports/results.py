@@ -25,7 +25,8 @@ def bake_off_results(
     """The content of results.json; None stands for what can't be computed.
 
     A teacher has for each seed `parameters`, the tested values, and `max_epochs`, `fit_seconds`, `step_ms`,
-    `train_flops` (None if it was loaded); a student `objective`, `parameters`, the tested values, `step_ms`, `train_flops`, `failed`.
+    `train_flops` (None if it was loaded); a student `objective`, `parameters`, the tested values, `step_ms`,
+    `train_flops`, `failed`.
 
     Raises:
         ValueError: a list does not have one entry per seed.

@@ -38,7 +38,7 @@ class SafePoints(Checkpoint):
         self._seconds_before, self._started, self._saved = 0.0, time.monotonic(), time.monotonic()
 
     def state_dict(self) -> dict[str, Any]:
-        """Seconds of training, with those before a resume, whether it has finished, and after how many epochs it does."""
+        """Seconds of training, with those before a resume, whether it has finished, and epochs that it is to have."""
         seconds = self._seconds_before + time.monotonic() - self._started
         return {"seconds": seconds, "finished": self.finished, "max_epochs": self._max_epochs}
 

@@ -122,7 +122,9 @@ def _date_records(run: Session) -> None:
     for folder in (run.out / f"seed{seed}" for seed in run.config.seeds):
         for checkpoint in folder.glob("*.ckpt"):
             if safepoints.max_epochs(safepoints.read(checkpoint, mmap=True)) is None:
-                expected = f"{before} until this run, which an older version began, is finished; resume it as it is first"
+                expected = (
+                    f"{before} until this run, which an older version began, is finished; resume it as it is first"
+                )
                 raise BadInput("trainer.max_epochs", now, expected)
         for record in (folder / "teacher.json", folder / "students.json"):
             facts = json.loads(record.read_text()) if record.exists() else {"max_epochs": None}

@@ -1,22 +1,21 @@
 """A finished run that grows is one that was started so: more seeds, more students, more epochs."""
 
 import json
-import os
 import shutil
 import signal
 from collections.abc import Callable, Iterable, Sequence
-from itertools import permutations
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import yaml
+from lightning.pytorch import Callback, LightningModule, Trainer
 from matplotlib.figure import Figure
 
 from experiments import gpt, kd
-from harness.runs import fit as stages
 from harness.runs.safepoints import SafePoints
+from harness.runs.session import Session
 from harness.studies import distillation, fits
 from tests.commands import results
 from tests.figures import sketch
@@ -36,7 +35,6 @@ SEEDS, MORE_SEEDS = ["--seeds", "[3]"], ["--seeds", "[5, 3]"]
 ONLY, MORE = ["--only", "ce", "hint"], ["--only", "ce", "hint", "new"]
 NEW = [*MORE, "--variants.new", "Hinton", "--variants.new.temperature", "8"]
 GROWTH = {"seeds": MORE_SEEDS, "students": NEW, "epochs": MORE_EPOCHS}
-OFTEN = ["--checkpoint_every", "1e-9"]
 
 
 def grown(out: Path, *flags: str) -> Path:
@@ -159,23 +157,30 @@ def older(run: Path) -> None:
         record.write_text(json.dumps({key: facts[key] for key in ("fit_seconds", "runs")}))
 
 
-WAYS: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
-    "goes on": (lambda run: None, ["3/4", "4/4"], "4 epochs instead of 2; goes on\n"),
-    "of an older version": (older, ["1/4", "2/4", "3/4", "4/4"], "the checkpoint of its 2 epochs is not in the folder\n"),
+WAYS: dict[str, tuple[Callable[[Path], None], list[int], str]] = {
+    "goes on": (lambda run: None, [2, 3], "goes on"),
+    "of an older version": (
+        older,
+        [0, 1, 2, 3],
+        "starts again, with the same result: the checkpoint of its 2 epochs is not in the folder",
+    ),
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_with_more_epochs_students_are_those_of_a_run_with_the_teachers(
-    way: str, run: Path, long: Path, capsys: pytest.CaptureFixture[str]
+    way: str, run: Path, long: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     change, epochs, said = WAYS[way]
+    started, step = [], SafePoints.on_train_batch_start
+    monkeypatch.setattr(
+        SafePoints, "on_train_batch_start", lambda *args: (started.append(args[1].current_epoch), step(*args))
+    )
     change(run)
     before = kept(run, "ce", "hint", "students.json", "students.ckpt", *(["teacher.json"] if change is older else []))
     grown(run, *MORE_EPOCHS)
-    told = capsys.readouterr().out.splitlines(keepends=True)
-    assert [line.split()[4] for line in told if "  epoch " in line] == epochs
-    assert [line for line in told if line.startswith("seed 3 students: ")][0].endswith(said)
+    assert list(dict.fromkeys(started)) == epochs
+    assert f"seed 3 students: 4 epochs instead of 2; {said}\n" in capsys.readouterr().out
     after = kept(run)
     assert {path: after[path] for path in before} == before
     assert_same_students(run, long, ["ce", "hint"], "3")
@@ -183,35 +188,192 @@ def test_with_more_epochs_students_are_those_of_a_run_with_the_teachers(
     assert "teacher: of 2 epochs; the run grew to 4 afterwards." in (run / "results.md").read_text()
 
 
-@pytest.mark.parametrize("order", mostly_slow(["+".join(GROWTH), *map(" ".join, permutations(GROWTH))], "+".join(GROWTH)))
+ORDERS = ["seeds+students+epochs", "epochs students seeds", "epochs seeds students", "students epochs seeds"]
+
+
+@pytest.mark.parametrize("order", mostly_slow(ORDERS, "seeds+students+epochs"))
 def test_in_any_order_it_grows_to_the_same(order: str, run: Path, long: Path) -> None:
     for step in order.split():
         grown(run, *(flag for what in step.split("+") for flag in GROWTH[what]))
     assert_same_students(run, long)
     teachers = weights(run, ["teacher"])
     assert_same(teachers, weights(long, ["teacher"]))  # the new seed's, too, have two epochs
-    assert sorted(path.name for path in run.glob("seed*/*.ckpt")) == ["students-2.ckpt", "students.ckpt", "students.ckpt"][
-        : len(list(run.glob("seed*/students*.json")))
-    ] or True
+    assert not list(run.rglob("teacher.ckpt"))
+
+
+class Fading(Callback):
+    """Lets the learning rate fall to zero at the Trainer's end."""
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] = 1e-3 * (1 - trainer.current_epoch / cast("int", trainer.max_epochs))
 
 
 CAUTIOUS = {
-    "callbacks": ([*EPOCHS, "--trainer.callbacks", "StochasticWeightAveraging", "--trainer.callbacks.swa_lrs", "0.01"], "callbacks"),
-    "one epoch": (["--trainer.max_epochs", "1"], "from two epochs on"),
+    "callbacks": ([*EPOCHS, "--trainer.callbacks", f"{__name__}.Fading"], "--trainer.callbacks do may depend on"),
+    "one epoch": (["--trainer.max_epochs", "1"], "outputs are stored from two epochs on"),
 }
 
 
-@pytest.mark.parametrize("way", CAUTIOUS)
+@pytest.mark.parametrize("way", mostly_slow(CAUTIOUS, "callbacks"))
 def test_where_more_epochs_begin_otherwise_students_start_again(
     way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags, said = CAUTIOUS[way]
-    base = [*SMALL[:-6], *SEEDS, *ONLY, "--trainer.strategy", "auto", "--trainer.devices", "1"]
-    base = base if way == "one epoch" else [flag for flag in base]
-    kd.main([*base, *flags, "--out", str(tmp_path / "run")])
-    whole = [*base, *flags, *MORE_EPOCHS, *_teachers(tmp_path / "run"), "--out", str(tmp_path / "whole")]
-    kd.main(whole)
+    base = [*SMALL, *SEEDS, *ONLY, *flags]
+    kd.main([*base, "--out", str(tmp_path / "run")])
+    kd.main([*base, *MORE_EPOCHS, *_teachers(tmp_path / "run"), "--out", str(tmp_path / "whole")])
     capsys.readouterr()
     grown(tmp_path / "run", *MORE_EPOCHS)
     assert said in capsys.readouterr().out
     assert_same_students(tmp_path / "run", tmp_path / "whole")
+
+
+# Killed, and on several processes
+
+
+def start(out: Path, *flags: str, before: Callable[[], None] = lambda: None) -> Run:
+    def main() -> None:
+        Figure.draw = sketch  # type: ignore[method-assign]
+        before()
+        grown(out, *flags)
+
+    return Run(main, log=out.with_suffix(".log"))
+
+
+# Of a run that grows by all at once: seed 5's teacher has 6 batches, its students 12; seed 3's have 6, the new one 12.
+MOMENTS = {
+    "before the records are dated": (distillation, "_date_records", 1, False),
+    "before the settings are written": (Session, "describe", 1, False),
+    "after the settings are written": (Session, "describe", 1, True),
+    "teacher of a new seed": (SafePoints, "on_train_batch_start", 4, True),
+    "students of a new seed": (SafePoints, "on_train_batch_start", 12, True),
+    "old students, before their first batch": (SafePoints, "on_train_batch_start", 19, False),
+    "old students, in mid-epoch": (SafePoints, "on_train_batch_start", 21, True),
+    "old students, one of two exported": (fits, "save_net", 5, True),
+    "old students, exported and not recorded": (fits, "write_json", 3, False),
+    "between old and new": (fits, "write_json", 3, True),
+    "new student, in mid-epoch": (SafePoints, "on_train_batch_start", 30, True),
+    "everything but the results": (distillation, "save_results", 1, False),
+}
+
+
+@pytest.mark.parametrize("moment", mostly_slow(MOMENTS, "old students, in mid-epoch"))
+def test_killed_while_it_grows_it_ends_the_same(moment: str, run: Path, long: Path) -> None:
+    if moment == "before the records are dated":
+        older(run)
+    growth = [flag for flags in GROWTH.values() for flag in flags]
+    killed = start(run, *growth, "--checkpoint_every", "1e-9", before=kill_at(*MOMENTS[moment]))
+    assert killed.wait() == -signal.SIGKILL, killed.output
+    undated = moment in ("before the records are dated", "before the settings are written")
+    again = start(run, *(growth if undated else []))
+    assert again.wait() == 0, again.output
+    assert_same_students(run, long)
+    assert_same(weights(run, ["teacher"]), weights(long, ["teacher"]))
+    assert not list(run.rglob("*.tmp")) + list(run.rglob("teacher.ckpt"))
+
+
+@pytest.mark.slow
+def test_an_unfinished_run_grows_too(tmp_path: Path, long: Path, wide: Path) -> None:
+    """Stopped among the students, with the teacher finished."""
+    out, flags = tmp_path / "run", [*SMALL, *SEEDS, *ONLY, *EPOCHS, "--checkpoint_every", "1e-9"]
+
+    def main() -> None:
+        kill_at(SafePoints, "on_train_batch_start", 9, True)()
+        kd.main([*flags, "--out", str(out)])
+
+    killed = Run(main, log=tmp_path / "log")
+    assert killed.wait() == -signal.SIGKILL, killed.output
+    copy = Path(shutil.copytree(out, tmp_path / "copy"))
+    grown(out, *MORE_SEEDS, *NEW)
+    assert_started_so(out, wide)
+    grown(copy, *(flag for more in GROWTH.values() for flag in more))
+    assert_same_students(copy, long)
+
+
+@pytest.mark.slow
+def test_an_exact_run_grows_on_other_numbers_of_processes(tmp_path: Path) -> None:
+    two = ["--trainer.strategy", "ddp_fork", "--trainer.devices", "2"]
+    starts = {
+        "run": [*ONLY, *EPOCHS],
+        "whole": [*NEW, *MORE_EPOCHS, *_teachers(tmp_path / "run"), *two],
+    }
+    for name, more in starts.items():
+        one = Run(kd.main, [*SMALL, *SEEDS, "--exact", "3", *more, "--out", str(tmp_path / name)], log=tmp_path / "log")
+        assert one.wait() == 0, one.output
+    last = start(tmp_path / "run", *NEW, *MORE_EPOCHS, *two)
+    assert last.wait() == 0, last.output
+    assert_same_students(tmp_path / "run", tmp_path / "whole")
+
+
+# Refused
+
+
+REFUSED = {
+    "a seed less": (["--seeds", "[5]"], "--seeds [5]: expected [3] or more, as the run in"),
+    "fewer epochs": (["--trainer.max_epochs", "1"], "--trainer.max_epochs 1: expected 2 or more, as the run in"),
+    "another rate": (["--scheduler.step_size", "2", *MORE_EPOCHS], "--scheduler.step_size 2: expected 1, as the run"),
+    "a student in no list": (NEW[len(MORE) :], "--variants.new Hinton: expected new in --only, too: the run in"),
+    "a student that can't learn": (
+        [*MORE, "--variants.new", "Hint", "--variants.new.student_layer", "x"],
+        "--variants.new.student_layer x: expected",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_does_not_grow_is_refused_and_changes_nothing(
+    kind: str, begun: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags, said = REFUSED[kind]
+    before = {path: path.stat().st_mtime_ns for path in begun.rglob("*") if path.is_file()}
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        grown(begun, *flags)
+    assert stop.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: {said}"), told
+    assert told.count("\n") == 1
+    assert {path: path.stat().st_mtime_ns for path in begun.rglob("*") if path.is_file()} == before
+
+
+def test_an_older_run_that_is_unfinished_is_finished_before_it_grows(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "seed3/students.json").unlink()
+    checkpoint = run / "seed3/students.ckpt"
+    state = torch.load(checkpoint, weights_only=True)
+    del state["callbacks"]["SafePoints"]["max_epochs"]
+    torch.save(state, checkpoint)
+    before = kept(run)
+    with pytest.raises(SystemExit) as stop:
+        grown(run, *MORE_EPOCHS)
+    assert stop.value.code == 2
+    assert "--trainer.max_epochs 4: expected 2 until this run, which an older version" in capsys.readouterr().err
+    assert kept(run) == before
+    grown(run)
+    assert results(run)["students"]["ce"]["test_acc"]
+
+
+# A language model
+
+
+def test_a_language_model_grows_by_seeds_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = ["--net.num_layers", "1", "--net.num_heads", "2", "--net.embed_dim", "16", "--data.block_size", "16"]
+    base += ["--trainer.max_steps", "4", "--trainer.val_check_interval", "2", "--model.warmup_steps", "1"]
+    base += ["--trainer.devices", "1", "--data.path", str(written(tmp_path))]
+    gpt.main([*base, "--seeds", "2", "--out", str(tmp_path / "whole")])
+    gpt.main([*base, "--seeds", "1", "--out", str(tmp_path / "run")])
+    before = (tmp_path / "run/seed0/gpt/weights.pt").stat().st_mtime_ns
+    gpt.main(["--out", str(tmp_path / "run"), "--resume", "true", "--seeds", "2"])
+    assert (tmp_path / "run/seed0/gpt/weights.pt").stat().st_mtime_ns == before
+    assert_same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+    assert curves(tmp_path / "run") == curves(tmp_path / "whole")
+    found, whole = results(tmp_path / "run"), results(tmp_path / "whole")
+    assert [timeless(run) for run in found.pop("runs")] == [timeless(run) for run in whole.pop("runs")]
+    assert timeless(found) == timeless(whole)
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        gpt.main(["--out", str(tmp_path / "run"), "--resume", "true", "--trainer.max_steps", "8"])
+    told = f"--trainer.max_steps 8: expected 4, as the run in {tmp_path / 'run'} was started: the learning rate of each"
+    assert capsys.readouterr().err.startswith(f"error: {told}")
