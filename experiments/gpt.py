@@ -8,8 +8,9 @@ Nine tenths of the text train, the last tenth validates and tests. OUT/ holds re
 a TensorBoard run, the weights and the vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import nn
 
@@ -48,6 +49,10 @@ class Options(cli.RunOptions):
     temperature: float = 0.8
     top_k: int | None = None
     sample_seed: int = 0
+    grows: ClassVar[Collection[str]] = ("seeds",)
+    fixed: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("trainer.max_steps", "trainer.max_epochs"), "the learning rate of each step depends on how many there are"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -13,8 +13,9 @@ import os
 # Before torch is loaded: threads that spin while they wait slow small nets down.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import nn
 
@@ -44,6 +45,10 @@ class Options(cli.RunOptions):
     only: list[str] | None = None
     teacher_ckpt: str | None = None
     teacher_cache_mb: int = 1024
+    grows: ClassVar[Collection[str]] = ("seeds", "only", "trainer.max_epochs")
+    fixed: ClassVar[Mapping[str, str]] = {
+        "scheduler": "the epochs so far have its rate; with --teacher_ckpt another run learns from the same teachers"
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,10 +79,12 @@ def teacher(run: Session, seed: int) -> tuple[LitClassifier, dict[str, Candidate
     return module, {"teacher": candidate}
 
 
-def students(run: Session, seed: int, teacher: nn.Module) -> tuple[Distillation, dict[str, Candidate]]:
-    """The module of all students of a teacher."""
+def students(
+    run: Session, seed: int, teacher: nn.Module, names: Sequence[str]
+) -> tuple[Distillation, dict[str, Candidate]]:
+    """The module of some students of a teacher."""
     config, data, nets_and_objectives, candidates = run.config, run.data, {}, {}
-    for name, choice in cli.pick(config.variants, config.only).items():
+    for name, choice in cli.pick(config.variants, names).items():
         options = {"net": config.student.name, **choice.init_args}
         candidates[name] = make_candidate(run, "student", seed, choice.name, options, run.is_double)
         nets_and_objectives[name] = candidates[name].net, cli.build(choice, f"variants.{name}")

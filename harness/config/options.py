@@ -1,6 +1,6 @@
 """The options that every experiment has, and those of one that has a single seed."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -27,6 +27,8 @@ class RunOptions:
     checkpoint_every: float = 30.0
     exact: int | None = None
     quick_values: ClassVar[Mapping[str, Any]] = {}  # what `--quick true` sets where it is not given
+    grows: ClassVar[Collection[str]] = ()  # flags that a resumed run may raise, or extend if they are lists
+    fixed: ClassVar[Mapping[str, str]] = {}  # why it may not change others, where that is not plain
 
     def __post_init__(self) -> None:
         if isinstance(self.seeds, int):

@@ -12,13 +12,13 @@ from typing import Any, TypeAlias, TypeVar
 import yaml
 
 from apprentice.errors import BadInput
-from harness.config import training, usage
+from harness.config import growth, training, usage
 from harness.config.choices import Resolver
 from harness.config.classes import Choice, Classes, arguments, build, imported, plain
 from harness.config.messages import near
 from harness.config.options import RunOptions
 from harness.config.signatures import Signature
-from harness.config.sources import INVOCATION, Given, Layer, as_given, flat, free, from_yaml, layer, load, read
+from harness.config.sources import INVOCATION, Given, Layer, as_given, flat, from_yaml, layer, load, read
 
 T = TypeVar("T")
 Bases: TypeAlias = type | tuple[type, ...]
@@ -112,7 +112,7 @@ class Parser:
             config = self._config(given)
             self._check(config)
             if run is not None:
-                self._check_same(run, self._config(start), config)
+                self._check_same(run.parent, self._config(start), config)
         if "print_config" in bare:
             sys.stdout.write(self.dump(config))
             raise SystemExit(0)
@@ -238,14 +238,19 @@ class Parser:
             raise BadInput("out", path, f"all settings of the run; {what}")
         return layer(saved, str(path))
 
-    def _check_same(self, path: Path, saved: Namespace, config: Namespace) -> None:
-        """Raise BadInput if a setting differs on which the results of that run depend."""
+    def _check_same(self, folder: Path, saved: Namespace, config: Namespace) -> None:
+        """Raise BadInput if a setting differs on which the results of that run depend and by which it can't grow."""
+        options: Any = self.options.target
         before, after = (dict(flat(self.as_dict(each))) for each in (saved, config))
-        for flag in [*after, *before]:
-            was, now = before.get(flag, "(nothing)"), after.get(flag, "(nothing)")
-            if (was != now or type(was) is not type(now)) and not free(flag):  # 1 batch is not 1.0 of all
-                expected = f"{was}, as the run in {path.parent} was started; leave it out, or take another --out"
-                raise BadInput(flag, now, expected)
+        new: list[str] = []
+        for key in (key for key, entry in self.entries.items() if isinstance(entry, Entry) and entry.named):
+            used, wanted = (pick(getattr(each, key), getattr(each, "only", None)) for each in (saved, config))
+            new += [f"{key}.{name}" for name in getattr(config, key) if name not in used]
+            for name, choice in getattr(config, key).items():
+                if name not in {**getattr(saved, key), **wanted}:
+                    expected = f"{name} in --only, too: the run in {folder} is of {', '.join(used)}"
+                    raise BadInput(f"{key}.{name}", choice.name, expected)
+        growth.check_same(before, after, folder, options.grows, options.fixed, new)
 
     def summary(self, config: Namespace) -> str:
         """What is chosen but for the optimizer, in one line: `data Digits, teacher DeepNN, variants ce kd, seed 0`."""

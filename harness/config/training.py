@@ -37,7 +37,7 @@ ABOVE_ZERO = ("limit_train_batches", "limit_test_batches", "val_check_interval")
 FRACTIONS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "val_check_interval")
 TYPES = {"logger": bool, "devices": int | list[int] | str}  # in place of the Trainer's own
 ONE_SCHEDULER = "one scheduler by itself, such as MultiStepLR or CosineAnnealingLR"
-TRIED_EPOCHS = 10
+TRIED_EPOCHS = 1000
 
 # Any optimizer that steps each student by itself, and any scheduler that depends on the epoch alone.
 OPTIMIZERS = Classes((torch.optim.Optimizer,), torch.optim, frozenset({"params"}), {

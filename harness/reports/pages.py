@@ -91,6 +91,7 @@ def notes(results: Facts) -> list[str]:
     lines = [f"{metric.word.capitalize()}: mean{spread}." if spread else ""]
     if results["teacher"].get("nets", len(seeds)) < len(seeds):
         lines.append("teacher: one net, tested once, which taught with every seed.")
+    lines += _kept_teacher(results)
     lines += failures(results)
     if BASELINE in students:
         baseline, key = students[BASELINE][metric.name], metric.name
@@ -99,6 +100,12 @@ def notes(results: Facts) -> list[str]:
     elif len(students) > 1:
         lines.append("No student is called ce, so no differences are given.")
     return [line for line in lines if line]
+
+
+def _kept_teacher(results: Facts) -> list[str]:
+    """A line that says for how many epochs the teacher was trained, if the run has grown since."""
+    epochs, now = results["teacher"].get("max_epochs"), results["config"].get("trainer", {}).get("max_epochs")
+    return [f"teacher: of {epochs} epochs; the run grew to {now} afterwards."] if epochs not in (None, now) else []
 
 
 def failures(results: Facts, prefix: str = "") -> list[str]:

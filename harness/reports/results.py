@@ -24,8 +24,9 @@ def bake_off_results(
 ) -> Facts:
     """The content of results.json; None stands for what can't be computed.
 
-    A teacher has for each seed `parameters`, the tested values, and `fit_seconds`, `step_ms`, `train_flops` (None if it
-    was loaded); a student `objective`, `parameters`, the tested values, `step_ms`, `train_flops`, `failed`.
+    A teacher has for each seed `parameters`, the tested values, and `max_epochs`, `fit_seconds`, `step_ms`,
+    `train_flops` (None if it was loaded); a student `objective`, `parameters`, the tested values, `step_ms`,
+    `train_flops`, `failed`.
 
     Raises:
         ValueError: a list does not have one entry per seed.
@@ -46,6 +47,7 @@ def bake_off_results(
         "teacher": {
             "nets": 1 if one_teacher else seeds,
             "parameters": teacher[0]["parameters"],
+            "max_epochs": teacher[0].get("max_epochs"),
             **{key: [facts[key] for facts in teacher] for key in (*metric.tested, "fit_seconds")},
             **_costs(teacher, teacher),
         },

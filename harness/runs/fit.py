@@ -41,6 +41,7 @@ def fit_and_test(
     tensorboard: bool = True,  # whether to write TensorBoard's files
     show: Show | None = None,  # what shows the progress
     trained: bool = False,  # whether the module has its weights already and is only tested
+    extended: bool = False,  # whether a finished fit goes on, as its Trainer has more epochs now
 ) -> Fit:
     """Fit the module, from its checkpoint if there is one, then test its last weights once.
 
@@ -57,7 +58,7 @@ def fit_and_test(
         return make_trainer(logger=logger if tensorboard else False, plugins=[AtomicCheckpointIO()], **kwargs)
 
     with quiet():
-        if not trained and not (state and state["callbacks"]["SafePoints"]["finished"]):
+        if not trained and (extended or not (state and state["callbacks"]["SafePoints"]["finished"])):
             with _stop_after_save():
                 purge_step = state["global_step"] if state else 0
                 resumed: dict[str, Any] = {"ckpt_path": str(checkpoint), "weights_only": True} if state else {}

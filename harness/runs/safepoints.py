@@ -34,12 +34,13 @@ class SafePoints(Checkpoint):
     def __init__(self, path: str | Path, every: float = 30.0) -> None:
         self.path, self.every = Path(path), every
         self.finished, self._saves_on_signal = False, signals.State.deferring
+        self._max_epochs: int | None = None
         self._seconds_before, self._started, self._saved = 0.0, time.monotonic(), time.monotonic()
 
     def state_dict(self) -> dict[str, Any]:
-        """Seconds of training, with those before a resume, and whether it has finished."""
+        """Seconds of training, with those before a resume, whether it has finished, and epochs that it is to have."""
         seconds = self._seconds_before + time.monotonic() - self._started
-        return {"seconds": seconds, "finished": self.finished}
+        return {"seconds": seconds, "finished": self.finished, "max_epochs": self._max_epochs}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Add the seconds of the session before."""
@@ -48,6 +49,7 @@ class SafePoints(Checkpoint):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
         self._started = self._saved = time.monotonic()
+        self._max_epochs = trainer.max_epochs
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Correct the batch count of a resumed fit; install our signal handlers over Lightning's."""
@@ -84,6 +86,11 @@ class SafePoints(Checkpoint):
         trainer.save_checkpoint(self.path)
 
 
-def read(path: str | Path) -> dict[str, Any]:
-    """A checkpoint's content on the CPU; code in the file is never run."""
-    return torch.load(path, weights_only=True, map_location="cpu")
+def read(path: str | Path, mmap: bool = False) -> dict[str, Any]:
+    """A checkpoint's content on the CPU, with `mmap` without reading tensors; code in the file is never run."""
+    return torch.load(path, weights_only=True, map_location="cpu", mmap=mmap)
+
+
+def max_epochs(state: dict[str, Any]) -> int | None:
+    """How many epochs a checkpoint's fit was to have; None in those of older versions."""
+    return state["callbacks"]["SafePoints"].get("max_epochs")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +20,10 @@ from apprentice.keyed import with_seed
 from datamodules import InMemoryData
 from harness import config as cli
 from harness.reports.report import Facts
+from harness.runs import safepoints
 from harness.runs.files import write_json
 from harness.runs.fit import Fit, fit_and_test
-from harness.runs.launch import is_main_process
+from harness.runs.launch import is_main_process, main_first
 from harness.runs.nets import Spec, save_net, spec
 from harness.runs.progress import progress
 from harness.runs.quiet import notice
@@ -94,34 +96,47 @@ def check_modules(trainer: Trainer, *modules: Learner) -> None:
 
 
 def train(
-    run: Session, seed: int, name: str, make: Make, trained: bool = False, fits: Sequence[str] = (), **options: Any
+    run: Session,
+    seed: int,
+    name: str,
+    make: Make,
+    trained: bool = False,
+    keep: bool = False,
+    fits: Sequence[str] = (),
+    **options: Any,
 ) -> Facts:
     """Fit and test a module of one or several candidates, export their nets, measure their costs.
 
-    `make` makes the module and its candidates by name, unless the fit of this name is finished. A `trained` module is
-    only tested. `fits` are the names of each seed's fits, in order. `options` of the Trainer replace the user's.
+    `make` makes the module and its candidates by name, unless the fit of this name is finished. One that was finished
+    with fewer epochs goes on if its last checkpoint was kept (`keep`), and else starts again: the bits are the same.
+    A `trained` module is only tested. `fits` are the names of each seed's fits, in order. `options` of the Trainer
+    replace the user's.
 
     Returns:
-        `fit_seconds`, and by the candidates' names `runs`: `objective`, `parameters`, test scores, `step_ms`,
-        `train_flops`, and `failed`: None, or the {"step", "term"} in which the loss stopped being finite.
+        `fit_seconds`, `max_epochs`, and by the candidates' names `runs`: `objective`, `parameters`, test scores,
+        `step_ms`, `train_flops`, and `failed`: None, or the {"step", "term"} in which the loss stopped being finite.
 
     Raises:
         Interrupted: the user asked to stop; the checkpoint has what was trained.
     """
     folder = run.out / f"seed{seed}"
     record, checkpoint = folder / f"{name}.json", folder / f"{name}.ckpt"
-    if record.exists():
-        if is_main_process():
+    epochs = None if trained else options.get("max_epochs", run.config.trainer.init_args["max_epochs"])
+    before: Facts = json.loads(record.read_text()) if record.exists() else {}
+    if before and before.get("max_epochs", epochs) == epochs:
+        if is_main_process() and not keep:
             checkpoint.unlink(missing_ok=True)  # the process may have been killed just before
-        return json.loads(record.read_text())
+        return before
+    with main_first(f"{folder.name} {name}"):
+        extended = _extended(run, f"seed {seed} {name}", checkpoint, before.get("max_epochs"), epochs)
     run.data.order_seed = seed
     module, candidates = make()
     fit = fit_and_test(
         module, run.data, partial(run.trainer, **options), checkpoint, runs=list(candidates), trained=trained,
-        every=run.config.checkpoint_every, tensorboard=run.tensorboard,
+        every=run.config.checkpoint_every, tensorboard=run.tensorboard, extended=extended,
         show=progress(f"seed {seed} {name:8}", remaining(run, fits, seed, name)),
     )  # fmt: skip
-    facts: Facts = {"fit_seconds": fit.seconds, "runs": {}}
+    facts: Facts = {"fit_seconds": fit.seconds, "max_epochs": epochs, "runs": {}}
     if is_main_process():
         module.to(fit.device)  # a fit on a GPU ends on the CPU
         for key, candidate in candidates.items():
@@ -133,9 +148,31 @@ def train(
                 shown = {f"cost/{name}": found[name] for name in ("parameters", "train_flops", "step_ms")}
                 log_run(folder / key, {"objective": candidate.objective, **candidate.options}, shown)
         write_json(record, facts)
-        checkpoint.unlink(missing_ok=True)
+        if not keep:
+            checkpoint.unlink(missing_ok=True)
     wait_for_main()
     return facts
+
+
+def _extended(run: Session, label: str, checkpoint: Path, done: int | None, epochs: int | None) -> bool:
+    """Whether a checkpoint is of a fit of fewer epochs, from which one of `epochs` goes on; deletes it if none can.
+
+    `done` are the epochs of the fit's record.
+    """
+    had = safepoints.max_epochs(safepoints.read(checkpoint, mmap=True)) if checkpoint.exists() else None
+    if epochs is None or had == epochs or (had is None and done is None):
+        return False
+    why = "" if had else f"the checkpoint of its {done} epochs is not in the folder"
+    if run.config.trainer.init_args["callbacks"]:
+        why = "what --trainer.callbacks do may depend on the number of epochs"
+    elif had == 1:
+        why = "a teacher's outputs are stored from two epochs on"
+    if is_main_process():
+        how = f"starts again, with the same result: {why}" if why else "goes on"
+        print(f"{label}: {epochs} epochs instead of {done or had}; {how}", flush=True)
+        if why:
+            checkpoint.unlink(missing_ok=True)
+    return not why
 
 
 def wait_for_main() -> None:

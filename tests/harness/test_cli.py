@@ -585,10 +585,14 @@ def test_resuming_with_what_may_differ_or_does_not(kd, run, line):
 
 @pytest.mark.parametrize(("line", "flag", "was"), [
     ("--variants.kd.temperature 4", "variants.kd.temperature 4", "2.5"),
-    ("--variants.new Hinton", "variants.new Hinton", "(nothing)"),
     ("--variants.kd Cosine", "variants.kd Cosine", "lit_modules.objectives.Hinton"),
     ("--teacher DeepNN", "teacher DeepNN", "lit_modules.nets.ResNet"),
-    ("--seeds 3", "seeds 3", "[0, 1]"),
+    ("--seeds [1,2]", "seeds [1,2]", "[0, 1] or more"),
+    ("--seeds 1", "seeds 1", "[0, 1] or more"),
+    ("--trainer.max_epochs 9", "trainer.max_epochs 9", "10 or more"),
+    ("--trainer.max_epochs -1", "trainer.max_epochs -1", "10 or more"),
+    ("--trainer.max_steps 9", "trainer.max_steps 9", "-1"),
+    ("--trainer.max_epochs 20 --data.batch_size 64", "data.batch_size 64", "128"),
     ("--only kd", "only kd", "None"),
     ("--optimizer.lr 0.1", "optimizer.lr 0.1", "0.001"),
     ("--trainer.precision 64-true", "trainer.precision 64-true", "None"),
@@ -598,6 +602,46 @@ def test_resuming_with_what_may_differ_or_does_not(kd, run, line):
 def test_resuming_with_what_differs_is_refused(kd, run, line, flag, was):
     message = refused(kd, f"{line} --out {run} --resume true")
     assert message == f"{flag}: expected {was}, as the run in {run} was started; leave it out, or take another --out"
+
+
+@pytest.mark.parametrize("line", [
+    "--seeds 3", "--seeds [7,1,0]", "--trainer.max_epochs 11", "--variants.new Hinton --variants.new.temperature 8",
+    "--seeds 3 --trainer.max_epochs 20 --variants.a Hint --variants.b Hint",
+])  # fmt: skip
+def test_resuming_with_more_is_as_if_started_so(kd, run, line):
+    started = "--variants.kd.temperature 2.5 --teacher ResNet --teacher.depth 8"
+    seeds = "" if "seeds" in line else "--seeds 2"
+    grown, whole = parse(kd, f"{line} --out {run} --resume true"), parse(kd, f"{started} {seeds} {line}")
+    assert kd.as_dict(grown) | {"out": None, "resume": False} == kd.as_dict(whole)
+    assert list(grown.variants) == list(whole.variants)
+
+
+@pytest.mark.parametrize(("line", "expected"), [
+    ("--only ce kd", None), ("--only kd ce", None), ("--only null", None), ("--only ce --variants.kd Cosine", None),
+    ("--only ce new --variants.new Hinton", None), ("--only null --variants.new Hinton", None),
+    ("--only kd", "only kd: expected ['ce'] or more, as the run in {run} was started; leave it out, or take another"),
+    ("--variants.new Hinton", "variants.new Hinton: expected new in --only, too: the run in {run} is of ce"),
+    ("--only ce kd --variants.ce Hinton", "variants.ce Hinton: expected lit_modules.objectives.CrossEntropy, as"),
+])  # fmt: skip
+def test_resuming_with_more_of_the_students_that_there_are(kd, run, line, expected):
+    save(kd, parse(kd, "--only ce"), run / "config.yaml")
+    if expected is None:
+        parse(kd, f"{line} --out {run} --resume true")
+    else:
+        assert refused(kd, f"{line} --out {run} --resume true").startswith(expected.format(run=run))
+
+
+def test_a_scheduler_that_ends_before_more_epochs_do_is_refused(kd, run):
+    begun = "--scheduler OneCycleLR --scheduler.max_lr 0.1 --scheduler.total_steps 15"
+    save(kd, parse(kd, begun), run / "config.yaml")
+    parse(kd, f"--trainer.max_epochs 15 --out {run} --resume true")
+    message = refused(kd, f"--trainer.max_epochs 16 --out {run} --resume true")
+    assert message.startswith("scheduler torch.optim.lr_scheduler.OneCycleLR: expected options that it takes: Tried to")
+    assert "The specified number of total steps is 15" in message
+    message = refused(kd, f"--trainer.max_epochs 16 --scheduler.total_steps 16 --out {run} --resume true")
+    why = "the epochs so far have its rate; with --teacher_ckpt another run learns from the same teachers"
+    told = f"expected 15, as the run in {run} was started: {why}; leave it out, or take another --out"
+    assert message == f"scheduler.total_steps 16: {told}"
 
 
 def test_resuming_under_another_strategy_than_one_with_options(kd, run):

@@ -67,7 +67,7 @@ def test_keys_are_the_issues():
     ]
     assert found["metric"] == {"name": "test_acc", "higher_is_better": True}
     times = {"fit_seconds", "step_ms", "train_flops"}
-    assert set(found["teacher"]) == {"nets", "parameters", "test_acc", "test_correct", *times}
+    assert set(found["teacher"]) == {"nets", "parameters", "max_epochs", "test_acc", "test_correct", *times}
     assert found["teacher"]["nets"] == 3
     keys = {"objective", "parameters", "test_acc", "test_correct", "step_ms", "train_flops", "delta_vs_ce", "failed"}
     assert all(set(entry) == keys for entry in found["students"].values())
