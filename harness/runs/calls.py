@@ -49,10 +49,11 @@ def _recorded(out: Path) -> list[dict[str, Any] | None]:
 
 
 def _call(prog: str, argv: Sequence[str]) -> dict[str, Any]:
-    started_by = launch.launched()
+    by = launch.launched()
+    launcher = None if by is None else {"name": by.by, "ranks": by.size, "nodes": by.nodes}
     return {
         "command": shlex.join(sys.orig_argv if sys.argv[1:] == [*argv] else [prog, *argv]),
-        "launcher": started_by and {"name": started_by.by, "ranks": started_by.size, "nodes": started_by.nodes},
+        "launcher": launcher,
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         **checkout(Path(__file__)),
     }
