@@ -34,8 +34,9 @@ def facts(out: Path, prog: str, argv: Sequence[str]) -> dict[str, Any]:
 
 def commits(out: Path) -> list[str | None]:
     """The commits of a run's calls, each once; `-dirty` follows that of a changed checkout, None is an unknown one."""
-    known = [call if call and call.get("commit") else None for call in _recorded(out)]
-    return list(dict.fromkeys(call and f"{call['commit']}{'-dirty' if call.get('dirty') else ''}" for call in known))
+    known = [{} if call is None else call for call in _recorded(out)]
+    shown = [f"{call['commit']}{'-dirty' * bool(call.get('dirty'))}" if call.get("commit") else None for call in known]
+    return list(dict.fromkeys(shown))
 
 
 def _recorded(out: Path) -> list[dict[str, Any] | None]:
