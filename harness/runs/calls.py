@@ -35,7 +35,8 @@ def facts(out: Path, prog: str, argv: Sequence[str]) -> dict[str, Any]:
 def commits(out: Path) -> list[str | None]:
     """The commits of a run's calls, each once; `-dirty` follows that of a changed checkout, None is an unknown one."""
     known = [call if call and call.get("commit") else None for call in _recorded(out)]
-    return list(dict.fromkeys(call and f"{call['commit']}{'-dirty' if call.get('dirty') else ''}" for call in known))
+    found = [None if call is None else f"{call['commit']}{'-dirty' if call.get('dirty') else ''}" for call in known]
+    return list(dict.fromkeys(found))
 
 
 def _recorded(out: Path) -> list[dict[str, Any] | None]:
