@@ -34,9 +34,9 @@ def facts(out: Path, prog: str, argv: Sequence[str]) -> dict[str, Any]:
 
 def commits(out: Path) -> list[str | None]:
     """The commits of a run's calls, each once; `-dirty` follows that of a changed checkout, None is an unknown one."""
-    known = [{} if call is None else call for call in _recorded(out)]
-    shown = [f"{call['commit']}{'-dirty' * bool(call.get('dirty'))}" if call.get("commit") else None for call in known]
-    return list(dict.fromkeys(shown))
+    known = [call if call and call.get("commit") else None for call in _recorded(out)]
+    found = [None if call is None else f"{call['commit']}{'-dirty' if call.get('dirty') else ''}" for call in known]
+    return list(dict.fromkeys(found))
 
 
 def _recorded(out: Path) -> list[dict[str, Any] | None]:
@@ -50,11 +50,10 @@ def _recorded(out: Path) -> list[dict[str, Any] | None]:
 
 
 def _call(prog: str, argv: Sequence[str]) -> dict[str, Any]:
-    by = launch.launched()
-    launcher = None if by is None else {"name": by.by, "ranks": by.size, "nodes": by.nodes}
+    started_by = launch.launched()
     return {
         "command": shlex.join(sys.orig_argv if sys.argv[1:] == [*argv] else [prog, *argv]),
-        "launcher": launcher,
+        "launcher": started_by and {"name": started_by.by, "ranks": started_by.size, "nodes": started_by.nodes},
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         **checkout(Path(__file__)),
     }

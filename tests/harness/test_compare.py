@@ -16,6 +16,7 @@ from harness.reports.results import bake_off_results
 from harness.runs.files import write_json
 from harness.studies.compare import compare, load_runs, text
 from harness.studies.compare.comparison import CONFOUNDED
+from harness.studies.compare.page import markdown
 from tests.bake_off_facts import CE, FAILED, KD, TEST, gpt, header, quantized, results, student, teacher
 
 SCRIPT = Path(__file__).parents[2] / "experiments" / "compare.py"
@@ -210,22 +211,22 @@ def test_what_differs_is_told_with_the_value_in_each_run(runs):
     changes["variants"]["kd"]["init_args"]["temperature"] = 8.0
     changes["variants"]["absent"] = {"class_path": "x.Y", "init_args": {}}
     versions, machine = {"torch": "2.16.0", "new": "1"}, {"cores": 4, "gpus": [], "memory_gib": 9.0}
-    t4 = runs("t4", commits=["ab", "cd-dirty"])
+    t4 = runs("t4", commits=["ab" * 20, "cd" * 20 + "-dirty"])
     t8 = runs("t8", config=changes, seeds=[0, 1, 5], versions=versions, hardware=machine, commits=[None])
     assert (
         differing(t4, t8)
         == """\
 What differs and may move results:
 
-setting                  t4                 t8
------------------------  -----------------  -------
-variants.kd.temperature  2.0                8.0
-trainer.max_epochs       10                 20
-data.augment             —                  True
-seeds                    0, 1, 2            0, 1, 5
-commit                   ab, then cd-dirty  unknown
-torch                    2.15.0             2.16.0
-new                      —                  1
+setting                  t4                                     t8
+-----------------------  -------------------------------------  -------
+variants.kd.temperature  2.0                                    8.0
+trainer.max_epochs       10                                     20
+data.augment             —                                      True
+seeds                    0, 1, 2                                0, 1, 5
+commit                   abababababab, then cdcdcdcdcdcd-dirty  unknown
+torch                    2.15.0                                 2.16.0
+new                      —                                      1
 
 What differs and moves nothing but times, and figures by rounding:
 
@@ -270,8 +271,14 @@ trainer.precision  —        the others
 
 def test_equal_settings_are_told_so(runs):
     same = "Settings are the same but for --out."
-    assert differing(runs("t4"), runs("t8", config=configured(out="x", resume=True))) == same
+    assert differing(runs("t4"), runs("t8", config=configured(out="x", resume=True, data__seed=0.0))) == same
     assert same not in text(compare(load_runs(["t4"])))
+
+
+def test_one_batch_is_not_all_batches(runs):
+    one, whole = (configured(trainer__limit_train_batches=limit) for limit in (1, 1.0))
+    assert "trainer.limit_train_batches  1  1.0" in differing(runs("a", config=one), runs("b", config=whole))
+    assert f"b and a differ in settings: trainer.limit_train_batches. {CONFOUNDED}" in rows("a", "b")[1]
 
 
 def test_when_validation_runs_matters_to_callbacks_only(runs):
@@ -285,19 +292,44 @@ def test_when_validation_runs_matters_to_callbacks_only(runs):
     assert f"d and c differ in settings: trainer.val_check_interval. {CONFOUNDED}" in rows("c", "d")[1]
 
 
-def test_settings_are_told_of_all_runs_of_one_and_of_each_row(runs):
-    page = text(compare(load_runs([runs("t4"), runs("t8", config=configured(trainer__max_epochs=20))])))
-    assert (
-        page[page.index("Settings:") :]
-        == """\
+def test_settings_are_told_of_all_runs_of_one_and_of_each_student(runs):
+    warm = configured(trainer__max_epochs=20)
+    warm["variants"]["kd"]["init_args"]["temperature"] = 8.0
+    folders = runs("t4"), runs("ce", config=configured(trainer__max_epochs=20)), runs("t8", config=warm)
+    found = compare(load_runs(folders))
+    assert f"ce, t8 and t4 differ in settings: trainer.max_epochs. {CONFOUNDED}" in found["notes"]
+    assert text(found).endswith("""\
+
+
 Settings:
 all runs: data Digits(batch_size=128, seed=0, root=a); optimizer Adam(lr=0.001)
 t4: trainer.max_epochs 10
+ce: trainer.max_epochs 20
 t8: trainer.max_epochs 20
-t4/ce and t8/ce: CrossEntropy
-t4/kd and t8/kd: Hinton(temperature=2.0)
-t4/hint and t8/hint: Hinton(temperature=2)"""
-    )
+
+Objectives:
+ce: CrossEntropy
+t4/kd and ce/kd: Hinton(temperature=2.0)
+t8/kd: Hinton(temperature=8.0)
+hint: Hinton(temperature=2)""")
+    assert markdown(found).endswith("""\
+
+Settings:
+
+- all runs: data Digits(batch_size=128, seed=0, root=a); optimizer Adam(lr=0.001)
+- t4: trainer.max_epochs 10
+- ce: trainer.max_epochs 20
+- t8: trainer.max_epochs 20
+
+Objectives:
+
+- ce: CrossEntropy
+- t4/kd and ce/kd: Hinton(temperature=2.0)
+- t8/kd: Hinton(temperature=8.0)
+- hint: Hinton(temperature=2)
+
+![accuracy](compare.png)
+""")
 
 
 # Runs of gpt.py
@@ -340,9 +372,9 @@ def test_language_models_trained_otherwise_get_no_verdict(runs):
     found, notes = rows(runs("a", gpt([3.0, 3.1])), longer, runs("c", gpt([2.8, 2.9], data__path="other")))
     assert found["b/gpt"]["delta"]["mean"] == -0.2
     assert found["c/gpt"]["delta"]["mean"] is None
-    assert notes[:2] == [
-        f"b and a differ in settings: trainer.max_steps. {CONFOUNDED}",
+    assert notes == [
         "c is not compared with a/gpt: other data (data.path other, not None).",
+        f"b and a differ in settings: trainer.max_steps. {CONFOUNDED}",
     ]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from harness.reports.metrics import conclude, paired_differences, paired_interval
 from harness.reports.pages import failures
 from harness.reports.report import Facts
-from harness.studies.compare.differences import differences, settings_of
+from harness.studies.compare.differences import differences, objectives_of, settings_of
 from harness.studies.compare.fairness import other_settings, why_not_comparable
 from harness.studies.compare.runs import FORMATS, Run
 
@@ -24,15 +24,17 @@ def compare(runs: Sequence[Run]) -> Facts:
     rows: list[Facts] = []
     notes = [] if baseline else [lacking]
     other = {run.name: other_settings(run, first) if kind.judged else {} for run in runs}
+    confounded: dict[str, list[str]] = {}  # runs by the sentence on their settings
     for run in runs:
         reason = why_not_comparable(first, run) if baseline else ""
         if reason:
             notes.append(f"{run.name} is not compared with {baseline}: {reason}.")
         if flags := ", ".join(other[run.name]):
-            advice = "" if reason else f" {CONFOUNDED}"
-            notes.append(f"{run.name} and {first.name} differ in settings: {flags}.{advice}")
+            said = f"and {first.name} differ in settings: {flags}.{'' if reason else f' {CONFOUNDED}'}"
+            confounded.setdefault(said, []).append(run.name)
         rows += [_row(run, name, {} if reason else base) for name in run.entries]
         notes += failures({"seeds": run.seeds, "students": run.entries}, f"{run.name}/")
+    notes += [f"{', '.join(names)} {said}" for said, names in confounded.items()]
     if baseline and any(set(run.seeds) != set(first.seeds) for run in runs):
         notes.append("Differences are paired over the seeds that a run has in common with the first.")
     if baseline and kind.judged:
@@ -49,6 +51,7 @@ def compare(runs: Sequence[Run]) -> Facts:
         "rows": rows,
         "notes": [note for note in notes if note],
         "settings": settings_of(runs),
+        "objectives": objectives_of(runs),
         "differences": differences(runs),
     }
 

@@ -1,5 +1,6 @@
 """What the rows of a comparison were made with, and in what their runs differ."""
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ from harness.config.sources import INVOCATION, free
 from harness.reports.report import Facts
 from harness.reports.settings import objectives, settings, shown
 from harness.reports.tables import NONE, listed
-from harness.studies.compare.fairness import idle_settings
+from harness.studies.compare.fairness import idle_settings, same
 from harness.studies.compare.runs import Run
 
 FEW = 3  # runs that have a column each
@@ -16,19 +17,23 @@ TOLD = INVOCATION | {"seeds", "only"}  # otherwise: seeds as a list, students by
 
 
 def settings_of(runs: Sequence[Run]) -> dict[str, str]:
-    """All settings: those that the runs share, those of single runs, and the objectives of rows, by whose they are."""
+    """All settings: those of all runs, then by their names those of single runs."""
     each = {run.name: settings(run.config) for run in runs}
     shared = [line for line in each[runs[0].name] if all(line in lines for lines in each.values())]
     own = {name: [line for line in lines if line not in shared] for name, lines in each.items()}
-    found = {"all runs" if len(runs) > 1 else runs[0].name: shared, **({} if len(runs) == 1 else own)}
-    learnt = {
-        f"{run.name}/{student}": objective
-        for run in runs
-        if "students" in run.results
-        for student, objective in objectives(run.results).items()
-    }
-    rows = {listed(names): objective for objective, names in _by_value(learnt)}
-    return {name: "; ".join(lines) for name, lines in found.items() if lines} | rows
+    found = {"all runs": shared, **own} if len(runs) > 1 else each
+    return {name: "; ".join(lines) for name, lines in found.items() if lines}
+
+
+def objectives_of(runs: Sequence[Run]) -> dict[str, str]:
+    """What students learnt by, by their names; by those of rows where it differs between the runs."""
+    each = {run.name: objectives(run.results) for run in runs if "students" in run.results}
+    found: dict[str, str] = {}
+    for student in dict.fromkeys(student for learnt in each.values() for student in learnt):
+        texts = {f"{run}/{student}": learnt[student] for run, learnt in each.items() if student in learnt}
+        groups = list(_by_value(texts))
+        found |= {student if len(groups) == 1 else listed(rows): text for text, rows in groups}
+    return found
 
 
 def differences(runs: Sequence[Run]) -> list[Facts]:
@@ -40,7 +45,7 @@ def differences(runs: Sequence[Run]) -> list[Facts]:
     idle, found = idle_settings(runs), dict[str, Facts]()
     for flag in dict.fromkeys(flag for run in runs for flag in run.settings if flag not in TOLD):
         sharing = [run for run in runs if _has_student(run, flag)]
-        if len({repr(run.settings.get(flag)) for run in sharing}) > 1:
+        if not all(same(flag, run.settings.get(flag), sharing[0].settings.get(flag)) for run in sharing):
             name = _outer(flag, sharing, found)
             values = {run.name: _text(run.setting(name)) for run in sharing}
             found.setdefault(name, _difference(name, values, not free(name) and name not in idle))
@@ -83,7 +88,8 @@ def _facts(runs: Sequence[Run]) -> Iterator[tuple[str, bool, dict[str, str]]]:
 
 
 def _commits(run: Run) -> str:
-    return ", then ".join(commit or "unknown" for commit in run.results.get("commits") or ()) or NONE
+    known = [commit or "unknown" for commit in run.results.get("commits") or ()]
+    return ", then ".join(re.sub(r"^(\w{12})\w+", r"\1", commit) for commit in known) or NONE
 
 
 def _text(value: Any) -> str:

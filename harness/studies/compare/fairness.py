@@ -51,9 +51,14 @@ def other_settings(run: Run, first: Run) -> dict[str, tuple[Any, Any]]:
     """
     idle = idle_settings([run, first])
     ours, theirs = _training(run, idle), _training(first, idle)
-    differ = [flag for flag in {**theirs, **ours} if ours.get(flag) != theirs.get(flag)]
+    differ = [flag for flag in {**theirs, **ours} if not same(flag, ours.get(flag), theirs.get(flag))]
     inside = [flag for flag in differ if any(flag.startswith(f"{other}.") for other in differ)]
     return {flag: (ours.get(flag), theirs.get(flag)) for flag in differ if flag not in inside}
+
+
+def same(flag: str, one: Any, other: Any) -> bool:
+    """Whether two values of a setting are one; of batches 1 is a count, and 1.0 stands for all."""
+    return one == other and (type(one) is type(other) or not flag.endswith(("_batches", "_interval")))
 
 
 def _training(run: Run, idle: set[str]) -> Facts:

@@ -76,18 +76,25 @@ def _differing(comparison: Facts) -> list[Part]:
 def text(comparison: Facts) -> str:
     """The table, its notes, what differs and the settings, for a terminal."""
     notes = "\n".join(map(paragraph, _notes(comparison)))
-    settings = "\n".join(paragraph(f"{name}: {value}", "  ") for name, value in comparison["settings"].items())
     differing = [paragraph(part) if isinstance(part, str) else part.plain() for part in _differing(comparison)]
-    return "\n\n".join([table(comparison).plain(), notes, *differing, f"Settings:\n{settings}"])
+    lists = ["\n".join([title, *(paragraph(line, "  ") for line in lines)]) for title, lines in _lists(comparison)]
+    return "\n\n".join([table(comparison).plain(), notes, *differing, *lists])
 
 
 def markdown(comparison: Facts) -> str:
     """The content of compare.md."""
     sources = "\n".join(f"- {run['name']}: `{run['folder']}`" for run in comparison["runs"])
-    settings = "\n".join(f"- {name}: {value}" for name, value in comparison["settings"].items())
     page = ["# Runs compared", sources, table(comparison).markdown(), *_notes(comparison)]
     page += [part if isinstance(part, str) else part.markdown() for part in _differing(comparison)]
-    return "\n\n".join([*page, "Settings:", settings, f"![{_metric(comparison).word}](compare.png)"]) + "\n"
+    page += ["\n".join([f"{title}\n", *(f"- {line}" for line in lines)]) for title, lines in _lists(comparison)]
+    return "\n\n".join([*page, f"![{_metric(comparison).word}](compare.png)"]) + "\n"
+
+
+def _lists(comparison: Facts) -> list[tuple[str, list[str]]]:
+    """Titles, and lines of what was set."""
+    titles = {"settings": "Settings:", "objectives": "Objectives:"}
+    found = [(titles[key], [f"{name}: {text}" for name, text in comparison[key].items()]) for key in titles]
+    return [(title, lines) for title, lines in found if lines]
 
 
 def picture(comparison: Facts) -> bytes:
