@@ -21,3 +21,9 @@ class BadInput(ValueError):  # noqa: N818 - it names the fault, and users read i
 def first_line(error: Exception) -> str:
     """The first line of an error's message."""
     return str(error).partition("\n")[0]
+
+
+def reason(error: Exception) -> str:
+    """What an error says in a line; with its kind where there is no message, or only a key."""
+    line = first_line(error)
+    return line if line and not isinstance(error, KeyError) else f"{type(error).__name__}: {line}".removesuffix(": ")

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import yaml
-from jsonargparse import get_loader
 
 from apprentice.errors import BadInput
+from harness.config import yamls
 
+SHOWN = 300  # characters of a value in a message
 BARE = ("help", "print_config")  # flags without a value
 OF_LAUNCHERS = ("local-rank", "local_rank")  # from torch.distributed.launch; the environment has it too
 INVOCATION = frozenset({"out", "resume", "overwrite"})  # what is not of the experiment but of one call
@@ -64,7 +65,7 @@ def read(argv: Sequence[str]) -> tuple[list[Layer], set[str]]:
 def load(path: str | Path, flag: str = "config") -> dict[str, Any]:
     """The mapping in a YAML file; BadInput names the file, and the line that is not YAML."""
     try:
-        values = get_loader("yaml")(Path(path).read_text(encoding="utf-8"))
+        values = yamls.load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise BadInput(flag, path, f"a YAML file that can be read ({error.strerror})") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -81,7 +82,9 @@ def from_yaml(value: Any, flag: str) -> Any:
     if not isinstance(value, str) or not (value.strip().startswith(("[", "{")) or value.strip() == "null"):
         return value
     try:
-        return get_loader("yaml")(value)
+        return yamls.load(value)
+    except yamls.UnboundedError as error:
+        raise BadInput(flag, value, f"YAML of a bounded size, not {error.problem}") from error
     except yaml.YAMLError as error:
         raise BadInput(flag, value, "YAML, as [First, Second] or {class_path: First}") from error
 
@@ -118,5 +121,6 @@ def as_given(given: Layer) -> Iterator[None]:
         if flag == error.flag and flag:
             value = given[flag].value
             value = " ".join(map(str, value)) if isinstance(value, list) and not source else value
-        place = f" (in {source})" if source else ""
-        raise BadInput(error.flag, "''" if value == "" else value, f"{error.expected}{place}") from error
+        place, shown = f" (in {source})" if source else "", str(value) or "''"
+        shown = shown if len(shown) <= SHOWN else f"{shown[:SHOWN]}..."
+        raise BadInput(error.flag, shown, f"{error.expected}{place}") from error

@@ -1,8 +1,10 @@
 """Trainers as the command line describes them, each with parts of its own, on the ranks of whatever launcher."""
 
+import inspect
 import os
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -18,6 +20,8 @@ from apprentice.errors import BadInput
 from harness import config
 from harness.runs.fit import MakeTrainer
 from harness.runs.launch import Launch, launched
+
+REFUSALS = (ValueError, TypeError, RuntimeError, ImportError, MisconfigurationException)  # of options by the Trainer
 
 
 def trainers(chosen: config.Choice, exact: int | None, strategies: config.Names) -> MakeTrainer:
@@ -51,15 +55,25 @@ def _trainer(chosen: config.Choice, callbacks: Sequence[Any] = (), plugins: Sequ
         settings[name] = [*(given if isinstance(given, list) else [given]), *more]
     settings = with_launcher(settings)
     try:
-        with config.refusals(chosen, "trainer"):
+        with config.refusals(chosen, "trainer", REFUSALS):
             return Trainer(**settings)
-    except (MisconfigurationException, ImportError, BadInput) as error:
-        if isinstance(error, BadInput) and error.flag != "trainer":
+    except BadInput as error:
+        if error.flag != "trainer":
             flag = error.flag.replace("trainer.strategy.exact", "exact")
             raise BadInput(flag, error.value, error.expected) from error
-        wanted = f"{settings['accelerator']} --trainer.devices {settings['devices']}"
-        said = error.__cause__ if isinstance(error, BadInput) else error
-        raise BadInput("trainer.accelerator", wanted, f"what this machine and Lightning have: {said}") from None
+        wanted = f"what Lightning takes on this machine: {error.__cause__}"
+        raise BadInput(*_at_fault(chosen, settings), wanted) from None
+
+
+def _at_fault(chosen: config.Choice, settings: dict[str, Any]) -> tuple[str, Any]:
+    """The first option, with its value, without which the Trainer could be made; else the machine's."""
+    defaults = inspect.signature(Trainer).parameters
+    for name, value in chosen.init_args.items():
+        if value != (default := defaults[name].default):
+            with suppress(*REFUSALS):
+                Trainer(**{**settings, name: default})
+                return f"trainer.{name}", getattr(value, "name", value)
+    return "trainer.accelerator", f"{settings['accelerator']} --trainer.devices {settings['devices']}"
 
 
 def with_launcher(settings: dict[str, Any]) -> dict[str, Any]:
