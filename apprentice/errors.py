@@ -1,5 +1,7 @@
 """Invalid input of the user, reported in one line."""
 
+SHOWN = 1000  # characters of a value in a message: enough for any path
+
 
 class BadInput(ValueError):  # noqa: N818 - it names the fault, and users read it
     """A value that can't be used; the command line prints it as one line and exits with code 2.
@@ -15,7 +17,12 @@ class BadInput(ValueError):  # noqa: N818 - it names the fault, and users read i
         super().__init__(flag, value, expected)
 
     def __str__(self) -> str:
-        return f"{f'--{self.flag} ' if self.flag else ''}{self.value}: expected {self.expected}"
+        flag = f"--{_short(self.flag)} " if self.flag else ""
+        return f"{flag}{_short(str(self.value))}: expected {self.expected}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def first_line(error: Exception) -> str:

@@ -69,9 +69,9 @@ class Classes:
             found = {**self.known, **self._of_package(*self.refused)}.get(str(name))
         if found is None or found in self.bases:
             raise BadInput(key, name, self.expected(name))
-        for refused, reason in self.refused.items():
+        for refused, expected in self.refused.items():
             if issubclass(found, refused):
-                raise BadInput(key, name, reason)
+                raise BadInput(key, name, expected)
         return found, {}
 
     def same(self, name: Any, old: Any, options: Mapping[str, Any]) -> bool:

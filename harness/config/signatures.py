@@ -65,7 +65,7 @@ class Signature:
                 continue
         else:
             raise BadInput(flag, "null" if value is None else value, words(hint))
-        if not _fits(found):
+        if not all(map(_fits, _leaves(found))):
             raise BadInput(flag, value, f"{words(hint)}; {NUMBERS}")
         return found
 
@@ -91,7 +91,7 @@ class Signature:
 
 def _check_yaml(value: Any, flag: str) -> None:
     """Raise BadInput for text that jsonargparse would read as YAML without bounds."""
-    for text in value if isinstance(value, list) else [value]:
+    for text in _leaves(value):
         if isinstance(text, str):
             try:
                 yamls.check(text)
@@ -101,10 +101,17 @@ def _check_yaml(value: Any, flag: str) -> None:
                 continue  # some types take such text
 
 
+def _leaves(value: Any) -> Iterator[Any]:
+    """What a value holds, inside of lists and mappings too."""
+    if not isinstance(value, list | tuple | dict):
+        yield value
+        return
+    for inner in [*value, *value.values()] if isinstance(value, dict) else value:
+        yield from _leaves(inner)
+
+
 def _fits(value: Any) -> bool:
-    """Whether all numbers in a value are in the range of what computes with them; infinity may mean no limit."""
-    if isinstance(value, list | tuple | dict):
-        return all(map(_fits, value.values() if isinstance(value, dict) else value))
+    """Whether a number is in the range of what computes with it; infinity may mean no limit."""
     if isinstance(value, float):
         return math.isinf(value) or abs(value) <= LARGEST_FLOAT  # false for NaN
     return not isinstance(value, int) or -(2**63) <= value < 2**63

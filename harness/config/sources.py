@@ -11,7 +11,6 @@ import yaml
 from apprentice.errors import BadInput
 from harness.config import yamls
 
-SHOWN = 300  # characters of a value in a message
 BARE = ("help", "print_config")  # flags without a value
 OF_LAUNCHERS = ("local-rank", "local_rank")  # from torch.distributed.launch; the environment has it too
 INVOCATION = frozenset({"out", "resume", "overwrite"})  # what is not of the experiment but of one call
@@ -95,9 +94,14 @@ def layer(values: Any, source: str = "", key: str = "") -> dict[str, Given]:
 
 
 def flat(value: Any, key: str = "", lists: bool = True) -> Iterator[tuple[str, Any]]:
-    """Nested settings as flags and their values; of lists with mappings each entry for itself, if wanted."""
+    """Nested settings as flags and their values; of lists with mappings each entry for itself, if wanted.
+
+    A name with dots is one for each level: `trainer.max_epochs: 1` is `trainer: {max_epochs: 1}`.
+    """
     if isinstance(value, dict):
-        for name, inner in value.items():
+        for dotted, below in value.items():
+            name, _, rest = str(dotted).partition(".")
+            inner = {rest: below} if rest else below
             inside = name == "class_path" or (name == "init_args" and isinstance(inner, dict | None))
             if inner is not None or name != "init_args":
                 yield from flat(inner, key if inside else f"{key}.{name}".lstrip("."), lists)
@@ -121,6 +125,5 @@ def as_given(given: Layer) -> Iterator[None]:
         if flag == error.flag and flag:
             value = given[flag].value
             value = " ".join(map(str, value)) if isinstance(value, list) and not source else value
-        place, shown = f" (in {source})" if source else "", str(value) or "''"
-        shown = shown if len(shown) <= SHOWN else f"{shown[:SHOWN]}..."
-        raise BadInput(error.flag, shown, f"{error.expected}{place}") from error
+        place = f" (in {source})" if source else ""
+        raise BadInput(error.flag, "''" if value == "" else value, f"{error.expected}{place}") from error
