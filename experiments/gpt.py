@@ -19,6 +19,7 @@ import strategies
 from apprentice.errors import BadInput
 from harness import config as cli
 from harness.runs.session import Session, session
+from harness.studies.callbacks import check_callbacks
 from harness.studies.fits import Candidate, check_modules, check_net, make_candidate
 from harness.studies.language_model import NAME, run_study, sample
 from lit_modules import nets
@@ -97,6 +98,7 @@ def check(run: Session) -> None:
         raise BadInput("net", config.net.name, "a language model with generate() and block_size, as GPT")
     check_net(run, "net", trainer)
     check_modules(trainer, model)
+    check_callbacks(run, trainer, {NAME: model})
 
 
 def main(argv: Sequence[str] | None = None) -> None:

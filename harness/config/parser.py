@@ -78,9 +78,9 @@ class Parser:
 
         `defaults` are in place of the Trainer's own; `logger` only switches ours on and off.
         """
-        from lightning.pytorch import Callback, Trainer, callbacks
+        from lightning.pytorch import Trainer
 
-        self._nested = {"callbacks": _classes(Callback, callbacks), "strategy": training.Strategies(names=strategies)}
+        self._nested = {"callbacks": training.CALLBACKS, "strategy": training.Strategies(names=strategies)}
         self._add("trainer", Signature(Trainer, training.OWNED, training.TYPES), {"logger": True, **defaults})
 
     def _add(self, key: str, entry: Entry | Signature, default: Any) -> None:

@@ -25,6 +25,7 @@ from harness.runs.files import write_json
 from harness.runs.launch import is_main_process, main_first
 from harness.runs.nets import load_net
 from harness.runs.session import Session
+from harness.studies.callbacks import check_callbacks
 from harness.studies.fits import Candidate, check_modules, check_net, failure, train
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
@@ -43,7 +44,11 @@ def check(run: Session, make_teacher: MakeTeacher, make_students: MakeStudents) 
     for seed in others if "{seed}" in (ckpt or "") else ():
         make_teacher(run, seed)
     teacher, _ = make_teacher(run, first)
-    check_modules(trainer, teacher, make_students(run, first, teacher.net, names(run))[0])
+    students, _ = make_students(run, first, teacher.net, names(run))
+    check_modules(trainer, teacher, students)
+    check_callbacks(
+        run, trainer, {"students": students} if ckpt is not None else {"teacher": teacher, "students": students}
+    )
 
 
 def names(run: Session) -> list[str]:

@@ -26,6 +26,7 @@ from harness.runs.nets import Spec, load_net, read_spec
 from harness.runs.progress import progress
 from harness.runs.safepoints import read
 from harness.runs.session import Session
+from harness.studies.callbacks import check_callbacks
 from harness.studies.deploy import formats
 from harness.studies.fits import Candidate, check_net, failure, learning, make_candidate, train, wait_for_main
 from lit_modules import nets
@@ -196,12 +197,15 @@ class Builder:
         trainer = self.run.checked_trainer()
         if self.config.run is None:
             check_net(self.run, STUDENT, trainer)
-            net, flag, value = self.fresh()[0].net, STUDENT, self.config.student.name
+            module, flag, value = self.fresh()[0], STUDENT, self.config.student.name
+            check_callbacks(self.run, trainer, {STUDENT: module})
+            net = module.net
         else:
             (net, _), flag, value = self.read(self.config.run, "run"), "run", self.config.run
         with of_net(flag, value, "net"):
-            self.aware(net)
+            aware = self.aware(net)
             captured(copy.deepcopy(net).eval(), self.data.example.float())
+        check_callbacks(self.run, self.run.trainer(check_val_every_n_epoch=self.config.evaluate_every), {NAME: aware})
 
     def formats(self, net: nn.Module, int8: nn.Module) -> dict[str, nn.Module]:
         """The net of each format, in eval mode on the CPU."""
