@@ -1,6 +1,5 @@
 """The nets and fits of an experiment: a fit leaves its nets and a record in the run's folder and is not repeated."""
 
-import json
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -19,6 +18,7 @@ from apprentice.keyed import with_seed
 from datamodules import InMemoryData
 from harness import config as cli
 from harness.reports.report import Facts
+from harness.reports.results import load_record
 from harness.runs.files import write_json
 from harness.runs.fit import Fit, fit_and_test
 from harness.runs.launch import is_main_process
@@ -106,7 +106,7 @@ def train(run: Session, seed: int, name: str, make: Make, trained: bool = False,
     if record.exists():
         if is_main_process():
             checkpoint.unlink(missing_ok=True)  # the process may have been killed just before
-        return json.loads(record.read_text())
+        return load_record(record)
     run.data.order_seed = seed
     module, candidates = make()
     fit = fit_and_test(
