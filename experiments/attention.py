@@ -14,7 +14,11 @@ results.json and .md, kernels.png, blocks.png, and Chrome traces of the block, e
 
 import os
 
+from harness import start
+
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch is loaded: its profiler logs to stderr
+if __name__ == "__main__":
+    start.script()
 
 from collections.abc import Sequence
 

@@ -11,6 +11,11 @@ define them, and every result checked to the bit. `ring` is strategies/ring; `ri
 distributed tutorial, in which each of n ranks sends n / 2 times as much. OUT/ holds results.json, .md and .png.
 """
 
+from harness import start
+
+if __name__ == "__main__":
+    start.script()
+
 from collections.abc import Sequence
 
 import strategies

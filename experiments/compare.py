@@ -9,11 +9,17 @@ model, its float32) with its 95 % interval, where both runs had the same data an
 given where runs differ in other settings than those of the methods. Reads only the runs' results.json; takes seconds.
 """
 
+from harness import start
+
+if __name__ == "__main__":
+    start.script()
+
 import argparse
 from collections.abc import Sequence
 from typing import NoReturn
 
 from apprentice.errors import BadInput
+from harness.config.console import console
 from harness.studies import compare as comparison
 
 
@@ -32,14 +38,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a finished run")
     parser.add_argument("--out", metavar="FOLDER", help="where the results go; by default a folder under runs/compare/")
-    arguments = parser.parse_intermixed_args(argv)
-    try:
-        compared = comparison.compare(comparison.load_runs(arguments.runs))
-        folder = comparison.save(compared, arguments.out)
-    except BadInput as error:
-        parser.error(str(error).removeprefix("--RUN "))  # the runs are given without a flag
-    print(comparison.text(compared))
-    print(f"\nSaved compare.md, compare.png and compare.json in {folder}")
+    with console():
+        arguments = parser.parse_intermixed_args(argv)
+        try:
+            compared = comparison.compare(comparison.load_runs(arguments.runs))
+            folder = comparison.save(compared, arguments.out)
+        except BadInput as error:
+            parser.error(str(error).removeprefix("--RUN "))  # the runs are given without a flag
+        print(comparison.text(compared))
+        print(f"\nSaved compare.md, compare.png and compare.json in {folder}")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,11 @@ Nine tenths of the text train, the last tenth validates and tests. OUT/ holds re
 a TensorBoard run, the weights and the vocabulary.
 """
 
+from harness import start
+
+if __name__ == "__main__":
+    start.script()
+
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar

@@ -10,9 +10,13 @@ results.json, .md and .png.
 
 import os
 
+from harness import start
+
 # Before torch is loaded: threads that spin while they wait slow small nets down; the profiler logs to stderr.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+if __name__ == "__main__":
+    start.script()
 
 from argparse import Namespace
 from collections.abc import Sequence

@@ -10,8 +10,12 @@ is tested once. OUT/ holds the table (results.json, .md, .png), and for each net
 
 import os
 
+from harness import start
+
 # Before torch is loaded: threads that spin while they wait slow small nets down.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if __name__ == "__main__":
+    start.script()
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

@@ -14,7 +14,11 @@ net on this machine.
 
 import os
 
+from harness import start
+
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded
+if __name__ == "__main__":
+    start.script()
 
 import copy
 from collections.abc import Sequence

@@ -12,8 +12,12 @@ TensorBoard run. Needs the extras: pip install --no-build-isolation -e '.[quant,
 
 import os
 
+from harness import start
+
 # Before torch is loaded: threads that spin while they wait slow small nets down.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if __name__ == "__main__":
+    start.script()
 
 import sys
 from argparse import Namespace

@@ -51,6 +51,8 @@ def fit_and_test(
         Interrupted: the user asked to stop; the checkpoint has what was trained.
     """
     state = safepoints.read(checkpoint) if checkpoint.exists() else None
+    if state is not None:
+        safepoints.load(module, state, checkpoint)  # before ranks are started, one of which would fail alone
 
     def trainer(purge_step: int = 0, part: str = "", **kwargs: Any) -> Trainer:
         logger = RunsLogger(checkpoint.parent, runs, runs[0], purge_step, part)
@@ -66,8 +68,7 @@ def fit_and_test(
                 trainer(purge_step, enable_checkpointing=True, callbacks=[points]).fit(module, data, **resumed)
             state = safepoints.read(checkpoint)
         if state is not None:
-            module.load_state_dict(state["state_dict"])
-            module.on_load_checkpoint(state)
+            safepoints.load(module, state, checkpoint)
         only_test: dict[str, Any] = {"enable_checkpointing": False, "enable_model_summary": False, "profiler": None}
         testing = trainer(part=".test", **only_test)
         scores = testing.test(module, data, verbose=False)[0]

@@ -16,6 +16,7 @@ import strategies
 from apprentice.errors import BadInput
 from datamodules import InMemoryData
 from harness import config as cli
+from harness.config.console import console
 from harness.config.sources import INVOCATION, flat
 from harness.runs import calls, environment, folders, launch, signals
 from harness.runs.files import recorded, write_json, write_text
@@ -112,7 +113,7 @@ def session(name: str, parser: cli.Parser, argv: Sequence[str] | None = None) ->
     Raises:
         SystemExit: with code 2 after one line on stderr, for what the user can correct; after --help; on a signal.
     """
-    with cli.one_line_errors(parser), signals.handled(), quiet():
+    with console(), cli.one_line_errors(parser), signals.handled(), quiet():
         run = Session(name, parser, argv)
         strategies.register()
         environment.keep_memory()

@@ -6,7 +6,6 @@ have as many epochs.
 """
 
 import itertools
-import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from harness.config.sources import load
 from harness.reports.metrics import ACCURACY, BITS
 from harness.reports.pages import save_results, text
 from harness.reports.report import Facts
-from harness.reports.results import bake_off_results
+from harness.reports.results import bake_off_results, load_record
 from harness.runs import safepoints
 from harness.runs.files import write_json
 from harness.runs.launch import is_main_process, main_first
@@ -109,16 +108,16 @@ def _members(folder: Path, fit: str) -> Iterator[str]:
     """The students in the record of a fit or, if it is not finished, in its checkpoint."""
     record, checkpoint = folder / f"{fit}.json", folder / f"{fit}.ckpt"
     if record.exists():
-        yield from json.loads(record.read_text())["runs"]
+        yield from load_record(record)["runs"]
     elif checkpoint.exists():
-        keys = safepoints.read(checkpoint, mmap=True)["state_dict"]
+        keys = safepoints.read(checkpoint)["state_dict"]
         yield from (key.split(".")[1] for key in keys if key.startswith("students."))
 
 
 def _teacher_epochs(run: Session) -> int | None:
     """Epochs of all teachers: those of the first that is finished, otherwise the Trainer's."""
     records = (run.out / f"seed{seed}" / "teacher.json" for seed in run.config.seeds)
-    found = (json.loads(record.read_text()).get("max_epochs") for record in records if record.exists())
+    found = (load_record(record).get("max_epochs") for record in records if record.exists())
     return next(filter(None, found), run.config.trainer.init_args["max_epochs"])
 
 
@@ -130,12 +129,12 @@ def _date_records(run: Session) -> None:
         return
     for folder in (run.out / f"seed{seed}" for seed in run.config.seeds):
         for checkpoint in folder.glob("*.ckpt"):
-            if safepoints.max_epochs(safepoints.read(checkpoint, mmap=True)) is None:
+            if safepoints.max_epochs(safepoints.read(checkpoint)) is None:
                 expected = (
                     f"{before} until this run, which an older version began, is finished; resume it as it is first"
                 )
                 raise BadInput("trainer.max_epochs", now, expected)
         for record in (folder / "teacher.json", folder / "students.json"):
-            facts = json.loads(record.read_text()) if record.exists() else {"max_epochs": None}
+            facts = load_record(record) if record.exists() else {"max_epochs": None}
             if "max_epochs" not in facts and facts["fit_seconds"] is not None:
                 write_json(record, {"fit_seconds": facts["fit_seconds"], "max_epochs": before, "runs": facts["runs"]})

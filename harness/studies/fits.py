@@ -1,6 +1,5 @@
 """The nets and fits of an experiment: a fit leaves its nets and a record in the run's folder and is not repeated."""
 
-import json
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -20,6 +19,7 @@ from apprentice.keyed import with_seed
 from datamodules import InMemoryData
 from harness import config as cli
 from harness.reports.report import Facts
+from harness.reports.results import load_record
 from harness.runs import safepoints
 from harness.runs.files import write_json
 from harness.runs.fit import Fit, fit_and_test
@@ -122,7 +122,7 @@ def train(
     folder = run.out / f"seed{seed}"
     record, checkpoint = folder / f"{name}.json", folder / f"{name}.ckpt"
     epochs = None if trained else options.get("max_epochs", run.config.trainer.init_args["max_epochs"])
-    before: Facts = json.loads(record.read_text()) if record.exists() else {}
+    before: Facts = load_record(record) if record.exists() else {}
     if before and before.get("max_epochs", epochs) == epochs:
         if is_main_process() and not keep:
             checkpoint.unlink(missing_ok=True)  # the process may have been killed just before
@@ -159,7 +159,7 @@ def _extended(run: Session, label: str, checkpoint: Path, done: int | None, epoc
 
     `done` are the epochs of the fit's record.
     """
-    had = safepoints.max_epochs(safepoints.read(checkpoint, mmap=True)) if checkpoint.exists() else None
+    had = safepoints.max_epochs(safepoints.read(checkpoint)) if checkpoint.exists() else None
     if epochs is None or had == epochs or (had is None and done is None):
         return False
     why = "" if had else f"the checkpoint of its {done} epochs is not in the folder"

@@ -1,8 +1,8 @@
 """How long a run will still take, by the fits that it has finished."""
 
-import json
 from collections.abc import Sequence
 
+from harness.reports.results import load_record
 from harness.runs.progress import Rest, clock
 from harness.runs.session import Session
 
@@ -14,7 +14,7 @@ def remaining(run: Session, fits: Sequence[str], seed: int, name: str) -> Rest |
     is a lower bound. None where nothing follows.
     """
     records = {(s, fit): run.out / f"seed{s}" / f"{fit}.json" for s in run.config.seeds for fit in fits}
-    done = {key: json.loads(path.read_text())["fit_seconds"] for key, path in records.items() if path.exists()}
+    done = {key: load_record(path)["fit_seconds"] for key, path in records.items() if path.exists()}
     known = {fit: seconds or 0.0 for (_, fit), seconds in done.items()}
     to_come = [fit for s, fit in records if (s, fit) not in done and (s, fit) != (seed, name)]
 

@@ -9,8 +9,9 @@ from typing import ClassVar
 from apprentice.errors import BadInput
 from harness.config.messages import one_line
 from harness.reports.report import Facts, Report
+from harness.reports.results import reading
 from harness.runs import calls, environment, signals
-from harness.runs.files import write_json
+from harness.runs.files import read_text, write_json
 from harness.runs.progress import clock
 from harness.runs.quiet import notice
 from harness.runs.session import Session
@@ -44,9 +45,10 @@ class Study:
             "config": run.parser.as_dict(run.config),
         }  # fmt: skip
         if run.config.resume and (self.out / "results.json").exists():
-            before = json.loads((self.out / "results.json").read_text())
-            self._check_same(before, how)
-            self.rows = {row[self.key]: row for row in before["rows"]}
+            with reading(self.out, "out"):
+                before = json.loads(read_text(self.out / "results.json"))
+                self._check_same(before, how)
+                self.rows = {row[self.key]: row for row in before["rows"]}
         run.describe()
         self.header["commits"] = calls.commits(self.out)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from apprentice import keyed
 from apprentice.errors import BadInput
+from apprentice.weights import read_saved
 from harness import config as cli
 from harness.config import sources
 from harness.config.classes import imported
@@ -24,7 +25,6 @@ from harness.runs.fit import fit_and_test
 from harness.runs.launch import is_main_process
 from harness.runs.nets import Spec, load_net, read_spec
 from harness.runs.progress import progress
-from harness.runs.safepoints import read
 from harness.runs.session import Session
 from harness.studies.callbacks import check_callbacks
 from harness.studies.deploy import formats
@@ -190,7 +190,7 @@ class Builder:
         if is_main_process():
             checkpoint.unlink(missing_ok=True)
         wait_for_main()
-        return module.net.int8(read(best))
+        return module.net.int8(read_saved(best, "out", f"the best state of {NAME}, or no such file, and it is trained"))
 
     def check(self) -> None:
         """Build everything once; BadInput if something can't be trained or quantised."""

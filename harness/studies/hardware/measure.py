@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from apprentice.errors import BadInput
 from harness.reports.report import Facts
-from harness.runs import safepoints
 from harness.runs.files import write_json
 from harness.runs.progress import Lines
 from harness.studies.hardware.cases import Case
@@ -177,7 +176,7 @@ class Bench:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "weights.pt"
             self._fit(case, _KeepWeights(file), [file], PARITY_STEPS, precision=precision)
-            weights: Weights = safepoints.read(file)
+            weights: Weights = torch.load(file, weights_only=True, map_location="cpu")
         return {name.replace("net.module.", "net.", 1) if case.split else name: x for name, x in weights.items()}
 
     def _fit(self, case: Case, callback: Callback, files: Iterable[Path], steps: int, **settings: Any) -> None:
