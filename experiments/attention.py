@@ -12,11 +12,8 @@ it prints; a profile of the causal block. What the machine can't run is listed w
 results.json and .md, kernels.png, blocks.png, and Chrome traces of the block, eager and compiled.
 """
 
-import os
-
 from harness import start
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch is loaded: its profiler logs to stderr
 if __name__ == "__main__":
     start.script()
 

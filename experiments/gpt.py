@@ -11,7 +11,7 @@ a TensorBoard run, the weights and the vocabulary.
 from harness import start
 
 if __name__ == "__main__":
-    start.script()
+    start.script(OMP_WAIT_POLICY="PASSIVE")  # threads that spin while they wait slow small nets down
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

@@ -8,15 +8,10 @@ step, the share of communication that is hidden, and how far the weights end fro
 results.json, .md and .png.
 """
 
-import os
-
 from harness import start
 
-# Before torch is loaded: threads that spin while they wait slow small nets down; the profiler logs to stderr.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 if __name__ == "__main__":
-    start.script()
+    start.script(OMP_WAIT_POLICY="PASSIVE")  # threads that spin while they wait slow small nets down
 
 from argparse import Namespace
 from collections.abc import Sequence

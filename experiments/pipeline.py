@@ -12,13 +12,10 @@ rank on a CPU. OUT/ holds results.json, .md and .png, timeline.png, and its even
 net on this machine.
 """
 
-import os
-
 from harness import start
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded
 if __name__ == "__main__":
-    start.script()
+    start.script(OMP_WAIT_POLICY="PASSIVE")  # threads that spin while they wait slow small nets down
 
 import copy
 from collections.abc import Sequence

@@ -10,14 +10,10 @@ fresh process and compared on the whole test set. OUT/ holds the files, the tabl
 TensorBoard run. Needs the extras: pip install --no-build-isolation -e '.[quant,export]'
 """
 
-import os
-
 from harness import start
 
-# Before torch is loaded: threads that spin while they wait slow small nets down.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if __name__ == "__main__":
-    start.script()
+    start.script(OMP_WAIT_POLICY="PASSIVE")  # threads that spin while they wait slow small nets down
 
 import sys
 from argparse import Namespace

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from harness import start
+
 PLAIN = {
     "Δ": "diff", "±": "+-", "µ": "u", "²": "2", "…": "...", "—": "-", "–": "-", "·": "*", "√": "sqrt", "×": "x",
 }  # fmt: skip
@@ -22,6 +24,7 @@ def console() -> Iterator[None]:
     Raises:
         SystemExit: with code 141, where a write found the pipe closed, as by `| head -1`.
     """
+    start.loaded()
     try:
         try:
             with _plain_characters():
