@@ -1,13 +1,15 @@
 """Tables as plain text and as Markdown, and the numbers in them."""
 
+import os
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from harness.config.console import printable
+from harness.console import printable
 
 WIDTH = 110
 NONE = "—"
@@ -28,16 +30,24 @@ class Table:
         lines = [self.header, rule, *self.rows]
         return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
-    def plain(self, width: int = WIDTH) -> str:
-        """Aligned text of at most `width` characters a line; columns of words wrap where they must."""
+    def plain(self, width: int | None = None) -> str:
+        """Aligned text of at most `width` characters a line, as many as stdout has room for if not given.
+
+        Headers of numbers wrap where they must, then columns of words; what still has no room is left out and named.
+        """
+        width = room() if width is None else width
         header, *rows = ([printable(cell) for cell in row] for row in (self.header, *self.rows))
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        while sum(widths) + 2 * (len(widths) - 1) > width:
-            widest = max(range(self.left), key=lambda column: widths[column])
-            if widths[widest] <= MIN_COLUMN:
-                break
-            widths[widest] -= 1
-        return "\n".join(self._line(row, widths) for row in [header, ["-" * w for w in widths], *rows])
+        body = [max(map(len, column)) for column in zip(*rows, strict=True)] if rows else [0] * len(header)
+        widths = [max(pair) for pair in zip(body, map(len, header), strict=True)]
+        words = [max(map(len, cell.split())) for cell in header]
+        least = [MIN_COLUMN if i < self.left else max(body[i], words[i]) for i in range(len(header))]
+        for part in (range(self.left, len(header)), range(self.left)):
+            while _total(widths) > width and (wide := [i for i in part if widths[i] > least[i]]):
+                widths[max(wide, key=widths.__getitem__)] -= 1
+        shown = next((n for n in range(len(widths), self.left, -1) if _total(widths[:n]) <= width), self.left + 1)
+        lines = [self._line(row[:shown], widths[:shown]) for row in [header, ["-" * w for w in widths], *rows]]
+        left_out = [f"for want of room without: {'; '.join(header[shown:])}"] if shown < len(header) else []
+        return "\n".join([*lines, *left_out])
 
     def _line(self, row: Sequence[str], widths: Sequence[int]) -> str:
         wrapped = [_wrap(cell, width) for cell, width in zip(row, widths, strict=True)]
@@ -45,6 +55,15 @@ class Table:
         lines = zip_longest(*wrapped, fillvalue="")
         padded = [[pad(cell, width) for pad, cell, width in zip(pads, line, widths, strict=True)] for line in lines]
         return "\n".join("  ".join(cells).rstrip() for cells in padded)
+
+
+def _total(widths: Sequence[int]) -> int:
+    return sum(widths) + 2 * (len(widths) - 1)
+
+
+def room() -> int:
+    """Characters in a line of what is printed: 110, or what the terminal has."""
+    return min(WIDTH, os.get_terminal_size(sys.stdout.fileno()).columns or WIDTH) if sys.stdout.isatty() else WIDTH
 
 
 def _wrap(cell: str, width: int) -> list[str]:
@@ -65,9 +84,9 @@ def columns(cells: Mapping[str, Callable[[Any], str]], rows: Iterable[Any], left
 
 
 def paragraph(text: str, indent: str = "") -> str:
-    """The text in lines of at most 110 characters; all but the first are indented."""
+    """The text in lines that stdout has room for; all but the first are indented."""
     options: Any = {"subsequent_indent": indent, "break_long_words": False, "break_on_hyphens": False}
-    return textwrap.fill(text, WIDTH, **options)
+    return textwrap.fill(text, room(), **options)
 
 
 def words(values: Mapping[str, Any]) -> str:

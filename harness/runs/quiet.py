@@ -1,6 +1,9 @@
 """What libraries say that users need not read, and notices of ours."""
 
 import logging
+import shutil
+import sys
+import textwrap
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,4 +54,5 @@ def _line(message: Warning | str, *_: Any, **__: Any) -> str:
 def notice(line: str) -> None:
     """Tell the user what goes on, once on all ranks that a launcher started."""
     if is_main_process():
-        print(line, flush=True)
+        shown = textwrap.fill(line, shutil.get_terminal_size().columns, subsequent_indent="  ")
+        print(shown if sys.stdout.isatty() else line, flush=True)
