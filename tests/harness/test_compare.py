@@ -275,6 +275,15 @@ def test_equal_settings_are_told_so(runs):
     assert same not in text(compare(load_runs(["t4"])))
 
 
+def test_settings_that_a_resumed_run_has_read_are_the_same(runs):
+    found = compare(
+        load_runs([runs("a", config=configured(optimizer__eps=0)), runs("b", config=configured(optimizer__eps=0.0))])
+    )
+    assert found["differences"] == []
+    assert list(found["settings"]) == ["all runs"]
+    assert "optimizer Adam(lr=0.001, eps=0)" in found["settings"]["all runs"]
+
+
 def test_one_batch_is_not_all_batches(runs):
     one, whole = (configured(trainer__limit_train_batches=limit) for limit in (1, 1.0))
     assert "trainer.limit_train_batches  1  1.0" in differing(runs("a", config=one), runs("b", config=whole))

@@ -18,11 +18,17 @@ TOLD = INVOCATION | {"seeds", "only"}  # otherwise: seeds as a list, students by
 
 def settings_of(runs: Sequence[Run]) -> dict[str, str]:
     """All settings: those of all runs, then by their names those of single runs."""
-    each = {run.name: settings(run.config) for run in runs}
-    shared = [line for line in each[runs[0].name] if all(line in lines for lines in each.values())]
-    own = {name: [line for line in lines if line not in shared] for name, lines in each.items()}
-    found = {"all runs": shared, **own} if len(runs) > 1 else each
+    each = {run.name: {_key(line): line for line in settings(run.config)} for run in runs}
+    shared = set[str].intersection(*(set(lines) for lines in each.values()))
+    own = {name: [line for key, line in lines.items() if key not in shared] for name, lines in each.items()}
+    common = [line for key, line in each[runs[0].name].items() if key in shared]
+    found = {"all runs": common, **own} if len(runs) > 1 else {runs[0].name: common}
     return {name: "; ".join(lines) for name, lines in found.items() if lines}
+
+
+def _key(line: str) -> str:
+    """The same for options 0 and 0.0: a resumed run has read its settings, where a new one has a class's defaults."""
+    return re.sub(r"\.0(?=[,)\]])", "", line)
 
 
 def objectives_of(runs: Sequence[Run]) -> dict[str, str]:

@@ -57,8 +57,8 @@ def other_settings(run: Run, first: Run) -> dict[str, tuple[Any, Any]]:
 
 
 def same(flag: str, one: Any, other: Any) -> bool:
-    """Whether two values of a setting are one; of batches 1 is a count, and 1.0 stands for all."""
-    return one == other and (type(one) is type(other) or not flag.endswith(("_batches", "_interval")))
+    """Whether two values of a setting are equal; of samples and batches 1 is a count, and 1.0 stands for all."""
+    return one == other and (type(one) is type(other) or not flag.endswith(("_batches", "_interval", "_size")))
 
 
 def _training(run: Run, idle: set[str]) -> Facts:
