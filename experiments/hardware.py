@@ -15,9 +15,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 from torch import nn
 
@@ -45,6 +46,7 @@ class Options(cli.OneSeedOptions):
 
     only: list[str] | None = None
     steps: int = 24
+    grows: ClassVar[Collection[str]] = ("only",)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -59,9 +59,10 @@ def run_study(run: Session, make_teacher: MakeTeacher, make_students: MakeStuden
     def with_teacher(seed: int, members: Sequence[str]) -> tuple[Distillation, dict[str, Candidate]]:
         return make_students(run, seed, load_net(out / f"seed{seed}" / "teacher", "out"), members)
 
-    made, epochs = partial(make_teacher, run), {"max_epochs": _teacher_epochs(run)}
+    epochs = _teacher_epochs(run)
     for seed in run.config.seeds:
-        teachers.append(train(run, seed, "teacher", partial(made, seed), trained=ckpt is not None, **epochs))
+        made = partial(make_teacher, run, seed)
+        teachers.append(train(run, seed, "teacher", made, trained=ckpt is not None, max_epochs=epochs))
         if fault := failure(teachers[-1], "teacher"):
             expected = f"settings that train the teacher; with seed {seed} {fault}"
             raise BadInput("optimizer", run.config.optimizer.name, expected)

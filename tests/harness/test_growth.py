@@ -162,7 +162,7 @@ WAYS: dict[str, tuple[Callable[[Path], None], list[int], str]] = {
     "of an older version": (
         older,
         [0, 1, 2, 3],
-        "starts again, with the same result: the checkpoint of its 2 epochs is not in the folder",
+        "starts again, as the folder has no checkpoint of it; the result is the same",
     ),
 }
 
@@ -180,7 +180,7 @@ def test_with_more_epochs_students_are_those_of_a_run_with_the_teachers(
     before = kept(run, "ce", "hint", "students.json", "students.ckpt", *(["teacher.json"] if change is older else []))
     grown(run, *MORE_EPOCHS)
     assert list(dict.fromkeys(started)) == epochs
-    assert f"seed 3 students: 4 epochs instead of 2; {said}\n" in capsys.readouterr().out
+    assert f"seed 3 students: from 2 to 4 epochs; {said}\n" in capsys.readouterr().out
     after = kept(run)
     assert {path: after[path] for path in before} == before
     assert_same_students(run, long, ["ce", "hint"], "3")
@@ -210,7 +210,7 @@ class Fading(Callback):
 
 
 CAUTIOUS = {
-    "callbacks": ([*EPOCHS, "--trainer.callbacks", f"{__name__}.Fading"], "--trainer.callbacks do may depend on"),
+    "callbacks": ([*EPOCHS, "--trainer.callbacks", f"{__name__}.Fading"], "--trainer.callbacks may depend on"),
     "one epoch": (["--trainer.max_epochs", "1"], "outputs are stored from two epochs on"),
 }
 
