@@ -63,6 +63,8 @@ def load_runs(folders: Sequence[str | Path]) -> list[Run]:
         depth = next(end for end in itertools.count(1) if all(other[-end:] != path.parts[-end:] for other in others))
         with reading(given, "RUN"):
             config = dict(flat(results.get("config") or {}))
+            if (epochs := results["teacher"].get("max_epochs")) not in (None, config.get("trainer.max_epochs")):
+                config["teacher.max_epochs"] = epochs  # the run grew
             runs.append(Run("/".join(path.parts[-depth:]), path, results, config))
             table(compare([runs[0], runs[-1]]))  # whatever a row needs is there
     return runs

@@ -13,7 +13,7 @@ import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from matplotlib.figure import Figure
 
-from experiments import gpt, kd
+from experiments import compare, gpt, kd
 from harness.runs.safepoints import SafePoints
 from harness.runs.session import Session
 from harness.studies import distillation, fits
@@ -199,6 +199,19 @@ def test_in_any_order_it_grows_to_the_same(order: str, run: Path, long: Path) ->
     teachers = weights(run, ["teacher"])
     assert_same(teachers, weights(long, ["teacher"]))  # the new seed's, too, have two epochs
     assert not list(run.rglob("teacher.ckpt"))
+
+
+def test_a_teacher_of_fewer_epochs_is_a_difference_between_runs(
+    begun: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [tmp_path / "whole", tmp_path / "grown"]
+    for run, epochs in zip(runs, (4, 2), strict=True):
+        found = results(begun)
+        found["config"]["trainer"]["max_epochs"], found["teacher"]["max_epochs"] = 4, epochs
+        run.mkdir()
+        (run / "results.json").write_text(json.dumps(found))
+    compare.main([*map(str, runs), "--out", str(tmp_path / "compare")])
+    assert "teacher.max_epochs 2" in " ".join(capsys.readouterr().out.split())
 
 
 class Fading(Callback):
