@@ -1,5 +1,7 @@
 """Invalid input of the user, reported in one line."""
 
+SHOWN = 1000  # characters of a value in a message: enough for any path
+
 
 class BadInput(ValueError):  # noqa: N818 - it names the fault, and users read it
     """A value that can't be used; the command line prints it as one line and exits with code 2.
@@ -15,9 +17,20 @@ class BadInput(ValueError):  # noqa: N818 - it names the fault, and users read i
         super().__init__(flag, value, expected)
 
     def __str__(self) -> str:
-        return f"{f'--{self.flag} ' if self.flag else ''}{self.value}: expected {self.expected}"
+        flag = f"--{_short(self.flag)} " if self.flag else ""
+        return f"{flag}{_short(str(self.value))}: expected {self.expected}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def first_line(error: Exception) -> str:
     """The first line of an error's message."""
     return str(error).partition("\n")[0]
+
+
+def reason(error: Exception) -> str:
+    """What an error says in a line; with its kind where there is no message, or only a key."""
+    line = first_line(error)
+    return line if line and not isinstance(error, KeyError) else f"{type(error).__name__}: {line}".removesuffix(": ")

@@ -1,5 +1,7 @@
 """Weights files: read without running code, and loaded into a net after all keys, shapes and values are checked."""
 
+import warnings
+import zipfile
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from itertools import takewhile
@@ -21,26 +23,50 @@ HARMLESS: list[Any] = [
 ]  # fmt: skip
 
 
+def read_saved(path: str | Path, flag: str, what: str = "a file of weights") -> Any:
+    """What torch saved in a user's file, on the CPU; code in the file is never run.
+
+    Raises:
+        BadInput: there is no such file, or it can't be read, is damaged, or a pickle that would run code.
+    """
+    if not Path(path).is_file():
+        raise BadInput(flag, path, f"{what}; there is none")
+    try:
+        # torch does not compare an archive's contents with their checksums.
+        if zipfile.is_zipfile(path) and (member := zipfile.ZipFile(path).testzip()):
+            raise BadInput(flag, path, f"{what}; it is damaged in {member}")
+        with torch.serialization.safe_globals(HARMLESS), warnings.catch_warnings(action="ignore"):
+            return torch.load(path, weights_only=True, map_location="cpu")
+    except BadInput:
+        raise
+    except PermissionError as error:
+        raise BadInput(flag, path, f"{what} that can be read ({error.strerror})") from None
+    except Exception as error:  # noqa: BLE001 - torch.load of a broken file raises whatever its parser meets
+        runs_code = "GLOBAL " in str(error)  # a pickle that names a function or class of its own
+        why = "cut short or no checkpoint at all" if not runs_code else "more than a state_dict: it would run code"
+        raise BadInput(flag, path, f"{what}; it is {why}") from None
+
+
 def read_weights(path: str, flag: str) -> dict[str, Tensor]:
     """The state dict in a user's file: bare, or inside a checkpoint of Lightning's or anyone's.
 
     Raises:
-        BadInput: there is no such file, or it is no checkpoint, truncated, or a pickle that would run code.
+        BadInput: as `read_saved`, or the file holds no state dict, or one of other than dense tensors.
     """
-    if not Path(path).is_file():
-        raise BadInput(flag, path, "a file of weights; there is none")
-    try:
-        with torch.serialization.safe_globals(HARMLESS):
-            content = torch.load(path, weights_only=True, map_location="cpu")
-    except Exception as error:  # noqa: BLE001 - torch.load of a broken file raises whatever its parser meets
-        runs_code = "GLOBAL " in str(error)  # a pickle that names a function or class of its own
-        why = "cut short or no checkpoint at all" if not runs_code else "more than a state_dict: it would run code"
-        raise BadInput(flag, path, f"a file of weights; it is {why}") from None
+    content = read_saved(path, flag)
     for key in ("state_dict", "model_state_dict", "model", "net"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
     if not isinstance(content, dict) or not content or not all(isinstance(v, Tensor) for v in content.values()):
         raise BadInput(flag, path, "a file of weights; it holds no state dict")
+    for key, value in content.items():
+        if not isinstance(key, str):
+            raise BadInput(flag, path, f"weights by their names; one is called {key!r}")
+        if value.layout != torch.strided or value.is_meta:
+            found = (
+                "on the meta device, without values" if value.is_meta else f"in {value.layout}".replace("torch.", "")
+            )
+            raise BadInput(flag, path, f"dense weights; {key} is {found}")
     return content
 
 

@@ -30,7 +30,7 @@ from harness.config.messages import one_line_errors
 from harness.reports.tables import Table, short
 from harness.runs import environment
 from harness.runs.files import write_json
-from harness.runs.progress import quiet
+from harness.runs.quiet import quiet
 from harness.studies.isolation import children_end_with_block
 from harness.studies.meters import Stamps
 

@@ -20,7 +20,7 @@ from benchmarks import common
 from datamodules import Digits
 from harness.runs import environment
 from harness.runs.files import write_json
-from harness.runs.progress import quiet
+from harness.runs.quiet import quiet
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import DeepNN
 from strategies import DDP, LocalSGD

@@ -12,9 +12,10 @@ it prints; a profile of the causal block. What the machine can't run is listed w
 results.json and .md, kernels.png, blocks.png, and Chrome traces of the block, eager and compiled.
 """
 
-import os
+from harness import start
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch is loaded: its profiler logs to stderr
+if __name__ == "__main__":
+    start.script()
 
 from collections.abc import Sequence
 
@@ -46,6 +47,7 @@ def place(device: str) -> torch.device:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure what the command line describes."""
     with one_thread() as threads, session("attention", parser(), argv) as run:
+        run.announce()
         config = run.config
         device = place(config.device)
         cases = all_cases(config, device.type)

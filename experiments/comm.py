@@ -11,6 +11,11 @@ define them, and every result checked to the bit. `ring` is strategies/ring; `ri
 distributed tutorial, in which each of n ranks sends n / 2 times as much. OUT/ holds results.json, .md and .png.
 """
 
+from harness import start
+
+if __name__ == "__main__":
+    start.script()
+
 from collections.abc import Sequence
 
 import strategies
@@ -48,6 +53,7 @@ def world(trainer: cli.Choice) -> tuple[int, list[Backend]]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure what the command line describes."""
     with one_thread(), session("comm", parser(), argv) as run:
+        run.announce()
         config = run.config
         size, backends = world(config.trainer)
         known = {backend.name: backend for backend in backends}

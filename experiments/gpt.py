@@ -8,6 +8,11 @@ Nine tenths of the text train, the last tenth validates and tests. OUT/ holds re
 a TensorBoard run, the weights and the vocabulary.
 """
 
+from harness import start
+
+if __name__ == "__main__":
+    start.script(OMP_WAIT_POLICY="PASSIVE")  # threads that spin while they wait slow small nets down
+
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -19,6 +24,7 @@ import strategies
 from apprentice.errors import BadInput
 from harness import config as cli
 from harness.runs.session import Session, session
+from harness.studies.callbacks import check_callbacks
 from harness.studies.fits import Candidate, check_modules, check_net, make_candidate
 from harness.studies.language_model import NAME, run_study, sample
 from lit_modules import nets
@@ -97,6 +103,7 @@ def check(run: Session) -> None:
         raise BadInput("net", config.net.name, "a language model with generate() and block_size, as GPT")
     check_net(run, "net", trainer)
     check_modules(trainer, model)
+    check_callbacks(run, trainer, {NAME: model})
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -105,6 +112,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if run.config.sample is not None:
             print(*sample(run.config), sep="\n\n")
             return
+        run.announce()
         check(run)
         with run.folder():
             run_study(run, module)

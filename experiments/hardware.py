@@ -8,11 +8,10 @@ step, the share of communication that is hidden, and how far the weights end fro
 results.json, .md and .png.
 """
 
-import os
+from harness import start
 
-# Before torch is loaded: threads that spin while they wait slow small nets down; the profiler logs to stderr.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+if __name__ == "__main__":
+    start.script(OMP_WAIT_POLICY="PASSIVE")  # threads that spin while they wait slow small nets down
 
 from argparse import Namespace
 from collections.abc import Collection, Sequence
@@ -74,6 +73,7 @@ def classifier(config: Namespace, data: datamodules.InMemoryData, split: bool = 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure what the command line describes."""
     with one_thread() as threads, session("hardware", parser(), argv) as run:
+        run.announce()
         config = run.config
         cases = Cases(config.trainer, config.exact)
         picked, skipped = cases.picked(config.only)

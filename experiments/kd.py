@@ -9,10 +9,10 @@ For each seed a teacher is trained (or loaded), every student is distilled from 
 is tested once. OUT/ holds the table (results.json, .md, .png), and for each net a TensorBoard run and its weights.
 """
 
-import os
+from harness import start
 
-# Before torch is loaded: threads that spin while they wait slow small nets down.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if __name__ == "__main__":
+    start.script(OMP_WAIT_POLICY="PASSIVE")  # threads that spin while they wait slow small nets down
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -99,6 +99,7 @@ def students(
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study that the command line describes."""
     with session("kd", parser(), argv) as run:
+        run.announce()
         check(run, teacher, students)
         with run.folder():
             run_study(run, teacher, students)

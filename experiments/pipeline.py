@@ -12,9 +12,10 @@ rank on a CPU. OUT/ holds results.json, .md and .png, timeline.png, and its even
 net on this machine.
 """
 
-import os
+from harness import start
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded
+if __name__ == "__main__":
+    start.script(OMP_WAIT_POLICY="PASSIVE")  # threads that spin while they wait slow small nets down
 
 import copy
 from collections.abc import Sequence
@@ -75,6 +76,7 @@ def module(layers: list[nn.Module], case: Case) -> Task:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure what the command line describes."""
     with one_thread(), session("pipeline", parser(), argv) as run:
+        run.announce()
         config = run.config
         shape = (3, config.image_size, config.image_size)
         sizes = {"input_shape": shape, "num_classes": config.num_classes}

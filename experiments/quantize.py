@@ -10,10 +10,10 @@ fresh process and compared on the whole test set. OUT/ holds the files, the tabl
 TensorBoard run. Needs the extras: pip install --no-build-isolation -e '.[quant,export]'
 """
 
-import os
+from harness import start
 
-# Before torch is loaded: threads that spin while they wait slow small nets down.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if __name__ == "__main__":
+    start.script(OMP_WAIT_POLICY="PASSIVE")  # threads that spin while they wait slow small nets down
 
 import sys
 from argparse import Namespace
@@ -78,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with cli.one_line_errors():
         command = parser(data_of_run(argv, DATA, datamodules.ImageData))
     with session("quantize", command, argv) as run:
+        run.announce()
         config = run.config
         if config.data is None:
             raise BadInput("run", config.run, "a folder in its run's, with config.yaml; or --data, what it learnt from")

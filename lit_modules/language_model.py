@@ -59,6 +59,7 @@ class LitLanguageModel(LitClassifier):
     def on_fit_start(self) -> None:
         """Compile the net; not earlier, as a compiled net can't be pickled or used in a fork."""
         if self.compiled:
+            self.print("compiling the net: the first steps of training and validation take longer")
             self.net.compile(dynamic=False)
 
     def configure_optimizers(self) -> Any:

@@ -17,6 +17,7 @@ from lit_modules.objectives.base import widened
 from lit_modules.objectives.cross_entropy import cross_entropy
 
 UNIT = 2.0**32
+BAR = ("loss", "acc")  # means over runs, for a progress bar
 
 
 class ExactMean(Metric):
@@ -160,6 +161,23 @@ class RunMetrics(LightningModule):
         """The evaluation scores of a run."""
         return cast("Scores", self.scores[self.runs.index(run)])
 
+    def logged(self, values: Iterable[str]) -> dict[str, list[str]]:
+        """Names that a fit logs in `validation`, at the end of an `epoch` and in a `step`, given those of a batch.
+
+        The values of a batch are named `<run>/<what>`, as in `log_training`.
+        """
+        found = dict.fromkeys(values)
+        scores = {run: dict.fromkeys(("loss", *self.scores_of(run).names)) for run in self.runs}
+        validated = [
+            f"{run}/{what}".lstrip("/") for run, names in scores.items() for what in names if what != "correct"
+        ]
+        bar = [what for what in BAR if any(name.endswith(what) for name in found)]
+        return {
+            "validation": [*_tags(dict.fromkeys(validated), "val")],
+            "epoch": [*_tags({f"{name}_epoch": None for name in found}, "train")],
+            "step": [*_tags(found, "train"), *bar],
+        }
+
     def log_training(self, values: Mapping[str, float], count: int) -> None:
         """Log the global batch's means (`<run>/<what>` to value), and add them to the epoch's sums."""
         self.samples += count
@@ -169,7 +187,7 @@ class RunMetrics(LightningModule):
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and (self.global_step + 1) % every == 0:
             self.log_dict(_tags(values, "train"), batch_size=count)
-            shown = {what: [v for k, v in values.items() if k.endswith(what)] for what in ("loss", "acc")}
+            shown = {what: [v for k, v in values.items() if k.endswith(what)] for what in BAR}
             bar = {what: sum(found) / len(found) for what, found in shown.items() if found}
             self.log_dict(bar, prog_bar=True, logger=False, batch_size=count)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map, tree_map_only
 
 from apprentice import keyed
-from apprentice.errors import BadInput
+from apprentice.errors import BadInput, reason
 from lit_modules.nets import Outputs, globalise, run, typed
 from lit_modules.objectives import Objective, Term
 
@@ -36,7 +36,7 @@ class Student(nn.Module):
         """Let the objective make its parts, from the seed and the shapes alone, and test it on inputs (b, ...).
 
         Raises:
-            BadInput: the objective refuses the nets' shapes.
+            BadInput: the objective refuses the nets' shapes, fails, or gives a loss that trains nothing.
         """
         mode, objective = self.training, self.objective
         outputs = self.eval().raw(typed(self.net, example))
@@ -45,7 +45,14 @@ class Student(nn.Module):
         except BadInput as fault:
             raise BadInput(f"{flag}.{fault.flag}", fault.value, fault.expected) from None
         globalise(objective.to(outputs.logits.dtype))
-        check_rows(objective, outputs, teacher, flag)
+        try:
+            check_rows(objective, outputs, teacher, flag)
+            check_gradient(objective, outputs, teacher, flag)
+        except BadInput:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a user's objective does
+            expected = f"an objective for outputs such as these nets'; it says: {reason(error)}"
+            raise BadInput(flag, type(objective).__name__, expected) from None
         if objective.relates_rows:
             advice = "its numbers move with the device count"
             rank_zero_warn(f"{flag}: {type(objective).__name__} relates rows that a device has; {advice}")
@@ -77,9 +84,20 @@ def check_rows(objective: Objective, student: Outputs, teacher: Outputs | None, 
                     raise BadInput(flag, name, f"{expected}, or one with relates_rows = True")
 
 
+@torch.enable_grad()
+def check_gradient(objective: Objective, student: Outputs, teacher: Outputs | None, flag: str) -> None:
+    """Raise BadInput if no term with a weight depends on outputs of the student, such as these."""
+    student, teacher, labels = keyed.with_seed(0, partial(_noise, student, teacher, *RANGES[0]))
+    student = tree_map_only(Tensor, lambda x: x.requires_grad_().clone() if x.is_floating_point() else x, student)
+    terms = _terms(objective, student, teacher, labels)
+    if not any(term.weight and term.values.requires_grad for term in terms.values()):
+        expected = "an objective whose loss depends on the student's outputs, by a term with a weight"
+        raise BadInput(flag, type(objective).__name__, expected)
+
+
 def _terms(objective: Objective, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
-    """Terms that are equal in each call, even if the objective keeps state or draws noise."""
-    objective = copy.deepcopy(objective).eval()
+    """Terms that are equal in each call, even if the objective keeps state or draws noise; its parameters are fixed."""
+    objective = copy.deepcopy(objective).eval().requires_grad_(False)
     return keyed.with_seed(0, lambda: objective.terms(objective.adapt(student), teacher, labels))
 
 

@@ -14,6 +14,7 @@ class DDPRing(DDP):
 
     def __init__(self, **kwargs: Any) -> None:
         self._refuse(kwargs, "process_group_backend")
+        ring.register()
         super().__init__(process_group_backend=ring.NAME, **kwargs)
 
     def _check_devices(self) -> None:

@@ -1,4 +1,4 @@
-"""Made-up facts of a bake-off, in the shape in which the experiment hands them over."""
+"""Made-up facts of runs: of a bake-off as the experiment hands them over, of gpt.py and quantize.py as results.json."""
 
 from typing import Any
 
@@ -23,6 +23,10 @@ def header(seeds: int = 3, **config: Any) -> dict[str, Any]:
                 "init_args": {"batch_size": 128, "seed": 0, "root": "a", **config},
             },
             "optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.001, "foreach": None}},
+            "variants": {
+                "ce": {"class_path": "lit_modules.objectives.CrossEntropy"},
+                "kd": {"class_path": "lit_modules.objectives.Hinton", "init_args": {"temperature": 2.0, "off": None}},
+            },
             "trainer": {"max_epochs": 10},
         },
         "seeds": list(range(seeds)),
@@ -53,3 +57,60 @@ def results(seeds: int = 3, **students: list[dict[str, Any]]) -> dict[str, Any]:
         name: [student(c) for c in correct[:seeds]] for name, correct in {"ce": CE, "kd": KD, "hint": HINT}.items()
     }
     return bake_off_results(header(seeds), [teacher()] * seeds, students or usual, [12.0] * seeds)
+
+
+def gpt(bits: list[float], **changes: Any) -> dict[str, Any]:
+    """A run of gpt.py with these bits per character, one a seed; `net__num_layers=6` changes a setting."""
+    config: dict[str, Any] = {
+        "data": {"path": None, "block_size": 64, "batch_size": 12},
+        "net": {"class_path": "lit_modules.nets.GPT", "init_args": {"num_layers": 4}},
+        "model": {"lr": 0.003},
+        "trainer": {"max_epochs": -1, "max_steps": 100},
+        "temperature": 0.8,
+    }
+    for name, value in changes.items():
+        *groups, last = name.split("__")
+        inner = config[groups[0]] if groups else config
+        inner.get("init_args", inner)[last] = value
+    facts = {"objective": "CrossEntropy", "parameters": 81472, "step_ms": 32.5, "train_flops": 404_000_000_000}
+    return {
+        "experiment": "gpt",
+        "data": {"name": "Text", "train": 900, "validation": 100, "test": 100},
+        "hardware": {},
+        "versions": {},
+        "config": config,
+        "seeds": list(range(len(bits))),
+        "metric": {"name": "test_bpc", "higher_is_better": False},
+        "runs": [{**facts, "test_bpc": each, "test_loss": each, "failed": None} for each in bits],
+    }
+
+
+def quantized(accuracy: float = 0.89, **config: Any) -> dict[str, Any]:
+    """A run of quantize.py with this accuracy in int8."""
+    figures = {
+        "latency_ms": {"1": {"median": 0.5, "p95": 0.7}, "16": {"median": 1.3, "p95": 1.4}},
+        "images_per_second": 12307.7,
+    }
+    return {
+        "experiment": "quantize",
+        "hardware": {"cpu": "EPY", "threads": 1},
+        "versions": {},
+        "config": {
+            "data": {"class_path": "datamodules.Digits", "init_args": {"batch_size": 128}},
+            "objective": {"class_path": "lit_modules.objectives.CrossEntropy", "init_args": {}},
+            "seeds": [0],
+            "freeze_epoch": 2,
+            **config,
+        },
+        "data": {"name": "Digits", "train": 900, "validation": 100, "test": 100},
+        "rows": [
+            {"format": "float32", "test_acc": 0.9, "test_correct": 90, "bytes": 88390, **figures},
+            {
+                "format": "int8-qat",
+                "test_acc": accuracy,
+                "test_correct": round(100 * accuracy),
+                "bytes": 28153,
+                **figures,
+            },
+        ],
+    }

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from harness.runs.progress import quiet
+from harness.runs.quiet import quiet
 from lit_modules.nets import DeepNN, ResNet, Torchvision
 from strategies import DDP, PipelineStrategy
 from tests.training import classifier, digits, distillation, fit, trainer, weights

@@ -16,10 +16,10 @@ CONTEXT: Any = multiprocessing.get_context("fork")
 
 
 class Run:
-    """A forked call, in a session of its own; its output goes to a file."""
+    """A forked call, in a session of its own; its output goes to a file, stderr to another if one is given."""
 
-    def __init__(self, function: Callable[..., Any], *args: Any, log: Path) -> None:
-        self.log = log
+    def __init__(self, function: Callable[..., Any], *args: Any, log: Path, errors: Path | None = None) -> None:
+        self.log, self.errors = log, errors or log
         self.process = CONTEXT.Process(target=self._run, args=(function, *args))
         self.process.start()
 
@@ -28,17 +28,18 @@ class Run:
         torch.set_num_threads(1)  # the parent has used OpenMP
         # It has counted CUDA devices too: that marks each child as unfit for CUDA, from which Lightning won't fork.
         torch.cuda._is_in_bad_fork = lambda: False
-        with self.log.open("a") as file:
+        with self.log.open("a") as file, self.errors.open("a") as errors:
             os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-            sys.stdout = sys.stderr = file
+            os.dup2(errors.fileno(), 2)
+            sys.stdout, sys.stderr = file, file if self.errors == self.log else errors
             try:
                 function(*args)
             except SystemExit:
                 raise
             except BaseException:  # noqa: BLE001 - it is printed, and ends the process
                 traceback.print_exc()
-                file.flush()
+                sys.stdout.flush()
+                sys.stderr.flush()
                 os._exit(1)
 
     def wait(self, timeout: float = 90) -> int:

@@ -14,7 +14,7 @@ from torch import nn
 
 from apprentice.keyed import with_seed
 from datamodules import Digits
-from harness.runs.progress import quiet
+from harness.runs.quiet import quiet
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN, LightNN

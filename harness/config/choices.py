@@ -1,7 +1,6 @@
 """The second pass: for each class that was chosen, its options, read and checked by jsonargparse."""
 
 from collections.abc import Mapping, Sequence
-from functools import reduce
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
@@ -74,8 +73,12 @@ class Resolver:
         own = self.given.get(flag, Given(Missing)).value
         below: dict[str, Any] = {}
         for inner, value in self._below(flag).items():
-            *parents, last = inner.removeprefix(f"{flag}.").split(".")
-            reduce(lambda node, parent: node.setdefault(parent, {}), parents, below)[last] = value
+            node, (*parents, last) = below, inner.removeprefix(f"{flag}.").split(".")
+            for parent in parents:
+                node = node.setdefault(parent, {})
+                if not isinstance(node, dict):
+                    raise BadInput(inner, value, f"{parent} either with a value or with options")
+            node[last] = value
         return own if not below else below if own is Missing else {"class_path": own, "init_args": below}
 
     def _below(self, flag: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
 
-from apprentice.errors import BadInput
+from apprentice.errors import BadInput, reason
 from harness.config.messages import REFUSAL, near
 from harness.config.signatures import options_of
 
@@ -49,10 +49,15 @@ class Classes:
         """The package's classes by short name."""
         return {
             name: value
-            for name, value in vars(self.package).items()
-            if inspect.isclass(value) and issubclass(value, self.bases[0]) and not inspect.isabstract(value)
-            and value not in self.bases and not name.startswith("_") and not issubclass(value, tuple(self.refused))
+            for name, value in self._of_package(self.bases[0]).items()
+            if value not in self.bases and not inspect.isabstract(value) and not name.startswith("_")
+            and not issubclass(value, tuple(self.refused))
         }  # fmt: skip
+
+    def _of_package(self, *bases: type) -> dict[str, type]:
+        """The package's classes with one of these bases, by name."""
+        found = vars(self.package).items()
+        return {name: value for name, value in found if inspect.isclass(value) and issubclass(value, bases)}
 
     def find(self, name: Any, key: str) -> tuple[type | str | None, Mapping[str, Any]]:
         """The class of this name or import path, with the options that the name sets; BadInput if it can't be used."""
@@ -61,12 +66,12 @@ class Classes:
         if isinstance(name, str) and "." in name:
             found: type | None = imported(name, key, self.bases)
         else:
-            found = {**self.known, **{refused.__name__: refused for refused in self.refused}}.get(str(name))
+            found = {**self.known, **self._of_package(*self.refused)}.get(str(name))
         if found is None or found in self.bases:
             raise BadInput(key, name, self.expected(name))
-        for refused, reason in self.refused.items():
+        for refused, expected in self.refused.items():
             if issubclass(found, refused):
-                raise BadInput(key, name, reason)
+                raise BadInput(key, name, expected)
         return found, {}
 
     def same(self, name: Any, old: Any, options: Mapping[str, Any]) -> bool:
@@ -164,16 +169,21 @@ def arguments(choice: Choice, key: str, **extra: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def refusals(choice: Choice, key: str, kinds: tuple[type[Exception], ...] = (ValueError, TypeError)) -> Iterator[None]:
-    """Turn errors of these kinds into BadInput with the whole flag; with key and class if they name no option."""
+def refusals(choice: Choice, key: str, kinds: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
+    """Turn errors of these kinds into BadInput with the whole flag; with key and class if they name no option.
+
+    Those of files stay as they are.
+    """
     try:
         yield
+    except OSError:
+        raise
     except BadInput as error:
         inside = error.flag == key or error.flag.startswith(f"{key}.")
         flag = error.flag if inside else f"{key}.{_place(choice, error.flag) or error.flag}"
         raise BadInput(flag, error.value, error.expected) from error
     except kinds as error:
-        message = " ".join(str(error).split())
+        message = reason(error) if isinstance(error, KeyError) else " ".join(str(error).split()) or reason(error)
         option = REFUSAL.fullmatch(message)
         if option and (place := _place(choice, option[1])):
             raise BadInput(f"{key}.{place}", option[2], option[3]) from error

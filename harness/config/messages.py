@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from apprentice.errors import BadInput
+from harness.config.console import is_unread
 
 if TYPE_CHECKING:
     from harness.config.parser import Parser
@@ -43,7 +44,7 @@ def one_line_errors(parser: "Parser | None" = None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        line = one_line(error, parser)
+        line = None if is_unread(error) else one_line(error, parser)
         if line is None:
             raise
         local_rank = next((os.environ[name] for name in LOCAL_RANKS if name in os.environ), "0")

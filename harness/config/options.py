@@ -6,6 +6,8 @@ from typing import Any, ClassVar
 
 from apprentice.errors import BadInput
 
+MOST_SEEDS = 10_000  # by their number: each is a fit of minutes, and all are listed in the run's files
+
 
 @dataclass
 class RunOptions:
@@ -32,8 +34,9 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         if isinstance(self.seeds, int):
-            if self.seeds < 1:
-                raise BadInput("seeds", self.seeds, "a number of seeds, at least 1, or a list of them, as [42]")
+            if not 1 <= self.seeds <= MOST_SEEDS:
+                expected = f"a number of seeds, at least 1 and at most {MOST_SEEDS}, or a list of them, as [42]"
+                raise BadInput("seeds", self.seeds, expected)
             self.seeds = list(range(self.seeds))
         seeds = self.seeds
         if not seeds or len(set(seeds)) < len(seeds) or not all(0 <= seed < 2**63 for seed in seeds):

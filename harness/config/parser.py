@@ -78,9 +78,9 @@ class Parser:
 
         `defaults` are in place of the Trainer's own; `logger` only switches ours on and off.
         """
-        from lightning.pytorch import Callback, Trainer, callbacks
+        from lightning.pytorch import Trainer
 
-        self._nested = {"callbacks": _classes(Callback, callbacks), "strategy": training.Strategies(names=strategies)}
+        self._nested = {"callbacks": training.CALLBACKS, "strategy": training.Strategies(names=strategies)}
         self._add("trainer", Signature(Trainer, training.OWNED, training.TYPES), {"logger": True, **defaults})
 
     def _add(self, key: str, entry: Entry | Signature, default: Any) -> None:
@@ -251,6 +251,17 @@ class Parser:
                     expected = f"{name} in --only, too: the run in {folder} is of {', '.join(used)}"
                     raise BadInput(f"{key}.{name}", choice.name, expected)
         growth.check_same(before, after, folder, options.grows, options.fixed, new)
+
+    def summary(self, config: Namespace) -> str:
+        """What is chosen but for the optimizer, in one line: `data Digits, teacher DeepNN, variants ce kd, seed 0`."""
+        shown = {}
+        for key, entry in self.entries.items():
+            chosen = getattr(config, key)
+            if isinstance(entry, Entry) and key not in {"optimizer", "scheduler"} and chosen is not None:
+                shown[key] = " ".join(pick(chosen, getattr(config, "only", None))) if entry.named else chosen.name
+        several = len(config.seeds) > 1
+        shown["seeds" if several else "seed"] = " ".join(map(str, config.seeds))
+        return ", ".join(f"{key} {what}" for key, what in shown.items())
 
     def as_dict(self, config: Namespace) -> dict[str, Any]:
         """The configuration as YAML and JSON have it."""

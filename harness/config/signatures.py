@@ -2,18 +2,23 @@
 
 import functools
 import inspect
+import math
 import types
 import typing
 from argparse import ArgumentError
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import Enum
 from typing import Any
 
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 from apprentice.errors import BadInput
+from harness.config import yamls
 from harness.config.messages import is_open, near, words
 
+LARGEST_FLOAT = (2 - 2**-23) * 2.0**127
+NUMBERS = "not NaN, at most 3.4e38 as float32 is, a whole one below 2**63"
 Missing = inspect.Parameter.empty  # the value of a required option that was not given
 
 
@@ -50,13 +55,19 @@ class Signature:
             return None
         if isinstance(value, str) and value != "null" and hint in (str, str | None):
             return value  # as it stands: YAML might take it for a comment or a number
+        _check_yaml(value, flag)
         for candidate in [value, [value]] if isinstance(value, str) else [value]:  # `--only ce` is a list of one
             try:
                 if candidate is not None:
-                    return self._parser.parse_object({name: candidate}, defaults=False)[name]
-            except ArgumentError:
+                    found = self._parser.parse_object({name: candidate}, defaults=False)[name]
+                    break
+            except (ArgumentError, ValueError, TypeError, LookupError):  # the last three by YAML such as `!!int x`
                 continue
-        raise BadInput(flag, "null" if value is None else value, words(hint))
+        else:
+            raise BadInput(flag, "null" if value is None else value, words(hint))
+        if not all(map(_fits, _leaves(found))):
+            raise BadInput(flag, value, f"{words(hint)}; {NUMBERS}")
+        return found
 
     def alternatives(self, name: str) -> str:
         """What to take in place of an option that does not exist."""
@@ -65,6 +76,8 @@ class Signature:
 
     def plain(self, name: str, value: Any) -> Any:
         """A value as YAML and JSON have it: lists for tuples, text for paths and functions."""
+        if isinstance(value, str) and isinstance(value, Enum) and self.hints.get(name) is str:
+            return value.value  # a default of Lightning's
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, list | tuple):
@@ -74,6 +87,34 @@ class Signature:
     def instances(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The values, with new instances of the classes among them and functions in place of their names."""
         return dict(self._parser.instantiate(Namespace(dict(values))).items(branches=True, nested=False))
+
+
+def _check_yaml(value: Any, flag: str) -> None:
+    """Raise BadInput for text that jsonargparse would read as YAML without bounds."""
+    for text in _leaves(value):
+        if isinstance(text, str):
+            try:
+                yamls.check(text)
+            except yamls.UnboundedError as error:
+                raise BadInput(flag, value, f"a value of a bounded size, not {error.problem}") from error
+            except yaml.YAMLError:
+                continue  # some types take such text
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """What a value holds, inside of lists and mappings too."""
+    if not isinstance(value, list | tuple | dict):
+        yield value
+        return
+    for inner in [*value, *value.values()] if isinstance(value, dict) else value:
+        yield from _leaves(inner)
+
+
+def _fits(value: Any) -> bool:
+    """Whether a number is in the range of what computes with it; infinity may mean no limit."""
+    if isinstance(value, float):
+        return math.isinf(value) or abs(value) <= LARGEST_FLOAT  # false for NaN
+    return not isinstance(value, int) or -(2**63) <= value < 2**63
 
 
 options_of = functools.cache(Signature)  # of a class, and of a frozenset of arguments to skip

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import yaml
-from jsonargparse import get_loader
 
 from apprentice.errors import BadInput
+from harness.config import yamls
 
 BARE = ("help", "print_config")  # flags without a value
 OF_LAUNCHERS = ("local-rank", "local_rank")  # from torch.distributed.launch; the environment has it too
@@ -64,7 +64,7 @@ def read(argv: Sequence[str]) -> tuple[list[Layer], set[str]]:
 def load(path: str | Path, flag: str = "config") -> dict[str, Any]:
     """The mapping in a YAML file; BadInput names the file, and the line that is not YAML."""
     try:
-        values = get_loader("yaml")(Path(path).read_text(encoding="utf-8"))
+        values = yamls.load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise BadInput(flag, path, f"a YAML file that can be read ({error.strerror})") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -81,7 +81,9 @@ def from_yaml(value: Any, flag: str) -> Any:
     if not isinstance(value, str) or not (value.strip().startswith(("[", "{")) or value.strip() == "null"):
         return value
     try:
-        return get_loader("yaml")(value)
+        return yamls.load(value)
+    except yamls.UnboundedError as error:
+        raise BadInput(flag, value, f"YAML of a bounded size, not {error.problem}") from error
     except yaml.YAMLError as error:
         raise BadInput(flag, value, "YAML, as [First, Second] or {class_path: First}") from error
 
@@ -92,9 +94,14 @@ def layer(values: Any, source: str = "", key: str = "") -> dict[str, Given]:
 
 
 def flat(value: Any, key: str = "", lists: bool = True) -> Iterator[tuple[str, Any]]:
-    """Nested settings as flags and their values; of lists with mappings each entry for itself, if wanted."""
+    """Nested settings as flags and their values; of lists with mappings each entry for itself, if wanted.
+
+    A name with dots is one for each level: `trainer.max_epochs: 1` is `trainer: {max_epochs: 1}`.
+    """
     if isinstance(value, dict):
-        for name, inner in value.items():
+        for dotted, below in value.items():
+            name, _, rest = str(dotted).partition(".")
+            inner = {rest: below} if rest else below
             inside = name == "class_path" or (name == "init_args" and isinstance(inner, dict | None))
             if inner is not None or name != "init_args":
                 yield from flat(inner, key if inside else f"{key}.{name}".lstrip("."), lists)

@@ -1,5 +1,6 @@
 """The strategies, optimizers and schedulers to choose from, and checks of values that Lightning and torch accept."""
 
+import math
 import sys
 import warnings
 from collections.abc import Mapping
@@ -8,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from lightning.pytorch import strategies
+from lightning.pytorch import Callback, callbacks, strategies
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from torch import nn
 from torch.optim import lr_scheduler
@@ -49,6 +50,10 @@ SCHEDULERS = Classes((lr_scheduler.LRScheduler,), lr_scheduler, frozenset({"opti
         "one that depends on the epoch alone, such as MultiStepLR; this one couples students",
     lr_scheduler.SequentialLR: ONE_SCHEDULER,
     lr_scheduler.ChainedScheduler: ONE_SCHEDULER,
+})  # fmt: skip
+CALLBACKS = Classes((Callback,), callbacks, refused={
+    callbacks.Checkpoint: "a callback that writes no checkpoints; the run writes its own, see --checkpoint_every",
+    callbacks.ProgressBar: "a callback other than a progress bar; the run shows its own progress",
 })  # fmt: skip
 
 
@@ -113,21 +118,33 @@ def _public_path(found: type) -> str:
 
 
 def check_optimizer(optimizer: Choice, scheduler: Choice | None, epochs: int) -> None:
-    """Take a step, and a few epochs' changes of the rate, on a dummy net; BadInput if that fails."""
+    """Take steps, and a few epochs' changes of the rate, on a dummy net; BadInput if that fails or is not finite."""
     net = nn.Linear(2, 2)
     for parameter in net.parameters():
         parameter.grad = torch.ones_like(parameter)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with refusals(optimizer, "optimizer", (Exception,)):
+        with refusals(optimizer, "optimizer"):
             steps = factory(optimizer, "optimizer")(net.parameters())
             if not optimizer.init_args.get("capturable"):  # those step on GPUs only
                 steps.step()
+                steps.step()  # momentum counts from here on
+        if not all(p.isfinite().all() for p in net.parameters()):
+            raise BadInput(*_infinite(optimizer, "optimizer"), "options with which a step gives finite weights")
         if scheduler is not None:
-            with refusals(scheduler, "scheduler", (Exception,)):
+            with refusals(scheduler, "scheduler"):
                 rates = factory(scheduler, "scheduler")(steps)
                 for _ in range(min(epochs, TRIED_EPOCHS)):
                     rates.step()
+            if not all(math.isfinite(rate) for rate in rates.get_last_lr()):
+                raise BadInput(*_infinite(scheduler, "scheduler"), "options that give finite learning rates")
+
+
+def _infinite(choice: Choice, key: str) -> tuple[str, Any]:
+    """The flag and value of an infinite option, or of the class if there is none."""
+    found = (name for name, x in choice.init_args.items() if isinstance(x, float) and math.isinf(x))
+    name = next(found, None)
+    return (key, choice.name) if name is None else (f"{key}.{name}", choice.init_args[name])
 
 
 def check_trainer(options: Mapping[str, Any]) -> None:
@@ -140,6 +157,11 @@ def check_trainer(options: Mapping[str, Any]) -> None:
             raise BadInput(f"trainer.{name}", value, "a number above 0")
         if name in FRACTIONS and isinstance(value, float) and value > 1:
             raise BadInput(f"trainer.{name}", value, "a whole number of batches, or a fraction of them, up to 1.0")
+    if (limit := options.get("max_time")) is not None:
+        with refusals(Choice("Trainer", dict(options)), "trainer.max_time"):
+            seconds = callbacks.Timer(limit).time_remaining() or 0
+        if seconds < 1:
+            raise BadInput("trainer.max_time", limit, "a time of at least a second, as 00:01:30:00")
     for what in ("epochs", "steps"):
         least, most = numbers.get(f"min_{what}", 0), numbers.get(f"max_{what}", -1)
         if most < 1 and most != -1:

@@ -97,7 +97,7 @@ def conclude(baseline: str, differences: Mapping[str, Sequence[float]], metric: 
     tested = {name: paired_interval(differences[name]) for name, number in pairs.items() if number > 1}
     single = [name for name in pairs if name not in tested]
     if not tested:
-        claim = f"nothing here says that any student differs from {baseline} by more than noise"
+        claim = f"nothing here says that any other row differs from {baseline} by more than noise"
         return f"One seed gives no interval: {claim}. Use --seeds 3 or more." if single else ""
     said = _claims(baseline, tested, metric)
     if single:

@@ -3,21 +3,14 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from harness.reports.figures import Dot, metric_picture
 from harness.reports.metrics import METRICS, Metric, conclude, paired_differences
 from harness.reports.report import Facts, machine
 from harness.reports.results import BASELINE
+from harness.reports.settings import objectives, settings
 from harness.reports.tables import NONE, Table, columns, count, flops_unit, listed, paragraph, short
 from harness.runs.files import write_bytes, write_json, write_text
-
-SETTINGS = (
-    *("teacher", "teacher_ckpt", "student", "optimizer", "scheduler", "net", "model"),
-    *("data.batch_size", "data.augment", "data.seed"),
-    *("trainer.max_epochs", "trainer.max_steps", "trainer.precision", "trainer.strategy", "trainer.devices", "exact"),
-    *("trainer.limit_train_batches", "trainer.limit_val_batches", "trainer.limit_test_batches"),
-)
 
 
 def save_results(folder: str | Path, results: Facts) -> None:
@@ -34,9 +27,17 @@ def text(results: Facts) -> str:
 
 
 def markdown(results: Facts) -> str:
-    """results.md: what was run, the table, its notes, the picture."""
+    """results.md: what was run, the table, its notes, what each student learnt by, the picture."""
     drawn = "![{0}, and {0} against cost](results.png)".format(_metric(results).word)
-    return "\n\n".join([header(results), table(results).markdown(), *notes(results), drawn]) + "\n"
+    learnt = "\n".join(f"- {name}: {objective}" for name, objective in objectives(results).items())
+    parts = [
+        header(results),
+        table(results).markdown(),
+        *notes(results),
+        f"Objectives of the students:\n\n{learnt}",
+        drawn,
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
 def header(results: Facts) -> str:
@@ -145,23 +146,3 @@ def cost_axis(entries: list[Facts], *others: Facts) -> tuple[str, list[float | N
         return "own training step, ms", [entry["step_ms"] for entry in entries]
     size, unit = flops_unit([*flops, *(entry["train_flops"] for entry in others)])
     return f"cost of training, {unit}", [None if value is None else value / size for value in flops]
-
-
-def settings(config: Facts) -> list[str]:
-    """The settings that matter most, as `name value`, without those that the configuration lacks."""
-    lines = []
-    for name in SETTINGS:
-        value: Any = config
-        for part in name.split("."):
-            value = (value.get("init_args", value) or {}).get(part) if isinstance(value, dict) else None
-        if value not in (None, False, -1):  # -1: no limit
-            lines.append(f"{name} {_call(value)}")
-    return lines
-
-
-def _call(value: Any) -> str:
-    if not isinstance(value, dict) or "class_path" not in value:
-        return str(value)
-    given = {k: v for k, v in (value.get("init_args") or {}).items() if v is not None and v is not False}
-    arguments = ", ".join(f"{name}={_call(argument)}" for name, argument in given.items())
-    return value["class_path"].rsplit(".", 1)[-1] + (f"({arguments})" if arguments else "")

@@ -60,5 +60,7 @@ def percent(share: float | None) -> str:
 
 
 def machine(results: Facts) -> dict[str, str]:
-    """Lines of a page's header."""
-    return {name: words(results[name.lower()]) for name in ("Hardware", "Versions")}
+    """Lines of a page's header: the machine, the versions, the commits of the code that ran, in their order."""
+    lines = {name: words(results[name.lower()]) for name in ("Hardware", "Versions")}
+    commits = [commit or "unknown" for commit in results.get("commits", ())]
+    return lines | ({"Commit": ", then ".join(commits)} if commits else {})

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from apprentice.errors import BadInput
-from harness.reports.metrics import ACCURACY, Metric, paired_differences, paired_interval
+from harness.reports.metrics import ACCURACY, METRICS, Metric, paired_differences, paired_interval
 from harness.reports.report import Facts
+from harness.runs.files import read_text
 
 BASELINE = "ce"
+LARGEST = 1e300  # of figures, so that sums of them are finite
 
 
 def bake_off_results(
@@ -36,7 +38,7 @@ def bake_off_results(
     for name, entered in rows.items():
         if len(entered) != seeds:
             raise ValueError(f"{name}: expected {seeds} entries, one a seed, got {len(entered)}")
-    entries = {name: _student(rows, metric) for name, rows in students.items()}
+    entries = {name: entry_of(rows, metric) for name, rows in students.items()}
     baseline = entries[BASELINE][metric.name] if BASELINE in entries else [None] * seeds
     for entry in entries.values():
         entry["delta_vs_ce"] = paired_interval(paired_differences(entry[metric.name], baseline))
@@ -55,7 +57,8 @@ def bake_off_results(
     }
 
 
-def _student(rows: list[Facts], metric: Metric) -> Facts:
+def entry_of(rows: list[Facts], metric: Metric) -> Facts:
+    """The entry of a net from its facts of each seed; `delta_vs_ce` is None."""
     return {
         "objective": rows[0]["objective"],
         "parameters": rows[0]["parameters"],
@@ -88,14 +91,40 @@ def load_results(folder: str | Path, flag: str = "run") -> Facts:
     return results
 
 
+def load_record(path: Path) -> Facts:
+    """What `seed<k>/<fit>.json` says of a finished fit, of one net with the fit's name or of several students.
+
+    Raises:
+        BadInput: it can't be read, or something else is in it.
+    """
+    with reading(path, "out", "a record of a finished fit, or no such file, and the fit is repeated"):
+        record: Facts = json.loads(read_text(path))
+        if path.stem not in record["runs"] and not path.stem.startswith("students"):
+            raise LookupError(f"{path.stem} is not in it")
+        figures = [record["fit_seconds"]]
+        for facts in record["runs"].values():
+            tested = [metric.tested for metric in METRICS.values() if set(metric.tested) <= facts.keys()]
+            failed = facts["failed"] is None or {"step", "term"} <= facts["failed"].keys()
+            if not (tested and failed and isinstance(facts["objective"], str)):
+                raise TypeError("its nets are not recorded as ours")
+            figures += [facts["parameters"] + 0, *(facts[key] for key in ("step_ms", "train_flops", *tested[0]))]
+        if not all(figure is None or (type(figure) in {int, float} and abs(figure) < LARGEST) for figure in figures):
+            raise TypeError("a figure is no number")
+    return record
+
+
 @contextmanager
-def reading(folder: str | Path, flag: str) -> Iterator[None]:
-    """Raise BadInput where the block does not find in a folder's results.json what our experiments write."""
+def reading(
+    folder: str | Path, flag: str, expected: str = "a readable results.json of our experiments in it"
+) -> Iterator[None]:
+    """Raise BadInput where the block does not find in a folder's results.json, or another file, what we write there."""
     try:
         yield
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        raise BadInput(flag, folder, f"a readable results.json of our experiments in it ({said})") from error
+    except BadInput:
+        raise
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise BadInput(flag, folder, f"{expected} ({said})") from error
 
 
 def _why_missing(folder: Path) -> str:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
+from harness.config.console import printable
+
 WIDTH = 110
 NONE = "—"
 MIN_COLUMN = 8
@@ -28,13 +30,14 @@ class Table:
 
     def plain(self, width: int = WIDTH) -> str:
         """Aligned text of at most `width` characters a line; columns of words wrap where they must."""
-        widths = [max(map(len, column)) for column in zip(self.header, *self.rows, strict=True)]
+        header, *rows = ([printable(cell) for cell in row] for row in (self.header, *self.rows))
+        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
         while sum(widths) + 2 * (len(widths) - 1) > width:
             widest = max(range(self.left), key=lambda column: widths[column])
             if widths[widest] <= MIN_COLUMN:
                 break
             widths[widest] -= 1
-        return "\n".join(self._line(row, widths) for row in [self.header, ["-" * w for w in widths], *self.rows])
+        return "\n".join(self._line(row, widths) for row in [header, ["-" * w for w in widths], *rows])
 
     def _line(self, row: Sequence[str], widths: Sequence[int]) -> str:
         wrapped = [_wrap(cell, width) for cell, width in zip(row, widths, strict=True)]
@@ -61,9 +64,10 @@ def columns(cells: Mapping[str, Callable[[Any], str]], rows: Iterable[Any], left
     return Table(list(cells), [[cell(row) for cell in cells.values()] for row in rows], left)
 
 
-def paragraph(text: str) -> str:
-    """The text in lines of at most 110 characters."""
-    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+def paragraph(text: str, indent: str = "") -> str:
+    """The text in lines of at most 110 characters; all but the first are indented."""
+    options: Any = {"subsequent_indent": indent, "break_long_words": False, "break_on_hyphens": False}
+    return textwrap.fill(text, WIDTH, **options)
 
 
 def words(values: Mapping[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """Files written whole or not at all; a run's are recorded first, and `--overwrite true` deletes these and no others."""
 
+import errno
 import json
 import math
 import os
@@ -34,6 +35,13 @@ def atomic(path: str | Path) -> Iterator[Path]:
         raise
     with suppress(OSError):  # some network disks can't sync a folder
         _sync(path.parent)
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a regular file, in UTF-8; OSError or ValueError if there is none."""
+    if Path(path).exists() and not Path(path).is_file():  # reading a pipe would wait for its writer
+        raise OSError(errno.EINVAL, "Not a file", str(path))
+    return Path(path).read_text("utf-8")
 
 
 def write_bytes(path: str | Path, data: bytes) -> None:
@@ -122,7 +130,7 @@ def _names(out: Path) -> list[str]:
     """The recorded names; a damaged line or a path out of the folder is ignored."""
     path, names = out / RECORD, []
     for line in path.read_text("utf-8", errors="replace").splitlines() if path.exists() else ():
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             names.append(json.loads(line))
     names = [name for name in names if isinstance(name, str) and ".." not in Path(name).parts]
     return [name for name in names if not Path(name).is_absolute()]

@@ -11,11 +11,13 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch.multiprocessing import ProcessExitedException
 
 from harness.runs import safepoints, signals
-from harness.runs.progress import progress, quiet
+from harness.runs.progress import Show
+from harness.runs.quiet import quiet
 from harness.runs.safepoints import AtomicCheckpointIO, SafePoints
 from harness.runs.tensorboard import RunsLogger
 
-MakeTrainer = Callable[..., Trainer]  # with the user's settings; takes callbacks, logger and plugins by keyword
+# With the user's settings; takes callbacks, logger and plugins by keyword, and `show` as `trainers` has it.
+MakeTrainer = Callable[..., Trainer]
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ def fit_and_test(
     runs: list[str],  # names of the module's TensorBoard runs; the first is the default
     every: float = 30.0,  # seconds between checkpoints
     tensorboard: bool = True,  # whether to write TensorBoard's files
-    label: str = "",  # begins each line of progress
+    show: Show | None = None,  # what shows the progress
     trained: bool = False,  # whether the module has its weights already and is only tested
     extended: bool = False,  # whether a finished fit goes on, as its Trainer has more epochs now
 ) -> Fit:
@@ -49,23 +51,26 @@ def fit_and_test(
         Interrupted: the user asked to stop; the checkpoint has what was trained.
     """
     state = safepoints.read(checkpoint) if checkpoint.exists() else None
+    if state is not None:
+        safepoints.load(module, state, checkpoint)  # before ranks are started, one of which would fail alone
 
     def trainer(purge_step: int = 0, part: str = "", **kwargs: Any) -> Trainer:
         logger = RunsLogger(checkpoint.parent, runs, runs[0], purge_step, part)
+        kwargs |= {"show": show} if show else {}
         return make_trainer(logger=logger if tensorboard else False, plugins=[AtomicCheckpointIO()], **kwargs)
 
     with quiet():
         if not trained and (extended or not (state and state["callbacks"]["SafePoints"]["finished"])):
             with _stop_after_save():
-                shown, purge_step = progress(label), state["global_step"] if state else 0
-                shown["callbacks"] = [SafePoints(checkpoint, every), *shown["callbacks"]]
+                purge_step = state["global_step"] if state else 0
                 resumed: dict[str, Any] = {"ckpt_path": str(checkpoint), "weights_only": True} if state else {}
-                trainer(purge_step, enable_checkpointing=True, **shown).fit(module, data, **resumed)
+                points = SafePoints(checkpoint, every)
+                trainer(purge_step, enable_checkpointing=True, callbacks=[points]).fit(module, data, **resumed)
             state = safepoints.read(checkpoint)
         if state is not None:
-            module.load_state_dict(state["state_dict"])
-            module.on_load_checkpoint(state)
-        testing = trainer(part=".test", callbacks=[], enable_checkpointing=False, enable_progress_bar=False)
+            safepoints.load(module, state, checkpoint)
+        only_test: dict[str, Any] = {"enable_checkpointing": False, "enable_model_summary": False, "profiler": None}
+        testing = trainer(part=".test", **only_test)
         scores = testing.test(module, data, verbose=False)[0]
         testing.strategy.barrier()
     seconds = state["callbacks"]["SafePoints"]["seconds"] if state else None

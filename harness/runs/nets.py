@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from apprentice.errors import BadInput
 from apprentice.weights import check_weights, read_weights
 from harness.config.classes import imported
-from harness.runs.files import atomic, write_text
+from harness.runs.files import atomic, read_text, write_text
 
 Spec = dict[str, Any]
 
@@ -43,10 +43,10 @@ def write_spec(net_spec: Spec, folder: Path) -> None:
 def read_spec(folder: str | Path, flag: str = "run") -> Spec:
     """What a folder's `net.yaml` holds; BadInput if there is no such file, or it holds something else."""
     try:
-        found = yaml.safe_load((Path(folder) / "net.yaml").read_text())
-        if set(found) == {"class_path", "init_args"}:
+        found = yaml.safe_load(read_text(Path(folder) / "net.yaml"))
+        if set(found) == {"class_path", "init_args"} and isinstance(found["init_args"], dict):
             return found
-    except (OSError, TypeError, UnicodeDecodeError, yaml.YAMLError):
+    except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError):
         pass
     raise BadInput(flag, folder, "a net's folder, as RUN/seed0/kd, with weights.pt and net.yaml")
 

@@ -1,77 +1,212 @@
-"""What a user sees of a fit: a progress bar on a terminal, a line an epoch elsewhere."""
+"""What a user sees of a fit: a live display on a terminal, lines elsewhere."""
 
-import logging
+import os
 import sys
 import time
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import TQDMProgressBar
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 
-EXPECTED_WARNINGS = (
-    r"Found \d+ module\(s\) in eval mode",  # the teacher always is
-    r".*isinstance\(treespec, LeafSpec\)",  # Lightning 2.6 with torch 2.15
-    r"`weights_only` was not set",  # Lightning reads a rank's weights back into this process
-    r"The '(train|val|test)_dataloader' does not have many workers",
-    r"The number of training batches \(\d+\) is smaller than the logging interval",
-)
-TAGS = ("val/acc", "val/loss", "train/acc", "train/loss")
+from lit_modules.scores import RunMetrics
 
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silence Lightning's information messages and expected warnings inside the block."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-    levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings():
-        for message in EXPECTED_WARNINGS:
-            warnings.filterwarnings("ignore", message)
-        warnings.filterwarnings("ignore", module=r"lit_modules\.nets\.attention$")  # the refusal has torch's reasons
-        for logger in loggers:
-            logger.setLevel(logging.WARNING)
-        try:
-            yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
+TAGS = ("val/acc", "val/bpc", "val/loss", "train/acc", "train/loss")
+SILENCE = 9.0  # seconds without a line, at most, where batches are shorter
+REDRAW = 0.1  # seconds between two pictures of the display
+OTHERS = 6  # lines of the screen that are not the table's
+Rest = Callable[[float, float], str]
+Show = Callable[[bool], Callback]  # makes the callback that shows a fit; the argument is whether it may be live
 
 
-def progress(label: str) -> dict[str, Any]:
-    """A Trainer's arguments for a progress bar if stderr is a terminal, for lines otherwise."""
-    if sys.stderr.isatty():
-        return {"callbacks": [TQDMProgressBar(refresh_rate=10)]}
-    return {"callbacks": [Lines(label)], "enable_progress_bar": False}
+def is_live() -> bool:
+    """Whether output goes to a terminal on which lines can be drawn again."""
+    if not (sys.stdout.isatty() and sys.stderr.isatty()):
+        return False
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") in {"dumb", "unknown"}:
+        return False
+    return 0 not in os.get_terminal_size(sys.stdout.fileno())
+
+
+def progress(label: str, rest: Rest | None = None) -> Show:
+    """What shows a fit: a display on a terminal, lines elsewhere; the arguments are those of `Display`."""
+    return lambda live: Display(label, rest) if live and is_live() else Lines(label)
 
 
 class Lines(Callback):
-    """Prints a line an epoch, or a validation where steps are counted: the loss, and each run's accuracy or loss."""
+    """Prints a line an epoch, or a validation where training is counted in steps, and at least one every 9 seconds.
+
+    It has each run's accuracy, or another score: of validation, or else of training.
+
+    Args:
+        label: begins each line.
+    """
 
     def __init__(self, label: str) -> None:
-        self.label, self._start = label, time.monotonic()
+        self.label = label
+        self._began = self._spoke = self._batch = time.monotonic()  # the epoch; the last line; the last batch's end
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clocks in the process that trains."""
+        self._began = self._spoke = self._batch = time.monotonic()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the epoch's clock."""
-        if trainer.max_epochs != -1 or not trainer.current_epoch:
-            self._start = time.monotonic()
+        if trainer.max_epochs != -1:
+            self._began = time.monotonic()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """Say how far it is, after some silence."""
+        self._break_silence(trainer, "batch", trainer.fit_loop.epoch_loop.batch_idx, trainer.num_training_batches)
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *args: Any
+    ) -> None:
+        """Say how far it is, after some silence."""
+        self._break_silence(trainer, "validation batch", batch_idx, sum(trainer.num_val_batches))
+
+    def on_test_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *args: Any
+    ) -> None:
+        """Say how far it is, after some silence."""
+        self._break_silence(trainer, "test batch", batch_idx, sum(trainer.num_test_batches))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the line of the steps so far."""
         if trainer.max_epochs == -1 and not trainer.sanity_checking:
-            self._print(trainer, f"step {trainer.global_step}/{trainer.max_steps}")
+            self._say(trainer, self._scores(trainer))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the epoch's line."""
         if trainer.max_epochs != -1:
-            self._print(trainer, f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}")
+            self._say(trainer, self._scores(trainer))
 
-    def _print(self, trainer: Trainer, done: str) -> None:
-        values = trainer.callback_metrics
-        tag = next((tag for tag in TAGS if any(name.endswith(tag) for name in values)), TAGS[-1])
-        found = {name.removesuffix(tag).rstrip("/"): float(v) for name, v in values.items() if name.endswith(tag)}
+    def _break_silence(self, trainer: Trainer, what: str, index: int, total: float) -> None:
+        now = time.monotonic()
+        next_batch, self._batch = 2 * now - self._batch, now
+        if next_batch - self._spoke > SILENCE:
+            loss = trainer.callback_metrics.get("loss")  # of training, when it was logged last
+            place = "" if what == "batch" and trainer.max_epochs == -1 else f"{what} {_of(index + 1, total)}"
+            self._say(trainer, place, "" if loss is None or trainer.testing else f"loss {float(loss):.4f}")
+
+    def _place(self, trainer: Trainer) -> str:
+        if trainer.testing:
+            return "test"
+        if trainer.max_epochs == -1:
+            return f"step {_of(trainer.global_step, trainer.max_steps)}"
+        return f"epoch {_of(trainer.current_epoch + 1, trainer.max_epochs or -1)}"
+
+    def _scores(self, trainer: Trainer) -> str:
+        tag, found = scores(trainer)
         shown = "  ".join(f"{name} {value:.4f}".strip() for name, value in found.items())
-        loss = f"loss {float(values['loss']):.4f}  " if "loss" in values else ""
+        return f"{time.monotonic() - self._began:.1f} s  {tag} {shown}"
+
+    def _say(self, trainer: Trainer, *parts: str) -> None:
+        self._spoke = time.monotonic()
         if trainer.is_global_zero:
-            print(f"{self.label}  {done}  {time.monotonic() - self._start:.1f} s  {loss}{tag} {shown}", flush=True)
+            self._print("  ".join(filter(None, [self.label, self._place(trainer), *parts])))
+
+    def _print(self, line: str) -> None:
+        print(line, flush=True)
+
+
+class Display(Lines):
+    """Keeps the state of a RunMetrics' fit in view, below the lines of finished epochs: scores, speed, time left.
+
+    Args:
+        label: begins each line.
+        rest: what to say of the whole run, given the seconds that this fit will still take, and takes in all.
+    """
+
+    def __init__(self, label: str, rest: Rest | None = None) -> None:
+        super().__init__(label)
+        self._rest = rest
+        self._live: Live | None = None
+        self._drawn = 0.0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Open the display, in the process of rank zero."""
+        super().on_train_start(trainer, pl_module)
+        self._start, self._first = time.monotonic(), trainer.global_step
+        self._samples = cast("RunMetrics", pl_module).samples
+        if trainer.is_global_zero:
+            # No thread draws it: ranks may be forked.
+            self._live = Live(console=Console(highlight=False), auto_refresh=False, transient=True)
+            self._live.start()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """Draw it again, at most ten times a second."""
+        now = time.monotonic()
+        if self._live and now - self._drawn > REDRAW:
+            self._drawn = now
+            self._live.update(self._view(self._live.console, trainer, cast("RunMetrics", pl_module)), refresh=True)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Close the display."""
+        self._close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Close the display."""
+        self._close()
+
+    def _close(self) -> None:
+        if self._live:
+            self._live.stop()
+            self._live = None
+
+    def _scores(self, trainer: Trainer) -> str:
+        tag, found = scores(trainer)  # in little room: four students fit into 80 columns
+        return f"{tag} " + " ".join(f"{name} {value:.3f}".strip() for name, value in found.items())
+
+    def _print(self, line: str) -> None:
+        if self._live:
+            self._live.console.print(line, markup=False)
+        else:
+            super()._print(line)
+
+    def _view(self, console: Console, trainer: Trainer, module: RunMetrics) -> Group:
+        spent, total = time.monotonic() - self._start, trainer.estimated_stepping_batches
+        done = trainer.global_step - self._first  # in this session
+        head = Table.grid(padding=(0, 2))
+        speed = f"{(module.samples - self._samples) / spent:,.0f} samples/s"
+        bar = ProgressBar(total=total, completed=trainer.global_step, width=20) if total > 0 else ""
+        head.add_row(self.label, self._place(trainer), bar, speed)
+        left = ""
+        if 0 < total < float("inf") and done:
+            still, whole = (spent / done * steps for steps in (total - trainer.global_step, total))
+            left = f"{clock(still)} left of this fit" + (self._rest(still, whole) if self._rest else "")
+        return Group(head, left, self._table(trainer, module, console.height - OTHERS))
+
+    def _table(self, trainer: Trainer, module: RunMetrics, room: int) -> Table:
+        """Each run's mean training loss in this epoch so far, and its last score."""
+        tag, found = scores(trainer)
+        shown, sums = module.runs[: max(room, 1)], module.train_sums
+        table = Table.grid(padding=(0, 2))
+        table.add_row("", "train/loss", tag if found else "")
+        for run in shown:
+            loss = sums.get(f"{run}/loss".lstrip("/"))
+            words = "failed" if run in module.failed else "" if loss is None else f"{loss / sums['rows']:.4f}"
+            table.add_row(run, words, f"{found[run]:.4f}" if run in found else "")
+        if len(module.runs) > len(shown):
+            table.add_row(f"and {len(module.runs) - len(shown)} more")
+        return table
+
+
+def scores(trainer: Trainer) -> tuple[str, dict[str, float]]:
+    """What is shown of each run, the first of `TAGS` that was logged, and its values by run."""
+    values = trainer.callback_metrics
+    tag = next((tag for tag in TAGS if any(name.endswith(tag) for name in values)), TAGS[-1])
+    return tag, {name.removesuffix(tag).rstrip("/"): float(v) for name, v in values.items() if name.endswith(tag)}
+
+
+def clock(seconds: float) -> str:
+    """0:01:30."""
+    return str(timedelta(seconds=round(seconds)))
+
+
+def _of(done: int, total: float) -> str:
+    return f"{done}/{total}" if 0 < total < float("inf") else str(done)

@@ -10,8 +10,16 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
+from apprentice.errors import BadInput
+from apprentice.weights import read_saved
 from harness.runs import signals
 from harness.runs.files import atomic
+
+WANTED = "a checkpoint of this fit, or no such file, and it starts again"
+# What a fit resumes from, of what Lightning writes.
+NEEDED = {
+    "state_dict", "optimizer_states", "lr_schedulers", "loops", "callbacks", "global_step", "pytorch-lightning_version",
+}  # fmt: skip
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -86,11 +94,33 @@ class SafePoints(Checkpoint):
         trainer.save_checkpoint(self.path)
 
 
-def read(path: str | Path, mmap: bool = False) -> dict[str, Any]:
-    """A checkpoint's content on the CPU, with `mmap` without reading tensors; code in the file is never run."""
-    return torch.load(path, weights_only=True, map_location="cpu", mmap=mmap)
-
-
 def max_epochs(state: dict[str, Any]) -> int | None:
     """How many epochs a checkpoint's fit was to have; None in those of older versions."""
     return state["callbacks"]["SafePoints"].get("max_epochs")
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """A fit's checkpoint, on the CPU; code in the file is never run.
+
+    Raises:
+        BadInput: the file is damaged, or is no checkpoint of ours.
+    """
+    content = read_saved(path, "out", WANTED)
+    try:
+        whole = content.keys() >= NEEDED and "fit_loop" in content["loops"] and isinstance(content["global_step"], int)
+        whole = whole and {"seconds", "finished"} <= content["callbacks"]["SafePoints"].keys()
+    except (AttributeError, KeyError, TypeError):
+        whole = False
+    if not whole:
+        raise BadInput("out", path, f"{WANTED}; it holds something else")
+    return content
+
+
+def load(module: LightningModule, state: dict[str, Any], path: str | Path) -> None:
+    """Load a checkpoint into its module; BadInput if it is another module's."""
+    try:
+        module.load_state_dict(state["state_dict"])
+        module.on_load_checkpoint(state)
+    except (RuntimeError, LookupError, TypeError, ValueError, AttributeError) as error:
+        said = " ".join(str(error).split())[:200]
+        raise BadInput("out", path, f"{WANTED}; it is of another module ({type(error).__name__}: {said})") from error

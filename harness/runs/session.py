@@ -16,11 +16,12 @@ import strategies
 from apprentice.errors import BadInput
 from datamodules import InMemoryData
 from harness import config as cli
+from harness.config.console import console
 from harness.config.sources import INVOCATION, flat
-from harness.runs import environment, folders, launch, signals
+from harness.runs import calls, environment, folders, launch, signals
 from harness.runs.files import recorded, write_json, write_text
 from harness.runs.fit import MakeTrainer
-from harness.runs.progress import quiet
+from harness.runs.quiet import notice, quiet
 from harness.runs.trainer import trainers
 
 
@@ -63,6 +64,11 @@ class Session:
         self.used = self.data.used(trainer)
         return trainer
 
+    def announce(self) -> None:
+        """Tell the user what will run, and where it is written."""
+        where = self.config.out or f"a new folder in runs/{self.name}"
+        notice(f"{self.name}: {self.parser.summary(self.config)}; writes to {where}")
+
     @contextmanager
     def folder(self) -> Iterator[Path]:
         """Open and lock the run's folder, `--out` or a new one; on Interrupted, print the command that resumes.
@@ -75,6 +81,8 @@ class Session:
         if config.overwrite:
             _check_inputs(self.out, self.parser.as_dict(config), config.seeds[0])
         with folders.opened(self.out, config.resume, config.overwrite, job):
+            if not config.out:
+                notice(f"writes to {self.out}")
             try:
                 yield self.out
             except signals.Interrupted:
@@ -86,14 +94,15 @@ class Session:
         """Write config.yaml and environment.json into the run's folder."""
         if launch.is_main_process():
             write_text(self.out / "config.yaml", self.parser.dump(self.config, INVOCATION))
-            write_json(self.out / "environment.json", environment.hardware() | environment.versions())
+            write_json(self.out / calls.FILE, calls.facts(self.out, self.parser.prog, self.argv))
 
     def header(self) -> dict[str, Any]:
         """How results.json begins."""
         return {
             "experiment": self.name, "data": {"name": self.data.name, **self.used},
             "hardware": environment.hardware(), "versions": environment.versions(),
-            "config": self.parser.as_dict(self.config), "seeds": list(self.config.seeds),
+            "commits": calls.commits(self.out), "config": self.parser.as_dict(self.config),
+            "seeds": list(self.config.seeds),
         }  # fmt: skip
 
 
@@ -104,7 +113,7 @@ def session(name: str, parser: cli.Parser, argv: Sequence[str] | None = None) ->
     Raises:
         SystemExit: with code 2 after one line on stderr, for what the user can correct; after --help; on a signal.
     """
-    with cli.one_line_errors(parser), signals.handled(), quiet():
+    with console(), cli.one_line_errors(parser), signals.handled(), quiet():
         run = Session(name, parser, argv)
         strategies.register()
         environment.keep_memory()

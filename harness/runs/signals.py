@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: a fit finishes its batch, saves and stops; anything else stops at once."""
+"""Ctrl-C, SIGTERM and SIGHUP: a fit finishes its batch, saves and stops; anything else stops at once."""
 
 import multiprocessing
 import os
@@ -8,7 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from harness.config.console import leave
+
 SAVED = 75  # exit code of a rank that stopped after saving (EX_TEMPFAIL: try again later)
+SIGHUP = getattr(signal, "SIGHUP", None)  # the terminal was closed; Windows has none
 FORWARDED = getattr(signal, "SIGUSR1", signal.SIGINT)  # from a process to its ranks; Windows has no SIGUSR1
 
 
@@ -32,6 +35,8 @@ def stop_if_requested() -> None:
 
 
 def _handle(signum: int, _frame: Any) -> None:
+    if signum == SIGHUP:
+        leave()  # a line printed to a terminal that is gone would end the fit before it saves
     again = State.requested is not None and State.by_user
     State.requested, State.by_user = signum, signum != FORWARDED
     for child in multiprocessing.active_children():
@@ -51,13 +56,16 @@ def _forwarded(_signum: int, _frame: Any) -> None:
 
 
 def _install() -> dict[int, Any]:
-    before = {s: signal.signal(s, _handle) for s in (signal.SIGINT, signal.SIGTERM)}
+    stopping = [signal.SIGINT, signal.SIGTERM]
+    if SIGHUP is not None and signal.getsignal(SIGHUP) is not signal.SIG_IGN:  # `nohup` ignores it
+        stopping.append(SIGHUP)
+    before = {s: signal.signal(s, _handle) for s in stopping}
     return before | {FORWARDED: signal.signal(FORWARDED, _forwarded)}
 
 
 @contextmanager
 def handled() -> Iterator[None]:
-    """Handle both signals inside the block; does nothing outside of the main thread."""
+    """Handle these signals inside the block; does nothing outside of the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

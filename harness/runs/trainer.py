@@ -1,14 +1,17 @@
 """Trainers as the command line describes them, each with parts of its own, on the ranks of whatever launcher."""
 
+import inspect
 import os
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.plugins import environments
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -18,10 +21,15 @@ from apprentice.errors import BadInput
 from harness import config
 from harness.runs.fit import MakeTrainer
 from harness.runs.launch import Launch, launched
+from harness.runs.progress import Show
+
+REFUSALS = (ValueError, TypeError, RuntimeError, ImportError, MisconfigurationException)  # of options by the Trainer
 
 
 def trainers(chosen: config.Choice, exact: int | None, strategies: config.Names) -> MakeTrainer:
     """What makes Trainers; it takes their arguments by keyword, `callbacks` and `plugins` on top of the user's.
+
+    It also takes `show`, of type `progress.Show`. A user who chooses a progress bar of Lightning's gets that instead.
 
     `chosen` and `strategies` are of `config.Parser`; the strategy named ddp serves `--exact` where none is chosen.
 
@@ -42,24 +50,45 @@ def trainers(chosen: config.Choice, exact: int | None, strategies: config.Names)
     return partial(_trainer, replace(chosen, init_args={**chosen.init_args, "strategy": strategy}))
 
 
-def _trainer(chosen: config.Choice, callbacks: Sequence[Any] = (), plugins: Sequence[Any] = (), **own: Any) -> Trainer:
-    settings = config.arguments(chosen, "trainer") | {"enable_model_summary": False, "num_sanity_val_steps": 0} | own
+def _trainer(
+    chosen: config.Choice,
+    callbacks: Sequence[Any] = (),
+    plugins: Sequence[Any] = (),
+    show: Show | None = None,
+    **own: Any,
+) -> Trainer:
+    settings = config.arguments(chosen, "trainer")
+    settings |= {name: settings[name] or 0 for name in ("enable_model_summary", "num_sanity_val_steps")} | own
     if settings["accelerator"] == "auto" and torch.backends.mps.is_available():
         settings["accelerator"] = "cpu"  # evaluation adds in float64, which Apple's GPUs don't have
     for name, more in (("callbacks", callbacks), ("plugins", plugins)):
         given = settings[name] or []
         settings[name] = [*(given if isinstance(given, list) else [given]), *more]
+    asked, bars = settings["enable_progress_bar"], [c for c in settings["callbacks"] if isinstance(c, ProgressBar)]
+    settings["enable_progress_bar"] = bool(bars or (show and asked))
+    if show and not settings["enable_progress_bar"]:
+        settings["callbacks"].append(show(asked is None))
     settings = with_launcher(settings)
     try:
-        with config.refusals(chosen, "trainer"):
+        with config.refusals(chosen, "trainer", REFUSALS):
             return Trainer(**settings)
-    except (MisconfigurationException, ImportError, BadInput) as error:
-        if isinstance(error, BadInput) and error.flag != "trainer":
+    except BadInput as error:
+        if error.flag != "trainer":
             flag = error.flag.replace("trainer.strategy.exact", "exact")
             raise BadInput(flag, error.value, error.expected) from error
-        wanted = f"{settings['accelerator']} --trainer.devices {settings['devices']}"
-        said = error.__cause__ if isinstance(error, BadInput) else error
-        raise BadInput("trainer.accelerator", wanted, f"what this machine and Lightning have: {said}") from None
+        wanted = f"what Lightning takes on this machine: {error.__cause__}"
+        raise BadInput(*_at_fault(chosen, settings), wanted) from None
+
+
+def _at_fault(chosen: config.Choice, settings: dict[str, Any]) -> tuple[str, Any]:
+    """The first option, with its value, without which the Trainer could be made; else the machine's."""
+    defaults = inspect.signature(Trainer).parameters
+    for name, value in chosen.init_args.items():
+        if value != (default := defaults[name].default):
+            with suppress(*REFUSALS):
+                Trainer(**{**settings, name: default})
+                return f"trainer.{name}", getattr(value, "name", value)
+    return "trainer.accelerator", f"{settings['accelerator']} --trainer.devices {settings['devices']}"
 
 
 def with_launcher(settings: dict[str, Any]) -> dict[str, Any]:

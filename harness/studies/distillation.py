@@ -6,7 +6,6 @@ have as many epochs.
 """
 
 import itertools
-import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,15 +18,18 @@ from harness.config.sources import load
 from harness.reports.metrics import ACCURACY, BITS
 from harness.reports.pages import save_results, text
 from harness.reports.report import Facts
-from harness.reports.results import bake_off_results
+from harness.reports.results import bake_off_results, load_record
 from harness.runs import safepoints
 from harness.runs.files import write_json
 from harness.runs.launch import is_main_process, main_first
 from harness.runs.nets import load_net
 from harness.runs.session import Session
+from harness.studies.callbacks import check_callbacks
 from harness.studies.fits import Candidate, check_modules, check_net, failure, train
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
+
+FITS = ("teacher", "students")  # of each seed
 
 MakeTeacher = Callable[[Session, int], tuple[LitClassifier, dict[str, Candidate]]]
 MakeStudents = Callable[[Session, int, nn.Module, Sequence[str]], tuple[Distillation, dict[str, Candidate]]]
@@ -41,7 +43,11 @@ def check(run: Session, make_teacher: MakeTeacher, make_students: MakeStudents) 
     for seed in others if "{seed}" in (ckpt or "") else ():
         make_teacher(run, seed)
     teacher, _ = make_teacher(run, first)
-    check_modules(trainer, teacher, make_students(run, first, teacher.net, names(run))[0])
+    students, _ = make_students(run, first, teacher.net, names(run))
+    check_modules(trainer, teacher, students)
+    check_callbacks(
+        run, trainer, {"students": students} if ckpt is not None else {"teacher": teacher, "students": students}
+    )
 
 
 def names(run: Session) -> list[str]:
@@ -61,14 +67,15 @@ def run_study(run: Session, make_teacher: MakeTeacher, make_students: MakeStuden
 
     epochs = _teacher_epochs(run)
     for seed in run.config.seeds:
-        made = partial(make_teacher, run, seed)
-        teachers.append(train(run, seed, "teacher", made, trained=ckpt is not None, max_epochs=epochs))
+        make = partial(make_teacher, run, seed)
+        teachers.append(train(run, seed, "teacher", make, trained=ckpt is not None, fits=FITS, max_epochs=epochs))
         if fault := failure(teachers[-1], "teacher"):
             expected = f"settings that train the teacher; with seed {seed} {fault}"
             raise BadInput("optimizer", run.config.optimizer.name, expected)
         with main_first(f"students of seed {seed}"):
             fits = _fits(out / f"seed{seed}", names(run))
-        students.append([train(run, seed, fit, partial(with_teacher, seed, of), keep=True) for fit, of in fits.items()])
+        made = {fit: partial(with_teacher, seed, members) for fit, members in fits.items()}
+        students.append([train(run, seed, fit, make, keep=True, fits=FITS) for fit, make in made.items()])
     if not is_main_process():
         return
     results = bake_off_results(
@@ -101,16 +108,16 @@ def _members(folder: Path, fit: str) -> Iterator[str]:
     """The students in the record of a fit or, if it is not finished, in its checkpoint."""
     record, checkpoint = folder / f"{fit}.json", folder / f"{fit}.ckpt"
     if record.exists():
-        yield from json.loads(record.read_text())["runs"]
+        yield from load_record(record)["runs"]
     elif checkpoint.exists():
-        keys = safepoints.read(checkpoint, mmap=True)["state_dict"]
+        keys = safepoints.read(checkpoint)["state_dict"]
         yield from (key.split(".")[1] for key in keys if key.startswith("students."))
 
 
 def _teacher_epochs(run: Session) -> int | None:
     """Epochs of all teachers: those of the first that is finished, otherwise the Trainer's."""
     records = (run.out / f"seed{seed}" / "teacher.json" for seed in run.config.seeds)
-    found = (json.loads(record.read_text()).get("max_epochs") for record in records if record.exists())
+    found = (load_record(record).get("max_epochs") for record in records if record.exists())
     return next(filter(None, found), run.config.trainer.init_args["max_epochs"])
 
 
@@ -122,12 +129,12 @@ def _date_records(run: Session) -> None:
         return
     for folder in (run.out / f"seed{seed}" for seed in run.config.seeds):
         for checkpoint in folder.glob("*.ckpt"):
-            if safepoints.max_epochs(safepoints.read(checkpoint, mmap=True)) is None:
+            if safepoints.max_epochs(safepoints.read(checkpoint)) is None:
                 expected = (
                     f"{before} until this run, which an older version began, is finished; resume it as it is first"
                 )
                 raise BadInput("trainer.max_epochs", now, expected)
         for record in (folder / "teacher.json", folder / "students.json"):
-            facts = json.loads(record.read_text()) if record.exists() else {"max_epochs": None}
+            facts = load_record(record) if record.exists() else {"max_epochs": None}
             if "max_epochs" not in facts and facts["fit_seconds"] is not None:
                 write_json(record, {"fit_seconds": facts["fit_seconds"], "max_epochs": before, "runs": facts["runs"]})

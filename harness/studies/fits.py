@@ -1,8 +1,7 @@
 """The nets and fits of an experiment: a fit leaves its nets and a record in the run's folder and is not repeated."""
 
-import json
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -20,17 +19,23 @@ from apprentice.keyed import with_seed
 from datamodules import InMemoryData
 from harness import config as cli
 from harness.reports.report import Facts
+from harness.reports.results import load_record
 from harness.runs import safepoints
 from harness.runs.files import write_json
 from harness.runs.fit import Fit, fit_and_test
 from harness.runs.launch import is_main_process, main_first
 from harness.runs.nets import Spec, save_net, spec
+from harness.runs.progress import progress
+from harness.runs.quiet import notice
 from harness.runs.session import Session
 from harness.runs.tensorboard import log_run
 from harness.studies import costs
+from harness.studies.remaining import remaining
 from lit_modules import nets
 from lit_modules.learner import Learner
 from lit_modules.scores import TokenScores
+
+LONG = 60.0  # seconds of a fit whose steps may take long to time
 
 
 @dataclass
@@ -91,13 +96,21 @@ def check_modules(trainer: Trainer, *modules: Learner) -> None:
 
 
 def train(
-    run: Session, seed: int, name: str, make: Make, trained: bool = False, keep: bool = False, **options: Any
+    run: Session,
+    seed: int,
+    name: str,
+    make: Make,
+    trained: bool = False,
+    keep: bool = False,
+    fits: Sequence[str] = (),
+    **options: Any,
 ) -> Facts:
     """Fit and test a module of one or several candidates, export their nets, measure their costs.
 
     `make` makes the module and its candidates by name, unless the fit of this name is finished. One that was finished
     with fewer epochs goes on if its last checkpoint was kept (`keep`), and else starts again: the bits are the same.
-    A `trained` module is only tested. `options` of the Trainer replace the user's.
+    A `trained` module is only tested. `fits` are the names of each seed's fits, in order. `options` of the Trainer
+    replace the user's.
 
     Returns:
         `fit_seconds`, `max_epochs`, and by the candidates' names `runs`: `objective`, `parameters`, test scores,
@@ -109,7 +122,7 @@ def train(
     folder = run.out / f"seed{seed}"
     record, checkpoint = folder / f"{name}.json", folder / f"{name}.ckpt"
     epochs = None if trained else options.get("max_epochs", run.config.trainer.init_args["max_epochs"])
-    before: Facts = json.loads(record.read_text()) if record.exists() else {}
+    before: Facts = load_record(record) if record.exists() else {}
     if before and before.get("max_epochs", epochs) == epochs:
         if is_main_process() and not keep:
             checkpoint.unlink(missing_ok=True)  # the process may have been killed just before
@@ -120,13 +133,15 @@ def train(
     module, candidates = make()
     fit = fit_and_test(
         module, run.data, partial(run.trainer, **options), checkpoint, runs=list(candidates), trained=trained,
-        every=run.config.checkpoint_every, tensorboard=run.tensorboard, label=f"seed {seed} {name:8}",
-        extended=extended,
+        every=run.config.checkpoint_every, tensorboard=run.tensorboard, extended=extended,
+        show=progress(f"seed {seed} {name:8}", remaining(run, fits, seed, name)),
     )  # fmt: skip
     facts: Facts = {"fit_seconds": fit.seconds, "max_epochs": epochs, "runs": {}}
     if is_main_process():
         module.to(fit.device)  # a fit on a GPU ends on the CPU
         for key, candidate in candidates.items():
+            if fit.seconds is not None and fit.seconds > LONG:
+                notice(f"seed {seed} {name:8}  timing a step of {key}")
             facts["runs"][key] = found = _facts(module, key if key in module.runs else "", candidate, fit, run.data)
             save_net(candidate.net, candidate.spec, folder / key)
             if run.tensorboard:
@@ -144,7 +159,7 @@ def _extended(run: Session, label: str, checkpoint: Path, done: int | None, epoc
 
     `done` are the epochs of the fit's record.
     """
-    had = safepoints.max_epochs(safepoints.read(checkpoint, mmap=True)) if checkpoint.exists() else None
+    had = safepoints.max_epochs(safepoints.read(checkpoint)) if checkpoint.exists() else None
     if epochs is None or had == epochs or (had is None and done is None):
         return False
     why = "" if had else "the folder has no checkpoint of it"

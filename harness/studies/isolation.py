@@ -24,6 +24,7 @@ TIMEOUT = 300.0  # seconds to wait for a rank that hangs, not the half hour of a
 DURATION = (
     "max_epochs", "max_steps", "max_time", "min_epochs", "min_steps", "limit_train_batches", "limit_val_batches",
 )  # fmt: skip
+SHOWN = ("enable_model_summary", "enable_progress_bar", "profiler")
 QUIET = {
     "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "limit_val_batches": 0,
     "max_epochs": -1,
@@ -154,8 +155,8 @@ def with_strategy(trainer: config.Choice, strategy: Any, exact: int | None = Non
 
 def probe(trainer: config.Choice, strategy: Any, left_out: Mapping[str, str]) -> Trainer:
     """A Trainer with this strategy; BadInput if it has options to be `left_out`, or ranks that are not forked here."""
-    for key, reason in left_out.items():
-        if (value := trainer.init_args[key]) not in {None, -1}:
+    for key, reason in {**dict.fromkeys(SHOWN, "fits that are timed show nothing of it"), **left_out}.items():
+        if (value := trainer.init_args[key]) not in (None, False, -1):  # it may have no hash
             raise BadInput(f"trainer.{key}", value, f"it left out: {reason}")
     made = with_strategy(trainer, strategy)()
     if made.num_nodes > 1:

@@ -12,11 +12,11 @@ from datamodules import Text, Vocabulary
 from harness.reports.metrics import BITS
 from harness.reports.pages import header
 from harness.reports.report import Facts
-from harness.reports.results import load_results
+from harness.reports.results import load_results, reading
 from harness.reports.tables import Table, count, short
-from harness.runs.files import write_json, write_text
+from harness.runs.files import read_text, write_json, write_text
 from harness.runs.launch import is_main_process
-from harness.runs.nets import load_net
+from harness.runs.nets import load_net, read_spec
 from harness.runs.session import Session
 from harness.runs.tensorboard import indented, log_text
 from harness.studies.fits import Candidate, failure, train
@@ -31,7 +31,7 @@ def run_study(run: Session, make: Callable[[Session, int], tuple[LitLanguageMode
     run.describe()
     out, fits, vocabulary = run.out, [], cast("Text", run.data).vocabulary
     for seed in run.config.seeds:
-        fits.append(train(run, seed, NAME, partial(make, run, seed)))
+        fits.append(train(run, seed, NAME, partial(make, run, seed), fits=[NAME]))
         if fault := failure(fits[-1], NAME):
             rate = run.config.model.init_args["lr"]
             raise BadInput("model.lr", rate, f"settings that train the net; with seed {seed} {fault}")
@@ -69,7 +69,10 @@ def table(results: Facts) -> Table:
 def _generated(folder: Path, prompt: str, config: Namespace) -> list[str]:
     """Texts that begin with the prompt, by the net in a folder, each as long as its block."""
     net: Any = load_net(folder)
-    vocabulary = Vocabulary(**json.loads((folder / "vocabulary.json").read_text("utf-8")))
+    with reading(folder, "run", "a net's folder with a readable vocabulary.json"):
+        vocabulary = Vocabulary(**json.loads(read_text(folder / "vocabulary.json")))
+        if len(vocabulary) != read_spec(folder)["init_args"].get("vocab_size", len(vocabulary)):
+            raise ValueError(f"{len(vocabulary)} tokens are not the net's")
     tokens = vocabulary.encode(prompt, "sample")
     if not 1 <= len(tokens) <= net.block_size:
         raise BadInput("sample", repr(prompt), f"1 to {net.block_size} tokens, the net's block size; not {len(tokens)}")

@@ -2,17 +2,22 @@
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar
 
 from apprentice.errors import BadInput
 from harness.config.messages import one_line
 from harness.reports.report import Facts, Report
-from harness.runs import environment, signals
-from harness.runs.files import write_json
+from harness.reports.results import reading
+from harness.runs import calls, environment, signals
+from harness.runs.files import read_text, write_json
+from harness.runs.progress import clock
+from harness.runs.quiet import notice
 from harness.runs.session import Session
 
 FIXED = ("devices", "strategy", "accelerator")  # of the Trainer: a resumed fit may change them, figures may not mix
+SLOW = 2.0  # seconds a case takes if each is announced
 MACHINE = ("cpu", "cores", "gpus")
 
 
@@ -40,10 +45,12 @@ class Study:
             "config": run.parser.as_dict(run.config),
         }  # fmt: skip
         if run.config.resume and (self.out / "results.json").exists():
-            before = json.loads((self.out / "results.json").read_text())
-            self._check_same(before, how)
-            self.rows = {row[self.key]: row for row in before["rows"]}
+            with reading(self.out, "out"):
+                before = json.loads(read_text(self.out / "results.json"))
+                self._check_same(before, how)
+                self.rows = {row[self.key]: row for row in before["rows"]}
         run.describe()
+        self.header["commits"] = calls.commits(self.out)
 
     def _check_same(self, before: Facts, how: Iterable[str]) -> None:
         rows = f"the rows in {self.out} were measured"
@@ -97,9 +104,13 @@ class Study:
 
     def measure(self, cases: Mapping[str, Callable[[], Facts | None]]) -> None:
         """Measure the missing cases in order; one that fails costs no other, one that gives None is left out."""
-        for name, measured in cases.items():
-            if self.has(name):
-                continue
+        missing = {name: measured for name, measured in cases.items() if not self.has(name)}
+        start = time.monotonic()
+        for done, (name, measured) in enumerate(missing.items()):
+            each = (time.monotonic() - start) / done if done else None
+            if each is None or each >= SLOW:
+                left = "" if each is None else f", about {clock(each * (len(missing) - done))} left"
+                notice(f"measuring {name}: {done + 1} of {len(missing)}{left}")
             try:
                 if (row := measured()) is not None:
                     self.keep(name, row, cases)

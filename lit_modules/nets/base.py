@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from apprentice.errors import BadInput, first_line
+from apprentice.errors import BadInput, reason
 from apprentice.keyed import with_seed
 
 DEFAULT_LAYER = "default"
@@ -146,22 +146,39 @@ def stage_of(net: nn.Module, stages: Sequence[nn.Module], path: str, flag: str =
 def check_fits(
     net: nn.Module, example: Tensor, logits_shape: Sequence[int], flag: str = "net", trained: bool = True
 ) -> None:
-    """BadInput if a copy of the net fails on inputs (b, ...), b at least 2, in eval or, if `trained`, training mode."""
+    """BadInput if a copy of the net fails on inputs (b, ...), b at least 2, in eval or, if `trained`, training mode.
+
+    If `trained`, its logits must depend on parameters that can learn.
+    """
     name, shape = type(net).__name__, tuple(example.shape[1:])
+    _check_parameters(net, flag)
     tried = copy.deepcopy(net)  # training changes BatchNorm's statistics
     for mode in (True, False) if trained else (False,):
         found: Any = None
         try:
-            with torch.no_grad():
+            with torch.set_grad_enabled(mode):
                 found = with_seed(0, partial(tried.train(mode), typed(tried, example)))
         except BadInput as fault:
             raise BadInput(f"{flag}.{fault.flag}", fault.value, fault.expected) from None
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever a user's net does
             wanted = f"a net that takes inputs {shape}, as this data has them"
-            raise BadInput(flag, name, f"{wanted}; it says: {first_line(error)}") from None
+            raise BadInput(flag, name, f"{wanted}; it says: {reason(error)}") from None
         if not isinstance(found, Tensor) or tuple(found.shape) != (len(example), *logits_shape):
             given = tuple(found.shape[1:]) if isinstance(found, Tensor) else type(found).__name__
             raise BadInput(flag, name, f"a net that gives logits {tuple(logits_shape)} for an input; it gives {given}")
+        if mode and not found.requires_grad:
+            frozen = not any(p.requires_grad for p in net.parameters())
+            why = "all of its parameters are frozen" if frozen else "its logits have no gradient"
+            raise BadInput(flag, name, f"a net that can be trained; {why}")
+
+
+def _check_parameters(net: nn.Module, flag: str) -> None:
+    state = {**dict(net.named_parameters()), **dict(net.named_buffers())}
+    if not any(True for _ in net.parameters()):
+        raise BadInput(flag, type(net).__name__, "a net with parameters; it has none")
+    if lazy := [key for key, x in state.items() if nn.parameter.is_lazy(x)]:
+        expected = f"a net whose first weights are made with it, from the seed; {lazy[0]} is of a lazy module"
+        raise BadInput(flag, type(net).__name__, expected)
 
 
 def check_same_start(net: nn.Module, again: nn.Module, flag: str = "net") -> None:

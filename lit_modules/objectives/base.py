@@ -11,6 +11,8 @@ from torch.nn import functional as F
 from apprentice.errors import BadInput
 from lit_modules.nets.base import DEFAULT_LAYER, Outputs
 
+TEMPERATURES = 1e-18, 1e18  # losses are multiplied by the square
+
 
 class Term(NamedTuple):
     """One part of a loss: per-sample values (b,) and the weight of their mean."""
@@ -115,6 +117,14 @@ def softened_kl(z_p: Tensor, z_q: Tensor, temperature: float) -> Tensor:
     """(b,) of T^2 * KL(softmax(z_p / T) || softmax(z_q / T)), logits (b, ..., classes); T^2 keeps gradients' size."""
     log_p, log_q = (F.log_softmax(z / temperature, -1) for z in (z_p, z_q))
     return kl(log_p, log_q) * temperature**2
+
+
+def checked_temperature(value: float) -> float:
+    """The value, if above zero and if float32 holds its square; raises BadInput otherwise."""
+    low, high = TEMPERATURES
+    if not low <= value <= high:
+        raise BadInput("temperature", value, f"a number above 0, from {low:g} to {high:g}")
+    return value
 
 
 def positive(name: str, value: float) -> float:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from apprentice.errors import BadInput
 from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Objective, Term, positive, softened_kl, weight
+from lit_modules.objectives.base import Objective, Term, checked_temperature, softened_kl, weight
 from lit_modules.objectives.cross_entropy import ce_term, cross_entropy
 
 
@@ -43,7 +43,7 @@ class DeiTToken(Objective):
         super().__init__()
         if kind not in {"hard", "soft"}:
             raise BadInput("kind", kind, "hard or soft")
-        self.kind, self.temperature = kind, positive("temperature", temperature)
+        self.kind, self.temperature = kind, checked_temperature(temperature)
         self.token_weight, self.ce_weight = weight("token_weight", token_weight), weight("ce_weight", ce_weight)
         self.student_layers = {"student_layer": student_layer, "class_layer": class_layer}
 

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Objective, Term, positive, softened_kl, weight
+from lit_modules.objectives.base import Objective, Term, checked_temperature, softened_kl, weight
 from lit_modules.objectives.cross_entropy import ce_term
 
 
@@ -18,7 +18,7 @@ class Hinton(Objective):
 
     def __init__(self, temperature: float = 2.0, kd_weight: float = 0.25, ce_weight: float = 0.75) -> None:
         super().__init__()
-        self.temperature = positive("temperature", temperature)
+        self.temperature = checked_temperature(temperature)
         self.kd_weight, self.ce_weight = weight("kd_weight", kd_weight), weight("ce_weight", ce_weight)
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from apprentice.errors import BadInput
 from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Objective, Term, kl, positive, weight
+from lit_modules.objectives.base import Objective, Term, checked_temperature, kl, weight
 from lit_modules.objectives.cross_entropy import ce_term
 
 
@@ -34,7 +34,7 @@ class JensenShannon(Objective):
         super().__init__()
         if not 0 < beta < 1:
             raise BadInput("beta", beta, "a number above 0 and below 1")
-        self.beta, self.temperature = beta, positive("temperature", temperature)
+        self.beta, self.temperature = beta, checked_temperature(temperature)
         self.js_weight, self.ce_weight = weight("js_weight", js_weight), weight("ce_weight", ce_weight)
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102

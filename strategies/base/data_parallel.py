@@ -25,6 +25,16 @@ from strategies.base import missing_ranks, rendezvous
 from strategies.base.fit_state import DeferredOptimizers
 from strategies.base.launchers import ForkLauncher, ScriptLauncher
 
+LONGEST = 1e9  # seconds of a timeout, of which torch counts nanoseconds in 64 bits
+
+
+def check_backend(name: str) -> None:
+    """Raise ValueError unless torch has a process group's backend, or one a device, as cpu:gloo,cuda:nccl."""
+    names = [part.rpartition(":")[2].lower() for part in name.split(",")]
+    known = dist.Backend.backend_list[1:]  # the first is "undefined"
+    if not {*names} <= {*known}:
+        raise ValueError(f"process_group_backend {name}: expected one of {', '.join(known)}")
+
 
 class DataParallel(DeferredOptimizers):
     """Lightning's DDPStrategy with ranks that are forked where that is safe, and errors that name the missing rank.
@@ -63,9 +73,12 @@ class DataParallel(DeferredOptimizers):
         **unknown: Any,
     ) -> None:
         self._refuse(unknown)
-        limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=1800.0 if timeout is None else timeout)
-        if not limit > timedelta():
-            raise ValueError(f"timeout {timeout}: expected seconds, above 0")
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else 1800.0 if timeout is None else timeout
+        if not 0 < seconds <= LONGEST:
+            raise ValueError(f"timeout {timeout}: expected seconds, above 0, at most {LONGEST:g}")
+        limit = timedelta(seconds=seconds)
+        if process_group_backend is not None:
+            check_backend(process_group_backend)
         rendezvous.check_init_method(init_method)
         given = accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
         super().__init__(*given, timeout=limit, process_group_backend=process_group_backend)

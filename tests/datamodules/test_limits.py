@@ -14,7 +14,7 @@ from apprentice.batch import Batch
 from datamodules import Digits
 from datamodules.text import IGNORED
 from experiments import gpt, kd
-from harness.runs.progress import quiet
+from harness.runs.quiet import quiet
 from harness.studies.compare import compare, load_runs
 from strategies import DDP
 from tests.commands import refused, results

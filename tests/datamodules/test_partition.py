@@ -12,7 +12,7 @@ from apprentice.errors import BadInput
 from datamodules import Digits
 from datamodules.loaders import EpochOrder, PartitionedOrder, TrainLoader
 from experiments import hardware, kd
-from harness.runs.progress import quiet
+from harness.runs.quiet import quiet
 from strategies import DDP, DataParallel, ParamServer
 from tests.strategies.test_strategies import STEPS, SaveAndStop
 from tests.training import LinesLogger, assert_same, digits, distillation, fit, trainer, weights

@@ -1,6 +1,7 @@
 """The main job, end to end: on real data, on several processes, and with input that can't be used."""
 
 import errno
+import json
 import os
 import random
 import subprocess
@@ -47,6 +48,11 @@ def test_a_run_leaves_what_the_issue_names(finished: Path, tmp_path: Path, capsy
         assert entry["train_flops"] > 0
     assert found["students"]["ce"]["objective"] == "CrossEntropy"
     assert "- Data: Digits: 150 train, 15 validation, 360 test samples\n" in (finished / "results.md").read_text()
+    assert "- kd: Hinton(temperature=2.0, kd_weight=0.25, ce_weight=0.75)\n" in (finished / "results.md").read_text()
+    (call,) = json.loads((finished / "environment.json").read_text())["calls"]
+    flags = "--teacher LightNN --seeds 1 --trainer.max_epochs 1 --data.train_size 150 --seeds 2 --only ce kd --out"
+    assert call["command"] == f"kd.py {flags} {finished}"
+    assert found["commits"] == [call["commit"] and call["commit"] + "-dirty" * call["dirty"]]
     assert len(found["students_fit_seconds"]) == 2
     for name in ("config.yaml", "environment.json", "results.md", "results.png"):
         assert (finished / name).stat().st_size > 0

@@ -1,6 +1,7 @@
 """experiments/compare.py: finished runs in one table."""
 
 import importlib.util
+import itertools
 import json
 import subprocess
 import sys
@@ -9,12 +10,14 @@ from pathlib import Path
 import pytest
 
 import datamodules
-from harness.reports.metrics import paired_interval
+from harness.reports.metrics import BITS, paired_interval
 from harness.reports.pages import save_results
 from harness.reports.results import bake_off_results
 from harness.runs.files import write_json
-from harness.studies.compare import compare, load_runs
-from tests.bake_off_facts import CE, FAILED, KD, TEST, header, results, student, teacher
+from harness.studies.compare import compare, load_runs, text
+from harness.studies.compare.comparison import CONFOUNDED
+from harness.studies.compare.page import markdown
+from tests.bake_off_facts import CE, FAILED, KD, TEST, gpt, header, quantized, results, student, teacher
 
 SCRIPT = Path(__file__).parents[2] / "experiments" / "compare.py"
 
@@ -153,26 +156,23 @@ def configured(**changes):
 
 SGD = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1, "momentum": 0.9}}
 OTHERS = {
-    "epochs": ({"trainer__max_epochs": 20}, "trainer.max_epochs 20, not 10"),
-    "batch size": ({"data__batch_size": 64, "data__augment": True}, "data.batch_size 64, not 128; data.augment True"),
-    "rate": ({"optimizer__lr": 0.01}, "optimizer.lr 0.01, not 0.001"),
-    "optimizer": ({"optimizer": SGD}, "optimizer torch.optim.SGD, not torch.optim.Adam. What"),
-    "limit": ({"trainer__limit_train_batches": 0.5}, "trainer.limit_train_batches 0.5, not None"),
-    "precision": ({"trainer__precision": "bf16-mixed"}, "trainer.precision bf16-mixed, not None"),
-    "teacher": ({"teacher_ckpt": "w.pt", "exact": 8}, "teacher_ckpt w.pt, not None; exact 8, not None"),
+    "epochs": ({"trainer__max_epochs": 20}, "trainer.max_epochs"),
+    "batch size": ({"data__batch_size": 64, "data__augment": True}, "data.batch_size, data.augment"),
+    "rate": ({"optimizer__lr": 0.01}, "optimizer.lr"),
+    "optimizer": ({"optimizer": SGD}, "optimizer"),
+    "limit": ({"trainer__limit_train_batches": 0.5}, "trainer.limit_train_batches"),
+    "precision": ({"trainer__precision": "bf16-mixed"}, "trainer.precision"),
+    "teacher": ({"teacher_ckpt": "w.pt", "exact": 8}, "teacher_ckpt, exact"),
 }
 
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_runs_with_other_settings_have_intervals_and_no_verdict(runs, main, capsys, kind):
-    changes, said = OTHERS[kind]
+    changes, flags = OTHERS[kind]
     found, notes = rows(runs("t4"), runs("t8", config=configured(**changes)), runs("t9"))
     assert found["t8/kd"]["delta"] == found["t9/kd"]["delta"]
     assert found["t8/kd"]["delta"]["low"] > 0
-    told = [note for note in notes if note.startswith("t8 and t4 differ in settings: ")]
-    assert len(told) == 1
-    assert said in told[0]
-    assert told[0].endswith("may come from these, not from a method: no verdict.")
+    assert f"t8 and t4 differ in settings: {flags}. {CONFOUNDED}" in notes
     judged = next(note for note in notes if "beyond the noise" in note)
     assert "t4/kd" in judged
     assert "t9/kd" in judged
@@ -180,9 +180,7 @@ def test_runs_with_other_settings_have_intervals_and_no_verdict(runs, main, caps
     main(["t4", "t8", "--out", "both"])
     assert "differ in settings" in capsys.readouterr().out
     assert "differ in settings" in Path("both/compare.md").read_text()
-    assert set(json.loads(Path("both/compare.json").read_text())["runs"][1]["other_settings"]) == {
-        piece.split()[0] for piece in told[0].split(": ")[1].split("; ")
-    }
+    assert ", ".join(json.loads(Path("both/compare.json").read_text())["runs"][1]["other_settings"]) == flags
 
 
 def test_methods_and_where_a_run_ran_are_no_settings(runs):
@@ -200,6 +198,312 @@ def test_another_root_is_another_image_folder(runs):
     data = {**header()["data"], "name": "ImageFolder"}
     _, notes = rows(runs("a", data=data), runs("b", data=data, config=header(root="b")["config"]))
     assert any("data.root b, not a" in note for note in notes)
+
+
+def differing(*folders):
+    """What is printed below the notes and above the settings."""
+    page = text(compare(load_runs(folders)))
+    return page[page.index("\n\n", page.index("\n\n") + 1) + 2 : page.index("\n\nSettings:\n")]
+
+
+def test_what_differs_is_told_with_the_value_in_each_run(runs):
+    changes = configured(trainer__max_epochs=20, trainer__devices=8, data__root="b", data__augment=True)
+    changes["variants"]["kd"]["init_args"]["temperature"] = 8.0
+    changes["variants"]["absent"] = {"class_path": "x.Y", "init_args": {}}
+    versions, machine = {"torch": "2.16.0", "new": "1"}, {"cores": 4, "gpus": [], "memory_gib": 9.0}
+    t4 = runs("t4", commits=["ab" * 20, "cd" * 20 + "-dirty"])
+    t8 = runs("t8", config=changes, seeds=[0, 1, 5], versions=versions, hardware=machine, commits=[None])
+    assert (
+        differing(t4, t8)
+        == """\
+What differs and may move results:
+
+setting                  t4                                     t8
+-----------------------  -------------------------------------  -------
+variants.kd.temperature  2.0                                    8.0
+trainer.max_epochs       10                                     20
+data.augment             —                                      True
+seeds                    0, 1, 2                                0, 1, 5
+commit                   abababababab, then cdcdcdcdcdcd-dirty  unknown
+torch                    2.15.0                                 2.16.0
+new                      —                                      1
+
+What differs and moves nothing but times, and figures by rounding:
+
+setting          t4  t8
+---------------  --  --
+data.root        a   b
+trainer.devices  —   8
+cores            2   4"""
+    )
+
+
+def test_where_a_class_differs_its_options_are_told_with_it(runs):
+    assert (
+        differing(runs("a"), runs("b", config=configured(optimizer=SGD, scheduler=SGD)))
+        == """\
+What differs and may move results:
+
+setting    a               b
+---------  --------------  -------------------------
+optimizer  Adam(lr=0.001)  SGD(lr=0.1, momentum=0.9)
+scheduler  —               SGD(lr=0.1, momentum=0.9)"""
+    )
+
+
+def test_many_runs_have_a_line_for_each_value(runs):
+    folders = [runs(name, config=configured(optimizer__lr=0.1 if name == "e" else 0.001)) for name in "abcde"]
+    folders += [runs("f", config=configured(optimizer__lr=0.2, trainer__precision="64-true"))]
+    assert (
+        differing(*folders)
+        == """\
+What differs and may move results:
+
+setting            value    runs
+-----------------  -------  ----------
+optimizer.lr       0.001    the others
+                   0.1      e
+                   0.2      f
+trainer.precision  —        the others
+                   64-true  f"""
+    )
+
+
+def test_equal_settings_are_told_so(runs):
+    same = "Settings are the same but for --out."
+    assert differing(runs("t4"), runs("t8", config=configured(out="x", resume=True, data__seed=0.0))) == same
+    assert same not in text(compare(load_runs(["t4"])))
+
+
+def test_one_batch_is_not_all_batches(runs):
+    one, whole = (configured(trainer__limit_train_batches=limit) for limit in (1, 1.0))
+    assert "trainer.limit_train_batches  1  1.0" in differing(runs("a", config=one), runs("b", config=whole))
+    assert f"b and a differ in settings: trainer.limit_train_batches. {CONFOUNDED}" in rows("a", "b")[1]
+
+
+def test_when_validation_runs_matters_to_callbacks_only(runs):
+    often = configured(trainer__val_check_interval=5)
+    first, second = ({**config, "trainer": {**config["trainer"]}} for config in (often, configured()))
+    for config in (first, second):
+        config["trainer"]["callbacks"] = [{"class_path": "x.EarlyStopping", "init_args": {}}]
+    assert differing(runs("a"), runs("b", config=often)).startswith("What differs and moves nothing but times")
+    assert not rows("a", "b")[1][0].startswith("b and a differ")
+    assert differing(runs("c", config=second), runs("d", config=first)).startswith("What differs and may move results")
+    assert f"d and c differ in settings: trainer.val_check_interval. {CONFOUNDED}" in rows("c", "d")[1]
+
+
+def test_settings_are_told_of_all_runs_of_one_and_of_each_student(runs):
+    warm = configured(trainer__max_epochs=20)
+    warm["variants"]["kd"]["init_args"]["temperature"] = 8.0
+    folders = runs("t4"), runs("ce", config=configured(trainer__max_epochs=20)), runs("t8", config=warm)
+    found = compare(load_runs(folders))
+    assert f"ce, t8 and t4 differ in settings: trainer.max_epochs. {CONFOUNDED}" in found["notes"]
+    assert text(found).endswith("""\
+
+
+Settings:
+all runs: data Digits(batch_size=128, seed=0, root=a); optimizer Adam(lr=0.001)
+t4: trainer.max_epochs 10
+ce: trainer.max_epochs 20
+t8: trainer.max_epochs 20
+
+Objectives:
+ce: CrossEntropy
+t4/kd and ce/kd: Hinton(temperature=2.0)
+t8/kd: Hinton(temperature=8.0)
+hint: Hinton(temperature=2)""")
+    assert markdown(found).endswith("""\
+
+Settings:
+
+- all runs: data Digits(batch_size=128, seed=0, root=a); optimizer Adam(lr=0.001)
+- t4: trainer.max_epochs 10
+- ce: trainer.max_epochs 20
+- t8: trainer.max_epochs 20
+
+Objectives:
+
+- ce: CrossEntropy
+- t4/kd and ce/kd: Hinton(temperature=2.0)
+- t8/kd: Hinton(temperature=8.0)
+- hint: Hinton(temperature=2)
+
+![accuracy](compare.png)
+""")
+
+
+# Runs of gpt.py
+
+
+def test_language_models_are_compared_with_the_first(runs, main, capsys):
+    main([runs("a", gpt([3.0, 3.1, 2.9])), runs("b", gpt([2.8, 2.9, 2.71], net__num_layers=6)), "--out", "x"])
+    assert (
+        capsys.readouterr().out
+        == """\
+run/student  data      seeds  bits per char         Δ to a/gpt, bits  parameters  step, ms  cost, GFLOPs
+-----------  --------  -----  -------------  -----------------------  ----------  --------  ------------
+a/gpt        Text 900      3  3.000 ± 0.100                        —      81,472      32.5           404
+b/gpt        Text 900      3  2.803 ± 0.095  -0.197 [-0.211, -0.182]      81,472      32.5           404
+
+Bits per character: mean ± standard deviation over the seeds, on 100 test tokens. Δ: paired difference to
+a/gpt, with its 95 % interval.
+With 3 seeds, b/gpt (-0.197) is better than a/gpt beyond the noise between seeds. A 95 % interval stands for
+its own comparison.
+
+What differs and may move results:
+
+setting         a  b
+--------------  -  -
+net.num_layers  4  6
+
+Settings:
+all runs: data(block_size=64, batch_size=12); model(lr=0.003); trainer.max_steps 100; temperature 0.8
+a: net GPT(num_layers=4)
+b: net GPT(num_layers=6)
+
+Saved compare.md, compare.png and compare.json in x
+"""
+    )
+    assert Path("x/compare.png").stat().st_size
+
+
+def test_language_models_trained_otherwise_get_no_verdict(runs):
+    longer = runs("b", gpt([2.8, 2.9], trainer__max_steps=200, temperature=0.1))
+    found, notes = rows(runs("a", gpt([3.0, 3.1])), longer, runs("c", gpt([2.8, 2.9], data__path="other")))
+    assert found["b/gpt"]["delta"]["mean"] == -0.2
+    assert found["c/gpt"]["delta"]["mean"] is None
+    assert notes == [
+        "c is not compared with a/gpt: other data (data.path other, not None).",
+        f"b and a differ in settings: trainer.max_steps. {CONFOUNDED}",
+    ]
+
+
+def test_blocks_of_another_size_predict_the_same_tokens_unless_these_are_limited(runs):
+    a, b = gpt([3.0, 3.1]), gpt([2.8, 2.9], data__block_size=32)
+    found, notes = rows(runs("a", a), runs("b", b))
+    assert found["b/gpt"]["delta"]["mean"] == -0.2
+    assert notes == [f"b and a differ in settings: data.block_size. {CONFOUNDED}"]
+    for each in (a, b):
+        each["config"]["trainer"]["limit_test_batches"] = 1
+    assert rows(runs("c", a), runs("d", b))[0]["d/gpt"]["delta"]["mean"] is None
+
+
+def test_students_on_text_and_language_models_are_in_one_table(runs):
+    facts = {"objective": "CrossEntropy", "parameters": 9, "step_ms": None, "train_flops": None, "failed": None}
+    scores = [{**facts, "test_bpc": bits, "test_loss": bits} for bits in (2.5, 2.7)]
+    given = {**gpt([0, 0]), "experiment": "kd"}
+    given["config"] = {**given["config"], "student": {"class_path": "x.GPT"}, "net": None, "model": None}
+    kd = bake_off_results(given, [{**scores[0], "fit_seconds": 1}] * 2, {"ce": scores}, [1.0] * 2, BITS)
+    kd.pop("runs")
+    folders = runs("a", gpt([3.0, 3.1])), runs("b", kd)
+    found, notes = rows(*folders)
+    assert found["b/ce"]["differences"] == pytest.approx([-0.5, -0.4])
+    assert notes == [f"b and a differ in settings: student. {CONFOUNDED}"]
+    assert rows(*folders[::-1])[0]["a/gpt"]["differences"] == pytest.approx([0.5, 0.4])
+    assert (
+        differing(*folders)
+        == """\
+What differs and may move results:
+
+setting  a                  b
+-------  -----------------  ---
+net      GPT(num_layers=4)  —
+model    (lr=0.003)         —
+student  —                  GPT"""
+    )
+
+
+# Runs of quantize.py
+
+
+def test_formats_are_compared_with_float32_of_the_first(runs, main, capsys):
+    machine = {"cpu": "other", "threads": 1}
+    main([runs("a", quantized()), runs("b", quantized(0.95, freeze_epoch=3), hardware=machine), "--out", "x"])
+    assert (
+        capsys.readouterr().out
+        == """\
+run/format  data        seeds  accuracy, %  Δ to a/float32, points   KiB  ms, batch 1  ms, batch 16
+----------  ----------  -----  -----------  ----------------------  ----  -----------  ------------
+a/float32   Digits 900      1        90.00                       —  86.3        0.500          1.30
+a/int8-qat  Digits 900      1        89.00                   -1.00  27.5        0.500          1.30
+b/float32   Digits 900      1        90.00                    0.00  86.3        0.500          1.30
+b/int8-qat  Digits 900      1        95.00                   +5.00  27.5        0.500          1.30
+
+Accuracy on 100 test samples. Δ: difference to a/float32.
+One net a format: a difference has no interval, so nothing here says that it is more than noise.
+Latencies were measured on different machines: they don't compare.
+
+What differs and may move results:
+
+setting       a  b
+------------  -  -
+freeze_epoch  2  3
+
+What differs and moves nothing but times, and figures by rounding:
+
+setting  a    b
+-------  ---  -----
+cpu      EPY  other
+
+Settings:
+all runs: data Digits(batch_size=128); objective CrossEntropy
+a: freeze_epoch 2
+b: freeze_epoch 3
+
+Saved compare.md, compare.png and compare.json in x
+"""
+    )
+    assert Path("x/compare.png").stat().st_size
+
+
+def test_a_format_that_was_not_measured_has_no_figures(runs):
+    found = quantized()
+    found["rows"][0] |= {"bytes": None, "latency_ms": {}}
+    shown = text(compare(load_runs([runs("a", found)]))).splitlines()[2].split()
+    assert shown[-3:] == ["—", "—", "—"]
+
+
+def test_formats_on_other_data_have_no_difference(runs):
+    found, notes = rows(runs("a", quantized()), runs("b", quantized(), data=quantized()["data"] | {"test": 5}))
+    assert found["b/float32"]["delta"]["mean"] is None
+    assert notes[0] == "b is not compared with a/float32: other data (test 5, not 100)."
+
+
+def test_runs_of_different_measures_are_refused_in_one_line(runs, main, capsys):
+    folders = {"kd": runs("kd"), "gpt": runs("gpt", gpt([3.0])), "quantize": runs("quantize", quantized())}
+    wanted = {
+        "kd": "a run of kd.py measured by accuracy",
+        "gpt": "a run of gpt.py, or of kd.py with --data Text",
+        "quantize": "a run of quantize.py",
+    }
+    words = {"kd": "accuracy", "gpt": "bits per character", "quantize": "accuracy"}
+    for first, second in itertools.permutations(folders, 2):
+        expected = f"{wanted[first]}, to compare with {first}; this one is of {second}.py, measured by {words[second]}"
+        assert (
+            refused(main, capsys, folders[first], folders[second]) == f"error: {folders[second]}: expected {expected}\n"
+        )
+
+
+@pytest.mark.parametrize(
+    ("found", "changes"),
+    [
+        (gpt([3.0]), {"runs": []}),
+        (gpt([3.0]), {"runs": [{"test_bpc": 3.0}]}),
+        (gpt([3.0]), {"seeds": [0, 1]}),
+        (gpt([3.0]), {"metric": None}),
+        (gpt([3.0]), {"config": [1]}),
+        (quantized(), {"rows": None}),
+        (quantized(), {"rows": []}),
+        (quantized(), {"rows": [{"format": "float32"}]}),
+        (quantized(), {"config": None}),
+        (quantized(), {"hardware": [1]}),
+        (quantized(), {"data": {"train": 9}}),
+    ],
+)
+def test_damaged_runs_of_other_experiments_are_refused_in_one_line(runs, main, capsys, found, changes):
+    other = runs("other", found, **changes)
+    said = refused(main, capsys, other)
+    assert said.startswith(f"error: {other}: expected a readable results.json of our experiments in it (")
 
 
 def test_first_run_without_ce_gives_no_differences(runs, main, capsys):
@@ -279,7 +583,9 @@ def test_bad_input_is_one_line(runs, main, capsys, tmp_path):
     assert "unrecognized arguments: --ou" in refused(main, capsys, t4, "--ou", "x")
     assert f"error: {tmp_path}/no: expected" in refused(main, capsys, t4, f"{tmp_path}/no")
     assert "given twice" in refused(main, capsys, t4, f"{tmp_path}/half/../t4")
-    assert "this one is of the experiment pipeline" in refused(main, capsys, t4, other)
+    for argv in ((other,), (t4, other)):
+        said = f"error: {other}: expected a run of kd.py, gpt.py or quantize.py; this one is of pipeline.py\n"
+        assert refused(main, capsys, *argv) == said
     assert "this one has loss" in refused(main, capsys, t4, losses)
     assert f"--out {half} --resume true" in refused(main, capsys, half)
     assert "error: --out file/x: expected a folder that can be written" in refused(main, capsys, t4, "--out", "file/x")

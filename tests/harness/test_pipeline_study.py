@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from experiments import pipeline
-from harness.runs.progress import quiet
+from harness.runs.quiet import quiet
 from harness.studies.pipeline import Bench, Case, Cases, Cut, Noise, Task
 from harness.studies.pipeline.cases import bubble_bound
 from harness.studies.pipeline.report import idle, table
@@ -28,7 +28,7 @@ from tests.training import trainer
 NET = ["--net", "ResNet", "--net.depth", "8", "--cut_after", "stage1", "--trainer.devices", "2"]
 QUICK = ["--quick", "true", *NET]
 SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
-KEYS = {"experiment", "hardware", "versions", "config", "rows"}
+KEYS = {"experiment", "hardware", "versions", "commits", "config", "rows"}
 COLUMNS = {
     "name", "schedule", "num_microbatches", "seconds_per_step", "speedup", "bubble_bound", "share_of_bound",
 }  # fmt: skip

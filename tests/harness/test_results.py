@@ -13,8 +13,9 @@ import scipy.stats
 
 from apprentice.errors import BadInput
 from harness.reports.metrics import ACCURACY, conclude, paired_interval, t_interval
-from harness.reports.pages import markdown, notes, picture, save_results, settings, table, text
+from harness.reports.pages import markdown, notes, picture, save_results, table, text
 from harness.reports.results import bake_off_results, load_results
+from harness.reports.settings import settings
 from harness.reports.tables import Table, flops_unit, listed, short
 from harness.runs.files import atomic, write_bytes, write_json, write_text
 from tests.bake_off_facts import CE, FAILED, HINT, KD, TEST, header, results, student, teacher
@@ -145,7 +146,7 @@ def test_an_entry_a_seed_is_needed():
     [
         ({}, ""),
         ({"kd": []}, ""),
-        ({"kd": [0.01]}, "One seed gives no interval: nothing here says that any student differs from ce"),
+        ({"kd": [0.01]}, "One seed gives no interval: nothing here says that any other row differs from ce"),
         ({"kd": [0.02, 0.021, 0.022]}, "With 3 seeds, kd (+2.10) is better than ce beyond the noise between seeds."),
         ({"kd": [-0.02, -0.021, -0.022]}, "kd (-2.10) is worse than ce beyond the noise"),
         ({"kd": [0.02, -0.03]}, "With 2 seeds, kd can't be told apart from ce."),
@@ -216,10 +217,52 @@ def test_markdown_has_header_table_and_verdict():
     assert "hint can't be told apart from it" in page
 
 
+def test_objectives_have_all_their_options():
+    assert markdown(results()).endswith("""\
+Objectives of the students:
+
+- ce: CrossEntropy
+- kd: Hinton(temperature=2.0)
+- hint: Hinton(temperature=2)
+
+![accuracy, and accuracy against cost](results.png)
+""")
+
+
+def test_header_names_all_settings_and_the_commits():
+    found = {**results(), "commits": ["ab", None, "cd-dirty"]}
+    assert markdown(found).startswith("""\
+# kd on Digits
+
+- Data: Digits: 1,257 train, 140 validation, 400 test samples
+- Seeds: 0, 1, 2
+- Settings: data Digits(batch_size=128, seed=0, root=a); optimizer Adam(lr=0.001); trainer.max_epochs 10
+- Hardware: cores 2
+- Versions: torch 2.15.0
+- Commit: ab, then unknown, then cd-dirty
+
+| variant |""")
+
+
+def test_settings_leave_out_what_is_off_and_what_moves_nothing():
+    both = {"class_path": "x.Sum", "init_args": {"objectives": [{"class_path": "x.Hinton", "init_args": {"t": 0}}]}}
+    trainer = {"max_epochs": -1, "max_steps": 9, "accumulate_grad_batches": 1, "devices": 2, "num_nodes": 1}
+    config = {
+        "model": {"lr": 0.1, "betas": [0.9, 0.99], "fused": False}, "objective": both, "teacher": None, "out": "x",
+        "data": {"class_path": "Digits"}, "trainer": {**trainer, "limit_train_batches": 0.5}, "teacher_cache_mb": 9,
+        "seeds": [1], "calibration_size": 512,
+    }  # fmt: skip
+    assert settings(config) == [
+        "data Digits", "model(lr=0.1, betas=[0.9, 0.99])", "trainer.max_steps 9", "trainer.devices 2",
+        "objective Sum(objectives=[Hinton(t=0)])", "calibration_size 512", "trainer.limit_train_batches 0.5",
+    ]  # fmt: skip
+
+
 def test_settings_bear_any_configuration():
     assert settings({}) == []
     assert settings({"teacher": None, "data": "Digits", "trainer": {"precision": "64-true"}}) == [
-        "trainer.precision 64-true"
+        "data Digits",
+        "trainer.precision 64-true",
     ]
 
 

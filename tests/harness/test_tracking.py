@@ -1,18 +1,14 @@
 """What TensorBoard shows is what was trained: read back from the event files."""
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
-from lightning.pytorch.callbacks import TQDMProgressBar
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from experiments import kd
-from harness.runs.progress import Lines, progress, quiet
 from harness.runs.tensorboard import RunsLogger
-from tests.training import classifier, digits, trainer
 
 RUNS = ("teacher", "ce", "kd")
 
@@ -81,15 +77,3 @@ def test_the_terms_add_up_to_the_loss(out: Path) -> None:
     found = events(out, "kd")
     for loss, kd_term, ce in zip(*(found.Scalars(f"train/{tag}") for tag in ("loss", "kd", "ce")), strict=True):
         assert loss.value == pytest.approx(0.25 * kd_term.value + 0.75 * ce.value, rel=1e-5)
-
-
-def test_a_terminal_gets_a_bar_with_loss_and_accuracy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    (bar,) = progress("label")["callbacks"]
-    assert isinstance(bar, TQDMProgressBar)
-    run = trainer(callbacks=[bar], enable_progress_bar=True, log_every_n_steps=1)
-    with quiet():
-        run.fit(classifier(), digits())
-    assert {"loss", "acc"} <= set(bar.get_metrics(run, run.lightning_module))
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
-    assert isinstance(progress("label")["callbacks"][0], Lines)

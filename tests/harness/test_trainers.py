@@ -204,7 +204,7 @@ REFUSED = {
     "--trainer.strategy hsdp --trainer.devices 3":
         "--trainer.strategy.shard_size 2: expected a number that divides the 3 devices",
     "--trainer.strategy ddp --trainer.strategy.timeout 0": "--trainer.strategy.timeout 0: expected seconds, above 0",
-    "--trainer.accelerator gpu --trainer.devices 64": "--trainer.accelerator gpu --trainer.devices 64: expected what",
+    "--trainer.accelerator gpu --trainer.devices 64": "--trainer.accelerator gpu: expected what",
 }  # fmt: skip
 
 

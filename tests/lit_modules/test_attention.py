@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 from apprentice.errors import BadInput
 from apprentice.keyed import with_seed
-from harness.runs.progress import quiet
+from harness.runs.quiet import quiet
 from harness.studies import costs
 from lit_modules.nets import Cache, SelfAttention
 from lit_modules.nets.attention import Backend, kernel

@@ -74,7 +74,7 @@ def test_the_teacher_only_watches(tmp_path: Path) -> None:
     module = Distillation(teacher, {"hint": (net(ResNet, depth=8), Hint())}, input_shape=SHAPE)
     watch = Watch()
     run = trainer(callbacks=[watch], max_epochs=3)
-    from harness.runs.progress import quiet
+    from harness.runs.quiet import quiet
 
     with quiet():
         run.fit(module, digits(validation_size=30))

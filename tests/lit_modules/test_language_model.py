@@ -21,7 +21,7 @@ import strategies
 from apprentice.batch import Batch
 from apprentice.errors import BadInput
 from datamodules import Text
-from harness.runs.progress import quiet
+from harness.runs.quiet import quiet
 from lit_modules.language_model import LitLanguageModel, share_of_rate
 from lit_modules.scores import TokenScores
 from strategies import (

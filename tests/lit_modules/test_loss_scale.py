@@ -22,7 +22,7 @@ from torch.multiprocessing import ProcessRaisedException
 from torch.optim import Adam
 from torch.utils.data import DataLoader, TensorDataset
 
-from harness.runs.progress import quiet
+from harness.runs.quiet import quiet
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.learner import Learner

@@ -322,7 +322,7 @@ def test_a_net_that_fails_without_a_message_is_refused_in_one_line() -> None:
 
     net = LightNN()
     net.forward = forward  # type: ignore[method-assign,assignment]
-    with pytest.raises(BadInput, match=r"^--net LightNN: expected a net that takes inputs .*; it says: $"):
+    with pytest.raises(BadInput, match=r"^--net LightNN: expected a net that takes inputs .*; it says: ValueError$"):
         check_fits(net, torch.zeros(2, 3, 32, 32), (10,))
 
 

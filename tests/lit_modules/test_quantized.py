@@ -18,7 +18,7 @@ from apprentice import extras
 from apprentice.errors import BadInput
 from apprentice.keyed import with_seed
 from datamodules import MNIST
-from harness.runs.progress import quiet
+from harness.runs.quiet import quiet
 from harness.runs.safepoints import SafePoints, read
 from harness.studies.deploy import logits_of
 from lit_modules.classifier import LitClassifier

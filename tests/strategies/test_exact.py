@@ -18,7 +18,7 @@ from torch.utils._pytree import register_pytree_node
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from harness.runs.progress import quiet
+from harness.runs.quiet import quiet
 from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN, ResNet
 from lit_modules.objectives import CrossEntropy

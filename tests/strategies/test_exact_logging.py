@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassHammingDistance
 
-from harness.runs.progress import quiet
+from harness.runs.quiet import quiet
 from strategies import DDP
 from tests.training import LinesLogger, trainer
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomS
 from torchmetrics import MeanMetric, MetricCollection
 
 from apprentice import replicas
-from harness.runs.progress import quiet
+from harness.runs.quiet import quiet
 from strategies import DDP, PipelineStrategy
 from tests.pipelines import Plain, ended, pairs
 from tests.training import assert_same, trainer, weights

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from apprentice import replicas
-from harness.runs.progress import quiet
+from harness.runs.quiet import quiet
 from strategies import DDP
 from strategies.exact.fixed_point import FixedPointSum
 from tests.training import assert_same, trainer, weights

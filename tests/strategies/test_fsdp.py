@@ -20,8 +20,7 @@ from torch.optim import Adam, Optimizer
 
 from apprentice.keyed import Dropout
 from datamodules import Digits
-from harness.runs.progress import quiet
-from harness.runs.safepoints import read
+from harness.runs.quiet import quiet
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN, ResNet
@@ -237,7 +236,7 @@ class EverySecond(Callback):
 
 def saved(path: Path) -> dict[str, torch.Tensor]:
     """Weights and Adam's state in a checkpoint."""
-    checkpoint = read(path)
+    checkpoint = torch.load(path, weights_only=True)
     found = dict(checkpoint["state_dict"])
     for number, state in checkpoint["optimizer_states"][0]["state"].items():
         found |= {f"{number}.{key}": value for key, value in state.items()}

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from apprentice.batch import Batch
-from harness.runs.progress import quiet
+from harness.runs.quiet import quiet
 from lit_modules.nets import DeepNN, ResNet
 from strategies import DDP, PipelineStrategy
 from tests.grids import mostly_slow

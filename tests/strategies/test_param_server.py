@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from apprentice.keyed import with_seed
 from harness import config
-from harness.runs.progress import quiet
+from harness.runs.quiet import quiet
 from strategies import DDP, DataParallel, ParamServer
 from tests.grids import mostly_slow
 from tests.processes import Run, launch

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 
 from apprentice.keyed import with_seed
 from datamodules import Shakespeare
-from harness.runs.progress import quiet
+from harness.runs.quiet import quiet
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import RNNClassifier
 from strategies import DDP

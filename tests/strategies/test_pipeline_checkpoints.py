@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 
-from harness.runs.progress import quiet
+from harness.runs.quiet import quiet
 from strategies import DDP
 from tests.grids import mostly_slow
 from tests.pipelines import MODULES, SHAPES, Conv, Make, fitted, pipeline

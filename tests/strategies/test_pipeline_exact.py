@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
-from harness.runs.progress import quiet
+from harness.runs.quiet import quiet
 from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN, ResNet
 from lit_modules.objectives import CrossEntropy

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from harness.runs.progress import quiet
+from harness.runs.quiet import quiet
 from tests.pipelines import Clock, Placed, Plain, Slow, ended, pairs, pipeline
 from tests.processes import launch
 from tests.training import LinesLogger, assert_same, trainer, weights

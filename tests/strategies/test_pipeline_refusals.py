@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from apprentice.keyed import Dropout
-from harness.runs.progress import quiet
+from harness.runs.quiet import quiet
 from tests.pipelines import Conv, Linear, Make, Plain, ended, fitted, pairs, pipeline
 from tests.training import trainer
 

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from harness.runs.progress import quiet
+from harness.runs.quiet import quiet
 from strategies import DDP, PipelineStrategy, RPCHybrid
 from tests.grids import mostly_slow
 from tests.pipelines import Plain, pairs

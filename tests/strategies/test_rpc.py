@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.multiprocessing import ProcessRaisedException
 
-from harness.runs.progress import quiet
+from harness.runs.quiet import quiet
 from lit_modules.classifier import LitClassifier
 from strategies import DataParallel, ParamServer, RPCHybrid, ZeRO1
 from tests.grids import mostly_slow

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from apprentice.keyed import with_seed
 from harness import config
-from harness.runs.progress import quiet
+from harness.runs.quiet import quiet
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import LightNN
 from strategies import ParamServer, RPCHybrid

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import strategies
-from harness.runs.progress import quiet
+from harness.runs.quiet import quiet
 from strategies import DDP, FSDP, PipelineStrategy
 from tests.grids import mostly_slow
 from tests.training import assert_same, trainer, weights

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
 
-from harness.runs.progress import quiet
+from harness.runs.quiet import quiet
 from strategies import (
     DDP,
     FSDP,

@@ -24,7 +24,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
 import strategies
-from harness.runs.progress import quiet
+from harness.runs.quiet import quiet
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import DeepNN, ResNet
 from strategies import DDP, DDPFP16, FSDP, DataParallel, DDPPowerSGD, DDPRing, LocalSGD, ZeRO1

@@ -14,7 +14,7 @@ from torch.multiprocessing import ProcessRaisedException
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from harness.runs.progress import quiet
+from harness.runs.quiet import quiet
 from strategies import DDP, FSDP, AllReduce, DDPPowerSGD, LocalSGD, ParamServer, ZeRO1
 from tests.training import assert_same, trainer, weights
 

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from harness.reports.figures import figure
-from harness.reports.pages import settings
 from harness.reports.report import Facts, Part, Report, machine
+from harness.reports.settings import settings
 from harness.reports.tables import NONE, Table, columns, count, short, words
 from harness.runs import environment
 from harness.runs.nets import Spec, write_spec
+from harness.runs.quiet import notice
 from harness.runs.session import Session
 from harness.studies import study
 from harness.studies.deploy import formats
@@ -65,6 +66,7 @@ class Study(study.Study):
         logits = {name: logits_of(net, self.images) for name, net in nets.items()}
         written = [path for name, net in nets.items() for path in self._export(name, net)]
         good = []
+        notice("reading each file again in a fresh process")
         for path, found in formats.answers(written, self.images).items():
             name = path.parent.name
             fault = (
@@ -85,6 +87,7 @@ class Study(study.Study):
         folder.mkdir(exist_ok=True)
         for file in FILES[name]:
             (folder / file).unlink(missing_ok=True)
+            notice(f"writing {name}/{file}")
             try:
                 if file == formats.PROGRAM:
                     formats.write_program(net, self.images, folder)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from apprentice import keyed
 from apprentice.errors import BadInput
+from apprentice.weights import read_saved
 from harness import config as cli
 from harness.config import sources
 from harness.config.classes import imported
@@ -23,8 +24,9 @@ from harness.runs.files import atomic
 from harness.runs.fit import fit_and_test
 from harness.runs.launch import is_main_process
 from harness.runs.nets import Spec, load_net, read_spec
-from harness.runs.safepoints import read
+from harness.runs.progress import progress
 from harness.runs.session import Session
+from harness.studies.callbacks import check_callbacks
 from harness.studies.deploy import formats
 from harness.studies.fits import Candidate, check_net, failure, learning, make_candidate, train, wait_for_main
 from lit_modules import nets
@@ -177,7 +179,7 @@ class Builder:
             self.data.order_seed = self.seed
             trainer = partial(self.run.trainer, check_val_every_n_epoch=self.config.evaluate_every)
             fits = {"every": self.config.checkpoint_every, "tensorboard": self.run.tensorboard}
-            fit_and_test(module, self.data, trainer, checkpoint, runs=[NAME], label=NAME, **fits)
+            fit_and_test(module, self.data, trainer, checkpoint, runs=[NAME], show=progress(NAME), **fits)
             if module.failed:
                 chosen = self.config.optimizer.name
                 raise BadInput("optimizer", chosen, f"settings that train {NAME}; its loss is not finite")
@@ -188,19 +190,22 @@ class Builder:
         if is_main_process():
             checkpoint.unlink(missing_ok=True)
         wait_for_main()
-        return module.net.int8(read(best))
+        return module.net.int8(read_saved(best, "out", f"the best state of {NAME}, or no such file, and it is trained"))
 
     def check(self) -> None:
         """Build everything once; BadInput if something can't be trained or quantised."""
         trainer = self.run.checked_trainer()
         if self.config.run is None:
             check_net(self.run, STUDENT, trainer)
-            net, flag, value = self.fresh()[0].net, STUDENT, self.config.student.name
+            module, flag, value = self.fresh()[0], STUDENT, self.config.student.name
+            check_callbacks(self.run, trainer, {STUDENT: module})
+            net = module.net
         else:
             (net, _), flag, value = self.read(self.config.run, "run"), "run", self.config.run
         with of_net(flag, value, "net"):
-            self.aware(net)
+            aware = self.aware(net)
             captured(copy.deepcopy(net).eval(), self.data.example.float())
+        check_callbacks(self.run, self.run.trainer(check_val_every_n_epoch=self.config.evaluate_every), {NAME: aware})
 
     def formats(self, net: nn.Module, int8: nn.Module) -> dict[str, nn.Module]:
         """The net of each format, in eval mode on the CPU."""

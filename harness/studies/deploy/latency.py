@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from apprentice.errors import BadInput
 from apprentice.extras import Missing
+from harness.runs.quiet import notice
 from harness.studies.deploy.formats import disagreement
 
 WARM_UP = 5  # calls
@@ -75,6 +76,7 @@ class Latency:
         try:
             with torch.no_grad():
                 for name, net in nets.items():
+                    notice(f"compiling {name} for batches of {len(batch)}")
                     try:
                         variables = {"net": compiled(net, batch, name == "float32"), "images": batch}
                     except Exception as error:  # whatever a compiler makes of a net; the others don't depend on it

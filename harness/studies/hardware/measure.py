@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from apprentice.errors import BadInput
 from harness.reports.report import Facts
-from harness.runs import safepoints
 from harness.runs.files import write_json
+from harness.runs.progress import Lines
 from harness.studies.hardware.cases import Case
 from harness.studies.isolation import QUIET, Stoppable, fit_isolated
 from harness.studies.meters import Overlap, PeakMemory, Stamps, sent_bytes, state_bytes
@@ -176,11 +176,11 @@ class Bench:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "weights.pt"
             self._fit(case, _KeepWeights(file), [file], PARITY_STEPS, precision=precision)
-            weights: Weights = safepoints.read(file)
+            weights: Weights = torch.load(file, weights_only=True, map_location="cpu")
         return {name.replace("net.module.", "net.", 1) if case.split else name: x for name, x in weights.items()}
 
     def _fit(self, case: Case, callback: Callback, files: Iterable[Path], steps: int, **settings: Any) -> None:
-        trainer = case.trainer(callbacks=[callback], **QUIET | settings | {"max_steps": steps})
+        trainer = case.trainer(callbacks=[callback, Lines(case.name)], **QUIET | settings | {"max_steps": steps})
         fit_isolated(trainer, partial(trainer.fit, self.make(case.split), self.data), self.threads)
         if not all(file.exists() for file in files):
             expected = f"settings that train the net for {steps} steps; its loss is not finite"

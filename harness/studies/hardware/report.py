@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 
 from harness.reports.figures import GREY, Axes, figure
-from harness.reports.pages import settings
 from harness.reports.report import MIB, Facts, Part, Report, machine, percent
+from harness.reports.settings import settings
 from harness.reports.tables import NONE, Table, columns, short
 
 COLUMNS = (

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from functools import partial
 
 from harness.reports.report import Facts
-from harness.runs.files import write_json
+from harness.reports.results import reading
+from harness.runs.files import read_text, write_json
 from harness.runs.session import Session
 from harness.studies import study
 from harness.studies.pipeline.cases import ONE, Case, Cases, Cut, Options
@@ -22,7 +23,10 @@ class Study(study.Study):
     def __init__(self, run: Session, **how: int | str) -> None:
         super().__init__(run, **how)
         self._file = self.out / "timelines.json"
-        self.timelines: dict[str, Facts] = json.loads(self._file.read_text()) if self._file.exists() else {}
+        self.timelines: dict[str, Facts] = {}
+        if self._file.exists():
+            with reading(self._file, "out", "timelines of pipelines, or no such file"):
+                self.timelines = dict(json.loads(read_text(self._file)))
 
     def line(self, row: Facts) -> str:
         """The case and its speed."""

@@ -18,6 +18,7 @@ from torch.optim import SGD, Optimizer
 
 from harness.reports.report import Facts
 from harness.runs.files import write_json
+from harness.runs.progress import Lines
 from harness.studies.isolation import QUIET, Stoppable, fit_isolated
 from harness.studies.pipeline.cases import Case
 
@@ -114,7 +115,7 @@ class Bench:
             # It is only timed: the tutorial's ResNet has layers that train to other weights in a pipeline.
             warnings.filterwarnings("ignore", ".*(BatchNorm sees|noise from torch's generator)", UserWarning)
             steps = _Steps(Path(folder), self.batches, self.repeats)
-            trainer = case.trainer(callbacks=[steps], **QUIET | {"max_steps": steps.steps})
+            trainer = case.trainer(callbacks=[steps, Lines(case.name)], **QUIET | {"max_steps": steps.steps})
             # The module is made in the process that trains it, as it may lie on GPUs.
             fit_isolated(trainer, lambda: trainer.fit(self.make(case), self.loader(steps.steps)), threads=1)
             ranks = [json.loads((Path(folder) / f"rank{rank}.json").read_text()) for rank in range(case.devices)]

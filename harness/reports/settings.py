@@ -1,0 +1,52 @@
+"""The settings of a run as people read them: a class with its options, such as `Adam(lr=0.001)`."""
+
+from typing import Any
+
+from harness.reports.report import Facts
+
+# These come first; the others follow in the order of the configuration.
+FIRST = (
+    *("data", "teacher", "teacher_ckpt", "student", "optimizer", "scheduler", "net", "model"),
+    *("trainer.max_epochs", "trainer.max_steps", "trainer.precision", "trainer.strategy", "trainer.devices", "exact"),
+)
+ELSEWHERE = {"seeds", "variants", "only", "trainer", "teacher_cache_mb"}  # on lines of their own, or of no effect
+NEUTRAL = {
+    "trainer.max_epochs": -1, "trainer.max_steps": -1, "trainer.accumulate_grad_batches": 1,
+    "trainer.check_val_every_n_epoch": 1,
+}  # fmt: skip
+
+
+def settings(config: Facts) -> list[str]:
+    """All settings that results may depend on, and the devices, as `name value`; what is null or false is left out."""
+    from harness.config.sources import free  # with which Lightning is loaded
+
+    flags = {**config, **{f"trainer.{name}": value for name, value in (config.get("trainer") or {}).items()}}
+    names = [*(name for name in FIRST if name in flags), *(name for name in flags if name not in FIRST)]
+    told = [name for name in names if name in FIRST or not (free(name) or name in ELSEWHERE)]
+    return [_line(name, flags[name]) for name in told if not _is_off(flags[name]) and flags[name] != NEUTRAL.get(name)]
+
+
+def _line(name: str, value: Any) -> str:
+    plain = isinstance(value, dict) and "class_path" not in value  # options of a class that can't be chosen
+    return f"{name}{shown(value)}" if plain else f"{name} {shown(value)}"
+
+
+def _is_off(value: Any) -> bool:
+    return value is None or value is False  # and not 0
+
+
+def shown(value: Any) -> str:
+    """A value as text; a class has its options, but for those that are null or false."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(shown, value))}]"
+    if not isinstance(value, dict):
+        return str(value)
+    options = value.get("init_args") or {} if "class_path" in value else value
+    given = ", ".join(f"{name}={shown(option)}" for name, option in options.items() if not _is_off(option))
+    return str(value.get("class_path", "")).rpartition(".")[2] + (f"({given})" if given else "")
+
+
+def objectives(results: Facts) -> dict[str, str]:
+    """What each student of a bake-off learnt by, with all options."""
+    variants = (results["config"] or {}).get("variants") or {}
+    return {name: shown(variants.get(name, entry["objective"])) for name, entry in results["students"].items()}

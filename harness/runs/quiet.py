@@ -1,0 +1,54 @@
+"""What libraries say that users need not read, and notices of ours."""
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from harness.runs.launch import is_main_process
+
+EXPECTED_WARNINGS = (
+    r"Found \d+ module\(s\) in eval mode",  # the teacher always is
+    r".*isinstance\(treespec, LeafSpec\)",  # Lightning 2.6 with torch 2.15
+    r"`weights_only` was not set",  # Lightning reads a rank's weights back into this process
+    r"The '(train|val|test)_dataloader' does not have many workers",
+    r"The number of training batches \(\d+\) is smaller than the logging interval",
+    r"The PyTorch API of nested tensors is in prototype stage",
+    r"Glyph \d+ .* missing from font",  # names of users' classes in pictures
+)
+# Loggers with which Lightning prints what a flag has asked for: --trainer.profiler and enable_model_summary.
+WANTED = ("lightning.pytorch.profilers.profiler", "lightning.pytorch.callbacks.model_summary")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence Lightning's information messages and expected warnings inside the block; other warnings are a line."""
+    wished = {"lightning.pytorch": logging.WARNING, "lightning.fabric": logging.WARNING}
+    wished["torch.utils.cpp_extension"] = logging.ERROR  # "No CUDA runtime is found", where Inductor compiles
+    wished |= dict.fromkeys(WANTED, logging.INFO)
+    before, form = {name: logging.getLogger(name).level for name in wished}, warnings.formatwarning
+    with warnings.catch_warnings():
+        for message in EXPECTED_WARNINGS:
+            warnings.filterwarnings("ignore", message)
+        warnings.filterwarnings("ignore", module=r"lit_modules\.nets\.attention$")  # the refusal has torch's reasons
+        warnings.formatwarning = _line
+        for name, level in wished.items():
+            logging.getLogger(name).setLevel(level)
+        try:
+            yield
+        finally:
+            warnings.formatwarning = form
+            for name, level in before.items():
+                logging.getLogger(name).setLevel(level)
+
+
+def _line(message: Warning | str, *_: Any, **__: Any) -> str:
+    """What `warnings` prints: no source line."""
+    return f"warning: {' '.join(str(message).split())}\n"
+
+
+def notice(line: str) -> None:
+    """Tell the user what goes on, once on all ranks that a launcher started."""
+    if is_main_process():
+        print(line, flush=True)

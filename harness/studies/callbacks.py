@@ -1,0 +1,85 @@
+"""The user's callbacks: whether each stage of an experiment has what they read, known before the first is trained."""
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import BackboneFinetuning, Callback, EarlyStopping, LearningRateFinder
+
+from apprentice.batch import Batch
+from apprentice.errors import BadInput
+from apprentice.keyed import with_seed
+from harness.runs.session import Session
+from lit_modules.learner import Learner
+
+SHOWN = 8  # names in a message, for each stage
+ATTRIBUTES: dict[type[Callback], str] = {LearningRateFinder: "lr", BackboneFinetuning: "backbone"}  # of the module
+
+
+class When(NamedTuple):
+    """In batches, when a fit validates for the first time, and when a callback looks at what is logged."""
+
+    validated: float  # infinity: never
+    looked: float
+    epoch: int  # batches of an epoch
+    at_epoch_end: bool  # after what is logged there
+
+    @classmethod
+    def of(cls, trainer: Trainer, callback: EarlyStopping, run: Session) -> "When":
+        """For a Trainer's fit of a run's data."""
+        epoch = math.ceil(run.used["train"] / run.data.batch_size)
+        every, epochs = trainer.val_check_interval, trainer.check_val_every_n_epoch
+        at_epoch_end = callback._check_on_train_epoch_end
+        if at_epoch_end is None:  # as the callback's `setup` has it
+            at_epoch_end = every == 1.0 and epochs == 1
+        interval = max(int(epoch * every), 1) if isinstance(every, float) else every if isinstance(every, int) else 1
+        validated = ((epochs or 1) - 1) * epoch + interval if run.used["validation"] else math.inf
+        return cls(validated, epoch if at_epoch_end else validated, epoch, at_epoch_end)
+
+
+def check_callbacks(run: Session, trainer: Trainer, stages: Mapping[str, Learner]) -> None:
+    """Raise BadInput if a callback would not find what it reads in a stage, each a fit of a module.
+
+    An EarlyStopping that is not strict needs its value in one of them only.
+    """
+    chosen = run.config.trainer.init_args["callbacks"]
+    for place, callback in enumerate(trainer.callbacks):  # type: ignore[attr-defined]
+        flag = f"trainer.callbacks.{place}" if isinstance(chosen, list) else "trainer.callbacks"
+        needed = next((name for kind, name in ATTRIBUTES.items() if isinstance(callback, kind)), None)
+        if needed is not None and not all(hasattr(module, needed) for module in stages.values()):
+            expected = f"a callback for modules without .{needed}, as those of {' and '.join(stages)}"
+            raise BadInput(flag, type(callback).__name__, expected)
+        if isinstance(callback, EarlyStopping):
+            known = {stage: monitored(module, trainer, callback, run) for stage, module in stages.items()}
+            _check_monitor(callback, f"{flag}.monitor", known)
+
+
+def _check_monitor(callback: EarlyStopping, flag: str, known: Mapping[str, list[str]]) -> None:
+    found = [callback.monitor in names for names in known.values()]
+    if not (all(found) if callback.strict else any(found)):
+        each = "; ".join(f"{stage}: {_listed(names)}" for stage, names in known.items())
+        hint = f", or --{flag.removesuffix('monitor')}strict false beside it" if any(found) else ""
+        raise BadInput(flag, callback.monitor, f"what each stage logs before it is looked at{hint}; {each}")
+
+
+def monitored(module: Learner, trainer: Trainer, callback: EarlyStopping, run: Session) -> list[str]:
+    """The names that this callback finds when it first looks."""
+    when, train = When.of(trainer, callback, run), run.data.split("train")
+    inputs, labels = train.take(torch.arange(min(2, len(train.labels))))
+    pair = run.data.normalize(inputs, module.dtype), labels
+    tried = copy.deepcopy(module).train()  # BatchNorm's statistics change
+    logged = module.logged(with_seed(0, lambda: tried.shard_step(Batch.of(pair, 0, shared=False)))[1])
+    names = list(logged["validation"]) if when.validated <= when.looked < math.inf else []
+    if when.at_epoch_end or when.epoch < when.looked < math.inf:
+        names += logged["epoch"]
+    steps = 0 if when.looked == math.inf else math.ceil(when.looked / trainer.accumulate_grad_batches)
+    if 0 < trainer.log_every_n_steps <= steps:  # type: ignore[attr-defined]
+        names += logged["step"]
+    return names
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names if len(names) <= SHOWN else [*names[:SHOWN], "..."]) or "nothing that early"

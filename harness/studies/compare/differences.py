@@ -1,0 +1,120 @@
+"""What the rows of a comparison were made with, and in what their runs differ."""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from harness.config.sources import INVOCATION, free
+from harness.reports.report import Facts
+from harness.reports.settings import objectives, settings, shown
+from harness.reports.tables import NONE, listed
+from harness.studies.compare.fairness import idle_settings, same
+from harness.studies.compare.runs import Run
+
+FEW = 3  # runs that have a column each
+MACHINE = ("cpu", "cores", "gpus", "threads")
+TOLD = INVOCATION | {"seeds", "only"}  # otherwise: seeds as a list, students by their rows
+
+
+def settings_of(runs: Sequence[Run]) -> dict[str, str]:
+    """All settings: those of all runs, then by their names those of single runs."""
+    each = {run.name: settings(run.config) for run in runs}
+    shared = [line for line in each[runs[0].name] if all(line in lines for lines in each.values())]
+    own = {name: [line for line in lines if line not in shared] for name, lines in each.items()}
+    found = {"all runs": shared, **own} if len(runs) > 1 else each
+    return {name: "; ".join(lines) for name, lines in found.items() if lines}
+
+
+def objectives_of(runs: Sequence[Run]) -> dict[str, str]:
+    """What students learnt by, by their names; by those of rows where it differs between the runs."""
+    each = {run.name: objectives(run.results) for run in runs if "students" in run.results}
+    found: dict[str, str] = {}
+    for student in dict.fromkeys(student for learnt in each.values() for student in learnt):
+        texts = {f"{run}/{student}": learnt[student] for run, learnt in each.items() if student in learnt}
+        groups = list(_by_value(texts))
+        found |= {student if len(groups) == 1 else listed(rows): text for text, rows in groups}
+    return found
+
+
+def differences(runs: Sequence[Run]) -> list[Facts]:
+    """What differs: the `setting`, its text in each run as `values`, and whether it `may_move_results`.
+
+    What does not may move times, and figures by rounding. Options of a student are compared between the runs that have
+    one of its name. Where a class differs, its options are in its text.
+    """
+    idle, found = idle_settings(runs), dict[str, Facts]()
+    for flag in dict.fromkeys(flag for run in runs for flag in run.settings if flag not in TOLD):
+        sharing = [run for run in runs if _has_student(run, flag)]
+        if not all(same(flag, run.settings.get(flag), sharing[0].settings.get(flag)) for run in sharing):
+            name = _outer(flag, sharing, found)
+            values = {run.name: _text(run.setting(name)) for run in sharing}
+            found.setdefault(name, _difference(name, values, not free(name) and name not in idle))
+    for name, moves, values in _facts(runs):
+        if len(set(values.values())) > 1:
+            found[name] = _difference(name, values, moves)
+    return list(found.values())
+
+
+def _difference(name: str, values: dict[str, str], moves: bool) -> Facts:
+    return {"setting": name, "may_move_results": moves, "values": values}
+
+
+def _has_student(run: Run, flag: str) -> bool:
+    """False for an option of a student that the run has not trained."""
+    group, _, rest = flag.partition(".")
+    return group != "variants" or rest.partition(".")[0] in run.entries
+
+
+def _outer(flag: str, runs: Iterable[Run], found: Iterable[str]) -> str:
+    """The setting to name for a flag: the class that differs around it, or the group that a run lacks."""
+    group = flag.partition(".")[0]
+    if any(run.config.get(group) is None for run in runs):
+        return group
+    return next((name for name in found if flag.startswith(f"{name}.")), flag)
+
+
+def _facts(runs: Sequence[Run]) -> Iterator[tuple[str, bool, dict[str, str]]]:
+    """What else a figure may depend on: sizes of the data, seeds, commits, versions; then the machine."""
+    counted = runs[0].kind.metric.counted
+    for part in ("train", "validation", "test"):
+        yield f"{part} {counted}", True, {run.name: _text(run.results["data"].get(part)) for run in runs}
+    yield "seeds", True, {run.name: ", ".join(map(str, run.seeds)) for run in runs}
+    yield "commit", True, {run.name: _commits(run) for run in runs}
+    versions = {run.name: run.results.get("versions") or {} for run in runs}
+    for name in dict.fromkeys(name for known in versions.values() for name in known):
+        yield name, True, {run: _text(known.get(name)) for run, known in versions.items()}
+    for name in MACHINE:
+        yield name, False, {run.name: _text((run.results.get("hardware") or {}).get(name)) for run in runs}
+
+
+def _commits(run: Run) -> str:
+    known = [commit or "unknown" for commit in run.results.get("commits") or ()]
+    return ", then ".join(re.sub(r"^(\w{12})\w+", r"\1", commit) for commit in known) or NONE
+
+
+def _text(value: Any) -> str:
+    return NONE if value is None or value == [] else shown(value)
+
+
+def _by_value(texts: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
+    """Each text with the names that have it."""
+    for text in dict.fromkeys(texts.values()):
+        yield text, [name for name, other in texts.items() if other == text]
+
+
+def lines_of(found: Sequence[Facts], runs: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """Header and lines of a table of differences: a column for each of few runs, else a line for each value."""
+    if len(runs) <= FEW:
+        return ["setting", *runs], [[each["setting"], *_in_each(each, runs)] for each in found]
+    return ["setting", "value", "runs"], [line for each in found for line in _by_run(each)]
+
+
+def _in_each(difference: Facts, runs: Sequence[str]) -> list[str]:
+    return [difference["values"].get(run, NONE) for run in runs]
+
+
+def _by_run(difference: Facts) -> list[list[str]]:
+    groups = list(_by_value(difference["values"]))
+    most = max((names for _, names in groups), key=len)
+    lines = [[text, "the others" if names is most and len(most) > FEW else listed(names)] for text, names in groups]
+    return [["" if i else difference["setting"], *line] for i, line in enumerate(lines)]

@@ -1,0 +1,79 @@
+"""Whether the rows of two runs can be compared, and whether a difference between them belongs to their methods."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from harness.config.sources import free
+from harness.reports.report import Facts
+from harness.reports.tables import listed
+from harness.studies.compare.runs import Run
+
+# With these options of the Trainer, `data` in results.json has the size of the part that was used.
+LIMITS = {"validation": "limit_val_batches", "test": "limit_test_batches"}
+# These move no weights, unless a callback looks at what is validated.
+VALIDATION = {
+    f"trainer.{name}"
+    for name in ("num_sanity_val_steps", "limit_val_batches", "val_check_interval", "check_val_every_n_epoch")
+}
+CONTEXT = "block_size"  # of a text: each held-out token is tested once, whatever it is
+
+
+def why_not_comparable(first: Run, run: Run) -> str:
+    """Empty if both runs had the same samples, and a seed in common."""
+    limits = [(part, each.settings.get(f"trainer.{flag}")) for part, flag in LIMITS.items() for each in (first, run)]
+    limited = {part for part, limit in limits if repr(limit) not in {"None", "1.0"}}  # 1 is one batch, 1.0 all
+    ours, theirs = _samples(run, limited), _samples(first, limited)
+    other = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
+    if other:
+        return f"other data ({', '.join(f'{key} {ours.get(key)}, not {theirs.get(key)}' for key in other)})"
+    if not set(run.seeds) & set(first.seeds):
+        return f"no seed in common ({listed([str(seed) for seed in run.seeds])})"
+    return ""
+
+
+def _samples(run: Run, limited: set[str]) -> Facts:
+    """What decides which samples a run saw: the data set, its sizes, and the settings that choose from it.
+
+    Of `limited` parts one of the two runs used only some batches: there, the option for the size decides.
+    """
+    ignored = run.data.free_options | run.data.training_options | ({CONTEXT} if "test" not in limited else set())
+    ignored |= {f"{part}_size" for part in ("train", "validation", "test") if part not in limited}
+    names = {flag: flag.removeprefix("data.").partition(".")[0] for flag in run.settings if flag.startswith("data.")}
+    chosen = {flag: run.settings[flag] for flag, name in names.items() if name not in ignored}
+    sizes = {key: value for key, value in run.results["data"].items() if key != "validation" or key not in limited}
+    return {**sizes, **chosen}
+
+
+def other_settings(run: Run, first: Run) -> dict[str, tuple[Any, Any]]:
+    """By flag, both values where the two trained differently other than in their methods' options.
+
+    Where a class differs, its options are left out.
+    """
+    idle = idle_settings([run, first])
+    ours, theirs = _training(run, idle), _training(first, idle)
+    differ = [flag for flag in {**theirs, **ours} if not same(flag, ours.get(flag), theirs.get(flag))]
+    inside = [flag for flag in differ if any(flag.startswith(f"{other}.") for other in differ)]
+    return {flag: (ours.get(flag), theirs.get(flag)) for flag in differ if flag not in inside}
+
+
+def same(flag: str, one: Any, other: Any) -> bool:
+    """Whether two values of a setting are one; of batches 1 is a count, and 1.0 stands for all."""
+    return one == other and (type(one) is type(other) or not flag.endswith(("_batches", "_interval")))
+
+
+def _training(run: Run, idle: set[str]) -> Facts:
+    data = {f"data.{name}" for name in {*run.data.training_options, CONTEXT}}
+    left_out = {"data", "seeds", "trainer.limit_test_batches", *run.experiment.methods, *idle}  # seeds are paired
+    return {
+        flag: value
+        for flag, value in run.settings.items()
+        if not free(flag) and (flag in data or left_out.isdisjoint({flag, flag.partition(".")[0]}))
+    }
+
+
+def idle_settings(runs: Sequence[Run]) -> set[str]:
+    """The settings on which no figure of these runs' rows depends, beside those that a resumed run may change."""
+    callbacks = any(flag.startswith("trainer.callbacks.") for run in runs for flag in run.settings)
+    idle = set().union(*(run.experiment.idle for run in runs))
+    idle |= {f"data.{name}" for name in frozenset.intersection(*(run.data.free_options for run in runs))}
+    return idle if callbacks else idle | VALIDATION

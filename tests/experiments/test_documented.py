@@ -1,0 +1,128 @@
+"""The commands of README, docs and the scripts' own help run as printed, shortened, and print no line but ours."""
+
+import importlib
+import itertools
+import os
+import re
+import shlex
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.processes import Run
+
+ROOT = Path(__file__).parents[2]
+# What libraries print. Lines of ours name no source file.
+NOISE = re.compile(r"Warning|WARN|\[[WIEF]\d|\[rank|INFO|site-packages|Traceback|deprecat|CUDA runtime|SIGTERM")
+# On stderr there is nothing but these.
+SAID = re.compile(r"ImageFolder: |warning: .* draws noise from torch's generator")
+KD = "--trainer.limit_train_batches 1 --trainer.limit_val_batches 1 --trainer.limit_test_batches 1"
+SHORTER = {
+    "kd": f"{KD} --trainer.max_epochs 1 --seeds 1 --data.batch_size 8",
+    "gpt": "--trainer.max_steps 2 --trainer.val_check_interval 2 --data.block_size 16 --data.batch_size 2"
+    " --trainer.limit_test_batches 1 --trainer.limit_val_batches 1 --net.num_layers 1",
+    "hardware": "--only ddp --steps 2 --data.train_size 24 --data.test_size 8 --data.validation_size 0 "
+    "--data.batch_size 8",
+    "pipeline": "--quick true --net ResNet --net.depth 8 --split_sizes 4 --repeats 1 --cut_after stage2",
+    "comm": "--quick true --only all_reduce_sum --sizes 1024",
+    "attention": "--quick true --parts kernels",
+    "quantize": "--latency.repeats 1 --latency.batch_sizes 1 --trainer.max_epochs 1 --freeze_epoch 1",
+}
+ELSEWHERE = ("torchrun", "mpirun", "RANK=")  # tests/harness/test_launch.py and test_elastic.py start these
+FOLLOWED = ("deploy.md",)  # by tests/experiments/test_quantize.py, which looks for noise, too
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """Name and flags of each command that begins with `python`, in the order in which one reads them."""
+    first = [ROOT / "README.md", ROOT / "docs" / "getting-started.md"]
+    pages = [*first, *sorted({*(ROOT / "docs").glob("*.md")} - {*first})]
+    texts = ["".join(re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)) for page in pages]
+    texts = [text for page, text in zip(pages, texts, strict=True) if page.name not in FOLLOWED]
+    texts += [file.read_text().split('"""')[1] for file in sorted((ROOT / "experiments").glob("*.py"))]
+    for line in "\n".join(texts).replace("\\\n", " ").splitlines():
+        found = re.search(r"python experiments/(\w+)\.py(.*)", line)
+        if found and not any(word in line for word in ELSEWHERE):
+            yield found[1], shlex.split(found[2], comments=True)
+
+
+COMMANDS = list(commands())
+FIRST = {name: next(flags for other, flags in COMMANDS if other == name) for name, _ in COMMANDS}  # of each script
+OTHERS = [command for i, command in enumerate(COMMANDS) if command not in COMMANDS[:i]]
+
+
+def test_every_script_is_documented() -> None:
+    assert FIRST.keys() == {file.stem for file in (ROOT / "experiments").glob("*.py")}
+    assert len(OTHERS) > 40
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> Path:
+    """Where the commands run: with the data, nets and settings that they name."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("documented")
+    for link in ("DIR", "data"):
+        (folder / link).symlink_to(data_root)
+    generator = np.random.default_rng(0)
+    for part, kind in itertools.product(("train", "test"), "ab"):
+        (folder / "images" / part / kind).mkdir(parents=True)
+        for i in range(20):
+            pixels = generator.integers(256, size=(8, 8, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / "images" / part / kind / f"{i}.png")
+    (folder / "input.txt").write_text("To be, or not to be, that is the question.\n" * 200)
+    (folder / "my.yaml").write_text("student: {class_path: LightNN}\n")
+    (folder / "mypackage.py").write_text("from lit_modules.nets import DeepNN as MyNet\n")
+    return folder
+
+
+def shortened(name: str, flags: list[str]) -> list[str]:
+    """The command as it is run here: with little to do, and with names of what `folder` has."""
+    names = {"FOLDER": f"done/{name}", "runs/gpt/RUN": "done/gpt"}
+    names |= dict.fromkeys(["RUN/seed0/kd", "runs/t4/seed0/kd"], "done/kd/seed0/kd")
+    names |= dict.fromkeys(["cifar10", "photographs", *(["DIR"] if "ImageFolder" in flags else [])], "images")
+    flags = [names.get(flag, flag).replace("../shared/data", "DIR") for flag in flags]
+    goes_on = name == "compare" or {"--resume", "--sample"} & {*flags}
+    return flags if goes_on else [*flags, *shlex.split(SHORTER[name])]
+
+
+def assert_ours(code: int, out: str, err: str) -> None:
+    assert code == 0, out + err
+    assert out.strip()
+    assert not [line for line in out.splitlines() if NOISE.search(line)]
+    assert not [line for line in err.splitlines() if not SAID.match(line)]
+
+
+@pytest.mark.slow
+@pytest.mark.extras
+@pytest.mark.parametrize("name", [name for name in FIRST if name != "compare"])
+def test_a_fresh_process_prints_no_line_but_ours(name: str, folder: Path) -> None:
+    flags = [*shortened(name, FIRST[name]), "--out", f"done/{name}"]
+    environment = {k: v for k, v in os.environ.items() if k not in {"OMP_NUM_THREADS", "PYTHONWARNINGS"}}
+    log, errors = folder / f"{name}.out", folder / f"{name}.err"
+    with log.open("w") as out, errors.open("w") as err:
+        command = [sys.executable, str(ROOT / "experiments" / f"{name}.py"), *flags]
+        code = subprocess.call(command, cwd=folder, env=environment, stdout=out, stderr=err, timeout=280)
+    assert_ours(code, log.read_text(), errors.read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.extras
+@pytest.mark.parametrize("number", range(len(OTHERS)))
+def test_documented_commands_print_no_line_but_ours(number: int, folder: Path) -> None:
+    name, flags = OTHERS[number]
+    log, errors = folder / f"{number}.out", folder / f"{number}.err"
+    process = Run(called, folder, name, shortened(name, flags), log=log, errors=errors)
+    assert_ours(process.wait(280), log.read_text(), errors.read_text())
+
+
+def called(folder: Path, name: str, flags: list[str]) -> None:
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    warnings.resetwarnings()  # pytest has made them errors
+    importlib.import_module(f"experiments.{name}").main(flags)

@@ -1,0 +1,171 @@
+"""What a user sees of a run: a display on a terminal, lines elsewhere, Lightning's own bar on request."""
+
+import json
+import re
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
+
+from experiments import kd
+from harness.runs import progress
+from harness.runs.progress import Display, Lines, is_live
+from harness.runs.quiet import quiet
+from harness.studies.remaining import remaining
+from strategies import NAMES
+from tests.processes import Run
+from tests.terminal import on_terminal
+from tests.training import classifier, digits
+
+SMALL = ["--seeds", "1", "--trainer.max_epochs", "3"]
+
+
+def test_the_screen_of_a_run(tmp_path: Path) -> None:
+    seen = on_terminal(kd.main, [*SMALL, "--out", str(tmp_path / "run")])
+    assert seen.code == 0, "\n".join(seen.lines)
+    shown = [screen for screen in seen.screens if any("samples/s" in line for line in screen)]
+    full = next(s for s in reversed(shown) if any(line.startswith("seed 0 students  epoch 3/3  ━") for line in s))
+    top = next(i for i, line in enumerate(full) if "samples/s" in line)
+    assert re.fullmatch(r"seed 0 students  epoch 3/3  [━╸╺]{20}  [\d,]+ samples/s", full[top])
+    assert re.fullmatch(r"0:00:\d\d left of this fit", full[top + 1])
+    assert full[top + 2].split() == ["train/loss", "val/acc"]
+    assert [line.split()[0] for line in full[top + 3 : top + 7]] == ["ce", "kd", "cosine", "hint"]
+    assert all(re.fullmatch(r"\w+ +\d\.\d{4} +0\.\d{4}", line) for line in full[top + 3 : top + 7])
+    assert not any(full[top + 7 :])
+    score = r"0\.\d{3}"
+    epochs = [
+        *(rf"seed 0 teacher   epoch {n}/3  val/acc {score}" for n in (1, 2, 3)),
+        *(
+            rf"seed 0 students  epoch {n}/3  val/acc ce {score} kd {score} cosine {score} hint {score}"
+            for n in (1, 2, 3)
+        ),
+    ]
+    assert re.fullmatch(r"kd: data Digits, .*", full[0])
+    finished = [line for line in full[:top] if line.startswith("seed")]
+    assert len(finished) in {5, 6}  # the display is still there when the last epoch's line is printed
+    assert all(re.fullmatch(expected, line) for line, expected in zip(finished, epochs, strict=False))
+    # In the end the display is gone: epochs, then the table.
+    left = [line for line in seen.lines if re.search(r"samples/s|left of", line)]
+    assert not left
+    assert sum(line.startswith("seed 0 ") for line in seen.lines) == 6
+    assert seen.cursor
+
+
+def test_the_time_of_the_whole_run_is_estimated(tmp_path: Path) -> None:
+    run: Any = SimpleNamespace(out=tmp_path, config=Namespace(seeds=[0, 1]))
+    fits = ["teacher", "students"]
+    rest = remaining(run, fits, 0, "teacher")
+    assert rest is not None
+    assert rest(4, 10) == ", more than 0:00:14 of the run"  # nothing is known of students
+    for seed, name, seconds in ((0, "teacher", 12.0), (0, "students", 5.0)):
+        (tmp_path / f"seed{seed}").mkdir(exist_ok=True)
+        (tmp_path / f"seed{seed}" / f"{name}.json").write_text(json.dumps({"fit_seconds": seconds}))
+    rest = remaining(run, fits, 1, "teacher")
+    assert rest is not None
+    assert rest(4, 10) == ", 0:00:09 of the run"
+    assert remaining(run, fits, 1, "students") is not None  # seed 1's teacher has left no record here
+    (tmp_path / "seed1").mkdir()
+    (tmp_path / "seed1" / "teacher.json").write_text(json.dumps({"fit_seconds": None}))  # a loaded one
+    assert remaining(run, fits, 1, "students") is None
+
+
+def tell() -> None:
+    print("live" if is_live() else "plain")
+
+
+@pytest.mark.parametrize(
+    ("env", "size", "expected"),
+    [
+        ({}, (80, 24), "live"),
+        ({"TERM": "dumb"}, (80, 24), "plain"),
+        ({"TERM": "unknown"}, (80, 24), "plain"),
+        ({"NO_COLOR": "1"}, (80, 24), "plain"),
+        ({}, (0, 0), "plain"),
+    ],
+)
+def test_lines_where_a_terminal_can_not_be_redrawn(env: dict[str, str], size: tuple[int, int], expected: str) -> None:
+    assert on_terminal(tell, columns=size[0], rows=size[1], **env).lines == [expected]
+
+
+def test_lines_into_a_pipe() -> None:
+    assert not is_live()
+
+
+class Trainers:
+    """Trainers as the experiments make them, with some flags."""
+
+    def __init__(self, *flags: str) -> None:
+        from harness import config
+        from harness.runs.trainer import trainers
+
+        parser = config.Parser("x.py")
+        parser.add_trainer(NAMES, accelerator="cpu", max_epochs=1, logger=False)
+        self.make = trainers(parser.parse(list(flags)).trainer, None, NAMES)
+
+    def __call__(self, **kwargs: Any) -> Trainer:
+        return self.make(enable_checkpointing=False, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], Display),
+        (["--trainer.enable_progress_bar", "false"], Lines),
+        (["--trainer.enable_progress_bar", "true"], RichProgressBar),
+        (["--trainer.callbacks", "TQDMProgressBar"], TQDMProgressBar),
+    ],
+)
+def test_the_user_chooses_the_progress_bar(flags: list[str], expected: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "is_live", lambda: True)
+    make = Trainers(*flags)
+    shown = [c for c in make(show=progress.progress("x")).callbacks if isinstance(c, Lines | ProgressBar)]  # type: ignore[attr-defined]
+    assert [type(callback) for callback in shown] == [expected]
+
+
+def test_what_flags_ask_lightning_to_print_is_printed(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    make = Trainers("--trainer.profiler", "simple", "--trainer.enable_model_summary", "true")
+    with quiet():
+        make(limit_train_batches=1, limit_val_batches=0).fit(classifier(), digits())
+    assert "run_training_epoch" in caplog.text
+    assert "Trainable params" in capsys.readouterr().out
+
+
+def test_no_batch_passes_in_silence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(progress, "SILENCE", -1)
+    make, data = Trainers(), digits(batch_size=1000, validation_size=100)
+    with quiet():
+        trainer = make(show=progress.progress("label"), log_every_n_steps=1)
+        trainer.fit(classifier(), data)
+        trainer.test(trainer.lightning_module, data, verbose=False)
+    lines = [re.sub(r"\d\.\d+", "X", line) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        "label  epoch 1/1  batch 1/1  loss X",
+        "label  epoch 1/1  validation batch 1/1  loss X",
+        "label  epoch 1/1  X s  val/acc X",
+        "label  test  test batch 1/1",
+    ]
+
+
+def test_steps_are_counted_where_epochs_are_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "SILENCE", -1)
+    make, data = Trainers("--trainer.max_epochs", "-1", "--trainer.max_steps", "3"), digits(batch_size=1000)
+    with quiet():
+        make(show=progress.progress("label"), limit_val_batches=0).fit(classifier(), data)
+    assert [line[:15] for line in capsys.readouterr().out.splitlines()] == [f"label  step {n}/3" for n in (1, 2, 3)]
+
+
+def test_what_will_run_is_told_first(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    flags = ["--only", "ce", "--teacher", "LightNN", *SMALL, "--trainer.limit_train_batches", "1", "--out", str(out)]
+    run = Run(kd.main, flags, log=tmp_path / "log")
+    assert run.wait() == 0
+    first = run.output.splitlines()[0]
+    assert first == f"kd: data Digits, teacher LightNN, student LightNN, variants ce, seed 0; writes to {out}"

@@ -1,0 +1,73 @@
+"""Calls a function in a forked process on a terminal, and looks at its screen."""
+
+import fcntl
+import os
+import pty
+import select
+import struct
+import sys
+import termios
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyte
+import torch
+
+
+@dataclass
+class Seen:
+    """What was on the screen, from top to bottom, whenever the process had written something."""
+
+    code: int = 0
+    screens: list[list[str]] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)  # all that are left in the end, those scrolled away too
+    cursor: bool = True  # whether it is visible in the end
+
+
+def on_terminal(
+    function: Callable[..., Any], *args: Any, columns: int = 80, rows: int = 24, timeout: float = 90, **env: str
+) -> Seen:
+    """What the call shows; `env` replaces variables of the environment. NO_COLOR is unset unless given."""
+    child, terminal = pty.fork()
+    if child == 0:
+        code = 1
+        try:
+            fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+            os.environ.pop("NO_COLOR", None)
+            os.environ.update({"TERM": "xterm-256color", **env})
+            torch.set_num_threads(1)
+            torch.cuda._is_in_bad_fork = lambda: False  # as in tests/processes.py
+            sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+            function(*args)
+            code = 0
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else 1
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    return _watched(child, terminal, columns or 80, rows or 24, timeout)
+
+
+def _watched(child: int, terminal: int, columns: int, rows: int, timeout: float) -> Seen:
+    screen = pyte.HistoryScreen(columns, rows, history=10_000)
+    stream, seen, deadline = pyte.ByteStream(screen), Seen(), time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if not select.select([terminal], [], [], 1.0)[0]:
+            continue
+        try:
+            content = os.read(terminal, 65536)
+        except OSError:  # the process has ended
+            break
+        stream.feed(content)
+        seen.screens.append([line.rstrip() for line in screen.display])
+    else:
+        os.kill(child, 9)
+    os.close(terminal)
+    status = os.waitpid(child, 0)[1]
+    seen.code = os.waitstatus_to_exitcode(status)
+    above = ["".join(line[x].data for x in range(columns)).rstrip() for line in screen.history.top]
+    seen.lines = [line for line in [*above, *(line.rstrip() for line in screen.display)] if line]
+    seen.cursor = not screen.cursor.hidden
+    return seen
