@@ -14,9 +14,10 @@ if __name__ == "__main__":
     start.script(OMP_WAIT_POLICY="PASSIVE")  # threads that spin while they wait slow small nets down
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 from torch import nn
 
@@ -44,6 +45,7 @@ class Options(cli.OneSeedOptions):
 
     only: list[str] | None = None
     steps: int = 24
+    grows: ClassVar[Collection[str]] = ("only",)
 
     def __post_init__(self) -> None:
         super().__post_init__()

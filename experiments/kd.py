@@ -2,6 +2,7 @@
 
     python experiments/kd.py                        # Digits, embedded: three seeds in under a minute on 2 cores
     python experiments/kd.py --trainer.devices 8    # the same, up to rounding, from 8 processes
+    python experiments/kd.py --out FOLDER --resume true --seeds 5    # go on, or let a finished run grow
     python experiments/kd.py --data Text --teacher GPT --student GPT --only ce kd    # a language model's tokens
 
 For each seed a teacher is trained (or loaded), every student is distilled from it in one pass over the data, and each

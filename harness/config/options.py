@@ -16,7 +16,7 @@ class RunOptions:
     Args:
         seeds: N repeats everything with the seeds 0 to N - 1; a list, as [42], names them.
         out: the run's folder; when not given, a new one under runs/.
-        resume: go on where the run in that folder was cut off; its settings come from there.
+        resume: go on where the run in that folder was cut off, or let it grow; its settings come from there.
         overwrite: replace the run in that folder; files that are not the run's stay.
         checkpoint_every: seconds of training that a crash may cost.
         exact: N gives equal bits on any number of devices up to N, which takes longer.

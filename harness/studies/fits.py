@@ -162,14 +162,14 @@ def _extended(run: Session, label: str, checkpoint: Path, done: int | None, epoc
     had = safepoints.max_epochs(safepoints.read(checkpoint)) if checkpoint.exists() else None
     if epochs is None or had == epochs or (had is None and done is None):
         return False
-    why = "" if had else f"the checkpoint of its {done} epochs is not in the folder"
+    why = "" if had else "the folder has no checkpoint of it"
     if run.config.trainer.init_args["callbacks"]:
-        why = "what --trainer.callbacks do may depend on the number of epochs"
+        why = "--trainer.callbacks may depend on the number of epochs"
     elif had == 1:
         why = "a teacher's outputs are stored from two epochs on"
     if is_main_process():
-        how = f"starts again, with the same result: {why}" if why else "goes on"
-        print(f"{label}: {epochs} epochs instead of {done or had}; {how}", flush=True)
+        how = f"starts again, as {why}; the result is the same" if why else "goes on"
+        print(f"{label}: from {done or had} to {epochs} epochs; {how}", flush=True)
         if why:
             checkpoint.unlink(missing_ok=True)
     return not why

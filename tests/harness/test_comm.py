@@ -96,6 +96,22 @@ def test_rows_have_the_figures_that_nccl_tests_define(run: Path) -> None:
             assert row["bus_gb_per_s"] == pytest.approx(row["algorithm_gb_per_s"] * BUS[row["operation"]])
 
 
+def test_rows_for_more_cases_join_those_that_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--quick", "true", "--trainer.devices", "2", "--backends", "gloo"]
+    comm.main([*flags, "--only", "broadcast", "--sizes", "1024", "--out", str(tmp_path)])
+    before = results(tmp_path)["rows"]
+    more = ["--only", "broadcast", "scatter", "--sizes", "64", "1024"]
+    comm.main(["--out", str(tmp_path), "--resume", "true", *more])
+    after = rows(tmp_path)
+    assert [after[row["name"]] for row in before] == before
+    assert {(row["operation"], row["bytes"]) for row in after.values()} == {
+        (name, size) for name in ("broadcast", "scatter") for size in (64, 1024)
+    }
+    with pytest.raises(SystemExit):
+        comm.main(["--out", str(tmp_path), "--resume", "true", "--sizes", "64"])
+    assert "--sizes 64: expected [64, 1024] or more, as the run in" in capsys.readouterr().err
+
+
 def test_what_is_measured_is_not_measured_again(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

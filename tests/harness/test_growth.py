@@ -13,7 +13,7 @@ import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from matplotlib.figure import Figure
 
-from experiments import gpt, kd
+from experiments import compare, gpt, kd
 from harness.runs.safepoints import SafePoints
 from harness.runs.session import Session
 from harness.studies import distillation, fits
@@ -162,7 +162,7 @@ WAYS: dict[str, tuple[Callable[[Path], None], list[int], str]] = {
     "of an older version": (
         older,
         [0, 1, 2, 3],
-        "starts again, with the same result: the checkpoint of its 2 epochs is not in the folder",
+        "starts again, as the folder has no checkpoint of it; the result is the same",
     ),
 }
 
@@ -180,7 +180,7 @@ def test_with_more_epochs_students_are_those_of_a_run_with_the_teachers(
     before = kept(run, "ce", "hint", "students.json", "students.ckpt", *(["teacher.json"] if change is older else []))
     grown(run, *MORE_EPOCHS)
     assert list(dict.fromkeys(started)) == epochs
-    assert f"seed 3 students: 4 epochs instead of 2; {said}\n" in capsys.readouterr().out
+    assert f"seed 3 students: from 2 to 4 epochs; {said}\n" in capsys.readouterr().out
     after = kept(run)
     assert {path: after[path] for path in before} == before
     assert_same_students(run, long, ["ce", "hint"], "3")
@@ -201,6 +201,19 @@ def test_in_any_order_it_grows_to_the_same(order: str, run: Path, long: Path) ->
     assert not list(run.rglob("teacher.ckpt"))
 
 
+def test_a_teacher_of_fewer_epochs_is_a_difference_between_runs(
+    begun: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [tmp_path / "whole", tmp_path / "grown"]
+    for run, epochs in zip(runs, (4, 2), strict=True):
+        found = results(begun)
+        found["config"]["trainer"]["max_epochs"], found["teacher"]["max_epochs"] = 4, epochs
+        run.mkdir()
+        (run / "results.json").write_text(json.dumps(found))
+    compare.main([*map(str, runs), "--out", str(tmp_path / "compare")])
+    assert "teacher.max_epochs 2" in " ".join(capsys.readouterr().out.split())
+
+
 class Fading(Callback):
     """Lets the learning rate fall to zero at the Trainer's end."""
 
@@ -210,7 +223,7 @@ class Fading(Callback):
 
 
 CAUTIOUS = {
-    "callbacks": ([*EPOCHS, "--trainer.callbacks", f"{__name__}.Fading"], "--trainer.callbacks do may depend on"),
+    "callbacks": ([*EPOCHS, "--trainer.callbacks", f"{__name__}.Fading"], "--trainer.callbacks may depend on"),
     "one epoch": (["--trainer.max_epochs", "1"], "outputs are stored from two epochs on"),
 }
 

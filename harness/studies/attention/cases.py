@@ -2,7 +2,7 @@
 
 import random
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, ClassVar, Literal
@@ -52,6 +52,7 @@ class Options(config.OneSeedOptions):
     longest: float = 1.0
     quick: bool = False
     quick_values: ClassVar[Mapping[str, Any]] = QUICK
+    grows: ClassVar[Collection[str]] = ("parts", "backends", "dtypes", "lengths", "block_lengths")
     why_inexact: ClassVar[str] = "nothing is trained"
 
     def __post_init__(self) -> None:

@@ -80,6 +80,9 @@ class Run:
     def __post_init__(self) -> None:
         self.config: Facts = self.results.get("config") or {}
         self.settings = {**dict(flat(self.config)), "data": self.results["data"]["name"]}  # as flags and values
+        epochs = self.results.get("teacher", {}).get("max_epochs")
+        if epochs not in (None, self.settings.get("trainer.max_epochs")):
+            self.settings["teacher.max_epochs"] = epochs  # the run grew
         self.seeds: list[int] = self.results["seeds"] if self.kind.judged else self.config["seeds"]
         self.entries = self.experiment.rows(self.results)  # of its rows, by name
 

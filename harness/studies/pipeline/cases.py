@@ -2,7 +2,7 @@
 
 import math
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -44,6 +44,7 @@ class Options(config.OneSeedOptions):
     cut_after: str | None = TUTORIALS_CUT
     quick: bool = False
     quick_values: ClassVar[Mapping[str, Any]] = QUICK
+    grows: ClassVar[Collection[str]] = ("split_sizes",)
     why_inexact: ClassVar[str] = "each row has other micro-batches"
 
     def __post_init__(self) -> None:
