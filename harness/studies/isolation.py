@@ -158,8 +158,8 @@ def with_strategy(trainer: config.Choice, strategy: Any, exact: int | None = Non
 def probe(trainer: config.Choice, strategy: Any, left_out: Mapping[str, str]) -> Trainer:
     """A Trainer with this strategy; BadInput if it has options to be `left_out`, or ranks that are not forked here."""
     for key, reason in {**left_out, **dict.fromkeys(EVALUATION, "rows are trained only")}.items():
-        if (value := trainer.init_args[key]) not in {None, -1}:
-            raise BadInput(f"trainer.{key}", value, f"it left out: {reason}")
+        if (value := trainer.init_args[key]) not in (None, -1):
+            raise BadInput(f"trainer.{key}", getattr(value, "name", value), f"it left out: {reason}")
     made = with_strategy(trainer, strategy)()
     if found := [type(callback).__name__ for callback in made.callbacks if isinstance(callback, CHANGING)]:
         raise BadInput("trainer.callbacks", found[0], "one that changes nothing; all rows are trained alike")

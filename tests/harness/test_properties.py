@@ -26,11 +26,11 @@ HOSTILE = [
     "", " ", "-", "--", "[", "]", "{", "}", '"', "'", "?", "=", "<<", "@x", "%", "`", "${HOME}", "é", "\x00",
     "\x1b[31m", "a\nb", "&a [*a]", "*a", "!!int x", "!!bool maybe", "!!python/object:os.system", "!!binary aGk=",
     "!!set {a, b}", "!!timestamp 2020-13-45", "null", "true", "[]", "{}", "[1, 2]", "[[1]]", "[null]", "[{}]",
-    "{a: 1}", "{init_args: 3}", "{class_path: x}", "{class_path: {}}", "0", "-1", "1e3", "1e300",
-    "-1e300", ".nan", ".inf", "-.inf", "nan", "0x10", "1_0", "1:99", "00:00:00:00", "[1e300]", "9" * 25, "9" * 5000, "x" * 3000,
-    DEEP, DEEP.replace("[", "- "), BOMB, "Digits", "Adam", "DeepNN", "Hinton", "Sum", "ddp", "pipeline", "EarlyStopping", "ModelCheckpoint",
-    "Timer", "SimpleProfiler", "a.b.c", "os.system", "os.path", "torch.nn.Linear", "torch.nn.Module", ".", "..", "a.", ".a",
-    "torch.", "lightning.pytorch.Trainer",
+    "{a: 1}", "{init_args: 3}", "{class_path: x}", "{class_path: {}}", "0", "-1", "1e3", "1e300", "-1e300", "[1e300]",
+    ".nan", ".inf", "-.inf", "nan", "0x10", "1_0", "1:99", "00:00:00:00", "9" * 25, "9" * 5000, "x" * 3000, BOMB,
+    DEEP, DEEP.replace("[", "- "), "Digits", "Adam", "DeepNN", "Hinton", "Sum", "ddp", "pipeline", "EarlyStopping",
+    "ModelCheckpoint", "Timer", "SimpleProfiler", "a.b.c", "os.system", "os.path", "torch.nn.Linear", "torch.nn.Module",
+    ".", "..", "a.", ".a", "torch.", "lightning.pytorch.Trainer",
 ]  # fmt: skip
 NAMES = ["", "x", "é", "0", "0.x", "-1", "class_path", "init_args", "init_args.lr", "lr", "monitor", "x" * 300]
 LETTERS = st.characters(codec="utf-8", exclude_characters="\x85")  # which PyYAML reads as a space
