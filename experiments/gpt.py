@@ -30,6 +30,7 @@ from harness.studies.language_model import NAME, run_study, sample
 from lit_modules import nets
 from lit_modules.language_model import LitLanguageModel
 
+MOST_SAMPLES = 1000  # a net writes them as one batch
 NOT_COMPILED = strategies.PipelineStrategy, strategies.FSDP, strategies.RPCHybrid
 
 
@@ -65,8 +66,8 @@ class Options(cli.RunOptions):
         if (self.sample is None) != (self.run is None):
             flag, other = ("sample", "--run FOLDER") if self.run is None else ("run", "--sample PROMPT")
             raise BadInput(flag, getattr(self, flag), f"{other} beside it")
-        if self.samples < 1:
-            raise BadInput("samples", self.samples, "a number of texts, at least 1")
+        if not 1 <= self.samples <= MOST_SAMPLES:
+            raise BadInput("samples", self.samples, f"a number of texts, at least 1, at most {MOST_SAMPLES}")
         if not 0 <= self.temperature < float("inf"):
             raise BadInput("temperature", self.temperature, "0 or more")
         if self.top_k is not None and self.top_k < 1:

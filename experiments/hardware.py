@@ -81,6 +81,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         data.order_seed = config.seeds[0]
         for devices in (1, cases.devices):
             data.check_replicas(devices)
+        net = make_net(config, "net", config.seeds[0], data.net_arguments)
+        with nets.any_kernel(net):
+            nets.check_fits(net, data.example, (data.num_classes,))
         nets.check_same_start(classifier(config, data).net, classifier(config, data).net)
         accumulate = config.trainer.init_args["accumulate_grad_batches"]
         make = partial(classifier, config, data)

@@ -21,6 +21,7 @@ from harness.console import is_unread
 if TYPE_CHECKING:
     from harness.config.parser import Parser
 
+MISCONFIGURED = "MisconfigurationException"  # of Lightning
 FULL, KEPT = "no space left on the disk", "what was finished is kept"
 WORDS = {
     int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null",
@@ -65,11 +66,12 @@ def one_line(error: Exception, parser: "Parser | None" = None) -> str | None:
         return f"rank {error.error_index} {how}; --out FOLDER --resume true goes on from its checkpoint, if it left one"
     if isinstance(error, ProcessRaisedException):
         found = FROM_RANK.fullmatch(str(error).strip().splitlines()[-1])
-        return found and _refused_option(found["text"], parser, found["kind"] != "ValueError")
+        text = found and f"{'--trainer: ' if found['kind'] == MISCONFIGURED else ''}{found['text']}"
+        return text and found and _refused_option(text, parser, found["kind"] != "ValueError")
     if isinstance(error, ValueError):
         return _refused_option(str(error), parser, False)
     torch_save = isinstance(error, RuntimeError) and "inline_container" in str(error)
-    trainer = f"--trainer: {error}" if type(error).__name__ == "MisconfigurationException" else None
+    trainer = f"--trainer: {error}" if type(error).__name__ == MISCONFIGURED else None
     return f"{FULL}, or it can't be written; {KEPT}" if torch_save else trainer
 
 

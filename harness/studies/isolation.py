@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder, EarlyStopping, LearningRateFinder, Timer
 from torch.multiprocessing.spawn import start_processes
 
 from apprentice.errors import BadInput
@@ -25,6 +26,8 @@ DURATION = (
     "max_epochs", "max_steps", "max_time", "min_epochs", "min_steps", "limit_train_batches", "limit_val_batches",
 )  # fmt: skip
 SHOWN = ("enable_model_summary", "enable_progress_bar", "profiler")
+EVALUATION = ("val_check_interval", "limit_test_batches")
+CHANGING = EarlyStopping, Timer, LearningRateFinder, BatchSizeFinder  # training or its length
 QUIET = {
     "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "limit_val_batches": 0,
     "max_epochs": -1,
@@ -155,10 +158,16 @@ def with_strategy(trainer: config.Choice, strategy: Any, exact: int | None = Non
 
 def probe(trainer: config.Choice, strategy: Any, left_out: Mapping[str, str]) -> Trainer:
     """A Trainer with this strategy; BadInput if it has options to be `left_out`, or ranks that are not forked here."""
-    for key, reason in {**dict.fromkeys(SHOWN, "fits that are timed show nothing of it"), **left_out}.items():
+    others = {
+        **dict.fromkeys(EVALUATION, "rows are trained only"),
+        **dict.fromkeys(SHOWN, "fits that are timed show nothing of it"),
+    }
+    for key, reason in {**left_out, **others}.items():
         if (value := trainer.init_args[key]) not in (None, False, -1):  # it may have no hash
-            raise BadInput(f"trainer.{key}", value, f"it left out: {reason}")
+            raise BadInput(f"trainer.{key}", getattr(value, "name", value), f"it left out: {reason}")
     made = with_strategy(trainer, strategy)()
+    if found := [type(callback).__name__ for callback in made.callbacks if isinstance(callback, CHANGING)]:
+        raise BadInput("trainer.callbacks", found[0], "one that changes nothing; all rows are trained alike")
     if made.num_nodes > 1:
         raise BadInput("trainer.num_nodes", made.num_nodes, "1: one machine is measured")
     environment = getattr(made.strategy, "cluster_environment", None)

@@ -253,6 +253,25 @@ def test_flags_override_files_and_files_earlier_files(kd, tmp_path):
     )  # nothing of SGD's is left
 
 
+DOTTED = {
+    "trainer.max_epochs: 1": "--trainer.max_epochs 1",
+    "trainer: {strategy: ddp, strategy.timeout: 5}": "--trainer.strategy ddp --trainer.strategy.timeout 5",
+    "data.init_args.train_size: 100": "--data.train_size 100",
+    "variants: {kd.temperature: 4, kd.init_args: {kd_weight: 1}}":
+        "--variants.kd.temperature 4 --variants.kd.kd_weight 1",
+    "variants.t8: {class_path: Hinton, init_args.temperature: 8}": "--variants.t8 Hinton --variants.t8.temperature 8",
+    "student.class_path: ResNet\nstudent.depth: 8": "--student ResNet --student.depth 8",
+    "trainer.callbacks: [LearningRateMonitor]\ntrainer.callbacks.0.logging_interval: step":
+        "--trainer.callbacks [LearningRateMonitor] --trainer.callbacks.0.logging_interval step",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "line"), DOTTED.items(), ids=list(DOTTED))
+def test_a_name_with_dots_in_a_file_is_that_flag(kd, tmp_path, text, line):
+    path = write(tmp_path / "my.yaml", text)
+    assert parse(kd, f"--config {path}") == parse(kd, line)
+
+
 def test_a_file_has_sums_and_callbacks(kd, tmp_path):
     path = write(
         tmp_path / "my.yaml",
@@ -276,6 +295,7 @@ EVERYTHING = (
 @pytest.mark.parametrize("line", [
     "", EVERYTHING, "--trainer.profiler SimpleProfiler --trainer.profiler.filename x",
     "--trainer.strategy ddp_fork --trainer.strategy.timeout 60 --exact 8", "--trainer.strategy deepspeed",
+    "--trainer.callbacks Timer",
 ])  # fmt: skip
 def test_what_is_printed_is_read_back(kd, tmp_path, capsys, line):
     with pytest.raises(SystemExit) as end:
@@ -475,6 +495,33 @@ REFUSED = {
     "--trainer.strategy ddp --trainer.strategy.start_method x": "start_method x: expected auto, fork, spawn, popen",
     "--trainer.strategy lightning.pytorch.Trainer": "expected a class derived from Strategy",
     "--trainer.strategy lightning.pytorch.strategies.DDPStrategi": "near: DDPStrategy",
+    "--seeds 1000000000": "seeds 1000000000: expected a number of seeds, at least 1 and at most 10000, or a list",
+    "--seeds 99999999999999999999999": "not NaN, at most 3.4e38 as float32 is, a whole one below 2**63",
+    "--seeds 1.5": "seeds 1.5: expected a whole number or a list",
+    "--seeds two": "seeds two: expected a whole number or a list",
+    "--variants.kd.temperature 1e300": "variants.kd.temperature 1e300: expected a number; not NaN, at most 3.4e38",
+    "--variants.kd.temperature 1e25": "variants.kd.temperature 1e25: expected a number above 0, from 1e-18 to 1e+18",
+    "--variants.kd.temperature .nan": "variants.kd.temperature .nan: expected a number; not NaN",
+    "--variants.kd.kd_weight .inf": "variants.kd.kd_weight .inf: expected a number of 0 or more",
+    "--optimizer.lr 1e300": "optimizer.lr 1e300: expected a number; not NaN, at most 3.4e38",
+    "--optimizer.lr .nan": "optimizer.lr .nan: expected a number; not NaN",
+    "--optimizer.lr .inf": "optimizer.lr .inf: expected options with which a step gives finite weights",
+    "--optimizer SGD --optimizer.momentum .inf": "optimizer.momentum .inf: expected options with which a step gives",
+    "--scheduler ExponentialLR --scheduler.gamma .inf": "scheduler.gamma .inf: expected options that give finite",
+    "--trainer.max_steps 0": "trainer.max_steps 0: expected a number of steps, at least 1",
+    "--trainer.max_time 00:00:00:00": "trainer.max_time 00:00:00:00: expected a time of at least a second",
+    "--trainer.num_sanity_val_steps 2": "trainer.num_sanity_val_steps 2: expected it left out",
+    "--trainer.callbacks ModelCheckpoint": "trainer.callbacks ModelCheckpoint: expected a callback that writes no",
+    "--trainer.callbacks [LearningRateMonitor,OnExceptionCheckpoint]":
+        "trainer.callbacks.1 OnExceptionCheckpoint: expected a callback that writes no checkpoints",
+    "--trainer.callbacks '{class_path: lightning.pytorch.callbacks.ModelCheckpoint, init_args: {monitor: x}}'":
+        "trainer.callbacks lightning.pytorch.callbacks.ModelCheckpoint: expected a callback that writes no check",
+    "--trainer.callbacks RichProgressBar": "trainer.callbacks RichProgressBar: expected a callback other than a",
+    "--trainer.strategy ddp --trainer.strategy.timeout 1e30": "trainer.strategy.timeout 1e30: expected seconds, above 0",
+    "--trainer.strategy ddp --trainer.strategy.process_group_backend x":
+        "trainer.strategy.process_group_backend x: expected one of gloo",
+    "--trainer.profiler SimpleProfiler --trainer.profiler.a 3 --trainer.profiler.a.b 4":
+        "trainer.profiler.a.b 4: expected a either with a value or with options",
     "--variants.s Sum --variants.s.objectives null": f"variants.s.objectives null: expected {METHODS.expected()}",
 }  # fmt: skip
 
@@ -524,7 +571,17 @@ def test_a_file_that_is_refused_is_named(kd, tmp_path, text, expected):
     assert message.endswith(f"(in {path})")
 
 
+NINEFOLD = "".join(
+    f"{name}: &{name} [{', '.join([f'*{of}'] * 9)}]\n" for of, name in ["ab", "bc", "cd", "de", "ef", "fg"]
+)
+
+
 @pytest.mark.parametrize(("text", "expected"), [
+    (f"a: &a [x, x, x]\n{NINEFOLD}", "YAML; line 6: more than 100000 values, aliases counted as what they stand for"),
+    ("a: &a [*a]", "YAML; line 1: the alias *a inside of what it stands for"),
+    (f"only: {'[' * 60}", "YAML; line 1: more than 50 levels, one inside the other"),
+    (f"only: {'[' * 100_000}", "YAML; line 1: more than 50 levels, one inside the other"),
+    ("seeds: !!int x", "YAML; a value can't be read: invalid literal for int()"),
     ("data: [\n", "YAML; line 2"), ("a: b: c", "YAML; line 1: mapping values"), ("- data", "a YAML mapping"),
 ])  # fmt: skip
 def test_a_file_that_is_no_mapping(kd, tmp_path, text, expected):
@@ -767,6 +824,8 @@ def test_a_full_disk_under_torch_save(capsys):
 @pytest.mark.parametrize("line", [
     "--trainer.devices 99 --trainer.accelerator gpu", "--trainer.devices 0",
     "--trainer.accelerator abacus", "--trainer.accelerator tpu", "--trainer.devices -1",
+    "--trainer.devices abc", "--trainer.num_nodes 0", "--trainer.profiler nonsense", "--trainer.strategy deepspeed",
+    "--trainer.gradient_clip_val 1 --trainer.gradient_clip_algorithm nonsense", "--trainer.val_check_interval nonsense",
 ])  # fmt: skip
 def test_what_the_trainer_refuses(kd, capsys, line):
     make_trainer = trainers(parse(kd, line).trainer, None, strategies.NAMES)

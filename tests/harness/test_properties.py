@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from experiments import attention, comm, gpt, hardware, kd, pipeline, quantize
 from harness import config as cli
+from harness.config.sources import flat
 
 EXPERIMENTS = (kd, gpt, quantize, hardware, pipeline, comm, attention)
 DEEP = "[" * 100_000
@@ -24,28 +25,15 @@ BOMB = f"[&a [x, x], {', '.join(NINEFOLD)}]"
 HOSTILE = [
     "", " ", "-", "--", "[", "]", "{", "}", '"', "'", "?", "=", "<<", "@x", "%", "`", "${HOME}", "é", "\x00",
     "\x1b[31m", "a\nb", "&a [*a]", "*a", "!!int x", "!!bool maybe", "!!python/object:os.system", "!!binary aGk=",
-    "!!set {a, b}", "!!timestamp 2020-13-45", "null", "true", "[]", "{}", "[1, 2]", "[[1]]", "[null]", "[{}]", "{a: 1}", "{init_args: 3}",
-    "{class_path: x}", "{class_path: {}}", "0", "-1", "1e3", "1e300", "-1e300", ".nan", ".inf", "-.inf", "nan", "0x10",
-    "1_0", "1:99", "00:00:00:00", "[1e300]", "9" * 25, "9" * 5000, "x" * 3000, DEEP, DEEP.replace("[", "- "), BOMB,
-    "Digits", "Adam", "DeepNN", "Hinton", "Sum", "ddp", "pipeline", "EarlyStopping", "ModelCheckpoint", "Timer",
-    "SimpleProfiler", "a.b.c", "os.system", "os.path", "torch.nn.Linear", "torch.nn.Module", ".", "..", "a.", ".a",
-    "torch.", "lightning.pytorch.Trainer",
+    "!!set {a, b}", "!!timestamp 2020-13-45", "null", "true", "[]", "{}", "[1, 2]", "[[1]]", "[null]", "[{}]",
+    "{a: 1}", "{init_args: 3}", "{class_path: x}", "{class_path: {}}", "0", "-1", "1e3", "1e300", "-1e300", "[1e300]",
+    ".nan", ".inf", "-.inf", "nan", "0x10", "1_0", "1:99", "00:00:00:00", "9" * 25, "9" * 5000, "x" * 3000, BOMB,
+    DEEP, DEEP.replace("[", "- "), "Digits", "Adam", "DeepNN", "Hinton", "Sum", "ddp", "pipeline", "EarlyStopping",
+    "ModelCheckpoint", "Timer", "SimpleProfiler", "a.b.c", "os.system", "os.path", "torch.nn.Linear", "torch.nn.Module",
+    ".", "..", "a.", ".a", "torch.", "lightning.pytorch.Trainer",
 ]  # fmt: skip
-NAMES = [
-    "x",
-    "class_path",
-    "init_args",
-    "init_args.lr",
-    "lr",
-    "0",
-    "",
-    "0.x",
-    "-1",
-    "x" * 300,
-    "é",
-    "monitor",
-    "temperature",
-]
+NAMES = ["", "x", "é", "0", "0.x", "-1", "class_path", "init_args", "init_args.lr", "lr", "monitor", "x" * 300]
+LETTERS = st.characters(codec="utf-8", exclude_characters="\x85")  # which PyYAML reads as a space
 ALL_CHECKS = list(HealthCheck)
 QUICK = settings(max_examples=150, deadline=None, derandomize=True, database=None, suppress_health_check=ALL_CHECKS)
 MANY = settings(QUICK, max_examples=700)
@@ -65,9 +53,16 @@ def flags(experiment: Any) -> list[str]:
     return sorted(set(re.findall(r"--([\w.]+)", out.getvalue())))
 
 
+@cache
+def settings_of(experiment: Any) -> list[tuple[str, str]]:
+    """All flags with the values that they have anyway, as text."""
+    config = parser(experiment).as_dict(parser(experiment).parse([]))
+    return [(f"--{flag}", yaml.safe_dump(value).removesuffix("\n...\n").strip()) for flag, value in flat(config)]
+
+
 def words() -> st.SearchStrategy[str]:
     numbers = st.one_of(st.integers(), st.floats()).map(str)
-    return st.one_of(st.sampled_from(HOSTILE), st.text(max_size=12), numbers)
+    return st.one_of(st.sampled_from(HOSTILE), st.text(LETTERS, max_size=12), numbers)
 
 
 def names(experiment: Any) -> st.SearchStrategy[str]:
@@ -77,7 +72,8 @@ def names(experiment: Any) -> st.SearchStrategy[str]:
 
 def arguments(experiment: Any) -> st.SearchStrategy[list[str]]:
     flag = names(experiment).map("--{}".format)
-    pairs = st.lists(st.tuples(flag, words()), max_size=3).map(lambda found: [word for pair in found for word in pair])
+    pair = st.one_of(st.sampled_from(settings_of(experiment)), st.tuples(flag, words()))
+    pairs = st.lists(pair, max_size=3).map(lambda found: [word for pair in found for word in pair])
     return st.one_of(pairs, st.builds(list.__add__, pairs, st.lists(st.one_of(flag, words()), max_size=3)))
 
 

@@ -1,5 +1,6 @@
 """The cases of the study: kernels by themselves, a block of attention, the tutorial's own shapes; and the options."""
 
+import math
 import random
 from argparse import Namespace
 from collections.abc import Collection, Mapping
@@ -61,7 +62,7 @@ class Options(config.OneSeedOptions):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise BadInput(name, value, "at least 1")
         for name in ("seconds", "longest"):
-            if not getattr(self, name) > 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise BadInput(name, getattr(self, name), "seconds, above 0")
         for name in ("lengths", "block_lengths"):
             sizes = getattr(self, name)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from apprentice.errors import BadInput
 from harness import config
 from harness.studies.comm.operations import ITEM, OPERATIONS, Operation
+from strategies.base.data_parallel import LONGEST
 
 WORLD, SUB = "world", "sub-group"
 QUICK = {"sizes": [2**10, 2**16], "repeats": 2}
@@ -41,8 +42,8 @@ class Options(config.OneSeedOptions):
         super().__post_init__()
         if self.repeats < 1:
             raise BadInput("repeats", self.repeats, "at least 1")
-        if not self.timeout > 0:
-            raise BadInput("timeout", self.timeout, "seconds, above 0")
+        if not 0 < self.timeout <= LONGEST:
+            raise BadInput("timeout", self.timeout, f"seconds, above 0, at most {LONGEST:g}")
         sizes = self.sizes
         if not sizes or len(set(sizes)) < len(sizes) or not all(1 <= size <= LARGEST for size in sizes):
             raise BadInput("sizes", sizes, f"bytes, from 1 to {LARGEST}, none of them twice")

@@ -16,6 +16,7 @@ from harness.studies.isolation import DURATION, TIMEOUT, probe, with_strategy
 ONE = "one device"
 ONE_STAGE = ("GPipe", "1F1B")  # schedules with one stage a rank: theirs is the bubble that has a formula
 QUICK = {"batch_size": 8, "image_size": 32, "num_classes": 10, "split_sizes": [2, 4], "repeats": 2, "batches": 1}
+MOST = 2**20  # of anything that is counted
 TUTORIALS_CUT = "model.layer2"
 
 
@@ -50,8 +51,8 @@ class Options(config.OneSeedOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("batch_size", "image_size", "num_classes", "repeats", "batches"):
-            if getattr(self, name) < 1:
-                raise BadInput(name, getattr(self, name), "at least 1")
+            if not 1 <= getattr(self, name) <= MOST:
+                raise BadInput(name, getattr(self, name), f"at least 1, at most {MOST}")
         sizes = self.split_sizes
         if not sizes or len(set(sizes)) < len(sizes) or not all(1 <= size < self.batch_size for size in sizes):
             raise BadInput("split_sizes", sizes, f"numbers from 1 to {self.batch_size - 1}, none of them twice")
