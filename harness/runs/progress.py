@@ -24,14 +24,15 @@ TAGS = ("val/acc", "val/loss", "train/acc", "train/loss")
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence Lightning's information messages and expected warnings inside the block."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    wanted = {"lightning.pytorch": "WARNING", "lightning.fabric": "WARNING", "torch.multiprocessing.spawn": "ERROR"}
+    loggers = [logging.getLogger(name) for name in wanted]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
         for message in EXPECTED_WARNINGS:
             warnings.filterwarnings("ignore", message)
         warnings.filterwarnings("ignore", module=r"lit_modules\.nets\.attention$")  # the refusal has torch's reasons
-        for logger in loggers:
-            logger.setLevel(logging.WARNING)
+        for logger, level in zip(loggers, wanted.values(), strict=True):
+            logger.setLevel(level)
         try:
             yield
         finally:
