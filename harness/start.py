@@ -1,11 +1,11 @@
-"""The first line of a script; it loads nothing heavy."""
+"""The first line of a script, before torch is loaded: that takes seconds, and reads the environment."""
 
 import os
 import signal
 import sys
 import threading
 
-# Read by torch when it is loaded: its profiler and its sockets log to stderr.
+# Read by torch when it is loaded: its profiler logs to stderr, and so do ranks that lose another, with frames of C++.
 LOGS = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 PATIENCE = 1.0  # seconds until a user at a terminal is told that something is going on
 _loading: list[threading.Timer] = []

@@ -29,6 +29,7 @@ def quiet() -> Iterator[None]:
     """Silence Lightning's information messages and expected warnings inside the block; other warnings are a line."""
     wished = {"lightning.pytorch": logging.WARNING, "lightning.fabric": logging.WARNING}
     wished["torch.utils.cpp_extension"] = logging.ERROR  # "No CUDA runtime is found", where Inductor compiles
+    wished["torch.multiprocessing.spawn"] = logging.ERROR  # which ranks it ends when one has failed
     wished |= dict.fromkeys(WANTED, logging.INFO)
     before, form = {name: logging.getLogger(name).level for name in wished}, warnings.formatwarning
     with warnings.catch_warnings():

@@ -69,16 +69,22 @@ def table(results: Facts) -> Table:
 def _generated(folder: Path, prompt: str, config: Namespace) -> list[str]:
     """Texts that begin with the prompt, by the net in a folder, each as long as its block."""
     net: Any = load_net(folder)
-    with reading(folder, "run", "a net's folder with a readable vocabulary.json"):
-        vocabulary = Vocabulary(**json.loads(read_text(folder / "vocabulary.json")))
-        if len(vocabulary) != read_spec(folder)["init_args"].get("vocab_size", len(vocabulary)):
-            raise ValueError(f"{len(vocabulary)} tokens are not the net's")
+    vocabulary = read_vocabulary(folder)
     tokens = vocabulary.encode(prompt, "sample")
     if not 1 <= len(tokens) <= net.block_size:
         raise BadInput("sample", repr(prompt), f"1 to {net.block_size} tokens, the net's block size; not {len(tokens)}")
     drawing = {"temperature": config.temperature, "top_k": config.top_k, "seed": config.sample_seed}
     with nets.any_kernel(net):  # on the CPU, wherever the net was trained
         return [vocabulary.decode(text) for text in net.generate(tokens.expand(config.samples, -1), **drawing)]
+
+
+def read_vocabulary(folder: Path) -> Vocabulary:
+    """The vocabulary of a net's folder; BadInput if its file is damaged, or of another net."""
+    with reading(folder, "run", "a net's folder with a readable vocabulary.json"):
+        vocabulary = Vocabulary(**json.loads(read_text(folder / "vocabulary.json")))
+        if len(vocabulary) != read_spec(folder)["init_args"].get("vocab_size", len(vocabulary)) or not len(vocabulary):
+            raise ValueError(f"{len(vocabulary)} tokens are not the net's")
+    return vocabulary
 
 
 def sample(config: Namespace) -> Sequence[str]:
