@@ -34,7 +34,8 @@ def fit_and_test(
     make_trainer: MakeTrainer,
     checkpoint: Path,  # the fit's file, in the folder of the runs
     *,
-    runs: list[str],  # names of the module's TensorBoard runs; the first is the default
+    runs: list[str],  # names of the module's TensorBoard runs; what they share is that of the checkpoint's name
+    score: str = "acc",  # of the validation, "acc" or "bpc"
     every: float = 30.0,  # seconds between checkpoints
     tensorboard: bool = True,  # whether to write TensorBoard's files
     label: str = "",  # begins each line of progress
@@ -50,7 +51,7 @@ def fit_and_test(
     state = safepoints.read(checkpoint) if checkpoint.exists() else None
 
     def trainer(purge_step: int = 0, part: str = "", **kwargs: Any) -> Trainer:
-        logger = RunsLogger(checkpoint.parent, runs, runs[0], purge_step, part)
+        logger = RunsLogger(checkpoint.parent, runs, checkpoint.stem, score, purge_step, part)
         return make_trainer(logger=logger if tensorboard else False, plugins=[AtomicCheckpointIO()], **kwargs)
 
     with quiet():

@@ -12,7 +12,7 @@ from harness.reports.results import bake_off_results
 from harness.runs.launch import is_main_process
 from harness.runs.nets import load_net
 from harness.runs.session import Session
-from harness.studies.fits import Candidate, check_modules, check_net, failure, train
+from harness.studies.fits import Candidate, check_modules, check_net, failure, log_means, train
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 
@@ -39,6 +39,7 @@ def run_study(run: Session, make_teacher: MakeTeacher, make_students: MakeStuden
     def with_teacher(seed: int) -> tuple[Distillation, dict[str, Candidate]]:
         return make_students(run, seed, load_net(out / f"seed{seed}" / "teacher", "out"))
 
+    log_means(run, "teacher", "students")
     for seed in run.config.seeds:
         teachers.append(train(run, seed, "teacher", partial(make_teacher, run, seed), trained=ckpt is not None))
         if fault := failure(teachers[-1], "teacher"):
@@ -47,6 +48,7 @@ def run_study(run: Session, make_teacher: MakeTeacher, make_students: MakeStuden
         students.append(train(run, seed, "students", partial(with_teacher, seed)))
     if not is_main_process():
         return
+    log_means(run, "teacher", "students")
     results = bake_off_results(
         run.header(),
         [{**fit["runs"]["teacher"], "fit_seconds": fit["fit_seconds"]} for fit in teachers],
