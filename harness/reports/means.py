@@ -12,17 +12,21 @@ MEAN = "mean"  # the folder of these runs
 NOT_AVERAGED = "test_class_acc/"
 
 
-def log_means(out: Path, seeds: Sequence[int], fit: str) -> None:
-    """Write OUT/mean/<name> for each name that a fit trains, over the seeds that have finished it, if two or more have.
+def log_means(out: Path, seeds: Sequence[int], fits: Sequence[str]) -> None:
+    """Write OUT/mean/<name> for each name that fits train, over the seeds that have finished all, if two or more have.
 
     A curve's mean has the steps that all of these seeds have.
     """
-    records = {seed: out / f"seed{seed}" / f"{fit}.json" for seed in seeds}
-    folders = [(out / f"seed{seed}", record) for seed, record in records.items() if record.exists()]
-    if len(folders) < 2:
+    records = {seed: [out / f"seed{seed}" / f"{fit}.json" for fit in fits] for seed in seeds}
+    finished = [seed for seed, files in records.items() if all(file.exists() for file in files)]
+    if len(finished) < 2:
         return
-    for name in json.loads(folders[0][1].read_text())["runs"]:
-        log_curves(out / MEAN / name, summary([curves(folder / name) for folder, _ in folders]))
+    names = [name for file in records[finished[0]] for name in json.loads(file.read_text())["runs"]]
+    found = {name: summary([curves(out / f"seed{seed}" / name) for seed in finished]) for name in names}
+    times = (event.wall_time for run in found.values() for events in run.values() for event in events)
+    begin = min(times, default=1.0) - 1  # before any run of a seed
+    for name, means in found.items():
+        log_curves(out / MEAN / name, means, begin)
 
 
 def curves(folder: Path) -> dict[str, list[ScalarEvent]]:
@@ -41,9 +45,9 @@ def summary(runs: Sequence[dict[str, list[ScalarEvent]]]) -> dict[str, list[Scal
         points = [{event.step: event for event in run[tag]} for run in runs]
         for step in sorted(set.intersection(*map(set, points))):
             values = [curve[step].value for curve in points]
-            numbers = {tag: sum(values) / len(values)}
-            if tag in BANDS:
-                numbers |= dict(zip(BANDS[tag], (min(values), max(values)), strict=True))
+            mean = sum(values) / len(values)
+            band = zip(BANDS.get(tag, ()), (mean, min(values), max(values)), strict=False)
+            numbers = {tag: mean, **dict(band)}
             for name, value in numbers.items():
                 found.setdefault(name, []).append(ScalarEvent(points[0][step].wall_time, step, value))
     return found

@@ -42,7 +42,7 @@ def settings(config: Namespace) -> dict[str, Any]:
     method = next(key for key in ("optimizer", "model") if hasattr(config, key))
     rates = [(key, choice) for key in (method, "scheduler") if (choice := getattr(config, key, None)) is not None]
     strategy = trainer["strategy"].name if isinstance(trainer["strategy"], cli.Choice) else str(trainer["strategy"])
-    parts = [words(data, "data"), *(words(choice, key) for key, choice in rates), f"{length} {limit}"]
+    parts = [*(words(choice, key) for key, choice in rates), words(data, "data"), f"{length} {limit}"]
     parts += [
         strategy,
         f"devices {trainer['devices']}",

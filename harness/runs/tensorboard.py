@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import ScalarEvent
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import custom_scalars
 
 from harness.runs import files, hparams
 
@@ -21,7 +22,8 @@ SCORES = {"acc": "validation accuracy", "bpc": "validation, bits a character"}
 MAIN = {f"val/{name}": title for name, title in SCORES.items()} | {
     "val/loss": "validation loss", "train/loss": "training loss",
 }  # fmt: skip
-BANDS = {tag: (f"range/{tag}_min", f"range/{tag}_max") for tag in MAIN}  # over seeds
+# Over seeds: mean, minimum, maximum. Runs that have one of a chart's three tags, but not all, get a warning there.
+BANDS = {tag: (f"seeds/{tag}_mean", f"seeds/{tag}_min", f"seeds/{tag}_max") for tag in MAIN}
 COURSE = {
     "train/lr-.*": "learning rate", "train/grad_2.0_norm_total": "gradient norm, before clipping",
     "train/samples_per_sec": "samples a second", "train/peak_memory_mib": "peak memory, MiB",
@@ -129,7 +131,7 @@ def layout(score: str) -> dict[str, dict[str, list[Any]]]:
 
 def layout_of_means(tags: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
     """The charts of means with their ranges, for these tags."""
-    charts = {f"{MAIN[tag]}, mean and range": ["Margin", [tag, *BANDS[tag]]] for tag in MAIN if tag in set(tags)}
+    charts = {f"{MAIN[tag]}, mean and range": ["Margin", [*BANDS[tag]]] for tag in MAIN if tag in set(tags)}
     return {"means over seeds": charts}
 
 
@@ -149,10 +151,13 @@ def log_run(
             writer._get_file_writer().add_summary(summary)
 
 
-def log_curves(folder: Path, curves: Mapping[str, Sequence[ScalarEvent]]) -> None:
-    """Write the run of a method, in place of an earlier one, and the charts of its means."""
+def log_curves(folder: Path, curves: Mapping[str, Sequence[ScalarEvent]], begin: float) -> None:
+    """Write the run of a method, in place of an earlier one, and the charts of its means.
+
+    `begin`, a time in seconds, is that of its first event: TensorBoard gives runs its seven colours in this order.
+    """
     with _summary_writer(folder) as writer:
-        writer.add_custom_scalars(layout_of_means(curves))
+        writer._get_file_writer().add_summary(custom_scalars(layout_of_means(curves)), walltime=begin)
         for tag, events in curves.items():
             for event in events:
                 writer.add_scalar(tag, event.value, event.step, event.wall_time)
@@ -170,25 +175,27 @@ def indented(text: str) -> str:
 
 
 def confusion_figure(confusion: Tensor, names: Sequence[str] | None) -> Figure:
-    """A picture of counts (classes, classes), a row for each true class, coloured by the square root of their share."""
+    """A picture of counts (classes, classes), a row for each true class, coloured by the square root of their share.
+
+    Up to 10 classes fill 350 pixels, at which TensorBoard shows a picture without leaving out any. Larger pictures have
+    to be seen at their actual size. Counts are written for up to 25 classes, names for up to 120.
+    """
     classes = len(confusion)
-    numbered = classes <= 25
-    # TensorBoard shows a picture about 400 pixels wide: 10 classes get text that can be read at that width.
-    side = 2 + 0.27 * classes if numbered else min(4 + 0.08 * classes, 16)
-    figure = Figure(figsize=(side, side), layout="constrained", dpi=180)
+    counted = classes <= 25
+    side = max(3.5, 0.6 + (0.29 if counted else 0.12) * min(classes, 120))
+    figure = Figure(figsize=(side, side), layout="constrained", dpi=100)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     shares = (confusion / confusion.sum(1, keepdim=True).clamp(min=1)).sqrt()  # so that single errors are seen
     axes.imshow(shares.tolist(), cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
     axes.set(xlabel="predicted", ylabel="true")
-    labels = list(names) if names else [str(i) for i in range(classes)]
-    upright = all(len(label) < 3 for label in labels)
-    size = 9 if numbered else 5
-    axes.set_xticks(range(classes), labels, rotation=0 if numbered and upright else 90, fontsize=size)
-    axes.set_yticks(range(classes), labels, fontsize=size)
-    if numbered:
+    if classes <= 120:
+        labels, size = list(names) if names else [str(i) for i in range(classes)], 8 if counted else 6
+        axes.set_xticks(range(classes), labels, rotation=0 if max(map(len, labels)) < 3 else 90, fontsize=size)
+        axes.set_yticks(range(classes), labels, fontsize=size)
+    if counted:
         for row, column in itertools.product(range(classes), repeat=2):
             if count := int(confusion[row, column]):
                 colour = "white" if shares[row, column] > 0.6 else "black"
-                axes.text(column, row, str(count), ha="center", va="center", fontsize=8, color=colour)
+                axes.text(column, row, str(count), ha="center", va="center", fontsize=7.5, color=colour)
     return figure

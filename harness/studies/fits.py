@@ -136,7 +136,7 @@ def _log_row(run: Session, seed: int, candidate: Candidate, found: Facts, folder
     score, given, options = "acc" if "test_acc" in found else "bpc", run.data.net_arguments, candidate.options
     net = cli.Choice(candidate.spec["class_path"], candidate.spec["init_args"])
     row = {
-        score: found[f"test_{score}"], "net": hparams.words(net, "net", given), "seed": seed,
+        score: found[f"test_{score}"], "net": hparams.words(net, "net", given), "seed": str(seed),
         "objective": hparams.call(candidate.objective, options), **hparams.settings(run.config), **options,
     }  # fmt: skip
     costs = {f"cost/{name}": found[name] for name in ("parameters", "train_flops", "step_ms")}
@@ -146,8 +146,7 @@ def _log_row(run: Session, seed: int, candidate: Candidate, found: Facts, folder
 def log_means(run: Session, *fits: str) -> None:
     """Write the TensorBoard runs of methods, over the seeds that have finished these fits."""
     if run.tensorboard and is_main_process():
-        for fit in fits:
-            means.log_means(run.out, run.config.seeds, fit)
+        means.log_means(run.out, run.config.seeds, fits)
 
 
 def wait_for_main() -> None:
