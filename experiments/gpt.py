@@ -88,7 +88,7 @@ def parser() -> cli.Parser:
 def module(run: Session, seed: int) -> tuple[LitLanguageModel, dict[str, Candidate]]:
     """A seed's module and candidate."""
     config, data = run.config, run.data
-    candidate = make_candidate(run, "net", seed, "CrossEntropy", config.net.init_args, run.is_double)
+    candidate = make_candidate(run, "net", seed, "CrossEntropy", {}, run.is_double)
     given = {"tokens_per_character": data.tokens_per_character, "compiled": config.compile, "seed": seed}
     return cli.build(config.model, "model", net=candidate.net, **given), {NAME: candidate}
 

@@ -72,8 +72,7 @@ def parser() -> cli.Parser:
 
 def teacher(run: Session, seed: int) -> tuple[LitClassifier, dict[str, Candidate]]:
     """The teacher's module, loaded if `--teacher_ckpt` is given."""
-    options = {"net": run.config.teacher.name}
-    candidate = make_candidate(run, "teacher", seed, "CrossEntropy", options, run.is_double)
+    candidate = make_candidate(run, "teacher", seed, "CrossEntropy", {}, run.is_double)
     if run.config.teacher_ckpt is not None:
         load_weights(candidate.net, run.config.teacher_ckpt.replace("{seed}", str(seed)), "teacher_ckpt")
     module = LitClassifier(candidate.net, run.data.num_classes, **learning(run.config, run.data), seed=seed)
@@ -86,8 +85,7 @@ def students(
     """The module of some students of a teacher."""
     config, data, nets_and_objectives, candidates = run.config, run.data, {}, {}
     for name, choice in cli.pick(config.variants, names).items():
-        options = {"net": config.student.name, **choice.init_args}
-        candidates[name] = make_candidate(run, "student", seed, choice.name, options, run.is_double)
+        candidates[name] = make_candidate(run, "student", seed, choice.name, choice.init_args, run.is_double)
         nets_and_objectives[name] = candidates[name].net, cli.build(choice, f"variants.{name}")
     module = Distillation(
         teacher, nets_and_objectives, data.input_shape, data.num_classes, seed=seed, **learning(config, data),

@@ -6,6 +6,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
@@ -16,7 +17,7 @@ from apprentice.batch import Batch
 from apprentice.keyed import Dropout, unkeyed
 from lit_modules.loss_scale import HOPELESS, LossScales
 from lit_modules.nets import globalise
-from lit_modules.scores import MakeScores, RunMetrics, global_means
+from lit_modules.scores import MakeScores, RunMetrics, global_means, tags
 
 MakeOptimizer = Callable[[Iterable], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler]
@@ -148,6 +149,19 @@ class Learner(RunMetrics):
                     self._fail(run, "gradient")
         for p in self._parameters_of({*self.failed, *overflowed}):
             p.grad = None
+        if self.loggers and self.is_logged(self.global_step + 1):
+            self._log_step(optimizer)
+
+    def _log_step(self, optimizer: Optimizer) -> None:
+        """Log each run's learning rate and gradient norm, before clipping, by the names that Lightning gives them."""
+        norm = getattr(self.trainer.strategy, "gradient_norm", gradient_norm)
+        values: dict[str, float | Tensor] = {}
+        for run, group, parameters in zip(self.runs, optimizer.param_groups, self.parameter_groups(), strict=False):
+            values[f"{run}/lr-{type(optimizer).__name__}"] = group["lr"]
+            if (found := norm(parameters)) is not None:
+                values[f"{run}/grad_2.0_norm_total"] = found
+        alive = {name.removeprefix("/"): x for name, x in values.items() if name.rpartition("/")[0] not in self.failed}
+        self.log_dict(tags(alive, "train"), batch_size=1)
 
     def _parameters_of(self, runs: Collection[str]) -> list[nn.Parameter]:
         groups = zip(self.runs, self.parameter_groups(), strict=True) if runs else ()
@@ -167,6 +181,16 @@ class Learner(RunMetrics):
         state = dict(checkpoint["learner"])
         self.loss_scales.load_state_dict(state.pop("loss_scales", {}))
         vars(self).update(state)
+
+
+@torch.no_grad()
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor | None:
+    """The norm of all gradients, () float64; None if there are none; collective if they are sharded."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        return None
+    total = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]))
+    return total.full_tensor() if hasattr(total, "full_tensor") else total
 
 
 def prepared(net: nn.Module) -> nn.Module:

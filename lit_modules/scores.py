@@ -15,6 +15,7 @@ from apprentice import replicas
 from apprentice.batch import Batch
 from lit_modules.objectives.base import widened
 from lit_modules.objectives.cross_entropy import cross_entropy
+from lit_modules.speed import Throughput, peak_memory
 
 UNIT = 2.0**32
 BAR = ("loss", "acc")  # means over runs, for a progress bar
@@ -137,7 +138,8 @@ class TokenScores(Scores):
 class RunMetrics(LightningModule):
     """The part of a module that logs its runs, such as the students of a distillation.
 
-    A run's values are logged as `<run>/<stage>/<what>`, or `<stage>/<what>` for the only run of a module.
+    A run's values are logged as `<run>/<stage>/<what>`, or `<stage>/<what>` for the only run of a module; so are
+    values that the runs share, samples a second (of all ranks) and memory (of rank zero).
 
     Attributes:
         failed: runs that have failed, with the step and the term.
@@ -152,6 +154,8 @@ class RunMetrics(LightningModule):
         self.train_sums: dict[str, float] = {}
         self.samples = 0
         self.failed: dict[str, dict[str, Any]] = {}
+        self._throughput = Throughput()
+        self._read_at = 0  # the step of the last reading
 
     def predict(self, inputs: Tensor) -> dict[str, Tensor]:
         """Logits (b, ..., classes) of each run that has not failed, for inputs (b, ...)."""
@@ -173,9 +177,9 @@ class RunMetrics(LightningModule):
         ]
         bar = [what for what in BAR if any(name.endswith(what) for name in found)]
         return {
-            "validation": [*_tags(dict.fromkeys(validated), "val")],
-            "epoch": [*_tags({f"{name}_epoch": None for name in found}, "train")],
-            "step": [*_tags(found, "train"), *bar],
+            "validation": [*tags(dict.fromkeys(validated), "val")],
+            "epoch": [*tags({f"{name}_epoch": None for name in found}, "train")],
+            "step": [*tags(found, "train"), *bar],
         }
 
     def log_training(self, values: Mapping[str, float], count: int) -> None:
@@ -183,13 +187,35 @@ class RunMetrics(LightningModule):
         self.samples += count
         for name, value in {**values, "rows": 1.0}.items():
             self.train_sums[name] = self.train_sums.get(name, 0.0) + value * count
-        # Each logged value costs Lightning 0.2 ms, even if it does not write it.
-        every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if every and (self.global_step + 1) % every == 0:
-            self.log_dict(_tags(values, "train"), batch_size=count)
+        if self.is_logged(self.global_step + 1):
+            self.log_dict(tags(values, "train"), batch_size=count)
             shown = {what: [v for k, v in values.items() if k.endswith(what)] for what in BAR}
             bar = {what: sum(found) / len(found) for what, found in shown.items() if found}
             self.log_dict(bar, prog_bar=True, logger=False, batch_size=count)
+
+    def is_logged(self, steps: int) -> bool:
+        """Whether values are logged after so many steps: each costs Lightning 0.2 ms, even if it does not write it."""
+        every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        return bool(every) and steps % every == 0
+
+    def on_train_epoch_start(self) -> None:
+        """Measure the speed of training alone."""
+        self._throughput.start(self.samples)
+
+    def on_validation_end(self) -> None:
+        """Measure the speed of training alone."""
+        self._throughput.start(self.samples)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Log the speed and the memory."""
+        step = self.global_step
+        if self.loggers and step != self._read_at and self.is_logged(step):
+            self._read_at = step
+            speed = {
+                "samples_per_sec": self._throughput.read(self.samples),
+                "peak_memory_mib": peak_memory(self.device),
+            }
+            self.log_dict(tags(speed, "train"), batch_size=1)
 
     def on_train_epoch_end(self) -> None:
         """Log the epoch's means over samples, as the tutorials print them."""
@@ -241,10 +267,10 @@ class RunMetrics(LightningModule):
 
     def _log_epoch(self, values: Mapping[str, Any], stage: str) -> None:
         # All ranks have the same values: their maximum equals each bit for bit, where a mean would round.
-        self.log_dict(_tags(values, stage), sync_dist=True, reduce_fx="max", on_step=False, on_epoch=True)
+        self.log_dict(tags(values, stage), sync_dist=True, reduce_fx="max", on_step=False, on_epoch=True)
 
 
-def _tags(values: Mapping[str, Any], stage: str) -> dict[str, Any]:
+def tags(values: Mapping[str, Any], stage: str) -> dict[str, Any]:
     """`kd/loss` -> `kd/train/loss`, `loss` -> `train/loss`."""
     return {"/".join([*name.split("/")[:-1], stage, name.split("/")[-1]]): value for name, value in values.items()}
 

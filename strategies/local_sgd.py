@@ -1,6 +1,6 @@
 """Post-local SGD: parameters are averaged every k steps, gradients never (Lin et al. 2020)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from typing import Any
 
@@ -42,6 +42,9 @@ class LocalSGD(Replicated):
 
     def _enable_model_averaging(self) -> None:
         """Not used: Lightning's averaging restarts its count of steps after a resume."""
+
+    def gradient_norm(self, parameters: Iterable[nn.Parameter]) -> None:
+        """None: a rank's own gradients, which are never averaged, are no gradients of the global batch."""
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for p in self._module.parameters() if p in (self._averaged or ())]

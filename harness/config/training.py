@@ -53,7 +53,6 @@ SCHEDULERS = Classes((lr_scheduler.LRScheduler,), lr_scheduler, frozenset({"opti
 })  # fmt: skip
 CALLBACKS = Classes((Callback,), callbacks, refused={
     callbacks.Checkpoint: "a callback that writes no checkpoints; the run writes its own, see --checkpoint_every",
-    callbacks.ProgressBar: "a callback other than a progress bar; the run shows its own progress",
 })  # fmt: skip
 
 

@@ -12,7 +12,7 @@ MOST = 100_000  # values, an alias counted as what it stands for
 class UnboundedError(yaml.MarkedYAMLError):
     """YAML that is nested too deeply, or has too many values."""
 
-    def __init__(self, event: yaml.Event, problem: str) -> None:
+    def __init__(self, event: Any, problem: str) -> None:
         super().__init__(problem=problem, problem_mark=event.start_mark)
 
 
@@ -33,7 +33,7 @@ def load(text: str) -> Any:
 
 def check(text: str) -> None:
     """Raise UnboundedError for YAML that `load` refuses by its size; YAMLError if it is not YAML."""
-    sizes: dict[str, int] = {}  # by anchor
+    sizes: dict[str | None, int] = {}  # by anchor
     around: list[tuple[str | None, int]] = []  # anchor, and size so far, of the collections that are not yet closed
     for event in yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         anchor, size = getattr(event, "anchor", None), 1

@@ -36,7 +36,8 @@ def fit_and_test(
     make_trainer: MakeTrainer,
     checkpoint: Path,  # the fit's file, in the folder of the runs
     *,
-    runs: list[str],  # names of the module's TensorBoard runs; the first is the default
+    runs: list[str],  # names of the module's TensorBoard runs; what they share is that of the checkpoint's name
+    score: str = "acc",  # of the validation, "acc" or "bpc"
     every: float = 30.0,  # seconds between checkpoints
     tensorboard: bool = True,  # whether to write TensorBoard's files
     show: Show | None = None,  # what shows the progress
@@ -55,7 +56,7 @@ def fit_and_test(
         safepoints.load(module, state, checkpoint)  # before ranks are started, one of which would fail alone
 
     def trainer(purge_step: int = 0, part: str = "", **kwargs: Any) -> Trainer:
-        logger = RunsLogger(checkpoint.parent, runs, runs[0], purge_step, part)
+        logger = RunsLogger(checkpoint.parent, runs, checkpoint.stem, score, purge_step, part)
         kwargs |= {"show": show} if show else {}
         return make_trainer(logger=logger if tensorboard else False, plugins=[AtomicCheckpointIO()], **kwargs)
 

@@ -1,4 +1,4 @@
-"""TensorBoard: a logger with a folder for each run of a module, and rows of the HPARAMS tab."""
+"""TensorBoard: a logger with a folder for each run, the layout of charts, and rows of the HPARAMS tab."""
 
 import itertools
 import time
@@ -11,11 +11,23 @@ from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from tensorboard.backend.event_processing.event_accumulator import ScalarEvent
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
-from torch.utils.tensorboard.summary import hparams
+from torch.utils.tensorboard.summary import custom_scalars
 
-from harness.runs import files
+from harness.runs import files, hparams
+
+SCORES = {"acc": "validation accuracy", "bpc": "validation, bits a character"}
+MAIN = {f"val/{name}": title for name, title in SCORES.items()} | {
+    "val/loss": "validation loss", "train/loss": "training loss",
+}  # fmt: skip
+# Over seeds: mean, minimum, maximum. Runs that have one of a chart's three tags, but not all, get a warning there.
+BANDS = {tag: (f"seeds/{tag}_mean", f"seeds/{tag}_min", f"seeds/{tag}_max") for tag in MAIN}
+COURSE = {
+    "train/lr-.*": "learning rate", "train/grad_2.0_norm_total": "gradient norm, before clipping",
+    "train/samples_per_sec": "samples a second", "train/peak_memory_mib": "peak memory, MiB",
+}  # fmt: skip
 
 
 class RunsLogger(Logger):
@@ -25,16 +37,25 @@ class RunsLogger(Logger):
         root: the folder of the runs.
         runs: their names.
         default: the run of values that are logged without a run's name.
+        score: of the validation, "acc" or "bpc".
         purge_step: TensorBoard drops earlier points from this step on, as after a resume; 0 deletes this part's files.
         part: ends the names of the files; "" stands for all parts.
     """
 
     name, version = "", ""  # of Lightning's loggers: the name of the folder, which is the run's own
 
-    def __init__(self, root: Path, runs: Iterable[str], default: str, purge_step: int = 0, part: str = "") -> None:
+    def __init__(
+        self,
+        root: Path,
+        runs: Iterable[str],
+        default: str,
+        score: str = "acc",
+        purge_step: int = 0,
+        part: str = "",
+    ) -> None:
         super().__init__()
         self.root, self.name, self.runs, self.default = Path(root), Path(root).name, set(runs), default
-        self.purge_step, self.part = purge_step, part
+        self.score, self.purge_step, self.part = score, purge_step, part
         self._writers: dict[str, SummaryWriter] = {}
 
     @property
@@ -45,7 +66,9 @@ class RunsLogger(Logger):
 
     def _writer(self, run: str) -> SummaryWriter:
         if run not in self._writers:
-            self._writers[run] = _summary_writer(self.root / run, self.part, self.purge_step)
+            self._writers[run] = writer = _summary_writer(self.root / run, self.part, self.purge_step)
+            if not self.part and not self.purge_step:
+                writer.add_custom_scalars(layout(self.score))
         return self._writers[run]
 
     @rank_zero_only
@@ -99,15 +122,45 @@ def _summary_writer(folder: Path, part: str = "", purge_step: int = 0) -> Summar
     return writer
 
 
-def log_run(folder: Path, options: Mapping[str, Any], values: Mapping[str, float | None]) -> None:
-    """Write a finished run's row of the HPARAMS tab: its options, and values as scalars beside its curves."""
-    plain = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in options.items()}
+def layout(score: str) -> dict[str, dict[str, list[Any]]]:
+    """The charts of the CUSTOM SCALARS tab, by category and title."""
+    # TensorBoard takes a chart's tags as the beginning of what it shows.
+    main = {title: ["Multiline", [f"{tag}$"]] for tag, title in MAIN.items() if _is_of(tag, score)}
+    return {"scores": main, "training": {title: ["Multiline", [f"{tag}$"]] for tag, title in COURSE.items()}}
+
+
+def layout_of_means(tags: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
+    """The charts of means with their ranges, for these tags."""
+    charts = {f"{MAIN[tag]}, mean and range": ["Margin", [*BANDS[tag]]] for tag in MAIN if tag in set(tags)}
+    return {"means over seeds": charts}
+
+
+def _is_of(tag: str, score: str) -> bool:
+    return tag == f"val/{score}" or tag.removeprefix("val/") not in SCORES
+
+
+def log_run(
+    folder: Path, row: Mapping[str, Any], values: Mapping[str, float | None], score: str, more: Iterable[str] = ()
+) -> None:
+    """Write a finished run's row of the HPARAMS tab (`hparams.summaries`), and values as scalars beside its curves."""
     with _summary_writer(folder, ".hparams") as writer:
         for tag, value in values.items():
             if value is not None:
                 writer.add_scalar(tag, value)
-        for summary in hparams(plain, {})[1:]:  # without that of the experiment the tab shows the union of all runs
+        for summary in hparams.summaries(row, score, more):
             writer._get_file_writer().add_summary(summary)
+
+
+def log_curves(folder: Path, curves: Mapping[str, Sequence[ScalarEvent]], begin: float) -> None:
+    """Write the run of a method, in place of an earlier one, and the charts of its means.
+
+    `begin`, a time in seconds, is that of its first event: TensorBoard gives runs its seven colours in this order.
+    """
+    with _summary_writer(folder) as writer:
+        writer._get_file_writer().add_summary(custom_scalars(layout_of_means(curves)), walltime=begin)
+        for tag, events in curves.items():
+            for event in events:
+                writer.add_scalar(tag, event.value, event.step, event.wall_time)
 
 
 def log_text(folder: Path, tag: str, text: str) -> None:
@@ -122,18 +175,27 @@ def indented(text: str) -> str:
 
 
 def confusion_figure(confusion: Tensor, names: Sequence[str] | None) -> Figure:
-    """A picture of counts (classes, classes), a row for each true class, coloured by share of the row."""
+    """A picture of counts (classes, classes), a row for each true class, coloured by the square root of their share.
+
+    Up to 10 classes fill 350 pixels, at which TensorBoard shows a picture without leaving out any. Larger pictures have
+    to be seen at their actual size. Counts are written for up to 25 classes, names for up to 120.
+    """
     classes = len(confusion)
-    side = min(3 + 0.35 * classes, 12)
-    figure = Figure(figsize=(side, side), layout="constrained")
+    counted = classes <= 25
+    side = max(3.5, 0.6 + (0.29 if counted else 0.12) * min(classes, 120))
+    figure = Figure(figsize=(side, side), layout="constrained", dpi=100)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    axes.imshow((confusion / confusion.sum(1, keepdim=True).clamp(min=1)).tolist(), cmap="Blues", vmin=0, vmax=1)
+    shares = (confusion / confusion.sum(1, keepdim=True).clamp(min=1)).sqrt()  # so that single errors are seen
+    axes.imshow(shares.tolist(), cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
     axes.set(xlabel="predicted", ylabel="true")
-    if classes <= 25:
-        labels = list(names) if names else [str(i) for i in range(classes)]
-        axes.set_xticks(range(classes), labels, rotation=90)
-        axes.set_yticks(range(classes), labels)
+    if classes <= 120:
+        labels, size = list(names) if names else [str(i) for i in range(classes)], 8 if counted else 6
+        axes.set_xticks(range(classes), labels, rotation=0 if max(map(len, labels)) < 3 else 90, fontsize=size)
+        axes.set_yticks(range(classes), labels, fontsize=size)
+    if counted:
         for row, column in itertools.product(range(classes), repeat=2):
-            axes.text(column, row, str(int(confusion[row, column])), ha="center", va="center", fontsize=7)
+            if count := int(confusion[row, column]):
+                colour = "white" if shares[row, column] > 0.6 else "black"
+                axes.text(column, row, str(count), ha="center", va="center", fontsize=7.5, color=colour)
     return figure

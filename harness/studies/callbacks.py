@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from lightning.pytorch import Trainer
@@ -69,7 +69,7 @@ def monitored(module: Learner, trainer: Trainer, callback: EarlyStopping, run: S
     """The names that this callback finds when it first looks."""
     when, train = When.of(trainer, callback, run), run.data.split("train")
     inputs, labels = train.take(torch.arange(min(2, len(train.labels))))
-    pair = run.data.normalize(inputs, module.dtype), labels
+    pair = run.data.normalize(inputs, cast("torch.dtype", module.dtype)), labels
     tried = copy.deepcopy(module).train()  # BatchNorm's statistics change
     logged = module.logged(with_seed(0, lambda: tried.shard_step(Batch.of(pair, 0, shared=False)))[1])
     names = list(logged["validation"]) if when.validated <= when.looked < math.inf else []

@@ -25,7 +25,7 @@ from harness.runs.launch import is_main_process, main_first
 from harness.runs.nets import load_net
 from harness.runs.session import Session
 from harness.studies.callbacks import check_callbacks
-from harness.studies.fits import Candidate, check_modules, check_net, failure, train
+from harness.studies.fits import Candidate, check_modules, check_net, failure, log_means, train
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 
@@ -65,7 +65,8 @@ def run_study(run: Session, make_teacher: MakeTeacher, make_students: MakeStuden
     def with_teacher(seed: int, members: Sequence[str]) -> tuple[Distillation, dict[str, Candidate]]:
         return make_students(run, seed, load_net(out / f"seed{seed}" / "teacher", "out"), members)
 
-    epochs = _teacher_epochs(run)
+    epochs, nets = _teacher_epochs(run), ["teacher", *names(run)]
+    log_means(run, nets)
     for seed in run.config.seeds:
         make = partial(make_teacher, run, seed)
         teachers.append(train(run, seed, "teacher", make, trained=ckpt is not None, fits=FITS, max_epochs=epochs))
@@ -78,6 +79,7 @@ def run_study(run: Session, make_teacher: MakeTeacher, make_students: MakeStuden
         students.append([train(run, seed, fit, make, keep=True, fits=FITS) for fit, make in made.items()])
     if not is_main_process():
         return
+    log_means(run, nets)
     results = bake_off_results(
         run.header(),
         [fit["runs"]["teacher"] | {key: fit.get(key) for key in ("fit_seconds", "max_epochs")} for fit in teachers],

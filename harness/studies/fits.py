@@ -18,9 +18,10 @@ from apprentice.batch import Batch
 from apprentice.keyed import with_seed
 from datamodules import InMemoryData
 from harness import config as cli
+from harness.reports import means
 from harness.reports.report import Facts
 from harness.reports.results import load_record
-from harness.runs import safepoints
+from harness.runs import hparams, safepoints
 from harness.runs.files import write_json
 from harness.runs.fit import Fit, fit_and_test
 from harness.runs.launch import is_main_process, main_first
@@ -45,7 +46,7 @@ class Candidate:
     net: nn.Module  # the bare net, which is exported
     spec: Spec  # how to rebuild it
     objective: str  # name of what it learns by
-    options: Mapping[str, Any]  # the settings that its row in the HPARAMS tab shows
+    options: Mapping[str, Any]  # of the objective
 
 
 Make = Callable[[], tuple[Learner, dict[str, Candidate]]]
@@ -60,7 +61,7 @@ def make_net(config: Namespace, key: str, seed: int, given: Mapping[str, Any], d
 def make_candidate(
     run: Session, key: str, seed: int, objective: str, options: Mapping[str, Any], double: bool = False
 ) -> Candidate:
-    """The net chosen under a key as a candidate of a fit; TensorBoard shows `options` beside its results."""
+    """The net chosen under a key as a candidate of a fit, with the options of its objective."""
     choice, given = getattr(run.config, key), run.data.net_arguments
     net = make_net(run.config, key, seed, given, double)
     return Candidate(net, spec(choice.class_path, cli.arguments(choice, key, **given)), objective, options)
@@ -134,6 +135,7 @@ def train(
     fit = fit_and_test(
         module, run.data, partial(run.trainer, **options), checkpoint, runs=list(candidates), trained=trained,
         every=run.config.checkpoint_every, tensorboard=run.tensorboard, extended=extended,
+        score="acc" if run.data.tokens_per_character is None else "bpc",
         show=progress(f"seed {seed} {name:8}", remaining(run, fits, seed, name)),
     )  # fmt: skip
     facts: Facts = {"fit_seconds": fit.seconds, "max_epochs": epochs, "runs": {}}
@@ -145,8 +147,7 @@ def train(
             facts["runs"][key] = found = _facts(module, key if key in module.runs else "", candidate, fit, run.data)
             save_net(candidate.net, candidate.spec, folder / key)
             if run.tensorboard:
-                shown = {f"cost/{name}": found[name] for name in ("parameters", "train_flops", "step_ms")}
-                log_run(folder / key, {"objective": candidate.objective, **candidate.options}, shown)
+                _log_row(run, seed, candidate, found, folder / key)
         write_json(record, facts)
         if not keep:
             checkpoint.unlink(missing_ok=True)
@@ -173,6 +174,24 @@ def _extended(run: Session, label: str, checkpoint: Path, done: int | None, epoc
         if why:
             checkpoint.unlink(missing_ok=True)
     return not why
+
+
+def _log_row(run: Session, seed: int, candidate: Candidate, found: Facts, folder: Path) -> None:
+    """Write a net's row in TensorBoard's HPARAMS tab."""
+    score, given, options = "acc" if "test_acc" in found else "bpc", run.data.net_arguments, candidate.options
+    net = cli.Choice(candidate.spec["class_path"], candidate.spec["init_args"])
+    row = {
+        score: found[f"test_{score}"], "net": hparams.words(net, "net", given), "seed": str(seed),
+        "objective": hparams.call(candidate.objective, options), **hparams.settings(run.config), **options,
+    }  # fmt: skip
+    costs = {f"cost/{name}": found[name] for name in ("parameters", "train_flops", "step_ms")}
+    log_run(folder, row, costs, score, hparams.options_of_all(run.config))
+
+
+def log_means(run: Session, nets: Sequence[str]) -> None:
+    """Write the TensorBoard runs of methods, over the seeds that have finished all these nets."""
+    if run.tensorboard and is_main_process():
+        means.log_means(run.out, run.config.seeds, nets)
 
 
 def wait_for_main() -> None:

@@ -19,7 +19,7 @@ from harness.runs.launch import is_main_process
 from harness.runs.nets import load_net, read_spec
 from harness.runs.session import Session
 from harness.runs.tensorboard import indented, log_text
-from harness.studies.fits import Candidate, failure, train
+from harness.studies.fits import Candidate, failure, log_means, train
 from lit_modules import nets
 from lit_modules.language_model import LitLanguageModel
 
@@ -30,6 +30,7 @@ def run_study(run: Session, make: Callable[[Session, int], tuple[LitLanguageMode
     """Train and test a net for each seed, let each write, then print and save the table."""
     run.describe()
     out, fits, vocabulary = run.out, [], cast("Text", run.data).vocabulary
+    log_means(run, [NAME])
     for seed in run.config.seeds:
         fits.append(train(run, seed, NAME, partial(make, run, seed), fits=[NAME]))
         if fault := failure(fits[-1], NAME):
@@ -37,6 +38,7 @@ def run_study(run: Session, make: Callable[[Session, int], tuple[LitLanguageMode
             raise BadInput("model.lr", rate, f"settings that train the net; with seed {seed} {fault}")
     if not is_main_process():
         return
+    log_means(run, [NAME])
     samples = []
     for seed in run.config.seeds:
         folder = out / f"seed{seed}" / NAME

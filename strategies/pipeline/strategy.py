@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveragin
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import LBFGS, Optimizer
 
@@ -208,17 +208,20 @@ class PipelineStrategy(PipelineTraining):
 
     # Gradients of all stages
 
-    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clip by the norm over all stages, added up in the order of the parameters, as on one device."""
-        parameters = parameters_of(optimizer)
+    def gradient_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """The norm over all stages, added up in the order of the parameters, as on one device; collective."""
         norms = torch.zeros(2, len(parameters), dtype=torch.float64, device=self.root_device)
         for i, p in enumerate(parameters):
             if p.grad is not None:
                 norms[:, i] = torch.stack([torch.linalg.vector_norm(p.grad).double(), norms.new_ones(())])
         dist.all_reduce(norms, group=self._group)
         dtype = next((p.grad.dtype for p in parameters if p.grad is not None), torch.float32)
-        total = torch.linalg.vector_norm(norms[0, norms[1] > 0].to(dtype))
-        nn.utils.clip_grads_with_norm_(parameters, clip_val, total)
+        return torch.linalg.vector_norm(norms[0, norms[1] > 0].to(dtype))
+
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clip by the norm over all stages."""
+        parameters = parameters_of(optimizer)
+        nn.utils.clip_grads_with_norm_(parameters, clip_val, self.gradient_norm(parameters))
 
     # Checkpoints are those of one device
 

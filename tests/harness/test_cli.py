@@ -510,14 +510,12 @@ REFUSED = {
     "--scheduler ExponentialLR --scheduler.gamma .inf": "scheduler.gamma .inf: expected options that give finite",
     "--trainer.max_steps 0": "trainer.max_steps 0: expected a number of steps, at least 1",
     "--trainer.max_time 00:00:00:00": "trainer.max_time 00:00:00:00: expected a time of at least a second",
-    "--trainer.num_sanity_val_steps 2": "trainer.num_sanity_val_steps 2: expected it left out",
     "--trainer.callbacks ModelCheckpoint": "trainer.callbacks ModelCheckpoint: expected a callback that writes no",
     "--trainer.callbacks [LearningRateMonitor,OnExceptionCheckpoint]":
         "trainer.callbacks.1 OnExceptionCheckpoint: expected a callback that writes no checkpoints",
     "--trainer.callbacks '{class_path: lightning.pytorch.callbacks.ModelCheckpoint, init_args: {monitor: x}}'":
         "trainer.callbacks lightning.pytorch.callbacks.ModelCheckpoint: expected a callback that writes no check",
-    "--trainer.callbacks RichProgressBar": "trainer.callbacks RichProgressBar: expected a callback other than a",
-    "--trainer.strategy ddp --trainer.strategy.timeout 1e30": "trainer.strategy.timeout 1e30: expected seconds, above 0",
+    "--trainer.strategy ddp --trainer.strategy.timeout 1e30": "trainer.strategy.timeout 1e30: expected seconds, above",
     "--trainer.strategy ddp --trainer.strategy.process_group_backend x":
         "trainer.strategy.process_group_backend x: expected one of gloo",
     "--trainer.profiler SimpleProfiler --trainer.profiler.a 3 --trainer.profiler.a.b 4":

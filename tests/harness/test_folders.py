@@ -30,7 +30,7 @@ def run(out: Path) -> None:
         logger = RunsLogger(out / "seed0", ["kd"], "kd")
         logger.log_metrics({"loss": 1.0}, 0)
         logger.finalize("success")
-        log_run(out / "seed0" / "kd", {}, {"test/acc": 1.0})
+        log_run(out / "seed0" / "kd", {}, {"test/acc": 1.0}, "acc")
 
 
 def test_overwriting_deletes_what_was_recorded_and_nothing_else(tmp_path: Path) -> None:

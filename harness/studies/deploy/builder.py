@@ -132,8 +132,7 @@ class Builder:
 
     def fresh(self) -> tuple[LitClassifier, dict[str, Candidate]]:
         """The module of a student that is trained here."""
-        options = {"net": self.config.student.name, **self.config.student.init_args}
-        candidate = make_candidate(self.run, STUDENT, self.seed, "CrossEntropy", options)
+        candidate = make_candidate(self.run, STUDENT, self.seed, "CrossEntropy", {})
         return LitClassifier(candidate.net, self.data.num_classes, seed=self.seed), {STUDENT: candidate}
 
     def student(self) -> tuple[nn.Module, Spec]:

@@ -1,0 +1,99 @@
+"""A run's row of TensorBoard's HPARAMS tab: its score, its settings, its cost."""
+
+from argparse import Namespace
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
+
+from harness import config as cli
+from harness.config.classes import imported
+from harness.config.signatures import options_of
+
+# TensorBoard ticks five settings and five metrics, settings first, in the order of their names if all are said to
+# differ. So the score is a setting too, and four settings say in words what all the others are.
+TICKED = ("acc", "bpc", "net", "objective", "seed", "training")
+METRICS = {
+    "test/loss": "test loss", "cost/parameters": "parameters", "cost/train_flops": "FLOPs of training",
+    "cost/step_ms": "ms a step",
+}  # fmt: skip
+ALWAYS = ("lr", "batch_size")  # written even where they are the default
+
+
+def words(choice: cli.Choice, key: str, given: Iterable[str] = ()) -> str:
+    """A class with its options other than the default and the `given`, as `Adam(lr=0.001)`."""
+    defaults = options_of(imported(choice.class_path, key), frozenset(given)).defaults
+    options = {name: value for name, value in choice.init_args.items() if name not in given}
+    return call(choice.name, {k: v for k, v in options.items() if k in ALWAYS or v != defaults.get(k, v)})
+
+
+def call(name: str, options: Mapping[str, Any]) -> str:
+    """`Hinton` and {"temperature": 2.0} as `Hinton(temperature=2)`."""
+    shown = (f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in options.items())
+    return f"{name}({', '.join(shown)})" if options else name
+
+
+def settings(config: Namespace) -> dict[str, Any]:
+    """How all nets of an experiment are trained: `training` in words, and each setting by itself."""
+    trainer, data = config.trainer.init_args, config.data
+    limit = "epochs" if trainer["max_epochs"] not in {None, -1} else "steps"
+    length, precision = trainer[f"max_{limit}"], trainer["precision"] or "32-true"
+    method = next(key for key in ("optimizer", "model") if hasattr(config, key))
+    rates = [(key, choice) for key in (method, "scheduler") if (choice := getattr(config, key, None)) is not None]
+    strategy = trainer["strategy"].name if isinstance(trainer["strategy"], cli.Choice) else str(trainer["strategy"])
+    parts = [*(words(choice, key) for key, choice in rates), words(data, "data"), f"{length} {limit}"]
+    parts += [
+        strategy,
+        f"devices {trainer['devices']}",
+        precision,
+        *([f"exact {config.exact}"] if config.exact else []),
+    ]
+    return {
+        "training": ", ".join(map(str, parts)), "data": data.name, "batch_size": data.init_args.get("batch_size"),
+        **{key: choice.name for key, choice in rates}, "lr": rates[0][1].init_args.get("lr"), limit: length,
+        "strategy": strategy, "devices": str(trainer["devices"]), "precision": str(precision),
+        "exact": str(config.exact), "accumulate_grad_batches": trainer["accumulate_grad_batches"],
+        "gradient_clip_val": str(trainer["gradient_clip_val"]),
+    }  # fmt: skip
+
+
+def options_of_all(config: Namespace) -> list[str]:
+    """Names of the options of all objectives of an experiment."""
+    return sorted({name for choice in getattr(config, "variants", {}).values() for name in choice.init_args})
+
+
+def summaries(row: Mapping[str, Any], score: str, more: Iterable[str] = ()) -> list[Summary]:
+    """The events of a row; `more` names settings that other rows have.
+
+    The table has the columns that some row of it names, so all rows of an experiment name the same ones.
+    """
+    plain = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in row.items() if v is not None}
+    columns = dict.fromkeys([score, *TICKED[2:], *plain, *more])
+    # Infos have no list of values: with one, the table would hide the rows of other experiments.
+    infos = [api_pb2.HParamInfo(name=name, type=_type(plain.get(name)), differs=name in TICKED) for name in columns]
+    metrics = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag), display_name=name) for tag, name in METRICS.items()]
+    start = plugin_data_pb2.SessionStartInfo()
+    for name, value in plain.items():
+        kind = "bool_value" if isinstance(value, bool) else "string_value" if isinstance(value, str) else "number_value"
+        setattr(start.hparams[name], kind, value)
+    data = plugin_data_pb2.HParamsPluginData
+    end = plugin_data_pb2.SessionEndInfo(status=api_pb2.STATUS_SUCCESS)
+    return [
+        _summary(
+            metadata.EXPERIMENT_TAG, data(experiment=api_pb2.Experiment(hparam_infos=infos, metric_infos=metrics))
+        ),
+        _summary(metadata.SESSION_START_INFO_TAG, data(session_start_info=start)),
+        _summary(metadata.SESSION_END_INFO_TAG, data(session_end_info=end)),
+    ]
+
+
+def _type(value: Any) -> int:
+    if isinstance(value, bool):
+        return api_pb2.DATA_TYPE_BOOL
+    return api_pb2.DATA_TYPE_FLOAT64 if isinstance(value, int | float) else api_pb2.DATA_TYPE_STRING
+
+
+def _summary(tag: str, content: plugin_data_pb2.HParamsPluginData) -> Summary:
+    described = metadata.create_summary_metadata(content)
+    return Summary(value=[Summary.Value(tag=tag, metadata=described, tensor=metadata.NULL_TENSOR)])

@@ -1,0 +1,178 @@
+"""What TensorBoard shows at first sight: columns and their order, charts, runs of methods, readable pictures."""
+
+import json
+import math
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+from experiments import gpt, kd
+from harness.runs.tensorboard import BANDS, confusion_figure
+
+STUDENTS = ("ce", "kd")
+
+
+def flags(out: Path, *more: str) -> list[str]:
+    quick = [
+        "--teacher",
+        "LightNN",
+        "--only",
+        *STUDENTS,
+        "--trainer.max_epochs",
+        "2",
+        "--trainer.log_every_n_steps",
+        "5",
+    ]
+    return [*quick, "--data.train_size", "300", "--out", str(out), *more]
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tensorboard") / "run"
+    kd.main(flags(folder, "--seeds", "2"))
+    return folder
+
+
+def events(folder: Path) -> EventAccumulator:
+    found = EventAccumulator(str(folder), size_guidance={"scalars": 0, "images": 0, "tensors": 0})
+    found.Reload()
+    return found
+
+
+def hparams(folder: Path, tag: str) -> Any:
+    content = events(folder).summary_metadata[f"_hparams_/{tag}"].plugin_data.content
+    return getattr(HParamsPluginData.FromString(content), tag)
+
+
+def charts(folder: Path) -> dict[str, list[str]]:
+    (event,) = events(folder).Tensors("custom_scalars__config__")
+    layout = Layout.FromString(event.tensor_proto.string_val[0])
+    return {category.title: [chart.title for chart in category.chart] for category in layout.category}
+
+
+def shown(folder: Path) -> list[str]:
+    """The columns of the HPARAMS tab that TensorBoard 2.21 ticks: five settings, then five metrics."""
+    experiment = hparams(folder, "experiment")
+    ordered = sorted(experiment.hparam_infos, key=lambda info: (not info.differs, info.name))
+    return [info.name for info in ordered[:5]] + [info.name.tag for info in experiment.metric_infos[:5]]
+
+
+def test_the_score_comes_first_then_what_differs_and_the_cost_last(out: Path) -> None:
+    for name in ("teacher", *STUDENTS):
+        folder = out / "seed1" / name
+        costs = ["cost/parameters", "cost/train_flops", "cost/step_ms"]
+        assert shown(folder) == ["acc", "net", "objective", "seed", "training", "test/loss", *costs]
+        row = hparams(folder, "session_start_info").hparams
+        results = json.loads((out / "results.json").read_text())
+        facts = results["teacher"] if name == "teacher" else results["students"][name]
+        assert row["acc"].number_value == facts["test_acc"][1]
+        assert row["seed"].string_value == "1"
+        assert row["training"].string_value == (
+            "Adam(lr=0.001), Digits(batch_size=128, train_size=300), 2 epochs, auto, devices auto, 32-true"
+        )
+        assert (row["lr"].number_value, row["epochs"].number_value, row["batch_size"].number_value) == (0.001, 2, 128)
+
+
+def test_all_rows_have_the_columns_of_all_objectives(out: Path) -> None:
+    found = [{i.name for i in hparams(out / "seed0" / name, "experiment").hparam_infos} for name in ("teacher", "kd")]
+    assert found[0] == found[1]
+    assert {"temperature", "kd_weight", "hint_weight", "strategy", "precision", "exact", "optimizer"} <= found[0]
+    lists = [
+        info for info in hparams(out / "seed0" / "kd", "experiment").hparam_infos if info.HasField("domain_discrete")
+    ]
+    assert not lists  # which would hide the rows of other experiments
+
+
+def test_a_chart_shows_all_runs(out: Path) -> None:
+    training = ["learning rate", "gradient norm, before clipping", "samples a second", "peak memory, MiB"]
+    scores = ["validation accuracy", "validation loss", "training loss"]
+    assert charts(out / "seed0" / "students") == {"scores": scores, "training": training}
+    assert charts(out / "seed0" / "teacher") == charts(out / "seed0" / "students")
+    assert charts(out / "mean" / "kd") == {"means over seeds": [f"{title}, mean and range" for title in scores]}
+
+
+def test_what_students_share_is_a_run_of_its_own(out: Path) -> None:
+    shared = {"train/samples_per_sec", "train/peak_memory_mib"}
+    assert set(events(out / "seed0" / "students").Tags()["scalars"]) == shared
+    own = set(events(out / "seed0" / "kd").Tags()["scalars"])
+    assert {"train/lr-Adam", "train/grad_2.0_norm_total"} <= own
+    assert not shared & own
+    assert shared | {"train/lr-Adam"} <= set(events(out / "seed0" / "teacher").Tags()["scalars"])
+    rates = events(out / "seed0" / "kd").Scalars("train/lr-Adam")
+    assert [(event.step, event.value) for event in rates] == [(4, pytest.approx(0.001))]
+
+
+def test_a_method_is_the_mean_of_its_seeds_with_their_range(out: Path) -> None:
+    for name in ("teacher", *STUDENTS):
+        method, seeds = events(out / "mean" / name), [events(out / f"seed{seed}" / name) for seed in (0, 1)]
+        tags = {tag for tag in seeds[0].Tags()["scalars"] if not tag.startswith("test_class_acc")}
+        bands = {band for tag in ("train/loss", "val/loss", "val/acc") for band in BANDS[tag]}
+        assert set(method.Tags()["scalars"]) == tags | bands
+        for tag in tags:
+            values = [[event.value for event in run.Scalars(tag)] for run in seeds]
+            assert [event.value for event in method.Scalars(tag)] == pytest.approx(
+                [*map(mean, zip(*values, strict=True))]
+            )
+            assert [event.step for event in method.Scalars(tag)] == [event.step for event in seeds[0].Scalars(tag)]
+            for band, of in zip(BANDS.get(tag, ()), (mean, min, max), strict=False):
+                assert [event.value for event in method.Scalars(band)] == pytest.approx(
+                    [*map(of, zip(*values, strict=True))]
+                )
+
+
+def test_methods_are_the_first_runs_that_get_a_colour(out: Path) -> None:
+    first = {run: events(out / run).Tensors("custom_scalars__config__")[0].wall_time for run in ("mean/ce", "mean/kd")}
+    assert max(first.values()) < min(e.wall_time for e in events(out / "seed0" / "teacher").Scalars("train/loss"))
+
+
+def test_one_seed_has_no_mean_and_no_logger_writes_nothing(tmp_path: Path) -> None:
+    kd.main(flags(tmp_path / "one", "--seeds", "1", "--trainer.max_epochs", "1"))
+    assert not (tmp_path / "one" / "mean").exists()
+    kd.main(flags(tmp_path / "none", "--seeds", "2", "--trainer.max_epochs", "1", "--trainer.logger", "false"))
+    assert not [*(tmp_path / "none").rglob("events*"), *(tmp_path / "none").rglob("mean")]
+    weights = [torch.load(tmp_path / run / "seed0" / "kd" / "weights.pt") for run in ("one", "none")]
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+
+
+def test_a_language_models_row_begins_with_its_bits(tmp_path: Path) -> None:
+    small = ["--net.num_layers", "1", "--net.embed_dim", "8", "--net.num_heads", "1", "--data.block_size", "8"]
+    steps = ["--trainer.max_steps", "4", "--trainer.val_check_interval", "2", "--trainer.log_every_n_steps", "1"]
+    gpt.main([*small, *steps, "--seeds", "2", "--out", str(tmp_path / "run")])
+    folder = tmp_path / "run" / "seed0" / "gpt"
+    assert shown(folder)[:5] == ["bpc", "net", "objective", "seed", "training"]
+    row = hparams(folder, "session_start_info").hparams
+    assert row["net"].string_value.startswith("GPT(")
+    assert "num_layers=1" in row["net"].string_value
+    assert row["training"].string_value.startswith("LitLanguageModel(lr=0.003), Text(")
+    assert charts(folder)["scores"] == ["validation, bits a character", "validation loss", "training loss"]
+    rates = [event.value for event in events(folder).Scalars("train/lr-AdamW")]
+    assert rates == pytest.approx([0.003 * (step + 1) / 101 for step in range(4)])
+    assert "seeds/val/bpc_mean" in events(tmp_path / "run" / "mean" / "gpt").Tags()["scalars"]
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize(
+    ("classes", "least", "most"), [(2, 350, 350), (10, 350, 350), (100, 1200, 1300), (1000, 1, 1600)]
+)
+def test_ten_classes_fill_the_width_at_which_pictures_are_shown(classes: int, least: int, most: int) -> None:
+    figure = confusion_figure(torch.eye(classes, dtype=torch.int64) * 1000, [f"class {i}" for i in range(classes)])
+    width, height = figure.get_size_inches() * figure.dpi
+    assert width == height
+    assert least <= round(width) <= most
+    texts = [text.get_text() for text in figure.axes[0].texts]
+    assert texts == (["1000"] * classes if classes <= 25 else [])
+    figure.draw_without_rendering()
+    if classes == 10:
+        boxes = [text.get_window_extent() for text in figure.axes[0].texts]
+        cell = (
+            math.hypot(*(figure.axes[0].transData.transform((1, 1)) - figure.axes[0].transData.transform((0, 0))))
+            / 2**0.5
+        )
+        assert all(box.width < 1.1 * cell for box in boxes)
+        assert all(box.height > 7 for box in boxes)
