@@ -16,6 +16,7 @@ EXPECTED_WARNINGS = (
     r".*isinstance\(treespec, LeafSpec\)",  # Lightning 2.6 with torch 2.15
     r"`weights_only` was not set",  # Lightning reads a rank's weights back into this process
     r"The '(train|val|test)_dataloader' does not have many workers",
+    r".*joblib will operate in serial mode",  # where /dev/shm can't be written
     r"The number of training batches \(\d+\) is smaller than the logging interval",
 )
 TAGS = ("val/acc", "val/loss", "train/acc", "train/loss")

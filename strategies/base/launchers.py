@@ -1,6 +1,7 @@
 """Launchers: ranks are forked from this process where that is safe, else started as sub-processes."""
 
 import inspect
+import multiprocessing
 import os
 import signal
 import sys
@@ -33,6 +34,7 @@ class ForkLauncher(_MultiProcessingLauncher):
 
     def launch(self, function: Callable, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Run `function` in every rank and return rank zero's results."""
+        _check_shared_memory()
         self._strategy.check_trainer(trainer)
         if not fit_state.builds_layers(trainer.lightning_module):
             self._strategy.check_module(trainer.lightning_module)
@@ -101,6 +103,14 @@ class ForkLauncher(_MultiProcessingLauncher):
         fit_state.restore(trainer, state, trainer.datamodule if data is None else data)  # type: ignore[attr-defined]
         if fits and not self._strategy.node_rank:  # other nodes lack the whole state
             self._strategy.create_optimizers = partial(fit_state.make_optimizers, trainer, state)
+
+
+def _check_shared_memory() -> None:
+    """Raise OSError with its place where semaphores, by which ranks talk to their parent, can't be created."""
+    try:
+        multiprocessing.Lock()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, "/dev/shm") from None
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
