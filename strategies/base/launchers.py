@@ -1,5 +1,6 @@
 """Launchers: ranks are forked from this process where that is safe, else started as sub-processes."""
 
+import errno
 import inspect
 import multiprocessing
 import os
@@ -82,13 +83,21 @@ class ForkLauncher(_MultiProcessingLauncher):
         state = fit_state.collected(trainer)
         if self._strategy.local_rank:
             return None
-        torch.save(state, self._result)
+        try:
+            torch.save(state, self._result)
+        except (
+            OSError,
+            RuntimeError,
+        ):  # the disk is full: an exception would need a file there too, to reach the parent
+            self._result.unlink(missing_ok=True)
         return _WorkerOutput(None, None, trainer.state, results, {})
 
     def _recover_results_in_main_process(self, worker_output: Any, trainer: Trainer) -> None:
         trainer.state = worker_output.trainer_state
 
     def _restore(self, trainer: Trainer, function: Callable, args: Any, kwargs: Any) -> None:
+        if not self._result.exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), tempfile.gettempdir())
         # Memory-mapped: unused tensors take no memory.
         state = torch.load(self._result, map_location="cpu", weights_only=False, mmap=True)
         fits = trainer.state.fn == TrainerFn.FITTING
