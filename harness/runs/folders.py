@@ -70,6 +70,7 @@ def opened(out: Path, resume: bool = False, overwrite: bool = False, job: str = 
         with launch.main_first("folder"):
             if launch.is_main_process():
                 stack.callback(_locked(out).release)
+                _check_seeds(out)
                 found = _holds(out) if resume else []
                 if found and not (out / "config.yaml").exists():
                     missing = f"config.yaml in {out}, which holds {found[0]} of a run with unknown settings"
@@ -94,8 +95,19 @@ def _locked(out: Path) -> FileLock:
         raise BadInput("out", out, f"a folder not in use; process {owner} works in it") from None
     except OSError as error:
         lock.release()
-        raise BadInput("out", out, f"a folder that can be written ({error.strerror})") from None
+        exists = "a link that leads nowhere" if out.is_symlink() else "a file"
+        why = f"this is {exists}" if isinstance(error, FileExistsError) else error.strerror
+        raise BadInput("out", out, f"a folder that can be written ({why})") from None
     return lock
+
+
+def _check_seeds(out: Path) -> None:
+    """Raise BadInput if a seed has a file, or a link that leads nowhere, instead of a folder or a link to one."""
+    for path in out.glob("seed[0-9]*"):
+        if path.name.removeprefix("seed").isdecimal() and not path.is_dir():
+            raise BadInput(
+                "out", out, f"folders for seeds; {path} is {'a broken link' if path.is_symlink() else 'a file'}"
+            )
 
 
 def _holds(out: Path) -> list[str]:

@@ -17,6 +17,7 @@ EXPECTED_WARNINGS = (
     r"`weights_only` was not set",  # Lightning reads a rank's weights back into this process
     r"The '(train|val|test)_dataloader' does not have many workers",
     r"The number of training batches \(\d+\) is smaller than the logging interval",
+    r".*joblib will operate in serial mode",  # where /dev/shm can't be written
     r"The PyTorch API of nested tensors is in prototype stage",
     r"Glyph \d+ .* missing from font",  # names of users' classes in pictures
 )

@@ -87,7 +87,8 @@ class Session:
                 yield self.out
             except signals.Interrupted:
                 again = f"python experiments/{self.parser.prog} --out {self.out} --resume true"
-                sys.stderr.write(f"stopped; go on with: {again}\n")
+                if launch.is_main_process():
+                    sys.stderr.write(f"stopped; go on with: {again}\n")
                 raise
 
     def describe(self) -> None:

@@ -1,6 +1,8 @@
 """Launchers: ranks are forked from this process where that is safe, else started as sub-processes."""
 
+import errno
 import inspect
+import multiprocessing
 import os
 import signal
 import sys
@@ -33,6 +35,7 @@ class ForkLauncher(_MultiProcessingLauncher):
 
     def launch(self, function: Callable, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Run `function` in every rank and return rank zero's results."""
+        _check_shared_memory()
         self._strategy.check_trainer(trainer)
         if not fit_state.builds_layers(trainer.lightning_module):
             self._strategy.check_module(trainer.lightning_module)
@@ -80,13 +83,18 @@ class ForkLauncher(_MultiProcessingLauncher):
         state = fit_state.collected(trainer)
         if self._strategy.local_rank:
             return None
-        torch.save(state, self._result)
+        try:
+            torch.save(state, self._result)
+        except (OSError, RuntimeError):  # the disk is full, and an exception needs a file there to reach the parent
+            self._result.unlink(missing_ok=True)
         return _WorkerOutput(None, None, trainer.state, results, {})
 
     def _recover_results_in_main_process(self, worker_output: Any, trainer: Trainer) -> None:
         trainer.state = worker_output.trainer_state
 
     def _restore(self, trainer: Trainer, function: Callable, args: Any, kwargs: Any) -> None:
+        if not self._result.exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), tempfile.gettempdir())
         # Memory-mapped: unused tensors take no memory.
         state = torch.load(self._result, map_location="cpu", weights_only=False, mmap=True)
         fits = trainer.state.fn == TrainerFn.FITTING
@@ -101,6 +109,14 @@ class ForkLauncher(_MultiProcessingLauncher):
         fit_state.restore(trainer, state, trainer.datamodule if data is None else data)  # type: ignore[attr-defined]
         if fits and not self._strategy.node_rank:  # other nodes lack the whole state
             self._strategy.create_optimizers = partial(fit_state.make_optimizers, trainer, state)
+
+
+def _check_shared_memory() -> None:
+    """Raise OSError with its place where semaphores, by which ranks talk to their parent, can't be created."""
+    try:
+        multiprocessing.Lock()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, "/dev/shm") from None
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):

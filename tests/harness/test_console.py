@@ -1,0 +1,172 @@
+"""What a command prints to: streams that lack characters, pipes and terminals that close."""
+
+import io
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments import compare, kd
+from harness import start
+from harness.config.console import console
+from harness.reports.tables import Table
+from harness.runs import signals
+from harness.runs.files import write_json
+from harness.runs.safepoints import SafePoints
+from harness.runs.signals import handled
+from tests.bake_off_facts import results
+from tests.launching import ROOT, TINY, by_hand, free_port
+from tests.processes import Run
+
+
+def test_characters_that_stdout_lacks_are_spelt(monkeypatch: pytest.MonkeyPatch) -> None:
+    stdout = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr("sys.stdout", stdout)
+    with console():
+        print("Δ ± — … µs T² \udcff 漢")
+        print(Table(["a", "Δ, points"], [["x", "1.0 ± 0.5"], ["y", "—"]]).plain())
+    lines = stdout.buffer.getvalue().decode().splitlines()  # type: ignore[attr-defined]
+    assert lines == [
+        "diff +- - ... us T2 ? ?",
+        "a  diff, points",
+        "-  ------------",
+        "x    1.0 +- 0.5",
+        "y             -",
+    ]
+    assert stdout.errors == "strict"
+
+
+def test_a_table_elsewhere_has_its_own_characters() -> None:
+    assert Table(["a", "Δ"], [["x", "±"]]).plain() == "a  Δ\n-  -\nx  ±"
+
+
+def closed_early(function: Callable[[], Any], log: Path) -> Run:
+    """The call with a stdout that nobody reads."""
+
+    def main() -> None:
+        read, write = os.pipe()
+        os.close(read)
+        os.dup2(write, 1)
+        os.close(write)
+        sys.stdout = os.fdopen(1, "w")
+        function()
+
+    return Run(main, log=log)
+
+
+def test_help_that_nobody_reads_ends_quietly(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    write_json(tmp_path / "run" / "results.json", results())
+    for number, call in enumerate(
+        (partial(kd.main, ["--help"]), partial(compare.main, [str(tmp_path / "run"), "--out", str(tmp_path / "both")]))
+    ):
+        run = closed_early(call, tmp_path / f"{number}.log")
+        assert run.wait() == 141
+        assert run.output == ""
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_run_whose_output_is_closed_ends_and_goes_on(devices: int, tmp_path: Path) -> None:
+    flags = [*TINY, "--trainer.logger", "false", "--trainer.devices", str(devices), "--out", str(tmp_path / "run")]
+    run = closed_early(partial(kd.main, [*flags, "--checkpoint_every", "1e-9"]), tmp_path / "log")
+    assert run.wait() == 141
+    assert "Traceback" not in run.output
+    assert (tmp_path / "run" / "seed0" / "teacher.ckpt").exists()
+
+
+@pytest.mark.parametrize("ignored", [False, True], ids=["", "nohup"])
+def test_a_hangup_saves_unless_it_is_ignored(ignored: bool, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+
+    def main() -> None:
+        step, seen = SafePoints.on_train_batch_start, []
+        if ignored:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+        def counted(*args: Any) -> None:
+            seen.append(1)
+            if len(seen) == 2:
+                os.kill(os.getpid(), signal.SIGHUP)
+            step(*args)
+
+        SafePoints.on_train_batch_start = counted  # type: ignore[method-assign]
+        kd.main([*TINY, "--trainer.logger", "false", "--out", str(out)])
+
+    run = Run(main, log=tmp_path / "log")
+    assert run.wait() == (0 if ignored else 128 + signal.SIGHUP), run.output
+    assert (out / "results.json").exists() is ignored
+    assert (out / "seed0" / "teacher.ckpt").exists() is not ignored
+    assert (f"--out {out} --resume true" in run.output) is not ignored
+
+
+def test_a_terminal_that_is_gone_is_left(tmp_path: Path) -> None:
+    def main() -> None:
+        master, slave = pty.openpty()
+        os.dup2(slave, 1)
+        os.close(slave)
+        with handled():
+            signals.State.deferring = True
+            os.close(master)
+            os.kill(os.getpid(), signal.SIGHUP)
+            time.sleep(0)
+            os.write(1, b"a line")  # without a terminal this would be an OSError
+
+    run = Run(main, log=tmp_path / "log")
+    assert run.wait() == 0, run.output
+
+
+def test_an_interrupt_during_the_imports_is_quiet(tmp_path: Path) -> None:
+    script = "from harness import start; start.script(); import os; os.kill(os.getpid(), 2); import time; time.sleep(9)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, cwd=ROOT, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+
+
+def test_an_interrupt_that_a_shell_has_ignored_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "INFO")
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        start.script()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert os.environ["TORCH_CPP_LOG_LEVEL"] == "INFO"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "experiments").glob("*.py")), ids=lambda path: path.stem)
+def test_every_script_starts_so(path: Path) -> None:
+    text = path.read_text()
+    called = text.index('if __name__ == "__main__":\n    start.script()\n')
+    assert called < min(text.index(word) for word in ("from apprentice", "harness.studies") if word in text)
+
+
+@pytest.mark.slow
+def test_a_lost_rank_zero_is_one_line_of_the_others(tmp_path: Path) -> None:
+    """Fresh processes, as torch reads its log level when it is loaded."""
+    out, flags = tmp_path / "run", [*TINY, "--trainer.max_epochs", "3000", "--trainer.devices", "2"]
+    running, logs = [], [tmp_path / "0.log", tmp_path / "1.log"]
+    for given, log in zip(by_hand(2, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port()), logs, strict=True):
+        with log.open("w") as file:
+            words = [sys.executable, ROOT / "experiments" / "kd.py", *flags, "--out", out]
+            env = os.environ | {key: str(value) for key, value in given.items()}
+            env.pop("TORCH_CPP_LOG_LEVEL", None)
+            running.append(subprocess.Popen(words, stdout=file, stderr=file, env=env))
+    try:
+        deadline = time.monotonic() + 120
+        while "epoch 2/" not in logs[0].read_text():
+            assert time.monotonic() < deadline, "".join(log.read_text() for log in logs)
+            time.sleep(0.1)
+        running[0].kill()
+        assert running[1].wait(60) == 2
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+    assert logs[1].read_text() == "error: rank 0 has gone; its own message, if there is one, is above\n"
