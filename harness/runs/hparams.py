@@ -13,7 +13,8 @@ from harness.config.signatures import options_of
 
 # TensorBoard ticks five settings and five metrics, settings first, in the order of their names if all are said to
 # differ. So the score is a setting too, and four settings say in words what all the others are.
-TICKED = ("acc", "bpc", "net", "objective", "seed", "training")
+SCORES = ("acc", "bpc")
+TICKED = ("net", "objective", "seed", "training")  # beside the score
 METRICS = {
     "test/loss": "test loss", "cost/parameters": "parameters", "cost/train_flops": "FLOPs of training",
     "cost/step_ms": "ms a step",
@@ -69,9 +70,14 @@ def summaries(row: Mapping[str, Any], score: str, more: Iterable[str] = ()) -> l
     The table has the columns that some row of it names, so all rows of an experiment name the same ones.
     """
     plain = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in row.items() if v is not None}
-    columns = dict.fromkeys([score, *TICKED[2:], *plain, *more])
+    columns = dict.fromkeys([*SCORES, *TICKED, *plain, *more])
     # Infos have no list of values: with one, the table would hide the rows of other experiments.
-    infos = [api_pb2.HParamInfo(name=name, type=_type(plain.get(name)), differs=name in TICKED) for name in columns]
+    infos = [
+        api_pb2.HParamInfo(
+            name=name, type=_type(plain.get(name, 0.0 if name in SCORES else "")), differs=name in {score, *TICKED}
+        )
+        for name in columns
+    ]
     metrics = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag), display_name=name) for tag, name in METRICS.items()]
     start = plugin_data_pb2.SessionStartInfo()
     for name, value in plain.items():

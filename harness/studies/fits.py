@@ -47,6 +47,7 @@ class Candidate:
     spec: Spec  # how to rebuild it
     objective: str  # name of what it learns by
     options: Mapping[str, Any]  # of the objective
+    settings: Namespace | None = None  # what it is trained with, if not with the run's
 
 
 Make = Callable[[], tuple[Learner, dict[str, Candidate]]]
@@ -147,7 +148,7 @@ def train(
             facts["runs"][key] = found = _facts(module, key if key in module.runs else "", candidate, fit, run.data)
             save_net(candidate.net, candidate.spec, folder / key)
             if run.tensorboard:
-                _log_row(run, seed, candidate, found, folder / key)
+                log_row(run, seed, candidate, found, folder / key)
         write_json(record, facts)
         if not keep:
             checkpoint.unlink(missing_ok=True)
@@ -176,15 +177,16 @@ def _extended(run: Session, label: str, checkpoint: Path, done: int | None, epoc
     return not why
 
 
-def _log_row(run: Session, seed: int, candidate: Candidate, found: Facts, folder: Path) -> None:
+def log_row(run: Session, seed: int, candidate: Candidate, found: Facts, folder: Path) -> None:
     """Write a net's row in TensorBoard's HPARAMS tab."""
     score, given, options = "acc" if "test_acc" in found else "bpc", run.data.net_arguments, candidate.options
     net = cli.Choice(candidate.spec["class_path"], candidate.spec["init_args"])
     row = {
         score: found[f"test_{score}"], "net": hparams.words(net, "net", given), "seed": str(seed),
-        "objective": hparams.call(candidate.objective, options), **hparams.settings(run.config), **options,
+        "objective": hparams.call(candidate.objective, options), **hparams.settings(candidate.settings or run.config),
+        **options,
     }  # fmt: skip
-    costs = {f"cost/{name}": found[name] for name in ("parameters", "train_flops", "step_ms")}
+    costs = {f"cost/{name}": found.get(name) for name in ("parameters", "train_flops", "step_ms")}
     log_run(folder, row, costs, score, hparams.options_of_all(run.config))
 
 

@@ -4,6 +4,7 @@ import copy
 import io
 import logging
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
@@ -28,14 +29,16 @@ from harness.runs.progress import progress
 from harness.runs.session import Session
 from harness.studies.callbacks import check_callbacks
 from harness.studies.deploy import formats
-from harness.studies.fits import Candidate, check_net, failure, learning, make_candidate, train, wait_for_main
+from harness.studies.fits import Candidate, check_net, failure, learning, log_row, make_candidate, train, wait_for_main
 from lit_modules import nets
 from lit_modules.classifier import LitClassifier
+from lit_modules.learner import adam
 from lit_modules.quantization import post_training
 from lit_modules.quantization.capture import captured
 from lit_modules.quantized import NAME, Quantized
 
 STUDENT = "student"
+ADAM, TRAINER = "torch.optim.Adam", "lightning.pytorch.Trainer"
 
 
 @dataclass
@@ -133,6 +136,9 @@ class Builder:
     def fresh(self) -> tuple[LitClassifier, dict[str, Candidate]]:
         """The module of a student that is trained here."""
         candidate = make_candidate(self.run, STUDENT, self.seed, "CrossEntropy", {})
+        trainer = cli.Choice(TRAINER, {**self.config.trainer.init_args, "max_epochs": self.config.student_epochs})
+        own = {"trainer": trainer, "optimizer": cli.Choice(ADAM, dict(adam.keywords)), "scheduler": None}
+        candidate.settings = Namespace(**{**vars(self.config), **own})
         return LitClassifier(candidate.net, self.data.num_classes, seed=self.seed), {STUDENT: candidate}
 
     def student(self) -> tuple[nn.Module, Spec]:
@@ -178,12 +184,17 @@ class Builder:
             self.data.order_seed = self.seed
             trainer = partial(self.run.trainer, check_val_every_n_epoch=self.config.evaluate_every)
             fits = {"every": self.config.checkpoint_every, "tensorboard": self.run.tensorboard}
-            fit_and_test(module, self.data, trainer, checkpoint, runs=[NAME], show=progress(NAME), **fits)
+            fit = fit_and_test(module, self.data, trainer, checkpoint, runs=[NAME], show=progress(NAME), **fits)
             if module.failed:
                 chosen = self.config.optimizer.name
                 raise BadInput("optimizer", chosen, f"settings that train {NAME}; its loss is not finite")
             if is_main_process():
                 folder.mkdir(exist_ok=True)
+                if self.run.tensorboard:
+                    spec = read_spec(self.config.run or self.run.out / f"seed{self.seed}" / STUDENT)
+                    chosen = self.config.objective
+                    row = Candidate(net, spec, chosen.name, chosen.init_args)
+                    log_row(self.run, self.seed, row, {"test_acc": fit.scores[f"{NAME}/test/acc"]}, folder)
                 with atomic(best) as temporary:
                     torch.save(module.best_state(), temporary)
         if is_main_process():
