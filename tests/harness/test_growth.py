@@ -211,7 +211,9 @@ def test_a_teacher_of_fewer_epochs_is_a_difference_between_runs(
         run.mkdir()
         (run / "results.json").write_text(json.dumps(found))
     compare.main([*map(str, runs), "--out", str(tmp_path / "compare")])
-    assert "teacher.max_epochs 2" in " ".join(capsys.readouterr().out.split())
+    told = capsys.readouterr().out
+    assert "grown and whole differ in settings: teacher.max_epochs." in told
+    assert "teacher.max_epochs — 2" in " ".join(told.split())
 
 
 class Fading(Callback):

@@ -78,11 +78,8 @@ class Run:
     experiment: Experiment
 
     def __post_init__(self) -> None:
-        self.config: Facts = self.results.get("config") or {}
+        self.config: Facts = _with_teachers_epochs(self.results)
         self.settings = {**dict(flat(self.config)), "data": self.results["data"]["name"]}  # as flags and values
-        epochs = self.results.get("teacher", {}).get("max_epochs")
-        if epochs not in (None, self.settings.get("trainer.max_epochs")):
-            self.settings["teacher.max_epochs"] = epochs  # the run grew
         self.seeds: list[int] = self.results["seeds"] if self.kind.judged else self.config["seeds"]
         self.entries = self.experiment.rows(self.results)  # of its rows, by name
 
@@ -106,6 +103,15 @@ class Run:
             else:
                 value = (value.get("init_args", value) or {}).get(part) if isinstance(value, dict) else None
         return value
+
+
+def _with_teachers_epochs(results: Facts) -> Facts:
+    """The configuration; in that of a run that has grown by epochs, those of its teachers are an option of theirs."""
+    config: Facts = results.get("config") or {}
+    epochs, teacher = results.get("teacher", {}).get("max_epochs"), config.get("teacher")
+    if not isinstance(teacher, dict) or epochs in (None, config.get("trainer", {}).get("max_epochs")):
+        return config
+    return config | {"teacher": teacher | {"init_args": (teacher.get("init_args") or {}) | {"max_epochs": epochs}}}
 
 
 def load_run(given: str | Path, path: Path, name: str, like: Run | None = None) -> Run:
