@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.config.console import console
 
 from experiments import compare, kd
 from harness import start
+from harness.console import console
 from harness.reports.tables import Table
 from harness.runs import signals
 from harness.runs.files import write_json
