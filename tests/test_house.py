@@ -21,14 +21,17 @@ ROOT = Path(__file__).parents[1]
 BELOW = ("apprentice", "lit_modules", "datamodules", "strategies")  # of the harness
 LIBRARY = (*BELOW, "harness")
 PACKAGES = (*LIBRARY, "experiments", "benchmarks")
+PROCESS = ("harness.start", "harness.console")  # of the harness, these load nothing heavy
 # What a package may import of ours; the longest name that fits a module counts.
 MAY_IMPORT = {
     "experiments": LIBRARY,
     "benchmarks": (*LIBRARY, "benchmarks"),
     "harness": LIBRARY,
-    "harness.config": (*BELOW, "harness.config"),
-    "harness.runs": (*BELOW, "harness.config", "harness.runs"),
-    "harness.reports": (*BELOW, "harness.config", "harness.runs", "harness.reports"),
+    "harness.start": (),
+    "harness.console": PROCESS,
+    "harness.config": (*BELOW, *PROCESS, "harness.config"),
+    "harness.runs": (*BELOW, *PROCESS, "harness.config", "harness.runs"),
+    "harness.reports": (*BELOW, *PROCESS, "harness.config", "harness.runs", "harness.reports"),
     "lit_modules": ("lit_modules", "apprentice"),
     "lit_modules.objectives": ("lit_modules.objectives", "lit_modules.nets", "apprentice"),
     "lit_modules.nets": ("lit_modules.nets", "apprentice"),

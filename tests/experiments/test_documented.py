@@ -35,20 +35,22 @@ SHORTER = {
     "attention": "--quick true --parts kernels",
     "quantize": "--latency.repeats 1 --latency.batch_sizes 1 --trainer.max_epochs 1 --freeze_epoch 1",
 }
-ELSEWHERE = ("torchrun", "mpirun", "RANK=")  # tests/harness/test_launch.py and test_elastic.py start these
 FOLLOWED = ("deploy.md",)  # by tests/experiments/test_quantize.py, which looks for noise, too
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
-    """Name and flags of each command that begins with `python`, in the order in which one reads them."""
+    """Name and flags of each command that begins with `python`, in the order in which one reads them.
+
+    Those of launchers are started by tests/harness/test_launch.py and test_elastic.py.
+    """
     first = [ROOT / "README.md", ROOT / "docs" / "getting-started.md"]
     pages = [*first, *sorted({*(ROOT / "docs").glob("*.md")} - {*first})]
     texts = ["".join(re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)) for page in pages]
     texts = [text for page, text in zip(pages, texts, strict=True) if page.name not in FOLLOWED]
     texts += [file.read_text().split('"""')[1] for file in sorted((ROOT / "experiments").glob("*.py"))]
     for line in "\n".join(texts).replace("\\\n", " ").splitlines():
-        found = re.search(r"python experiments/(\w+)\.py(.*)", line)
-        if found and not any(word in line for word in ELSEWHERE):
+        found = re.match(r" *(?:OMP_NUM_THREADS=1 )?python experiments/(\w+)\.py(.*)", line)
+        if found:
             yield found[1], shlex.split(found[2], comments=True)
 
 

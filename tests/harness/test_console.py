@@ -18,7 +18,7 @@ from experiments import compare, kd
 from harness import start
 from harness.console import console
 from harness.reports.tables import Table
-from harness.runs import signals
+from harness.runs import session, signals
 from harness.runs.files import write_json
 from harness.runs.safepoints import SafePoints
 from harness.runs.signals import handled
@@ -76,7 +76,12 @@ def test_help_that_nobody_reads_ends_quietly(tmp_path: Path) -> None:
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_whose_output_is_closed_ends_and_goes_on(devices: int, tmp_path: Path) -> None:
     flags = [*TINY, "--trainer.logger", "false", "--trainer.devices", str(devices), "--out", str(tmp_path / "run")]
-    run = closed_early(partial(kd.main, [*flags, "--checkpoint_every", "1e-9"]), tmp_path / "log")
+
+    def main() -> None:
+        session.notice = lambda line: None  # type: ignore[attr-defined]  # the first line that fails is the epoch's
+        kd.main([*flags, "--checkpoint_every", "1e-9"])
+
+    run = closed_early(main, tmp_path / "log")
     assert run.wait() == 141
     assert "Traceback" not in run.output
     assert (tmp_path / "run" / "seed0" / "teacher.ckpt").exists()
@@ -143,7 +148,7 @@ def test_an_interrupt_that_a_shell_has_ignored_stays_so(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("path", sorted((ROOT / "experiments").glob("*.py")), ids=lambda path: path.stem)
 def test_every_script_starts_so(path: Path) -> None:
     text = path.read_text()
-    called = text.index('if __name__ == "__main__":\n    start.script()\n')
+    called = text.index('if __name__ == "__main__":\n    start.script(')
     assert called < min(text.index(word) for word in ("from apprentice", "harness.studies") if word in text)
 
 

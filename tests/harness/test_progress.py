@@ -15,6 +15,7 @@ from experiments import kd
 from harness.runs import progress
 from harness.runs.progress import Display, Lines, is_live
 from harness.runs.quiet import quiet
+from harness.studies import remaining as estimate
 from harness.studies.remaining import remaining
 from strategies import NAMES
 from tests.processes import Run
@@ -55,7 +56,8 @@ def test_the_screen_of_a_run(tmp_path: Path) -> None:
     assert seen.cursor
 
 
-def test_the_time_of_the_whole_run_is_estimated(tmp_path: Path) -> None:
+def test_the_time_of_the_whole_run_is_estimated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimate, "load_record", lambda path: json.loads(path.read_text()))
     run: Any = SimpleNamespace(out=tmp_path, config=Namespace(seeds=[0, 1]))
     fits = ["teacher", "students"]
     rest = remaining(run, fits, 0, "teacher")
