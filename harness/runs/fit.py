@@ -51,7 +51,7 @@ def fit_and_test(
     state = safepoints.read(checkpoint) if checkpoint.exists() else None
 
     def trainer(purge_step: int = 0, part: str = "", **kwargs: Any) -> Trainer:
-        logger = RunsLogger(checkpoint.parent, runs, checkpoint.stem, score, purge_step, part)
+        logger = RunsLogger(checkpoint.parent, runs, checkpoint.stem, purge_step, part, score)
         return make_trainer(logger=logger if tensorboard else False, plugins=[AtomicCheckpointIO()], **kwargs)
 
     with quiet():
