@@ -56,7 +56,7 @@ def fit_and_test(
         safepoints.load(module, state, checkpoint)  # before ranks are started, one of which would fail alone
 
     def trainer(purge_step: int = 0, part: str = "", **kwargs: Any) -> Trainer:
-        logger = RunsLogger(checkpoint.parent, runs, checkpoint.stem, score, purge_step, part)
+        logger = RunsLogger(checkpoint.parent, runs, checkpoint.stem, purge_step, part, score)
         kwargs |= {"show": show} if show else {}
         return make_trainer(logger=logger if tensorboard else False, plugins=[AtomicCheckpointIO()], **kwargs)
 

@@ -37,9 +37,9 @@ class RunsLogger(Logger):
         root: the folder of the runs.
         runs: their names.
         default: the run of values that are logged without a run's name.
-        score: of the validation, "acc" or "bpc".
         purge_step: TensorBoard drops earlier points from this step on, as after a resume; 0 deletes this part's files.
         part: ends the names of the files; "" stands for all parts.
+        score: of the validation, "acc" or "bpc".
     """
 
     name, version = "", ""  # of Lightning's loggers: the name of the folder, which is the run's own
@@ -49,9 +49,9 @@ class RunsLogger(Logger):
         root: Path,
         runs: Iterable[str],
         default: str,
-        score: str = "acc",
         purge_step: int = 0,
         part: str = "",
+        score: str = "acc",
     ) -> None:
         super().__init__()
         self.root, self.name, self.runs, self.default = Path(root), Path(root).name, set(runs), default

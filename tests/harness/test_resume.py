@@ -68,6 +68,9 @@ def ended(out: Path) -> tuple[dict[str, torch.Tensor], Any]:
     return weights, timeless(json.loads((out / "results.json").read_text())) | {"curves": curves(out)}
 
 
+MEASURED = {"cost/step_ms", "train/samples_per_sec", "train/peak_memory_mib"}  # values differ between runs, steps don't
+
+
 def curves(out: Path) -> dict[tuple[str, str], list[tuple[int, Any]]]:
     """What TensorBoard shows but for times: steps and values by run and tag, each step once."""
     found = {}
@@ -75,8 +78,9 @@ def curves(out: Path) -> dict[tuple[str, str], list[tuple[int, Any]]]:
         events = EventAccumulator(str(folder), size_guidance=dict.fromkeys(SHOWN, 0))
         events.Reload()
         for kind, value in SHOWN.items():
-            for tag in set(events.Tags()[kind]) - {"cost/step_ms"}:
+            for tag in events.Tags()[kind]:
                 points = [(event.step, getattr(event, value)) for event in getattr(events, kind.capitalize())(tag)]
+                points = [(step, tag in MEASURED or value) for step, value in points]
                 steps = [step for step, _ in points]
                 assert steps == sorted(set(steps)), (folder, tag, steps)
                 found[str(folder.relative_to(out)), tag] = points
