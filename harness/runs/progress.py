@@ -32,8 +32,8 @@ def quiet() -> Iterator[None]:
         for message in EXPECTED_WARNINGS:
             warnings.filterwarnings("ignore", message)
         warnings.filterwarnings("ignore", module=r"lit_modules\.nets\.attention$")  # the refusal has torch's reasons
-        for logger, level in zip(loggers, wanted.values(), strict=True):
-            logger.setLevel(level)
+        for logger, name in zip(loggers, wanted.values(), strict=True):
+            logger.setLevel(name)
         try:
             yield
         finally:
