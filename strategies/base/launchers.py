@@ -85,7 +85,7 @@ class ForkLauncher(_MultiProcessingLauncher):
             return None
         try:
             torch.save(state, self._result)
-        except (OSError, RuntimeError):  # the disk is full, and an exception needs a file there to reach the parent
+        except (OSError, RuntimeError):  # the disk is full; an exception needs a file there too to reach the parent
             self._result.unlink(missing_ok=True)
         return _WorkerOutput(None, None, trainer.state, results, {})
 

@@ -1,16 +1,21 @@
 """A run's folder: what is the run's in it, and what a run that is to go on there asks of it."""
 
+import errno
 import os
 import shutil
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from apprentice.errors import BadInput
 from experiments import kd
 from harness.runs import folders
 from harness.runs.files import atomic, recorded, write_text
 from harness.runs.tensorboard import RunsLogger, log_run
+from tests.processes import Run
 
 TINY = ["--data.train_size", "40", "--data.test_size", "20", "--data.validation_size", "20", "--seeds", "1"]
 TINY += ["--only", "ce", "--trainer.max_epochs", "1"]
@@ -175,3 +180,54 @@ def test_a_new_folder_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         write_text(tmp_path / "typo" / "config.yaml", "")
     with folders.opened(tmp_path / "typo", resume=True):
         assert capsys.readouterr().err == ""
+
+
+def test_a_seeds_folder_may_be_a_link_to_another_disk(tmp_path: Path) -> None:
+    out, disk = tmp_path / "run", tmp_path / "disk"
+    out.mkdir()
+    disk.mkdir()
+    (out / "seed0").symlink_to(disk)
+    with folders.opened(out):
+        write_text(out / "seed0" / "teacher.json", "{}")
+    assert (disk / "teacher.json").exists()
+    with folders.opened(out, overwrite=True):
+        assert not any(disk.iterdir())
+    assert (out / "seed0").is_symlink()
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (lambda path: path.write_text("mine"), "a file"),
+        (lambda path: path.symlink_to("nowhere"), "a broken link"),
+        (lambda path: path.symlink_to(path.name), "a broken link"),
+    ],
+    ids=["file", "dangling", "loop"],
+)
+def test_a_seeds_folder_that_can_not_be_one_is_found_before_training(make: Any, found: str, tmp_path: Path) -> None:
+    make(tmp_path / "seed0")
+    with pytest.raises(BadInput, match=f"expected folders for seeds; {tmp_path / 'seed0'} is {found}"):
+        folders.opened(tmp_path).__enter__()
+    make(tmp_path / "other")
+    with pytest.raises(BadInput, match=r"a folder that can be written \(this is a "):
+        folders.opened(tmp_path / "other").__enter__()
+
+
+@pytest.mark.slow
+def test_a_full_folder_of_temporary_files_is_told_and_the_fit_is_kept(tmp_path: Path) -> None:
+    def main() -> None:
+        save = torch.save
+
+        def full(content: Any, path: Any) -> None:
+            if Path(path).name == "result.pt":
+                raise OSError(errno.ENOSPC, "No space left on device")
+            save(content, path)
+
+        torch.save = full
+        kd.main([*TINY, "--trainer.devices", "2", "--trainer.logger", "false", "--out", str(tmp_path / "run")])
+
+    run = Run(main, log=tmp_path / "log")
+    assert run.wait() == 2, run.output
+    told = f"error: no space left on the disk: {tempfile.gettempdir()}; what was finished is kept"
+    assert run.output.splitlines()[-1] == told
+    assert (tmp_path / "run" / "seed0" / "teacher.ckpt").exists()
