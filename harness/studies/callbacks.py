@@ -1,9 +1,9 @@
-"""The user's callbacks: whether each stage of an experiment has what they read, known before the first is trained."""
+"""When the Trainer validates, and what the user's callbacks then read: whether it is there, before any training."""
 
 import copy
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from lightning.pytorch import Trainer
@@ -30,7 +30,7 @@ class When(NamedTuple):
     @classmethod
     def of(cls, trainer: Trainer, callback: EarlyStopping, run: Session) -> "When":
         """For a Trainer's fit of a run's data."""
-        epoch = math.ceil(run.used["train"] / run.data.batch_size)
+        epoch = run.data.train_batches(trainer)
         every, epochs = trainer.val_check_interval, trainer.check_val_every_n_epoch
         at_epoch_end = callback._check_on_train_epoch_end
         if at_epoch_end is None:  # as the callback's `setup` has it
@@ -43,8 +43,12 @@ class When(NamedTuple):
 def check_callbacks(run: Session, trainer: Trainer, stages: Mapping[str, Learner]) -> None:
     """Raise BadInput if a callback would not find what it reads in a stage, each a fit of a module.
 
-    An EarlyStopping that is not strict needs its value in one of them only.
+    An EarlyStopping that is not strict needs its value in one of them only. Also if `val_check_interval` is too long.
     """
+    every, batches = trainer.val_check_interval, run.data.train_batches(trainer)
+    if isinstance(every, int) and every > batches and trainer.check_val_every_n_epoch is not None:
+        expected = f"at most {batches}, the batches of an epoch; --trainer.check_val_every_n_epoch null counts on"
+        raise BadInput("trainer.val_check_interval", every, expected)
     chosen = run.config.trainer.init_args["callbacks"]
     for place, callback in enumerate(trainer.callbacks):  # type: ignore[attr-defined]
         flag = f"trainer.callbacks.{place}" if isinstance(chosen, list) else "trainer.callbacks"
@@ -69,7 +73,7 @@ def monitored(module: Learner, trainer: Trainer, callback: EarlyStopping, run: S
     """The names that this callback finds when it first looks."""
     when, train = When.of(trainer, callback, run), run.data.split("train")
     inputs, labels = train.take(torch.arange(min(2, len(train.labels))))
-    pair = run.data.normalize(inputs, module.dtype), labels
+    pair = run.data.normalize(inputs, cast("torch.dtype", module.dtype)), labels
     tried = copy.deepcopy(module).train()  # BatchNorm's statistics change
     logged = module.logged(with_seed(0, lambda: tried.shard_step(Batch.of(pair, 0, shared=False)))[1])
     names = list(logged["validation"]) if when.validated <= when.looked < math.inf else []

@@ -12,8 +12,8 @@ from tests.commands import refused
 
 KD = shlex.split("--teacher LightNN --seeds 1 --only kd --data.train_size 200 --trainer.max_epochs 1")
 GPT = shlex.split(
-    "--net.num_layers 1 --net.num_heads 1 --net.embed_dim 8 --data.block_size 8 --data.batch_size 4 --trainer.max_steps 4 "
-    "--trainer.val_check_interval 2 --trainer.limit_val_batches 2 --trainer.limit_test_batches 2"
+    "--net.num_layers 1 --net.num_heads 1 --net.embed_dim 8 --data.block_size 8 --data.batch_size 4 "
+    "--trainer.max_steps 4 --trainer.val_check_interval 2 --trainer.limit_val_batches 2 --trainer.limit_test_batches 2"
 )
 MODULE = """
 import torch
