@@ -128,17 +128,12 @@ class InMemoryData(LightningDataModule):
         return {part: len(self.split(part).labels) for part in LIMITS}
 
     def used(self, trainer: Trainer) -> dict[str, int]:
-        """`sizes` under a Trainer's `limit_train_batches` and the like.
+        """`sizes` under a Trainer's `limit_train_batches` and the like; BadInput if one is less than a batch."""
+        return {part: self._kept(part, trainer) for part in LIMITS}
 
-        Raises:
-            BadInput: one of them is less than a batch, or `val_check_interval` is more than an epoch.
-        """
-        used = {part: self._kept(part, trainer) for part in LIMITS}
-        every, batches = trainer.val_check_interval, math.ceil(used["train"] / self.batch_size)
-        if isinstance(every, int) and every > batches and trainer.check_val_every_n_epoch is not None:
-            expected = f"at most {batches}, the batches of an epoch; --trainer.check_val_every_n_epoch null counts on"
-            raise BadInput("trainer.val_check_interval", every, expected)
-        return used
+    def train_batches(self, trainer: Trainer) -> int:
+        """Batches of an epoch under a Trainer's `limit_train_batches`."""
+        return math.ceil(self._kept("train", trainer) / self.batch_size)
 
     def _kept(self, part: str, trainer: Trainer | None) -> int:
         """Samples in the batches within a Trainer's limit: an int is a count of batches, a float a fraction."""

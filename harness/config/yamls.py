@@ -12,8 +12,9 @@ MOST = 100_000  # values, an alias counted as what it stands for
 class UnboundedError(yaml.MarkedYAMLError):
     """YAML that is nested too deeply, or has too many values."""
 
-    def __init__(self, event: Any, problem: str) -> None:
-        super().__init__(problem=problem, problem_mark=event.start_mark)
+    def __init__(self, event: yaml.Event, problem: str) -> None:
+        mark: Any = event.start_mark  # libyaml's, with the same attributes
+        super().__init__(problem=problem, problem_mark=mark)
 
 
 def load(text: str) -> Any:
@@ -47,7 +48,7 @@ def check(text: str) -> None:
         elif isinstance(event, yaml.AliasEvent):
             if any(anchor == outer for outer, _ in around):
                 raise UnboundedError(event, f"the alias *{anchor} inside of what it stands for")
-            size = sizes.get(event.anchor, 1)
+            size = sizes.get(str(anchor), 1)
         elif not isinstance(event, yaml.ScalarEvent):
             continue
         if anchor is not None:

@@ -1,4 +1,4 @@
-"""The user's callbacks: whether each stage of an experiment has what they read, known before the first is trained."""
+"""When the Trainer validates, and what the user's callbacks then read: whether it is there, before any training."""
 
 import copy
 import math
@@ -30,7 +30,7 @@ class When(NamedTuple):
     @classmethod
     def of(cls, trainer: Trainer, callback: EarlyStopping, run: Session) -> "When":
         """For a Trainer's fit of a run's data."""
-        epoch = math.ceil(run.used["train"] / run.data.batch_size)
+        epoch = run.data.train_batches(trainer)
         every, epochs = trainer.val_check_interval, trainer.check_val_every_n_epoch
         at_epoch_end = callback._check_on_train_epoch_end
         if at_epoch_end is None:  # as the callback's `setup` has it
@@ -43,8 +43,12 @@ class When(NamedTuple):
 def check_callbacks(run: Session, trainer: Trainer, stages: Mapping[str, Learner]) -> None:
     """Raise BadInput if a callback would not find what it reads in a stage, each a fit of a module.
 
-    An EarlyStopping that is not strict needs its value in one of them only.
+    An EarlyStopping that is not strict needs its value in one of them only. Also if `val_check_interval` is too long.
     """
+    every, batches = trainer.val_check_interval, run.data.train_batches(trainer)
+    if isinstance(every, int) and every > batches and trainer.check_val_every_n_epoch is not None:
+        expected = f"at most {batches}, the batches of an epoch; --trainer.check_val_every_n_epoch null counts on"
+        raise BadInput("trainer.val_check_interval", every, expected)
     chosen = run.config.trainer.init_args["callbacks"]
     for place, callback in enumerate(trainer.callbacks):  # type: ignore[attr-defined]
         flag = f"trainer.callbacks.{place}" if isinstance(chosen, list) else "trainer.callbacks"

@@ -166,7 +166,8 @@ def probe(trainer: config.Choice, strategy: Any, left_out: Mapping[str, str]) ->
         if (value := trainer.init_args[key]) not in (None, False, -1):  # it may have no hash
             raise BadInput(f"trainer.{key}", getattr(value, "name", value), f"it left out: {reason}")
     made = with_strategy(trainer, strategy)()
-    if found := [type(callback).__name__ for callback in made.callbacks if isinstance(callback, CHANGING)]:  # type: ignore[attr-defined]
+    callbacks: list[Any] = made.callbacks  # type: ignore[attr-defined]
+    if found := [type(callback).__name__ for callback in callbacks if isinstance(callback, CHANGING)]:
         raise BadInput("trainer.callbacks", found[0], "one that changes nothing; all rows are trained alike")
     if made.num_nodes > 1:
         raise BadInput("trainer.num_nodes", made.num_nodes, "1: one machine is measured")

@@ -514,7 +514,7 @@ REFUSED = {
     "--trainer.callbacks [LearningRateMonitor,OnExceptionCheckpoint]":
         "trainer.callbacks.1 OnExceptionCheckpoint: expected a callback that writes no checkpoints",
     "--trainer.callbacks '{class_path: lightning.pytorch.callbacks.ModelCheckpoint, init_args: {monitor: x}}'":
-        "trainer.callbacks lightning.pytorch.callbacks.ModelCheckpoint: expected a callback that writes no check",
+        "trainer.callbacks lightning.pytorch.callbacks.ModelCheckpoint: expected a callback that writes no",
     "--trainer.strategy ddp --trainer.strategy.timeout 1e30": "trainer.strategy.timeout 1e30: expected seconds, above",
     "--trainer.strategy ddp --trainer.strategy.process_group_backend x":
         "trainer.strategy.process_group_backend x: expected one of gloo",

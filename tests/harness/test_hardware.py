@@ -160,7 +160,7 @@ BAD = {
     "unknown option": (
         ["--trainer.strategy", "local_sgd", "--trainer.strategy.perod", "2"], "--trainer.strategy.perod 2", "period",
     ),
-    "no gpu": (["--trainer.accelerator", "gpu"], "--trainer.accelerator gpu", "gpu"),
+    "no gpu": (["--trainer.accelerator", "gpu"], "--trainer.accelerator gpu: expected", "gpu"),
     "nodes": (["--trainer.num_nodes", "2"], "--trainer.num_nodes 2", "1"),
     "epochs": (["--trainer.max_epochs", "2"], "--trainer.max_epochs 2", "--steps"),
     "steps": (["--steps", "0"], "--steps 0", "at least 1"),
