@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from apprentice.errors import BadInput
-from harness.config.console import console
+from harness.console import console
 from harness.studies import compare as comparison
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from apprentice.errors import BadInput
-from harness.config.console import is_unread
+from harness.console import is_unread
 
 if TYPE_CHECKING:
     from harness.config.parser import Parser

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from harness.config.console import printable
+from harness.console import printable
 
 WIDTH = 110
 NONE = "—"

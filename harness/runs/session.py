@@ -16,8 +16,8 @@ import strategies
 from apprentice.errors import BadInput
 from datamodules import InMemoryData
 from harness import config as cli
-from harness.config.console import console
 from harness.config.sources import INVOCATION, flat
+from harness.console import console
 from harness.runs import environment, folders, launch, signals
 from harness.runs.files import recorded, write_json, write_text
 from harness.runs.fit import MakeTrainer

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from harness.config.console import leave
+from harness.console import leave
 
 SAVED = 75  # exit code of a rank that stopped after saving (EX_TEMPFAIL: try again later)
 SIGHUP = getattr(signal, "SIGHUP", None)  # the terminal was closed; Windows has none

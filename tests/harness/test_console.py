@@ -16,7 +16,7 @@ import pytest
 
 from experiments import compare, kd
 from harness import start
-from harness.config.console import console
+from harness.console import console
 from harness.reports.tables import Table
 from harness.runs import signals
 from harness.runs.files import write_json
