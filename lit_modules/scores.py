@@ -15,7 +15,6 @@ from apprentice import replicas
 from apprentice.batch import Batch
 from lit_modules.objectives.base import widened
 from lit_modules.objectives.cross_entropy import cross_entropy
-from lit_modules.speed import Throughput, peak_memory
 
 UNIT = 2.0**32
 BAR = ("loss", "acc")  # means over runs, for a progress bar
@@ -138,8 +137,7 @@ class TokenScores(Scores):
 class RunMetrics(LightningModule):
     """The part of a module that logs its runs, such as the students of a distillation.
 
-    A run's values are logged as `<run>/<stage>/<what>`, or `<stage>/<what>` for the only run of a module; so are
-    values that the runs share, samples a second (of all ranks) and memory (of rank zero).
+    A run's values are logged as `<run>/<stage>/<what>`, or `<stage>/<what>` for the only run of a module.
 
     Attributes:
         failed: runs that have failed, with the step and the term.
@@ -154,8 +152,6 @@ class RunMetrics(LightningModule):
         self.train_sums: dict[str, float] = {}
         self.samples = 0
         self.failed: dict[str, dict[str, Any]] = {}
-        self._throughput = Throughput()
-        self._read_at = 0  # the step of the last reading
 
     def predict(self, inputs: Tensor) -> dict[str, Tensor]:
         """Logits (b, ..., classes) of each run that has not failed, for inputs (b, ...)."""
@@ -197,25 +193,6 @@ class RunMetrics(LightningModule):
         """Whether values are logged after so many steps: each costs Lightning 0.2 ms, even if it does not write it."""
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         return bool(every) and steps % every == 0
-
-    def on_train_epoch_start(self) -> None:
-        """Measure the speed of training alone."""
-        self._throughput.start(self.samples)
-
-    def on_validation_end(self) -> None:
-        """Measure the speed of training alone."""
-        self._throughput.start(self.samples)
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log the speed and the memory."""
-        step = self.global_step
-        if self.loggers and step != self._read_at and self.is_logged(step):
-            self._read_at = step
-            speed = {
-                "samples_per_sec": self._throughput.read(self.samples),
-                "peak_memory_mib": peak_memory(self.device),
-            }
-            self.log_dict(tags(speed, "train"), batch_size=1)
 
     def on_train_epoch_end(self) -> None:
         """Log the epoch's means over samples, as the tutorials print them."""

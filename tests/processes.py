@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import socket
 import sys
 import time
@@ -62,6 +63,12 @@ class Run:
     @property
     def output(self) -> str:
         return self.log.read_text()
+
+    @property
+    def said(self) -> str:
+        """The output without the lines that tell what will run, and where it is written."""
+        lines = self.output.splitlines(keepends=True)
+        return "".join(line for line in lines if not re.match(r"\w+: data |writes to ", line))
 
 
 def launched(rank: int, port: int, function: Callable[..., None], path: Path) -> None:

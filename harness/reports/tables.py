@@ -39,7 +39,7 @@ class Table:
         header, *rows = ([printable(cell) for cell in row] for row in (self.header, *self.rows))
         body = [max(map(len, column)) for column in zip(*rows, strict=True)] if rows else [0] * len(header)
         widths = [max(pair) for pair in zip(body, map(len, header), strict=True)]
-        words = [max(map(len, cell.split())) for cell in header]
+        words = [max(map(len, cell.split()), default=0) for cell in header]
         least = [MIN_COLUMN if i < self.left else max(body[i], words[i]) for i in range(len(header))]
         for part in (range(self.left, len(header)), range(self.left)):
             while _total(widths) > width and (wide := [i for i in part if widths[i] > least[i]]):

@@ -14,6 +14,7 @@ from harness.runs import safepoints, signals
 from harness.runs.progress import Show
 from harness.runs.quiet import quiet
 from harness.runs.safepoints import AtomicCheckpointIO, SafePoints
+from harness.runs.speed import Speed
 from harness.runs.tensorboard import RunsLogger
 
 # With the user's settings; takes callbacks, logger and plugins by keyword, and `show` as `trainers` has it.
@@ -65,8 +66,8 @@ def fit_and_test(
             with _stop_after_save():
                 purge_step = state["global_step"] if state else 0
                 resumed: dict[str, Any] = {"ckpt_path": str(checkpoint), "weights_only": True} if state else {}
-                points = SafePoints(checkpoint, every)
-                trainer(purge_step, enable_checkpointing=True, callbacks=[points]).fit(module, data, **resumed)
+                own = [SafePoints(checkpoint, every), Speed()]
+                trainer(purge_step, enable_checkpointing=True, callbacks=own).fit(module, data, **resumed)
             state = safepoints.read(checkpoint)
         if state is not None:
             safepoints.load(module, state, checkpoint)

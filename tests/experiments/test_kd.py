@@ -365,11 +365,7 @@ BAD = {
     "temperature": (["--variants.kd.temperature", "0"], "--variants.kd.temperature 0", "above 0"),
     "weight": (["--variants.hint.hint_weight", "-1"], "--variants.hint.hint_weight -1", "0 or more"),
     "small batch": (["--data.batch_size", "3", "--trainer.devices", "4"], "--data.batch_size 3", "at least 4"),
-    "no gpu": (
-        ["--trainer.accelerator", "gpu", "--trainer.devices", "64"],
-        "--trainer.accelerator gpu --trainer.devices 64",
-        "gpu",
-    ),
+    "no gpu": (["--trainer.accelerator", "gpu", "--trainer.devices", "64"], "--trainer.accelerator gpu", "gpu"),
     "no strategy": (["--trainer.strategy", "dpp", "--trainer.devices", "2"], "--trainer.strategy dpp", "ddp"),
     "depth": (["--student", "ResNet", "--student.depth", "9"], "--student.depth 9", "6n + 2"),
     "maps": (["--variants.hint.student_layer", "features.0"], "--variants.hint.student_layer features.0", "(32, 2, 2)"),

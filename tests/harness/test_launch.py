@@ -137,7 +137,7 @@ def test_mpirun_without_mpi4py_names_the_extra(tmp_path: Path) -> None:
     given = [{"OMPI_COMM_WORLD_RANK": r, "OMPI_COMM_WORLD_SIZE": 2, "OMPI_COMM_WORLD_LOCAL_RANK": r} for r in range(2)]
     runs = ranks(given, [*TINY, "--out", tmp_path / "run"], tmp_path / "log", hidden)
     assert [run.wait() for run in runs] == [2, 2]
-    (line,) = "".join(run.output for run in runs).splitlines()  # one of the machine's ranks tells
+    (line,) = "".join(run.said for run in runs).splitlines()  # one of the machine's ranks tells
     assert line.startswith("error: mpirun -n 2: expected mpi4py")
     assert "the extra [mpi]" in line
     assert extras.install("mpi") in line
@@ -202,7 +202,7 @@ def told(runs: list[Run], out: Path) -> list[str]:
     """The lines of ranks that ended because of bad input, with nothing trained."""
     assert {run.wait(30) for run in runs} == {2}, "".join(run.output for run in runs)
     assert not list(out.glob("seed*"))
-    return "".join(run.output for run in runs).splitlines()
+    return "".join(run.said for run in runs).splitlines()
 
 
 def test_an_address_that_nobody_answers(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_a_rank_that_is_there_twice(size: int, tmp_path: Path) -> None:
     runs = ranks(given, [*TINY, *MEET, f"file://{tmp_path}/f", "--out", out], tmp_path / "log")
     codes = [run.wait(60) for run in runs]
     said = f"error: rank 1: expected each of the {size} ranks once; this one was started twice\n"
-    outputs = [run.output for run in runs]
+    outputs = [run.said for run in runs]
     if codes == [2, 2, 2]:  # before the others had met
         assert set(outputs) <= {said, ""}
         assert outputs[0] == said
@@ -304,7 +304,7 @@ def test_sub_processes_that_come_too_late_are_one_line(tmp_path: Path) -> None:
     argv = [*TINY, *MEET[:-1], "--trainer.strategy.start_method", "popen", "--trainer.devices", "3", "--out", str(out)]
     run = ranks([{}], argv, tmp_path / "log", as_a_script)[0]
     assert run.wait(30) == 2, run.output
-    assert run.output == (
+    assert run.said == (
         "error: --trainer.strategy.timeout 2: expected 3 ranks within that time; ranks 1, 2 have not come\n"
     )
 

@@ -242,7 +242,7 @@ def test_runs_are_compared_by_their_bits(
     Path("classes/results.json").write_text(json.dumps(other))
     with pytest.raises(SystemExit):
         compare.main(["t4", "classes"])
-    assert "expected a run measured by test_bpc; this one has test_acc" in capsys.readouterr().err
+    assert "expected a run of gpt.py, or of kd.py with --data Text, to compare with t4" in capsys.readouterr().err
 
 
 def test_fewer_bits_are_better() -> None:

@@ -1,0 +1,50 @@
+"""What a fit costs while it runs, in the log: samples a second, and memory."""
+
+import resource
+import sys
+import time
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lit_modules.scores import RunMetrics
+
+
+class Speed(Callback):
+    """Logs `train/samples_per_sec`, of training without validation, and `train/peak_memory_mib`, of rank zero.
+
+    It is apart from the modules, which log the same values on any machine.
+    """
+
+    def __init__(self) -> None:
+        self._step = 0  # of the last reading
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock."""
+        self._start(pl_module)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock again."""
+        self._start(pl_module)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """Log the speed since the last reading."""
+        module, step = cast("RunMetrics", pl_module), trainer.global_step
+        if trainer.loggers and step != self._step and module.is_logged(step):
+            seconds, samples = time.perf_counter() - self._since, module.samples - self._samples
+            values = {"train/samples_per_sec": samples / seconds, "train/peak_memory_mib": peak_memory(module.device)}
+            module.log_dict(values, batch_size=1)
+            self._step = step
+            self._start(module)
+
+    def _start(self, module: LightningModule) -> None:
+        self._since, self._samples = time.perf_counter(), cast("RunMetrics", module).samples
+
+
+def peak_memory(device: torch.device) -> float:
+    """MiB that tensors took on a GPU at most; on the CPU, the most that this process had in memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    unit = 1 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
