@@ -20,8 +20,12 @@ class Speed(Callback):
     def __init__(self) -> None:
         self._step = 0  # of the last reading
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock, in mid-epoch too."""
+        self._start(pl_module)
+
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock."""
+        """Start the clock again."""
         self._start(pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -209,19 +209,24 @@ class PipelineStrategy(PipelineTraining):
     # Gradients of all stages
 
     def gradient_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """The norm over all stages, added up in the order of the parameters, as on one device; collective."""
+        """The norm over all stages, () float64, with the bits of one device; collective."""
+        return torch.linalg.vector_norm(self._norms(parameters, torch.float64))
+
+    def _norms(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None = None) -> Tensor:
+        """Norms of the gradients of all stages in the order of the parameters, float64, computed in `dtype`."""
         norms = torch.zeros(2, len(parameters), dtype=torch.float64, device=self.root_device)
         for i, p in enumerate(parameters):
             if p.grad is not None:
-                norms[:, i] = torch.stack([torch.linalg.vector_norm(p.grad).double(), norms.new_ones(())])
+                norms[:, i] = torch.stack([torch.linalg.vector_norm(p.grad, dtype=dtype).double(), norms.new_ones(())])
         dist.all_reduce(norms, group=self._group)
-        dtype = next((p.grad.dtype for p in parameters if p.grad is not None), torch.float32)
-        return torch.linalg.vector_norm(norms[0, norms[1] > 0].to(dtype))
+        return norms[0, norms[1] > 0]
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clip by the norm over all stages."""
+        """Clip by the norm over all stages, as torch computes it on one device."""
         parameters = parameters_of(optimizer)
-        nn.utils.clip_grads_with_norm_(parameters, clip_val, self.gradient_norm(parameters))
+        dtype = next((p.grad.dtype for p in parameters if p.grad is not None), torch.float32)
+        total = torch.linalg.vector_norm(self._norms(parameters).to(dtype))
+        nn.utils.clip_grads_with_norm_(parameters, clip_val, total)
 
     # Checkpoints are those of one device
 

@@ -315,7 +315,9 @@ def test_the_kernels_of_another_device_are_not_asked_for_here() -> None:
 
     def check(device: str) -> None:
         strategy = SimpleNamespace(root_device=torch.device(device))
-        trainer = SimpleNamespace(strategy=strategy, distributed_sampler_kwargs=None, val_check_interval=1.0)
+        trainer = SimpleNamespace(
+            strategy=strategy, distributed_sampler_kwargs=None, val_check_interval=1.0, callbacks=[]
+        )
         run = Session("kd", kd.parser(), flags)
         run.data, run.trainer = data, lambda: trainer
         distillation.check(run, kd.teacher, kd.students)
