@@ -11,7 +11,8 @@ a TensorBoard run, the weights and the vocabulary.
 from harness import start
 
 if __name__ == "__main__":
-    start.script(OMP_WAIT_POLICY="PASSIVE")  # threads that spin while they wait slow small nets down
+    # Threads that wait spin for microseconds, not longer: see docs/language-models.md.
+    start.script(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="5000")
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

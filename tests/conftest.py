@@ -4,6 +4,7 @@ import os
 
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # the same tests everywhere, before torch looks
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two workers share two cores, and their ranks do too
+os.environ.update(KINETO_LOG_LEVEL="99", TORCH_CPP_LOG_LEVEL="ERROR")  # as the scripts set them, see harness/start.py
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # its pool of compilers hangs in a fork of its process
 
 import importlib.util

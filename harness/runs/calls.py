@@ -16,7 +16,7 @@ import torch
 from harness.runs import environment, launch
 
 FILE = "environment.json"
-THREADS = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")
+THREADS = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 GIT_SECONDS = 10
 CHANGED = 20  # names of changed files that are kept
 
