@@ -259,8 +259,8 @@ class Parser:
             chosen = getattr(config, key)
             if isinstance(entry, Entry) and key not in {"optimizer", "scheduler"} and chosen is not None:
                 shown[key] = " ".join(pick(chosen, getattr(config, "only", None))) if entry.named else chosen.name
-        several = len(config.seeds) > 1
-        shown["seeds" if several else "seed"] = " ".join(map(str, config.seeds))
+        seeds = config.seeds if len(config.seeds) < 10 else [*config.seeds[:3], "...", config.seeds[-1]]
+        shown["seeds" if len(seeds) > 1 else "seed"] = " ".join(map(str, seeds))
         return ", ".join(f"{key} {what}" for key, what in shown.items())
 
     def as_dict(self, config: Namespace) -> dict[str, Any]:

@@ -55,6 +55,21 @@ def test_images_are_pils_pixels_in_order(root: Path, monkeypatch: pytest.MonkeyP
             assert np.array_equal(np.asarray(Image.open(path).convert("RGB")), pixels.permute(1, 2, 0).numpy())
 
 
+def test_long_decoding_is_told_with_a_count(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = ImageFolder(root, validation_size=0)
+    quiet = ImageFolder(root, validation_size=0)
+    quiet.setup()
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(image_folder, "SILENCE", -1)
+    data.setup()
+    train, test = (data.sizes[part] for part in ("train", "test"))
+    counts = [(done, size) for size in (train, test) for done in range(1, size + 1)]
+    told = [f"ImageFolder: decoded {done:,} of {size:,} images" for done, size in counts]
+    assert capsys.readouterr().out.splitlines() == told
+
+
 def test_only_chosen_images_are_decoded(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = []
     original = image_folder.Files.open
