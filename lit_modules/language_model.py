@@ -4,6 +4,7 @@ import math
 from functools import partial
 from typing import Any
 
+from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -59,7 +60,9 @@ class LitLanguageModel(LitClassifier):
     def on_fit_start(self) -> None:
         """Compile the net; not earlier, as a compiled net can't be pickled or used in a fork."""
         if self.compiled:
-            self.print("compiling the net: the first steps of training and validation take longer")
+            rank_zero_only(print)(
+                "compiling the net: the first steps of training and validation take longer", flush=True
+            )
             self.net.compile(dynamic=False)
 
     def configure_optimizers(self) -> Any:

@@ -14,8 +14,8 @@ class DDPRing(DDP):
 
     def __init__(self, **kwargs: Any) -> None:
         self._refuse(kwargs, "process_group_backend")
-        super().__init__(**kwargs)
-        self._process_group_backend = ring.NAME  # which torch does not know before the ranks are there
+        ring.register()
+        super().__init__(process_group_backend=ring.NAME, **kwargs)
 
     def _check_devices(self) -> None:
         super()._check_devices()
