@@ -137,6 +137,7 @@ class Display(Lines):
             # No thread draws it: ranks may be forked.
             self._live = Live(console=Console(highlight=False), auto_refresh=False, transient=True)
             self._live.start()
+            self._live.console.show_cursor()  # which a process that is killed could not bring back
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Draw it again, at most ten times a second."""
