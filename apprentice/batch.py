@@ -8,6 +8,8 @@ from torch import Tensor
 
 from apprentice import replicas
 
+HIDDEN = -1  # in place of a label that training must not see
+
 
 class Batch(NamedTuple):
     """The b rows that this rank sees of a global batch of `count` rows; b may be 0."""
@@ -19,6 +21,7 @@ class Batch(NamedTuple):
     count: int  # type: ignore[assignment]  # rows in the global batch
     replicas: int  # number of ranks that gradients are averaged over, without parameter servers
     step: int  # number of this global batch since training began
+    label_weight: float | None = None  # None if no label is HIDDEN; else rows of the global batch for each labelled one
 
     @classmethod
     def of(cls, batch: "Batch | Sequence[Tensor]", step: int, shared: bool = True) -> "Batch":
@@ -38,7 +41,7 @@ class Batch(NamedTuple):
     def part(self, start: int, stop: int) -> "Batch":
         """The rows from `start` to `stop` as a batch of their own."""
         inputs, labels, index, rows = (tensor[start:stop] for tensor in self[:4])
-        return Batch(inputs, labels, index, rows, max(stop - start, 1), 1, self.step)
+        return Batch(inputs, labels, index, rows, max(stop - start, 1), 1, self.step, self.label_weight)
 
     @property
     def share(self) -> float:

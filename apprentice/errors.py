@@ -1,5 +1,8 @@
 """Invalid input of the user, reported in one line."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 SHOWN = 1000  # characters of a value in a message: enough for any path
 
 
@@ -19,6 +22,15 @@ class BadInput(ValueError):  # noqa: N818 - it names the fault, and users read i
     def __str__(self) -> str:
         flag = f"--{_short(self.flag)} " if self.flag else ""
         return f"{flag}{_short(str(self.value))}: expected {self.expected}"
+
+
+@contextmanager
+def naming(flag: str) -> Iterator[None]:
+    """Put `flag` and a dot before the flag of a BadInput that the block raises; `flag` alone if that names none."""
+    try:
+        yield
+    except BadInput as fault:
+        raise BadInput(f"{flag}.{fault.flag}".removesuffix("."), fault.value, fault.expected) from None
 
 
 def _short(text: str) -> str:

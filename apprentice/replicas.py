@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+FEWEST_ROWS = 8  # of a shard of which BatchNorm computes statistics
+
 _first_row: ContextVar[int | None] = ContextVar("first_row", default=None)
 _group: dist.ProcessGroup | None = None
 _idle = 0

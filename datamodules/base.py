@@ -32,6 +32,7 @@ class InMemoryData(LightningDataModule):
         tokens_per_character: tokens for one character of the text, if each token of a sample has a label.
         training_options: options that change training but not the samples.
         free_options: options that change neither, such as where a fixed data set lies.
+        hides_labels: whether training batches hide the labels that `labelled` leaves out. A teacher sees all.
         order_seed: the training seed. Order and augmentation depend on it; splits and subsets depend on `seed` alone.
 
     Args:
@@ -46,6 +47,8 @@ class InMemoryData(LightningDataModule):
         partition: fractions of the training samples, such as [0.7, 0.2, 0.1]: each device trains on a fixed share of
             its own. A batch still has `batch_size` samples over all devices, each device's in proportion, and an update
             is still their mean. Default: every batch is split evenly.
+        labelled: train students with the labels of so many training samples, in equal counts of all classes as far as
+            they last, and with the teacher's outputs for all; the teacher has all labels. Default: all labels.
 
     Raises:
         BadInput: a value can't be used.
@@ -55,7 +58,7 @@ class InMemoryData(LightningDataModule):
     class_names: tuple[str, ...]
     given_to_nets: tuple[str, ...] = ("input_shape", "num_classes")
     tokens_per_character: float | None = None
-    training_options: ClassVar[frozenset[str]] = frozenset({"batch_size"})
+    training_options: ClassVar[frozenset[str]] = frozenset({"batch_size", "labelled"})
     free_options: ClassVar[frozenset[str]] = frozenset({"num_workers"})
 
     def __init__(
@@ -68,6 +71,7 @@ class InMemoryData(LightningDataModule):
         subset: Subset = "balanced",
         seed: int = 0,
         partition: list[float] | None = None,
+        labelled: int | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(batch_size, int) or batch_size < 1:
@@ -76,6 +80,7 @@ class InMemoryData(LightningDataModule):
         splits.check_partition(partition)
         self.batch_size, self.train_size, self.test_size = batch_size, train_size, test_size
         self.validation_size, self.subset, self.seed, self.partition = validation_size, subset, seed, partition
+        self.labelled, self.hides_labels, self._known = labelled, True, cast("Tensor | None", None)
         self.name = type(self).__name__
         self.order_seed = 0
         self._splits: dict[str, Samples] = {}
@@ -101,6 +106,8 @@ class InMemoryData(LightningDataModule):
         test = splits.test_places(testing.labels, self.test_size, self.seed, self.subset)
         self.check_fits(len(train) + len(validation) + len(test))
         chosen = {"train": (training, train), "validation": (training, validation), "test": (testing, test)}
+        if self.labelled is not None:
+            self._known = splits.labelled_samples(training.labels[train], self.labelled, self.seed)
         self._splits = {part: source.take(places) for part, (source, places) in chosen.items()}
         if counts := splits.unequal_counts(self._splits["train"].labels, self.class_names):
             rank_zero_only(sys.stderr.write)(f"{self.name}: training samples of a class: {counts}\n")
@@ -171,7 +178,8 @@ class InMemoryData(LightningDataModule):
         rank, replicas = self._place()
         self.check_replicas(replicas, getattr(self.trainer and self.trainer.strategy, "exact", None))
         train = self._resident("train")
-        return TrainLoader(train, self.batch_size, self._order(len(train.labels)), rank, replicas)
+        labelled = self._known if self.hides_labels else None
+        return TrainLoader(train, self.batch_size, self._order(len(train.labels)), rank, replicas, labelled)
 
     def _order(self, size: int) -> EpochOrder:
         if self.partition is None:

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from apprentice import keyed
-from apprentice.batch import Batch
-from datamodules.splits import Samples
+from apprentice.batch import HIDDEN, Batch
+from datamodules.splits import Samples, Split
 
 
 class EpochOrder:
@@ -84,12 +84,23 @@ class TrainLoader:
     """This rank's rows of each global batch, in the sampler's order.
 
     The last batch may be smaller; none is dropped. Every rank gets the same number of batches, some perhaps empty.
-    `batch_size` counts samples of the global batch; batches are on the split's device.
+    `batch_size` counts samples of the global batch; batches are on the split's device. `labelled` (n,) bool, on the
+    CPU, says whose labels are known; the others are hidden.
     """
 
-    def __init__(self, split: Samples, batch_size: int, sampler: EpochOrder, rank: int = 0, replicas: int = 1) -> None:
+    def __init__(
+        self,
+        split: Samples,
+        batch_size: int,
+        sampler: EpochOrder,
+        rank: int = 0,
+        replicas: int = 1,
+        labelled: Tensor | None = None,
+    ) -> None:
+        if labelled is not None:
+            split = Split(split.inputs, split.labels.where(labelled.to(split.labels.device), HIDDEN))
         self.split, self.batch_size, self.sampler = split, batch_size, sampler
-        self.rank, self.replicas = rank, replicas
+        self.rank, self.replicas, self.labelled = rank, replicas, labelled
 
     def __len__(self) -> int:
         return math.ceil(len(self.sampler) / self.batch_size)
@@ -105,7 +116,9 @@ class TrainLoader:
             rows = self.sampler.share(first, len(whole), self.rank, self.replicas)
             index = whole[rows].to(device, non_blocking=True)
             rows = rows.to(device, non_blocking=True)
-            yield Batch(*self.split.take(index), index, rows, len(whole), self.replicas, first_step + position)
+            weight = None if self.labelled is None else len(whole) / max(int(self.labelled[whole].sum()), 1)
+            samples = self.split.take(index)
+            yield Batch(*samples, index, rows, len(whole), self.replicas, first_step + position, weight)
 
     # Without these two Lightning warns when it resumes in mid-epoch.
     def state_dict(self) -> dict:

@@ -139,6 +139,19 @@ def check_sizes(train_size: int | None, test_size: int | None, validation_size: 
         raise BadInput("data.validation_size", validation_size, "a count (0, 1, 2, …) or a fraction (0.0 <= f < 1.0)")
 
 
+def labelled_samples(labels: Tensor, size: int, seed: int) -> Tensor:
+    """(n,) bool, the `size` of n samples whose labels are known: a balanced subset, which a larger one contains."""
+    classes = len(labels.unique())
+    if not classes <= size <= len(labels):
+        expected = (
+            f"{classes} to {len(labels)}: a sample of each class or more, up to all that train; or nothing for all"
+        )
+        raise BadInput("data.labelled", size, expected)
+    known = torch.zeros(len(labels), dtype=torch.bool)
+    known[balanced_subset(labels, size, keyed.fold_in(seed, 6))] = True
+    return known
+
+
 def check_partition(partition: Sequence[float] | None, replicas: int | None = None, exact: int | None = None) -> None:
     """Raise BadInput for fractions that can't be partitions, for this number of replicas if known, and `--exact`."""
     if partition is None:

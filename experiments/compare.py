@@ -2,6 +2,7 @@
 
     python experiments/compare.py runs/t4 runs/t8
     python experiments/compare.py runs/t4 runs/t8 --out runs/temperatures
+    python experiments/compare.py runs/t4 runs/t8 --against variants.kd.temperature    # the picture has it as its axis
 
 Runs of kd.py, of gpt.py or of quantize.py; those of gpt.py also with those of kd.py on texts. A row for each student,
 language model or format: the test metric over seeds, and the paired difference to the first run's `ce` (its language
@@ -38,10 +39,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a finished run")
     parser.add_argument("--out", metavar="FOLDER", help="where the results go; by default a folder under runs/compare/")
+    parser.add_argument(
+        "--against", metavar="FLAG", help="a setting in whose numbers the runs differ: the picture's axis"
+    )
     with console():
         arguments = parser.parse_intermixed_args(argv)
         try:
-            compared = comparison.compare(comparison.load_runs(arguments.runs))
+            compared = comparison.compare(comparison.load_runs(arguments.runs), arguments.against)
             folder = comparison.save(compared, arguments.out)
         except BadInput as error:
             parser.error(str(error).removeprefix("--RUN "))  # the runs are given without a flag

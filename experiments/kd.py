@@ -4,6 +4,8 @@
     python experiments/kd.py --trainer.devices 8    # the same, up to rounding, from 8 processes
     python experiments/kd.py --out FOLDER --resume true --seeds 5    # go on, or let a finished run grow
     python experiments/kd.py --data Text --teacher GPT --student GPT --only ce kd    # a language model's tokens
+    python experiments/kd.py --zoo true             # every method that fits the nets, the best first
+    python experiments/kd.py --students.small LightNN --students.deep DeepNN         # each method for several nets
 
 For each seed a teacher is trained (or loaded), every student is distilled from it in one pass over the data, and each
 is tested once. OUT/ holds the table (results.json, .md, .png), and for each net a TensorBoard run and its weights.
@@ -23,11 +25,14 @@ from torch import nn
 import datamodules
 import strategies
 from apprentice.errors import BadInput
+from apprentice.keyed import fold_in
 from apprentice.weights import load_weights
 from harness import config as cli
 from harness.runs.session import Session, session
-from harness.studies.distillation import check, run_study
-from harness.studies.fits import Candidate, learning, make_candidate
+from harness.studies import zoo
+from harness.studies.distillation import check, make_objective, run_study, wanted
+from harness.studies.fits import Candidate, learning, make_candidate, replaced
+from harness.studies.layers import print_layers
 from lit_modules import nets, objectives
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
@@ -38,15 +43,20 @@ class Options(cli.RunOptions):
     """Options of the distillation study.
 
     Args:
-        only: train just these students, as in --only ce kd.
+        only: train just these students, as in --only ce kd; with --students, small-kd, or kd for that of each net.
+        zoo: train by every method that fits the nets, and say which don't; the best comes first.
+        list_layers: print the nets' layers and the shapes of their outputs, and train nothing.
         teacher_ckpt: a trained teacher, loaded, not trained; {seed} in its path is replaced by each seed.
         teacher_cache_mb: memory for stored teacher outputs; 0 runs the teacher every batch.
     """
 
     only: list[str] | None = None
+    zoo: bool = False
+    list_layers: bool = False
     teacher_ckpt: str | None = None
     teacher_cache_mb: int = 1024
-    grows: ClassVar[Collection[str]] = ("seeds", "only", "trainer.max_epochs")
+    grows: ClassVar[Collection[str]] = ("seeds", "only", "zoo", "trainer.max_epochs")
+    newer: ClassVar[Collection[str]] = ("zoo",)
     fixed: ClassVar[Mapping[str, str]] = {
         "scheduler": "the epochs so far have its rate; with --teacher_ckpt another run learns from the same teachers"
     }
@@ -61,10 +71,13 @@ def parser() -> cli.Parser:
     """The command line: data, nets, distillation methods, optimizer, trainer."""
     parser = cli.Parser("kd.py", (__doc__ or "").split("\n", 1)[0], Options)
     parser.add_choice("data", (datamodules.InMemoryData, datamodules.ImageData), datamodules, "Digits")
-    parser.add_choice("teacher", (nets.Net, nn.Module), nets, "DeepNN", given=("data", "given_to_nets"))
-    parser.add_choice("student", (nets.Net, nn.Module), nets, "LightNN", given=("data", "given_to_nets"))
+    given = ("data", "given_to_nets")
+    parser.add_choice("teacher", (nets.Net, nn.Module), nets, "DeepNN", given=given)
+    parser.add_choice("student", (nets.Net, nn.Module), nets, "LightNN", given=given)
+    parser.add_variants("students", (nets.Net, nn.Module), nets, {}, given=given, replaces="student")
     variants = {"ce": "CrossEntropy", "kd": "Hinton", "cosine": "Cosine", "hint": "Hint"}
-    parser.add_variants("variants", (objectives.Objective, objectives.FeatureObjective), objectives, variants)
+    bases, more = (objectives.Objective, objectives.FeatureObjective), {"zoo": zoo.methods(variants)}
+    parser.add_variants("variants", bases, objectives, variants, more)
     parser.add_optimizer()
     parser.add_trainer(strategies.NAMES, max_epochs=10, log_every_n_steps=10)
     return parser
@@ -84,23 +97,31 @@ def students(
 ) -> tuple[Distillation, dict[str, Candidate]]:
     """The module of some students of a teacher."""
     config, data, nets_and_objectives, candidates = run.config, run.data, {}, {}
-    for name, choice in cli.pick(config.variants, names).items():
-        candidates[name] = make_candidate(run, "student", seed, choice.name, choice.init_args, run.is_double)
-        nets_and_objectives[name] = candidates[name].net, cli.build(choice, f"variants.{name}")
+    for name, row in cli.pick(wanted(config), names).items():
+        choice, objective = config.variants[row.variant], make_objective(config, row)
+        # Equal peers would teach one another nothing.
+        own = fold_in(seed, *row.variant.encode()) if objective.peers else seed
+        candidates[name] = make_candidate(run, row.net, own, choice.name, choice.init_args, run.is_double)
+        nets_and_objectives[name] = candidates[name].net, objective
     module = Distillation(
         teacher, nets_and_objectives, data.input_shape, data.num_classes, seed=seed, **learning(config, data),
-        teacher_cache_mb=config.teacher_cache_mb, input_dtype=data.example.dtype,
+        teacher_cache_mb=config.teacher_cache_mb, input_dtype=data.example.dtype, samples=data.sizes["train"],
+        labelled=data.labelled is None,
     )  # fmt: skip
-    return module, candidates
+    nets_of = {name: student.net for name, student in module.students.items()}
+    return module, {name: replaced(run, candidate, nets_of[name]) for name, candidate in candidates.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study that the command line describes."""
     with session("kd", parser(), argv) as run:
+        if run.config.list_layers:
+            print_layers(run, ["teacher", *dict.fromkeys(row.net for row in cli.rows(run.config).values())])
+            return
         run.announce()
-        check(run, teacher, students)
+        names = check(run, teacher, students)
         with run.folder():
-            run_study(run, teacher, students)
+            run_study(run, teacher, students, names)
 
 
 if __name__ == "__main__":

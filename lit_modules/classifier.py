@@ -7,17 +7,19 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from apprentice.batch import Batch
+from apprentice.batch import HIDDEN, Batch
 from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepared
 from lit_modules.nets import pipeline_stages
+from lit_modules.objectives.base import of_labelled, shown
 from lit_modules.objectives.cross_entropy import cross_entropy
-from lit_modules.scores import ClassScores, MakeScores
+from lit_modules.scores import ACCURACY, LABELLED, ClassScores, MakeScores
 
 
 class LitClassifier(Learner):
     """Trains a net, inputs (B, ...) -> logits (B, classes), by cross-entropy; same results on any number of devices.
 
-    Batches are `apprentice.batch.Batch` from our data modules, or plain (inputs, labels) pairs.
+    Batches are `apprentice.batch.Batch` from our data modules, or plain (inputs, labels) pairs. Samples with hidden
+    labels do not count.
 
     Args:
         net: the net.
@@ -40,6 +42,7 @@ class LitClassifier(Learner):
         scores: MakeScores | None = None,
     ) -> None:
         super().__init__([""], scores or partial(ClassScores, num_classes), optimizer, scheduler, seed)
+        self.of_labels = {"loss", ACCURACY}
         self.net = prepared(net).to(memory_format=torch.channels_last)
 
     def parameter_groups(self) -> list[list[nn.Parameter]]:
@@ -52,8 +55,11 @@ class LitClassifier(Learner):
 
     def losses(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Cross-entropy of logits (b, ..., classes), and values to log."""
-        losses = cross_entropy(outputs, batch.labels)
+        losses = cross_entropy(outputs, shown(batch.labels, batch.label_weight))
         parts = {"loss": losses, **self.scores_of("").per_sample(outputs, batch.labels, losses)}
+        if batch.label_weight is not None:
+            parts = {name: of_labelled(x, batch.labels, batch.label_weight) for name, x in parts.items()}
+            losses, parts[LABELLED] = parts["loss"], batch.labels != HIDDEN
         return self.loss_scales.scaled("", batch.mean(losses)), parts
 
     def pipeline_stages(self) -> list[nn.Module]:

@@ -1,6 +1,7 @@
 """Distillation of one frozen teacher into any number of students in one pass over the data."""
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -9,16 +10,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from apprentice import replicas
-from apprentice.batch import Batch
-from apprentice.errors import BadInput
+from apprentice import keyed, replicas
+from apprentice.batch import HIDDEN, Batch
+from apprentice.errors import BadInput, naming
+from apprentice.relations import related
+from apprentice.replicas import FEWEST_ROWS
 from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepared
-from lit_modules.nets import Outputs, any_kernel, run, typed
-from lit_modules.nets.base import layer
-from lit_modules.objectives import Objective, Term
-from lit_modules.scores import ClassScores, MakeScores
+from lit_modules.nets import Ensemble, Outputs, any_kernel, run, typed
+from lit_modules.nets.ensemble import MEMBERS
+from lit_modules.nets.layers import layer
+from lit_modules.objectives import Objective, Place
+from lit_modules.objectives.base import condensed, of_labelled, shown, viewed, weighted_sum, wide
+from lit_modules.scores import ACCURACY, LABELLED, ClassScores, MakeScores
 from lit_modules.side_by_side import side_by_side
+from lit_modules.stored import sizes
 from lit_modules.student import Student
+
+CE = "cross-entropy"  # of the logits with the labels, whatever the term's name
 
 
 class Distillation(Learner):
@@ -41,10 +49,12 @@ class Distillation(Learner):
         scores: makes the evaluation scores of a student; `partial(TokenScores, ...)` if nets give logits
             (b, T, classes), a distribution for each token.
         input_dtype: int64 if inputs are tokens.
+        samples: in the training set, if batches name their samples by `index`.
+        labelled: whether all of them have labels; if not, batches have a `label_weight`.
 
     Raises:
         BadInput: an objective refuses its nets, gives other than one value a row for a term, or relates rows without
-            `relates_rows`; a name or layer can't be used.
+            `relates_rows`; a name, a layer or a peer can't be used.
     """
 
     students: Mapping[str, Student]
@@ -61,35 +71,81 @@ class Distillation(Learner):
         teacher_cache_mb: int = 1024,
         scores: MakeScores | None = None,
         input_dtype: torch.dtype = torch.float32,
+        samples: int | None = None,
+        labelled: bool = True,
     ) -> None:
         super().__init__(students, scores or partial(ClassScores, num_classes), optimizer, scheduler, seed)
         for name in students:
             if hasattr(nn.ModuleDict, name) or "." in name:
                 raise BadInput("variants", name, "a name without dots that is no attribute of torch's ModuleDict")
         self.teacher = teacher.requires_grad_(False).eval()
-        made = {name: Student(prepared(net), objective) for name, (net, objective) in students.items()}
+        self._example = torch.zeros(1, *input_shape, dtype=input_dtype)
+        made = {name: self._student(name, *of) for name, of in students.items()}
         self.students = nn.ModuleDict(made)  # type: ignore[assignment]  # it has a mapping's methods
         self.teacher_cache_bytes = teacher_cache_mb * 2**20
         self.cache: Outputs | None = None
         self._storing = False
-        self._example = torch.zeros(1, *input_shape, dtype=input_dtype)
+        self._epoch, self._whole = math.inf, math.inf  # batches of an epoch, and of the whole training
+        self._samples, self._labelled = samples, labelled
         with any_kernel(self):
             self._build(self._example.expand(3, *input_shape))
         self.to(memory_format=torch.channels_last)
+        # What objectives keep is the same on every rank; DDP would send it before each forward.
+        self._ddp_params_and_buffers_to_ignore = [
+            f"{path}.{key}"
+            for path, module in self.named_modules()
+            if isinstance(module, Objective)
+            for key, _ in module.named_buffers(recurse=False)
+        ]
         self.register_state_dict_post_hook(_remove_teacher)
         self.register_load_state_dict_post_hook(_allow_missing_teacher)
+
+    def _student(self, name: str, net: nn.Module, objective: Objective) -> Student:
+        with naming(f"variants.{name}"):
+            wrap = partial(objective.wrap, net, self.teacher, self._example)
+            return Student(prepared(keyed.with_seed(self.seed, wrap)), objective)
 
     @torch.no_grad()
     def _build(self, example: Tensor) -> None:
         for name, student in self.students.items():
             objective, flag = student.objective, f"variants.{name}"
+            with naming(flag):
+                objective.choose(student.net, self.teacher)
             for option, path in objective.student_layers.items():
                 layer(student.net, path, f"{flag}.{option}", objective.needs)
             for option, path in objective.teacher_layers.items():
                 layer(self.teacher, path, f"{flag}.{option}")
-        teacher = self._ask_teacher(typed(self.teacher, example)) if self.uses_teacher else None
+            if unknown := [peer for peer in objective.peers if peer == name or peer not in self.students]:
+                others = ", ".join(other for other in self.students if other != name)
+                raise BadInput(f"{flag}.peers", unknown[0], f"students trained beside it: {others or 'there are none'}")
+        teacher = None
+        if self.uses_teacher:
+            teacher = run(self.teacher, typed(self.teacher, example), self._teacher_layers)
         for name, student in self.students.items():
-            student.build(example, teacher, self.seed, f"variants.{name}")
+            beside = {peer: self.students[peer].eval() for peer in student.objective.peers}
+            peers = {peer: other.raw(typed(other.net, example)) for peer, other in beside.items()}
+            student.build(example, teacher, self.seed, f"variants.{name}", self._samples, self._labelled, peers)
+            self.of_labels |= {f"{name}/{what}" for what in (*student.of_labels, ACCURACY)}
+        self.students.train()  # type: ignore[attr-defined]  # it is a module
+
+    @property
+    def _objectives(self) -> dict[str, Objective]:
+        return {name: student.objective for name, student in self.students.items()}
+
+    @property
+    def _teacher_layers(self) -> set[str]:
+        own = {MEMBERS} if isinstance(self.teacher, Ensemble) else set()
+        return own | {path for objective in self._objectives.values() for path in objective.teacher_layers.values()}
+
+    @property
+    def relates_rows(self) -> bool:
+        """Whether any student's objective relates rows of the global batch; strategies that can't do so refuse it."""
+        return any(o.relates_rows for name, o in self._objectives.items() if name not in self.failed)
+
+    @property
+    def fewest_rows(self) -> int:
+        """Rows of a shard under `--exact`: of images as many as BatchNorm needs, which company may have."""
+        return FEWEST_ROWS if self._example.is_floating_point() else 1
 
     @property
     def uses_teacher(self) -> bool:
@@ -101,9 +157,8 @@ class Distillation(Learner):
         return [self.teacher, *(part for s in self.students.values() for part in (s.net, *s.objective.parts()))]
 
     def _ask_teacher(self, inputs: Tensor) -> Outputs:
-        layers = {path for s in self.students.values() for path in s.objective.teacher_layers.values()}
         with torch.no_grad():
-            return run(self.teacher, inputs, layers)
+            return condensed(run(self.teacher, inputs, self._teacher_layers), self._objectives)
 
     def train(self, mode: bool = True) -> "Distillation":
         """Set the students' mode; the teacher and failed students stay in eval mode."""
@@ -116,6 +171,9 @@ class Distillation(Learner):
     def _fail(self, run: str, term: str) -> None:
         super()._fail(run, term)
         self.students[run].eval()  # a pipeline still computes it, but must not change its statistics
+        for name, objective in self._objectives.items():
+            if name not in self.failed and run in objective.peers:
+                self._fail(name, f"peer {run}")
 
     def parameter_groups(self) -> list[list[nn.Parameter]]:
         """Each student's parameters, including its objective's."""
@@ -140,10 +198,11 @@ class Distillation(Learner):
     def on_train_start(self) -> None:
         """Cache the teacher's outputs if they will be needed again."""
         trainer = self.trainer
+        self._epoch = trainer.num_training_batches
+        self._whole = trainer.estimated_stepping_batches * trainer.accumulate_grad_batches
         data: Any = getattr(trainer, "datamodule", None)
         repeats = getattr(data, "train_inputs_repeat", False)
-        batches = trainer.estimated_stepping_batches * trainer.accumulate_grad_batches
-        if not (repeats and self.uses_teacher and self.teacher_cache_bytes and batches > trainer.num_training_batches):
+        if not (repeats and self.uses_teacher and self.teacher_cache_bytes and self._whole > self._epoch):
             return
         own = data.train_in_order(replicas.rank(), replicas.count())
         chunks = (data.on_after_batch_transfer(chunk, 0) for chunk in own)
@@ -151,6 +210,12 @@ class Distillation(Learner):
         with trainer.precision_plugin.forward_context(), torch.no_grad():
             self.cache = outputs_by_index(chunks, data.sizes["train"], lambda x: self(x)[0], self.teacher_cache_bytes)
         self._storing = False
+        if self.cache is None:
+            self.print(
+                f"teacher's outputs are not stored: they take more than {self.teacher_cache_bytes / 2**20:g} MiB"
+            )
+        elif told := sizes(self.cache, self._objectives):
+            self.print(f"teacher's outputs stored: {told}")
 
     def on_train_end(self) -> None:
         """Free the cache."""
@@ -160,21 +225,50 @@ class Distillation(Learner):
         self, outputs: tuple[Outputs | None, dict[str, Outputs]], batch: Batch
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The sum of the students' losses, and every term of each."""
+        if self._labelled and batch.label_weight is not None:
+            raise ValueError("Distillation: expected labelled=False, as the data hides labels")
         teacher = tree_map(lambda x: x[batch.index], self.cache) if self.cache else outputs[0]
         loss = self._zero_of_failed()
-        parts: dict[str, Tensor] = {}
+        parts = {} if batch.label_weight is None else {LABELLED: batch.labels != HIDDEN}
         for name, student in self.students.items():
             if name in self.failed:
                 continue
             found = outputs[1][name]
-            terms = student.objective.terms(found, teacher, batch.labels)
-            total = _loss(terms)
+            total, values = self._terms(student.objective, name, teacher, outputs[1], batch)
             loss = loss + self.loss_scales.scaled(name, batch.mean(total))
-            parts |= {f"{name}/{what}": term.values for what, term in terms.items()}
-            ce = next((term.values for term in terms.values() if term.is_ce), None)
-            measured = self.scores_of(name).per_sample(found.logits, batch.labels, ce)
-            parts |= {f"{name}/loss": total, **{f"{name}/{what}": values for what, values in measured.items()}}
+            measured = self.scores_of(name).per_sample(found.logits, batch.labels, values.get(CE))
+            measured = {key: of_labelled(x, batch.labels, batch.label_weight) for key, x in measured.items()}
+            parts |= {f"{name}/{what}": x for what, x in ({**values, "loss": total, **measured}).items() if what != CE}
         return loss, parts
+
+    def _terms(
+        self, objective: Objective, name: str, teacher: Outputs | None, students: Mapping[str, Outputs], batch: Batch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The losses (b,) of a student, and the values of its terms, those of its cross-entropy again as `CE`."""
+        known = None
+        if teacher is not None and objective.uses_teacher:
+            known = wide(objective.adapt_teacher(viewed(name, teacher)))
+        peers = {peer: tree_map(Tensor.detach, wide(students[peer])) for peer in objective.peers}
+        done = self.batches_done
+        place = Place(done, done / self._epoch, done / self._whole, batch.index, batch.rows, batch.count, self._samples)
+
+        def relation(whole: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+            student, teacher, labels = whole["student"], whole.get("teacher"), whole["labels"]
+            rows = torch.arange(len(labels), device=labels.device) if objective.relates_rows else batch.rows
+            count = len(labels) if objective.relates_rows else batch.count
+            objective.place = place._replace(index=whole["index"], rows=rows, count=count, peers=whole["peers"])
+            visible = shown(labels, batch.label_weight)
+            terms = objective.terms(student, teacher, visible)
+            total, values = weighted_sum(terms, labels, batch.label_weight)
+            if objective.relates_rows:
+                with torch.no_grad():
+                    objective.after_batch(student, teacher, visible)
+            ce = [values[name] for name, term in terms.items() if term.is_ce][:1]
+            return total, values | dict(zip([CE], ce, strict=False))
+
+        tree: dict[str, Any] = {"student": wide(students[name]), "labels": batch.labels, "index": batch.index}
+        tree |= {"peers": peers} | ({} if known is None else {"teacher": known})
+        return related(relation, tree, batch.rows, batch.count) if objective.relates_rows else relation(tree)
 
     def predict(self, inputs: Tensor) -> dict[str, Tensor]:
         """The logits of all students that have not failed."""
@@ -191,17 +285,15 @@ class Distillation(Learner):
         """A step of a copy of one student with its objective's parts; the teacher's outputs are computed beforehand."""
         student = copy.deepcopy(self.students[run]).train()
         teacher = self._ask_teacher(batch.inputs) if self.uses_teacher else None
+        with torch.no_grad():
+            peers = {peer: self.students[peer](batch.inputs) for peer in student.objective.peers}
 
         def step() -> Tensor:
             student.zero_grad()
-            return batch.mean(_loss(student.objective.terms(student(batch.inputs), teacher, batch.labels)))
+            outputs = {run: student(batch.inputs), **peers}
+            return batch.mean(self._terms(student.objective, run, teacher, outputs, batch)[0])
 
         return step
-
-
-def _loss(terms: dict[str, Term]) -> Tensor:
-    """(b,) weighted sum of the terms."""
-    return sum((term.values * term.weight for term in terms.values()), start=torch.zeros(()))
 
 
 def outputs_by_index(

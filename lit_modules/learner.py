@@ -17,7 +17,7 @@ from apprentice.batch import Batch
 from apprentice.keyed import Dropout, unkeyed
 from lit_modules.loss_scale import HOPELESS, LossScales
 from lit_modules.nets import globalise
-from lit_modules.scores import MakeScores, RunMetrics, global_means, tags
+from lit_modules.scores import LABELLED, MakeScores, RunMetrics, global_means, tags
 
 MakeOptimizer = Callable[[Iterable], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler]
@@ -100,13 +100,15 @@ class Learner(RunMetrics):
         A run with a value that is not finite has failed, on all ranks alike. Returns the parameters of failed runs,
         which no longer step.
         """
+        labelled = means.get(LABELLED)
+        means = {name: value for name, value in means.items() if name != LABELLED}
         for run in self.runs:
             own = {name: value for name, value in means.items() if name.rpartition("/")[0] == run}
             if run not in self.failed and (bad := [name for name, value in own.items() if not math.isfinite(value)]):
                 self._fail(run, bad[0].rpartition("/")[2])
         alive = {name: value for name, value in means.items() if name.rpartition("/")[0] not in self.failed}
         if alive:
-            self.log_training(alive, count)
+            self.log_training(alive, count, labelled)
         else:
             self.trainer.should_stop = True
         return self._parameters_of(self.failed)

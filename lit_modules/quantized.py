@@ -6,9 +6,9 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
-from apprentice.errors import BadInput
+from apprentice.errors import BadInput, naming
 from lit_modules.distillation import Distillation
-from lit_modules.nets.base import layer
+from lit_modules.nets.layers import layer, of_inputs
 from lit_modules.objectives import CrossEntropy, Objective
 from lit_modules.quantization.fake_quantized import FakeQuantized
 
@@ -51,8 +51,13 @@ class Quantized(Distillation):
         objective = objective or CrossEntropy()
         if objective.uses_teacher and teacher is None:
             raise BadInput("objective", type(objective).__name__, "CrossEntropy, or a teacher to distil from")
+        with naming("objective"):
+            objective.choose(net, teacher or net)
         for flag, path in objective.student_layers.items():
             layer(net, path, f"objective.{flag}", objective.needs)
+            if of_inputs(net, [path]):
+                expected = "the output of a layer: inputs are not seen while a net learns to be int8"
+                raise BadInput(f"objective.{flag}", path, expected)
         example = torch.zeros(1, *input_shape, dtype=next(net.parameters()).dtype)
         fake = FakeQuantized(net, example, list(objective.student_layers.values()))
         try:

@@ -17,7 +17,9 @@ from lit_modules.objectives.base import widened
 from lit_modules.objectives.cross_entropy import cross_entropy
 
 UNIT = 2.0**32
-BAR = ("loss", "acc")  # means over runs, for a progress bar
+ACCURACY = "acc"
+BAR = ("loss", ACCURACY)  # means over runs, for a progress bar
+LABELLED = "labelled"  # name of 1 for each row with a label, else 0; given if some labels are hidden
 
 
 class ExactMean(Metric):
@@ -142,6 +144,7 @@ class RunMetrics(LightningModule):
     Attributes:
         failed: runs that have failed, with the step and the term.
         samples: seen in training.
+        of_labels: names of training values, as in `log_training`, that are means over the labelled rows alone.
     """
 
     def __init__(self, runs: Iterable[str], scores: MakeScores) -> None:
@@ -152,6 +155,7 @@ class RunMetrics(LightningModule):
         self.train_sums: dict[str, float] = {}
         self.samples = 0
         self.failed: dict[str, dict[str, Any]] = {}
+        self.of_labels: set[str] = set()
 
     def predict(self, inputs: Tensor) -> dict[str, Tensor]:
         """Logits (b, ..., classes) of each run that has not failed, for inputs (b, ...)."""
@@ -178,11 +182,18 @@ class RunMetrics(LightningModule):
             "step": [*tags(found, "train"), *bar],
         }
 
-    def log_training(self, values: Mapping[str, float], count: int) -> None:
-        """Log the global batch's means (`<run>/<what>` to value), and add them to the epoch's sums."""
+    def log_training(self, values: Mapping[str, float], count: int, labelled: float | None = None) -> None:
+        """Log the global batch's means (`<run>/<what>` to value), and add them to the epoch's sums.
+
+        `labelled` is the fraction of its rows with labels, if some are hidden; with none, means over them are left out.
+        """
         self.samples += count
-        for name, value in {**values, "rows": 1.0}.items():
-            self.train_sums[name] = self.train_sums.get(name, 0.0) + value * count
+        if labelled == 0:
+            values = {name: value for name, value in values.items() if name not in self.of_labels}
+        counts = {"rows": 1.0} if labelled is None else {"rows": 1.0, LABELLED: labelled}
+        for name, value in {**values, **counts}.items():
+            rows = count if labelled is None or name not in self.of_labels else count * labelled
+            self.train_sums[name] = self.train_sums.get(name, 0.0) + value * rows
         if self.is_logged(self.global_step + 1):
             self.log_dict(tags(values, "train"), batch_size=count)
             shown = {what: [v for k, v in values.items() if k.endswith(what)] for what in BAR}
@@ -196,10 +207,22 @@ class RunMetrics(LightningModule):
 
     def on_train_epoch_end(self) -> None:
         """Log the epoch's means over samples, as the tutorials print them."""
-        rows = self.train_sums.pop("rows", 0.0)
-        if rows:
-            self._log_epoch({f"{k}_epoch": v / rows for k, v in self.train_sums.items()}, "train")
+        if self.train_sums:
+            self._log_epoch({f"{name}_epoch": mean for name, mean in self.epoch_means().items()}, "train")
         self.train_sums = {}
+
+    def epoch_means(self) -> dict[str, float]:
+        """The means of training values in the epoch so far, over its rows or, of those `of_labels`, the labelled ones.
+
+        Losses of a run that are not `of_labels` are the batches', in which its labelled terms have their full weight.
+        """
+        rows = self.train_sums.get("rows", 0.0)
+        labelled = self.train_sums.get(LABELLED, rows)
+        return {
+            name: total / (labelled if name in self.of_labels else rows)
+            for name, total in self.train_sums.items()
+            if name not in {"rows", LABELLED}
+        }
 
     def on_validation_epoch_start(self) -> None:
         """Reset the scores; not at the end, as a tensor made in another loop's inference mode can't be added to."""

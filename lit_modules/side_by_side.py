@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from apprentice.errors import BadInput
 from lit_modules.nets import Outputs, any_kernel, pipeline_stages, stage_of, typed
-from lit_modules.nets.base import observed
+from lit_modules.nets.layers import observed, of_inputs
+from lit_modules.objectives.base import condensed
 from lit_modules.student import Student
 
 TEACHER = ""  # no student has this name
@@ -19,6 +21,7 @@ class Track(NamedTuple):
 
     pieces: list[list[nn.Module]]  # its modules in each stage; some stages may have none
     features: dict[str, tuple[int, nn.Module]]  # layers that are read: the stage that computes it, and its module
+    inputs: set[str]  # those of the layers whose module's input is meant
     widths: list[int]  # number of tensors that the net passes on after each stage
 
 
@@ -33,6 +36,9 @@ def side_by_side(
     nets = [(teacher, asked)]
     for name, student in students.items():
         objective = student.objective
+        if objective.teacher_parts():
+            expected = "an objective without trained parts for the teacher's outputs, which a pipeline does not train"
+            raise BadInput(f"variants.{name}", type(objective).__name__, expected)
         asked |= {path: f"variants.{name}.{flag}" for flag, path in objective.teacher_layers.items()}
         nets.append((student.net, {p: f"variants.{name}.{flag}" for flag, p in objective.student_layers.items()}))
     modules = [pipeline_stages(net) for net, _ in nets]
@@ -58,7 +64,7 @@ def _track(net: nn.Module, layers: Mapping[str, str], modules: list[nn.Module], 
             widths.append(len(x))
     for module, mode in modes.items():
         module.training = mode
-    return Track(pieces, features, widths)
+    return Track(pieces, features, of_inputs(net, layers), widths)
 
 
 def _tuple(x: Any) -> tuple[Tensor, ...]:
@@ -87,6 +93,8 @@ class Stage(nn.Module):
             return tuple(x for state, features in found.values() for x in (*state, *features.values()))
         outputs = {name: Outputs(state[0], features) for name, (state, features) in found.items()}
         teacher_outputs = outputs.pop(TEACHER, None)
+        if teacher_outputs is not None:
+            teacher_outputs = condensed(teacher_outputs, self.objectives)  # type: ignore[arg-type]  # it has a mapping's methods
         return teacher_outputs, {name: self.objectives[name].adapt(out) for name, out in outputs.items()}  # type: ignore[operator]
 
     def _net(self, name: str, given: Iterator[Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
@@ -94,8 +102,8 @@ class Stage(nn.Module):
         x = tuple(next(given) for _ in range(track.widths[self.number - 1] if self.number else 1))
         features = {path: next(given) for path, (stage, _) in track.features.items() if stage < self.number}
         here = {path: module for path, (stage, module) in track.features.items() if stage == self.number}
-        with torch.set_grad_enabled(torch.is_grad_enabled() and name != TEACHER), observed(here) as outputs:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and name != TEACHER), observed(here, track.inputs) as found:
             for module in track.pieces[self.number]:
                 x = _tuple(module(*x))
-        features |= outputs
+        features |= found
         return x, {path: features[path] for path in track.features if path in features}

@@ -1,28 +1,36 @@
 """A student of a distillation: a net and the objective that it learns by, which is tested before training."""
 
 import copy
+from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map, tree_map_only
 
 from apprentice import keyed
-from apprentice.errors import BadInput, reason
+from apprentice.errors import BadInput, naming, reason
 from lit_modules.nets import Outputs, globalise, run, typed
-from lit_modules.objectives import Objective, Term
+from lit_modules.objectives import Objective, Place, Term
+from lit_modules.objectives.base import condensed, viewed
 
+LAST_EPOCH = 1e6  # objectives are tested as at the end of training, when weights that grow have their full size
 RANGES = (0, 1), (-10, 10)  # of outputs: the first has finite roots and logarithms, the second confident softmaxes
 
 
 class Student(nn.Module):
-    """A net and its objective; the objective's parameters train with the net and are not exported."""
+    """A net and its objective; the objective's parameters train with the net and are not exported.
+
+    Attributes:
+        of_labels: if labels are hidden, the terms that are means over labelled samples, and "loss" if all are.
+    """
 
     def __init__(self, net: nn.Module, objective: Objective) -> None:
         super().__init__()
         self.net, self.objective = net, objective
+        self.of_labels: set[str] = set()
 
     def forward(self, inputs: Tensor) -> Outputs:
         """Logits (b, classes), and the features that the objective compares."""
@@ -32,30 +40,52 @@ class Student(nn.Module):
         """Logits (b, classes), and the features of the layers that the objective reads."""
         return run(self.net, inputs, set(self.objective.student_layers.values()))
 
-    def build(self, example: Tensor, teacher: Outputs | None, seed: int, flag: str) -> None:
+    def build(
+        self,
+        example: Tensor,
+        teacher: Outputs | None,
+        seed: int,
+        flag: str,
+        samples: int | None = None,
+        labelled: bool = True,
+        peers: Mapping[str, Outputs] = MappingProxyType({}),
+    ) -> None:
         """Let the objective make its parts, from the seed and the shapes alone, and test it on inputs (b, ...).
 
+        Args:
+            example: inputs, such as zeros.
+            teacher: its outputs for them.
+            seed: of the parts' first weights.
+            flag: that named the objective.
+            samples: in the training set, if batches name their samples.
+            labelled: whether all of these have labels.
+            peers: outputs of the students by whose names the objective asks for them.
+
         Raises:
-            BadInput: the objective refuses the nets' shapes, fails, or gives a loss that trains nothing.
+            BadInput: the objective refuses the nets' shapes, fails, or gives a loss that trains nothing; with hidden
+                labels, it needs all, or a term depends on labels and does not say so.
         """
         mode, objective = self.training, self.objective
+        if objective.needs_labels and not labelled:
+            raise BadInput(flag, type(objective).__name__, "labels of all training samples; some are hidden")
+        rows = torch.arange(len(example))
+        objective.place = Place(index=rows, rows=rows, count=len(rows), samples=samples, peers=peers)
         outputs = self.eval().raw(typed(self.net, example))
-        try:
+        with naming(flag):
             keyed.with_seed(seed, partial(objective.build, outputs, teacher))
-        except BadInput as fault:
-            raise BadInput(f"{flag}.{fault.flag}", fault.value, fault.expected) from None
         globalise(objective.to(outputs.logits.dtype))
+        objective.place = objective.place._replace(epoch=LAST_EPOCH, progress=1.0)
         try:
-            check_rows(objective, outputs, teacher, flag)
-            check_gradient(objective, outputs, teacher, flag)
+            known = teacher and condensed(teacher, {"": objective})
+            check_rows(objective, outputs, known, flag)
+            check_gradient(objective, outputs, known, flag)
+            if not labelled:
+                self.of_labels = check_labels(objective, outputs, known, flag)
         except BadInput:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a user's objective does
             expected = f"an objective for outputs such as these nets'; it says: {reason(error)}"
             raise BadInput(flag, type(objective).__name__, expected) from None
-        if objective.relates_rows:
-            advice = "its numbers move with the device count"
-            rank_zero_warn(f"{flag}: {type(objective).__name__} relates rows that a device has; {advice}")
         self.train(mode)
 
 
@@ -95,10 +125,24 @@ def check_gradient(objective: Objective, student: Outputs, teacher: Outputs | No
         raise BadInput(flag, type(objective).__name__, expected)
 
 
+@torch.no_grad()
+def check_labels(objective: Objective, student: Outputs, teacher: Outputs | None, flag: str) -> set[str]:
+    """The names of `labelled` terms, and "loss" if all are; BadInput if another one depends on labels."""
+    student, teacher, labels = keyed.with_seed(0, partial(_noise, student, teacher, *RANGES[1]))
+    terms, others = _terms(objective, student, teacher, labels), _terms(objective, student, teacher, 1 - labels)
+    for name, term in terms.items():
+        if not term.labelled and not torch.equal(term.values, others[name].values):
+            expected = f"an objective whose term {name} needs no label, as some are hidden, or is a labelled one"
+            raise BadInput(flag, type(objective).__name__, expected)
+    labelled = {name for name, term in terms.items() if term.labelled}
+    return labelled | ({"loss"} if len(labelled) == len(terms) else set())
+
+
 def _terms(objective: Objective, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
     """Terms that are equal in each call, even if the objective keeps state or draws noise; its parameters are fixed."""
     objective = copy.deepcopy(objective).eval().requires_grad_(False)
-    return keyed.with_seed(0, lambda: objective.terms(objective.adapt(student), teacher, labels))
+    known = teacher and objective.adapt_teacher(viewed("", teacher))
+    return keyed.with_seed(0, lambda: objective.terms(objective.adapt(student), known, labels))
 
 
 def _noise(student: Outputs, teacher: Outputs | None, low: float, high: float) -> tuple[Outputs, Any, Tensor]:

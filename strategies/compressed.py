@@ -13,6 +13,8 @@ from strategies.ddp import HOOK, Replicated
 class DDPFP16(Replicated):
     """Sends gradients as 16-bit floats: half the bytes, and three digits."""
 
+    _relates_rows = False
+
     def __init__(self, **kwargs: Any) -> None:
         self._refuse(kwargs, *HOOK)
         super().__init__(ddp_comm_hook=fp16_compress_hook, **kwargs)
@@ -28,6 +30,8 @@ class DDPPowerSGD(Replicated):
         rank: of the factors; more is closer and costs more.
         start_step: steps with whole gradients at the start; at least 2.
     """
+
+    _relates_rows = False
 
     def __init__(self, *, rank: int = 1, start_step: int = 10, **kwargs: Any) -> None:
         self._refuse(kwargs, *HOOK)

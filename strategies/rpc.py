@@ -35,6 +35,7 @@ class RPCStrategy(DataParallel):
     """Runs an RPC agent in each rank, from `_start_agent` until the ranks end."""
 
     rpc_name: str
+    _relates_rows = False
 
     def _check_devices(self) -> None:
         super()._check_devices()
@@ -44,6 +45,7 @@ class RPCStrategy(DataParallel):
 
     def check_module(self, module: LightningModule) -> None:
         """Raise ValueError where the strategy can't train the module."""
+        super().check_module(module)
         if not module.automatic_optimization:
             raise ValueError(f"strategy {self.rpc_name}: expected automatic optimization of {type(module).__name__}")
         if self._scales_loss:

@@ -34,7 +34,7 @@ def check_same(
 
 
 def _more(flag: str, was: Any, now: Any) -> bool:
-    """Whether a list has all of the entries before, or a number is larger; -1 and None are no numbers."""
+    """Whether a list has all of the entries before, a number is larger, or a switch is now on; -1 and None are none."""
     if isinstance(was, list):
         return set(was) <= set(now) if isinstance(now, list) else flag == "only"  # without --only, all are wanted
-    return type(was) is type(now) is int and 0 < was < now
+    return now is True if was is False else type(was) is type(now) is int and 0 < was < now

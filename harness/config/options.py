@@ -31,6 +31,7 @@ class RunOptions:
     quick_values: ClassVar[Mapping[str, Any]] = {}  # what `--quick true` sets where it is not given
     grows: ClassVar[Collection[str]] = ()  # flags that a resumed run may raise, or extend if they are lists
     fixed: ClassVar[Mapping[str, str]] = {}  # why it may not change others, where that is not plain
+    newer: ClassVar[Collection[str]] = ()  # options that a run of an older version does not have in its settings
 
     def __post_init__(self) -> None:
         if isinstance(self.seeds, int):

@@ -6,13 +6,13 @@ from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
-from typing import Any, TypeAlias, TypeVar
+from types import MappingProxyType, ModuleType
+from typing import Any, TypeAlias
 
 import yaml
 
 from apprentice.errors import BadInput
-from harness.config import growth, training, usage
+from harness.config import growth, rows, training, usage
 from harness.config.choices import Resolver
 from harness.config.classes import Choice, Classes, arguments, build, imported, plain
 from harness.config.messages import near
@@ -20,7 +20,6 @@ from harness.config.options import RunOptions
 from harness.config.signatures import Signature
 from harness.config.sources import INVOCATION, Given, Layer, as_given, flat, from_yaml, layer, load, read
 
-T = TypeVar("T")
 Bases: TypeAlias = type | tuple[type, ...]
 
 
@@ -32,6 +31,7 @@ class Entry:
     optional: bool = False  # nothing may be chosen
     named: bool = False  # there are many choices, by names of the user's own
     given: tuple[str, str] | None = None  # as `add_choice` takes it
+    replaces: str | None = None  # the key of a single choice, in place of which these are
 
 
 class Parser:
@@ -42,6 +42,7 @@ class Parser:
         self.options = Signature(options)
         self.entries: dict[str, Entry | Signature] = {}  # with a signature, the class is not chosen
         self._defaults: dict[str, Given] = {}
+        self._more: dict[str, dict[str, Given]] = {}  # defaults that plain options add
         self._nested: dict[str, Classes] = {}  # what options of the Trainer choose from
         self._parsed: dict[str, Any] = {}
 
@@ -57,12 +58,22 @@ class Parser:
         """Add `--KEY CLASS` and `--KEY.OPTION VALUE`."""
         self._add(key, Entry(_classes(bases, package, skip), default is None, given=given), default)
 
-    def add_variants(self, key: str, bases: Bases, package: ModuleType, defaults: Mapping[str, Any]) -> None:
+    def add_variants(
+        self,
+        key: str,
+        bases: Bases,
+        package: ModuleType,
+        defaults: Mapping[str, Any],
+        more: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),  # what plain options add to the defaults if true
+        given: tuple[str, str] | None = None,  # as above
+        replaces: str | None = None,  # the key of a single choice: if names are given, none is made there
+    ) -> None:
         """Add `--KEY.NAME CLASS` and `--KEY.NAME.OPTION VALUE` for any name, merged into the defaults by name.
 
-        The plain option `only`, if there is one, says which of them are wanted.
+        The plain option `only`, if there is one, says which of them are wanted; see `rows`.
         """
-        self._add(key, Entry(_classes(bases, package), named=True), dict(defaults))
+        self._add(key, Entry(_classes(bases, package), named=True, given=given, replaces=replaces), dict(defaults))
+        self._more |= {option: layer(dict(added), key=key) for option, added in more.items()}
 
     def add_optimizer(self, default: Any = "Adam") -> None:
         """Add `--optimizer` and `--scheduler`: torch's classes, tried out on a dummy net when parsed."""
@@ -107,7 +118,8 @@ class Parser:
         path = Path(options.out or "") / "config.yaml"
         run = path if options.resume and path.exists() else None
         start = self._defaults if run is None else self._saved(run)
-        given = self._merged([start, *layers])
+        added = ({flag: each for flag, each in more.items() if flag not in start} for more in self._added(options))
+        given = self._merged([start, *added, *layers])
         with as_given(given):
             config = self._config(given)
             self._check(config)
@@ -161,6 +173,25 @@ class Parser:
         entry = parent if isinstance(parent, Entry) and parent.named else self.entries.get(flag)
         return entry.classes if isinstance(entry, Entry) else None
 
+    def _added(self, options: Any) -> list[Layer]:
+        """The defaults that plain options add."""
+        return [added for option, added in self._more.items() if getattr(options, option)]
+
+    def _replaced(self, given: Layer) -> tuple[Layer, list[str]]:
+        """What counts where names are given in place of a single choice, and the keys at which none is made then."""
+        keys: list[str] = []
+        for key, entry in self.entries.items():
+            names = [flag for flag in given if flag.startswith(f"{key}.")]
+            if not (isinstance(entry, Entry) and entry.replaces and names):
+                continue
+            single = {flag: each for flag, each in given.items() if f"{flag}.".startswith(f"{entry.replaces}.")}
+            for flag, (value, _) in single.items():
+                if value is not None and given[flag] is not self._defaults.get(flag):
+                    raise BadInput(flag, value, f"it left out: --{names[0]} is beside it, which names the nets")
+            given = {flag: each for flag, each in given.items() if flag not in single}
+            keys.append(entry.replaces)
+        return given, keys
+
     def _config(self, given: Layer) -> Namespace:
         resolver, choices = self._resolved(given)
         resolver.check_complete(["config", "print_config", "help", *self.entries, *self.options.hints])
@@ -168,6 +199,7 @@ class Parser:
 
     def _resolved(self, given: Layer) -> tuple[Resolver, dict[str, Any]]:
         """The second pass: choices with their options; flags may still be missing or unknown."""
+        given, replaced = self._replaced(given)
         resolver, choices = Resolver(given, self.prog), dict[str, Any]()
         for key, entry in self.entries.items():
             classes = self._classes(choices)
@@ -180,7 +212,7 @@ class Parser:
                 names = self._names(key, entry, resolver.given)
                 choices[key] = {name: resolver.one(classes[key], f"{key}.{name}") for name in names}
             else:
-                choices[key] = resolver.one(classes[key], key, entry.optional)
+                choices[key] = resolver.one(classes[key], key, entry.optional or key in replaced)
         return resolver, choices
 
     def _options(self, given: Layer) -> RunOptions:
@@ -201,7 +233,8 @@ class Parser:
                 raise BadInput(flag, given[flag].value, expected)
             if flag != whole:
                 known = [other for other in names if f"{key}.{other}" in given]
-                expected = f"one of {', '.join(known)}, or --{whole} CLASS beside it for a new one{near(name, known)}"
+                others = f"one of {', '.join(known)}, or " if known else ""
+                expected = f"{others}--{whole} CLASS beside it for a new one{near(name, known)}"
                 raise BadInput(flag, given[flag].value, expected)
         return names
 
@@ -222,9 +255,10 @@ class Parser:
             if isinstance(entry, Signature):
                 arguments(chosen, key)
             elif entry.named:
-                for name, choice in chosen.items():
+                for name, choice in chosen.items() if entry.given is None else ():
                     build(choice, f"{key}.{name}")
-                pick(chosen, getattr(config, "only", None))
+        if any(isinstance(entry, Entry) and entry.named for entry in self.entries.values()):
+            rows.rows(config)
         trainer = config.trainer.init_args if "trainer" in self.entries else {}
         training.check_trainer(trainer)
         if "optimizer" in self.entries:
@@ -232,7 +266,9 @@ class Parser:
 
     def _saved(self, path: Path) -> Layer:
         saved = load(path, "out")
-        missing = [key for key in [*self.entries, *self.options.hints] if key not in {*saved, *INVOCATION}]
+        options: Any = self.options.target
+        new = {*INVOCATION, *options.newer, *(key for key in self.entries if self._is_empty(key))}
+        missing = [key for key in [*self.entries, *self.options.hints] if key not in {*saved, *new}]
         if missing or not path.read_text("utf-8").endswith("\n"):
             what = f"{missing[0]} is missing" if missing else "its last line is cut off"
             raise BadInput("out", path, f"all settings of the run; {what}")
@@ -243,11 +279,14 @@ class Parser:
         options: Any = self.options.target
         before, after = (dict(flat(self.as_dict(each))) for each in (saved, config))
         new: list[str] = []
-        for key in (key for key, entry in self.entries.items() if isinstance(entry, Entry) and entry.named):
-            used, wanted = (pick(getattr(each, key), getattr(each, "only", None)) for each in (saved, config))
+        for key, entry in self.entries.items():
+            if not (isinstance(entry, Entry) and entry.named):
+                continue
+            used, wanted = (rows.used(each, key) for each in (saved, config))
             new += [f"{key}.{name}" for name in getattr(config, key) if name not in used]
+            added = {flag.split(".")[1] for more in self._added(config) for flag in more if flag.startswith(f"{key}.")}
             for name, choice in getattr(config, key).items():
-                if name not in {**getattr(saved, key), **wanted}:
+                if name not in {*getattr(saved, key), *wanted, *added}:
                     expected = f"{name} in --only, too: the run in {folder} is of {', '.join(used)}"
                     raise BadInput(f"{key}.{name}", choice.name, expected)
         growth.check_same(before, after, folder, options.grows, options.fixed, new)
@@ -257,15 +296,16 @@ class Parser:
         shown = {}
         for key, entry in self.entries.items():
             chosen = getattr(config, key)
-            if isinstance(entry, Entry) and key not in {"optimizer", "scheduler"} and chosen is not None:
-                shown[key] = " ".join(pick(chosen, getattr(config, "only", None))) if entry.named else chosen.name
+            if isinstance(entry, Entry) and key not in {"optimizer", "scheduler"} and chosen:
+                shown[key] = " ".join(rows.used(config, key)) if entry.named else chosen.name
         seeds = config.seeds if len(config.seeds) < 10 else [*config.seeds[:3], "...", config.seeds[-1]]
         shown["seeds" if len(seeds) > 1 else "seed"] = " ".join(map(str, seeds))
         return ", ".join(f"{key} {what}" for key, what in shown.items())
 
     def as_dict(self, config: Namespace) -> dict[str, Any]:
         """The configuration as YAML and JSON have it."""
-        choices = {key: plain(getattr(config, key)) for key in self.entries}
+        found = {key: getattr(config, key) for key in self.entries}
+        choices = {key: plain(each) for key, each in found.items() if each or not self._is_empty(key)}
         only = {key: choices[key]["init_args"] for key, entry in self.entries.items() if isinstance(entry, Signature)}
         options = {name: self.options.plain(name, getattr(config, name)) for name in self.options.hints}
         return choices | only | options
@@ -275,22 +315,18 @@ class Parser:
         kept = {key: value for key, value in self.as_dict(config).items() if key not in skip}
         return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)
 
+    def _is_empty(self, key: str) -> bool:
+        """Whether a key has names of the user's own only: without any, settings are written without the key."""
+        entry = self.entries[key]
+        named = isinstance(entry, Entry) and entry.named
+        return named and not any(flag.startswith(f"{key}.") for flag in self._defaults)
+
     def _help(self, layers: Sequence[Layer]) -> str:
         try:
             resolver = self._resolved(self._merged([self._defaults, *layers]))[0]
         except BadInput:
             resolver = self._resolved(self._defaults)[0]
         return usage.text(self, resolver.flags, self._nested)
-
-
-def pick(variants: Mapping[str, T], only: Sequence[str] | None, flag: str = "only") -> dict[str, T]:
-    """The variants that are wanted, in their own order; all if `only` is None, BadInput for an unknown name or none."""
-    for name in only or ():
-        if name not in variants:
-            raise BadInput(flag, name, f"names among {', '.join(variants)}{near(name, variants)}")
-    if only is not None and not only:
-        raise BadInput(flag, "[]", f"at least one of {', '.join(variants)}")
-    return {name: variant for name, variant in variants.items() if only is None or name in only}
 
 
 def _classes(bases: Bases, package: ModuleType, skip: Iterable[str] = ()) -> Classes:

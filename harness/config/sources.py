@@ -13,7 +13,7 @@ from harness.config import yamls
 
 BARE = ("help", "print_config")  # flags without a value
 OF_LAUNCHERS = ("local-rank", "local_rank")  # from torch.distributed.launch; the environment has it too
-INVOCATION = frozenset({"out", "resume", "overwrite"})  # what is not of the experiment but of one call
+INVOCATION = frozenset({"out", "resume", "overwrite", "list_layers"})  # what is not of the experiment but of one call
 FREE = INVOCATION | {
     "checkpoint_every",
     "trainer.devices", "trainer.strategy", "trainer.accelerator", "trainer.num_nodes", "trainer.logger",

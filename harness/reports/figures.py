@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from harness.reports.metrics import ACCURACY, Metric, t_interval
+from harness.reports.metrics import ACCURACY, Metric
+from harness.reports.uncertainty import t_interval
 
 if TYPE_CHECKING:  # it takes a second to be imported
     from matplotlib.axes import Axes
@@ -47,7 +48,7 @@ class Dot:
 
     name: str  # as in the table
     values: Sequence[float | None]  # the metric of each seed; None where it failed
-    cost: float | None  # its place on the cost axis, if known
+    cost: float | None  # its place on the horizontal axis, if known
     group: int  # students of one group share a colour
     metric: Metric = ACCURACY
 
@@ -75,6 +76,42 @@ def metric_picture(dots: Sequence[Dot], cost: str, teacher: float | None = None)
     return png.getvalue()
 
 
+def lines_picture(dots: Sequence[Dot], axis: str) -> bytes:
+    """A PNG: a line for each name, with mean and 95 % interval of its dots, whose `cost` is the place on the axis.
+
+    The axis is logarithmic where places differ tenfold.
+    """
+    with figure(8, 4.5) as (drawn, png):
+        axes, known = drawn.subplots(), [dot for dot in dots if dot.known]
+        places = sorted({dot.cost or 0.0 for dot in known})
+        if places and 0 < 10 * places[0] <= places[-1]:
+            axes.set_xscale("log")
+        axes.ticklabel_format(axis="y", useOffset=False)
+        axes.set_xticks(places, [f"{place:,g}" for place in places])
+        axes.minorticks_off()
+        for name in dict.fromkeys(dot.name for dot in known):
+            line = sorted((dot for dot in known if dot.name == name), key=lambda dot: dot.cost or 0.0)
+            own, heights = [dot.cost or 0.0 for dot in line], [dot.mean for dot in line]
+            bounds = [_bounds(dot) for dot in line]
+            errors = [[dot.mean - low for dot, (low, _) in zip(line, bounds, strict=True)],
+                      [high - dot.mean for dot, (_, high) in zip(line, bounds, strict=True)]]  # fmt: skip
+            axes.errorbar(own, heights, yerr=errors, capsize=3, linewidth=1.5, label=name, **line[0].look)
+        axes.set_xlabel(axis)
+        axes.set_ylabel(dots[0].metric.title)
+        axes.set_title("mean and 95 % interval", fontsize=10, color=GREY)
+        if known:
+            axes.legend()
+    return png.getvalue()
+
+
+def _bounds(dot: Dot) -> tuple[float, float]:
+    """The 95 % interval of a dot's mean, within the metric's limits; the mean twice where it has none."""
+    interval, (least, most) = t_interval(dot.known), dot.metric.limits
+    if interval["low"] is None or interval["high"] is None:
+        return dot.mean, dot.mean
+    return max(interval["low"], least), min(interval["high"], most)  # two seeds can give an interval past 100 %
+
+
 def _values(axes: "Axes", dots: Sequence[Dot], metric: Metric) -> None:
     for row, dot in enumerate(dots):
         if not dot.known:
@@ -82,11 +119,7 @@ def _values(axes: "Axes", dots: Sequence[Dot], metric: Metric) -> None:
             continue
         offsets = [row + 0.28 - 0.1 * (i % 2) for i in range(len(dot.known))]  # beside the interval, not on it
         axes.scatter(dot.known, offsets, s=14, alpha=0.45, linewidths=0, **dot.look)
-        interval = t_interval(dot.known)
-        if interval["low"] is not None and interval["high"] is not None:
-            least, most = metric.limits  # two seeds can give an interval past 100 %
-            bounds = max(interval["low"], least), min(interval["high"], most)
-            axes.plot(bounds, (row, row), color=dot.look["color"], linewidth=2, solid_capstyle="butt")
+        axes.plot(_bounds(dot), (row, row), color=dot.look["color"], linewidth=2, solid_capstyle="butt")
         axes.scatter([dot.mean], [row], s=46, zorder=3, edgecolors="white", **dot.look)
     axes.set_yticks(range(len(dots)), [dot.name for dot in dots], parse_math=False)
     axes.set_ylim(len(dots) - 0.4, -0.6)
@@ -111,12 +144,25 @@ def _name(axes: "Axes", dots: Sequence[Dot]) -> None:
     low, high = axes.get_ylim()
     axes.set_ylim(low, high)
     gap = min(LINE_INCHES / axes.bbox.height * axes.figure.dpi, 1 / len(dots))
-    height = -gap
-    for place, dot in enumerate(dots):
-        wanted = max((dot.mean - low) / (high - low), height + gap)
-        height = min(wanted, 1 - gap * (len(dots) - 1 - place))
+    for dot, height in zip(dots, _spread([(dot.mean - low) / (high - low) for dot in dots], gap), strict=True):
         axes.annotate(
             dot.name, (dot.cost or 0.0, dot.mean), xytext=(1.03, height), textcoords="axes fraction", va="center",
             fontsize=9, parse_math=False, annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": dot.look["color"], "alpha": 0.4, "linewidth": 0.8, "shrinkB": 4},
+            arrowprops={
+                "arrowstyle": "-", "color": dot.look["color"], "alpha": 0.4, "linewidth": 0.8, "shrinkB": 4,
+                "relpos": (0, 0.5),
+            },
         )  # fmt: skip
+
+
+def _spread(heights: Sequence[float], gap: float) -> list[float]:
+    """Ascending heights from 0 to 1, moved as little as keeps them `gap` apart, in the sense of least squares."""
+    groups: list[tuple[float, int]] = []  # neighbours that touch: the lowest one's height, and how many they are
+    for place, wanted in enumerate(heights):
+        height, size = wanted - gap * place, 1
+        while groups and groups[-1][0] > height:
+            below, more = groups.pop()
+            height, size = (below * more + height * size) / (more + size), more + size
+        groups.append((height, size))
+    found = [height for height, size in groups for _ in range(size)]
+    return [min(max(height, 0.0), 1 - gap * (len(found) - 1)) + gap * place for place, height in enumerate(found)]

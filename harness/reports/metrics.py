@@ -1,14 +1,19 @@
-"""What students are judged by: metrics, intervals over seeds, and the sentence that these support."""
+"""What students are judged by: metrics, and the sentence that intervals over seeds support."""
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.reports.tables import NONE, listed
-
-Interval = dict[str, float | None]
-CONFIDENCE = 0.95
+from harness.reports.uncertainty import (
+    CONFIDENCE,
+    Interval,
+    detectable,
+    holm,
+    p_value,
+    paired_interval,
+    seeds_for,
+)
 
 
 @dataclass(frozen=True)
@@ -66,23 +71,6 @@ BITS = Metric(
 METRICS = {metric.name: metric for metric in (ACCURACY, BITS)}
 
 
-def t_interval(values: Sequence[float]) -> Interval:
-    """Mean of the values and its 95 % interval by Student's t; bounds are None for one value, all three for none."""
-    if len(values) < 2:
-        return {"mean": values[0] if values else None, "low": None, "high": None}
-    from scipy.special import stdtrit  # scipy.stats' own quantile, at a tenth of its import time
-
-    mean = statistics.mean(values)
-    half = float(stdtrit(len(values) - 1, (1 + CONFIDENCE) / 2)) * statistics.stdev(values) / math.sqrt(len(values))
-    return {"mean": mean, "low": mean - half, "high": mean + half}
-
-
-def paired_interval(differences: Sequence[float]) -> Interval:
-    """`t_interval` of paired differences, one per seed."""
-    # Float subtraction gives 0.9 - 0.8 and 0.5 - 0.4 a spread of 1e-16, and so an interval that excludes zero.
-    return t_interval([round(difference, 12) for difference in differences])
-
-
 def paired_differences(values: Sequence[float | None], baseline: Sequence[float | None]) -> list[float]:
     """`values - baseline` for each seed in which both finished."""
     return [v - b for v, b in zip(values, baseline, strict=True) if v is not None and b is not None]
@@ -99,19 +87,31 @@ def conclude(baseline: str, differences: Mapping[str, Sequence[float]], metric: 
     if not tested:
         claim = f"nothing here says that any other row differs from {baseline} by more than noise"
         return f"One seed gives no interval: {claim}. Use --seeds 3 or more." if single else ""
-    said = _claims(baseline, tested, metric)
+    said = _claims(baseline, tested, holm({name: p_value(differences[name]) for name in tested}), metric)
     if single:
         said.append(f"{listed(single)} had one seed to compare, so no interval")
     few, many = min(pairs[name] for name in tested), max(pairs[name] for name in tested)
     seeds = f"{few}" if few == many else f"{few} to {many}"
-    caution = f"; it is not corrected for the {len(tested)} that were made" if len(tested) > 1 else ""
-    return f"With {seeds} seeds, {'; '.join(said)}. A 95 % interval stands for its own comparison{caution}."
+    together = f" Corrected for {len(tested)} comparisons (Holm); the intervals are not." if len(tested) > 1 else ""
+    spread = statistics.median(statistics.stdev(differences[name]) for name in tested)
+    return f"With {seeds} seeds, {'; '.join(said)}.{together}{_power(spread, few, metric)}"
 
 
-def _claims(baseline: str, tested: Mapping[str, Interval], metric: Metric) -> list[str]:
+def _power(spread: float, seeds: int, metric: Metric) -> str:
+    """What so many seeds can show where differences have this deviation, and what a third of that would take."""
+    seen = round(metric.scale * detectable(spread, seeds), metric.digits)
+    third = round(seen / 3, metric.digits)
+    if not third:
+        return ""
+    more = seeds_for(spread, third / metric.scale)
+    said = f" {seeds} seeds show a difference of {seen:.{metric.digits}f} {metric.unit} in 4 of 5 cases"
+    return f"{said}; {third:.{metric.digits}f} takes about {more}." if more else f"{said}."
+
+
+def _claims(baseline: str, tested: Mapping[str, Interval], p_values: Mapping[str, float], metric: Metric) -> list[str]:
     groups: dict[str, list[str]] = {"better": [], "worse": [], "level": [], "flat": []}
     for name, interval in tested.items():
-        groups[_kind(interval, metric)].append(name)
+        groups[_kind(interval, p_values[name], metric)].append(name)
     said = []
     for word in ("better", "worse"):
         if names := groups[word]:
@@ -125,10 +125,9 @@ def _claims(baseline: str, tested: Mapping[str, Interval], metric: Metric) -> li
     return said
 
 
-def _kind(interval: Interval, metric: Metric) -> str:
-    low, high = interval["low"] or 0.0, interval["high"] or 0.0
-    if low <= 0 <= high:
+def _kind(interval: Interval, p: float, metric: Metric) -> str:
+    if p >= 1 - CONFIDENCE:
         return "level"
-    if low == high:  # few seeds and a small test set: the same number of samples each time
+    if interval["low"] == interval["high"]:  # few seeds and a small test set: the same number of samples each time
         return "flat"
-    return "better" if (low > 0) == metric.higher_is_better else "worse"
+    return "better" if ((interval["mean"] or 0.0) > 0) == metric.higher_is_better else "worse"

@@ -7,7 +7,7 @@ from pathlib import Path
 from harness.reports.figures import Dot, metric_picture
 from harness.reports.metrics import METRICS, Metric, conclude, paired_differences
 from harness.reports.report import Facts, machine
-from harness.reports.results import BASELINE
+from harness.reports.results import baseline_of
 from harness.reports.settings import objectives, settings
 from harness.reports.tables import NONE, Table, columns, count, flops_unit, listed, paragraph, short
 from harness.runs.files import write_bytes, write_json, write_text
@@ -68,7 +68,9 @@ def table(results: Facts) -> Table:
         "parameters": lambda row: count(row["parameters"]),
         **{title: partial(mean, key) for key, title in metric.columns.items()},
         f"Δ to ce, {metric.unit}": lambda row: (
-            NONE if row["name"] == BASELINE or "delta_vs_ce" not in row else metric.difference(row["delta_vs_ce"])
+            NONE
+            if row["name"] == baseline_of(row) or "delta_vs_ce" not in row
+            else metric.difference(row["delta_vs_ce"])
         ),
         **costs(rows),
     }
@@ -91,15 +93,32 @@ def notes(results: Facts) -> list[str]:
     lines = [f"{metric.word.capitalize()}: mean{spread}." if spread else ""]
     if results["teacher"].get("nets", len(seeds)) < len(seeds):
         lines.append("teacher: one net, tested once, which taught with every seed.")
-    lines += _kept_teacher(results)
+    lines += [
+        f"{name}: its net became a {e['net']}, which these figures are of."
+        for name, e in students.items()
+        if "net" in e
+    ]
+    lines += _labels(results) + _kept_teacher(results)
     lines += failures(results)
-    if BASELINE in students:
-        baseline, key = students[BASELINE][metric.name], metric.name
-        others = {n: paired_differences(e[key], baseline) for n, e in students.items() if n != BASELINE}
-        lines.append(conclude(BASELINE, others, metric))
-    elif len(students) > 1:
-        lines.append("No student is called ce, so no differences are given.")
+    baselines = dict.fromkeys(map(baseline_of, students.values()))
+    for baseline in (name for name in baselines if name in students):
+        own = {n: e[metric.name] for n, e in students.items() if baseline_of(e) == baseline != n}
+        others = {n: paired_differences(values, students[baseline][metric.name]) for n, values in own.items()}
+        lines.append(conclude(baseline, others, metric))
+    if (missing := [name for name in baselines if name not in students]) and len(students) > 1:
+        differences = "no differences are given" if len(missing) == len(baselines) else "its rows have no differences"
+        lines += [f"No student is called {name}, so {differences}." for name in missing]
     return [line for line in lines if line]
+
+
+def _labels(results: Facts) -> list[str]:
+    """A line that says which labels students and teacher had, if the students had only some."""
+    config, total = results["config"], results["data"].get("train")
+    labelled = (config.get("data") or {}).get("init_args", {}).get("labelled")
+    if labelled is None:
+        return []
+    teacher = "was trained with all labels" if config.get("teacher_ckpt") is None else "was loaded"
+    return [f"students: labels of {count(labelled)} of {count(total)} training samples; the teacher {teacher}."]
 
 
 def _kept_teacher(results: Facts) -> list[str]:

@@ -1,15 +1,18 @@
 """results.json of a comparison of students: made from the facts of each seed, and read back."""
 
 import json
+import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from apprentice.errors import BadInput
-from harness.reports.metrics import ACCURACY, METRICS, Metric, paired_differences, paired_interval
+from harness.reports.metrics import ACCURACY, METRICS, Metric, paired_differences
 from harness.reports.report import Facts
+from harness.reports.uncertainty import paired_interval
 from harness.runs.files import read_text
 
 BASELINE = "ce"
@@ -23,12 +26,15 @@ def bake_off_results(
     students_fit_seconds: list[float],  # for each seed, of all students together
     metric: Metric = ACCURACY,
     one_teacher: bool = False,  # whether each seed loaded the same net, so that its figures are those of one net
+    variants: Mapping[str, str] = MappingProxyType({}),  # the methods of students whose names begin with a net's
+    ranked: bool = False,  # whether the best student comes first
 ) -> Facts:
     """The content of results.json; None stands for what can't be computed.
 
     A teacher has for each seed `parameters`, the tested values, and `max_epochs`, `fit_seconds`, `step_ms`,
     `train_flops` (None if it was loaded); a student `objective`, `parameters`, the tested values, `step_ms`,
-    `train_flops`, `failed`.
+    `train_flops`, `failed`, and `net` if its objective has replaced the student's net. A student in `variants` has its
+    `variant` and its `baseline` by name, too.
 
     Raises:
         ValueError: a list does not have one entry per seed.
@@ -39,9 +45,14 @@ def bake_off_results(
         if len(entered) != seeds:
             raise ValueError(f"{name}: expected {seeds} entries, one a seed, got {len(entered)}")
     entries = {name: entry_of(rows, metric) for name, rows in students.items()}
-    baseline = entries[BASELINE][metric.name] if BASELINE in entries else [None] * seeds
-    for entry in entries.values():
+    for name, entry in entries.items():
+        if (variant := variants.get(name, name)) != name:
+            entry |= {"variant": variant, "baseline": name.removesuffix(variant) + BASELINE}
+        own = baseline_of(entry)
+        baseline = entries[own][metric.name] if own in entries else [None] * seeds
         entry["delta_vs_ce"] = paired_interval(paired_differences(entry[metric.name], baseline))
+    if ranked:
+        entries = dict(sorted(entries.items(), key=lambda item: _rank(item[1][metric.name], metric)))
     return {
         **header,
         "metric": {"name": metric.name, "higher_is_better": metric.higher_is_better},
@@ -57,10 +68,22 @@ def bake_off_results(
     }
 
 
+def _rank(values: Sequence[float | None], metric: Metric) -> float:
+    """A number that is smaller for better values, and largest for none."""
+    known = metric.scaled(values)
+    return statistics.mean(known) * (-1 if metric.higher_is_better else 1) if known else math.inf
+
+
+def baseline_of(entry: Facts) -> str:
+    """The name of the student that a student's differences are to, where it is not written the only `ce`."""
+    return str(entry.get("baseline", BASELINE))
+
+
 def entry_of(rows: list[Facts], metric: Metric) -> Facts:
     """The entry of a net from its facts of each seed; `delta_vs_ce` is None."""
     return {
         "objective": rows[0]["objective"],
+        **{key: rows[0][key] for key in ("net",) if key in rows[0]},
         "parameters": rows[0]["parameters"],
         **{key: [None if f["failed"] else f[key] for f in rows] for key in metric.tested},
         # A student that failed was frozen then: what it cost is no measure of the method.

@@ -9,7 +9,14 @@ FIRST = (
     *("data", "teacher", "teacher_ckpt", "student", "optimizer", "scheduler", "net", "model"),
     *("trainer.max_epochs", "trainer.max_steps", "trainer.precision", "trainer.strategy", "trainer.devices", "exact"),
 )
-ELSEWHERE = {"seeds", "variants", "only", "trainer", "teacher_cache_mb"}  # on lines of their own, or of no effect
+ELSEWHERE = {
+    "seeds",
+    "variants",
+    "only",
+    "zoo",
+    "trainer",
+    "teacher_cache_mb",
+}  # on lines of their own, or of no effect
 NEUTRAL = {
     "trainer.max_epochs": -1, "trainer.max_steps": -1, "trainer.accumulate_grad_batches": 1,
     "trainer.check_val_every_n_epoch": 1,
@@ -49,4 +56,5 @@ def shown(value: Any) -> str:
 def objectives(results: Facts) -> dict[str, str]:
     """What each student of a bake-off learnt by, with all options."""
     variants = (results["config"] or {}).get("variants") or {}
-    return {name: shown(variants.get(name, entry["objective"])) for name, entry in results["students"].items()}
+    known = {name: variants.get(entry.get("variant", name)) for name, entry in results["students"].items()}
+    return {name: shown(known[name] or entry["objective"]) for name, entry in results["students"].items()}

@@ -51,6 +51,16 @@ def read_spec(folder: str | Path, flag: str = "run") -> Spec:
     raise BadInput(flag, folder, "a net's folder, as RUN/seed0/kd, with weights.pt and net.yaml")
 
 
+def _untrained(value: Any, flag: str) -> Any:
+    """A net by its spec, and those by whose specs it is made; any other value as it is."""
+    if isinstance(value, list):
+        return [_untrained(entry, flag) for entry in value]
+    if not (isinstance(value, dict) and set(value) == {"class_path", "init_args"}):
+        return value
+    arguments = {name: _untrained(argument, flag) for name, argument in value["init_args"].items()}
+    return imported(value["class_path"], flag, (nn.Module,))(**arguments)
+
+
 def load_net(folder: str | Path, flag: str = "run", weights: Mapping[str, Tensor] | None = None) -> nn.Module:
     """Rebuild a folder's net, in the weights' type and in eval mode, on the CPU; `flag` named the folder.
 
@@ -59,7 +69,7 @@ def load_net(folder: str | Path, flag: str = "run", weights: Mapping[str, Tensor
     """
     found, path = read_spec(folder, flag), str(Path(folder) / "weights.pt")
     try:
-        net: nn.Module = imported(found["class_path"], flag, (nn.Module,))(**found["init_args"])
+        net: nn.Module = _untrained(found, flag)
     except Exception as error:  # whatever the class makes of the arguments
         told = " ".join(f"{type(error).__name__}: {error}".split())
         raise BadInput(flag, folder, f"a net's folder, whose net.yaml its class takes; it says: {told}") from error

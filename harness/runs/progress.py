@@ -185,12 +185,12 @@ class Display(Lines):
     def _table(self, trainer: Trainer, module: RunMetrics, room: int) -> Table:
         """Each run's mean training loss in this epoch so far, and its last score."""
         tag, found = scores(trainer)
-        shown, sums = module.runs[: max(room, 1)], module.train_sums
+        shown, means = module.runs[: max(room, 1)], module.epoch_means()
         table = Table.grid(padding=(0, 2))
         table.add_row("", "train/loss", tag if found else "")
         for run in shown:
-            loss = sums.get(f"{run}/loss".lstrip("/"))
-            words = "failed" if run in module.failed else "" if loss is None else f"{loss / sums['rows']:.4f}"
+            loss = means.get(f"{run}/loss".lstrip("/"))
+            words = "failed" if run in module.failed else "" if loss is None else f"{loss:.4f}"
             table.add_row(run, words, f"{found[run]:.4f}" if run in found else "")
         if len(module.runs) > len(shown):
             table.add_row(f"and {len(module.runs) - len(shown)} more")

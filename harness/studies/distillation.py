@@ -6,6 +6,7 @@ have as many epochs.
 """
 
 import itertools
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import nn
 
 from apprentice.errors import BadInput
 from harness import config as cli
+from harness.config.classes import imported
 from harness.config.sources import load
 from harness.reports.metrics import ACCURACY, BITS
 from harness.reports.pages import save_results, text
@@ -24,72 +26,110 @@ from harness.runs.files import write_json
 from harness.runs.launch import is_main_process, main_first
 from harness.runs.nets import load_net
 from harness.runs.session import Session
+from harness.studies import zoo
 from harness.studies.callbacks import check_callbacks
 from harness.studies.fits import Candidate, check_modules, check_net, failure, log_means, train
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
-
-FITS = ("teacher", "students")  # of each seed
+from lit_modules.objectives import Objective
 
 MakeTeacher = Callable[[Session, int], tuple[LitClassifier, dict[str, Candidate]]]
 MakeStudents = Callable[[Session, int, nn.Module, Sequence[str]], tuple[Distillation, dict[str, Candidate]]]
 
 
-def check(run: Session, make_teacher: MakeTeacher, make_students: MakeStudents) -> None:
-    """Build everything once; raise BadInput if something can't be trained."""
+def check(run: Session, make_teacher: MakeTeacher, make_students: MakeStudents) -> list[str]:
+    """Build everything once and name the students to train; raise BadInput if something can't be trained.
+
+    Under `--zoo`, methods that don't fit the nets are left out, and named with the reason.
+    """
     trainer, (first, *others), ckpt = run.checked_trainer(), run.config.seeds, run.config.teacher_ckpt
-    check_net(run, "teacher", trainer, trained=ckpt is None)
-    check_net(run, "student", trainer)
+    rows = wanted(run.config)
+    check_net(run, "teacher", trainer, trained=not has_trained_teacher(run))
+    for net in dict.fromkeys(row.net for row in rows.values()):
+        check_net(run, net, trainer)
     for seed in others if "{seed}" in (ckpt or "") else ():
         make_teacher(run, seed)
     teacher, _ = make_teacher(run, first)
-    students, _ = make_students(run, first, teacher.net, names(run))
-    check_modules(trainer, teacher, students)
-    check_callbacks(
-        run, trainer, {"students": students} if ckpt is not None else {"teacher": teacher, "students": students}
-    )
+
+    def made(names: Sequence[str]) -> Distillation:
+        with cli.flags_of(rows.values()):
+            students, _ = make_students(run, first, teacher.net, names)
+            check_modules(trainer, teacher, students)
+        return students
+
+    names = zoo.fitting(run.config, run.parser, rows, made) if run.config.zoo else list(rows)
+    students = made(names)
+    stages = {} if has_trained_teacher(run) else {"teacher": teacher}
+    check_callbacks(run, trainer, {**stages, "students": students})
+    return names
 
 
-def names(run: Session) -> list[str]:
-    """The students to train."""
-    return list(cli.pick(run.config.variants, run.config.only))
+def has_trained_teacher(run: Session) -> bool:
+    """Whether the teacher is loaded, not trained."""
+    made = imported(run.config.teacher.class_path, "teacher")
+    return run.config.teacher_ckpt is not None or getattr(made, "is_trained", False)
 
 
-def run_study(run: Session, make_teacher: MakeTeacher, make_students: MakeStudents) -> None:
-    """Train and test teacher and students for each seed, then print and save the table."""
+def run_study(run: Session, make_teacher: MakeTeacher, make_students: MakeStudents, names: Sequence[str]) -> None:
+    """Train and test teacher and students, those of these names, for each seed, then print and save the table."""
     with main_first("records"):
         _date_records(run)
     run.describe()
-    ckpt, out, teachers, students = run.config.teacher_ckpt, run.out, [], []
+    loaded, out, teachers, students = has_trained_teacher(run), run.out, [], []
 
     def with_teacher(seed: int, members: Sequence[str]) -> tuple[Distillation, dict[str, Candidate]]:
         return make_students(run, seed, load_net(out / f"seed{seed}" / "teacher", "out"), members)
 
-    epochs, nets = _teacher_epochs(run), ["teacher", *names(run)]
+    epochs, nets, seeds = _teacher_epochs(run), ["teacher", *names], run.config.seeds
+    with main_first("students"):
+        fits = {seed: _fits(out / f"seed{seed}", names) for seed in seeds}
+        for members in (members for found in fits.values() for members in found.values()):
+            _check_peers(run, members)
+    own, plan = run.config.trainer.init_args["max_epochs"], dict[tuple[int, str], int | None]()
+    for seed in seeds:
+        plan |= {(seed, "teacher"): None if loaded else epochs, **{(seed, fit): own for fit in fits[seed]}}
     log_means(run, nets)
-    for seed in run.config.seeds:
+    for seed in seeds:
         make = partial(make_teacher, run, seed)
-        teachers.append(train(run, seed, "teacher", make, trained=ckpt is not None, fits=FITS, max_epochs=epochs))
+        fit = train(run, seed, "teacher", make, trained=loaded, plan=plan, all_labels=True, max_epochs=epochs)
+        teachers.append(fit)
         if fault := failure(teachers[-1], "teacher"):
             expected = f"settings that train the teacher; with seed {seed} {fault}"
             raise BadInput("optimizer", run.config.optimizer.name, expected)
-        with main_first(f"students of seed {seed}"):
-            fits = _fits(out / f"seed{seed}", names(run))
-        made = {fit: partial(with_teacher, seed, members) for fit, members in fits.items()}
-        students.append([train(run, seed, fit, make, keep=True, fits=FITS) for fit, make in made.items()])
+        made = {fit: partial(with_teacher, seed, members) for fit, members in fits[seed].items()}
+        students.append([train(run, seed, fit, make, keep=True, plan=plan) for fit, make in made.items()])
     if not is_main_process():
         return
     log_means(run, nets)
     results = bake_off_results(
         run.header(),
         [fit["runs"]["teacher"] | {key: fit.get(key) for key in ("fit_seconds", "max_epochs")} for fit in teachers],
-        {name: [_facts(fits, name) for fits in students] for name in names(run)},
+        {name: [_facts(fits, name) for fits in students] for name in names},
         [sum(fit["fit_seconds"] for fit in fits) for fits in students],
         ACCURACY if run.data.tokens_per_character is None else BITS,
-        one_teacher=ckpt is not None and "{seed}" not in ckpt,
+        one_teacher=loaded and "{seed}" not in (run.config.teacher_ckpt or ""),
+        variants={name: row.variant for name, row in wanted(run.config).items()},
+        ranked=run.config.zoo,
     )
     save_results(out, results)
     print(f"{text(results)}\n\n{out}/results.md, .png, .json; curves: tensorboard --logdir {out}")
+
+
+def wanted(config: Namespace) -> dict[str, cli.Row]:
+    """The rows to train: those of `--only`, and the peers that they learn from."""
+    known, found = cli.rows(Namespace(**{**vars(config), "only": None})), list(cli.rows(config))
+    for name in found:  # it grows
+        peers = make_objective(config, known[name]).peers
+        found += [peer for peer in peers if peer in known and peer not in found]
+    return {name: row for name, row in known.items() if name in found}
+
+
+def make_objective(config: Namespace, row: cli.Row) -> Objective:
+    """The objective of a row; peers that are named by their variants are those of its net, others are named as rows."""
+    made: Objective = cli.build(config.variants[row.variant], f"variants.{row.variant}")
+    for part in (part for part in made.modules() if isinstance(part, Objective)):
+        part.peers = [row._replace(variant=peer).name if peer in config.variants else peer for peer in part.peers]
+    return made
 
 
 def _facts(fits: Sequence[Facts], name: str) -> Facts:
@@ -104,6 +144,14 @@ def _fits(folder: Path, wanted: Sequence[str]) -> dict[str, list[str]]:
         found[fit] = [name for name in wanted if name in members]
     new = [name for name in wanted if not any(name in others for others in found.values())]
     return found | ({fit: new} if new else {})
+
+
+def _check_peers(run: Session, fit: Sequence[str]) -> None:
+    """BadInput if a student learns from one that was trained before it."""
+    for name, row in cli.pick(wanted(run.config), fit).items():
+        if earlier := [peer for peer in make_objective(run.config, row).peers if peer not in fit]:
+            expected = f"students that begin with it; {earlier[0]} was trained before: take another --out"
+            raise BadInput(f"variants.{name}.peers", earlier[0], expected)
 
 
 def _members(folder: Path, fit: str) -> Iterator[str]:

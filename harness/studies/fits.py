@@ -3,9 +3,10 @@
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from apprentice.batch import Batch
 from apprentice.keyed import with_seed
 from datamodules import InMemoryData
 from harness import config as cli
+from harness.config.classes import imported
 from harness.reports import means
 from harness.reports.report import Facts
 from harness.reports.results import load_record
@@ -25,13 +27,13 @@ from harness.runs import hparams, safepoints
 from harness.runs.files import write_json
 from harness.runs.fit import Fit, fit_and_test
 from harness.runs.launch import is_main_process, main_first
-from harness.runs.nets import Spec, save_net, spec
+from harness.runs.nets import Spec, load_net, read_spec, save_net, spec
 from harness.runs.progress import progress
 from harness.runs.quiet import notice
 from harness.runs.session import Session
 from harness.runs.tensorboard import log_run
 from harness.studies import costs
-from harness.studies.remaining import remaining
+from harness.studies.remaining import Plan, remaining
 from lit_modules import nets
 from lit_modules.learner import Learner
 from lit_modules.scores import TokenScores
@@ -48,6 +50,7 @@ class Candidate:
     objective: str  # name of what it learns by
     options: Mapping[str, Any]  # of the objective
     settings: Namespace | None = None  # what it is trained with, if not with the run's
+    replaced: str | None = None  # the class of its net, if its objective made that from the one that was chosen
 
 
 Make = Callable[[], tuple[Learner, dict[str, Candidate]]]
@@ -55,17 +58,40 @@ Make = Callable[[], tuple[Learner, dict[str, Candidate]]]
 
 def make_net(config: Namespace, key: str, seed: int, given: Mapping[str, Any], double: bool = False) -> nn.Module:
     """The net chosen under a key, its first weights from the seed alone; `given` are arguments that the data fixes."""
-    net: nn.Module = with_seed(seed, lambda: cli.build(getattr(config, key), key, **given))
+    choice = cli.chosen(config, key)
+    members = {name: [load_net(folder, f"{key}.{name}") for folder in of] for name, of in folders(choice).items()}
+    net: nn.Module = with_seed(seed, lambda: cli.build(choice, key, **given, **members))
     return net.double() if double else net
+
+
+def folders(choice: cli.Choice) -> dict[str, list[str]]:
+    """The folders of trained nets that an ensemble is made of, by the option that names them."""
+    is_ensemble = issubclass(imported(choice.class_path, ""), nets.Ensemble)
+    return {"members": choice.init_args["members"]} if is_ensemble else {}
 
 
 def make_candidate(
     run: Session, key: str, seed: int, objective: str, options: Mapping[str, Any], double: bool = False
 ) -> Candidate:
     """The net chosen under a key as a candidate of a fit, with the options of its objective."""
-    choice, given = getattr(run.config, key), run.data.net_arguments
-    net = make_net(run.config, key, seed, given, double)
-    return Candidate(net, spec(choice.class_path, cli.arguments(choice, key, **given)), objective, options)
+    net = make_net(run.config, key, seed, run.data.net_arguments, double)
+    return Candidate(net, net_spec(run, key), objective, options)
+
+
+def net_spec(run: Session, key: str) -> Spec:
+    """How to rebuild the net chosen under a key."""
+    choice = cli.chosen(run.config, key)
+    members = {name: [read_spec(folder, f"{key}.{name}") for folder in of] for name, of in folders(choice).items()}
+    return spec(choice.class_path, cli.arguments(choice, key, **run.data.net_arguments, **members))
+
+
+def replaced(run: Session, candidate: Candidate, net: nn.Module) -> Candidate:
+    """The candidate of a student, with the net that its objective has put in the place of the student's."""
+    if net is candidate.net:
+        return candidate
+    nets = {"student": candidate.spec, "teacher": net_spec(run, "teacher")}
+    found = spec(f"{type(net).__module__}.{type(net).__name__}", {**nets, "input_shape": run.data.input_shape})
+    return replace(candidate, net=net, spec=found, replaced=type(net).__name__)
 
 
 def learning(config: Namespace, data: InMemoryData) -> dict[str, Any]:
@@ -86,7 +112,7 @@ def check_net(run: Session, key: str, trainer: Trainer, trained: bool = True) ->
     with nullcontext() if strategy.root_device.type == "cpu" else nets.any_kernel(net):
         nets.check_fits(net, data.example, logits, key, trained)
     if isinstance(strategy, strategies.PipelineStrategy) or getattr(strategy, "devices_per_worker", 1) > 1:
-        with cli.refusals(getattr(config, key), key):
+        with cli.refusals(cli.chosen(config, key), key):
             nets.pipeline_stages(net, key)
 
 
@@ -104,15 +130,16 @@ def train(
     make: Make,
     trained: bool = False,
     keep: bool = False,
-    fits: Sequence[str] = (),
+    plan: Plan = MappingProxyType({}),
+    all_labels: bool = False,
     **options: Any,
 ) -> Facts:
     """Fit and test a module of one or several candidates, export their nets, measure their costs.
 
     `make` makes the module and its candidates by name, unless the fit of this name is finished. One that was finished
     with fewer epochs goes on if its last checkpoint was kept (`keep`), and else starts again: the bits are the same.
-    A `trained` module is only tested. `fits` are the names of each seed's fits, in order. `options` of the Trainer
-    replace the user's.
+    A `trained` module is only tested. `plan` are the fits of the whole run, if there are others. With `all_labels` it
+    learns from those too that `--data.labelled` hides. `options` of the Trainer replace the user's.
 
     Returns:
         `fit_seconds`, `max_epochs`, and by the candidates' names `runs`: `objective`, `parameters`, test scores,
@@ -131,13 +158,13 @@ def train(
         return before
     with main_first(f"{folder.name} {name}"):
         extended = _extended(run, f"seed {seed} {name}", checkpoint, before.get("max_epochs"), epochs)
-    run.data.order_seed = seed
+    run.data.order_seed, run.data.hides_labels = seed, not all_labels
     module, candidates = make()
     fit = fit_and_test(
         module, run.data, partial(run.trainer, **options), checkpoint, runs=list(candidates), trained=trained,
         every=run.config.checkpoint_every, tensorboard=run.tensorboard, extended=extended,
         score="acc" if run.data.tokens_per_character is None else "bpc",
-        show=progress(f"seed {seed} {name:8}", remaining(run, fits, seed, name)),
+        show=progress(f"seed {seed} {name:8}", remaining(run, plan, seed, name)),
     )  # fmt: skip
     facts: Facts = {"fit_seconds": fit.seconds, "max_epochs": epochs, "runs": {}}
     if is_main_process():
@@ -219,6 +246,8 @@ def _facts(module: Learner, run: str, candidate: Candidate, fit: Fit, data: InMe
         "train_flops": None,
         "failed": failed,
     }
+    if candidate.replaced:
+        facts["net"] = candidate.replaced
     if "test_correct" in facts and not failed:
         facts["test_correct"] = round(facts["test_correct"])
     if module.samples and not failed:  # a loaded net has no training to measure

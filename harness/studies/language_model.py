@@ -31,8 +31,9 @@ def run_study(run: Session, make: Callable[[Session, int], tuple[LitLanguageMode
     run.describe()
     out, fits, vocabulary = run.out, [], cast("Text", run.data).vocabulary
     log_means(run, [NAME])
+    plan = dict.fromkeys(((seed, NAME) for seed in run.config.seeds), run.config.trainer.init_args["max_epochs"])
     for seed in run.config.seeds:
-        fits.append(train(run, seed, NAME, partial(make, run, seed), fits=[NAME]))
+        fits.append(train(run, seed, NAME, partial(make, run, seed), plan=plan))
         if fault := failure(fits[-1], NAME):
             rate = run.config.model.init_args["lr"]
             raise BadInput("model.lr", rate, f"settings that train the net; with seed {seed} {fault}")

@@ -1,20 +1,11 @@
 """Nets: pure torch, without trainer, rank or device. A new net is a file here and a line below."""
 
 from lit_modules.nets.attention import Cache, SelfAttention, any_kernel
-from lit_modules.nets.base import (
-    DEFAULT_LAYER,
-    Net,
-    Outputs,
-    check_fits,
-    check_same_start,
-    layer,
-    pipeline_stages,
-    run,
-    stage_of,
-    typed,
-)
+from lit_modules.nets.base import Net, Outputs, check_fits, check_same_start, pipeline_stages, typed
 from lit_modules.nets.batch_norm import globalise
+from lit_modules.nets.ensemble import Ensemble
 from lit_modules.nets.gpt import GPT
+from lit_modules.nets.layers import DEFAULT_LAYER, layer, run, stage_of
 from lit_modules.nets.plain import DeepNN, LightNN
 from lit_modules.nets.resnet import ResNet
 from lit_modules.nets.rnn import RNNClassifier

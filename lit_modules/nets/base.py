@@ -1,8 +1,7 @@
 """What the suite's nets share, and how any net is used: its layers, its pipeline stages, whether it fits the data."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 from apprentice.errors import BadInput, reason
 from apprentice.keyed import with_seed
 
-DEFAULT_LAYER = "default"
 Shape = tuple[int, int, int]  # (C, H, W)
 Norm = Literal["batch", "group"]
 
@@ -31,10 +29,19 @@ class Net(nn.Module):
     `pipeline_stages()`: ordered modules, as fine as is useful, whose composition is `forward`.
 
     Attributes:
-        feature_layer: path of the submodule whose output objectives compare by default.
+        feature_layer: layer whose output objectives compare by default; for its name, and those below, see `layer`.
+        stages: layers that end a stage: the last of each map size (B, C, H, W), without the stem, or the last of each
+            block of tokens (B, T, D).
+        preactivations: for each stage the same before its last ReLU, if there is one.
+        pooled_layer: the classifier's input, such as pooled features (B, D).
+        is_trained: whether it is made of trained nets, and is not trained itself.
     """
 
     feature_layer: str
+    stages: tuple[str, ...] = ()
+    preactivations: tuple[str, ...] = ()
+    pooled_layer: str = ""
+    is_trained: bool = False
 
 
 def of_images(input_shape: Sequence[int]) -> Shape:
@@ -59,50 +66,16 @@ def group_norm(channels: int) -> nn.GroupNorm:
     return nn.GroupNorm(next(n for n in groups if channels % n == 0), channels)
 
 
-def layer(net: nn.Module, path: str, flag: str = "layer", needs: str = "") -> nn.Module:
-    """The submodule at `path`, "default" for the net's feature layer; if there is none, BadInput lists the layers."""
-    name = getattr(net, "feature_layer", "") if path == DEFAULT_LAYER else path
-    layers = dict(net.named_modules())
-    if not name or name not in layers:
-        known = ", ".join(n for n in list(layers)[1:40])
-        wanted = f"a layer of {type(net).__name__} that objectives can compare{f' ({needs})' if needs else ''}"
-        raise BadInput(flag, path, f"{wanted}; it has {known}")
-    return layers[name]
-
-
 def typed(net: nn.Module, inputs: Tensor) -> Tensor:
     """The inputs; floats get the type of the net's parameters."""
     return inputs.to(next(net.parameters()).dtype) if inputs.is_floating_point() else inputs
-
-
-@contextmanager
-def observed(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, Any]]:
-    """A dict that collects the outputs of these modules by name while they run inside the block."""
-    outputs: dict[str, Any] = {}
-
-    def keep(name: str, _module: nn.Module, _inputs: tuple, output: Any) -> None:
-        outputs[name] = output
-
-    handles = [module.register_forward_hook(partial(keep, name)) for name, module in layers.items()]
-    try:
-        yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def run(net: nn.Module, inputs: Tensor, paths: set[str]) -> Outputs:
-    """The net's outputs for inputs (b, ...), with the features at `paths`."""
-    with observed({path: layer(net, path) for path in sorted(paths)}) as features:
-        logits = net(inputs)
-    return Outputs(logits, features)
 
 
 def pipeline_stages(net: nn.Module, flag: str = "net") -> list[nn.Module]:
     """Modules whose composition is the net's forward: its `pipeline_stages()`, or a sequence's parts; else BadInput."""
     if (own := getattr(net, "pipeline_stages", None)) is not None:
         return own()
-    if _is_chain(net):
+    if is_chain(net):
         return cuttable(net.children())
     raise BadInput(flag, type(net).__name__, "a net that can be cut: with pipeline_stages(), or an nn.Sequential")
 
@@ -123,24 +96,9 @@ def _members(modules: Iterable[nn.Module]) -> list[nn.Module]:
     return [part for m in modules for part in (_members(m) if type(m) is nn.Sequential else [m])]
 
 
-def _is_chain(module: nn.Module) -> bool:
+def is_chain(module: nn.Module) -> bool:
+    """Whether a module is a plain sequence, which calls its members in order."""
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and len(module) > 0
-
-
-def stage_of(net: nn.Module, stages: Sequence[nn.Module], path: str, flag: str = "layer") -> tuple[int, nn.Module]:
-    """The number of the stage that computes a layer's output, and the module that gives it; BadInput if there is none.
-
-    That is the layer itself, or the last member of a sequence that was split.
-    """
-    module = layer(net, path, flag)
-    while True:
-        for number, stage in enumerate(stages):
-            if module in set(stage.modules()):
-                return number, module
-        if not _is_chain(module):
-            expected = f"a layer of {type(net).__name__} inside a pipeline stage, or a sequence of such"
-            raise BadInput(flag, path, expected)
-        module = list(module.children())[-1]
 
 
 def check_fits(

@@ -39,6 +39,7 @@ class GPT(Net):
     """
 
     feature_layer = "norm"
+    pooled_layer = "head<"
 
     def __init__(
         self,
@@ -64,6 +65,7 @@ class GPT(Net):
         self.blocks = nn.ModuleList(
             Block(attention(), dropout=dropout, bias=bias, layer=1 + 2 * number) for number in range(num_layers)
         )
+        self.stages = tuple(f"blocks.{number}" for number in range(num_layers))
         self.norm = nn.LayerNorm(embed_dim, bias=bias)
         self.head = nn.Linear(embed_dim, vocab_size, bias=False)
         for module in self.modules():

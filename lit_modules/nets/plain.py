@@ -11,6 +11,7 @@ class _Plain(Net):
     """Convolutional features, then a classifier of two linear layers with dropout between them."""
 
     feature_layer = "features"
+    pooled_layer = "classifier<"
 
     def __init__(
         self, features: list[nn.Module], hidden: int, input_shape: Shape, num_classes: int, dropout: float
@@ -20,6 +21,9 @@ class _Plain(Net):
         if min(height, width) < 4:
             raise ValueError(f"input_shape {tuple(input_shape)}: expected at least 4 x 4 pixels")
         self.features = nn.Sequential(*features)
+        pools = [number for number, module in enumerate(features) if isinstance(module, nn.MaxPool2d)]
+        self.stages = tuple(f"features.{number}" for number in pools)
+        self.preactivations = tuple(f"features.{number - 1}<" for number in pools)  # before ReLU, and the pool
         channels = [m.out_channels for m in features if isinstance(m, nn.Conv2d)][-1]
         self.classifier = nn.Sequential(
             nn.Linear(channels * (height // 4) * (width // 4), hidden), nn.ReLU(),

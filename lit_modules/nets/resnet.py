@@ -19,13 +19,14 @@ class Block(nn.Module):
         self.norm1 = normed(out_channels)
         self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False)
         self.norm2 = normed(out_channels)
+        self.relu = nn.ReLU()
         self.stride, self.extra_channels = stride, out_channels - in_channels
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, in, H, W) -> (B, out, H / stride, W / stride)."""
         y = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
         shortcut = x[:, :, :: self.stride, :: self.stride]
-        return F.relu(y + F.pad(shortcut, (0, 0, 0, 0, 0, self.extra_channels)))
+        return self.relu(y + F.pad(shortcut, (0, 0, 0, 0, 0, self.extra_channels)))
 
 
 class ResNet(Net):
@@ -42,6 +43,8 @@ class ResNet(Net):
     """
 
     feature_layer = "stage3"
+    stages = ("stage1", "stage2", "stage3")
+    pooled_layer = "head<"
 
     def __init__(
         self, depth: int = 20, input_shape: Shape = (3, 32, 32), num_classes: int = 10, norm: Norm = "batch"
@@ -57,6 +60,7 @@ class ResNet(Net):
         self.stage1 = self._stage(16, 16, blocks, 1, normed)
         self.stage2 = self._stage(16, 32, blocks, 2, normed)
         self.stage3 = self._stage(32, 64, blocks, 2, normed)
+        self.preactivations = tuple(f"{stage}.{blocks - 1}.relu<" for stage in self.stages)
         self.head = nn.Linear(64, num_classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d | nn.Linear):

@@ -28,6 +28,8 @@ class RNNClassifier(Net):
     """
 
     feature_layer = "gru"
+    stages = ("gru",)
+    pooled_layer = "head<"
 
     def __init__(
         self,

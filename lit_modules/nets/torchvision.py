@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torchvision import models
 
 from apprentice.errors import BadInput, first_line
-from lit_modules.nets.base import Net, Norm, Shape, cuttable, norm_layer, observed, of_images
+from lit_modules.nets.base import Net, Norm, Shape, cuttable, norm_layer, of_images
+from lit_modules.nets.layers import observed
 
 WITH_AUXILIARY = {"googlenet", "inception_v3"}
 # What models do between two children without a module for it.
@@ -49,7 +50,7 @@ class Torchvision(Net):
             raise BadInput("name", name, f"images of 1 or 3 channels, not {input_shape[0]}")
         self.name, self.input_shape, self.num_classes = name, tuple(input_shape), num_classes
         self.model = self._build(norm)
-        self.feature_layer = self._last_map()
+        self._name_layers()
 
     def _build(self, norm: Norm) -> nn.Module:
         builder = models.get_model_builder(self.name)
@@ -68,21 +69,32 @@ class Torchvision(Net):
         raise BadInput("norm", norm, f"batch for {self.name}; others, as resnet50, have BatchNorm as an option")
 
     @torch.no_grad()
-    def _last_map(self) -> str:
-        """Run the model once, or refuse it; the path of its last child that gives maps."""
+    def _name_layers(self) -> None:
+        """Run the model once, or refuse it; find its layers that objectives read."""
         height, width = self.input_shape[1:]
         fits = f"a model that takes {height} x {width} images"
         try:
-            with observed(dict(self.model.named_children())) as outputs:
+            layers = {name: module for name, module in self.model.named_modules() if name and name.count(".") < 2}
+            with observed(layers) as outputs:
                 logits = self.model.eval()(torch.zeros(2, 3, height, width))
         except (RuntimeError, ValueError, AssertionError) as error:
             raise BadInput("name", self.name, f"{fits}; it says: {first_line(error)}") from None
         if not isinstance(logits, Tensor) or logits.shape != (2, self.num_classes):
             raise BadInput("name", self.name, f"{fits}; it gives no logits (2, {self.num_classes})")
         self.model.train()
-        maps = [name for name, output in outputs.items() if isinstance(output, Tensor) and output.dim() == 4]
-        maps = [name for name in maps if not any(word in name for word in NOT_MAPS)]
-        return f"model.{maps[-1]}" if maps else ""
+        sizes = {name: x.shape[2:] for name, x in outputs.items() if isinstance(x, Tensor) and x.dim() == 4}
+        children = [name for name in sizes if "." not in name and not any(word in name for word in NOT_MAPS)]
+        self.feature_layer = f"model.{children[-1]}" if children else ""
+        self.pooled_layer = f"model.{[name for name in outputs if '.' not in name][-1]}<"
+        # Children made of blocks, as layer1 to layer4; where there are not so many, those of one, as features.
+        blocks = [name for name in children if any(True for _ in layers[name].children())]
+        if len(blocks) < 3:
+            blocks = [name for name in sizes if name.startswith(f"{blocks[-1]}.")] if blocks else []
+        self.stages = tuple({sizes[name]: f"model.{name}" for name in blocks}.values())
+        lasts = [list(dict(self.get_submodule(path).named_children()).items())[-1:] for path in self.stages]
+        if all(last and isinstance(getattr(last[0][1], "relu", None), nn.ReLU) for last in lasts):
+            names = zip(self.stages, lasts, strict=True)
+            self.preactivations = tuple(f"{path}.{last[0][0]}.relu<" for path, last in names)
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, classes) of images (B, 1 or 3, H, W)."""

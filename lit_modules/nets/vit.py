@@ -1,6 +1,6 @@
 """A vision transformer for small images (Dosovitskiy et al. 2021), optionally with DeiT's distillation token."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -41,6 +41,8 @@ class ViT(Net):
         ValueError: patch size or number of heads doesn't divide its width, or there is no block.
     """
 
+    pooled_layer = "head<"
+
     def __init__(
         self,
         patch_size: int = 4,
@@ -62,12 +64,13 @@ class ViT(Net):
             raise ValueError(f"num_layers {num_layers}: expected at least 1")
         rows, columns, self.num_tokens = height // patch_size, width // patch_size, 1 + distillation_token
         self.embedding = _Embedding(channels, patch_size, self.num_tokens, rows * columns, embed_dim, dropout)
-        kinds: list[Callable[..., Block]] = [Block] * (num_layers - 1) + [partial(_Last, rows, columns)]
+        attention = partial(SelfAttention, embed_dim, num_heads, backend=backend)
         self.blocks = nn.ModuleList(
-            kind(SelfAttention(embed_dim, num_heads, backend=backend), mlp_ratio, dropout, True, 1 + 2 * number, EPS)
-            for number, kind in enumerate(kinds)
+            _Block(rows, columns, attention(), mlp_ratio, dropout, True, 1 + 2 * number, EPS)
+            for number in range(num_layers)
         )
         self.feature_layer = f"blocks.{num_layers - 1}.maps"
+        self.stages = tuple(f"blocks.{number}.maps" for number in range(1, num_layers)) or (self.feature_layer,)
         self.norm = nn.LayerNorm(embed_dim, EPS)
         self.head = nn.Linear(embed_dim, num_classes)
         if distillation_token:
@@ -121,8 +124,8 @@ class _Maps(nn.Module):
         return x[:, -self.rows * self.columns :].transpose(1, 2).unflatten(2, (self.rows, self.columns))
 
 
-class _Last(Block):
-    """The last block; hooks on `maps` see its input as maps."""
+class _Block(Block):
+    """A block; hooks on `maps` see its input as maps."""
 
     def __init__(self, rows: int, columns: int, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

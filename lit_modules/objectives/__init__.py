@@ -1,11 +1,34 @@
 """Objectives: one distillation method a file. A new method is a file here and a line below."""
 
-from lit_modules.objectives.base import FeatureObjective, Objective, Term
+from lit_modules.objectives.attention_transfer import AttentionTransfer
+from lit_modules.objectives.base import FeatureObjective, Objective, Place, Term
+from lit_modules.objectives.cc import CC
 from lit_modules.objectives.cosine import Cosine
+from lit_modules.objectives.crd import CRD
 from lit_modules.objectives.cross_entropy import CrossEntropy
+from lit_modules.objectives.ctkd import CTKD
 from lit_modules.objectives.deit_token import DeiTToken
+from lit_modules.objectives.dist import DIST
+from lit_modules.objectives.dkd import DKD
+from lit_modules.objectives.dml import DML
+from lit_modules.objectives.embeddings import EmbeddingObjective
+from lit_modules.objectives.fitnet import FitNet
 from lit_modules.objectives.hint import Hint
 from lit_modules.objectives.hinton import Hinton
 from lit_modules.objectives.jensen_shannon import JensenShannon
+from lit_modules.objectives.logit_mse import LogitMSE
+from lit_modules.objectives.logits import LogitObjective
+from lit_modules.objectives.nkd import NKD
+from lit_modules.objectives.nst import NST
+from lit_modules.objectives.pkt import PKT
 from lit_modules.objectives.reverse_kl import ReverseKL
+from lit_modules.objectives.review_kd import ReviewKD
+from lit_modules.objectives.rkd import RKD
+from lit_modules.objectives.rld import RLD
+from lit_modules.objectives.simkd import SimKD
+from lit_modules.objectives.sp import SP
+from lit_modules.objectives.stages import StagesObjective
 from lit_modules.objectives.sum import Sum
+from lit_modules.objectives.tf_kd import TfKD
+from lit_modules.objectives.ttm import TTM
+from lit_modules.objectives.vid import VID

@@ -1,6 +1,7 @@
 """The base of objectives: functions from outputs of student and teacher to named, weighted, per-sample terms."""
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -8,9 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from apprentice.batch import HIDDEN
 from apprentice.errors import BadInput
-from lit_modules.nets.base import DEFAULT_LAYER, Outputs
+from lit_modules.nets.base import Outputs
+from lit_modules.nets.ensemble import MEMBERS
+from lit_modules.nets.layers import DEFAULT_LAYER
+from lit_modules.objectives.search import Space, space
 
+OWN = ">"  # between the name of a part and the path of a feature that it made; no path contains it
 TEMPERATURES = 1e-18, 1e18  # losses are multiplied by the square
 
 
@@ -20,22 +26,42 @@ class Term(NamedTuple):
     values: Tensor
     weight: float
     is_ce: bool = False  # whether the values are the cross-entropies of the student's logits with the labels
+    labelled: bool = False  # whether they need labels: then the mean is over the labelled samples alone
 
 
-class Objective(nn.Module):
+class Place(NamedTuple):
+    """Where in the training an objective is asked for its terms, and about which rows."""
+
+    step: int = 0  # batches that training has completed
+    epoch: float = 0.0  # the same in epochs, with fractions
+    progress: float = 0.0  # the same as a fraction of the whole training, which changes where a run grows by epochs
+    index: Tensor | None = None  # type: ignore[assignment]  # (b,) int64, the samples' places in their set
+    rows: Tensor | None = None  # (b,) int64, the samples' rows in the global batch
+    count: int = 0  # type: ignore[assignment]  # rows in the global batch
+    samples: int | None = None  # in the training set, if `index` is known; also in `build`
+    peers: Mapping[str, Outputs] = MappingProxyType({})  # outputs of the students in `peers`, without gradients
+
+
+class Objective(nn.Module, ABC):
     """A distillation method: names the layers that it reads, and returns its terms.
 
-    It may own trainable parts, made in `build` and used in `adapt`: they train with the student, in its precision, and
-    are not exported.
+    It may own trainable parts, made in `build` and used in `adapt` and `adapt_teacher`: they train with the student, in
+    its precision, and are not exported. Its buffers are saved for a resume, and change in `after_batch` alone.
 
     Attributes:
         uses_teacher: whether it needs the teacher's outputs.
-        student_layers: submodule paths whose outputs it reads from `student.features`, by the options that name them;
-            "default" is the net's feature layer.
+        student_layers: paths of layers whose outputs it reads from `student.features`, by the options that name them;
+            see `lit_modules.nets.layer` for names that every net of ours has.
         teacher_layers: the same for the teacher.
         needs: which students have these layers, for the message about one that does not.
-        relates_rows: whether a row's value depends on other rows. So far these are the rows that a device computes at
-            once, not the global batch, so results change with the device count. Refused if not declared.
+        relates_rows: whether a row's value depends on other rows, or a buffer changes with them. Then `forward` gets
+            the outputs of all rows of the global batch, in order, the same on every rank; `adapt` and `condense` make
+            them small, as they are sent. Refused if not declared.
+        needs_labels: whether it can't do with hidden labels, such as by leaving their rows out of a term.
+        peers: names of students whose outputs it reads from `place.peers`.
+        search: spaces in which its options are tuned, from the paper's values; an option that is not there keeps its
+            default.
+        place: where training is, set before each call of `forward`, `build` and `after_batch`.
     """
 
     uses_teacher: bool = True
@@ -43,9 +69,26 @@ class Objective(nn.Module):
     teacher_layers: Mapping[str, str] = MappingProxyType({})
     needs: str = ""
     relates_rows: bool = False
+    needs_labels: bool = False
+    peers: Sequence[str] = ()
+    search: Mapping[str, Space] = space()
+    place: Place = Place()
+
+    def wrap(self, net: nn.Module, teacher: nn.Module, example: Tensor) -> nn.Module:
+        """The net to train and export in place of the student's, given example inputs; called before all else.
+
+        A new one's class takes `student`, `teacher` and `input_shape`, so that its export can be rebuilt from theirs.
+        """
+        return net
+
+    def choose(self, student: nn.Module, teacher: nn.Module) -> None:
+        """Settle which layers are read, given both nets, if the options leave it open; called before `build`."""
 
     def build(self, student: Outputs, teacher: Outputs | None) -> None:
-        """Make trainable parts for the nets, or refuse these, given their outputs for a few example inputs."""
+        """Make trainable parts and buffers for the nets, or refuse these, given outputs for a few example inputs.
+
+        The teacher's outputs have not passed `condense`.
+        """
 
     def parts(self) -> list[nn.Module]:
         """The modules that hold all trainable parts, each called separately."""
@@ -59,20 +102,35 @@ class Objective(nn.Module):
         """
         return student
 
+    def condense(self, teacher: Outputs) -> Outputs:
+        """The teacher's outputs with features reduced, without parameters, to what is compared and may be stored."""
+        return teacher
+
+    def adapt_teacher(self, teacher: Outputs) -> Outputs:
+        """The condensed outputs with features passed through `teacher_parts`."""
+        return teacher
+
+    def teacher_parts(self) -> list[nn.Module]:
+        """Those of `parts` that are used in `adapt_teacher`."""
+        return []
+
     def terms(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
         """The terms of `forward`, in float32 at least: autocast would compute softmax and differences in bfloat16."""
         with torch.autocast(labels.device.type, enabled=False):
-            return self(_widened(student), teacher and _widened(teacher), labels)
+            return self(wide(student), teacher and wide(teacher), labels)
 
+    @abstractmethod
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
         """The terms of b samples. In training all outputs are float32 or float64, also under autocast.
 
         Args:
             student: logits (b, classes), or (b, T, vocabulary) of tokens, and the student's adapted features.
-            teacher: the same of the teacher, without gradients; None if `uses_teacher` is false.
-            labels: (b,) int64, or (b, T).
+            teacher: the same of the teacher, condensed and adapted; None if `uses_teacher` is false.
+            labels: (b,) int64, or (b, T); 0 where hidden, which a term that is not `labelled` must not notice.
         """
-        raise NotImplementedError
+
+    def after_batch(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> None:
+        """Change buffers after a global batch's `forward`, given its arguments; only if the objective relates rows."""
 
 
 class FeatureObjective(Objective):
@@ -94,12 +152,63 @@ class FeatureObjective(Objective):
         return student.features[self.student_layer], teacher.features[self.teacher_layer]
 
 
+def merged(raw: Outputs, views: Mapping[str, Outputs]) -> dict[str, Tensor]:
+    """The features of several parts' views of outputs: raw ones once, those that a part made as `<part>><path>`."""
+    return {
+        path if x is raw.features.get(path) else f"{part}{OWN}{path}": x
+        for part, view in views.items()
+        for path, x in view.features.items()
+    }
+
+
+def viewed(part: str, outputs: Outputs) -> Outputs:
+    """The outputs as one part made them, without the features that others made."""
+    raw = {path: x for path, x in outputs.features.items() if OWN not in path}
+    prefix = f"{part}{OWN}"
+    own = {path.removeprefix(prefix): x for path, x in outputs.features.items() if path.startswith(prefix)}
+    return outputs._replace(features=raw | own)
+
+
+def condensed(raw: Outputs, objectives: Mapping[str, Objective]) -> Outputs:
+    """A teacher's outputs as its students need them: features that objectives condensed, and raw ones still needed."""
+
+    def own(objective: Objective) -> Outputs:
+        paths = [*objective.teacher_layers.values(), *(path for path in [MEMBERS] if path in raw.features)]
+        return raw._replace(features={path: raw.features[path] for path in paths})
+
+    views = {name: o.condense(own(o)) for name, o in objectives.items() if o.uses_teacher}
+    return raw._replace(features=merged(raw, views))
+
+
+def weighted_sum(
+    terms: Mapping[str, Term], labels: Tensor, label_weight: float | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss (b,), and each term's values (b,); if labels are hidden, those of labelled terms as `of_labelled`."""
+    values = {
+        name: of_labelled(term.values, labels, label_weight) if term.labelled else term.values
+        for name, term in terms.items()
+    }
+    total = sum((values[name] * term.weight for name, term in terms.items()), start=torch.zeros(()))
+    return total, values
+
+
+def of_labelled(values: Tensor, labels: Tensor, label_weight: float | None) -> Tensor:
+    """(b,) values whose mean over a global batch is that of its labelled rows, or zero; see `Batch.label_weight`."""
+    return values if label_weight is None else (values * label_weight).where(labels != HIDDEN, 0.0)
+
+
+def shown(labels: Tensor, label_weight: float | None) -> Tensor:
+    """The labels, 0 where hidden."""
+    return labels if label_weight is None else labels.where(labels != HIDDEN, 0)
+
+
 def widened(x: Tensor) -> Tensor:
     """The tensor; 16-bit types become float32."""
     return x.float() if x.dtype in {torch.float16, torch.bfloat16} else x
 
 
-def _widened(outputs: Outputs) -> Outputs:
+def wide(outputs: Outputs) -> Outputs:
+    """The outputs, 16-bit types as float32."""
     return Outputs(widened(outputs.logits), {path: widened(x) for path, x in outputs.features.items()})
 
 
@@ -111,12 +220,6 @@ def per_sample(values: Tensor) -> Tensor:
 def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     """(b,) of KL(p || q) = sum of p (log p - log q) from log-probabilities (b, ..., classes); for tokens the mean."""
     return per_sample(F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1))
-
-
-def softened_kl(z_p: Tensor, z_q: Tensor, temperature: float) -> Tensor:
-    """(b,) of T^2 * KL(softmax(z_p / T) || softmax(z_q / T)), logits (b, ..., classes); T^2 keeps gradients' size."""
-    log_p, log_q = (F.log_softmax(z / temperature, -1) for z in (z_p, z_q))
-    return kl(log_p, log_q) * temperature**2
 
 
 def checked_temperature(value: float) -> float:

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from lit_modules.nets.base import Outputs
 from lit_modules.objectives.base import FeatureObjective, Term, weight
 from lit_modules.objectives.cross_entropy import ce_term
+from lit_modules.objectives.search import Log, space
 
 
 class Cosine(FeatureObjective):
@@ -20,6 +21,8 @@ class Cosine(FeatureObjective):
         ce_weight: weight of the cross-entropy with the labels.
         layers: those of FeatureObjective.
     """
+
+    search = space(cosine_weight=Log(0.025, 25))
 
     def __init__(self, cosine_weight: float = 0.25, ce_weight: float = 0.75, **layers: Any) -> None:
         super().__init__(**layers)

@@ -3,25 +3,43 @@
 from torch import Tensor
 from torch.nn import functional as F
 
+from apprentice.errors import BadInput
 from lit_modules.nets.base import Outputs
 from lit_modules.objectives.base import Objective, Term, per_sample, widened
+from lit_modules.objectives.search import Linear, space
 
 
 class CrossEntropy(Objective):
-    """Cross-entropy with the labels; the teacher is not used."""
+    """Cross-entropy with the labels; the teacher is not used.
 
+    Args:
+        label_smoothing: share of the label that is spread over all classes, its own too (Szegedy et al. 2016), as torch
+            has it. The plain cross-entropy is then a term of weight 0.
+    """
+
+    search = space(label_smoothing=Linear(0, 0.3))
     uses_teacher = False
 
+    def __init__(self, label_smoothing: float = 0.0) -> None:
+        super().__init__()
+        if not 0 <= label_smoothing < 1:
+            raise BadInput("label_smoothing", label_smoothing, "a share of 0 or more, below 1")
+        self.label_smoothing = label_smoothing
+
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
-        return {"ce": ce_term(student, labels, 1.0)}
+        if not self.label_smoothing:
+            return {"ce": ce_term(student, labels, 1.0)}
+        smooth = cross_entropy(student.logits, labels, self.label_smoothing)
+        return {"smooth": Term(smooth, 1.0, labelled=True), "ce": ce_term(student, labels, 0.0)}
 
 
 def ce_term(student: Outputs, labels: Tensor, weight: float) -> Term:
     """The cross-entropy of the student's logits with the labels."""
-    return Term(cross_entropy(student.logits, labels), weight, is_ce=True)
+    return Term(cross_entropy(student.logits, labels), weight, is_ce=True, labelled=True)
 
 
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+def cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """(b,) cross-entropies of logits (b, classes) with labels (b,); for (b, T, classes) and (b, T) means over T."""
-    losses = F.cross_entropy(widened(logits).flatten(0, -2), labels.flatten(), reduction="none")
+    z, y = widened(logits).flatten(0, -2), labels.flatten()
+    losses = F.cross_entropy(z, y, reduction="none", label_smoothing=label_smoothing)
     return per_sample(losses.view_as(labels))

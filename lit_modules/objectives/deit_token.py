@@ -3,14 +3,17 @@
 from typing import Literal
 
 from torch import Tensor
+from torch.nn import functional as F
 
 from apprentice.errors import BadInput
 from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Objective, Term, checked_temperature, softened_kl, weight
+from lit_modules.objectives.base import Term, kl, weight
 from lit_modules.objectives.cross_entropy import ce_term, cross_entropy
+from lit_modules.objectives.logits import LogitObjective, tempered
+from lit_modules.objectives.search import Choice, Log, space
 
 
-class DeiTToken(Objective):
+class DeiTToken(LogitObjective):
     """ce_weight * CE(z_class, label) + token_weight * the loss of the distillation head z_token.
 
     Hard (the paper's equation 3): CE(z_token, argmax z_t). Soft (equation 2): T^2 * KL(softmax(z_t / T) ||
@@ -27,8 +30,10 @@ class DeiTToken(Objective):
         temperature: T, for soft only.
         student_layer: path of the distillation head, which gives (b, classes).
         class_layer: path of the class head.
+        standardize: that of LogitObjective, for soft only.
     """
 
+    search = space(kind=Choice(("hard", "soft")), token_weight=Log(0.05, 5), temperature=Log(1, 16))
     needs = "DeiTToken needs a distillation head, as ViT has it with distillation_token"
 
     def __init__(
@@ -39,11 +44,12 @@ class DeiTToken(Objective):
         temperature: float = 3.0,
         student_layer: str = "head_dist",
         class_layer: str = "head",
+        standardize: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(temperature, standardize)
         if kind not in {"hard", "soft"}:
             raise BadInput("kind", kind, "hard or soft")
-        self.kind, self.temperature = kind, checked_temperature(temperature)
+        self.kind = kind
         self.token_weight, self.ce_weight = weight("token_weight", token_weight), weight("ce_weight", ce_weight)
         self.student_layers = {"student_layer": student_layer, "class_layer": class_layer}
 
@@ -59,10 +65,11 @@ class DeiTToken(Objective):
         if self.kind == "hard":
             token = cross_entropy(z_token, teacher.logits.argmax(-1))
         else:
-            token = softened_kl(teacher.logits, z_token, self.temperature)
+            pair = (tempered(x, self.temperature, self.standardize) for x in (teacher, Outputs(z_token, {})))
+            token = kl(*(F.log_softmax(z, -1) for z in pair)) * self.temperature**2
         return {
             "token": Term(token, self.token_weight),
-            "ce": Term(cross_entropy(z_class, labels), self.ce_weight),
+            "ce": Term(cross_entropy(z_class, labels), self.ce_weight, labelled=True),
             # For monitoring; FSDP would wait for the gradient of an unused output.
             "mean": ce_term(student, labels, 0.0),
         }

@@ -8,6 +8,7 @@ from apprentice.errors import BadInput
 from lit_modules.nets.base import Outputs
 from lit_modules.objectives.base import FeatureObjective, Term, weight
 from lit_modules.objectives.cross_entropy import ce_term
+from lit_modules.objectives.search import Log, space
 
 
 class Hint(FeatureObjective):
@@ -21,6 +22,8 @@ class Hint(FeatureObjective):
     Raises:
         BadInput: in `build`, the two layers' maps differ in height or width.
     """
+
+    search = space(hint_weight=Log(0.025, 25))
 
     def __init__(self, hint_weight: float = 0.25, ce_weight: float = 0.75, **layers: Any) -> None:
         super().__init__(**layers)

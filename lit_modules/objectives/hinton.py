@@ -1,27 +1,34 @@
 """Soft targets: Hinton, Vinyals, Dean 2015, "Distilling the Knowledge in a Neural Network"."""
 
 from torch import Tensor
+from torch.nn import functional as F
 
 from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Objective, Term, checked_temperature, softened_kl, weight
+from lit_modules.objectives.base import Term, kl, weight
 from lit_modules.objectives.cross_entropy import ce_term
+from lit_modules.objectives.logits import LogitObjective
+from lit_modules.objectives.search import Log, space
 
 
-class Hinton(Objective):
+class Hinton(LogitObjective):
     """kd_weight * T^2 * KL(softmax(z_t / T) || softmax(z_s / T)) + ce_weight * CE.
 
     Args:
         temperature: T, which softens both distributions; the factor T^2 keeps the gradients' size.
         kd_weight: weight of the divergence from the teacher.
         ce_weight: weight of the cross-entropy with the labels.
+        standardize: that of LogitObjective.
     """
 
-    def __init__(self, temperature: float = 2.0, kd_weight: float = 0.25, ce_weight: float = 0.75) -> None:
-        super().__init__()
-        self.temperature = checked_temperature(temperature)
+    search = space(temperature=Log(1, 16), kd_weight=Log(0.025, 25))
+
+    def __init__(
+        self, temperature: float = 2.0, kd_weight: float = 0.25, ce_weight: float = 0.75, standardize: bool = False
+    ) -> None:
+        super().__init__(temperature, standardize)
         self.kd_weight, self.ce_weight = weight("kd_weight", kd_weight), weight("ce_weight", ce_weight)
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
-        assert teacher is not None
-        kd = Term(softened_kl(teacher.logits, student.logits, self.temperature), self.kd_weight)
+        log_s, log_t = (F.log_softmax(z, -1) for z in self.tempered(student, teacher))
+        kd = Term(kl(log_t, log_s) * self.temperature**2, self.kd_weight)
         return {"kd": kd, "ce": ce_term(student, labels, self.ce_weight)}

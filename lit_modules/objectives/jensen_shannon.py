@@ -8,11 +8,13 @@ from torch.nn import functional as F
 
 from apprentice.errors import BadInput
 from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Objective, Term, checked_temperature, kl, weight
+from lit_modules.objectives.base import Term, kl, weight
 from lit_modules.objectives.cross_entropy import ce_term
+from lit_modules.objectives.logits import LogitObjective
+from lit_modules.objectives.search import Linear, Log, space
 
 
-class JensenShannon(Objective):
+class JensenShannon(LogitObjective):
     """js_weight * T^2 * (beta KL(p_t || m) + (1 - beta) KL(p_s || m)) + ce_weight * CE, m = beta p_t + (1 - beta) p_s.
 
     p = softmax(z / T). Divided by beta it tends to KL(p_t || p_s) as beta goes to 0; divided by 1 - beta, to
@@ -26,20 +28,27 @@ class JensenShannon(Objective):
         temperature: T, which softens both distributions; the factor T^2 keeps the gradients' size.
         js_weight: weight of the divergence.
         ce_weight: weight of the cross-entropy with the labels.
+        standardize: that of LogitObjective.
     """
 
+    search = space(beta=Linear(0.1, 0.9), temperature=Log(1, 16), js_weight=Log(0.025, 25))
+
     def __init__(
-        self, beta: float = 0.5, temperature: float = 2.0, js_weight: float = 0.25, ce_weight: float = 0.75
+        self,
+        beta: float = 0.5,
+        temperature: float = 2.0,
+        js_weight: float = 0.25,
+        ce_weight: float = 0.75,
+        standardize: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(temperature, standardize)
         if not 0 < beta < 1:
             raise BadInput("beta", beta, "a number above 0 and below 1")
-        self.beta, self.temperature = beta, checked_temperature(temperature)
+        self.beta = beta
         self.js_weight, self.ce_weight = weight("js_weight", js_weight), weight("ce_weight", ce_weight)
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
-        assert teacher is not None
-        log_p_s, log_p_t = (F.log_softmax(z / self.temperature, -1) for z in (student.logits, teacher.logits))
+        log_p_s, log_p_t = (F.log_softmax(z, -1) for z in self.tempered(student, teacher))
         log_m = torch.logaddexp(log_p_t + math.log(self.beta), log_p_s + math.log1p(-self.beta))
         divergence = self.beta * kl(log_p_t, log_m) + (1 - self.beta) * kl(log_p_s, log_m)
         js = Term(divergence * self.temperature**2, self.js_weight)

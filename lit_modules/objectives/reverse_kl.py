@@ -1,13 +1,16 @@
 """Reverse Kullback-Leibler divergence, which lets a small student ignore some modes of the teacher (MiniLLM)."""
 
 from torch import Tensor
+from torch.nn import functional as F
 
 from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Objective, Term, checked_temperature, softened_kl, weight
+from lit_modules.objectives.base import Term, kl, weight
 from lit_modules.objectives.cross_entropy import ce_term
+from lit_modules.objectives.logits import LogitObjective
+from lit_modules.objectives.search import Log, space
 
 
-class ReverseKL(Objective):
+class ReverseKL(LogitObjective):
     """reverse_weight * T^2 * KL(softmax(z_s / T) || softmax(z_t / T)) + ce_weight * CE.
 
     Source: Gu et al. 2024, "MiniLLM: Knowledge Distillation of Large Language Models" (arXiv:2306.08543). This is its
@@ -17,14 +20,18 @@ class ReverseKL(Objective):
         temperature: T, which softens both distributions; the factor T^2 keeps the gradients' size.
         reverse_weight: weight of the divergence.
         ce_weight: weight of the cross-entropy with the labels.
+        standardize: that of LogitObjective.
     """
 
-    def __init__(self, temperature: float = 2.0, reverse_weight: float = 0.25, ce_weight: float = 0.75) -> None:
-        super().__init__()
-        self.temperature = checked_temperature(temperature)
+    search = space(temperature=Log(1, 16), reverse_weight=Log(0.025, 25))
+
+    def __init__(
+        self, temperature: float = 2.0, reverse_weight: float = 0.25, ce_weight: float = 0.75, standardize: bool = False
+    ) -> None:
+        super().__init__(temperature, standardize)
         self.reverse_weight, self.ce_weight = weight("reverse_weight", reverse_weight), weight("ce_weight", ce_weight)
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
-        assert teacher is not None
-        reverse = Term(softened_kl(student.logits, teacher.logits, self.temperature), self.reverse_weight)
+        log_s, log_t = (F.log_softmax(z, -1) for z in self.tempered(student, teacher))
+        reverse = Term(kl(log_s, log_t) * self.temperature**2, self.reverse_weight)
         return {"reverse": reverse, "ce": ce_term(student, labels, self.ce_weight)}

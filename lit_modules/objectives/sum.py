@@ -1,14 +1,13 @@
 """A weighted sum of objectives."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import cast
 
 from torch import Tensor, nn
 
-from apprentice.errors import BadInput
+from apprentice.errors import BadInput, naming
 from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Objective, Term, weight
-
-OWN = ">"  # separates a part's position from the path of a feature that it made; no path contains it
+from lit_modules.objectives.base import Objective, Term, merged, viewed, weight
 
 
 class Sum(Objective):
@@ -30,47 +29,75 @@ class Sum(Objective):
             raise BadInput("weights", weights, f"{len(objectives)} weights, one for each objective")
         self.objectives = nn.ModuleList(objectives)
         self.uses_teacher = any(o.uses_teacher for o in objectives)
-        self.student_layers = _of_parts(o.student_layers for o in objectives)
-        self.teacher_layers = _of_parts(o.teacher_layers for o in objectives)
+        self._name_layers()
         self.relates_rows = any(o.relates_rows for o in objectives)
+        self.needs_labels = any(o.needs_labels for o in objectives)
+        self.peers = [peer for o in objectives for peer in o.peers]
         self.needs = "; ".join(o.needs for o in objectives if o.needs)
 
+    def _name_layers(self) -> None:
+        self.student_layers = _of_parts(o.student_layers for _, o in self._parts())
+        self.teacher_layers = _of_parts(o.teacher_layers for _, o in self._parts())
+
+    def _parts(self) -> Iterator[tuple[str, Objective]]:
+        """Each part with its position, at the place of the sum."""
+        for i, objective in cast("Iterator[tuple[str, Objective]]", self.objectives.named_children()):
+            objective.place = self.place
+            yield i, objective
+
+    def wrap(self, net: nn.Module, teacher: nn.Module, example: Tensor) -> nn.Module:
+        """The net as the one part that replaces it does."""
+        replaced = [other for _, o in self._parts() if (other := o.wrap(net, teacher, example)) is not net]
+        if len(replaced) > 1:
+            raise BadInput("objectives", len(replaced), "at most one that replaces the student's net")
+        return replaced[0] if replaced else net
+
+    def choose(self, student: nn.Module, teacher: nn.Module) -> None:
+        """Let each part choose."""
+        for i, objective in self._parts():
+            with naming(f"objectives.{i}"):
+                objective.choose(student, teacher)
+        self._name_layers()
+
     def build(self, student: Outputs, teacher: Outputs | None) -> None:  # noqa: D102
-        for i, objective in enumerate(self.objectives):
-            try:
-                objective.build(student, teacher)  # type: ignore[operator]
-            except BadInput as fault:
-                raise BadInput(f"objectives.{i}.{fault.flag}", fault.value, fault.expected) from None
+        for i, objective in self._parts():
+            with naming(f"objectives.{i}"):
+                objective.build(student, teacher)
 
     def parts(self) -> list[nn.Module]:
         """The parts of all objectives."""
-        return [part for objective in self.objectives for part in objective.parts()]  # type: ignore[operator]
+        return [part for _, objective in self._parts() for part in objective.parts()]
+
+    def teacher_parts(self) -> list[nn.Module]:
+        """Those on the teacher's side."""
+        return [part for _, objective in self._parts() for part in objective.teacher_parts()]
 
     def adapt(self, student: Outputs) -> Outputs:
         """The student's outputs, with the features that parts made added as `<position>><path>`."""
-        own = {
-            f"{i}{OWN}{path}": x
-            for i, objective in enumerate(self.objectives)
-            for path, x in objective.adapt(student).features.items()  # type: ignore[operator]
-            if x is not student.features.get(path)
-        }
-        return student._replace(features=student.features | own)
+        return student._replace(
+            features=student.features | merged(student, {i: o.adapt(student) for i, o in self._parts()})
+        )
+
+    def condense(self, teacher: Outputs) -> Outputs:
+        """The teacher's outputs as the parts need them, those that parts made as `<position>><path>`."""
+        return teacher._replace(features=merged(teacher, {i: o.condense(teacher) for i, o in self._parts()}))
+
+    def adapt_teacher(self, teacher: Outputs) -> Outputs:
+        """The condensed outputs, with the features that parts made added as `<position>><path>`."""
+        views = {i: o.adapt_teacher(viewed(i, teacher)) for i, o in self._parts()}
+        return teacher._replace(features=teacher.features | merged(teacher, views))
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
         return {
-            f"{i}.{name}": term._replace(weight=term.weight * part)
-            for i, (objective, part) in enumerate(zip(self.objectives, self.weights, strict=True))
-            for name, term in objective(_view_of(i, student), teacher, labels).items()
+            f"{i}.{name}": term._replace(weight=term.weight * self.weights[int(i)])
+            for i, objective in self._parts()
+            for name, term in objective(viewed(i, student), teacher and viewed(i, teacher), labels).items()
         }
+
+    def after_batch(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> None:  # noqa: D102
+        for i, objective in self._parts():
+            objective.after_batch(viewed(i, student), teacher and viewed(i, teacher), labels)
 
 
 def _of_parts(layers: Iterable[Mapping[str, str]]) -> dict[str, str]:
     return {f"objectives.{i}.{flag}": path for i, named in enumerate(layers) for flag, path in named.items()}
-
-
-def _view_of(position: int, student: Outputs) -> Outputs:
-    """The student's outputs as one part adapted them, without the features that other parts made."""
-    prefix = f"{position}{OWN}"
-    raw = {path: x for path, x in student.features.items() if OWN not in path}
-    own = {path.removeprefix(prefix): x for path, x in student.features.items() if path.startswith(prefix)}
-    return student._replace(features=raw | own)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from apprentice import replicas
 from apprentice.errors import BadInput, first_line
 from apprentice.keyed import is_dropout
-from lit_modules.nets.base import run
+from lit_modules.nets.layers import run
 
 NET = "net"  # prefix of the float net's parameters in a graph: net.<name>
 ATEN = torch.ops.aten

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from apprentice import replicas
-from lit_modules.nets.base import DEFAULT_LAYER, layer
+from lit_modules.nets.layers import layer, resolved
 from lit_modules.quantization import graphs
 from lit_modules.quantization.ranges import Range
 
@@ -31,11 +31,12 @@ class FakeQuantized(nn.Module):
 
     def __init__(self, net: nn.Module, example: Tensor, layers: Sequence[str] = ()) -> None:
         super().__init__()
-        self.feature_layer = getattr(net, "feature_layer", "")
+        for name in ("feature_layer", "stages", "preactivations", "pooled_layer"):
+            setattr(self, name, getattr(net, name, ""))
         self.frozen = False
-        paths = list(dict.fromkeys(self.feature_layer if path == DEFAULT_LAYER else path for path in layers))
-        for path in paths:
-            layer(net, path)
+        for name in layers:
+            layer(net, name)
+        paths = list(dict.fromkeys(resolved(net, name) for name in layers))
         net = copy.deepcopy(net)
         template = graphs.trainable_graph(net, example, paths)
         graph = graphs.with_modules(copy.deepcopy(template), net)

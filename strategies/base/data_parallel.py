@@ -58,6 +58,7 @@ class DataParallel(DeferredOptimizers):
 
     cluster_environment: ClusterEnvironment
     _timeout: timedelta
+    _relates_rows = True  # whether a step has the whole global batch, whose rows a loss may relate
 
     def __init__(
         self,
@@ -141,6 +142,9 @@ class DataParallel(DeferredOptimizers):
 
     def check_module(self, module: LightningModule) -> None:
         """Raise ValueError where the strategy can't train the module; called before a fork and in each rank."""
+        if getattr(module, "relates_rows", False) and not self._relates_rows:
+            expected = "expected objectives that don't relate rows of the global batch, or another, as ddp or fsdp"
+            raise ValueError(f"strategy {type(self).__name__}: {expected}")
 
     def check_trainer(self, trainer: Trainer) -> None:
         """Raise ValueError where the strategy can't keep the Trainer's settings; called with `check_module`."""

@@ -16,6 +16,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
+from apprentice.relations import ShardedRelations
 from strategies.exact.training import ShardedTraining
 
 
@@ -26,10 +27,12 @@ class Exact(ShardedTraining):
     shard, so it must log the same names for each shard, keep no state between calls and call no collective. What it
     logs appears under the names, and is reduced by the `reduce_fx`, of Lightning on one device. A module that acts on
     a global batch's values offers `shard_step(batch) -> (loss, {name: (b,) values})`, called for each shard instead,
-    and `on_global_batch(means, count) -> parameters that take no step`, called once.
+    and `on_global_batch(means, count) -> parameters that take no step`, called once. With a true `relates_rows` its
+    `shard_step` may call `apprentice.relations.related`, and is called twice.
 
     BatchNorm computes statistics of a shard. With such a layer a shard has at least 8 rows, or the whole batch; the
-    other shards are empty. ValueError: a module that can't be exact, or more devices than shards.
+    other shards are empty. A module may ask for more rows by an attribute `fewest_rows`. ValueError: a module that
+    can't be exact, or more devices than shards.
 
     Args:
         exact: number of shards of a batch, and the largest number of devices; None for plain data parallelism.
@@ -41,6 +44,7 @@ class Exact(ShardedTraining):
             raise ValueError(f"exact {exact}: expected a number of shards, at least 1")
         self.exact = exact
         self._sums, self._spans, self._logs = [], [], []
+        self._relations = ShardedRelations(0)
         self._undo = ExitStack()
 
     @property
@@ -95,6 +99,7 @@ class Exact(ShardedTraining):
 
     def check_module(self, module: LightningModule) -> None:
         """Raise ValueError if the module can't be exact."""
+        super().check_module(module)
         manual = not module.automatic_optimization or is_overridden("backward", module, LightningModule)
         if self.exact is not None and manual:
             raise ValueError(f"exact {self.exact}: expected automatic optimization and Lightning's own backward")

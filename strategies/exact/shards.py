@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 
-MIN_BATCHNORM_ROWS = 8  # of a shard
+from apprentice.replicas import FEWEST_ROWS
 
 
 class Shard(NamedTuple):
@@ -40,9 +40,10 @@ def spans(size: int, parts: int, fewest: int = 1) -> list[tuple[int, int]]:
 
 
 def fewest_rows(module: nn.Module) -> int:
-    """Rows that a shard needs: 1, or more if BatchNorm computes statistics of them."""
+    """Rows that a shard needs: 1, or more if BatchNorm computes statistics of them, or the module's `fewest_rows`."""
     layers = (m for m in module.modules() if isinstance(m, _BatchNorm))
-    return MIN_BATCHNORM_ROWS if any(m.training or m.running_mean is None for m in layers) else 1
+    has_statistics = any(m.training or m.running_mean is None for m in layers)
+    return max(FEWEST_ROWS if has_statistics else 1, getattr(module, "fewest_rows", 1))
 
 
 def rows(batch: Any) -> int:

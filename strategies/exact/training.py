@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from apprentice import replicas
+from apprentice.relations import ShardedRelations
 from strategies.base.gradients import handed_over, set_aside
 from strategies.exact.evaluation import RoundRobinEvaluation
 from strategies.exact.fixed_point import FixedPointSum
@@ -57,6 +58,7 @@ class ShardedTraining(RoundRobinEvaluation):
     _sums: list[FixedPointSum]
     _global_rows = 0
     _spans: list[tuple[int, int]]  # rows of all shards
+    _relations: ShardedRelations  # of the global batch
     _mine: range  # numbers of this rank's shards
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -69,6 +71,11 @@ class ShardedTraining(RoundRobinEvaluation):
             self._sums = [FixedPointSum(parameters, self.exact) for parameters in groups]
         for total in self._sums:
             total.clear()
+        self._relations = ShardedRelations(self._global_rows)
+        if self._relates:  # rows of the global batch: these are gathered in a first pass over the shards
+            self._collect(batch, *args, **kwargs)
+            with self.precision_plugin.train_step_context():
+                self._relations.compute()
         logger, statistics = shard_logger_of(self._module), self._statistics()
         with set_aside(self._trainable):
             table = self._forward_and_backward(logger, statistics, batch, *args, **kwargs)
@@ -86,13 +93,29 @@ class ShardedTraining(RoundRobinEvaluation):
         self._spans = spans(self._global_rows, exact, fewest_rows(self._module))
         rank, replicas = self.replica
         self._mine = range(*bounds(exact, replicas)[rank : rank + 2])
-        return part(batch, self._spans[self._mine[0]][0], self._spans[self._mine[-1]][1])
+        start, stop = self._spans[self._mine[0]][0], self._spans[self._mine[-1]][1]
+        if start == stop and self._relates:
+            start, stop = self._spans[0]  # to make the others' collectives
+        return part(batch, start, stop)
 
     def _shards(self, batch: Any) -> list[Shard]:
         """This rank's shards that have any rows."""
         first = self._spans[self._mine[0]][0]
         mine = ((number, *self._spans[number]) for number in self._mine)
         return [Shard(n, a, b, part(batch, a - first, b - first)) for n, a, b in mine if a < b]
+
+    @property
+    def _relates(self) -> bool:
+        return getattr(self._module, "relates_rows", False)
+
+    def _collect(self, batch: Any, *args: Any, **kwargs: Any) -> None:
+        """Compute this rank's shards for what they relate; a rank that has none computes the first."""
+        logger, statistics, mine = shard_logger_of(self._module), self._statistics(), self._shards(batch)
+        for shard in mine or [Shard(0, *self._spans[0], batch)]:
+            # With gradients, as kernels may round differently without.
+            with self._isolated_shard(shard, own=bool(mine)), self.precision_plugin.train_step_context():
+                logger.step(shard.batch, *args, **kwargs)
+            statistics.take()
 
     def _parameter_groups(self) -> list[dict[str, nn.Parameter]]:
         """The trainable parameters by name, in groups whose gradients are complete at the same time."""
@@ -140,9 +163,10 @@ class ShardedTraining(RoundRobinEvaluation):
         return table
 
     @contextmanager
-    def _isolated_shard(self, shard: Shard) -> Iterator[None]:
+    def _isolated_shard(self, shard: Shard, own: bool = True) -> Iterator[None]:
         epoch, batch = self._trainer.current_epoch, self._trainer.fit_loop.epoch_loop.batch_idx
-        with self._seeded(epoch, batch, shard.number), replicas.shard(shard.start), self._shard_named(shard):
+        seeded, related = self._seeded(epoch, batch, shard.number), self._relations.shard(own)
+        with seeded, related, replicas.shard(shard.start), self._shard_named(shard):
             yield
 
     @contextmanager

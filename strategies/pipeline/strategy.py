@@ -66,6 +66,7 @@ class PipelineStrategy(PipelineTraining):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        self._relates_rows = self.exact is not None
         if schedule not in get_args(Schedule):
             raise ValueError(f"schedule {schedule}: expected {', '.join(get_args(Schedule))}")
         counts = {"data_parallel_size": data_parallel_size, "stages_per_rank": stages_per_rank}
@@ -155,6 +156,7 @@ class PipelineStrategy(PipelineTraining):
         if self.exact is not None and (noisy := keyed.unkeyed(module)):
             expected = "expected apprentice.keyed.Dropout in a pipeline"
             raise ValueError(f"exact {self.exact}: {expected}; {noisy[0]} is torch's")
+        super().check_module(module)
         stages.check_composition(module, groups)
 
     def check_trainer(self, trainer: Trainer) -> None:

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,7 @@ from strategies.base.gradients import averaged, handed_over, set_aside
 from strategies.base.shared_replica import SharedReplica
 from strategies.exact import Exact
 from strategies.exact.collectives import allow_collectives, refuse_collectives
-from strategies.exact.shard_logging import ShardLogger
+from strategies.exact.shard_logging import ShardLogger, shard_logger_of
 from strategies.exact.shards import Shard, bounds, part, rows
 from strategies.exact.training import RunningStatistics, row_of
 from strategies.pipeline.cutting import StageAssignment
@@ -189,6 +189,31 @@ class PipelineTraining(SharedReplica, Exact):
     def _statistics(self) -> RunningStatistics:
         return RunningStatistics(*itertools.chain(*self._runner.own.values()))
 
+    def _collect(self, batch: Any, *args: Any, **kwargs: Any) -> None:
+        """Send the shards forward only; the ranks of a pipeline all collect what the last stage has computed."""
+        logger, mine = shard_logger_of(self._module), self._shards(batch)
+        shards = mine or [Shard(0, *self._spans[0], batch)]
+        pieces = [self._shard_microbatch(logger, shard, *args, **kwargs) for shard in shards]
+        by_stage = {stage: RunningStatistics(*modules) for stage, modules in self._runner.own.items()}
+
+        def after_forward(stage: int, _number: int) -> None:
+            by_stage[stage].take()
+
+        step = PipelineStep(pieces, after_forward=after_forward)
+        with self._random_state(), self.precision_plugin.train_step_context():
+            self._runner.forward(step)
+        output = self._runner.broadcast_output(step)[0]
+        for shard in shards:
+            known = self._rows_of(output, shard, shards)
+            tree_map_only(Tensor, lambda x: x.requires_grad_(x.is_floating_point()), known)
+            with self._isolated_shard(shard, own=bool(mine)), self._answering(partial(_answer, known)):
+                logger.step(shard.batch, *args, **kwargs)
+
+    @staticmethod
+    def _rows_of(output: Any, shard: Shard, shards: Sequence[Shard]) -> Any:
+        rows = slice(shard.start - shards[0].start, shard.stop - shards[0].start)
+        return tree_map_only(Tensor, lambda x: x[rows].clone(), output)
+
     def _forward_and_backward(
         self, logger: ShardLogger, statistics: RunningStatistics, batch: Any, *args: Any, **kwargs: Any
     ) -> Tensor:
@@ -213,9 +238,8 @@ class PipelineTraining(SharedReplica, Exact):
             output = self._train(step)
 
         def row(number: int, shard: Shard) -> Tensor:
-            mine = slice(shard.start - shards[0].start, shard.stop - shards[0].start)
-            known = tree_map_only(Tensor, lambda x: x[mine].clone(), output)
-            with self._isolated_shard(shard), self._answering(lambda _: known), context():
+            known = self._rows_of(output, shard, shards)
+            with self._isolated_shard(shard), self._answering(partial(_answer, known)), context():
                 loss = logger.step(shard.batch, *args, **kwargs)
             return row_of(loss, logger, taken[number])
 
@@ -233,10 +257,15 @@ class PipelineTraining(SharedReplica, Exact):
 
         @contextmanager
         def isolated() -> Iterator[None]:
-            with replicas.shard(shard.start), call.noise(), self._shard_named(shard):
+            related = self._relations.shard()
+            with related, replicas.shard(shard.start), call.noise(), self._shard_named(shard):
                 yield
 
         return MicroBatch(shard.rows, call.inputs, partial(self._loss, shard, self._weight(shard.rows)), isolated)
+
+
+def _answer(output: Any, _inputs: tuple[Tensor, ...]) -> Any:
+    return output
 
 
 def _microbatch(

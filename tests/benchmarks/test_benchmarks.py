@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from benchmarks import common, gpt_speed, int8_speed, kd_speed, local_sgd
+from benchmarks import common, gpt_speed, int8_speed, kd_speed, local_sgd, zoo_speed
 from benchmarks.common import Found, Target
 from tests.language import written
 from tests.processes import Run
@@ -210,3 +210,22 @@ def test_rpc_is_compared_with_ddp(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert found["ratios"]["LightNN, ddp"] == 1
     assert all(ratio > 0 for ratio in found["ratios"].values())
     assert "LightNN, param_server, late" in capsys.readouterr().out
+
+
+def test_the_least_counts_one_forward_of_the_teacher() -> None:
+    milliseconds = {zoo_speed.TEACHER: [4.0], "ce": [2.0], "kd": [7.0], "at": [9.0], zoo_speed.ALL: [15.0]}
+    mib = {"ce": [1.0], "kd": [2.0], "at": [3.0], zoo_speed.ALL: [3.0]}
+    found = zoo_speed.ratios(milliseconds, mib, ["ce", "kd", "at"], 2)
+    # T 4, the students' steps 2, 3 and 5
+    assert found == {
+        "pass / runs": [15 / 18], "least / runs": [14 / 18], "pass / least": [pytest.approx(15 / 14)], "memory": [0.5]
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_all_methods_are_timed_in_one_pass(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    flags = ["--repeat", "1", "--steps", "1", "--batch_size", "8", "--teacher", "8", "--only", "ce", "kd", "rkd", "vid"]
+    zoo_speed.main([*flags, "--out", str(tmp_path / "x.json")])
+    found = json.loads((tmp_path / "x.json").read_text())
+    assert set(found["figures"]["ms"]) == {"teacher's forward", "ce", "kd", "rkd", "vid", "all in one pass"}
+    assert "without deittoken: " in capsys.readouterr().out

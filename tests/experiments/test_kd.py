@@ -149,7 +149,7 @@ def test_nets_whose_first_weights_do_not_follow_from_the_seed_are_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [3, 8])
+@pytest.mark.parametrize("devices", [8])
 def test_the_table_in_float64_is_that_of_one_process(devices: int, tmp_path: Path) -> None:
     tables = []
     for n in (1, devices):
@@ -218,8 +218,8 @@ def jpegs(archive: Path, out: Path, train: int, test: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.real_data
-def test_two_thousand_cifar_images_end_to_end(data_root: Path, tmp_path: Path) -> None:
-    jpegs(data_root / "cifar10-jpg.tar.xz", tmp_path, train=200, test=20)
+def test_cifar_images_end_to_end(data_root: Path, tmp_path: Path) -> None:
+    jpegs(data_root / "cifar10-jpg.tar.xz", tmp_path, train=60, test=20)
     flags = [
         "--data",
         "ImageFolder",
@@ -232,7 +232,7 @@ def test_two_thousand_cifar_images_end_to_end(data_root: Path, tmp_path: Path) -
     ]
     kd.main([*flags, "--trainer.max_epochs", "1", "--out", str(tmp_path / "run")])
     found = results(tmp_path / "run")
-    assert found["data"] == {"name": "ImageFolder", "train": 2000, "validation": 0, "test": 200}
+    assert found["data"] == {"name": "ImageFolder", "train": 600, "validation": 0, "test": 200}
     assert found["teacher"]["parameters"] == 1_186_986
     assert set(found["students"]) == {"ce", "kd", "cosine", "hint"}
     assert all(0.1 < entry["test_acc"][0] < 0.7 for entry in found["students"].values())
@@ -240,19 +240,20 @@ def test_two_thousand_cifar_images_end_to_end(data_root: Path, tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.real_data
-def test_one_epoch_of_mnist_brings_the_student_above_95_percent(data_root: Path, tmp_path: Path) -> None:
+def test_half_of_mnist_brings_the_student_above_90_percent(data_root: Path, tmp_path: Path) -> None:
     flags = ["--data", "MNIST", "--data.root", str(data_root), "--teacher", "LightNN", "--only", "kd", "--seeds", "1"]
+    flags += ["--data.train_size", "27000"]
     kd.main([*flags, "--trainer.max_epochs", "1", "--out", str(tmp_path)])
     found = results(tmp_path)
     assert found["data"]["test"] == 10_000
-    assert found["students"]["kd"]["test_acc"][0] > 0.95
+    assert found["students"]["kd"]["test_acc"][0] > 0.9
     assert found["students"]["kd"]["delta_vs_ce"]["mean"] is None  # there is no ce to compare with
 
 
 @pytest.mark.slow
 @pytest.mark.real_data
 def test_a_subset_of_mnist_and_other_nets(data_root: Path, tmp_path: Path) -> None:
-    flags = ["--data", "MNIST", "--data.root", str(data_root), "--data.train_size", "200", "--data.test_size", "100"]
+    flags = ["--data", "MNIST", "--data.root", str(data_root), "--data.train_size", "64", "--data.test_size", "20"]
     flags += ["--data.validation_size", "0", "--teacher", "ResNet", "--teacher.depth", "8", "--student", "Torchvision"]
     flags += ["--student.name", "resnet18", "--optimizer", "SGD", "--optimizer.lr", "0.01"]
     flags += ["--scheduler", "MultiStepLR", "--scheduler.milestones", "[1,2]", "--only", "ce", "kd", "t8"]
@@ -268,7 +269,7 @@ def test_a_subset_of_mnist_and_other_nets(data_root: Path, tmp_path: Path) -> No
     ]
     kd.main([*flags, "--out", str(tmp_path)])
     found = results(tmp_path)
-    assert found["data"] == {"name": "MNIST", "train": 200, "validation": 0, "test": 100}
+    assert found["data"] == {"name": "MNIST", "train": 64, "validation": 0, "test": 20}
     assert set(found["students"]) == {"ce", "kd", "t8"}
     assert load_net(tmp_path / "seed42" / "t8")(torch.randn(2, 1, 28, 28)).shape == (2, 10)
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ from harness.runs import progress
 from harness.runs.progress import Display, Lines, is_live
 from harness.runs.quiet import quiet
 from harness.studies import remaining as estimate
-from harness.studies.remaining import remaining
+from harness.studies.remaining import Plan, remaining
 from strategies import NAMES
 from tests.processes import Run
 from tests.terminal import on_terminal
@@ -29,7 +28,9 @@ def test_the_screen_of_a_run(tmp_path: Path) -> None:
     seen = on_terminal(kd.main, [*SMALL, "--out", str(tmp_path / "run")])
     assert seen.code == 0, "\n".join(seen.lines)
     shown = [screen for screen in seen.screens if any("samples/s" in line for line in screen)]
-    full = next(s for s in reversed(shown) if any(line.startswith("seed 0 students  epoch 3/3  ━") for line in s))
+    # A screen may be seen while it is drawn; its last line comes last.
+    drawn = [s for s in shown if re.match(r"hint +\d\.\d{4} +0\.\d{4}$", next(filter(None, reversed(s))))]
+    full = next(s for s in reversed(drawn) if any(line.startswith("seed 0 students  epoch 3/3  ━") for line in s))
     top = next(i for i, line in enumerate(full) if "samples/s" in line)
     assert re.fullmatch(r"seed 0 students  epoch 3/3  [━╸╺]{20}  [\d,]+ samples/s", full[top])
     assert re.fullmatch(r"0:00:\d\d left of this fit", full[top + 1])
@@ -58,21 +59,28 @@ def test_the_screen_of_a_run(tmp_path: Path) -> None:
 
 def test_the_time_of_the_whole_run_is_estimated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimate, "load_record", lambda path: json.loads(path.read_text()))
-    run: Any = SimpleNamespace(out=tmp_path, config=Namespace(seeds=[0, 1]))
-    fits = ["teacher", "students"]
-    rest = remaining(run, fits, 0, "teacher")
-    assert rest is not None
-    assert rest(4, 10) == ", more than 0:00:14 of the run"  # nothing is known of students
-    for seed, name, seconds in ((0, "teacher", 12.0), (0, "students", 5.0)):
+    run: Any = SimpleNamespace(out=tmp_path)
+
+    def record(seed: int, name: str, seconds: float | None, epochs: int | None) -> None:
         (tmp_path / f"seed{seed}").mkdir(exist_ok=True)
-        (tmp_path / f"seed{seed}" / f"{name}.json").write_text(json.dumps({"fit_seconds": seconds}))
-    rest = remaining(run, fits, 1, "teacher")
-    assert rest is not None
-    assert rest(4, 10) == ", 0:00:09 of the run"
-    assert remaining(run, fits, 1, "students") is not None  # seed 1's teacher has left no record here
-    (tmp_path / "seed1").mkdir()
-    (tmp_path / "seed1" / "teacher.json").write_text(json.dumps({"fit_seconds": None}))  # a loaded one
-    assert remaining(run, fits, 1, "students") is None
+        facts = {"fit_seconds": seconds, "max_epochs": epochs}
+        (tmp_path / f"seed{seed}" / f"{name}.json").write_text(json.dumps(facts))
+
+    def told(plan: Plan, seed: int, name: str) -> str | None:
+        rest = remaining(run, plan, seed, name)
+        return rest and rest(4, 10)
+
+    plan = {(seed, fit): epochs for seed in (0, 1) for fit, epochs in (("teacher", 2), ("students", 5))}
+    assert told(plan, 0, "teacher") == ", more than 0:00:14 of the run"  # nothing is known of students
+    record(0, "teacher", 12.0, 2)
+    record(0, "students", 5.0, 5)
+    assert told(plan, 1, "teacher") == ", 0:00:09 of the run"
+    assert told(plan, 1, "students") == ", 0:00:16 of the run"  # seed 1's teacher has left no record here
+    grown = {**plan, (0, "students"): 25, (1, "students"): 25}
+    assert told(grown, 1, "teacher") == ", 0:00:49 of the run"
+    assert told(grown, 0, "students") == ", 0:00:26 of the run"  # this fit's epochs take 0.4 s, a teacher's 6 s
+    record(1, "teacher", None, None)  # a loaded one
+    assert told({**plan, (1, "teacher"): None}, 1, "students") is None
 
 
 def tell() -> None:

@@ -54,7 +54,10 @@ def ended(out: Path) -> tuple[dict[str, torch.Tensor], Any]:
     weights = {}
     for path in sorted(out.glob("seed*/*/weights.pt")):
         weights |= {f"{path.parent.name}.{k}": v for k, v in torch.load(path, weights_only=True).items()}
-    assert {key.split(".")[0] for key in weights} == {"teacher", "ce", "hint"}
+    assert {key.split(".")[0] for key in weights} == {
+        "teacher",
+        *json.loads((out / "results.json").read_text())["students"],
+    }
 
     def timeless(value: Any) -> Any:
         if isinstance(value, dict):
@@ -87,6 +90,11 @@ def curves(out: Path) -> dict[tuple[str, str], list[tuple[int, Any]]]:
     return found
 
 
+def trained_teacher(out: Path) -> Path:
+    """The file that says so."""
+    return out / "seed3" / "teacher.json"
+
+
 def assert_same_end(out: Path, reference: tuple[dict[str, torch.Tensor], Any]) -> None:
     weights, results = ended(out)
     assert_same(weights, reference[0])
@@ -106,13 +114,18 @@ def undisturbed(devices: int, tmp_path_factory: pytest.TempPathFactory) -> tuple
     return ended(out)
 
 
-def kill_at(owner: Any, name: str, call: int, after: bool = False) -> Callable[[], None]:
-    """Have the main process killed at the n-th call of a function in rank zero, or right after it."""
+def kill_at(owner: Any, name: str, call: int, after: bool = False, since: Path | None = None) -> Callable[[], None]:
+    """Have the main process killed at the n-th call of a function in rank zero, or right after it.
+
+    Calls count from when a file exists: those of each fit's ranks, which are forked afresh, count for themselves.
+    """
 
     def arm() -> None:
         main, function, torch_save, calls = os.getpid(), getattr(owner, name), torch.save, []
 
         def counted(*args: Any, **kwargs: Any) -> Any:
+            if since is not None and not since.exists():
+                return function(*args, **kwargs)
             calls.append(None)
             if len(calls) == call and not after:
                 if function is torch_save:
@@ -144,9 +157,9 @@ MOMENTS = {
     "teacher, before its weights are written": (fits, "save_net", 1, False),
     "teacher, exported and not recorded": (fits, "write_json", 1, False),
     "between teacher and students": (fits, "write_json", 1, True),
-    "students, in mid-epoch": (SafePoints, "on_train_batch_start", 14, True),
-    "students, between a checkpoint's write and its rename": (Path, "replace", 22, False),
-    "students, one of two exported": (fits, "save_net", 2, True),
+    "students, in mid-epoch": (SafePoints, "on_train_batch_start", 5, True),
+    "students, between a checkpoint's write and its rename": (Path, "replace", 5, False),
+    "students, one of two exported": (fits, "save_net", 1, True),
     "everything but the results": (distillation, "save_results", 1, False),
     "in the middle of the results": (pages, "write_json", 1, False),
 }
@@ -158,16 +171,39 @@ def test_killed_at_any_moment_it_ends_the_same(
 ) -> None:
     out = tmp_path / "run"
     flags = ["--trainer.devices", str(devices)]
-    owner, name, call, after = MOMENTS[moment]
-    if devices > 1 and owner in {SafePoints, torch, Path} and "students" in moment:
-        call -= 9 if owner is SafePoints else 10  # each fit's ranks are forked afresh and count for themselves
-    killed = start(out, *flags, before=kill_at(owner, name, call, after))
+    of_students = moment.startswith("students")
+    since = trained_teacher(out) if of_students else None
+    killed = start(out, *flags, before=kill_at(*MOMENTS[moment], since=since))
     assert killed.wait() == -signal.SIGKILL, killed.output
+    assert not of_students or (out / "seed3" / "students.ckpt").exists()
     resumed = start(out, *flags, "--resume", "true")
     assert resumed.wait() == 0, resumed.output
     assert_same_end(out, undisturbed)
     assert [path.name for path in out.rglob("*.ckpt")] == ["students.ckpt"]
     assert not list(out.rglob("*.tmp"))
+
+
+KEPT = {
+    "a memory, parts, another net, peers": [
+        *("--zoo", "true", "--only", "ce", "crd", "simkd", "fitnet", "dkd", "a"), "--variants.a", "DML",
+        "--variants.a.peers", "[b]", "--variants.b", "DML", "--variants.b.peers", "[a]",
+    ],
+    "hidden labels": ["--data.labelled", "20"],
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", KEPT)
+def test_what_methods_keep_survives_a_kill(kept: str, tmp_path: Path) -> None:
+    whole = start(tmp_path / "whole", *KEPT[kept])
+    assert whole.wait() == 0, whole.output
+    out, in_mid_epoch = tmp_path / "run", MOMENTS["students, in mid-epoch"]
+    killed = start(out, *KEPT[kept], before=kill_at(*in_mid_epoch, since=trained_teacher(out)))
+    assert killed.wait() == -signal.SIGKILL, killed.output
+    assert (out / "seed3" / "students.ckpt").exists()
+    resumed = start(out, *KEPT[kept], "--resume", "true")
+    assert resumed.wait() == 0, resumed.output
+    assert_same_end(out, ended(tmp_path / "whole"))
 
 
 @pytest.mark.slow

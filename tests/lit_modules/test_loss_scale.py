@@ -29,7 +29,7 @@ from lit_modules.learner import Learner
 from lit_modules.loss_scale import LossScales
 from lit_modules.nets import DeepNN
 from lit_modules.objectives import CrossEntropy, Objective, Term
-from strategies import DDP, DDPFP16, FSDP, HSDP, DDPPowerSGD, LocalSGD, ZeRO1
+from strategies import DDP, DDPFP16, FSDP, DDPPowerSGD, LocalSGD, ZeRO1
 from tests.grids import mostly_slow
 from tests.strategies.test_fsdp import Foreign
 from tests.training import SHAPE, VARIANTS, LinesLogger, assert_same, digits, distillation, fit, net, trainer, weights
@@ -372,7 +372,7 @@ HALVES: dict[str, tuple[Callable[[], dict[str, Any]], float]] = {
 
 
 @pytest.mark.parametrize("name", mostly_slow(HALVES, "fp16"))
-@pytest.mark.parametrize("make", mostly_slow([ZeRO1, LocalSGD, DDPFP16, DDPPowerSGD, FSDP, HSDP], ZeRO1))
+@pytest.mark.parametrize("make", mostly_slow([ZeRO1, LocalSGD, DDPFP16, DDPPowerSGD, FSDP], ZeRO1))
 def test_every_data_parallel_strategy_trains_in_it_close_to_float32(
     name: str, make: Callable[..., Any], plain: dict[str, list[float]], tmp_path: Path
 ) -> None:

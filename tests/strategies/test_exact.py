@@ -29,7 +29,7 @@ from tests.grids import mostly_slow
 from tests.lit_modules.test_distillation import Poisoned
 from tests.training import SHAPE, assert_same, classifier, digits, distillation, fit, net, trainer, weights
 
-DEVICES = (2, 3, 5, 8)
+DEVICES = (2, 3, 8)
 MODULES: dict[str, Callable[[], LightningModule]] = {
     "students": distillation,
     "teacher": lambda: classifier(DeepNN),
@@ -197,7 +197,7 @@ def test_a_shard_is_a_batch_of_its_own_to_the_module(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("devices", [1, 3])
 def test_a_student_that_fails_is_frozen_alone(devices: int) -> None:
-    students = {"bad": (net(), Poisoned(35)), "ce": (net(), CrossEntropy())}  # calls: 8 shards a step
+    students = {"bad": (net(), Poisoned(16)), "ce": (net(), CrossEntropy())}  # calls: 4 shards a step, 3 the last
     module = Distillation(net(DeepNN), students, input_shape=SHAPE)
     fit(module, digits(), devices, strategy=DDP(timeout=60, exact=8), max_epochs=4)
     alone = fit(distillation(["ce"]), digits(), strategy=DDP(exact=8), max_epochs=4)

@@ -2,10 +2,9 @@
 
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +20,14 @@ from harness.runs.quiet import quiet
 from strategies import DDP, DataParallel, ParamServer
 from tests.grids import mostly_slow
 from tests.processes import Run, launch
-from tests.strategies.test_strategies import STEPS, Gathered, outcome, state_bytes
+from tests.strategies.test_strategies import OPTIONS, STEPS, Gathered, alone, outcome, state_bytes
 from tests.training import LinesLogger, assert_same, classifier, digits, fit, trainer, weights
 
-CLIPPED: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+CLIPPED = OPTIONS["accumulated and clipped"]
 
 
 def server(**options: Any) -> ParamServer:
     return ParamServer(timeout=60, **options)
-
-
-@cache
-def alone(run: str, clipped: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
-    with tempfile.TemporaryDirectory() as folder:
-        return outcome(run, 1, Path(folder), **(CLIPPED if clipped else {}))
 
 
 @pytest.mark.parametrize(
@@ -49,7 +42,7 @@ def alone(run: str, clipped: bool) -> tuple[list[float], dict[str, torch.Tensor]
     ],
 )
 def test_float64_agrees_with_one_process(run: str, devices: int, options: dict[str, Any], tmp_path: Path) -> None:
-    losses, ended = alone(run, bool(options))
+    losses, ended = alone(run, "accumulated and clipped" if options else "plain")
     assert len(losses) == 20
     theirs, other = outcome(run, devices, tmp_path, strategy=server(), **options)
     assert theirs == pytest.approx(losses, abs=1e-9, rel=0)

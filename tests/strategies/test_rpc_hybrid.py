@@ -45,7 +45,7 @@ def hybrid(**options: Any) -> RPCHybrid:
 def test_float64_agrees_with_one_process(
     run: str, devices: int, chosen: dict[str, Any], options: dict[str, Any], tmp_path: Path
 ) -> None:
-    losses, ended = alone(run, bool(options))
+    losses, ended = alone(run, "accumulated and clipped" if options else "plain")
     assert len(losses) == 20
     theirs, other = outcome(run, devices, tmp_path, strategy=hybrid(**chosen), **options)
     assert theirs == pytest.approx(losses, abs=1e-9, rel=0)

@@ -13,7 +13,7 @@ from harness.studies.compare.runs import Run
 
 FEW = 3  # runs that have a column each
 MACHINE = ("cpu", "cores", "gpus", "threads")
-TOLD = INVOCATION | {"seeds", "only"}  # otherwise: seeds as a list, students by their rows
+TOLD = INVOCATION | {"seeds", "only", "zoo"}  # otherwise: seeds as a list, students by their rows
 
 
 def settings_of(runs: Sequence[Run]) -> dict[str, str]:
@@ -53,7 +53,7 @@ def differences(runs: Sequence[Run]) -> list[Facts]:
         sharing = [run for run in runs if _has_student(run, flag)]
         if not all(same(flag, run.settings.get(flag), sharing[0].settings.get(flag)) for run in sharing):
             name = _outer(flag, sharing, found)
-            values = {run.name: _text(run.setting(name)) for run in sharing}
+            values = {run.name: set_to(run.setting(name)) for run in sharing}
             found.setdefault(name, _difference(name, values, not free(name) and name not in idle))
     for name, moves, values in _facts(runs):
         if len(set(values.values())) > 1:
@@ -68,7 +68,8 @@ def _difference(name: str, values: dict[str, str], moves: bool) -> Facts:
 def _has_student(run: Run, flag: str) -> bool:
     """False for an option of a student that the run has not trained."""
     group, _, rest = flag.partition(".")
-    return group != "variants" or rest.partition(".")[0] in run.entries
+    trained = {entry.get("variant", name) for name, entry in run.entries.items()}
+    return group != "variants" or rest.partition(".")[0] in trained
 
 
 def _outer(flag: str, runs: Iterable[Run], found: Iterable[str]) -> str:
@@ -83,14 +84,14 @@ def _facts(runs: Sequence[Run]) -> Iterator[tuple[str, bool, dict[str, str]]]:
     """What else a figure may depend on: sizes of the data, seeds, commits, versions; then the machine."""
     counted = runs[0].kind.metric.counted
     for part in ("train", "validation", "test"):
-        yield f"{part} {counted}", True, {run.name: _text(run.results["data"].get(part)) for run in runs}
+        yield f"{part} {counted}", True, {run.name: set_to(run.results["data"].get(part)) for run in runs}
     yield "seeds", True, {run.name: ", ".join(map(str, run.seeds)) for run in runs}
     yield "commit", True, {run.name: _commits(run) for run in runs}
     versions = {run.name: run.results.get("versions") or {} for run in runs}
     for name in dict.fromkeys(name for known in versions.values() for name in known):
-        yield name, True, {run: _text(known.get(name)) for run, known in versions.items()}
+        yield name, True, {run: set_to(known.get(name)) for run, known in versions.items()}
     for name in MACHINE:
-        yield name, False, {run.name: _text((run.results.get("hardware") or {}).get(name)) for run in runs}
+        yield name, False, {run.name: set_to((run.results.get("hardware") or {}).get(name)) for run in runs}
 
 
 def _commits(run: Run) -> str:
@@ -98,7 +99,8 @@ def _commits(run: Run) -> str:
     return ", then ".join(re.sub(r"^(\w{12})\w+", r"\1", commit) for commit in known) or NONE
 
 
-def _text(value: Any) -> str:
+def set_to(value: Any) -> str:
+    """What a setting is set to, in words."""
     return NONE if value is None or value == [] else shown(value)
 
 

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from apprentice.errors import BadInput
-from harness.reports.figures import Dot, metric_picture
+from harness.reports.figures import Dot, lines_picture, metric_picture
 from harness.reports.metrics import METRICS, Metric
 from harness.reports.pages import cost_axis, costs, starred
 from harness.reports.report import Facts, Part
@@ -23,14 +23,15 @@ DIFFER = {
 def table(comparison: Facts) -> Table:
     """One line for each row, in the order of the runs."""
     rows, metric, baseline = comparison["rows"], METRICS[comparison["metric"]], comparison["baseline"]
-    formats = "bytes" in rows[0]
+    formats, first = "bytes" in rows[0], comparison["runs"][0]["name"]
+    to = f" to {baseline}" if baseline and len(baseline) < 12 else ""
     cells: dict[str, Callable[[Facts], str]] = {
         "run/format" if formats else "run/student": lambda row: starred(row["name"], row),
         "data": lambda row: f"{row['data'].get('name')} {count(row['data'].get('train'))}",
         "seeds": lambda row: str(len(row["seeds"])),
         metric.columns[metric.name].removeprefix("test "): lambda row: metric.mean(row[metric.name]),
-        f"Δ{f' to {baseline}' if len(baseline or '') < 12 else ''}, {metric.unit}": lambda row: (
-            NONE if row["name"] == baseline else metric.difference(row["delta"])
+        f"Δ{to}, {metric.unit}": lambda row: (
+            NONE if row["name"] in {baseline, f"{first}/{row.get('baseline')}"} else metric.difference(row["delta"])
         ),
     }
     more = _sizes_and_times(rows) if formats else {"parameters": lambda row: count(row["parameters"]), **costs(rows)}
@@ -55,8 +56,10 @@ def _notes(comparison: Facts) -> list[str]:
     where = f"on {count(*sizes)} test {metric.counted}" if len(sizes) == 1 else "on the test set"
     several = any(len(row["seeds"]) > 1 for row in rows)
     legend = f"{metric.word.capitalize()}{': mean ± standard deviation over the seeds,' * several} {where}."
-    if comparison["baseline"]:
-        legend += f" Δ: {'paired ' * several}difference to {comparison['baseline']}"
+    nets = any("baseline" in row for row in rows)
+    if comparison["baseline"] or nets:
+        to = comparison["baseline"] or f"the ce of the same net in {comparison['runs'][0]['name']}"
+        legend += f" Δ: {'paired ' * several}difference to {to}"
         legend += ", with its 95 % interval." if several else "."
     return [legend, *comparison["notes"]]
 
@@ -98,7 +101,12 @@ def _lists(comparison: Facts) -> list[tuple[str, list[str]]]:
 
 
 def picture(comparison: Facts) -> bytes:
-    """A PNG: the metric of each row, and against its cost; rows of a run have one colour."""
+    """A PNG: the metric of each row, and against its cost; rows of a run have one colour.
+
+    If runs are compared against a setting: a line for each student, with the runs along the axis.
+    """
+    if "against" in comparison:
+        return _against(comparison)
     rows, names = comparison["rows"], [run["name"] for run in comparison["runs"]]
     if "bytes" in rows[0]:
         label, places = "size, KiB", [None if row["bytes"] is None else row["bytes"] / 2**10 for row in rows]
@@ -108,6 +116,16 @@ def picture(comparison: Facts) -> bytes:
     metric = _metric(comparison)
     dots = [Dot(row["name"], row[metric.name], place, names.index(row["run"]), metric) for row, place in lines]
     return metric_picture(dots, label)
+
+
+def _against(comparison: Facts) -> bytes:
+    rows, axis, metric = comparison["rows"], comparison["against"], _metric(comparison)
+    students = list(dict.fromkeys(row["student"] for row in rows))
+    dots = [
+        Dot(row["student"], row[metric.name], axis["values"][row["run"]], students.index(row["student"]), metric)
+        for row in rows
+    ]
+    return lines_picture(dots, axis["setting"])
 
 
 def _metric(comparison: Facts) -> Metric:

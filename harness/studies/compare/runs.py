@@ -57,7 +57,8 @@ def _formats(results: Facts) -> dict[str, Facts]:
 
 EXPERIMENTS = {
     "kd": Experiment(
-        lambda results: results["students"], BASELINE, frozenset({"variants"}), frozenset({"only", "teacher_cache_mb"})
+        lambda results: results["students"], BASELINE, frozenset({"variants"}),
+        frozenset({"only", "zoo", "teacher_cache_mb"}),
     ),
     "gpt": Experiment(
         lambda results: {"gpt": entry_of(results["runs"], BITS)}, "gpt", frozenset({"net", "model"}),

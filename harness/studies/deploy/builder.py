@@ -173,7 +173,7 @@ class Builder:
         """The module of quantisation-aware training."""
         objective = cli.build(self.config.objective, "objective")
         options: dict[str, Any] = {"seed": self.seed, "freeze_epoch": self.config.freeze_epoch}
-        options |= learning(self.config, self.data)
+        options |= {**learning(self.config, self.data), "labelled": self.data.labelled is None}
         return Quantized(net, objective, self.teacher(objective), **self.sizes, **options)
 
     def int8(self, net: nn.Module) -> nn.Module:

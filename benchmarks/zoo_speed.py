@@ -1,0 +1,132 @@
+"""All distillation methods in one pass beside each by itself, and what each method adds to its student's step.
+
+    python benchmarks/zoo_speed.py                     # ResNet-56 teaches ResNet-8, 32 x 32 images: minutes on 2 cores
+    python benchmarks/zoo_speed.py --repeat 3 --steps 10 --only kd rkd --out FILE
+
+Each side is a Lightning fit in a forked process of one thread. With M students that learn from the teacher, T its
+forward and S_i a student's step, single runs take M * T + sum of S_i, and one pass T + sum of S_i at best: that ratio
+is printed beside the measured one. The teacher runs every batch in all fits, as it does where images are augmented.
+"""
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from apprentice.errors import BadInput
+from apprentice.keyed import with_seed
+from benchmarks import common
+from benchmarks.common import Found, Noise, Runs, Target
+from harness.runs import environment
+from harness.studies import zoo
+from lit_modules import objectives
+from lit_modules.distillation import Distillation
+from lit_modules.nets import ResNet
+
+TEACHER, ALL = "teacher's forward", "all in one pass"
+NAMES = {"ce": "CrossEntropy", "kd": "Hinton"}
+TARGETS = {
+    "pass / runs": Target("one pass with all methods over the sum of their single runs"),
+    "least / runs": Target("the least that this can be, (T + sum S) / (M T + sum S)"),
+    "pass / least": Target("one pass over the least", high=1.2),
+    "memory": Target("peak memory of one pass over the sum of the single runs'", high=1.0),
+}
+
+
+def net(depth: int, seed: int) -> nn.Module:
+    """A ResNet for 32 x 32 images."""
+    return with_seed(seed, lambda: ResNet(depth))
+
+
+def module(args: argparse.Namespace, methods: Mapping[str, str]) -> Distillation:
+    """Students of one net, each by a method."""
+    students = {name: (net(args.student, 0), getattr(objectives, method)()) for name, method in methods.items()}
+    return Distillation(net(args.teacher, 1), students, teacher_cache_mb=0, samples=len(Noise().split("train").labels))
+
+
+def fitting(args: argparse.Namespace) -> dict[str, str]:
+    """The methods that fit the nets."""
+    found = {}
+    for name, method in zoo.methods(NAMES).items():
+        try:
+            module(args, {name: method})
+        except BadInput as fault:
+            print(f"without {name}: {fault}")
+        else:
+            found[name] = method
+    if unknown := set(args.only or ()) - set(found):
+        raise BadInput("only", min(unknown), f"some of {', '.join(found)}")
+    return {name: method for name, method in found.items() if not args.only or name in args.only}
+
+
+def measured(make: Callable[[], Any]) -> list[float]:
+    """The median of what a fork measures, and its peak memory beyond that of an idle one, MiB."""
+
+    def child(_number: int) -> list[float]:
+        return [median(make()), common.peak_mib()]
+
+    ((found, peak),), ((_, idle),) = common.forked(child), common.forked(lambda _: [0.0, common.peak_mib()])
+    return [found, peak - idle]
+
+
+def forward(args: argparse.Namespace) -> list[float]:
+    """Seconds of the teacher's forwards of a batch."""
+    environment.keep_memory()  # as in the fits
+    teacher, images = net(args.teacher, 1).eval(), torch.rand(args.batch_size, 3, 32, 32)
+    teacher = teacher.to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        return [common.seconds(lambda: teacher(images)) for _ in range(2 + args.steps)][2:]
+
+
+def steps(args: argparse.Namespace, methods: Mapping[str, str]) -> list[float]:
+    """Seconds of the steps of one fit of these methods."""
+    return common.step_seconds(module(args, methods), Noise(batch_size=args.batch_size), args.steps)
+
+
+def measure(args: argparse.Namespace) -> Found:
+    """Rounds of single runs, of one pass, and of the teacher's forward."""
+    common.one_thread()
+    methods = fitting(args)
+    rivals: dict[str, Callable[[], list[float]]] = {
+        TEACHER: partial(measured, partial(forward, args)),
+        **{name: partial(measured, partial(steps, args, {name: method})) for name, method in methods.items()},
+        ALL: partial(measured, partial(steps, args, methods)),
+    }
+    rounds = common.take_turns(rivals, args.rounds)
+    milliseconds: Runs = {name: [1e3 * found for found, _ in runs] for name, runs in rounds.items()}
+    mib: Runs = {name: [peak for _, peak in runs] for name, runs in rounds.items() if name != TEACHER}
+    taught = sum(getattr(objectives, method).uses_teacher for method in methods.values())
+    return Found({"ms": milliseconds, "MiB": mib}, ratios(milliseconds, mib, list(methods), taught))
+
+
+def ratios(milliseconds: Runs, mib: Runs, methods: Sequence[str], taught: int) -> Runs:
+    """The ratios of each round; `taught` methods use the teacher."""
+    teacher, (sums, peaks) = (
+        milliseconds[TEACHER],
+        (
+            [sum(values) for values in zip(*(runs[name] for name in methods), strict=True)]
+            for runs in (milliseconds, mib)
+        ),
+    )
+    least = [(total - (taught - 1) * t) / total for total, t in zip(sums, teacher, strict=True)]
+    found, memory = common.over(milliseconds[ALL], sums), common.over(mib[ALL], peaks)
+    return {"pass / runs": found, "least / runs": least, "pass / least": common.over(found, least), "memory": memory}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, and print the table."""
+    parser = common.parser(__doc__, ("--repeat", 3), "rounds of all sides")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps of each fit")
+    parser.add_argument("--batch_size", type=int, default=128, help="images in a batch")
+    parser.add_argument("--teacher", type=int, default=56, help="depth of the teacher, a ResNet")
+    parser.add_argument("--student", type=int, default=8, help="depth of the students, ResNets")
+    parser.add_argument("--only", nargs="+", help="names of methods; default: all that fit")
+    common.run(parser.parse_args(argv), measure, TARGETS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""The rows of a comparison: each method of `--variants` for each net of `--students`, and which of them are wanted."""
+
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+from apprentice.errors import BadInput
+from harness.config.messages import near
+
+T = TypeVar("T")
+STUDENT, STUDENTS, VARIANTS = "student", "students", "variants"  # keys of the command line
+
+
+class Row(NamedTuple):
+    """A net that learns by a method."""
+
+    variant: str
+    student: str | None = None  # its name in --students
+
+    @property
+    def name(self) -> str:
+        """That of its line in the table, of its folder, and in results.json."""
+        return "-".join(filter(None, (self.student, self.variant)))
+
+    @property
+    def net(self) -> str:
+        """Where its net is chosen on the command line."""
+        return f"{STUDENTS}.{self.student}" if self.student else STUDENT
+
+
+def pick(variants: Mapping[str, T], only: Sequence[str] | None, flag: str = "only") -> dict[str, T]:
+    """The variants that are wanted, in their own order; all if `only` is None, BadInput for an unknown name or none."""
+    for name in only or ():
+        if name not in variants:
+            raise BadInput(flag, name, f"names among {', '.join(variants)}{near(name, variants)}")
+    if only is not None and not only:
+        raise BadInput(flag, "[]", f"at least one of {', '.join(variants)}")
+    return {name: variant for name, variant in variants.items() if only is None or name in only}
+
+
+def rows(config: Namespace) -> dict[str, Row]:
+    """The rows that `--only` wants, by name; with `--students`, a variant's name in it stands for all of its rows.
+
+    Raises:
+        BadInput: two rows have one name, or `--only` has a name that is neither a row's nor a variant's.
+    """
+    students, variants = getattr(config, STUDENTS, None) or {}, getattr(config, VARIANTS, None) or {}
+    found: dict[str, Row] = {}
+    for row in (Row(variant, student) for student in students or [None] for variant in variants):
+        if row.name in found:
+            expected = f"a name that gives no row the name of another; {row.name} is also one of {found[row.name].net}"
+            raise BadInput(row.net, students[row.student].name, expected)
+        found[row.name] = row
+    only: Sequence[str] | None = getattr(config, "only", None)
+    known = dict.fromkeys([*found, *(variants if students else ())])
+    named = set(pick(known, only))
+    return {name: row for name, row in found.items() if name in named or (students and row.variant in named - {*found})}
+
+
+def used(config: Namespace, key: str) -> list[str]:
+    """The names of those choices at a key that the wanted rows are made of."""
+    names = (row.student if key == STUDENTS else row.variant for row in rows(config).values())
+    return list(dict.fromkeys(name for name in names if name is not None))
+
+
+def chosen(config: Namespace, key: str) -> Any:
+    """What is chosen at a key, which may be one of several by names: `students.small`."""
+    first, _, name = key.partition(".")
+    return getattr(config, first)[name] if name else getattr(config, first)
+
+
+@contextmanager
+def flags_of(wanted: Iterable[Row]) -> Iterator[None]:
+    """Errors of a row, by its name below `--variants`, get its variant's flag, and its student if there are several."""
+    try:
+        yield
+    except BadInput as fault:
+        for row in wanted:
+            flag = f"{VARIANTS}.{row.name}"
+            if row.student and (fault.flag == flag or fault.flag.startswith(f"{flag}.")):
+                whole = f"{VARIANTS}.{row.variant}{fault.flag.removeprefix(flag)}"
+                raise BadInput(whole, fault.value, f"{fault.expected} (for --{row.net})") from None
+        raise

@@ -1,0 +1,99 @@
+"""Intervals of differences over seeds and over test samples, several comparisons at once, and what can be seen at all.
+
+`scipy.special` has what is needed of `scipy.stats`, at a tenth of its import time.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+Interval = dict[str, float | None]
+CONFIDENCE = 0.95
+POWER = 0.8
+MOST_SEEDS = 10_000
+
+
+def t_interval(values: Sequence[float]) -> Interval:
+    """Mean of the values and its 95 % interval by Student's t; bounds are None for one value, all three for none."""
+    if len(values) < 2:
+        return {"mean": values[0] if values else None, "low": None, "high": None}
+    mean = statistics.mean(values)
+    half = _quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    return {"mean": mean, "low": mean - half, "high": mean + half}
+
+
+def paired_interval(differences: Sequence[float]) -> Interval:
+    """`t_interval` of paired differences, one per seed."""
+    # Float subtraction gives 0.9 - 0.8 and 0.5 - 0.4 a spread of 1e-16, and so an interval that excludes zero.
+    return t_interval([round(difference, 12) for difference in differences])
+
+
+def crossed_interval(differences: np.ndarray) -> Interval:
+    """Mean and 95 % interval over seeds and test samples together, of differences (seeds, samples).
+
+    It stands for other seeds and another test set of this size. Two-way random effects: with the mean squares A between
+    seeds, B between samples and E of the rest, the mean's variance is (A + B - E) / (seeds samples). Its parts A and
+    max(B - E, 0) each get the quantile of their own degrees of freedom (Graybill and Wang, "Confidence intervals on
+    nonnegative linear combinations of variances", 1980), which covers 95 % where Satterthwaite's one number of degrees
+    of freedom covers 92 % with 3 seeds. It is never narrower than the interval over seeds alone.
+
+    Bounds are None for fewer than 2 seeds or 2 samples.
+    """
+    seeds, samples = differences.shape
+    mean = float(differences.mean())
+    if seeds < 2 or samples < 2:
+        return {"mean": mean, "low": None, "high": None}
+    of_seed, of_sample = differences.mean(1, keepdims=True), differences.mean(0, keepdims=True)
+    rest = differences - of_seed - of_sample + mean
+    between_seeds = samples * float(of_seed.var(ddof=1))
+    between_samples = seeds * float(of_sample.var(ddof=1))
+    within = float((rest**2).sum()) / ((seeds - 1) * (samples - 1))
+    parts = {seeds - 1: between_seeds, samples - 1: max(between_samples - within, 0.0)}
+    half = math.sqrt(sum(_quantile(freedom) ** 2 * part for freedom, part in parts.items()) / (seeds * samples))
+    return {"mean": mean, "low": mean - half, "high": mean + half}
+
+
+def p_value(differences: Sequence[float]) -> float:
+    """Two-sided p of Student's t for paired differences, of two seeds or more."""
+    from scipy.special import stdtr
+
+    rounded = [round(difference, 12) for difference in differences]
+    mean, spread = statistics.mean(rounded), statistics.stdev(rounded)
+    if not spread:
+        return float(not mean)
+    return 2 * float(stdtr(len(rounded) - 1, -abs(mean) / spread * math.sqrt(len(rounded))))
+
+
+def holm(p_values: Mapping[str, float]) -> dict[str, float]:
+    """The p values, adjusted so that all comparisons together err as often as one would (Holm 1979)."""
+    adjusted, worst = {}, 0.0
+    for done, (name, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
+        worst = adjusted[name] = max(worst, min(1.0, (len(p_values) - done) * p))
+    return {name: adjusted[name] for name in p_values}
+
+
+def detectable(spread: float, seeds: int) -> float:
+    """The difference that so many seeds show in 80 % of cases, where single differences have this deviation."""
+    from scipy.special import nctdtrinc
+
+    freedom = seeds - 1
+    return float(nctdtrinc(freedom, 1 - POWER, _quantile(freedom))) * spread / math.sqrt(seeds)
+
+
+def seeds_for(spread: float, difference: float) -> int | None:
+    """The fewest seeds that show a difference in 80 % of cases; None for more than 10,000."""
+    low, high = 1, MOST_SEEDS
+    if detectable(spread, high) > difference:
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if detectable(spread, middle) <= difference else (middle, high)
+    return high
+
+
+def _quantile(freedom: int) -> float:
+    from scipy.special import stdtrit
+
+    return float(stdtrit(freedom, (1 + CONFIDENCE) / 2))

@@ -1,0 +1,95 @@
+"""A student that predicts by its teacher's classifier (Chen et al. 2022, arXiv:2203.14001)."""
+
+import copy
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from apprentice.errors import BadInput, reason
+from lit_modules.nets.base import Net, pipeline_stages, typed
+from lit_modules.nets.layers import DEFAULT_LAYER, run, stage_of
+
+
+class ReusedClassifier(Net):
+    """The student's layers up to its last maps, a trained projector, and a copy of the teacher's classifier, frozen.
+
+    The projector has convolutions of 1x1, 3x3 and 1x1, each with BatchNorm and ReLU, half as wide inside as the
+    teacher's maps (section 3.2). Maps larger than the teacher's are pooled to their size.
+
+    Args:
+        student: a net whose feature layer gives maps (B, C, H, W).
+        teacher: a trained one.
+        input_shape: of one input of both.
+
+    Raises:
+        BadInput: a net that can't be cut after its feature layer, or whose feature layer gives no maps; maps too small
+            for the teacher's classifier.
+    """
+
+    feature_layer = "projector"
+    stages = ("projector",)
+    preactivations = ("projector.8<",)
+
+    def __init__(self, student: nn.Module, teacher: nn.Module, input_shape: tuple[int, ...]) -> None:
+        super().__init__()
+        example = torch.zeros(2, *input_shape)
+        body, _, maps = _cut(student, example, "student")
+        _, classifier, wanted = _cut(teacher, example, "teacher")
+        pool = _PoolTo(min(maps[1], wanted[1]), min(maps[2], wanted[2]))
+        self.body = nn.Sequential(*body, pool)
+        self.projector = _projector(maps[0], wanted[0]).to(next(student.parameters()))
+        self.classifier = copy.deepcopy(nn.Sequential(*classifier)).requires_grad_(False).eval()
+        try:
+            with torch.no_grad():
+                self.classifier(next(teacher.parameters()).new_zeros(2, wanted[0], *pool.size))
+        except RuntimeError as error:
+            expected = f"one whose classifier takes the student's maps {maps}; it says: {reason(error)}"
+            raise BadInput("teacher", type(teacher).__name__, expected) from None
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits (B, classes) of images (B, C, H, W)."""
+        return self.classifier(self.projector(self.body(images)))
+
+    def train(self, mode: bool = True) -> "ReusedClassifier":
+        """Set the mode; the classifier stays in eval mode."""
+        super().train(mode)
+        self.classifier.eval()
+        return self
+
+    def pipeline_stages(self) -> list[nn.Module]:
+        """The student's layers, the projector, the classifier's layers."""
+        return [*self.body, self.projector, *self.classifier]
+
+
+def _cut(net: nn.Module, example: Tensor, flag: str) -> tuple[list[nn.Module], list[nn.Module], tuple[int, int, int]]:
+    """The net's modules up to its feature layer and those after it, and the shape (C, H, W) of the maps between."""
+    modules = pipeline_stages(net, flag)
+    number, _ = stage_of(net, modules, DEFAULT_LAYER, flag)
+    before, after = modules[: number + 1], modules[number + 1 :]
+    was = [(module, module.training) for module in net.modules()]
+    with torch.no_grad():
+        inputs = typed(net.eval(), example)
+        found, maps = nn.Sequential(*before)(inputs), run(net, inputs, {DEFAULT_LAYER}).features[DEFAULT_LAYER]
+    for module, mode in was:
+        module.training = mode
+    if not (isinstance(found, Tensor) and found.dim() == 4 and after and torch.equal(found, maps)):
+        raise BadInput(flag, type(net).__name__, "a net whose feature layer gives maps, with its classifier after it")
+    _, channels, height, width = found.shape
+    return before, after, (channels, height, width)
+
+
+def _projector(channels: int, wanted: int) -> nn.Sequential:
+    widths, layers = [channels, wanted // 2, wanted // 2, wanted], list[nn.Module]()
+    for before, after, size in zip(widths, widths[1:], (1, 3, 1), strict=False):
+        layers += [nn.Conv2d(before, after, size, padding=size // 2, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+class _PoolTo(nn.Module):
+    def __init__(self, height: int, width: int) -> None:
+        super().__init__()
+        self.size = height, width
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.adaptive_avg_pool2d(x, self.size) if x.shape[2:] != self.size else x

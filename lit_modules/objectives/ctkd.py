@@ -1,0 +1,68 @@
+"""Curriculum temperature (Li et al. 2023, arXiv:2211.16231), the same for all samples."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lit_modules.nets.base import Outputs
+from lit_modules.objectives.base import Term, kl, positive, weight
+from lit_modules.objectives.cross_entropy import ce_term
+from lit_modules.objectives.logits import LogitObjective, tempered
+from lit_modules.objectives.search import Log, space
+
+LEAST, RANGE, FIRST = 1.0, 20.0, 1.0  # T = LEAST + RANGE * sigmoid(theta), theta = FIRST at first: T is 15.6
+
+
+class CTKD(LogitObjective):
+    """kd_weight * T^2 * KL(p_t || p_s) + ce_weight * CE, both p at a T that is trained to make the divergence larger.
+
+    T = 1 + 20 sigmoid(theta). theta gets the loss's gradient times -lambda, which grows from 0 to 1 in `warmup_epochs`
+    as (1 - cos(pi * epoch / warmup_epochs)) / 2: the student's task becomes harder. The weights are those that Tian et
+    al. 2020 (arXiv:1910.10699) have for Hinton's method.
+
+    Args:
+        kd_weight: weight of the divergence.
+        ce_weight: weight of the cross-entropy with the labels.
+        warmup_epochs: in which lambda grows.
+        standardize: that of LogitObjective.
+    """
+
+    search = space(kd_weight=Log(0.1, 10))
+
+    def __init__(
+        self,
+        kd_weight: float = 0.9,
+        ce_weight: float = 0.1,
+        warmup_epochs: float = 10.0,
+        standardize: bool = False,
+    ) -> None:
+        super().__init__(standardize=standardize)
+        self.kd_weight, self.ce_weight = weight("kd_weight", kd_weight), weight("ce_weight", ce_weight)
+        self.warmup_epochs = positive("warmup_epochs", warmup_epochs)
+        self.curriculum = _Temperature()
+
+    def adapt(self, student: Outputs) -> Outputs:
+        """The student's outputs with T (b,) added."""
+        return student._replace(features=student.features | {"temperature": self.curriculum(len(student.logits))})
+
+    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
+        assert teacher is not None
+        t = student.features["temperature"]
+        harder = (1 - math.cos(math.pi * min(self.place.epoch / self.warmup_epochs, 1.0))) / 2
+        t = (1 + harder) * t.detach() - harder * t  # T, with its gradient reversed
+        log_s, log_t = (F.log_softmax(tempered(x, t, self.standardize), -1) for x in (student, teacher))
+        return {
+            "kd": Term(kl(log_t, log_s) * t.square(), self.kd_weight),
+            "ce": ce_term(student, labels, self.ce_weight),
+        }
+
+
+class _Temperature(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.theta = nn.Parameter(torch.full((1,), FIRST))  # FSDP shards no scalar
+
+    def forward(self, rows: int) -> Tensor:
+        return (LEAST + RANGE * self.theta.sigmoid()).repeat(rows)  # no view: FSDP warns of these

@@ -1,0 +1,25 @@
+"""The base of objectives that relate samples."""
+
+from torch import Tensor
+
+from lit_modules.nets.base import Outputs
+from lit_modules.objectives.base import FeatureObjective
+
+
+class EmbeddingObjective(FeatureObjective):
+    """An objective that relates the samples of a global batch by an embedding of each.
+
+    Args:
+        student_layer: path of the student's layer, flattened.
+        teacher_layer: path of the teacher's layer, flattened.
+    """
+
+    relates_rows = True
+
+    def __init__(self, student_layer: str = "pooled", teacher_layer: str = "pooled") -> None:
+        super().__init__(student_layer, teacher_layer)
+
+    def embeddings(self, student: Outputs, teacher: Outputs | None) -> tuple[Tensor, Tensor]:
+        """(B, d_s) and (B, d_t) of all rows of the global batch."""
+        f_s, f_t = self.features(student, teacher)
+        return f_s.flatten(1), f_t.flatten(1)

@@ -1,0 +1,76 @@
+"""FitNets (Romero et al. 2015, "FitNets: Hints for Thin Deep Nets", arXiv:1412.6550), in one phase."""
+
+from torch import Tensor, nn
+
+from apprentice.errors import BadInput
+from lit_modules.nets.base import Outputs
+from lit_modules.objectives.base import FeatureObjective, Term, weight
+from lit_modules.objectives.cross_entropy import ce_term
+from lit_modules.objectives.maps import check_map
+from lit_modules.objectives.search import Log, space
+
+
+class FitNet(FeatureObjective):
+    """hint_weight * MSE(regressor(F_s), F_t) + ce_weight * CE, for maps of any sizes (equation 3).
+
+    The regressor is a trained convolution, BatchNorm and ReLU. Its kernel depends on the maps' sizes: 3 x 3 with stride
+    2 if the student's are twice the teacher's, transposed 4 x 4 with stride 2 if they are half, otherwise as large as
+    the sizes' difference plus one, without padding, transposed if the student's are smaller. This, one phase of
+    training (the paper has two), and the weight are those of the comparison by Tian et al. 2020 (arXiv:1910.10699),
+    which refuses smaller maps unless half.
+
+    Args:
+        hint_weight: weight of the squared difference, a mean over channels and positions.
+        ce_weight: weight of the cross-entropy with the labels.
+        student_layer: path of the student's layer; by default the last stage but one, the second of three.
+        teacher_layer: path of the teacher's.
+
+    Raises:
+        BadInput: in `build`, a layer gives no maps, or those of one net are higher and less wide than the other's.
+    """
+
+    search = space(hint_weight=Log(1, 1000))
+
+    def __init__(
+        self,
+        hint_weight: float = 100.0,
+        ce_weight: float = 1.0,
+        student_layer: str = "stage-2",
+        teacher_layer: str = "stage-2",
+    ) -> None:
+        super().__init__(student_layer, teacher_layer)
+        self.hint_weight, self.ce_weight = weight("hint_weight", hint_weight), weight("ce_weight", ce_weight)
+
+    def build(self, student: Outputs, teacher: Outputs | None) -> None:  # noqa: D102
+        f_s, f_t = self.features(student, teacher)
+        check_map("student_layer", self.student_layer, f_s)
+        check_map("teacher_layer", self.teacher_layer, f_t)
+        (_, c_s, *own), (_, c_t, *other) = f_s.shape, f_t.shape
+        if not _all_larger(own, other) and not _all_larger(other, own):
+            sizes = f"the student's is {tuple(f_s.shape[1:])}, the teacher's {tuple(f_t.shape[1:])}"
+            raise BadInput("student_layer", self.student_layer, f"maps not higher and less wide than others; {sizes}")
+        self.regressor = nn.Sequential(_convolution(c_s, c_t, own, other), nn.BatchNorm2d(c_t), nn.ReLU())
+
+    def adapt(self, student: Outputs) -> Outputs:
+        """The student's outputs with its maps replaced by the regressor's (b, C_t, H_t, W_t)."""
+        path = self.student_layer
+        return student._replace(features=student.features | {path: self.regressor(student.features[path])})
+
+    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
+        f_s, f_t = self.features(student, teacher)
+        distance = (f_s - f_t).square().mean((1, 2, 3))  # (b,)
+        return {"hint": Term(distance, self.hint_weight), "ce": ce_term(student, labels, self.ce_weight)}
+
+
+def _all_larger(own: list[int], other: list[int]) -> bool:
+    return all(a >= b for a, b in zip(own, other, strict=True))
+
+
+def _convolution(c_s: int, c_t: int, own: list[int], other: list[int]) -> nn.Module:
+    """Maps (b, c_s, *own) to (b, c_t, *other), without bias: BatchNorm would remove it."""
+    if own == [2 * size for size in other]:
+        return nn.Conv2d(c_s, c_t, 3, stride=2, padding=1, bias=False)
+    if other == [2 * size for size in own]:
+        return nn.ConvTranspose2d(c_s, c_t, 4, stride=2, padding=1, bias=False)
+    height, width = (1 + abs(a - b) for a, b in zip(own, other, strict=True))
+    return (nn.Conv2d if _all_larger(own, other) else nn.ConvTranspose2d)(c_s, c_t, (height, width), bias=False)

@@ -1,0 +1,59 @@
+"""Normalised knowledge distillation (Yang et al. 2023, arXiv:2303.13005)."""
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from lit_modules.nets.base import Outputs
+from lit_modules.objectives.base import Term, checked_temperature, per_sample, weight
+from lit_modules.objectives.cross_entropy import ce_term
+from lit_modules.objectives.logits import LogitObjective, check_classes, of_label, split_at_label, tempered
+from lit_modules.objectives.search import Log, space
+
+
+class NKD(LogitObjective):
+    """target_weight * (-p_t,y log p_s,y) + gamma * T^2 * CE(n_t, n_s) + ce_weight * CE.
+
+    y is the label, p a distribution at T 1, n that over the other classes at T. Both are cross-entropies, which differ
+    from divergences by what does not depend on the student. The paper has gamma 1.5 and T 1 for ImageNet; for CIFAR
+    with T 3 the code released with it has gamma 3.5.
+
+    Args:
+        gamma: weight of the other classes.
+        temperature: T.
+        target_weight: weight of the label's class.
+        ce_weight: weight of the cross-entropy with the labels.
+        standardize: that of LogitObjective.
+
+    Raises:
+        BadInput: in `build`, two classes.
+    """
+
+    search = space(gamma=Log(0.1, 10), temperature=Log(0.5, 4))
+
+    def __init__(
+        self,
+        gamma: float = 1.5,
+        temperature: float = 1.0,
+        target_weight: float = 1.0,
+        ce_weight: float = 1.0,
+        standardize: bool = False,
+    ) -> None:
+        super().__init__(checked_temperature(temperature), standardize)
+        self.gamma, self.target_weight = weight("gamma", gamma), weight("target_weight", target_weight)
+        self.ce_weight = weight("ce_weight", ce_weight)
+
+    def build(self, student: Outputs, teacher: Outputs | None) -> None:
+        """Refuse two classes."""
+        check_classes(student, "NKD")
+
+    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
+        assert teacher is not None
+        log_s, log_t = (F.log_softmax(tempered(x, 1.0, self.standardize), -1) for x in (student, teacher))
+        target = per_sample(-of_label(log_t, labels).exp() * of_label(log_s, labels))
+        (*_, own, _), (*_, theirs, others) = (split_at_label(z, labels) for z in self.tempered(student, teacher))
+        rest = per_sample(-(theirs.exp() * own).where(others, 0.0).sum(-1))
+        return {
+            "target": Term(target, self.target_weight, labelled=True),
+            "others": Term(rest, self.gamma * self.temperature**2, labelled=True),
+            "ce": ce_term(student, labels, self.ce_weight),
+        }

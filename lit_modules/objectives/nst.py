@@ -1,0 +1,53 @@
+"""Neuron selectivity transfer (Huang and Wang 2017, "Like What You Like", arXiv:1707.01219)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lit_modules.nets.base import Outputs
+from lit_modules.objectives.base import Term, weight, widened
+from lit_modules.objectives.cross_entropy import ce_term
+from lit_modules.objectives.maps import MapsObjective
+from lit_modules.objectives.search import Log, space
+
+
+class NST(MapsObjective):
+    """nst_weight * sum over layers of (mean K_tt + mean K_ss - 2 mean K_st) + ce_weight * CE.
+
+    K_ab has (<x_c, y_d>)^2 for each channel c of net a and d of net b, where x_c is a channel's map, flattened and
+    divided by its length: the squared maximum mean discrepancy with the polynomial kernel of degree 2, without
+    constant (equations 4 and 7). The weight is that of the comparison by Tian et al. 2020 (arXiv:1910.10699). The nets
+    may have different numbers of channels. Products are batched: the largest tensor has max(C * H * W, C * C) values a
+    sample.
+
+    Args:
+        nst_weight: weight of the discrepancy.
+        ce_weight: weight of the cross-entropy with the labels.
+        layers: those of StagesObjective; they give maps of any sizes, of which the larger is average-pooled.
+    """
+
+    search = space(nst_weight=Log(0.5, 500))
+
+    def __init__(self, nst_weight: float = 50.0, ce_weight: float = 1.0, **layers: Any) -> None:
+        super().__init__(**layers)
+        self.nst_weight, self.ce_weight = weight("nst_weight", nst_weight), weight("ce_weight", ce_weight)
+
+    def of_teacher(self, maps: Tensor) -> Tensor:
+        """(b, C, H * W): each channel's map divided by its length."""
+        return _selectivity(maps)
+
+    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
+        pairs = [(_selectivity(f_s), x_t) for f_s, x_t in self.pairs(student, teacher)]
+        found = [_kernel(x_t, x_t) + _kernel(x_s, x_s) - 2 * _kernel(x_s, x_t) for x_s, x_t in pairs]
+        return {"nst": Term(sum(found[1:], found[0]), self.nst_weight), "ce": ce_term(student, labels, self.ce_weight)}
+
+
+def _selectivity(maps: Tensor) -> Tensor:
+    return F.normalize(widened(maps).flatten(2), dim=2)
+
+
+def _kernel(x: Tensor, y: Tensor) -> Tensor:
+    """(b,) means of K for x (b, C, P) and y (b, D, P)."""
+    return torch.bmm(x, y.mT).square().mean((1, 2))

@@ -1,0 +1,69 @@
+"""Relational knowledge distillation (Park et al. 2019, arXiv:1904.05068)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lit_modules.nets.base import Outputs
+from lit_modules.objectives.base import Term, weight
+from lit_modules.objectives.cross_entropy import ce_term
+from lit_modules.objectives.embeddings import EmbeddingObjective
+from lit_modules.objectives.search import Log, space
+
+SAME = 1e-6  # embeddings closer than this have no direction between them
+
+
+class RKD(EmbeddingObjective):
+    """distance_weight * distances + angle_weight * angles + ce_weight * CE, of all pairs and triples of a global batch.
+
+    Distances: the Huber loss between |e_i - e_j| of student and teacher, each divided by its mean over the
+    pairs. Angles: that between the cosines of the angles at sample i of the triangle with j and k. Means
+    are over all pairs (i, j) and triples (i, j, k), i = j among them, as in the code released with the paper, which has
+    these weights too.
+
+    Memory and time of the angles grow with the cube of the batch.
+
+    Args:
+        distance_weight: weight of the distances.
+        angle_weight: weight of the angles; 0 does not compute them.
+        ce_weight: weight of the cross-entropy with the labels.
+        layers: those of EmbeddingObjective.
+    """
+
+    search = space(distance_weight=Log(2.5, 250), angle_weight=Log(5, 500))
+
+    def __init__(
+        self, distance_weight: float = 25.0, angle_weight: float = 50.0, ce_weight: float = 1.0, **layers: Any
+    ) -> None:
+        super().__init__(**layers)
+        self.distance_weight = weight("distance_weight", distance_weight)
+        self.angle_weight = weight("angle_weight", angle_weight)
+        self.ce_weight = weight("ce_weight", ce_weight)
+
+    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
+        e_s, e_t = self.embeddings(student, teacher)
+        distances = F.smooth_l1_loss(_distances(e_s), _distances(e_t), reduction="none").mean(1)
+        terms = {"distance": Term(distances, self.distance_weight)}
+        if self.angle_weight:
+            angles = F.smooth_l1_loss(_angles(e_s), _angles(e_t), reduction="none").mean((1, 2))
+            terms["angle"] = Term(angles, self.angle_weight)
+        return {**terms, "ce": ce_term(student, labels, self.ce_weight)}
+
+
+def _distances(e: Tensor) -> Tensor:
+    """(B, B) distances between the rows of e (B, d), over the mean of those above zero; 0 on the diagonal."""
+    found = (e[:, None] - e).square().sum(-1)  # not by products of e with itself, which lose digits far from zero
+    near = found < SAME**2
+    distances = found.where(~near, 1.0).sqrt().where(~near, 0.0)
+    return distances / (distances.sum() / (~near).sum().clamp(min=1)).where(~near.all(), 1.0)
+
+
+def _angles(e: Tensor) -> Tensor:
+    """(B, B, B) cosines at row i of the angle between rows j and k of e (B, d); 0 where one of them is row i."""
+    difference = e - e[:, None]  # of j from i, (B, B, d)
+    squares = difference.square().sum(-1, keepdim=True)
+    near = squares < SAME**2
+    directions = (difference / squares.where(~near, 1.0).sqrt()).where(~near, 0.0)
+    return torch.bmm(directions, directions.mT)

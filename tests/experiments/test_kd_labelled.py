@@ -1,0 +1,105 @@
+"""kd.py with some labels: only the students lack them, and what the run leaves says so."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from experiments import compare, kd
+from harness.studies import fits
+from tests.commands import results
+from tests.training import assert_same
+
+SMALL = [
+    *("--teacher", "LightNN", "--seeds", "1", "--trainer.max_epochs", "2", "--data.train_size", "150"),
+    *("--data.batch_size", "20", "--only", "ce", "kd", "--trainer.logger", "false"),
+]
+
+
+def weights(out: Path, name: str) -> dict[str, torch.Tensor]:
+    return torch.load(out / "seed0" / name / "weights.pt", weights_only=True)
+
+
+def ran(folder: Path, name: str, *flags: str) -> Path:
+    kd.main([*SMALL, "--out", str(folder / name), *flags])
+    return folder / name
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("labelled")
+    ran(out, "few", "--data.labelled", "10")
+    ran(out, "all")
+    return out
+
+
+def test_the_teacher_sees_all_labels(folder: Path) -> None:
+    assert_same(weights(folder / "few", "teacher"), weights(folder / "all", "teacher"))
+    for name in ("ce", "kd"):
+        pairs = zip(weights(folder / "few", name).values(), weights(folder / "all", name).values(), strict=True)
+        assert not all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_a_run_says_who_has_which_labels(folder: Path, tmp_path: Path) -> None:
+    said = "students: labels of 10 of 150 training samples; the teacher was trained with all labels."
+    assert said in (folder / "few" / "results.md").read_text()
+    assert "labelled=10" in (folder / "few" / "results.md").read_text()
+    assert "students: labels" not in (folder / "all" / "results.md").read_text()
+    few, whole = (results(folder / name) for name in ("few", "all"))
+    assert few["data"] == whole["data"]
+    assert few["students"]["ce"]["train_flops"] == whole["students"]["ce"]["train_flops"]
+    teacher = ["--teacher_ckpt", str(folder / "all/seed0/teacher/weights.pt")]
+    found = ran(tmp_path, "loaded", "--data.labelled", "10", *teacher)
+    assert "150 training samples; the teacher was loaded." in (found / "results.md").read_text()
+    assert_same(weights(found, "kd"), weights(folder / "few", "kd"))
+
+
+def test_a_run_goes_on_from_its_teacher_with_its_labels(folder: Path, tmp_path: Path) -> None:
+    class StoppedError(Exception):
+        pass
+
+    def train(run: object, seed: int, name: str, *args: object, **options: object) -> object:
+        if name == "students":
+            raise StoppedError
+        return real(run, seed, name, *args, **options)  # type: ignore[arg-type]
+
+    real = fits.train
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("harness.studies.distillation.train", train)
+        with pytest.raises(StoppedError):
+            ran(tmp_path, "stopped", "--data.labelled", "10")
+    found = ran(tmp_path, "stopped", "--data.labelled", "10", "--resume", "true")
+    assert_same(weights(found, "kd"), weights(folder / "few", "kd"))
+
+
+def test_compare_says_that_labels_differ(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compare.main([str(folder / "few"), str(folder / "all")])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "other data" not in said
+    assert "data.labelled" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--data.labelled", "9"], "error: --data.labelled 9: expected 10 to 150: "),
+        (["--data.labelled", "151"], "error: --data.labelled 151: expected 10 to 150: "),
+        (["--data.labelled", "0"], "error: --data.labelled 0: expected 10 to 150: "),
+        (["--data.labelled", "0.5"], "error: --data.labelled 0.5: "),
+        (["--data", "Text", "--data.labelled", "10"], "error: --data.labelled"),
+    ],
+)
+def test_bad_input_is_one_line(flags: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    small = SMALL if flags[0] != "--data" else []
+    with pytest.raises(SystemExit) as caught:
+        kd.main([*small, *flags])
+    err = capsys.readouterr().err
+    assert caught.value.code == 2
+    assert err.startswith(expected), err
+    assert err.count("\n") == 1
+
+
+def test_a_resumed_run_keeps_its_labels(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        kd.main([*SMALL, "--out", str(folder / "few"), "--resume", "true", "--data.labelled", "20"])
+    assert "--data.labelled 20: expected 10, as the run" in capsys.readouterr().err

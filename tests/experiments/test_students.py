@@ -1,0 +1,344 @@
+"""One pass that distils to several nets, by several methods or by all, and what is said of the nets' layers."""
+
+import shutil
+from argparse import Namespace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from apprentice.errors import BadInput
+from experiments import compare, kd
+from harness import config as cli
+from harness.reports.figures import _spread
+from harness.reports.pages import notes, picture, table
+from harness.reports.results import bake_off_results
+from harness.studies import zoo
+from lit_modules.nets import Outputs
+from lit_modules.objectives import Objective, Term
+from lit_modules.objectives.cross_entropy import ce_term
+from tests.bake_off_facts import header, student, teacher
+from tests.commands import refused, results
+from tests.training import assert_same
+
+SMALL = [
+    "--teacher", "LightNN", "--seeds", "1", "--trainer.max_epochs", "1", "--data.train_size", "150",
+    "--trainer.logger", "false",
+]  # fmt: skip
+RES = ["--students.res", "ResNet", "--students.res.depth", "8"]
+TWO = ["--students.small", "LightNN", *RES, "--only", "ce", "small-hint"]
+
+
+def nets(out: Path) -> dict[str, dict[str, torch.Tensor]]:
+    return {path.parent.name: torch.load(path, weights_only=True) for path in sorted(out.glob("seed0/*/weights.pt"))}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("two") / "run"
+    kd.main([*SMALL, *TWO, "--out", str(out)])
+    return out
+
+
+@pytest.fixture(scope="module")
+def all_methods(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("zoo") / "run"
+    flags = ["--zoo", "true", "--variants.ce", "CrossEntropy", "--variants.kd.temperature", "4"]
+    kd.main([*SMALL, *flags, "--variants.mine", "Hint", "--out", str(out)])
+    return out
+
+
+def test_each_row_is_what_its_net_gives_alone(two: Path, tmp_path: Path) -> None:
+    alone = {"small": ["--student", "LightNN"], "res": ["--student", "ResNet", "--student.depth", "8"]}
+    found, entries = nets(two), results(two)["students"]
+    assert list(entries) == ["small-ce", "small-hint", "res-ce"]
+    for name, flags in alone.items():
+        kd.main([*SMALL, *flags, "--only", "ce", "hint", "--out", str(tmp_path / name)])
+        own, rows = nets(tmp_path / name), results(tmp_path / name)["students"]
+        for variant in [row.removeprefix(f"{name}-") for row in entries if row.startswith(f"{name}-")]:
+            entry = entries[f"{name}-{variant}"]
+            assert_same(found[f"{name}-{variant}"], own[variant])
+            for key in ("objective", "parameters", "train_flops", "test_correct", "delta_vs_ce"):
+                assert entry[key] == rows[variant][key]
+            assert (entry["variant"], entry["baseline"]) == (variant, f"{name}-ce")
+    assert_same(found["teacher"], nets(tmp_path / "small")["teacher"])
+
+
+def test_what_people_read_names_both_nets_and_their_methods(two: Path, tmp_path: Path) -> None:
+    page = (two / "results.md").read_text()
+    assert "; students(small=LightNN(dropout=0.1), res=ResNet(depth=8, norm=batch))\n" in page
+    assert "- small-hint: Hint(hint_weight=0.25, ce_weight=0.75, " in page
+    compare.main([str(two), str(shutil.copytree(two, tmp_path / "copy"))])
+    settings = yaml.safe_load((two / "config.yaml").read_text())
+    assert settings["student"] is None
+    assert list(settings["students"]) == ["small", "res"]
+
+
+def test_a_run_grows_by_nets(two: Path, tmp_path: Path) -> None:
+    out = tmp_path / "grown"
+    kd.main([*SMALL, "--students.small", "LightNN", "--only", "ce", "--out", str(out)])
+    kd.main(["--out", str(out), "--resume", "true", *RES, "--only", "ce", "small-hint"])
+    grown, whole = nets(out), nets(two)
+    assert grown.keys() == whole.keys()
+    for name, weights in whole.items():
+        assert_same(grown[name], weights)
+    assert results(out)["students"].keys() == results(two)["students"].keys()
+
+
+REFUSED: dict[str, tuple[list[str], str, str]] = {
+    "both": (["--student", "LightNN", "--students.a", "LightNN"], "--student LightNN: expected it left out", "--stud"),
+    "an option": (["--student.dropout", "0", "--students.a", "LightNN"], "--student.dropout 0: expected it left", ""),
+    "no class": (["--students.a.dropout", "0"], "--students.a.dropout 0: expected --students.a CLASS beside it", ""),
+    "no name": (["--students", "LightNN"], "--students LightNN: expected a name and a class", "--students.mine"),
+    "no such class": (["--students.a", "LightN"], "--students.a LightN: expected Ensemble, GPT,", "near: LightNN"),
+    "no such option": (["--students.a", "LightNN", "--students.a.depth", "8"], "--students.a.depth 8: expected", ""),
+    "a bad option": (["--students.a", "ResNet", "--students.a.depth", "9"], "--students.a.depth 9: expected", ""),
+    "no such row": (["--students.a", "LightNN", "--only", "a-ke"], "--only a-ke: expected names among", "near: a-kd"),
+    "the net alone": (["--students.a", "LightNN", "--only", "a"], "--only a: expected names among a-ce, ", ", ce, kd"),
+    "one name twice": (
+        ["--students.a", "LightNN", "--students.a-b", "LightNN", "--variants.b-kd", "Hinton"],
+        "--students.a-b LightNN: expected", "a-b-kd is also one of students.a",
+    ),
+    "a method that fits one": (
+        [*TWO[:-3], "--variants.deit", "DeiTToken", "--only", "small-ce", "res-deit"],
+        "--variants.deit.student_layer head_dist: expected a layer of ResNet", "(for --students.res)",
+    ),
+    "asked for in the zoo": (
+        ["--zoo", "true", "--only", "ce", "deittoken"],
+        "--variants.deittoken.student_layer head_dist: expected a layer of LightNN", "",
+    ),
+    "options in the zoo": (
+        ["--zoo", "true", "--variants.deittoken.kind", "soft"],
+        "--variants.deittoken.student_layer head_dist: expected a layer of LightNN", "",
+    ),
+    "a net without layers": (["--list_layers", "true", "--teacher", "torch.nn.Flatten"], "--teacher Flatten: exp", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_in_one_line(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags, begins, says = REFUSED[case]
+    refused(kd.main, flags, begins, says, tmp_path, capsys)
+
+
+@pytest.mark.parametrize(
+    ("flags", "begins"),
+    [(["--student", "LightNN"], "--student LightNN: expected it left out"),
+     (["--students.small.dropout", "0.5"], "--students.small.dropout 0.5: expected 0.1, as the run in"),
+     (["--only", "ce"], "--only ce: expected ['ce', 'small-hint'] or more"),
+     ([*RES[:2], "--students.res.depth", "14"], "--students.res.depth 14: expected 8, as the run in"),
+     (["--students.new", "DeepNN", "--only", "small-ce", "small-hint", "res-ce"], "--students.new DeepNN: expected")],
+)  # fmt: skip
+def test_what_a_run_of_several_nets_may_not_become(
+    flags: list[str], begins: str, two: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        kd.main(["--out", str(two), "--resume", "true", *flags])
+    assert capsys.readouterr().err.startswith(f"error: {begins}")
+
+
+def test_a_run_of_one_net_takes_no_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kd.main([*SMALL, "--only", "ce", "--out", str(tmp_path / "run")])
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        kd.main(["--out", str(tmp_path / "run"), "--resume", "true", "--students.a", "LightNN"])
+    assert capsys.readouterr().err.startswith("error: --student lit_modules.nets.LightNN: expected it left out")
+
+
+class Mutual(Objective):
+    """Logits as those of peers.
+
+    Args:
+        peers: names of students.
+    """
+
+    uses_teacher = False
+
+    def __init__(self, peers: list[str]) -> None:
+        super().__init__()
+        self.peers = peers
+
+    def forward(self, student: Outputs, teacher: Outputs | None, labels: torch.Tensor) -> dict[str, Term]:
+        found = [self.place.peers[peer].logits for peer in self.peers]
+        return {"mutual": Term((student.logits - sum(found)).square().mean(1), 1.0), "ce": ce_term(student, labels, 1)}
+
+
+def test_peers_are_of_the_same_net_or_named_as_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mutual = f"{__name__}.Mutual"
+    flags = ["--variants.a", mutual, "--variants.a.peers", "[b]", "--variants.b", mutual, "--variants.b.peers", "[ce]"]
+    flags += ["--variants.c", "Sum", "--variants.c.objectives", f"[{mutual}]"]
+    flags += ["--variants.c.objectives.0.peers", "[res-ce]"]
+    only = ["a", "small-c"]  # which draw in b, and ce
+    kd.main([*SMALL, *TWO[:-3], *flags, "--only", *only, "--out", str(tmp_path / "both")])
+    kd.main([*SMALL, *flags, "--only", "a", "--out", str(tmp_path / "one")])
+    both, one = nets(tmp_path / "both"), nets(tmp_path / "one")
+    rows = {f"{student}-{variant}" for student in ("small", "res") for variant in ("a", "b", "ce")}
+    assert both.keys() == {"teacher", "small-c", *rows}
+    for name in ("a", "b"):
+        assert_same(both[f"small-{name}"], one[name])
+    late = ["--variants.d", mutual, "--variants.d.peers", "[ce]", "--only", "a", "d"]
+    with pytest.raises(SystemExit):
+        kd.main(["--out", str(tmp_path / "one"), "--resume", "true", *late])
+    assert "--variants.d.peers ce: expected students that begin with it; ce was tr" in capsys.readouterr().err
+
+
+def test_rows() -> None:
+    variants, students = dict.fromkeys(("ce", "kd")), dict.fromkeys(("a", "b"))
+
+    def rows(students: Any, *only: str) -> list[str]:
+        return list(cli.rows(Namespace(variants=variants, students=students, only=[*only] or None)))
+
+    assert rows({}) == ["ce", "kd"]
+    assert rows({}, "kd") == ["kd"]
+    assert rows(students) == ["a-ce", "a-kd", "b-ce", "b-kd"]
+    assert rows(students, "kd", "b-ce") == ["a-kd", "b-ce", "b-kd"]
+    with pytest.raises(BadInput):
+        rows({}, "a-kd")
+
+
+def test_the_zoo_is_all_that_fits_the_best_first(all_methods: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = yaml.safe_load((all_methods / "config.yaml").read_text())
+    named = {"ce": "CrossEntropy", "kd": "Hinton", "cosine": "Cosine", "hint": "Hint"}
+    assert settings["variants"].keys() == {*zoo.methods(named), "mine"}
+    assert settings["variants"]["kd"]["init_args"]["temperature"] == 4
+    found = results(all_methods)["students"]
+    assert {"ce", "kd", "mine", "rkd", "sp", "pkt"} <= found.keys()
+    assert "deittoken" not in found
+    scores = [entry["test_acc"][0] for entry in found.values()]
+    assert scores == sorted(scores, reverse=True)
+    before = (all_methods / "results.json").read_bytes()
+    kd.main(["--out", str(all_methods), "--resume", "true"])
+    out, err = capsys.readouterr()
+    said = [line for line in out.splitlines() if line.startswith("without ")]
+    begins = "without deittoken: --variants.deittoken.student_layer head_dist: expected a layer of LightNN"
+    assert any(line.startswith(begins) for line in said)
+    assert out.index("without deittoken") < out.index("teacher  ")
+    assert not err
+    again = results(all_methods)
+    assert list(again["students"]) == list(found)
+    assert before
+    rows = [line.split()[0] for line in out.splitlines() if line.split()[:1] and line.split()[0] in found]
+    assert rows[: len(found)] == list(found)
+
+
+@pytest.mark.slow
+def test_a_run_grows_into_the_zoo(all_methods: Path, tmp_path: Path) -> None:
+    out = tmp_path / "grown"
+    kd.main([*SMALL, "--variants.kd.temperature", "4", "--variants.mine", "Hint", "--out", str(out)])
+    kept = (out / "seed0" / "students.json").read_bytes()
+    kd.main(["--out", str(out), "--resume", "true", "--zoo", "true"])
+    assert (out / "seed0" / "students.json").read_bytes() == kept
+    grown, whole = nets(out), nets(all_methods)
+    assert grown.keys() == whole.keys()
+    for name, weights in whole.items():
+        assert_same(grown[name], weights)
+
+
+def test_the_zoo_names_what_fails_and_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = kd.parser()
+    config = parser.parse(["--zoo", "true", "--only", "ce", "--variants.strange", "Hint"])
+    config.only = None
+
+    def make(names: Any) -> Any:
+        if names == ["sp"]:
+            raise RuntimeError("no such shape\nand more")
+        if names == ["rkd"]:
+            raise ValueError("strategy Pipe: expected another")
+        if names != ["ce"]:
+            raise BadInput("variants.x", 1, "2")
+
+    assert zoo.fitting(config, parser, cli.rows(config), make) == ["ce"]
+    lines = capsys.readouterr().out.splitlines()
+    assert "without sp: no such shape" in lines
+    assert "without rkd: --trainer.strategy Pipe: expected another" in lines
+    assert "without strange: --variants.x 1: expected 2" in lines
+
+
+def test_a_run_of_an_older_version_goes_on(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    kd.main([*SMALL, "--only", "ce", "--out", str(out)])
+    text = (out / "config.yaml").read_text()
+    assert "\nzoo: false\n" in text
+    assert "students" not in text
+    assert "list_layers" not in text
+    (out / "config.yaml").write_text(text.replace("zoo: false\n", ""))
+    kd.main(["--out", str(out), "--resume", "true", "--only", "ce", "kd"])
+    assert list(results(out)["students"]) == ["ce", "kd"]
+
+
+def test_layers_are_listed_and_nothing_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kd.main(["--list_layers", "true", "--students.light", "LightNN", *RES, "--out", str(tmp_path / "out")])
+    out, err = capsys.readouterr()
+    assert not err
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert [line for line in lines if line.startswith(("teacher", "students"))] == [
+        "teacher DeepNN", "students.light LightNN", "students.res ResNet",
+    ]  # fmt: skip
+    deep, res = lines[: lines.index("students.light LightNN")], lines[lines.index("students.res ResNet") :]
+    assert {"default features (32, 2, 2)", "pooled classifier< (128)", "stage1 features.4 (64, 4, 4)"} <= {*deep}
+    assert {"stage1.pre features.3< (64, 8, 8)", "features.3 ReLU (64, 8, 8)", "classifier.3 Linear (10)"} <= {*deep}
+    assert {"default stage3 (64, 2, 2)", "stage2 Sequential (32, 4, 4)", "stage1.0.relu ReLU (16, 8, 8)"} <= {*res}
+    assert not (tmp_path / "out").exists()
+
+
+def made(ranked: bool = False) -> Any:
+    correct = {"a-ce": (360, 364), "a-kd": (370, 372), "b-ce": (380, 381), "b-kd": (380, 383), "c-kd": (1, 2)}
+    students = {name: [student(number) for number in numbers] for name, numbers in correct.items()}
+    students["c-kd"] = [student(0, {"step": 1, "term": "kl"})] * 2
+    variants = {name: name.partition("-")[2] for name in correct}
+    return bake_off_results(header(2), [teacher()] * 2, students, [1.0] * 2, variants=variants, ranked=ranked)
+
+
+def test_differences_are_to_the_same_net() -> None:
+    found = made()
+    means = {name: entry["delta_vs_ce"]["mean"] for name, entry in found["students"].items()}
+    assert means == {"a-ce": 0, "a-kd": pytest.approx(0.0225), "b-ce": 0, "b-kd": pytest.approx(0.0025), "c-kd": None}
+    shown = {row[0]: row[4].partition(" ")[0] for row in table(found).rows}
+    assert shown == {"teacher": "—", "a-ce": "—", "a-kd": "+2.25", "b-ce": "—", "b-kd": "+0.25", "c-kd *": "—"}
+    said = " ".join(notes(found))
+    assert "a-kd can't be told apart from a-ce." in said
+    assert "b-kd can't be told apart from b-ce." in said
+    assert "No student is called c-ce, so its rows have no differences." in said
+
+
+def test_ranked_rows_have_the_best_first_and_failures_last() -> None:
+    assert list(made(ranked=True)["students"]) == ["b-kd", "b-ce", "a-kd", "a-ce", "c-kd"]
+
+
+def test_names_move_as_little_as_keeps_them_apart() -> None:
+    assert _spread([0.2, 0.5, 0.9], 0.1) == pytest.approx([0.2, 0.5, 0.9])
+    assert _spread([0.5, 0.5, 0.5], 0.1) == pytest.approx([0.4, 0.5, 0.6])
+    assert _spread([0.0, 0.0, 0.9], 0.1) == pytest.approx([0.0, 0.1, 0.9])
+    assert _spread([0.95, 1.0], 0.5) == pytest.approx([0.5, 1.0])
+    heights = _spread([0.5 + i / 1000 for i in range(25)], 1 / 25)
+    assert all(b - a >= 1 / 25 - 1e-9 for a, b in pairwise(heights))
+    assert heights[0] >= 0
+    assert heights[-1] <= 1
+
+
+@pytest.mark.drawn
+def test_a_picture_of_25_rows_has_room_for_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+    from matplotlib.text import Text
+
+    boxes: list[Any] = []
+    save = Figure.savefig
+
+    def saved(figure: Any, *args: Any, **kwargs: Any) -> None:
+        save(figure, *args, **kwargs)
+        left, right = figure.axes
+        boxes.extend(
+            [Text.get_window_extent(text) for text in texts] for texts in (left.get_yticklabels(), right.texts)
+        )
+        assert all(box.x0 >= 0 and box.x1 <= figure.bbox.width for box in boxes[0] + boxes[1])
+
+    monkeypatch.setattr(Figure, "savefig", saved)
+    students = {f"attentiontransfer{i}": [student(370 + i % 3), student(371)] for i in range(25)}
+    picture(bake_off_results(header(2), [teacher()] * 2, students, [1.0] * 2))
+    for texts in boxes:
+        ordered = sorted(texts, key=lambda box: box.y0)
+        assert len(ordered) == 25
+        assert all(upper.y0 >= lower.y0 + 0.8 * lower.height for lower, upper in pairwise(ordered))

@@ -1,0 +1,140 @@
+"""Intervals, p values and power against scipy and by simulation with known truth."""
+
+import math
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from harness.reports.uncertainty import (
+    crossed_interval,
+    detectable,
+    holm,
+    p_value,
+    paired_interval,
+    seeds_for,
+    t_interval,
+)
+from tests.bake_off_facts import CE, KD, TEST, results
+
+NOTHING = {"mean": None, "low": None, "high": None}
+TRUTH, RUNS, SAMPLES = 0.3, 4000, 40  # of simulations: the share of covering intervals is known to 0.35 points
+
+
+@pytest.mark.parametrize("values", [(0.01, 0.03), (-0.02, 0.01, 0.04), (0.5, 0.1, 0.2, 0.9, 0.4)])
+def test_interval_is_scipys(values):
+    interval = paired_interval(values)
+    low, high = scipy.stats.t.interval(0.95, len(values) - 1, np.mean(values), scipy.stats.sem(values))
+    assert interval == pytest.approx({"mean": np.mean(values), "low": low, "high": high}, abs=1e-12)
+
+
+def test_interval_of_differences_is_scipys_paired_one():
+    paired = scipy.stats.ttest_rel(np.array(KD) / TEST, np.array(CE) / TEST).confidence_interval(0.95)
+    delta = results()["students"]["kd"]["delta_vs_ce"]
+    assert (delta["low"], delta["high"]) == pytest.approx((paired.low, paired.high), abs=1e-12)
+
+
+def test_interval_by_hand():
+    # mean 2, standard deviation 1, three values: 2 ± 4.302653 / sqrt(3)
+    interval = t_interval([1.0, 2.0, 3.0])
+    assert interval["high"] == pytest.approx(2 + 4.302652729911275 / math.sqrt(3), abs=1e-9)
+
+
+def test_interval_of_few_or_no_values():
+    assert paired_interval([]) == NOTHING
+    assert paired_interval([0.25]) == {"mean": 0.25, "low": None, "high": None}
+
+
+def test_equal_differences_have_an_interval_of_no_width():
+    assert paired_interval([0.9 - 0.8, 0.5 - 0.4, 0.3 - 0.2]) == {"mean": 0.1, "low": 0.1, "high": 0.1}
+
+
+# Over seeds and samples
+
+
+def drawn(seeds: int, of_seed: float, of_sample: float, of_rest: float, generator: np.random.Generator) -> np.ndarray:
+    """(seeds, SAMPLES) differences around TRUTH, with these deviations of a seed's, a sample's and a single value."""
+    shared = generator.normal(0, of_seed, (seeds, 1)) + generator.normal(0, of_sample, (1, SAMPLES))
+    return TRUTH + shared + generator.normal(0, of_rest, (seeds, SAMPLES))
+
+
+def test_the_crossed_interval_has_the_mean_squares_of_an_analysis_of_variance():
+    values = drawn(4, 0.1, 1.0, 0.5, np.random.default_rng(0))
+    grand, seeds, samples = values.mean(), values.mean(1), values.mean(0)
+    a = sum(SAMPLES * (m - grand) ** 2 for m in seeds) / 3
+    b = sum(4 * (m - grand) ** 2 for m in samples) / (SAMPLES - 1)
+    rest = sum((values[i, j] - seeds[i] - samples[j] + grand) ** 2 for i in range(4) for j in range(SAMPLES))
+    parts = {3: a, SAMPLES - 1: b - rest / 3 / (SAMPLES - 1)}
+    half = math.sqrt(sum(scipy.stats.t.ppf(0.975, df) ** 2 * part / 4 / SAMPLES for df, part in parts.items()))
+    expected = {"mean": grand, "low": grand - half, "high": grand + half}
+    assert crossed_interval(values) == pytest.approx(expected, abs=1e-12)
+
+
+def test_where_samples_agree_it_is_the_interval_over_seeds():
+    values = np.repeat(np.array([[0.1], [0.4], [0.2]]), SAMPLES, axis=1)
+    assert crossed_interval(values) == pytest.approx(t_interval([0.1, 0.4, 0.2]), abs=1e-12)
+
+
+def test_one_seed_or_one_sample_has_no_crossed_interval():
+    for shape in ((1, SAMPLES), (3, 1)):
+        assert crossed_interval(np.full(shape, 0.5)) == {"mean": 0.5, "low": None, "high": None}
+
+
+@pytest.mark.parametrize("seeds", [3, 5, 10])
+def test_intervals_cover_the_truth_as_often_as_they_say(seeds: int):
+    generator = np.random.default_rng(seeds)
+    covered = {"seeds alone, samples fixed": 0, "seeds alone": 0, "crossed": 0}
+    for _ in range(RUNS):
+        values = drawn(seeds, 0.2, 1.0, 0.5, generator)
+        fixed = TRUTH + generator.normal(0, 0.2, seeds)
+        intervals = [paired_interval(fixed), paired_interval(values.mean(1)), crossed_interval(values)]
+        for name, interval in zip(covered, intervals, strict=True):
+            covered[name] += interval["low"] <= TRUTH <= interval["high"]
+    shares = {name: count / RUNS for name, count in covered.items()}
+    assert abs(shares["seeds alone, samples fixed"] - 0.95) < 0.01
+    assert shares["crossed"] >= 0.94
+    assert shares["seeds alone"] < 0.94
+
+
+# Several comparisons, and what can be seen
+
+
+@pytest.mark.parametrize("values", [(0.01, 0.03), (-0.02, 0.01, 0.04), (0.5, 0.1, 0.2, 0.9, 0.4)])
+def test_p_is_scipys(values):
+    assert p_value(values) == pytest.approx(scipy.stats.ttest_1samp(values, 0).pvalue, abs=1e-12)
+
+
+def test_p_of_equal_differences():
+    assert p_value([0.9 - 0.8, 0.5 - 0.4]) == 0
+    assert p_value([0.0, 0.0]) == 1
+
+
+def test_holms_values_by_hand():
+    assert holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.5}) == {"a": 0.04, "b": 0.09, "c": 0.09, "d": 0.5}
+    assert holm({"a": 0.9, "b": 0.8}) == {"a": 1.0, "b": 1.0}
+
+
+def test_holm_errs_as_often_as_one_comparison_would():
+    generator = np.random.default_rng(0)
+    wrong = 0
+    for _ in range(RUNS):  # six methods that do not differ from a baseline that all share
+        values = generator.normal(size=(7, 5))
+        found = holm({str(i): p_value(values[i] - values[0]) for i in range(1, 7)})
+        wrong += min(found.values()) < 0.05
+    assert 0 < wrong / RUNS <= 0.055
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 10])
+def test_what_is_detectable_is_found_in_four_of_five_cases(seeds: int):
+    difference = detectable(0.7, seeds)
+    location = difference / 0.7 * math.sqrt(seeds)
+    critical = scipy.stats.t.ppf(0.975, seeds - 1)
+    found = scipy.stats.nct.sf(critical, seeds - 1, location)  # on its own side; the other has less than a thousandth
+    assert found == pytest.approx(0.8, abs=1e-6)
+
+
+def test_seeds_for_a_difference_are_the_fewest():
+    found = seeds_for(0.5, 0.3)
+    assert detectable(0.5, found) <= 0.3 < detectable(0.5, found - 1)
+    assert seeds_for(0.5, 100.0) == 2
+    assert seeds_for(0.5, 1e-4) is None

@@ -1,0 +1,212 @@
+"""Students that see some labels only: a term of labels is a mean over the labelled rows of the global batch."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from apprentice.batch import HIDDEN, Batch
+from apprentice.errors import BadInput
+from apprentice.keyed import Dropout
+from lit_modules.distillation import Distillation
+from lit_modules.nets import DeepNN, Outputs
+from lit_modules.objectives import SP, CrossEntropy, Hinton, Objective, Sum
+from lit_modules.objectives.base import Term
+from strategies import DDP, FSDP, DDPRing, LocalSGD, PipelineStrategy, ZeRO1
+from tests.grids import mostly_slow
+from tests.training import SHAPE, LinesLogger, assert_same, classifier, digits, fit, net, weights
+
+FEW = {"train_size": 75, "batch_size": 8, "labelled": 10}  # 10 batches, the last of 3; some have no label
+STUDENTS: dict[str, Callable[[], Objective]] = {
+    "ce": CrossEntropy,
+    "kd": Hinton,
+    "both": lambda: Sum([SP(), Hinton()], [1e-2, 1.0]),
+}
+
+
+def module(labelled: bool = False, names: tuple[str, ...] = ("ce", "kd", "both")) -> Distillation:
+    students = {name: (net(), STUDENTS[name]()) for name in names}
+    return Distillation(net(DeepNN, seed=1), students, input_shape=SHAPE, labelled=labelled)
+
+
+Outcome = tuple[dict[str, list[float]], dict[str, Tensor]]
+
+
+def outcome(devices: int, folder: Path, made: Any = None, **options: Any) -> Outcome:
+    """All figures that training logged, and weights."""
+    logger = LinesLogger(folder / f"{len(list(folder.iterdir()))}.jsonl")
+    data = digits(**{**FEW, **options.pop("data", {})})
+    kept = fit(made or module(), data, devices, logger=logger, log_every_n_steps=1, **options)
+    names = {tag for tags in kept.logged(_values(kept)).values() for tag in tags}
+    return {name: logger.values(name) for name in sorted(names)}, weights(kept)
+
+
+def _values(kept: Any) -> list[str]:
+    what = ("loss", "acc", "ce", "soft", "1.ce", "0.sp")
+    return [f"{run}/{name}".lstrip("/") for run in kept.runs for name in what]
+
+
+def same(one: Outcome, other: Outcome, close: float = 0.0) -> None:
+    assert one[0].keys() == other[0].keys()
+    for name, values in one[0].items():
+        assert values == pytest.approx(other[0][name], abs=close, rel=close), name
+    assert_same(one[1], other[1], atol=close)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return outcome(1, tmp_path_factory.mktemp("alone"), precision="64-true")
+
+
+def without_dropout(made: Any) -> Any:
+    """The module without dropout."""
+    for layer in made.modules():
+        if isinstance(layer, Dropout):
+            layer.p = 0.0
+    return made
+
+
+def test_some_batches_have_no_label() -> None:
+    data = digits(**FEW)
+    known = [int((batch.labels != HIDDEN).sum()) for batch in data.train_dataloader()]
+    assert 0 in known
+    assert sum(known) == 10
+
+
+def test_the_loss_is_the_papers_formula() -> None:
+    g = torch.Generator().manual_seed(0)
+    rows, inputs = torch.arange(7), torch.randn(7, *SHAPE, generator=g, dtype=torch.float64)
+    labels = torch.tensor([3, HIDDEN, HIDDEN, 0, 9, HIDDEN, 0])
+    made = without_dropout(module(names=("ce", "kd"))).double()
+    batch = Batch(inputs, labels, rows, rows, 7, 1, 0, 7 / 4)
+    loss, parts = made.train().shard_step(batch)
+    teacher = (made.teacher(inputs) / 2).softmax(1)
+    ce, kd, accuracy = {}, torch.zeros((), dtype=torch.float64), {}
+    for name in ("ce", "kd"):
+        logits = made.students[name].net(inputs)
+        found = [-logits[i].log_softmax(0)[labels[i]] for i in rows if labels[i] != HIDDEN]
+        ce[name] = torch.stack(found).sum() / 4
+        accuracy[name] = sum(float(logits[i].argmax() == labels[i]) for i in rows if labels[i] != HIDDEN) / 4
+    for i in rows:
+        kd += 4 * (teacher[i] * (teacher[i].log() - (logits[i] / 2).log_softmax(0))).sum() / 7
+    expected = ce["ce"] + 0.25 * kd + 0.75 * ce["kd"]
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    parameters = [p for p in made.students.parameters() if p.requires_grad]
+    for mine, other in zip(
+        torch.autograd.grad(loss, parameters), torch.autograd.grad(expected, parameters), strict=True
+    ):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
+    for name in ("ce", "kd"):
+        assert float(parts[f"{name}/acc"].double().mean()) == pytest.approx(accuracy[name], abs=1e-6)
+    pieces = [batch.part(0, 3), batch.part(3, 3), batch.part(3, 7)]
+    parted = sum(made.shard_step(piece)[0] * len(piece.labels) / 7 for piece in pieces)
+    torch.testing.assert_close(parted, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_batch_without_labels_moves_nothing_but_what_needs_none() -> None:
+    rows, inputs = torch.arange(5), torch.rand(5, *SHAPE)
+    made = module(names=("ce", "kd")).train()
+    made.shard_step(Batch(inputs, torch.full((5,), HIDDEN), rows, rows, 5, 1, 0, 5.0))[0].backward()
+    gradients = {name: [p.grad.abs().max() for p in made.students[name].parameters()] for name in ("ce", "kd")}
+    assert max(gradients["ce"]) == 0
+    assert min(gradients["kd"]) > 0
+
+
+CASES: dict[str, tuple[int, Callable[[], Any], dict[str, Any]]] = {
+    "ddp 2": (2, lambda: DDP(timeout=60), {}),
+    "ddp 3": (3, lambda: DDP(timeout=60), {}),
+    "zero1": (2, lambda: ZeRO1(timeout=60), {}),
+    "ring": (3, lambda: DDPRing(timeout=60), {}),
+    "fsdp": (2, lambda: FSDP(timeout=60), {}),
+    "exact 2": (2, lambda: DDP(timeout=60, exact=4), {}),
+}
+
+
+@pytest.mark.parametrize("case", mostly_slow(CASES, "ddp 3"))
+def test_any_number_of_processes_computes_one_loss(case: str, alone: Outcome, tmp_path: Path) -> None:
+    devices, strategy, options = CASES[case]
+    same(alone, outcome(devices, tmp_path, precision="64-true", strategy=strategy(), **options), 1e-9)
+
+
+def test_shards_have_the_bits_of_one_process(tmp_path: Path) -> None:
+    one, *others = (outcome(n, tmp_path, strategy=DDP(timeout=60, exact=4)) for n in (1, 2, 3))
+    for other in others:
+        same(one, other)
+
+
+@pytest.mark.parametrize("exact", mostly_slow([None, 4], None))
+def test_micro_batches_are_one_batch(exact: int | None, tmp_path: Path) -> None:
+    names, close = ("ce", "kd"), 0.0 if exact else 1e-9
+    options: dict[str, Any] = {} if exact else {"precision": "64-true"}
+    one = outcome(1, tmp_path, module(names=names), strategy=DDP(timeout=60, exact=exact), **options)
+    cut = PipelineStrategy(timeout=60, exact=exact, schedule="GPipe")
+    same(one, outcome(2, tmp_path, module(names=names), strategy=cut, **options), close)
+
+
+@pytest.mark.parametrize("exact", [None, 4])
+def test_with_all_labels_nothing_is_hidden(exact: int | None, tmp_path: Path) -> None:
+    strategy = [DDP(timeout=60, exact=exact) for _ in range(2)]
+    one = outcome(1, tmp_path, module(labelled=True), data={"labelled": None}, strategy=strategy[0])
+    same(one, outcome(1, tmp_path, data={"labelled": 75}, strategy=strategy[1]))
+
+
+@pytest.mark.parametrize("make", [lambda: module(names=("ce",)), classifier], ids=["student", "classifier"])
+def test_an_epochs_figures_are_means_over_labelled_samples(make: Callable[[], Any], tmp_path: Path) -> None:
+    made, data = without_dropout(make()), digits(**FEW)
+    start, prefix = weights(made), "ce/" * isinstance(made, Distillation)
+
+    def still(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.0)
+
+    made.make_optimizer = still
+    logger = LinesLogger(tmp_path / "lines")
+    fit(made, data, logger=logger, log_every_n_steps=1, max_epochs=1)
+    assert_same(start, weights(made))
+    chosen = (data.train_dataloader().split.labels != HIDDEN).nonzero().flatten()
+    images, labels = data.split("train").take(chosen)
+    logits = made.predict(data.normalize(images))[prefix.rstrip("/")].detach()
+    accuracy, loss = (logits.argmax(1) == labels).double().mean(), F.cross_entropy(logits, labels)
+    assert logger.values(f"{prefix}train/acc_epoch") == pytest.approx([float(accuracy)], abs=1e-6)
+    assert logger.values(f"{prefix}train/loss_epoch") == pytest.approx([float(loss)], rel=1e-5)
+    known = [batch for batch in data.train_dataloader() if (batch.labels != HIDDEN).any()]
+    assert len(logger.values(f"{prefix}train/acc")) == len(known) < 10
+
+
+def test_a_classifier_learns_from_its_labels_alone(tmp_path: Path) -> None:
+    one = outcome(1, tmp_path, classifier(), precision="64-true")
+    same(one, outcome(3, tmp_path, classifier(), precision="64-true"), 1e-9)
+
+
+def test_other_labels_change_nothing() -> None:
+    data, other = digits(**FEW), digits(**FEW)
+    known = data.train_dataloader().split.labels != HIDDEN
+    split = other.split("train")
+    other._splits["train"] = split._replace(labels=split.labels.where(known, (split.labels + 1) % 10))
+    assert_same(weights(fit(module(), data)), weights(fit(module(), other)))
+
+
+class Secret(Objective):
+    """Uses labels, and does not say so."""
+
+    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
+        return {"mine": Term(F.cross_entropy(student.logits, labels, reduction="none"), 1.0)}
+
+
+def test_a_term_that_does_not_say_that_it_needs_labels_is_refused() -> None:
+    Distillation(net(DeepNN), {"x": (net(), Secret())}, input_shape=SHAPE)
+    with pytest.raises(BadInput, match=r"variants.x.*term mine needs no label"):
+        Distillation(net(DeepNN), {"x": (net(), Secret())}, input_shape=SHAPE, labelled=False)
+
+
+def test_a_distillation_that_expects_labels_refuses_hidden_ones() -> None:
+    with pytest.raises(ValueError, match="expected labelled=False"):
+        fit(module(labelled=True), digits(**FEW))
+
+
+def test_local_steps_use_the_global_batchs_weight() -> None:
+    ended = [weights(fit(module(names=("ce", "kd")), digits(**FEW), 2, strategy=LocalSGD(timeout=60))) for _ in "ab"]
+    assert_same(*ended)

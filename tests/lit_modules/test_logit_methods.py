@@ -1,0 +1,299 @@
+"""Each method of logits equals the paper's formula, written out in loops, and stays finite at the extremes."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from apprentice.errors import BadInput
+from lit_modules.distillation import Distillation
+from lit_modules.nets import DeepNN, Outputs
+from lit_modules.objectives import (
+    CTKD,
+    DIST,
+    DKD,
+    NKD,
+    RLD,
+    TTM,
+    CrossEntropy,
+    DeiTToken,
+    Hinton,
+    JensenShannon,
+    LogitMSE,
+    Objective,
+    Place,
+    ReverseKL,
+    Term,
+    TfKD,
+)
+from lit_modules.objectives.logits import standardized, tempered
+from tests.training import SHAPE, net
+
+B, C = 6, 5
+Loss = Callable[[Tensor, Tensor, int], Tensor]  # of a row's logits and its label
+
+
+def outputs(seed: int, rows: int = B, classes: int = C, scale: float = 2.0, dtype: Any = torch.float64) -> Outputs:
+    g = torch.Generator().manual_seed(seed)
+    z = scale * torch.randn(rows, classes, generator=g, dtype=torch.float64)
+    return Outputs(z.to(dtype).requires_grad_(), {})
+
+
+def labels(rows: int = B) -> Tensor:
+    return torch.arange(rows) * 2 % C
+
+
+def terms(objective: Objective, student: Outputs, teacher: Outputs, y: Tensor) -> dict[str, Term]:
+    return objective.terms(objective.adapt(student), teacher, y)
+
+
+def total(objective: Objective, student: Outputs, teacher: Outputs, y: Tensor) -> Tensor:
+    found = terms(objective, student, teacher, y).values()
+    return sum((t.values.mean() * t.weight for t in found), start=torch.zeros(()))
+
+
+def p(z: Tensor, temperature: float = 1.0) -> Tensor:
+    return (z / temperature).exp() / (z / temperature).exp().sum()
+
+
+def others(z: Tensor, y: int, temperature: float = 1.0) -> Tensor:
+    rest = p(z, temperature)[[c for c in range(len(z)) if c != y]]
+    return rest / rest.sum()
+
+
+def kl(a: Tensor, b: Tensor) -> Tensor:
+    return sum((a[c] * (a[c] / b[c]).log() for c in range(len(a))), start=torch.zeros(()))
+
+
+def ce(s: Tensor, t: Tensor, y: int) -> Tensor:
+    return -p(s)[y].log()
+
+
+def dkd(s: Tensor, t: Tensor, y: int) -> Tensor:
+    (a, b), pair = (p(z, 4.0)[y] for z in (s, t)), lambda x: torch.stack([x, 1 - x])
+    warm = 16 * 3 / 20  # T squared; the third epoch of twenty
+    return warm * (kl(pair(b), pair(a)) + 8 * kl(others(t, y, 4.0), others(s, y, 4.0))) + ce(s, t, y)
+
+
+def nkd(s: Tensor, t: Tensor, y: int) -> Tensor:
+    rest = -(others(t, y, 3.0) * others(s, y, 3.0).log()).sum()
+    return -p(t)[y] * p(s)[y].log() + 3.5 * 9 * rest + ce(s, t, y)
+
+
+def ttm(s: Tensor, t: Tensor, y: int) -> Tensor:
+    powers = p(t) ** 0.1
+    return 45 * kl(powers / powers.sum(), p(s)) + ce(s, t, y)
+
+
+def wttm(s: Tensor, t: Tensor, y: int) -> Tensor:
+    powers = p(t) ** 0.2
+    return 4 * powers.sum() * kl(powers / powers.sum(), p(s)) + ce(s, t, y)
+
+
+def rld(s: Tensor, t: Tensor, y: int) -> Tensor:
+    top, own = p(t).max(), p(s)[y]
+    confidence = kl(torch.stack([top, 1 - top]), torch.stack([own, 1 - own]))
+    lower = [c for c in range(len(t)) if t[c] < t[y]]
+    masked = [z[lower] for z in (t, s)]
+    correlation = kl(*(p(z, 4.0) for z in masked)) if lower else 0.0
+    return confidence + 8 * 16 * correlation + ce(s, t, y)
+
+
+def tfkd(s: Tensor, t: Tensor, y: int) -> Tensor:
+    u = torch.full((C,), 0.01 / (C - 1), dtype=torch.float64)
+    u[y] = 0.99
+    soft = u ** (1 / 20)
+    return 0.1 * kl(soft / soft.sum(), p(s, 20.0)) + 0.9 * ce(s, t, y)
+
+
+def smooth(s: Tensor, t: Tensor, y: int) -> Tensor:
+    return 0.9 * ce(s, t, y) - 0.1 * p(s).log().mean()
+
+
+def hinton(s: Tensor, t: Tensor, y: int) -> Tensor:
+    s_, t_ = ((z - z.mean()) / (1e-7 + (((z - z.mean()) ** 2).sum() / (C - 1)).sqrt()) for z in (s, t))
+    return 9 * 4 * kl(p(t_, 2.0), p(s_, 2.0)) + 0.1 * ce(s, t, y)
+
+
+def ctkd(s: Tensor, t: Tensor, y: int, temperature: float = 1 + 20 / (1 + math.exp(-1))) -> Tensor:
+    return 0.9 * temperature**2 * kl(p(t, temperature), p(s, temperature)) + 0.1 * ce(s, t, y)
+
+
+METHODS: dict[str, tuple[Callable[[], Objective], Loss]] = {
+    "dkd": (DKD, dkd),
+    "nkd": (lambda: NKD(gamma=3.5, temperature=3.0), nkd),
+    "ttm": (TTM, ttm),
+    "wttm": (lambda: TTM(0.2, 4.0, weighted=True), wttm),
+    "rld": (RLD, rld),
+    "mse": (lambda: LogitMSE(0.5), lambda s, t, y: 0.5 * (s - t).square().sum() / C + ce(s, t, y)),
+    "tfkd": (TfKD, tfkd),
+    "ctkd": (lambda: CTKD().double(), ctkd),
+    "smooth": (lambda: CrossEntropy(label_smoothing=0.1), smooth),
+    "standardised": (lambda: Hinton(2.0, 9.0, 0.1, standardize=True), hinton),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_equals_the_formula_and_its_gradients(name: str) -> None:
+    make, formula = METHODS[name]
+    objective, student, teacher, y = make(), outputs(1), outputs(2), labels()
+    objective.place = Place(epoch=2.5)
+    ours = total(objective, student, teacher, y)
+    rows = zip(student.logits, teacher.logits, y.tolist(), strict=True)
+    theirs = sum((formula(s, t, label) for s, t, label in rows), start=torch.zeros(())) / B
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
+    grads = (torch.autograd.grad(x, student.logits)[0] for x in (ours, theirs))
+    torch.testing.assert_close(*grads, rtol=0, atol=1e-11)
+
+
+def test_dist_equals_its_formula() -> None:
+    student, teacher, y = outputs(1), outputs(2), labels()
+    p_s, p_t = (torch.stack([p(row, 4.0) for row in x.logits]) for x in (student, teacher))
+
+    def r(a: Tensor, b: Tensor) -> Tensor:
+        a, b = a - a.sum() / len(a), b - b.sum() / len(b)
+        return (a * b).sum() / ((a**2).sum().sqrt() * (b**2).sum().sqrt() + 1e-8)
+
+    inter = sum(1 - r(p_s[i], p_t[i]) for i in range(B)) / B
+    intra = 1 - sum(r(p_s[:, c], p_t[:, c]) for c in range(C)) / C
+    expected = 2 * 16 * (inter + intra) + F.cross_entropy(student.logits, y)
+    found = total(DIST(), student, teacher, y)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    grads = (torch.autograd.grad(x, student.logits)[0] for x in (found, expected))
+    torch.testing.assert_close(*grads, rtol=0, atol=1e-12)
+
+
+def test_kd_is_the_sum_of_what_dkd_decouples() -> None:
+    student, teacher, y = outputs(1), outputs(2), labels()
+    terms = DKD(temperature=3.0, warmup=0).terms(student, teacher, y)
+    whole = Hinton(3.0).terms(student, teacher, y)["kd"].values / 9
+    target = (teacher.logits / 3).softmax(1).gather(1, y[:, None])[:, 0]
+    torch.testing.assert_close(whole, terms["tckd"].values + (1 - target) * terms["nckd"].values, rtol=0, atol=1e-12)
+
+
+def test_dkd_warms_up_by_whole_epochs() -> None:
+    objective, student, teacher, y = DKD(), outputs(1), outputs(2), labels()
+    weights = []
+    for epoch in (0.0, 0.9, 1.0, 18.9, 19.0, 300.0):
+        objective.place = Place(epoch=epoch)
+        weights.append(objective.terms(student, teacher, y)["nckd"].weight / 16 / 8)
+    assert weights == pytest.approx([1 / 20, 1 / 20, 2 / 20, 19 / 20, 1, 1])
+
+
+EVERY: dict[str, Callable[..., Objective]] = {
+    "hinton": Hinton, "reverse": ReverseKL, "js": JensenShannon, "dkd": DKD, "nkd": NKD, "ttm": TTM, "dist": DIST,
+    "rld": RLD, "mse": LogitMSE, "ctkd": CTKD, "wttm": lambda **options: TTM(0.2, 4.0, weighted=True, **options),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("epoch", "harder"), [(0.0, 0.0), (5.0, 0.5), (10.0, 1.0), (60.0, 1.0)])
+def test_the_temperature_learns_to_make_the_task_harder(epoch: float, harder: float) -> None:
+    objective, student, teacher, y = CTKD().double(), outputs(1), outputs(2), labels()
+    objective.place = Place(epoch=epoch)
+    (found,) = torch.autograd.grad(total(objective, student, teacher, y), [*objective.parameters()])
+    theta = torch.ones(1, dtype=torch.float64, requires_grad=True)
+    rows = zip(student.logits, teacher.logits, y.tolist(), strict=True)
+    losses = [ctkd(s, t, label, 1 + 20 * theta.sigmoid()) for s, t, label in rows]
+    (plain,) = torch.autograd.grad(sum(losses[1:], losses[0]) / B, theta)
+    assert plain.abs() > 1e-3
+    torch.testing.assert_close(found, -harder * plain, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("standardize", [False, True])
+@pytest.mark.parametrize("batch", ["extreme", "opposite", "constant", "zeros", "one row", "no row"])
+def test_extremes_are_finite(name: str, standardize: bool, batch: str) -> None:
+    rows = {"one row": 1, "no row": 0}.get(batch, B)
+    scale = 1e4 if batch in {"extreme", "opposite"} else 1.0
+    student, teacher = (outputs(seed, rows, scale=scale, dtype=torch.float32) for seed in (1, 2))
+    with torch.no_grad():
+        if batch == "opposite":
+            teacher.logits.copy_(-student.logits)
+        if batch == "constant":
+            student.logits.fill_(3.0)
+        if batch == "zeros":
+            student.logits.zero_()
+            teacher.logits.zero_()
+    loss = total(EVERY[name](standardize=standardize), student, teacher, labels(rows))
+    (grad,) = torch.autograd.grad(loss, student.logits)
+    assert loss.isfinite() or not rows
+    assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_standardised_logits_may_be_moved_and_scaled(name: str) -> None:
+    student, teacher, y = outputs(1), outputs(2), labels()
+    moved = Outputs(3 * teacher.logits + 7, {})
+    first, second = (terms(EVERY[name](standardize=True), student, t, y) for t in (teacher, moved))
+    for term in first:
+        torch.testing.assert_close(first[term].values, second[term].values, rtol=1e-5, atol=1e-7)
+    assert standardized(torch.full((2, 4), 5.0)).tolist() == [[0.0] * 4] * 2
+
+
+@pytest.mark.parametrize("name", [name for name in EVERY if name != "mse"])  # whose logits may not be moved
+@pytest.mark.parametrize("standardize", [False, True])
+def test_an_ensemble_is_the_mean_of_its_distributions(name: str, standardize: bool) -> None:
+    student, y, members = outputs(1), labels(), [outputs(seed).logits.detach() for seed in (2, 3, 4)]
+    one = Outputs(members[0], {"members": torch.stack([members[0]] * 3, 1)})
+    alone, thrice = (terms(EVERY[name](standardize=standardize), student, t, y) for t in (Outputs(members[0], {}), one))
+    for term in alone:
+        torch.testing.assert_close(alone[term].values, thrice[term].values, rtol=0, atol=1e-10)
+    mixed = tempered(Outputs(members[0], {"members": torch.stack(members, 1)}), 4.0)
+    expected = sum((z / 4).softmax(1) for z in members) / 3
+    torch.testing.assert_close(mixed.softmax(1), expected, rtol=0, atol=1e-14)
+    assert mixed.logsumexp(1).abs().max() < 1e-14
+
+
+@pytest.mark.parametrize("name", ["hinton", "reverse", "js", "dkd", "nkd", "ttm", "wttm", "rld", "mse", "ctkd"])
+def test_a_texts_value_is_the_mean_over_its_tokens(name: str) -> None:
+    student, teacher, y = outputs(1), outputs(2), labels()
+    flat = terms(EVERY[name](), student, teacher, y)
+    texts = [Outputs(x.logits.view(2, 3, C), {}) for x in (student, teacher)]
+    for term, (values, *_) in terms(EVERY[name](), *texts, y.view(2, 3)).items():
+        torch.testing.assert_close(values, flat[term].values.view(2, 3).mean(1), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_autocast_rounds_no_loss(name: str) -> None:
+    student, teacher = (Outputs(outputs(seed).logits.detach().bfloat16(), {}) for seed in (1, 2))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = total(EVERY[name](), student, teacher, labels())
+    exact = (Outputs(x.logits.double(), {}) for x in (student, teacher))
+    torch.testing.assert_close(found.double(), total(EVERY[name](), *exact, labels()).double(), rtol=2e-5, atol=0)
+
+
+@pytest.mark.parametrize("method", [DKD, NKD, RLD])
+def test_two_classes_have_no_others(method: Callable[[], Objective]) -> None:
+    nets = [net(make, num_classes=2) for make in (DeepNN, DeepNN)]
+    with pytest.raises(BadInput, match=r"^--variants\.a\.classes 2: expected at least 3: \w+ compares classes other"):
+        Distillation(nets[0], {"a": (nets[1], method())}, input_shape=SHAPE, num_classes=2)
+
+
+@pytest.mark.parametrize(
+    ("make", "line"),
+    [
+        (lambda: DKD(warmup=-1), "--warmup -1: expected a number of epochs, 0 or more"),
+        (lambda: TTM(gamma=0), "--gamma 0: expected a number above 0, at most 1"),
+        (lambda: TfKD(correct=1.0), "--correct 1.0: expected a probability above 0 and below 1"),
+        (lambda: TfKD(alpha=1.5), "--alpha 1.5: expected a number from 0 to 1"),
+        (lambda: CrossEntropy(1.0), "--label_smoothing 1.0: expected a share of 0 or more, below 1"),
+        (lambda: DIST(temperature=0), "--temperature 0: expected a number above 0, from 1e-18 to 1e+18"),
+        (lambda: NKD(gamma=math.nan), "--gamma nan: expected a number of 0 or more"),
+    ],
+)
+def test_bad_options_are_one_line(make: Callable[[], Objective], line: str) -> None:
+    with pytest.raises(BadInput) as fault:
+        make()
+    assert str(fault.value) == line
+
+
+def test_a_distillation_token_can_be_standardised() -> None:
+    student, teacher = outputs(1), outputs(2)
+    heads = {"head": student.logits, "head_dist": student.logits}
+    values = DeiTToken("soft", standardize=True).terms(student._replace(features=heads), teacher, labels())["token"]
+    expected = Hinton(3.0, standardize=True).terms(student, teacher, labels())["kd"]
+    assert torch.equal(values.values, expected.values)

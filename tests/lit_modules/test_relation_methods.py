@@ -1,0 +1,111 @@
+"""Each method that relates samples equals the paper's formula, written out in loops; degenerate batches are finite."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from lit_modules.nets import Outputs
+from lit_modules.objectives import PKT, RKD, SP, Objective
+from lit_modules.objectives.embeddings import EmbeddingObjective
+
+B, C = 6, 4
+METHODS: dict[str, Callable[[], EmbeddingObjective]] = {"rkd": RKD, "sp": SP, "pkt": PKT}
+
+
+def outputs(seed: int, width: int, rows: int = B, mean: float = 0.0, dtype: torch.dtype = torch.float64) -> Outputs:
+    g = torch.Generator().manual_seed(seed)
+    e = mean + torch.randn(rows, width, generator=g, dtype=torch.float64)
+    logits = torch.randn(rows, C, generator=g, dtype=torch.float64)
+    return Outputs(logits.to(dtype).requires_grad_(), {"pooled": e.to(dtype).requires_grad_(), "default": e.to(dtype)})
+
+
+def at(name: str, student: Outputs, teacher: Outputs) -> tuple[Objective, Tensor]:
+    """The loss of the batch without its cross-entropy."""
+    objective = METHODS[name]()
+    for found in (student, teacher):
+        found.features["default"] = found.features["pooled"]
+    terms = objective(student, teacher, torch.zeros(len(student.logits), dtype=torch.int64))
+    return objective, sum((t.values.mean() * t.weight for k, t in terms.items() if k != "ce"), start=torch.zeros(()))
+
+
+def huber(x: Tensor) -> Tensor:
+    return 0.5 * x**2 if x.abs() < 1 else x.abs() - 0.5
+
+
+def rkd(s: Tensor, t: Tensor) -> Tensor:
+    """Park et al., equations 3 to 5; means over all pairs and triples."""
+    n = len(s)
+    pairs = [(i, j) for i in range(n) for j in range(n) if i != j]
+    mu = [sum((e[i] - e[j]).norm() for i, j in pairs) / len(pairs) for e in (s, t)]
+    distance = sum(huber((s[i] - s[j]).norm() / mu[0] - (t[i] - t[j]).norm() / mu[1]) for i, j in pairs) / n**2
+    angle = torch.zeros((), dtype=torch.float64)
+    for i, j in pairs:
+        for k in range(n):
+            if k != i:
+                (a, b), (c, d) = ([(e[x] - e[i]) / (e[x] - e[i]).norm() for x in (j, k)] for e in (s, t))
+                angle = angle + huber(a @ b - c @ d)
+    return 25 * distance + 50 * angle / n**3
+
+
+def sp(s: Tensor, t: Tensor) -> Tensor:
+    """Tung and Mori, equations 2 to 4."""
+    n, total = len(s), torch.zeros((), dtype=torch.float64)
+    for i in range(n):
+        g_s, g_t = (torch.stack([e[i] @ e[j] for j in range(n)]) for e in (s, t))
+        total = total + (g_s / g_s.norm() - g_t / g_t.norm()).square().sum()
+    return 3000 * total / n**2
+
+
+def pkt(s: Tensor, t: Tensor) -> Tensor:
+    """Passalis and Tefas, equations 2 to 6 with cosine similarities; i = j counts, and 1e-7, as in their code."""
+    n, total = len(s), torch.zeros((), dtype=torch.float64)
+    for i in range(n):
+        a_s, a_t = ([row / (row.norm() + 1e-7) for row in e] for e in (s, t))
+        k_s, k_t = (torch.stack([(a[i] @ a[j] + 1) / 2 for j in range(n)]) for a in (a_s, a_t))
+        p_s, p_t = k_s / k_s.sum(), k_t / k_t.sum()
+        total = total + (p_t * ((p_t + 1e-7) / (p_s + 1e-7)).log()).sum()
+    return 30000 * total / n**2
+
+
+@pytest.mark.parametrize(("name", "formula", "tolerance"), [("rkd", rkd, 1e-12), ("sp", sp, 1e-9), ("pkt", pkt, 1e-8)])
+def test_equals_the_formula_and_its_gradients(name: str, formula: Callable, tolerance: float) -> None:
+    student, teacher = outputs(1, 5), outputs(2, 7)
+    e = student.features["pooled"]
+    _, ours = at(name, student, teacher)
+    theirs = formula(e, teacher.features["pooled"].detach())
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
+    grads = (torch.autograd.grad(x, e)[0] for x in (ours, theirs))
+    torch.testing.assert_close(*grads, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("batch", ["duplicates", "constant", "zeros", "one row", "no row"])
+def test_degenerate_batches_are_finite(name: str, batch: str) -> None:
+    rows = {"one row": 1, "no row": 0}.get(batch, B)
+    student, teacher = outputs(1, 5, rows, dtype=torch.float32), outputs(2, 7, rows, dtype=torch.float32)
+    with torch.no_grad():
+        e = student.features["pooled"]
+        if batch == "duplicates":
+            e[1] = e[0]
+            teacher.features["pooled"][1] = teacher.features["pooled"][0]
+        e *= 0 if batch == "zeros" else 1
+        e[:] = e[:1] if batch == "constant" else e
+    _, loss = at(name, student, teacher)
+    (grad,) = torch.autograd.grad(loss, e)
+    assert loss.isfinite() or not rows
+    assert grad.isfinite().all()
+    assert not grad.numel() or grad.abs().max() < 1e4
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_float32_far_from_zero_keeps_its_digits(name: str) -> None:
+    exact = [outputs(seed, width, mean=1000.0) for seed, width in ((1, 5), (2, 7))]
+    rounded = [outputs(seed, width, mean=1000.0, dtype=torch.float32) for seed, width in ((1, 5), (2, 7))]
+    with torch.no_grad():  # the same numbers
+        for a, b in zip(exact, rounded, strict=True):
+            a.features["pooled"].copy_(b.features["pooled"])
+    found, expected = at(name, *rounded)[1], at(name, *exact)[1]
+    scale = {"rkd": 1e-4, "sp": 1e-3, "pkt": 1e-3}[name]
+    torch.testing.assert_close(found.double(), expected, rtol=scale, atol=scale)
