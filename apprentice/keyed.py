@@ -57,13 +57,18 @@ def with_seed(seed: int, make: Callable[[], T]) -> T:
     of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - other people's nets draw from it
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would reseed the GPUs too
-            random.seed(seed)
-            np.random.seed(fold_in(seed))  # noqa: NPY002 - it takes 32 bits
+            reseed(seed)
             return make()
     finally:
         random.setstate(of_python)
         np.random.set_state(of_numpy)  # noqa: NPY002
+
+
+def reseed(seed: int) -> None:
+    """Seed torch on the CPU, numpy and `random`."""
+    torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would reseed the GPUs too
+    random.seed(seed)
+    np.random.seed(fold_in(seed))  # noqa: NPY002 - it takes 32 bits
 
 
 class _Context:

@@ -1,11 +1,12 @@
 """Where samples come from, and which rank sees which of them. A new data set is a file here and a line below."""
 
 from datamodules.base import InMemoryData
-from datamodules.cifar10 import CIFAR10
+from datamodules.cifar10 import CIFAR10, CIFAR100
 from datamodules.digits import Digits
 from datamodules.image_folder import ImageFolder
 from datamodules.images import ImageData
 from datamodules.labelled_text import LabelledText
-from datamodules.mnist import MNIST
+from datamodules.mnist import MNIST, FashionMNIST
 from datamodules.shakespeare import Shakespeare
 from datamodules.text import Text, Vocabulary
+from datamodules.transforms import Transforms

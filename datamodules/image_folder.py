@@ -20,7 +20,7 @@ from torchvision.transforms import functional as transforms
 
 from apprentice.errors import BadInput
 from datamodules import memory
-from datamodules.images import ImageData
+from datamodules.images import IMAGENET, ImageData
 from datamodules.splits import Split
 
 UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError)
@@ -111,32 +111,20 @@ class ImageFolder(ImageData):
         root: the folder.
         image_size: resize the short side of each image to so many pixels, and crop the centre. Required unless all
             images have one size.
-        mean: of the three channels, on a scale from 0 to 1; ImageNet's by default.
-        std: standard deviation, likewise.
-        options: those of ImageData.
+        options: those of ImageData; `mean` and `std` are ImageNet's by default.
 
     Raises:
         BadInput: the folder is not as described, an image can't be read, or all of them would not fit in memory.
     """
 
+    mean, std = IMAGENET
     flips = True
 
-    def __init__(
-        self,
-        root: str | Path = "data",
-        image_size: int | None = None,
-        *,
-        mean: tuple[float, float, float] = (0.485, 0.456, 0.406),
-        std: tuple[float, float, float] = (0.229, 0.224, 0.225),
-        **options: Any,
-    ) -> None:
+    def __init__(self, root: str | Path = "data", image_size: int | None = None, **options: Any) -> None:
         super().__init__(**options)
         if image_size is not None and image_size < 1:
             raise BadInput("data.image_size", image_size, "at least 1 pixel")
-        for flag, values, low in (("data.mean", mean, float("-inf")), ("data.std", std, 0)):
-            if len(values) != 3 or not all(low < value < float("inf") for value in values):
-                raise BadInput(flag, values, "three numbers" if low else "three numbers above 0")
-        self.root, self.image_size, self.mean, self.std = Path(root).expanduser(), image_size, tuple(mean), tuple(std)
+        self.root, self.image_size = Path(root).expanduser(), image_size
 
     def read(self) -> tuple[Files, Files]:
         """List the files without decoding them."""

@@ -10,7 +10,11 @@ from torch.nn import functional as F
 
 from apprentice import keyed
 from apprentice.batch import Batch
+from apprentice.errors import BadInput
 from datamodules.base import InMemoryData
+from datamodules.transforms import Transforms
+
+IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean and deviation of its channels
 
 
 class ImageData(InMemoryData):
@@ -28,6 +32,11 @@ class ImageData(InMemoryData):
     Args:
         batch_size: images in a batch over all devices together, whatever their number.
         augment: random crop, and flip where that makes sense, drawn from training seed, epoch and sample.
+        transforms: torchvision's transforms of training images, in this order and after `augment`, likewise drawn:
+            names in torchvision.transforms.v2 or import paths, with options as {RandomErasing: {p: 0.2}}. They get and
+            give uint8 images of one size.
+        mean: of each channel, on a scale from 0 to 1, in place of the set's usual one.
+        std: standard deviation of each channel, likewise.
         options: those of InMemoryData.
 
     Raises:
@@ -39,16 +48,42 @@ class ImageData(InMemoryData):
     std: tuple[float, ...]
     levels: int = 255
     flips: bool = False
-    training_options = InMemoryData.training_options | {"augment"}
+    training_options = InMemoryData.training_options | {"augment", "transforms"}
 
-    def __init__(self, batch_size: int = 128, *, augment: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        batch_size: int = 128,
+        *,
+        augment: bool = False,
+        transforms: list[Any] | None = None,
+        mean: list[float] | None = None,
+        std: list[float] | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(batch_size, **options)
-        self.augment = augment
+        self.augment, self.transforms = augment, transforms or []
+        channels = len(type(self).mean)
+        for flag, values, low in (("mean", mean, float("-inf")), ("std", std, 0)):
+            if values is None:
+                continue
+            if len(values) != channels or not all(low < value < float("inf") for value in values):
+                count = f"a list of {channels} number{'s' * (channels > 1)}, one a channel"
+                raise BadInput(f"data.{flag}", values, count if low else f"{count}, above 0")
+            setattr(self, flag, tuple(values))
+
+    def setup(self, stage: str | None = None) -> None:
+        """As in InMemoryData; then try the transforms on an image of zeros."""
+        super().setup(stage)
+        self._keyed  # noqa: B018
+
+    @functools.cached_property
+    def _keyed(self) -> Transforms:
+        return Transforms(self.transforms, self.input_shape)
 
     @property
     def train_inputs_repeat(self) -> bool:
         """Whether a training image looks the same in each epoch."""
-        return not self.augment
+        return not (self.augment or self.transforms)
 
     def normalize(self, images: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Stored (B, C, H, W) uint8 to floats of mean 0 and deviation 1.
@@ -63,11 +98,18 @@ class ImageData(InMemoryData):
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Lightning's hook, on the device: augment in training, then normalise to the module's type."""
-        if isinstance(batch, Batch) and self.augment and self.trainer is not None and self.trainer.training:
+        training = self.trainer is not None and self.trainer.training
+        if isinstance(batch, Batch) and training and not self.train_inputs_repeat:
             epoch = batch.step // math.ceil(self.sizes["train"] / self.batch_size)
-            key = keyed.fold_in(self.order_seed, epoch)
-            batch = batch._replace(inputs=augment(batch.inputs, key, batch.index, self.flips))
+            batch = batch._replace(inputs=self.augmented(batch.inputs, epoch, batch.index))
         return super().on_after_batch_transfer(batch, dataloader_idx)
+
+    def augmented(self, images: Tensor, epoch: int, index: Tensor) -> Tensor:
+        """Stored training images (B, C, H, W) as an epoch sees them; `index` (B,) has their places in the data set."""
+        key = keyed.fold_in(self.order_seed, epoch)
+        if self.augment:
+            images = augment(images, key, index, self.flips)
+        return self._keyed(images, key, index) if self.transforms else images
 
 
 @functools.cache

@@ -21,7 +21,7 @@ import torch
 import torchvision.datasets
 
 from apprentice.errors import BadInput
-from datamodules import CIFAR10, MNIST, ImageData, downloaded
+from datamodules import CIFAR10, CIFAR100, MNIST, FashionMNIST, ImageData, downloaded
 from datamodules.downloaded import Downloaded
 
 CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
@@ -140,6 +140,44 @@ def test_mnist_is_downloaded_from_the_mirror_that_has_it(mnist: None, tmp_path: 
     assert data.sizes == {"train": 30, "validation": 10, "test": 20}
     assert data.split("test").inputs[0].flatten().tolist() == [i % 256 for i in range(784)]
     assert MNIST.input_shape == data.split("test").inputs.shape[1:]
+
+
+def test_cifar100_is_downloaded_and_its_classes_are_torchvisions(
+    served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = torchvision.datasets.CIFAR100
+    pixels = np.arange(120 * 3072, dtype=np.uint32).astype(np.uint8).reshape(120, 3072)
+    part = {"data": pixels, "fine_labels": [*range(100), *range(20)], "coarse_labels": [0] * 120}
+    names = pickle.dumps({"fine_label_names": list(CIFAR100.class_names)})
+    files = {"train": pickle.dumps(part), "test": pickle.dumps(part), "meta": names}
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w:gz") as tar:
+        for name, content in files.items():
+            member = tarfile.TarInfo(f"{known.base_folder}/{name}")
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    (served / known.filename).write_bytes(archive.getvalue())
+    monkeypatch.setattr(known, "url", (tmp_path / "address").read_text() + known.filename)
+    monkeypatch.setattr(known, "tgz_md5", md5(archive.getvalue()))
+    monkeypatch.setattr(known, "train_list", [["train", md5(files["train"])]])
+    monkeypatch.setattr(known, "test_list", [["test", md5(files["test"])]])
+    monkeypatch.setattr(known, "meta", known.meta | {"md5": md5(names)})
+    data = CIFAR100(tmp_path / "data", validation_size=0)
+    assert data.sizes == {"train": 120, "validation": 0, "test": 120}
+    assert torch.equal(data.split("train").inputs, torch.from_numpy(pixels).view(-1, 3, 32, 32))
+    assert data.split("test").labels.tolist() == part["fine_labels"]
+    assert (data.num_classes, CIFAR100.class_names) == (100, tuple(sorted(CIFAR100.class_names)))
+
+
+def test_fashion_mnist_is_downloaded_beside_mnist(mnist: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = torchvision.datasets.FashionMNIST
+    monkeypatch.setattr(known, "resources", torchvision.datasets.MNIST.resources)
+    monkeypatch.setattr(known, "mirrors", torchvision.datasets.MNIST.mirrors)
+    data = FashionMNIST(tmp_path / "data")
+    assert data.sizes["test"] == 20
+    assert (tmp_path / "data" / "FashionMNIST" / "raw").is_dir()
+    assert [name.lower() for name in known.classes[:2]] == ["t-shirt/top", "trouser"]
+    assert len(known.classes) == data.num_classes
 
 
 def test_corrupt_archive_is_named_with_its_sum(cifar: bytes, served: Path, tmp_path: Path) -> None:

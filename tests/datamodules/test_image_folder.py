@@ -280,8 +280,11 @@ def test_memory_heeds_a_containers_limit(tmp_path: Path, monkeypatch: pytest.Mon
     ("options", "message"),
     [
         ({"image_size": 0}, "--data.image_size 0: expected at least 1 pixel"),
-        ({"std": (1.0, 0.0, 1.0)}, "--data.std (1.0, 0.0, 1.0): expected three numbers above 0"),
-        ({"mean": (1.0, float("nan"), 1.0)}, "--data.mean (1.0, nan, 1.0): expected three numbers"),
+        ({"std": [1.0, 0.0, 1.0]}, "--data.std [1.0, 0.0, 1.0]: expected a list of 3 numbers, one a channel, above 0"),
+        (
+            {"mean": [1.0, float("nan"), 1.0]},
+            "--data.mean [1.0, nan, 1.0]: expected a list of 3 numbers, one a channel",
+        ),
     ],
     ids=str,
 )

@@ -50,6 +50,7 @@ class Saver(Callback):
 
 def data(validation_size: int = 40) -> Digits:
     module = Digits(batch_size=16, train_size=75, validation_size=validation_size, test_size=10, augment=True)
+    module.transforms = ["RandomVerticalFlip"]
     module.order_seed = 3
     return module
 
