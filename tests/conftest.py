@@ -8,12 +8,14 @@ os.environ.update(KINETO_LOG_LEVEL="99", TORCH_CPP_LOG_LEVEL="ERROR")  # as the 
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # its pool of compilers hangs in a fork of its process
 
 import importlib.util
+import sys
 from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 
+LOCKED = ("torchao", "onnx", "onnxruntime", "onnxscript", "safetensors")  # extras of requirements.lock
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
 
@@ -57,18 +59,22 @@ def _sketched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(Figure, "draw", sketch)
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Tests of extras are skipped where these are missing; in CI they run into it and fail."""
-    if item.get_closest_marker("extras") and not os.environ.get("CI"):
-        from apprentice import extras
+@pytest.fixture(autouse=True)
+def _extras(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests of extras are skipped where their packages are missing; in CI they run into it and fail.
 
-        missing = [name for name in ("torchao", "onnx", "onnxruntime", "onnxscript", "safetensors") if not _there(name)]
-        if missing:
-            pytest.skip(f"{', '.join(missing)}: not installed; {extras.install('quant,export')} brings them")
-
-
-def _there(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
+    Those named by a test lie apart, in `$APPRENTICE_EXTRAS`: torchmetrics imports transformers wherever it is there.
+    """
+    marker = request.node.get_closest_marker("extras")
+    if marker is None:
+        return
+    apart = os.environ.get("APPRENTICE_EXTRAS")
+    if marker.args and apart:
+        monkeypatch.setattr(sys, "path", [*sys.path, apart])
+        monkeypatch.setenv("PYTHONPATH", apart)
+    missing = [name for name in marker.args or LOCKED if importlib.util.find_spec(name) is None]
+    if missing and not os.environ.get("CI"):
+        pytest.skip(f"{', '.join(missing)}: not installed; see CONTRIBUTING.md")
 
 
 @pytest.fixture
