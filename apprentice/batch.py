@@ -11,6 +11,25 @@ from apprentice import replicas
 HIDDEN = -1  # in place of a label that training must not see
 
 
+class Partners(NamedTuple):
+    """The samples that a batch's are to be mixed with, one for each."""
+
+    inputs: Tensor  # (b, ...), as the batch's
+    labels: Tensor  # (b,)
+    index: Tensor  # type: ignore[assignment]  # (b,), their places in the data set
+
+
+class Mixed(NamedTuple):
+    """The second label of mixed samples, whose loss is `share` of that with the first and the rest with the second."""
+
+    labels: Tensor  # (b,) int64
+    share: Tensor  # (b,) of the first sample
+
+    def mean(self, first: Tensor, second: Tensor) -> Tensor:
+        """(b,) means of values for the first and the second labels."""
+        return second + self.share.to(first.dtype) * (first - second)
+
+
 class Batch(NamedTuple):
     """The b rows that this rank sees of a global batch of `count` rows; b may be 0."""
 
@@ -22,6 +41,7 @@ class Batch(NamedTuple):
     replicas: int  # number of ranks that gradients are averaged over, without parameter servers
     step: int  # number of this global batch since training began
     label_weight: float | None = None  # None if no label is HIDDEN; else rows of the global batch for each labelled one
+    mixed: Partners | Mixed | None = None  # what the samples are to be mixed with, or were
 
     @classmethod
     def of(cls, batch: "Batch | Sequence[Tensor]", step: int, shared: bool = True) -> "Batch":
@@ -41,7 +61,8 @@ class Batch(NamedTuple):
     def part(self, start: int, stop: int) -> "Batch":
         """The rows from `start` to `stop` as a batch of their own."""
         inputs, labels, index, rows = (tensor[start:stop] for tensor in self[:4])
-        return Batch(inputs, labels, index, rows, max(stop - start, 1), 1, self.step, self.label_weight)
+        mixed = self.mixed and type(self.mixed)(*(tensor[start:stop] for tensor in self.mixed))
+        return Batch(inputs, labels, index, rows, max(stop - start, 1), 1, self.step, self.label_weight, mixed)
 
     @property
     def share(self) -> float:

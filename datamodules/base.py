@@ -130,6 +130,11 @@ class InMemoryData(LightningDataModule):
         return True
 
     @property
+    def wants_partners(self) -> bool:
+        """Whether training batches bring the samples that theirs are to be mixed with."""
+        return False
+
+    @property
     def sizes(self) -> dict[str, int]:
         """Counts of samples: train, validation, test."""
         return {part: len(self.split(part).labels) for part in LIMITS}
@@ -179,7 +184,8 @@ class InMemoryData(LightningDataModule):
         self.check_replicas(replicas, getattr(self.trainer and self.trainer.strategy, "exact", None))
         train = self._resident("train")
         labelled = self._known if self.hides_labels else None
-        return TrainLoader(train, self.batch_size, self._order(len(train.labels)), rank, replicas, labelled)
+        order = self._order(len(train.labels))
+        return TrainLoader(train, self.batch_size, order, rank, replicas, labelled, self.wants_partners)
 
     def _order(self, size: int) -> EpochOrder:
         if self.partition is None:

@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from apprentice import keyed
-from apprentice.batch import Batch
+from apprentice.batch import Batch, Partners
 from apprentice.errors import BadInput
 from datamodules.base import InMemoryData
+from datamodules.mixing import Mixing
 from datamodules.transforms import Transforms
 
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean and deviation of its channels
@@ -35,6 +36,10 @@ class ImageData(InMemoryData):
         transforms: torchvision's transforms of training images, in this order and after `augment`, likewise drawn:
             names in torchvision.transforms.v2 or import paths, with options as {RandomErasing: {p: 0.2}}. They get and
             give uint8 images of one size.
+        mixup: mix each training image with another one, by shares from Beta(mixup, mixup), drawn from seed and step;
+            the teacher sees the mixed image, and losses with labels are mixed alike.
+        cutmix: paste a part of another training image into each, by Beta(cutmix, cutmix); with `mixup` too, half of the
+            batches get each.
         mean: of each channel, on a scale from 0 to 1, in place of the set's usual one.
         std: standard deviation of each channel, likewise.
         options: those of InMemoryData.
@@ -48,7 +53,7 @@ class ImageData(InMemoryData):
     std: tuple[float, ...]
     levels: int = 255
     flips: bool = False
-    training_options = InMemoryData.training_options | {"augment", "transforms"}
+    training_options = InMemoryData.training_options | {"augment", "transforms", "mixup", "cutmix"}
 
     def __init__(
         self,
@@ -56,12 +61,17 @@ class ImageData(InMemoryData):
         *,
         augment: bool = False,
         transforms: list[Any] | None = None,
+        mixup: float = 0.0,
+        cutmix: float = 0.0,
         mean: list[float] | None = None,
         std: list[float] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(batch_size, **options)
-        self.augment, self.transforms = augment, transforms or []
+        self.augment, self.transforms, self.mixing = augment, transforms or [], Mixing(mixup, cutmix)
+        self.mixing.check()
+        if self.mixing and self.labelled is not None:
+            raise BadInput("data.labelled", self.labelled, "all labels, as --data.mixup and --data.cutmix mix them")
         channels = len(type(self).mean)
         for flag, values, low in (("mean", mean, float("-inf")), ("std", std, 0)):
             if values is None:
@@ -83,7 +93,12 @@ class ImageData(InMemoryData):
     @property
     def train_inputs_repeat(self) -> bool:
         """Whether a training image looks the same in each epoch."""
-        return not (self.augment or self.transforms)
+        return not (self.augment or self.transforms or self.mixing)
+
+    @property
+    def wants_partners(self) -> bool:
+        """Whether training images are mixed."""
+        return bool(self.mixing)
 
     def normalize(self, images: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Stored (B, C, H, W) uint8 to floats of mean 0 and deviation 1.
@@ -102,7 +117,14 @@ class ImageData(InMemoryData):
         if isinstance(batch, Batch) and training and not self.train_inputs_repeat:
             epoch = batch.step // math.ceil(self.sizes["train"] / self.batch_size)
             batch = batch._replace(inputs=self.augmented(batch.inputs, epoch, batch.index))
-        return super().on_after_batch_transfer(batch, dataloader_idx)
+            if isinstance(batch.mixed, Partners):
+                second = self.augmented(batch.mixed.inputs, epoch, batch.mixed.index)
+                batch = batch._replace(mixed=batch.mixed._replace(inputs=second))
+        batch = super().on_after_batch_transfer(batch, dataloader_idx)
+        if training and isinstance(batch, Batch) and isinstance(batch.mixed, Partners):
+            second = self.normalize(batch.mixed.inputs, batch.inputs.dtype)
+            batch = self.mixing(batch._replace(mixed=batch.mixed._replace(inputs=second)), self.order_seed)
+        return batch
 
     def augmented(self, images: Tensor, epoch: int, index: Tensor) -> Tensor:
         """Stored training images (B, C, H, W) as an epoch sees them; `index` (B,) has their places in the data set."""

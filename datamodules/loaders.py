@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from apprentice import keyed
-from apprentice.batch import HIDDEN, Batch
+from apprentice.batch import HIDDEN, Batch, Partners
 from datamodules.splits import Samples, Split
 
 
@@ -85,7 +85,8 @@ class TrainLoader:
 
     The last batch may be smaller; none is dropped. Every rank gets the same number of batches, some perhaps empty.
     `batch_size` counts samples of the global batch; batches are on the split's device. `labelled` (n,) bool, on the
-    CPU, says whose labels are known; the others are hidden.
+    CPU, says whose labels are known; the others are hidden. With `partners` a batch brings, for each row, the sample of
+    the row before, to be mixed with.
     """
 
     def __init__(
@@ -96,11 +97,12 @@ class TrainLoader:
         rank: int = 0,
         replicas: int = 1,
         labelled: Tensor | None = None,
+        partners: bool = False,
     ) -> None:
         if labelled is not None:
             split = Split(split.inputs, split.labels.where(labelled.to(split.labels.device), HIDDEN))
         self.split, self.batch_size, self.sampler = split, batch_size, sampler
-        self.rank, self.replicas, self.labelled = rank, replicas, labelled
+        self.rank, self.replicas, self.labelled, self.partners = rank, replicas, labelled, partners
 
     def __len__(self) -> int:
         return math.ceil(len(self.sampler) / self.batch_size)
@@ -115,10 +117,14 @@ class TrainLoader:
             whole = order[first : first + self.batch_size]
             rows = self.sampler.share(first, len(whole), self.rank, self.replicas)
             index = whole[rows].to(device, non_blocking=True)
+            mixed = None
+            if self.partners:
+                before = whole[rows - 1].to(device, non_blocking=True)
+                mixed = Partners(*self.split.take(before), before)
             rows = rows.to(device, non_blocking=True)
             weight = None if self.labelled is None else len(whole) / max(int(self.labelled[whole].sum()), 1)
             samples = self.split.take(index)
-            yield Batch(*samples, index, rows, len(whole), self.replicas, first_step + position, weight)
+            yield Batch(*samples, index, rows, len(whole), self.replicas, first_step + position, weight, mixed)
 
     # Without these two Lightning warns when it resumes in mid-epoch.
     def state_dict(self) -> dict:

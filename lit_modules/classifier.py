@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from apprentice.batch import HIDDEN, Batch
+from apprentice.batch import HIDDEN, Batch, Mixed
 from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepared
 from lit_modules.nets import pipeline_stages
 from lit_modules.objectives.base import of_labelled, shown
@@ -56,6 +56,8 @@ class LitClassifier(Learner):
     def losses(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Cross-entropy of logits (b, ..., classes), and values to log."""
         losses = cross_entropy(outputs, shown(batch.labels, batch.label_weight))
+        if isinstance(batch.mixed, Mixed):
+            losses = batch.mixed.mean(losses, cross_entropy(outputs, batch.mixed.labels))
         parts = {"loss": losses, **self.scores_of("").per_sample(outputs, batch.labels, losses)}
         if batch.label_weight is not None:
             parts = {name: of_labelled(x, batch.labels, batch.label_weight) for name, x in parts.items()}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from apprentice import keyed, replicas
-from apprentice.batch import HIDDEN, Batch
+from apprentice.batch import HIDDEN, Batch, Mixed
 from apprentice.errors import BadInput, naming
 from apprentice.relations import related
 from apprentice.replicas import FEWEST_ROWS
@@ -259,6 +259,10 @@ class Distillation(Learner):
             objective.place = place._replace(index=whole["index"], rows=rows, count=count, peers=whole["peers"])
             visible = shown(labels, batch.label_weight)
             terms = objective.terms(student, teacher, visible)
+            if "mixed" in whole:
+                second = objective.terms(student, teacher, whole["mixed"].labels)
+                means = {name: whole["mixed"].mean(term.values, second[name].values) for name, term in terms.items()}
+                terms = {name: term._replace(values=means[name]) for name, term in terms.items()}
             total, values = weighted_sum(terms, labels, batch.label_weight)
             if objective.relates_rows:
                 with torch.no_grad():
@@ -268,6 +272,7 @@ class Distillation(Learner):
 
         tree: dict[str, Any] = {"student": wide(students[name]), "labels": batch.labels, "index": batch.index}
         tree |= {"peers": peers} | ({} if known is None else {"teacher": known})
+        tree |= {"mixed": batch.mixed} if isinstance(batch.mixed, Mixed) else {}
         return related(relation, tree, batch.rows, batch.count) if objective.relates_rows else relation(tree)
 
     def predict(self, inputs: Tensor) -> dict[str, Tensor]:

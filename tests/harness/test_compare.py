@@ -602,7 +602,14 @@ def test_data_sets_say_which_options_choose_samples():
         assert "root" in getattr(datamodules, name).free_options
     for kind in (datamodules.InMemoryData, datamodules.ImageFolder, datamodules.LabelledText):
         assert "root" not in kind.free_options
-    assert datamodules.ImageFolder.training_options == {"batch_size", "augment", "transforms", "labelled"}
+    assert datamodules.ImageFolder.training_options == {
+        "batch_size",
+        "augment",
+        "transforms",
+        "mixup",
+        "cutmix",
+        "labelled",
+    }
 
 
 def test_bad_input_is_one_line(runs, main, capsys, tmp_path):
