@@ -18,6 +18,7 @@ if __name__ == "__main__":
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from torch import nn
@@ -48,6 +49,7 @@ class Options(cli.RunOptions):
         list_layers: print the nets' layers and the shapes of their outputs, and train nothing.
         teacher_ckpt: a trained teacher, loaded, not trained; {seed} in its path is replaced by each seed.
         teacher_cache_mb: memory for stored teacher outputs; 0 runs the teacher every batch.
+        teacher_cache_dir: a folder that keeps these outputs for other runs with the same teacher and data.
     """
 
     only: list[str] | None = None
@@ -55,8 +57,9 @@ class Options(cli.RunOptions):
     list_layers: bool = False
     teacher_ckpt: str | None = None
     teacher_cache_mb: int = 1024
+    teacher_cache_dir: str | None = None
     grows: ClassVar[Collection[str]] = ("seeds", "only", "zoo", "trainer.max_epochs")
-    newer: ClassVar[Collection[str]] = ("zoo",)
+    newer: ClassVar[Collection[str]] = ("zoo", "teacher_cache_dir")
     fixed: ClassVar[Mapping[str, str]] = {
         "scheduler": "the epochs so far have its rate; with --teacher_ckpt another run learns from the same teachers"
     }
@@ -65,6 +68,8 @@ class Options(cli.RunOptions):
         super().__post_init__()
         if self.teacher_cache_mb < 0:
             raise BadInput("teacher_cache_mb", self.teacher_cache_mb, "a number of megabytes, 0 or more")
+        if self.teacher_cache_dir and Path(self.teacher_cache_dir).is_file():
+            raise BadInput("teacher_cache_dir", self.teacher_cache_dir, "a folder; this is a file")
 
 
 def parser() -> cli.Parser:
@@ -105,8 +110,8 @@ def students(
         nets_and_objectives[name] = candidates[name].net, objective
     module = Distillation(
         teacher, nets_and_objectives, data.input_shape, data.num_classes, seed=seed, **learning(config, data),
-        teacher_cache_mb=config.teacher_cache_mb, input_dtype=data.example.dtype, samples=data.sizes["train"],
-        labelled=data.labelled is None,
+        teacher_cache_mb=config.teacher_cache_mb, teacher_cache_dir=config.teacher_cache_dir,
+        input_dtype=data.example.dtype, samples=data.sizes["train"], labelled=data.labelled is None,
     )  # fmt: skip
     nets_of = {name: student.net for name, student in module.students.items()}
     return module, {name: replaced(run, candidate, nets_of[name]) for name, candidate in candidates.items()}

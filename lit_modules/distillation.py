@@ -2,13 +2,14 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from apprentice import keyed, replicas
 from apprentice.batch import HIDDEN, Batch, Mixed
@@ -23,7 +24,7 @@ from lit_modules.objectives import Objective, Place
 from lit_modules.objectives.base import condensed, of_labelled, shown, viewed, weighted_sum, wide
 from lit_modules.scores import ACCURACY, LABELLED, ClassScores, MakeScores
 from lit_modules.side_by_side import side_by_side
-from lit_modules.stored import sizes
+from lit_modules.stored import Kept, outputs_by_index, sizes
 from lit_modules.student import Student
 
 CE = "cross-entropy"  # of the logits with the labels, whatever the term's name
@@ -46,6 +47,7 @@ class Distillation(Learner):
         seed: key of the dropout's noise and of the objectives' initial weights.
         teacher_cache_mb: MiB on each rank for the teacher's outputs, which are stored if inputs repeat (a data module
             without augmentation, more than one epoch); with 0, or larger outputs, the teacher runs every batch.
+        teacher_cache_dir: a folder that keeps them for other runs with the same teacher and data.
         scores: makes the evaluation scores of a student; `partial(TokenScores, ...)` if nets give logits
             (b, T, classes), a distribution for each token.
         input_dtype: int64 if inputs are tokens.
@@ -69,6 +71,7 @@ class Distillation(Learner):
         scheduler: MakeScheduler | None = None,
         seed: int = 0,
         teacher_cache_mb: int = 1024,
+        teacher_cache_dir: str | Path | None = None,
         scores: MakeScores | None = None,
         input_dtype: torch.dtype = torch.float32,
         samples: int | None = None,
@@ -84,6 +87,7 @@ class Distillation(Learner):
         self.students = nn.ModuleDict(made)  # type: ignore[assignment]  # it has a mapping's methods
         self.teacher_cache_bytes = teacher_cache_mb * 2**20
         self.cache: Outputs | None = None
+        self._kept = Kept(teacher_cache_dir, self.teacher, self.print) if teacher_cache_dir else None
         self._storing = False
         self._epoch, self._whole = math.inf, math.inf  # batches of an epoch, and of the whole training
         self._samples, self._labelled = samples, labelled
@@ -204,11 +208,18 @@ class Distillation(Learner):
         repeats = getattr(data, "train_inputs_repeat", False)
         if not (repeats and self.uses_teacher and self.teacher_cache_bytes and self._whole > self._epoch):
             return
-        own = data.train_in_order(replicas.rank(), replicas.count())
-        chunks = (data.on_after_batch_transfer(chunk, 0) for chunk in own)
+
+        def chunks() -> Iterator[Batch]:
+            own = data.train_in_order(replicas.rank(), replicas.count())
+            return (data.on_after_batch_transfer(chunk, 0) for chunk in own)
+
+        wanted = data.sizes["train"], lambda x: self(x)[0], self.teacher_cache_bytes
         self._storing = True
         with trainer.precision_plugin.forward_context(), torch.no_grad():
-            self.cache = outputs_by_index(chunks, data.sizes["train"], lambda x: self(x)[0], self.teacher_cache_bytes)
+            if self._kept and replicas.count() == trainer.world_size:
+                self.cache = self._kept.outputs(chunks, *wanted)
+            else:
+                self.cache = outputs_by_index(chunks(), *wanted)
         self._storing = False
         if self.cache is None:
             self.print(
@@ -299,26 +310,6 @@ class Distillation(Learner):
             return batch.mean(self._terms(student.objective, run, teacher, outputs, batch)[0])
 
         return step
-
-
-def outputs_by_index(
-    chunks: Iterable[Batch], samples: int, teacher: Callable[[Tensor], Outputs], max_bytes: int
-) -> Outputs | None:
-    """A frozen teacher's outputs by the sample's index; None if `samples` of them take more than `max_bytes` on a rank.
-
-    Ranks compute chunks of fixed size and order and then share them, so a resumed run gets the same bits.
-    """
-    store: Outputs | None = None
-    for chunk in chunks:
-        found = teacher(chunk.inputs)
-        if store is None:  # a rank's first chunk may be empty, but has the shapes
-            row_bytes = sum(x.new_empty(1, *x.shape[1:]).nbytes for x in tree_leaves(found))
-            if row_bytes * samples > max_bytes:
-                return None
-            store = tree_map(lambda x: x.new_zeros(samples, *x.shape[1:]), found)
-        for own, x in zip(tree_leaves(store), tree_leaves(found), strict=True):
-            own[chunk.index] = x
-    return tree_map(replicas.all_reduce_sum_, store)
 
 
 def _remove_teacher(_module: nn.Module, state: dict[str, Tensor], prefix: str, _metadata: Any) -> None:

@@ -1,12 +1,137 @@
-"""What a teacher's stored outputs take, and for which students."""
+"""A frozen teacher's outputs for all training samples: computed once, and kept on disk for other runs."""
 
-from collections.abc import Mapping
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
 
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from apprentice import replicas
+from apprentice.batch import Batch
+from apprentice.errors import BadInput, reason
+from apprentice.weights import read_saved
 from lit_modules.nets import Outputs
 from lit_modules.objectives import Objective
 from lit_modules.objectives.base import OWN
 
 LEAST = 2**20  # bytes that are worth a line
+LOGITS = ""  # their name in a file, which no layer has
+
+Teacher = Callable[[Tensor], Outputs]
+
+
+def outputs_by_index(chunks: Iterable[Batch], samples: int, teacher: Teacher, max_bytes: int) -> Outputs | None:
+    """A frozen teacher's outputs by the sample's index; None if `samples` of them take more than `max_bytes` on a rank.
+
+    Ranks compute chunks of fixed size and order and then share them, so a resumed run gets the same bits.
+    """
+    store: Outputs | None = None
+    for chunk in chunks:
+        found = teacher(chunk.inputs)
+        if store is None and (store := _empty(found, samples, max_bytes)) is None:
+            return None
+        for own, x in zip(tree_leaves(store), tree_leaves(found), strict=True):
+            own[chunk.index] = x
+    return tree_map(replicas.all_reduce_sum_, store)
+
+
+def _empty(found: Outputs, samples: int, max_bytes: int) -> Outputs | None:
+    """Zeros for the outputs of all samples; `found` may have no rows, but has the shapes."""
+    row_bytes = sum(x.new_empty(1, *x.shape[1:]).nbytes for x in tree_leaves(found))
+    return tree_map(lambda x: x.new_zeros(samples, *x.shape[1:]), found) if row_bytes * samples <= max_bytes else None
+
+
+class Kept:
+    """Files of a teacher's outputs in a folder, for this and other runs with the same teacher and inputs.
+
+    A file is named by the teacher's weights, all inputs, and the bits of the outputs for the first of them, which tell
+    what layers are read, how they are reduced, and the kernels of a machine. Runs may share the folder at any time.
+
+    Args:
+        folder: where the files are, made if needed.
+        teacher: the net, before a strategy shards it.
+        tell: prints a line, on one rank.
+    """
+
+    def __init__(self, folder: str | Path, teacher: torch.nn.Module, tell: Callable[[str], object]) -> None:
+        self.folder, self.tell = Path(folder).expanduser(), tell
+        self.weights = [_digest(name.encode(), value) for name, value in sorted(teacher.state_dict().items())]
+
+    def outputs(
+        self, chunks: Callable[[], Iterable[Batch]], samples: int, teacher: Teacher, max_bytes: int
+    ) -> Outputs | None:
+        """As `outputs_by_index`, from the file if it is there and whole, otherwise kept in it.
+
+        A file that is damaged, or can't be written, is told in a line and changes no result.
+        """
+        inputs, first, empty = 0, 0, None
+        for number, chunk in enumerate(chunks()):
+            if len(chunk.index):  # ranks get their chunks in turn, and the last perhaps none
+                inputs += _digest(b"", chunk.index, chunk.inputs)
+            if number == 0:
+                found = teacher(chunk.inputs)
+                first = _digest(repr(list(found.features)).encode(), *tree_leaves(found)) if not replicas.rank() else 0
+                empty = _empty(found, samples, max_bytes)
+        if empty is None:
+            return None
+        device, words = empty.logits.device, 2**32
+        halves = [inputs % words, inputs // words % words, first % words, first // words]
+        low, high, *outputs = replicas.all_reduce_sum_(torch.tensor(halves, device=device)).tolist()
+        everything = [self.weights, (low + high * words) % words**2, outputs]
+        path = self.folder / f"teacher-{hashlib.blake2b(repr(everything).encode(), digest_size=16).hexdigest()}.pt"
+        is_there = torch.zeros(1, device=device)
+        if replicas.rank() == 0 and self._load(path, empty):
+            is_there += 1
+        if replicas.all_reduce_sum_(is_there):
+            self.tell(f"teacher's outputs read from {path}")
+            return tree_map(replicas.all_reduce_sum_, empty)
+        computed = outputs_by_index(chunks(), samples, teacher, max_bytes)
+        if replicas.rank() == 0 and computed is not None:
+            self._save(path, computed)
+        return computed
+
+    def _load(self, path: Path, store: Outputs) -> bool:
+        """Whether a file filled the store."""
+        if not path.exists():
+            return False
+        try:
+            found = read_saved(path, "teacher_cache_dir")
+        except BadInput as error:
+            self.tell(f"teacher's outputs are computed anew: {error}")
+            return False
+        for name, x in _named(store).items():
+            x.copy_(found[name])
+        return True
+
+    def _save(self, path: Path, outputs: Outputs) -> None:
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")  # another run may write the same
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save({name: x.cpu() for name, x in _named(outputs).items()}, temporary)
+            temporary.replace(path)
+        except (OSError, RuntimeError) as error:  # torch's own for a full disk
+            self.tell(f"teacher's outputs are not kept in {self.folder}: {reason(error)}")
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+        else:
+            self.tell(f"teacher's outputs kept in {path}")
+
+
+def _named(outputs: Outputs) -> dict[str, Tensor]:
+    return {LOGITS: outputs.logits, **outputs.features}
+
+
+def _digest(start: bytes, *tensors: Tensor) -> int:
+    """64 bits of a hash of tensors with their shapes and types."""
+    found = hashlib.blake2b(start, digest_size=8)
+    for x in tensors:
+        found.update(repr((tuple(x.shape), x.dtype)).encode())
+        found.update(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(found.digest(), "little")
 
 
 def sizes(stored: Outputs, objectives: Mapping[str, Objective]) -> str:

@@ -16,6 +16,7 @@ ELSEWHERE = {
     "zoo",
     "trainer",
     "teacher_cache_mb",
+    "teacher_cache_dir",
 }  # on lines of their own, or of no effect
 NEUTRAL = {
     "trainer.max_epochs": -1, "trainer.max_steps": -1, "trainer.accumulate_grad_batches": 1,

@@ -17,7 +17,7 @@ from datamodules.mixing import Mixing
 from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN, Outputs
 from lit_modules.objectives import SP, CrossEntropy, Hinton
-from strategies import DDP
+from strategies import DDP, PipelineStrategy
 from tests.training import SHAPE, assert_same, classifier, digits, fit, net, trainer, weights
 
 MIXED: dict[str, Any] = {"augment": True, "mixup": 0.8, "cutmix": 1.0}
@@ -144,6 +144,7 @@ def test_float64_weights_are_the_same_on_any_number_of_processes(devices: int) -
 def test_exact_bits_are_the_same() -> None:
     one, three = (ended(devices, strategy=DDP(timeout=60, exact=8)) for devices in (1, 3))
     assert_same(one, three)
+    assert_same(one, ended(2, strategy=PipelineStrategy(timeout=60, schedule="GPipe", exact=8)))
     assert_same(alone(), ended(1, precision="64-true", strategy=DDP(timeout=60, exact=8)), atol=1e-9)
 
 
