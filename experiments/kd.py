@@ -48,16 +48,16 @@ class Options(cli.RunOptions):
         zoo: train by every method that fits the nets, and say which don't; the best comes first.
         list_layers: print the nets' layers and the shapes of their outputs, and train nothing.
         teacher_ckpt: a trained teacher, loaded, not trained; {seed} in its path is replaced by each seed.
+        teacher_cache_dir: a folder that keeps the teacher's outputs for other runs with the same teacher and data.
         teacher_cache_mb: memory for stored teacher outputs; 0 runs the teacher every batch.
-        teacher_cache_dir: a folder that keeps these outputs for other runs with the same teacher and data.
     """
 
     only: list[str] | None = None
     zoo: bool = False
     list_layers: bool = False
     teacher_ckpt: str | None = None
-    teacher_cache_mb: int = 1024
     teacher_cache_dir: str | None = None
+    teacher_cache_mb: int = 1024
     grows: ClassVar[Collection[str]] = ("seeds", "only", "zoo", "trainer.max_epochs")
     newer: ClassVar[Collection[str]] = ("zoo", "teacher_cache_dir")
     fixed: ClassVar[Mapping[str, str]] = {
