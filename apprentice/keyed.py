@@ -120,16 +120,17 @@ class Dropout(nn.Module):
     Args:
         p: probability of a zero.
         layer: tells the dropout layers of one net apart.
+        channels: drop whole channels of maps (B, C, H, W), as `nn.Dropout2d` does.
 
     Raises:
         ValueError: `p` is not in [0, 1), or the input has another number of rows than the context.
     """
 
-    def __init__(self, p: float = 0.5, layer: int = 0) -> None:
+    def __init__(self, p: float = 0.5, layer: int = 0, channels: bool = False) -> None:
         super().__init__()
         if not 0 <= p < 1:
             raise ValueError(f"p {p}: expected 0 <= p < 1")
-        self.p, self.layer = p, layer
+        self.p, self.layer, self.channels = p, layer, channels
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         return self._dropped(x) if self.training and self.p else x
@@ -138,11 +139,13 @@ class Dropout(nn.Module):
     def _dropped(self, x: Tensor) -> Tensor:
         context = _noise.get()
         if context is None:
-            return F.dropout(x, self.p, training=True)
+            return (F.dropout2d if self.channels else F.dropout)(x, self.p, training=True)
         if len(x) != len(context.rows):
             raise ValueError(f"keyed dropout got {len(x)} rows, expected the {len(context.rows)} of the step's context")
-        keep = context.keep(self.layer, x[:1].numel() if len(x) else 1, self.p)
-        return x * keep.to(x.device).view_as(x) / (1 - self.p)  # a split module's layers are on several devices
+        dropped = x[:, :, :1, :1] if self.channels else x
+        keep = context.keep(self.layer, dropped[:1].numel() if len(x) else 1, self.p)
+        keep = keep.to(x.device).view_as(dropped)  # a split module's layers are on several devices
+        return x * keep / (1 - self.p)
 
     def extra_repr(self) -> str:  # noqa: D102
         return f"p={self.p}, layer={self.layer}"

@@ -6,8 +6,12 @@ from lit_modules.nets.batch_norm import globalise
 from lit_modules.nets.ensemble import Ensemble
 from lit_modules.nets.gpt import GPT
 from lit_modules.nets.layers import DEFAULT_LAYER, layer, run, stage_of
-from lit_modules.nets.plain import DeepNN, LightNN
+from lit_modules.nets.mobilenet import MobileNetV2
+from lit_modules.nets.plain import DeepNN, LeNet, LightNN, MNISTNet
 from lit_modules.nets.resnet import ResNet
 from lit_modules.nets.rnn import RNNClassifier
+from lit_modules.nets.shufflenet import ShuffleNetV1, ShuffleNetV2
 from lit_modules.nets.torchvision import Torchvision
+from lit_modules.nets.vgg import VGG
 from lit_modules.nets.vit import ViT
+from lit_modules.nets.wide_resnet import WideResNet

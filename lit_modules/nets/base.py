@@ -52,6 +52,13 @@ def of_images(input_shape: Sequence[int]) -> Shape:
     return channels, height, width
 
 
+def check_widths(widths: Sequence[int], count: int) -> Sequence[int]:
+    """The widths; ValueError if they aren't `count` numbers of channels."""
+    if len(widths) != count or min(widths) < 1:
+        raise ValueError(f"widths {list(widths)}: expected {count} numbers of channels")
+    return widths
+
+
 def norm_layer(norm: Norm) -> Callable[[int], nn.Module]:
     """A function from a number of channels to their norm; ValueError if there is no norm of this name."""
     makers: dict[str, Callable[[int], nn.Module]] = {"batch": nn.BatchNorm2d, "group": group_norm}
@@ -64,6 +71,13 @@ def group_norm(channels: int) -> nn.GroupNorm:
     """GroupNorm (Wu and He 2018) with as many equal groups as possible: at most 32, as there, of 8 channels or more."""
     groups = range(max(1, min(32, channels // 8)), 0, -1)
     return nn.GroupNorm(next(n for n in groups if channels % n == 0), channels)
+
+
+class Mean(nn.Module):
+    """The mean over positions: (B, C, H, W) -> (B, C)."""
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        return x.mean((2, 3))
 
 
 def typed(net: nn.Module, inputs: Tensor) -> Tensor:

@@ -1,17 +1,33 @@
-"""The teacher and the student of the tutorial: convolutions, then two linear layers."""
+"""Nets of the tutorials: convolutions, then linear layers."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from apprentice.keyed import Dropout
-from lit_modules.nets.base import Net, Shape, of_images
+from lit_modules.nets.base import Net, Shape, check_widths, of_images
 
 
-class _Plain(Net):
-    """Convolutional features, then a classifier of two linear layers with dropout between them."""
+class _Chain(Net):
+    """Convolutional features, then a classifier."""
 
     feature_layer = "features"
     pooled_layer = "classifier<"
+    features: nn.Sequential
+    classifier: nn.Sequential
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits (B, classes) of images (B, C, H, W)."""
+        return self.classifier(torch.flatten(self.features(images), 1))
+
+    def pipeline_stages(self) -> list[nn.Module]:
+        """Each layer."""
+        return [*self.features, nn.Flatten(1), *self.classifier]
+
+
+class _Plain(_Chain):
+    """Convolutions that keep the size, and two pools; a classifier of two linear layers with dropout between them."""
 
     def __init__(
         self, features: list[nn.Module], hidden: int, input_shape: Shape, num_classes: int, dropout: float
@@ -30,40 +46,107 @@ class _Plain(Net):
             Dropout(dropout), nn.Linear(hidden, num_classes),
         )  # fmt: skip
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Logits (B, classes) of images (B, C, H, W)."""
-        return self.classifier(torch.flatten(self.features(images), 1))
 
-    def pipeline_stages(self) -> list[nn.Module]:
-        """Each layer."""
-        return [*self.features, nn.Flatten(1), *self.classifier]
+class _Small(_Chain):
+    """Two convolutions of 5 x 5 without padding, each with ReLU, at `relus`, and 2 x 2 max pooling."""
+
+    def __init__(self, features: list[nn.Module], relus: tuple[str, str], input_shape: Shape) -> None:
+        super().__init__()
+        _, height, width = of_images(input_shape)
+        if min(height, width) < 16:
+            raise ValueError(f"input_shape {tuple(input_shape)}: expected at least 16 x 16 pixels")
+        self.features = nn.Sequential(*features)
+        self.stages, self.preactivations = relus, tuple(f"{relu}<" for relu in relus)
+        self.positions = (((height - 4) // 2 - 4) // 2) * (((width - 4) // 2 - 4) // 2)
 
 
 class DeepNN(_Plain):
     """The tutorial's teacher: four convolutions; 1,186,986 parameters for 3 x 32 x 32 and ten classes.
 
-    Source: PyTorch, "Knowledge Distillation Tutorial". `input_shape` is (C, H, W), `dropout` the probability of a zero.
+    Source: PyTorch, "Knowledge Distillation Tutorial".
+
+    Args:
+        input_shape: (C, H, W).
+        num_classes: number of logits.
+        dropout: the probability of a zero.
+        widths: channels of the four convolutions.
+        hidden: outputs of the first linear layer.
     """
 
-    def __init__(self, input_shape: Shape = (3, 32, 32), num_classes: int = 10, dropout: float = 0.1) -> None:
+    def __init__(
+        self, input_shape: Shape = (3, 32, 32), num_classes: int = 10, dropout: float = 0.1,
+        widths: Sequence[int] = (128, 64, 64, 32), hidden: int = 512,
+    ) -> None:  # fmt: skip
+        first, second, third, fourth = check_widths(widths, 4)
         features = [
-            nn.Conv2d(input_shape[0], 128, 3, padding=1), nn.ReLU(),
-            nn.Conv2d(128, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(),
-            nn.Conv2d(64, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(input_shape[0], first, 3, padding=1), nn.ReLU(),
+            nn.Conv2d(first, second, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(second, third, 3, padding=1), nn.ReLU(),
+            nn.Conv2d(third, fourth, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
         ]  # fmt: skip
-        super().__init__(features, 512, input_shape, num_classes, dropout)
+        super().__init__(features, hidden, input_shape, num_classes, dropout)
 
 
 class LightNN(_Plain):
     """The tutorial's student: two convolutions; 267,738 parameters for 3 x 32 x 32 and ten classes.
 
-    Source: PyTorch, "Knowledge Distillation Tutorial". `input_shape` is (C, H, W), `dropout` the probability of a zero.
+    Source: PyTorch, "Knowledge Distillation Tutorial".
+
+    Args:
+        input_shape: (C, H, W).
+        num_classes: number of logits.
+        dropout: the probability of a zero.
+        widths: channels of the two convolutions.
+        hidden: outputs of the first linear layer.
     """
 
-    def __init__(self, input_shape: Shape = (3, 32, 32), num_classes: int = 10, dropout: float = 0.1) -> None:
+    def __init__(
+        self, input_shape: Shape = (3, 32, 32), num_classes: int = 10, dropout: float = 0.1,
+        widths: Sequence[int] = (16, 16), hidden: int = 256,
+    ) -> None:  # fmt: skip
+        first, second = check_widths(widths, 2)
         features = [
-            nn.Conv2d(input_shape[0], 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(input_shape[0], first, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(first, second, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
         ]  # fmt: skip
-        super().__init__(features, 256, input_shape, num_classes, dropout)
+        super().__init__(features, hidden, input_shape, num_classes, dropout)
+
+
+class LeNet(_Small):
+    """LeNet-5 as the classic tutorials have it; 61,706 parameters for 1 x 32 x 32 images, 62,006 for 3 x 32 x 32.
+
+    Source: PyTorch, "Training a Classifier", after LeCun et al. 1998, "Gradient-based learning applied to document
+    recognition". `input_shape` is (C, H, W).
+    """
+
+    def __init__(self, input_shape: Shape = (3, 32, 32), num_classes: int = 10) -> None:
+        features = [
+            nn.Conv2d(input_shape[0], 6, 5), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2),
+        ]  # fmt: skip
+        super().__init__(features, ("features.1", "features.4"), input_shape)
+        self.classifier = nn.Sequential(
+            nn.Linear(16 * self.positions, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, num_classes)
+        )
+
+
+class MNISTNet(_Small):
+    """The net of the MNIST examples, with logits; 21,840 parameters for 1 x 28 x 28 images and ten classes.
+
+    Source: PyTorch's distributed and MNIST examples.
+
+    Args:
+        input_shape: (C, H, W).
+        num_classes: number of logits.
+        dropout: the probability of a zero: a channel's of the second convolution, and a hidden unit's.
+    """
+
+    def __init__(self, input_shape: Shape = (1, 28, 28), num_classes: int = 10, dropout: float = 0.5) -> None:
+        features = [
+            nn.Conv2d(input_shape[0], 10, 5), nn.MaxPool2d(2), nn.ReLU(),
+            nn.Conv2d(10, 20, 5), Dropout(dropout, channels=True), nn.MaxPool2d(2), nn.ReLU(),
+        ]  # fmt: skip
+        super().__init__(features, ("features.2", "features.6"), input_shape)
+        self.classifier = nn.Sequential(
+            nn.Linear(20 * self.positions, 50), nn.ReLU(), Dropout(dropout, layer=1), nn.Linear(50, num_classes)
+        )

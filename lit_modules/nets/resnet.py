@@ -1,19 +1,27 @@
 """Residual nets for small images (He et al. 2016, "Deep Residual Learning for Image Recognition", section 4.2)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lit_modules.nets.base import Net, Norm, Shape, norm_layer, of_images
+from lit_modules.nets.base import Mean, Net, Norm, Shape, check_widths, norm_layer, of_images
 
 Normed = Callable[[int], nn.Module]
+Shortcut = Literal["pad", "conv"]
 
 
 class Block(nn.Module):
-    """Two 3 x 3 convolutions and a shortcut without parameters (option A): strided, padded with zero channels."""
+    """Two 3 x 3 convolutions and a shortcut, which where the shape changes is one of two.
 
-    def __init__(self, in_channels: int, out_channels: int, stride: int, normed: Normed) -> None:
+    "pad" has no parameters (option A): strided, padded with zero channels. "conv" is a 1 x 1 convolution with its norm
+    (option B).
+    """
+
+    def __init__(
+        self, in_channels: int, out_channels: int, stride: int, normed: Normed, shortcut: Shortcut = "pad"
+    ) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(in_channels, out_channels, 3, stride, padding=1, bias=False)
         self.norm1 = normed(out_channels)
@@ -21,25 +29,37 @@ class Block(nn.Module):
         self.norm2 = normed(out_channels)
         self.relu = nn.ReLU()
         self.stride, self.extra_channels = stride, out_channels - in_channels
+        self.shortcut: nn.Module | None = None
+        if shortcut == "conv" and (stride > 1 or self.extra_channels):
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(in_channels, out_channels, 1, stride, bias=False), normed(out_channels)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, in, H, W) -> (B, out, H / stride, W / stride)."""
         y = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
+        if self.shortcut is not None:
+            return self.relu(y + self.shortcut(x))
         shortcut = x[:, :, :: self.stride, :: self.stride]
         return self.relu(y + F.pad(shortcut, (0, 0, 0, 0, 0, self.extra_channels)))
 
 
 class ResNet(Net):
-    """CIFAR ResNet of 6n + 2 layers, three stages of 16, 32 and 64 channels; ResNet-20 has 269,722 parameters.
+    """CIFAR ResNet of 6n + 2 layers: a stem and three stages; ResNet-20 has 269,722 parameters.
+
+    "resnet8x4" and "resnet32x4" of distillation papers have the widths 32, 64, 128, 256; all nets of their tables have
+    shortcuts of convolutions.
 
     Args:
         depth: 8, 20, 32, 44, 56, 110: any 6n + 2.
         input_shape: (C, H, W).
         num_classes: number of logits.
         norm: BatchNorm, as in the paper, or GroupNorm.
+        widths: channels of the stem and of each stage.
+        shortcut: where a block changes the shape: padded with zeros, as in the paper, or a 1 x 1 convolution.
 
     Raises:
-        ValueError: `depth` is not 6n + 2.
+        ValueError: `depth` is not 6n + 2, or widths are not four, or fall from one stage to the next without "conv".
     """
 
     feature_layer = "stage3"
@@ -47,40 +67,41 @@ class ResNet(Net):
     pooled_layer = "head<"
 
     def __init__(
-        self, depth: int = 20, input_shape: Shape = (3, 32, 32), num_classes: int = 10, norm: Norm = "batch"
-    ) -> None:
+        self, depth: int = 20, input_shape: Shape = (3, 32, 32), num_classes: int = 10, norm: Norm = "batch",
+        widths: Sequence[int] = (16, 16, 32, 64), shortcut: Shortcut = "pad",
+    ) -> None:  # fmt: skip
         super().__init__()
         normed = norm_layer(norm)
         blocks, rest = divmod(depth - 2, 6)
         if blocks < 1 or rest:
             raise ValueError(f"depth {depth}: expected 6n + 2, as 8, 20, 32, 56 or 110")
+        stem, first, second, third = check_widths(widths, 4)
+        if shortcut == "pad" and sorted(widths) != list(widths):
+            raise ValueError(f"widths {list(widths)}: expected them to grow, or shortcut conv")
         self.stem = nn.Sequential(
-            nn.Conv2d(of_images(input_shape)[0], 16, 3, padding=1, bias=False), normed(16), nn.ReLU()
+            nn.Conv2d(of_images(input_shape)[0], stem, 3, padding=1, bias=False), normed(stem), nn.ReLU()
         )
-        self.stage1 = self._stage(16, 16, blocks, 1, normed)
-        self.stage2 = self._stage(16, 32, blocks, 2, normed)
-        self.stage3 = self._stage(32, 64, blocks, 2, normed)
+        self.stage1 = self._stage(stem, first, blocks, 1, normed, shortcut)
+        self.stage2 = self._stage(first, second, blocks, 2, normed, shortcut)
+        self.stage3 = self._stage(second, third, blocks, 2, normed, shortcut)
         self.preactivations = tuple(f"{stage}.{blocks - 1}.relu<" for stage in self.stages)
-        self.head = nn.Linear(64, num_classes)
+        self.head = nn.Linear(third, num_classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d | nn.Linear):
                 nn.init.kaiming_normal_(module.weight)
 
     @staticmethod
-    def _stage(in_channels: int, out_channels: int, blocks: int, stride: int, normed: Normed) -> nn.Sequential:
-        first = Block(in_channels, out_channels, stride, normed)
+    def _stage(
+        in_channels: int, out_channels: int, blocks: int, stride: int, normed: Normed, shortcut: Shortcut
+    ) -> nn.Sequential:
+        first = Block(in_channels, out_channels, stride, normed, shortcut)
         return nn.Sequential(first, *(Block(out_channels, out_channels, 1, normed) for _ in range(blocks - 1)))
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, classes) of images (B, C, H, W)."""
-        x = self.stage3(self.stage2(self.stage1(self.stem(images))))  # (B, 64, H / 4, W / 4)
+        x = self.stage3(self.stage2(self.stage1(self.stem(images))))  # (B, widths[3], H / 4, W / 4)
         return self.head(x.mean((2, 3)))
 
     def pipeline_stages(self) -> list[nn.Module]:
         """The stem, each block, and the head with the mean over positions."""
-        return [self.stem, *self.stage1, *self.stage2, *self.stage3, nn.Sequential(_Mean(), self.head)]
-
-
-class _Mean(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mean((2, 3))  # (B, C, H, W) -> (B, C)
+        return [self.stem, *self.stage1, *self.stage2, *self.stage3, nn.Sequential(Mean(), self.head)]

@@ -67,6 +67,18 @@ def test_dropout_is_keyed_by_seed_step_layer_and_row() -> None:
     assert abs(whole.mean() - 1) < 0.05
 
 
+def test_channels_are_dropped_as_one() -> None:
+    x, layer = torch.ones(128, 16, 3, 5), keyed.Dropout(0.25, channels=True)
+    with keyed.noise(0, 5, ROWS):
+        whole = layer(x)
+    with keyed.noise(0, 5, ROWS[7:9]):
+        assert torch.equal(layer(x[:2]), whole[7:9])
+    assert torch.equal(whole, whole[:, :, :1, :1].expand_as(x))
+    assert abs((whole == 0).float().mean() - 0.25) < 0.03
+    outside = layer(x)
+    assert torch.equal(outside.amax((2, 3)), outside.amin((2, 3)))
+
+
 def test_dropout_outside_a_step_is_torchs_and_in_eval_nothing() -> None:
     x = torch.ones(100, 100)
     assert 0.4 < (keyed.Dropout(0.5)(x) == 0).float().mean() < 0.6

@@ -11,14 +11,21 @@ from apprentice import replicas
 from apprentice.errors import BadInput
 from apprentice.keyed import noise, with_seed
 from lit_modules.nets import (
+    VGG,
     DeepNN,
+    LeNet,
     LightNN,
+    MNISTNet,
+    MobileNetV2,
     Outputs,
     ResNet,
     RNNClassifier,
     SelfAttention,
+    ShuffleNetV1,
+    ShuffleNetV2,
     Torchvision,
     ViT,
+    WideResNet,
     any_kernel,
     check_fits,
     check_same_start,
@@ -88,9 +95,86 @@ def test_resnets_have_the_papers_sizes(depth: int, count: int) -> None:
     assert parameters(ResNet(depth)) == count
 
 
-def test_resnet_refuses_other_depths() -> None:
-    with pytest.raises(ValueError, match=r"6n \+ 2"):
-        ResNet(21)
+WIDE: Any = {"widths": (32, 64, 128, 256), "shortcut": "conv"}
+PUBLISHED = {  # for a hundred classes, by RepDistiller's nets; WRN-40-2 as 2.2 million in its paper
+    "resnet8x4": (lambda **k: ResNet(8, **WIDE, **k), 1_233_540),
+    "resnet32x4": (lambda **k: ResNet(32, **WIDE, **k), 7_433_860),
+    "resnet20": (lambda **k: ResNet(20, shortcut="conv", **k), 278_324),
+    "resnet56": (lambda **k: ResNet(56, shortcut="conv", **k), 861_620),
+    "resnet110": (lambda **k: ResNet(110, shortcut="conv", **k), 1_736_564),
+    "wrn_16_2": (lambda **k: WideResNet(16, 2, **k), 703_284),
+    "wrn_40_1": (lambda **k: WideResNet(40, 1, **k), 569_780),
+    "wrn_40_2": (lambda **k: WideResNet(40, 2, **k), 2_255_156),
+    "vgg8": (lambda **k: VGG(8, **k), 3_965_028),
+    "vgg13": (lambda **k: VGG(13, **k), 9_462_180),
+    "MobileNetV2": (lambda **k: MobileNetV2(0.5, **k), 812_836),
+    "ShuffleV1": (lambda **k: ShuffleNetV1(3, **k), 949_258),
+    "ShuffleV2": (lambda **k: ShuffleNetV2(1.0, **k), 1_355_528),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_nets_of_the_published_tables_have_their_sizes(name: str) -> None:
+    make, count = PUBLISHED[name]
+    with torch.device("meta"):
+        assert parameters(make(num_classes=100)) == count
+
+
+def test_nets_of_the_classic_tutorials_have_their_sizes() -> None:
+    assert (parameters(LeNet()), parameters(MNISTNet())) == (62_006, 21_840)
+    assert parameters(LightNN(widths=(8, 4), hidden=32)) == 3 * 72 + 8 + 8 * 36 + 4 + 256 * 32 + 32 + 330
+    assert DeepNN(widths=(8, 6, 4, 2), hidden=16)(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+
+
+ACTIVE: dict[str, Any] = {
+    "ResNet": lambda: ResNet(8, **WIDE), "VGG": VGG, "ShuffleNetV1": ShuffleNetV1, "LeNet": LeNet,
+}  # fmt: skip
+LINEAR: dict[str, Any] = {"MobileNetV2": MobileNetV2, "ShuffleNetV2": lambda: ShuffleNetV2(0.5)}
+
+
+@pytest.mark.parametrize("name", [*ACTIVE, *LINEAR])
+def test_a_stage_is_the_relu_of_its_preactivation_if_it_ends_in_one(name: str) -> None:
+    net = with_seed(0, {**ACTIVE, **LINEAR}[name])
+    names = [f"stage{number}{end}" for number in range(1, len(net.stages) + 1) for end in ("", ".pre")]
+    found = run(net, torch.randn(2, 3, 32, 32), names).features
+    for after, before in zip(*(map(found.__getitem__, names[start::2]) for start in (0, 1)), strict=True):
+        assert torch.equal(after, before.relu() if name in ACTIVE else before)
+
+
+def test_the_preactivation_of_a_wide_residual_stage_is_behind_the_next_norm() -> None:
+    net = with_seed(0, lambda: WideResNet(10, 1))
+    found = run(net, torch.randn(2, 3, 32, 32), ["stage1", "stage1.pre", "stage3", "stage3.pre", "pooled"]).features
+    torch.testing.assert_close(found["stage1.pre"], nn.BatchNorm2d(16)(found["stage1"]))
+    torch.testing.assert_close(found["stage3.pre"], nn.BatchNorm2d(64)(found["stage3"]))
+    torch.testing.assert_close(found["pooled"], found["stage3.pre"].relu().mean((2, 3)))
+
+
+@pytest.mark.parametrize("make", [WideResNet, VGG, MobileNetV2, ShuffleNetV1, ShuffleNetV2, LeNet, MNISTNet])
+@pytest.mark.parametrize("shape", [(1, 28, 28), (3, 64, 48)])
+def test_nets_of_the_literature_adapt_to_the_images(make: type[nn.Module], shape: tuple[int, int, int]) -> None:
+    net = make(input_shape=shape, num_classes=7)
+    check_fits(net, torch.randn(2, *shape), (7,))
+    assert net(torch.randn(0, *shape)).shape == (0, 7)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: WideResNet(12), r"^depth 12: expected 6n \+ 4, as 16, 28 or 40$"),
+        (lambda: WideResNet(16, 0), "^widen 0: expected 1 or more$"),
+        (lambda: ResNet(21), r"6n \+ 2"),
+        (lambda: ResNet(8, widths=(16, 16, 8, 8)), r"^widths \[16, 16, 8, 8\]: expected them to grow"),
+        (lambda: LightNN(widths=(16,)), r"^widths \[16\]: expected 2 numbers of channels$"),
+        (lambda: VGG(input_shape=(3, 7, 7)), "expected at least 8 x 8 pixels"),
+        (lambda: LeNet(input_shape=(3, 8, 8)), "expected at least 16 x 16 pixels"),
+        (lambda: MobileNetV2(0.0), "^width 0.0: expected 1/16 or more, at most 16$"),
+        (lambda: ShuffleNetV1(5), "^groups 5: expected 1, 2, 3, 4, 8$"),
+        (lambda: ShuffleNetV2(0.7), "^width 0.7: expected 0.5, 1.0, 1.5, 2.0$"),
+    ],
+)  # fmt: skip
+def test_nets_refuse_what_no_paper_has(make: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        make()
 
 
 def test_default_features_are_the_last_maps() -> None:
@@ -183,6 +267,14 @@ CUT = {
     "resnet50": (lambda: Torchvision("resnet50", norm="group"), {"default"}, 23),
     "mobilenet_v2": (lambda: Torchvision("mobilenet_v2", (1, 32, 32)), {"default", "model.features.2.conv"}, 23),
     "Sequential": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Sequential(nn.ReLU(), nn.Flatten())), {"1", "0"}, 3),
+    "conv": (lambda: ResNet(8, shortcut="conv"), {"default", "stage2.0.shortcut"}, 5),
+    "WideResNet": (lambda: WideResNet(10, 1, dropout=0.3), {"default", "stage1.0.norm1", "relu"}, 5),
+    "VGG": (lambda: VGG(8), {"default", "stage1", "stage4.2"}, 20),
+    "MobileNetV2": (lambda: MobileNetV2(0.25), {"default", "blocks.1.0.layers.3"}, 19),
+    "ShuffleNetV1": (lambda: ShuffleNetV1(2), {"default", "stage1.0.by_channel", "stage2.1.relu"}, 18),
+    "ShuffleNetV2": (lambda: ShuffleNetV2(0.5), {"default", "stage2.0.left", "last"}, 18),
+    "LeNet": (LeNet, {"default", "features.0", "classifier"}, 12),
+    "MNISTNet": (lambda: MNISTNet((3, 32, 32)), {"default", "features.4", "classifier.2"}, 12),
     "RNNClassifier": (lambda: RNNClassifier(dropout=0.5), {"default", "head.0"}, 3),
     "ViT": (lambda: ViT(dropout=0.1, distillation_token=True), {"default", "blocks.1", "head", "head_dist"}, 6),
 }

@@ -1,0 +1,79 @@
+"""MobileNetV2 for small images (Sandler et al. 2018), as distillation papers have it."""
+
+from torch import Tensor, nn
+
+from lit_modules.nets.base import Mean, Net, Shape, cuttable, of_images
+
+BLOCKS = ((1, 16, 1, 1), (6, 24, 2, 1), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
+LAST = 1280
+
+
+def _convolved(in_channels: int, out_channels: int, kernel: int, stride: int = 1, groups: int = 1) -> list[nn.Module]:
+    padding = kernel // 2
+    convolution = nn.Conv2d(in_channels, out_channels, kernel, stride, padding, groups=groups, bias=False)
+    return [convolution, nn.BatchNorm2d(out_channels)]
+
+
+class _Residual(nn.Module):
+    """Widened by a 1 x 1 convolution, convolved by channel, narrowed again; added to the input if it has that shape."""
+
+    def __init__(self, in_channels: int, out_channels: int, stride: int, expand: int) -> None:
+        super().__init__()
+        inner = in_channels * expand
+        self.layers = nn.Sequential(
+            *_convolved(in_channels, inner, 1), nn.ReLU(), *_convolved(inner, inner, 3, stride, inner), nn.ReLU(),
+            *_convolved(inner, out_channels, 1),
+        )  # fmt: skip
+        self.adds = stride == 1 and in_channels == out_channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, in, H, W) -> (B, out, H / stride, W / stride)."""
+        return x + self.layers(x) if self.adds else self.layers(x)
+
+
+class MobileNetV2(Net):
+    """MobileNetV2 whose maps of 32 x 32 images end at 2 x 2; half as wide it has 812,836 parameters for 100 classes.
+
+    A block ends in a linear layer: there is no ReLU, and `preactivations` are the stages themselves.
+
+    Args:
+        width: what the numbers of channels are multiplied by.
+        input_shape: (C, H, W).
+        num_classes: number of logits.
+
+    Raises:
+        ValueError: `width` leaves a stage without channels.
+    """
+
+    feature_layer = "blocks.6"
+    stages = ("blocks.1", "blocks.2", "blocks.4", "blocks.6")
+    preactivations = stages
+    pooled_layer = "head<"
+
+    def __init__(self, width: float = 0.5, input_shape: Shape = (3, 32, 32), num_classes: int = 10) -> None:
+        super().__init__()
+        if not 1 / 16 <= width <= 16:
+            raise ValueError(f"width {width}: expected 1/16 or more, at most 16")
+        channels, last = int(32 * width), max(LAST, int(LAST * width))
+        self.stem = nn.Sequential(*_convolved(of_images(input_shape)[0], channels, 3, stride=2), nn.ReLU())
+        self.blocks = nn.Sequential()
+        for expand, out_channels, count, stride in BLOCKS:
+            wide = int(out_channels * width)
+            first = _Residual(channels, wide, stride, expand)
+            self.blocks.append(nn.Sequential(first, *(_Residual(wide, wide, 1, expand) for _ in range(count - 1))))
+            channels = wide
+        self.last = nn.Sequential(*_convolved(channels, last, 1), nn.ReLU())
+        self.head = nn.Linear(last, num_classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        nn.init.normal_(self.head.weight, std=0.01)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits (B, classes) of images (B, C, H, W)."""
+        return self.head(self.last(self.blocks(self.stem(images))).mean((2, 3)))
+
+    def pipeline_stages(self) -> list[nn.Module]:
+        """The stem, each block, and the last convolution with the mean over positions and the head."""
+        return [self.stem, *cuttable(self.blocks), nn.Sequential(self.last, Mean(), self.head)]
