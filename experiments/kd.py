@@ -5,6 +5,7 @@
     python experiments/kd.py --out FOLDER --resume true --seeds 5    # go on, or let a finished run grow
     python experiments/kd.py --data Text --teacher GPT --student GPT --only ce kd    # a language model's tokens
     python experiments/kd.py --zoo true             # every method that fits the nets, the best first
+    python experiments/kd.py --data CIFAR100 --recipe repdistiller --seeds 5         # a row of a published table
     python experiments/kd.py --students.small LightNN --students.deep DeepNN         # each method for several nets
 
 For each seed a teacher is trained (or loaded), every student is distilled from it in one pass over the data, and each
@@ -34,6 +35,7 @@ from harness.studies import zoo
 from harness.studies.distillation import check, make_objective, run_study, wanted
 from harness.studies.fits import Candidate, learning, make_candidate, replaced
 from harness.studies.layers import print_layers
+from harness.studies.recipes import RECIPES, Recipe
 from lit_modules import nets, objectives
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
@@ -44,6 +46,7 @@ class Options(cli.RunOptions):
     """Options of the distillation study.
 
     Args:
+        recipe: the settings of a published table; flags beside it change single ones, --print_config shows all.
         only: train just these students, as in --only ce kd; with --students, small-kd, or kd for that of each net.
         zoo: train by every method that fits the nets, and say which don't; the best comes first.
         list_layers: print the nets' layers and the shapes of their outputs, and train nothing.
@@ -52,6 +55,7 @@ class Options(cli.RunOptions):
         teacher_cache_mb: memory for stored teacher outputs; 0 runs the teacher every batch.
     """
 
+    recipe: Recipe | None = None
     only: list[str] | None = None
     zoo: bool = False
     list_layers: bool = False
@@ -59,7 +63,7 @@ class Options(cli.RunOptions):
     teacher_cache_dir: str | None = None
     teacher_cache_mb: int = 1024
     grows: ClassVar[Collection[str]] = ("seeds", "only", "zoo", "trainer.max_epochs")
-    newer: ClassVar[Collection[str]] = ("zoo", "teacher_cache_dir")
+    newer: ClassVar[Collection[str]] = ("recipe", "zoo", "teacher_cache_dir")
     fixed: ClassVar[Mapping[str, str]] = {
         "scheduler": "the epochs so far have its rate; with --teacher_ckpt another run learns from the same teachers"
     }
@@ -85,6 +89,7 @@ def parser() -> cli.Parser:
     parser.add_variants("variants", bases, objectives, variants, more)
     parser.add_optimizer()
     parser.add_trainer(strategies.NAMES, max_epochs=10, log_every_n_steps=10)
+    parser.add_recipes("recipe", RECIPES)
     return parser
 
 

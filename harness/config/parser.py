@@ -42,7 +42,7 @@ class Parser:
         self.options = Signature(options)
         self.entries: dict[str, Entry | Signature] = {}  # with a signature, the class is not chosen
         self._defaults: dict[str, Given] = {}
-        self._more: dict[str, dict[str, Given]] = {}  # defaults that plain options add
+        self._more: list[tuple[str, Any, Layer]] = []  # a plain option, its value, and the defaults that it adds
         self._nested: dict[str, Classes] = {}  # what options of the Trainer choose from
         self._parsed: dict[str, Any] = {}
 
@@ -73,7 +73,11 @@ class Parser:
         The plain option `only`, if there is one, says which of them are wanted; see `rows`.
         """
         self._add(key, Entry(_classes(bases, package), named=True, given=given, replaces=replaces), dict(defaults))
-        self._more |= {option: layer(dict(added), key=key) for option, added in more.items()}
+        self._more += [(option, True, layer(dict(added), key=key)) for option, added in more.items()]
+
+    def add_recipes(self, option: str, recipes: Mapping[Any, Mapping[str, Any]]) -> None:
+        """Let a value of a plain option set many flags, each of which may be given beside it."""
+        self._more += [(option, name, layer(dict(flags), f"--{option} {name}")) for name, flags in recipes.items()]
 
     def add_optimizer(self, default: Any = "Adam") -> None:
         """Add `--optimizer` and `--scheduler`: torch's classes, tried out on a dummy net when parsed."""
@@ -118,8 +122,10 @@ class Parser:
         path = Path(options.out or "") / "config.yaml"
         run = path if options.resume and path.exists() else None
         start = self._defaults if run is None else self._saved(run)
-        added = ({flag: each for flag, each in more.items() if flag not in start} for more in self._added(options))
-        given = self._merged([start, *added, *layers])
+        added = self._added(options)
+        if run is not None:
+            added = [{flag: each for flag, each in more.items() if flag not in start} for more in added]
+        given = {**self._merged([start, *added, *layers]), **self._for_any_class(added, layers)}
         with as_given(given):
             config = self._config(given)
             self._check(config)
@@ -175,7 +181,16 @@ class Parser:
 
     def _added(self, options: Any) -> list[Layer]:
         """The defaults that plain options add."""
-        return [added for option, added in self._more.items() if getattr(options, option)]
+        return [added for option, value, added in self._more if getattr(options, option) == value]
+
+    def _for_any_class(self, added: Sequence[Layer], layers: Sequence[Layer]) -> Layer:
+        """What a recipe sets of classes that it does not choose, and that no later layer sets."""
+        own, explicit = {flag: each for more in added for flag, each in more.items()}, self._merged(layers)
+        return {
+            flag: each
+            for flag, each in own.items()
+            if each.source and flag not in explicit and flag.rpartition(".")[0] not in own
+        }
 
     def _replaced(self, given: Layer) -> tuple[Layer, list[str]]:
         """What counts where names are given in place of a single choice, and the keys at which none is made then."""

@@ -58,7 +58,7 @@ def _formats(results: Facts) -> dict[str, Facts]:
 EXPERIMENTS = {
     "kd": Experiment(
         lambda results: results["students"], BASELINE, frozenset({"variants"}),
-        frozenset({"only", "zoo", "teacher_cache_mb", "teacher_cache_dir"}),
+        frozenset({"only", "zoo", "recipe", "teacher_cache_mb", "teacher_cache_dir"}),
     ),
     "gpt": Experiment(
         lambda results: {"gpt": entry_of(results["runs"], BITS)}, "gpt", frozenset({"net", "model"}),

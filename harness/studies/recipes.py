@@ -1,0 +1,42 @@
+"""Settings with which published tables of distillation were made, by name; each can still be changed by its flag.
+
+Epochs, batch, optimizer, schedule, augmentation and the methods' weights are as published. Nothing is held out, so that
+all training images are trained on: choose no setting by the test accuracy that such a run prints.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+Recipe = Literal["tutorial", "repdistiller", "mdistiller", "torchvision-a1"]
+
+# Tian et al. 2020, arXiv:1910.10699: 0.01 is their rate for MobileNetV2 and ShuffleNet, 0.05 for all other nets.
+_REPDISTILLER = {
+    "trainer.max_epochs": 240, "data.batch_size": 64, "data.augment": True, "data.validation_size": 0,
+    "optimizer": "SGD", "optimizer.lr": 0.05, "optimizer.momentum": 0.9, "optimizer.weight_decay": 5e-4,
+    "scheduler": "MultiStepLR", "scheduler.milestones": [150, 180, 210], "scheduler.gamma": 0.1,
+    "variants.kd": "Hinton", "variants.kd.temperature": 4.0, "variants.kd.kd_weight": 0.9, "variants.kd.ce_weight": 0.1,
+}  # fmt: skip
+
+RECIPES: Mapping[Recipe, Mapping[str, Any]] = {
+    # PyTorch, "Knowledge Distillation Tutorial"; weights and temperature of its methods are the defaults.
+    "tutorial": {
+        "trainer.max_epochs": 10, "data.batch_size": 128, "data.augment": False, "data.validation_size": 0,
+        "optimizer": "Adam", "optimizer.lr": 1e-3, "scheduler": None,
+    },
+    "repdistiller": _REPDISTILLER,
+    # Zhao et al. 2022, arXiv:2203.08679: the same schedule, and DKD for strong pairs of nets such as resnet32x4.
+    "mdistiller": {
+        **_REPDISTILLER, "variants.dkd": "DKD", "variants.dkd.alpha": 1.0, "variants.dkd.beta": 8.0,
+        "variants.dkd.temperature": 4.0,
+    },
+    # Vryniotis 2021, "How to Train State-Of-The-Art Models Using TorchVision's Latest Primitives", but for what no flag
+    # has: 5 epochs of warm-up, the moving average of weights, repeated augmentation, larger test images.
+    "torchvision-a1": {
+        "trainer.max_epochs": 600, "data.batch_size": 1024, "data.augment": False, "data.validation_size": 0,
+        "data.transforms": ["RandomHorizontalFlip", "TrivialAugmentWide", {"RandomErasing": {"p": 0.1}}],
+        "data.mixup": 0.2, "data.cutmix": 1.0,
+        "optimizer": "SGD", "optimizer.lr": 0.5, "optimizer.momentum": 0.9, "optimizer.weight_decay": 2e-5,
+        "scheduler": "CosineAnnealingLR", "scheduler.T_max": 600,
+        "variants.ce": "CrossEntropy", "variants.ce.label_smoothing": 0.1,
+    },
+}  # fmt: skip

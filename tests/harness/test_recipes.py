@@ -1,0 +1,66 @@
+"""Recipes set what published tables were made with, and give way to flags."""
+
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from apprentice.errors import BadInput
+from experiments import kd
+from harness.studies.recipes import RECIPES, Recipe
+
+
+def chosen(*flags: str) -> dict:
+    parser = kd.parser()
+    return parser.as_dict(parser.parse(flags))
+
+
+def test_the_recipe_of_repdistiller_is_the_papers() -> None:
+    found = chosen("--recipe", "repdistiller", "--data", "CIFAR100")
+    data, optimizer, scheduler = (found[key]["init_args"] for key in ("data", "optimizer", "scheduler"))
+    assert found["data"]["class_path"] == "datamodules.CIFAR100"
+    assert (data["batch_size"], data["augment"], data["validation_size"]) == (64, True, 0)
+    assert (found["trainer"]["max_epochs"], found["optimizer"]["class_path"]) == (240, "torch.optim.SGD")
+    assert (optimizer["lr"], optimizer["momentum"], optimizer["weight_decay"]) == (0.05, 0.9, 5e-4)
+    assert (scheduler["milestones"], scheduler["gamma"]) == ([150, 180, 210], 0.1)
+    kd_options = found["variants"]["kd"]["init_args"]
+    assert (kd_options["temperature"], kd_options["kd_weight"], kd_options["ce_weight"]) == (4.0, 0.9, 0.1)
+
+
+def test_flags_beside_a_recipe_count() -> None:
+    found = chosen(
+        *("--recipe", "mdistiller", "--trainer.max_epochs", "2", "--data", "MNIST", "--data.batch_size", "32"),
+        *("--optimizer", "Adam", "--scheduler", "null", "--variants.kd.kd_weight", "0.5", "--variants.dkd", "DIST"),
+    )
+    assert (found["trainer"]["max_epochs"], found["scheduler"]) == (2, None)
+    assert (found["data"]["init_args"]["batch_size"], found["data"]["init_args"]["augment"]) == (32, True)
+    assert found["optimizer"]["init_args"]["weight_decay"] == 0  # Adam's own, not that of the recipe's SGD
+    assert found["variants"]["kd"]["init_args"]["kd_weight"] == 0.5
+    assert found["variants"]["kd"]["init_args"]["temperature"] == 4.0
+    assert found["variants"]["dkd"]["class_path"] == "lit_modules.objectives.DIST"
+
+
+@pytest.mark.parametrize("name", get_args(Recipe))
+def test_every_recipe_is_one_of_the_command_line(name: Recipe) -> None:
+    found = chosen("--recipe", name)
+    assert found["recipe"] == name
+    assert found["trainer"]["max_epochs"] == RECIPES[name]["trainer.max_epochs"]
+    assert found["data"]["init_args"]["validation_size"] == 0
+
+
+def test_a_recipe_for_images_is_refused_for_texts() -> None:
+    with pytest.raises(BadInput, match=r"^--data\.augment False: expected an option of Text.*\(in --recipe tutorial\)$"):
+        chosen("--recipe", "tutorial", "--data", "Text", "--teacher", "GPT", "--student", "GPT")
+
+
+def test_a_run_goes_on_with_its_own_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ("--data.train_size", "40", "--data.test_size", "20", "--seeds", "1", "--only", "kd")
+    out = ("--out", str(tmp_path / "run"))
+    kd.main(["--recipe", "repdistiller", "--trainer.max_epochs", "1", *small, *out])
+    files = [tmp_path / "run" / name for name in ("config.yaml", "seed0/kd/weights.pt")]
+    before = [file.read_bytes() for file in files]
+    kd.main(["--resume", "true", *out])
+    assert [file.read_bytes() for file in files] == before
+    with pytest.raises(SystemExit):
+        kd.main(["--resume", "true", "--recipe", "tutorial", *out])
+    assert "error: --recipe tutorial: expected repdistiller" in capsys.readouterr().err
