@@ -188,9 +188,11 @@ class InMemoryData(LightningDataModule):
         return TrainLoader(train, self.batch_size, order, rank, replicas, labelled, self.wants_partners)
 
     def _order(self, size: int) -> EpochOrder:
+        repeats = bool(getattr(self.trainer, "overfit_batches", 0))
         if self.partition is None:
-            return EpochOrder(size, self.order_seed, self._position)
-        return PartitionedOrder(self.partition, keyed.fold_in(self.seed, 3), size, self.order_seed, self._position)
+            return EpochOrder(size, self.order_seed, self._position, repeats)
+        chosen = keyed.fold_in(self.seed, 3)
+        return PartitionedOrder(self.partition, chosen, size, self.order_seed, self._position, repeats)
 
     def train_in_order(self, rank: int = 0, replicas: int = 1) -> ChunkLoader:
         """The training set once, in chunks in index order; `index` is the same as in `train_dataloader`'s batches."""
@@ -203,6 +205,10 @@ class InMemoryData(LightningDataModule):
     def test_dataloader(self) -> ChunkLoader:
         """The test samples, each exactly once; a Trainer's limit counts batches of one device, in a seeded order."""
         return self._chunks("test")
+
+    def predict_dataloader(self) -> ChunkLoader:
+        """The test samples, as in `test_dataloader`, for `trainer.predict`."""
+        return self.test_dataloader()
 
     def check_replicas(self, replicas: int, exact: int | None = None) -> None:
         """Raise BadInput if a batch can't be shared among so many ranks, or not under `--exact`."""

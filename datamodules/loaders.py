@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities import CombinedLoader
@@ -24,11 +25,12 @@ class EpochOrder:
         size: number of samples.
         seed: the training seed.
         position: batches of the current epoch that the running fit has completed.
+        repeats: whether all epochs have the order of the first, as for a Trainer's `overfit_batches`.
     """
 
-    def __init__(self, size: int, seed: int, position: Callable[[], int] = lambda: 0) -> None:
+    def __init__(self, size: int, seed: int, position: Callable[[], int] = lambda: 0, repeats: bool = False) -> None:
         self.size, self.seed, self.epoch = size, seed, 0
-        self._position, self._announced = position, False
+        self._position, self._announced, self._repeats = position, False, repeats
 
     def __len__(self) -> int:
         return self.size
@@ -44,7 +46,11 @@ class EpochOrder:
 
     def indices(self) -> Tensor:
         """(size,) int64, the order of the current epoch."""
-        return keyed.permutation(self.size, self.seed, self.epoch)
+        return keyed.permutation(self.size, self.seed, self._key)
+
+    @property
+    def _key(self) -> int:
+        return 0 if self._repeats else self.epoch
 
     def share(self, start: int, count: int, rank: int, replicas: int) -> Tensor:
         """(b,) int64, the rows that this rank sees of a global batch of `count` from `start` on; b may be 0."""
@@ -58,10 +64,8 @@ class PartitionedOrder(EpochOrder):
     about a rank's fraction of samples from that rank's partition, perhaps none. `chosen` is the partition's seed.
     """
 
-    def __init__(
-        self, fractions: Sequence[float], chosen: int, size: int, seed: int, position: Callable[[], int] = lambda: 0
-    ) -> None:
-        super().__init__(size, seed, position)
+    def __init__(self, fractions: Sequence[float], chosen: int, size: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(size, *args, **kwargs)
         cuts = [round(sum(fractions[:i]) * size) for i in range(len(fractions))]
         self.parts = keyed.permutation(size, chosen).split([b - a for a, b in itertools.pairwise([*cuts, size])])
         turns = [(torch.arange(len(part)) + 0.5) / max(len(part), 1) for part in self.parts]
@@ -72,7 +76,7 @@ class PartitionedOrder(EpochOrder):
         """(size,) int64, the order of the current epoch."""
         order = torch.empty(self.size, dtype=torch.int64)
         for rank, part in enumerate(self.parts):
-            order[self._owners == rank] = part[keyed.permutation(len(part), self.seed, self.epoch, rank)]
+            order[self._owners == rank] = part[keyed.permutation(len(part), self.seed, self._key, rank)]
         return order
 
     def share(self, start: int, count: int, rank: int, replicas: int) -> Tensor:

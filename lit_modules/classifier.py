@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from apprentice.batch import HIDDEN, Batch, Mixed
+from apprentice.recorded import Spec, made
 from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepared
 from lit_modules.nets import pipeline_stages
 from lit_modules.objectives.base import of_labelled, shown
@@ -22,7 +23,7 @@ class LitClassifier(Learner):
     labels do not count.
 
     Args:
-        net: the net.
+        net: the net, or its class and arguments, as `load_from_checkpoint` has them.
         num_classes: number of logits.
         optimizer: makes the optimizer from parameter groups.
         scheduler: makes a learning-rate scheduler, stepped once an epoch.
@@ -34,7 +35,7 @@ class LitClassifier(Learner):
 
     def __init__(
         self,
-        net: nn.Module,
+        net: nn.Module | Spec,
         num_classes: int = 10,
         optimizer: MakeOptimizer = adam,
         scheduler: MakeScheduler | None = None,
@@ -43,7 +44,7 @@ class LitClassifier(Learner):
     ) -> None:
         super().__init__([""], scores or partial(ClassScores, num_classes), optimizer, scheduler, seed)
         self.of_labels = {"loss", ACCURACY}
-        self.net = prepared(net).to(memory_format=torch.channels_last)
+        self.net = prepared(made(net)).to(memory_format=torch.channels_last)
 
     def parameter_groups(self) -> list[list[nn.Parameter]]:
         """The net's trainable parameters."""

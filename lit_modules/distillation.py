@@ -14,8 +14,10 @@ from torch.utils._pytree import tree_map
 from apprentice import keyed, replicas
 from apprentice.batch import HIDDEN, Batch, Mixed
 from apprentice.errors import BadInput, naming
+from apprentice.recorded import Spec, made
 from apprentice.relations import related
 from apprentice.replicas import FEWEST_ROWS
+from apprentice.weights import load_weights
 from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepared
 from lit_modules.nets import Ensemble, Outputs, any_kernel, run, typed
 from lit_modules.nets.ensemble import MEMBERS
@@ -38,7 +40,7 @@ class Distillation(Learner):
     loss is no longer finite keeps its parameters and is named in `failed`; the others continue.
 
     Args:
-        teacher: a trained net, inputs (b, ...) -> logits (b, classes).
+        teacher: a trained net, inputs (b, ...) -> logits (b, classes), or its class and arguments.
         students: by name, a net and an objective.
         input_shape: of one input, such as (C, H, W), for objectives whose parts depend on the shapes of features.
         num_classes: number of logits.
@@ -53,6 +55,7 @@ class Distillation(Learner):
         input_dtype: int64 if inputs are tokens.
         samples: in the training set, if batches name their samples by `index`.
         labelled: whether all of them have labels; if not, batches have a `label_weight`.
+        teacher_weights: a file of the teacher's weights, to load: checkpoints have its class and arguments alone.
 
     Raises:
         BadInput: an objective refuses its nets, gives other than one value a row for a term, or relates rows without
@@ -63,8 +66,8 @@ class Distillation(Learner):
 
     def __init__(
         self,
-        teacher: nn.Module,
-        students: Mapping[str, tuple[nn.Module, Objective]],
+        teacher: nn.Module | Spec,
+        students: Mapping[str, tuple[nn.Module, Objective] | Sequence[Spec]],
         input_shape: tuple[int, ...] = (3, 32, 32),
         num_classes: int = 10,
         optimizer: MakeOptimizer = adam,
@@ -76,15 +79,16 @@ class Distillation(Learner):
         input_dtype: torch.dtype = torch.float32,
         samples: int | None = None,
         labelled: bool = True,
+        teacher_weights: str | Path | None = None,
     ) -> None:
         super().__init__(students, scores or partial(ClassScores, num_classes), optimizer, scheduler, seed)
         for name in students:
             if hasattr(nn.ModuleDict, name) or "." in name:
                 raise BadInput("variants", name, "a name without dots that is no attribute of torch's ModuleDict")
-        self.teacher = teacher.requires_grad_(False).eval()
-        self._example = torch.zeros(1, *input_shape, dtype=input_dtype)
-        made = {name: self._student(name, *of) for name, of in students.items()}
-        self.students = nn.ModuleDict(made)  # type: ignore[assignment]  # it has a mapping's methods
+        self.teacher = _trained(teacher, teacher_weights).requires_grad_(False).eval()
+        self._example = torch.zeros(1, *input_shape, dtype=made(input_dtype))
+        each = {name: self._student(name, *made(of, f"students.{name}")) for name, of in students.items()}
+        self.students = nn.ModuleDict(each)  # type: ignore[assignment]  # it has a mapping's methods
         self.teacher_cache_bytes = teacher_cache_mb * 2**20
         self.cache: Outputs | None = None
         self._kept = Kept(teacher_cache_dir, self.teacher, self.print) if teacher_cache_dir else None
@@ -310,6 +314,17 @@ class Distillation(Learner):
             return batch.mean(self._terms(student.objective, run, teacher, outputs, batch)[0])
 
         return step
+
+
+def _trained(teacher: nn.Module | Spec, weights: str | Path | None) -> nn.Module:
+    """The teacher, with weights of a file if one is given; BadInput for one that would have none."""
+    net: nn.Module = made(teacher, "teacher")
+    if weights is not None:
+        load_weights(net, str(weights), "teacher_weights")
+    elif net is not teacher and not getattr(net, "is_trained", False):
+        expected = "a trained net, or beside it teacher_weights=FILE: a checkpoint has no weights of the teacher"
+        raise BadInput("teacher", type(net).__name__, expected)
+    return net
 
 
 def _remove_teacher(_module: nn.Module, state: dict[str, Tensor], prefix: str, _metadata: Any) -> None:

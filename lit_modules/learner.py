@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from apprentice import keyed
 from apprentice.batch import Batch
 from apprentice.keyed import Dropout, unkeyed
+from apprentice.recorded import made
 from lit_modules.loss_scale import HOPELESS, LossScales
 from lit_modules.nets import globalise
 from lit_modules.scores import LABELLED, MakeScores, RunMetrics, global_means, tags
@@ -46,8 +47,9 @@ class Learner(RunMetrics):
         scheduler: MakeScheduler | None = None,
         seed: int = 0,
     ) -> None:
-        super().__init__(runs, scores)
-        self.make_optimizer, self.make_scheduler, self.seed = optimizer, scheduler, seed
+        super().__init__(runs, made(scores))
+        self.make_optimizer, self.make_scheduler = made(optimizer, "optimizer"), made(scheduler, "scheduler")
+        self.seed = seed
         self.loss_scales = LossScales()
 
     def parameter_groups(self) -> list[list[nn.Parameter]]:

@@ -13,6 +13,7 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 
 from apprentice import replicas
 from apprentice.batch import Batch
+from apprentice.recorded import Recorded
 from lit_modules.objectives.base import widened
 from lit_modules.objectives.cross_entropy import cross_entropy
 
@@ -136,7 +137,7 @@ class TokenScores(Scores):
         return {"bpc": (cross_entropy(logits, labels) if ce is None else ce).detach() * self.bits}
 
 
-class RunMetrics(LightningModule):
+class RunMetrics(Recorded, LightningModule):
     """The part of a module that logs its runs, such as the students of a distillation.
 
     A run's values are logged as `<run>/<stage>/<what>`, or `<stage>/<what>` for the only run of a module.
@@ -149,6 +150,7 @@ class RunMetrics(LightningModule):
 
     def __init__(self, runs: Iterable[str], scores: MakeScores) -> None:
         super().__init__()
+        self.save_hyperparameters(self.init_args)
         self.runs = list(runs)
         # A list in the order of the runs: "" can't be the name of a submodule.
         self.scores = nn.ModuleList(scores() for _ in self.runs)
@@ -240,6 +242,12 @@ class RunMetrics(LightningModule):
             self.scores_of(run).update(logits, batch.labels)
 
     test_step = validation_step
+
+    def predict_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Tensor | dict[str, Tensor]:
+        """Logits (b, ..., classes) of a batch, of inputs alone too; of several runs by their names."""
+        inputs = batch.inputs if isinstance(batch, Batch) else batch[0] if isinstance(batch, list | tuple) else batch
+        found = self.predict(inputs)
+        return found.get("", found)
 
     def on_validation_epoch_end(self) -> None:
         """Log the validation scores."""

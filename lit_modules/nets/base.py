@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from apprentice.errors import BadInput, reason
 from apprentice.keyed import with_seed
+from apprentice.recorded import Recorded
 
 Shape = tuple[int, int, int]  # (C, H, W)
 Norm = Literal["batch", "group"]
@@ -22,7 +23,7 @@ class Outputs(NamedTuple):
     features: dict[str, Tensor]
 
 
-class Net(nn.Module):
+class Net(Recorded, nn.Module):
     """A classifier of inputs (B, ...), such as images (B, C, H, W), whose `forward` gives logits (B, classes).
 
     Subclasses take `input_shape` and `num_classes` by keyword, from the data module. To be cut for a pipeline, define

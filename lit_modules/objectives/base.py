@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from apprentice.batch import HIDDEN
 from apprentice.errors import BadInput
+from apprentice.recorded import Recorded
 from lit_modules.nets.base import Outputs
 from lit_modules.nets.ensemble import MEMBERS
 from lit_modules.nets.layers import DEFAULT_LAYER
@@ -42,7 +43,7 @@ class Place(NamedTuple):
     peers: Mapping[str, Outputs] = MappingProxyType({})  # outputs of the students in `peers`, without gradients
 
 
-class Objective(nn.Module, ABC):
+class Objective(Recorded, nn.Module, ABC):
     """A distillation method: names the layers that it reads, and returns its terms.
 
     It may own trainable parts, made in `build` and used in `adapt` and `adapt_teacher`: they train with the student, in
