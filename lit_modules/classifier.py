@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from apprentice.batch import HIDDEN, Batch, Mixed
-from apprentice.recorded import Spec, made
 from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepared
 from lit_modules.nets import pipeline_stages
+from lit_modules.nets.recorded import Spec, made
 from lit_modules.objectives.base import of_labelled, shown
 from lit_modules.objectives.cross_entropy import cross_entropy
 from lit_modules.scores import ACCURACY, LABELLED, ClassScores, MakeScores

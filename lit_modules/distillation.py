@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_map
 from apprentice import keyed, replicas
 from apprentice.batch import HIDDEN, Batch, Mixed
 from apprentice.errors import BadInput, naming
-from apprentice.recorded import Spec, made
 from apprentice.relations import related
 from apprentice.replicas import FEWEST_ROWS
 from apprentice.weights import load_weights
@@ -22,6 +21,7 @@ from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, pre
 from lit_modules.nets import Ensemble, Outputs, any_kernel, run, typed
 from lit_modules.nets.ensemble import MEMBERS
 from lit_modules.nets.layers import layer
+from lit_modules.nets.recorded import Spec, made
 from lit_modules.objectives import Objective, Place
 from lit_modules.objectives.base import condensed, of_labelled, shown, viewed, weighted_sum, wide
 from lit_modules.scores import ACCURACY, LABELLED, ClassScores, MakeScores

@@ -15,9 +15,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from apprentice import keyed
 from apprentice.batch import Batch
 from apprentice.keyed import Dropout, unkeyed
-from apprentice.recorded import made
 from lit_modules.loss_scale import HOPELESS, LossScales
 from lit_modules.nets import globalise
+from lit_modules.nets.recorded import made
 from lit_modules.scores import LABELLED, MakeScores, RunMetrics, global_means, tags
 
 MakeOptimizer = Callable[[Iterable], Optimizer]
@@ -177,7 +177,7 @@ class Learner(RunMetrics):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the running sums of an interrupted epoch, the failed runs and the loss scales."""
-        state = {"train_sums": self.train_sums, "samples": self.samples, "failed": self.failed}
+        state = {name: getattr(self, name) for name in ("train_sums", "samples", "epochs", "validated", "failed")}
         checkpoint["learner"] = state | {"loss_scales": self.loss_scales.state_dict()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 from lightning import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import Metric
@@ -13,7 +14,7 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 
 from apprentice import replicas
 from apprentice.batch import Batch
-from apprentice.recorded import Recorded
+from lit_modules.nets.recorded import Recorded
 from lit_modules.objectives.base import widened
 from lit_modules.objectives.cross_entropy import cross_entropy
 
@@ -156,6 +157,8 @@ class RunMetrics(Recorded, LightningModule):
         self.scores = nn.ModuleList(scores() for _ in self.runs)
         self.train_sums: dict[str, float] = {}
         self.samples = 0
+        self.epochs: list[dict[str, float]] = []  # of each the means in training, and the scores of its validation
+        self.validated: dict[str, float] = {}  # in this epoch
         self.failed: dict[str, dict[str, Any]] = {}
         self.of_labels: set[str] = set()
 
@@ -210,8 +213,10 @@ class RunMetrics(Recorded, LightningModule):
     def on_train_epoch_end(self) -> None:
         """Log the epoch's means over samples, as the tutorials print them."""
         if self.train_sums:
-            self._log_epoch({f"{name}_epoch": mean for name, mean in self.epoch_means().items()}, "train")
-        self.train_sums = {}
+            means = self.epoch_means()
+            self._log_epoch({f"{name}_epoch": mean for name, mean in means.items()}, "train")
+            self.epochs.append({**tags(means, "train"), **self.validated})
+        self.train_sums, self.validated = {}, {}
 
     def epoch_means(self) -> dict[str, float]:
         """The means of training values in the epoch so far, over its rows or, of those `of_labels`, the labelled ones.
@@ -265,7 +270,10 @@ class RunMetrics(Recorded, LightningModule):
             values = scores.compute()
             if stage != "test":
                 values.pop("correct", None)
-            self._log_epoch({f"{run}/{k}" if run else k: v for k, v in values.items()}, stage)
+            values = {f"{run}/{k}" if run else k: v for k, v in values.items()}
+            self._log_epoch(values, stage)
+            if stage == "val" and self.trainer.state.fn == TrainerFn.FITTING and not self.trainer.sanity_checking:
+                self.validated |= tags({name: float(value) for name, value in values.items()}, stage)
             if stage == "test" and isinstance(scores, ClassScores):
                 confusion = scores.confusion.compute().cpu()
                 for logger in self.loggers:

@@ -91,11 +91,14 @@ class Parser:
     def add_trainer(self, strategies: training.Names, **defaults: Any) -> None:
         """Add `--trainer.OPTION` for Lightning's Trainer, with options below `--trainer.strategy` and `callbacks`.
 
-        `defaults` are in place of the Trainer's own; `logger` only switches ours on and off.
+        `defaults` are in place of the Trainer's own. `logger` names others beside ours, or switches ours on and off.
         """
         from lightning.pytorch import Trainer
 
-        self._nested = {"callbacks": training.CALLBACKS, "strategy": training.Strategies(names=strategies)}
+        self._nested = {
+            "callbacks": training.CALLBACKS, "logger": training.Loggers(),
+            "strategy": training.Strategies(names=strategies),
+        }  # fmt: skip
         self._add("trainer", Signature(Trainer, training.OWNED, training.TYPES), {"logger": True, **defaults})
 
     def _add(self, key: str, entry: Entry | Signature, default: Any) -> None:

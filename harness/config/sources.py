@@ -33,7 +33,7 @@ Layer: TypeAlias = Mapping[str, Given]  # by flag; what chooses a class stands a
 
 def free(flag: str) -> bool:
     """Whether a setting may change when a run resumes, because no result depends on it."""
-    return flag in FREE or flag.startswith("trainer.strategy.")
+    return flag in FREE or flag.startswith(("trainer.strategy.", "trainer.logger."))
 
 
 def read(argv: Sequence[str]) -> tuple[list[Layer], set[str]]:

@@ -9,7 +9,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, callbacks, strategies
+from lightning.pytorch import Callback, callbacks, loggers, strategies
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from torch import nn
 from torch.optim import lr_scheduler
@@ -36,7 +37,8 @@ AT_LEAST = {
 }  # fmt: skip
 ABOVE_ZERO = ("limit_train_batches", "limit_test_batches", "val_check_interval")
 FRACTIONS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "val_check_interval")
-TYPES = {"logger": bool, "devices": int | list[int] | str}  # in place of the Trainer's own
+# In place of the Trainer's own.
+TYPES = {"logger": bool | Logger | list[Logger], "devices": int | list[int] | str}
 ONE_SCHEDULER = "one scheduler by itself, such as MultiStepLR or CosineAnnealingLR"
 TRIED_EPOCHS = 1000
 
@@ -51,9 +53,21 @@ SCHEDULERS = Classes((lr_scheduler.LRScheduler,), lr_scheduler, frozenset({"opti
     lr_scheduler.SequentialLR: ONE_SCHEDULER,
     lr_scheduler.ChainedScheduler: ONE_SCHEDULER,
 })  # fmt: skip
-CALLBACKS = Classes((Callback,), callbacks, refused={
-    callbacks.Checkpoint: "a callback that writes no checkpoints; the run writes its own, see --checkpoint_every",
-})  # fmt: skip
+CALLBACKS = Classes((Callback,), callbacks)
+
+
+@dataclass(frozen=True)
+class Loggers(Classes):
+    """What `--trainer.logger` chooses from: loggers beside TensorBoard's, true for that alone, or false for none."""
+
+    bases: tuple[type, ...] = (Logger,)
+    package: ModuleType = loggers
+
+    def find(self, name: Any, key: str) -> tuple[Any, Mapping[str, Any]]:
+        """The class of this name, or true or false."""
+        if key == "trainer.logger" and str(name).lower() in {"true", "false"}:
+            return str(name).lower() == "true", {}
+        return super().find(name, key)
 
 
 @dataclass(frozen=True)

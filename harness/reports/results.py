@@ -63,6 +63,7 @@ def bake_off_results(
             "max_epochs": teacher[0].get("max_epochs"),
             **{key: [facts[key] for facts in teacher] for key in (*metric.tested, "fit_seconds")},
             **_costs(teacher, teacher),
+            "epochs": [facts.get("epochs") for facts in teacher],
         },
         "students": entries,
     }
@@ -90,6 +91,7 @@ def entry_of(rows: list[Facts], metric: Metric) -> Facts:
         **_costs(rows, [facts for facts in rows if not facts["failed"]]),
         "delta_vs_ce": None,
         "failed": [facts["failed"] or None for facts in rows],
+        "epochs": [facts.get("epochs") for facts in rows],  # None in records of older versions
     }
 
 

@@ -1,6 +1,6 @@
 """One fit and test: an interrupted fit resumes from its checkpoint, a finished one is not repeated."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import Logger
 from torch.multiprocessing import ProcessExitedException
 
 from harness.runs import safepoints, signals
+from harness.runs.loggers import end
 from harness.runs.progress import Show
 from harness.runs.quiet import quiet
 from harness.runs.safepoints import AtomicCheckpointIO, SafePoints
@@ -44,6 +47,8 @@ def fit_and_test(
     show: Show | None = None,  # what shows the progress
     trained: bool = False,  # whether the module has its weights already and is only tested
     extended: bool = False,  # whether a finished fit goes on, as its Trainer has more epochs now
+    more: Sequence[Logger] = (),  # loggers beside TensorBoard's
+    suited: Callable[[Trainer], None] = lambda _: None,  # takes from a fit's Trainer what does not suit the module
 ) -> Fit:
     """Fit the module, from its checkpoint if there is one, then test its last weights once.
 
@@ -59,7 +64,8 @@ def fit_and_test(
     def trainer(purge_step: int = 0, part: str = "", **kwargs: Any) -> Trainer:
         logger = RunsLogger(checkpoint.parent, runs, checkpoint.stem, purge_step, part, score)
         kwargs |= {"show": show} if show else {}
-        return make_trainer(logger=logger if tensorboard else False, plugins=[AtomicCheckpointIO()], **kwargs)
+        loggers = [*([logger] if tensorboard else []), *more]
+        return make_trainer(logger=loggers or False, plugins=[AtomicCheckpointIO()], **kwargs)
 
     with quiet():
         if not trained and (extended or not (state and state["callbacks"]["SafePoints"]["finished"])):
@@ -67,7 +73,10 @@ def fit_and_test(
                 purge_step = state["global_step"] if state else 0
                 resumed: dict[str, Any] = {"ckpt_path": str(checkpoint), "weights_only": True} if state else {}
                 own = [SafePoints(checkpoint, every), Speed()]
-                trainer(purge_step, enable_checkpointing=True, callbacks=own).fit(module, data, **resumed)
+                fitting = trainer(purge_step, enable_checkpointing=True, callbacks=own)
+                suited(fitting)
+                _place_checkpoints(fitting, checkpoint)
+                fitting.fit(module, data, **resumed)
             state = safepoints.read(checkpoint)
         if state is not None:
             safepoints.load(module, state, checkpoint)
@@ -75,8 +84,16 @@ def fit_and_test(
         testing = trainer(part=".test", **only_test)
         scores = testing.test(module, data, verbose=False)[0]
         testing.strategy.barrier()
+        end(more)
     seconds = state["callbacks"]["SafePoints"]["seconds"] if state else None
     return Fit(seconds, dict(scores), testing.strategy.root_device, testing.strategy.precision_plugin.forward_context)
+
+
+def _place_checkpoints(trainer: Trainer, checkpoint: Path) -> None:
+    """Let Lightning's ModelCheckpoint write into the run's folder, unless the user has named another."""
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
+            callback.dirpath = str(checkpoint.parent / "checkpoints" / checkpoint.stem)
 
 
 @contextmanager

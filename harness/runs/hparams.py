@@ -24,9 +24,14 @@ ALWAYS = ("lr", "batch_size")  # written even where they are the default
 
 def words(choice: cli.Choice, key: str, given: Iterable[str] = ()) -> str:
     """A class with its options other than the default and the `given`, as `Adam(lr=0.001)`."""
-    defaults = options_of(imported(choice.class_path, key), frozenset(given)).defaults
-    options = {name: value for name, value in choice.init_args.items() if name not in given}
+    defaults = _listed(options_of(imported(choice.class_path, key), frozenset(given)).defaults)
+    options = _listed({name: value for name, value in choice.init_args.items() if name not in given})
     return call(choice.name, {k: v for k, v in options.items() if k in ALWAYS or v != defaults.get(k, v)})
+
+
+def _listed(options: Mapping[str, Any]) -> dict[str, Any]:
+    """With lists for tuples, as files have them."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
 
 
 def call(name: str, options: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import Logger
 
 import strategies
 from apprentice.errors import BadInput
@@ -18,7 +19,7 @@ from datamodules import InMemoryData
 from harness import config as cli
 from harness.config.sources import INVOCATION, flat
 from harness.console import console
-from harness.runs import calls, environment, folders, launch, signals
+from harness.runs import calls, environment, folders, launch, loggers, signals
 from harness.runs.files import recorded, write_json, write_text
 from harness.runs.fit import MakeTrainer
 from harness.runs.quiet import notice, quiet
@@ -51,6 +52,12 @@ class Session:
         """Whether TensorBoard's files are written."""
         return self.config.trainer.init_args["logger"] is not False
 
+    def loggers(self, fit: str) -> list[Logger]:
+        """Those that the user has chosen beside TensorBoard's, new ones for a fit, which is a run in each."""
+        return loggers.chosen(
+            self.config.trainer.init_args["logger"], f"{Path(self.config.out or self.name).name}/{fit}"
+        )
+
     @property
     def is_double(self) -> bool:
         """Whether nets are float64."""
@@ -59,6 +66,7 @@ class Session:
     def checked_trainer(self) -> Trainer:
         """A Trainer that can divide the data among its devices; BadInput if it can't."""
         trainer = self.trainer()
+        self.loggers("check")
         sampler = trainer.distributed_sampler_kwargs or {}
         self.data.check_replicas(sampler.get("num_replicas", 1), self.config.exact)
         self.used = self.data.used(trainer)

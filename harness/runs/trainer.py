@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.plugins import environments
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -57,6 +57,7 @@ def _trainer(
     show: Show | None = None,
     **own: Any,
 ) -> Trainer:
+    chosen = replace(chosen, init_args={**chosen.init_args, "logger": False})  # those of a fit are given
     settings = config.arguments(chosen, "trainer")
     settings |= {name: settings[name] or 0 for name in ("enable_model_summary", "num_sanity_val_steps")} | own
     if settings["accelerator"] == "auto" and torch.backends.mps.is_available():
@@ -64,6 +65,8 @@ def _trainer(
     for name, more in (("callbacks", callbacks), ("plugins", plugins)):
         given = settings[name] or []
         settings[name] = [*(given if isinstance(given, list) else [given]), *more]
+    if settings.get("enable_checkpointing") is False:
+        settings["callbacks"] = [each for each in settings["callbacks"] if not isinstance(each, Checkpoint)]
     asked, bars = settings["enable_progress_bar"], [c for c in settings["callbacks"] if isinstance(c, ProgressBar)]
     settings["enable_progress_bar"] = bool(bars or (show and asked))
     if show and not settings["enable_progress_bar"]:

@@ -3,20 +3,24 @@
 import copy
 import math
 from collections.abc import Mapping
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import BackboneFinetuning, Callback, EarlyStopping, LearningRateFinder
+from lightning.pytorch.callbacks import BackboneFinetuning, Callback, EarlyStopping, LearningRateFinder, ModelCheckpoint
 
 from apprentice.batch import Batch
 from apprentice.errors import BadInput
 from apprentice.keyed import with_seed
+from harness.runs.quiet import notice
 from harness.runs.session import Session
 from lit_modules.learner import Learner
 
 SHOWN = 8  # names in a message, for each stage
 ATTRIBUTES: dict[type[Callback], str] = {LearningRateFinder: "lr", BackboneFinetuning: "backbone"}  # of the module
+
+
+Monitor: TypeAlias = EarlyStopping | ModelCheckpoint
 
 
 class When(NamedTuple):
@@ -28,11 +32,14 @@ class When(NamedTuple):
     at_epoch_end: bool  # after what is logged there
 
     @classmethod
-    def of(cls, trainer: Trainer, callback: EarlyStopping, run: Session) -> "When":
+    def of(cls, trainer: Trainer, callback: Monitor, run: Session) -> "When":
         """For a Trainer's fit of a run's data."""
         epoch = run.data.train_batches(trainer)
         every, epochs = trainer.val_check_interval, trainer.check_val_every_n_epoch
-        at_epoch_end = callback._check_on_train_epoch_end
+        if isinstance(callback, EarlyStopping):
+            at_epoch_end = callback._check_on_train_epoch_end
+        else:
+            at_epoch_end = callback._save_on_train_epoch_end
         if at_epoch_end is None:  # as the callback's `setup` has it
             at_epoch_end = every == 1.0 and epochs == 1
         interval = max(int(epoch * every), 1) if isinstance(every, float) else every if isinstance(every, int) else 1
@@ -41,9 +48,9 @@ class When(NamedTuple):
 
 
 def check_callbacks(run: Session, trainer: Trainer, stages: Mapping[str, Learner]) -> None:
-    """Raise BadInput if a callback would not find what it reads in a stage, each a fit of a module.
+    """Raise BadInput if a callback would not find what it reads in any stage, each a fit of a module.
 
-    An EarlyStopping that is not strict needs its value in one of them only. Also if `val_check_interval` is too long.
+    Also if `val_check_interval` is too long.
     """
     every, batches = trainer.val_check_interval, run.data.train_batches(trainer)
     if isinstance(every, int) and every > batches and trainer.check_val_every_n_epoch is not None:
@@ -56,20 +63,28 @@ def check_callbacks(run: Session, trainer: Trainer, stages: Mapping[str, Learner
         if needed is not None and not all(hasattr(module, needed) for module in stages.values()):
             expected = f"a callback for modules without .{needed}, as those of {' and '.join(stages)}"
             raise BadInput(flag, type(callback).__name__, expected)
-        if isinstance(callback, EarlyStopping):
+        if isinstance(callback, Monitor) and callback.monitor is not None:
             known = {stage: monitored(module, trainer, callback, run) for stage, module in stages.items()}
             _check_monitor(callback, f"{flag}.monitor", known)
 
 
-def _check_monitor(callback: EarlyStopping, flag: str, known: Mapping[str, list[str]]) -> None:
-    found = [callback.monitor in names for names in known.values()]
-    if not (all(found) if callback.strict else any(found)):
+def _check_monitor(callback: Monitor, flag: str, known: Mapping[str, list[str]]) -> None:
+    if not any(callback.monitor in names for names in known.values()):
         each = "; ".join(f"{stage}: {_listed(names)}" for stage, names in known.items())
-        hint = f", or --{flag.removesuffix('monitor')}strict false beside it" if any(found) else ""
-        raise BadInput(flag, callback.monitor, f"what each stage logs before it is looked at{hint}; {each}")
+        raise BadInput(flag, callback.monitor, f"what a stage logs before it is looked at; {each}")
 
 
-def monitored(module: Learner, trainer: Trainer, callback: EarlyStopping, run: Session) -> list[str]:
+def drop_unsuited(run: Session, stage: str, module: Learner, trainer: Trainer) -> None:
+    """Take from a stage's Trainer the callbacks that monitor what another stage logs, and say so in a line each."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks[:]:
+        monitor = getattr(callback, "monitor", None)
+        if isinstance(callback, Monitor) and monitor and monitor not in monitored(module, trainer, callback, run):
+            callbacks.remove(callback)
+            notice(f"{stage:15}  without {type(callback).__name__}, as it logs no {monitor}")
+
+
+def monitored(module: Learner, trainer: Trainer, callback: Monitor, run: Session) -> list[str]:
     """The names that this callback finds when it first looks."""
     when, train = When.of(trainer, callback, run), run.data.split("train")
     inputs, labels = train.take(torch.arange(min(2, len(train.labels))))

@@ -1,5 +1,6 @@
 """The nets and fits of an experiment: a fit leaves its nets and a record in the run's folder and is not repeated."""
 
+import math
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -33,6 +34,7 @@ from harness.runs.quiet import notice
 from harness.runs.session import Session
 from harness.runs.tensorboard import log_run
 from harness.studies import costs
+from harness.studies.callbacks import drop_unsuited
 from harness.studies.remaining import Plan, remaining
 from lit_modules import nets
 from lit_modules.learner import Learner
@@ -163,6 +165,7 @@ def train(
     fit = fit_and_test(
         module, run.data, partial(run.trainer, **options), checkpoint, runs=list(candidates), trained=trained,
         every=run.config.checkpoint_every, tensorboard=run.tensorboard, extended=extended,
+        more=run.loggers(f"{folder.name}/{name}"), suited=partial(drop_unsuited, run, f"seed {seed} {name}", module),
         score="acc" if run.data.tokens_per_character is None else "bpc",
         show=progress(f"seed {seed} {name:8}", remaining(run, plan, seed, name)),
     )  # fmt: skip
@@ -235,6 +238,23 @@ def failure(facts: Facts, name: str) -> str | None:
     return fault and f"its {fault['term']} is not finite at step {fault['step']}"
 
 
+def course(module: Learner, run: str) -> list[dict[str, float | None]]:
+    """Of each epoch a run's values as they were logged, without its name: `train/loss`, `val/acc` and the like.
+
+    None stands for what is infinite, such as a perplexity.
+    """
+    prefix = f"{run}/" if run else ""
+
+    def finite(value: float) -> float | None:
+        return value if math.isfinite(value) else None
+
+    own = (
+        {name.removeprefix(prefix): finite(x) for name, x in each.items() if name.startswith(prefix)}
+        for each in module.epochs
+    )
+    return [values for values in own if values]
+
+
 def _facts(module: Learner, run: str, candidate: Candidate, fit: Fit, data: InMemoryData) -> Facts:
     prefix = f"{run}/test" if run else "test"
     failed, names = module.failed.get(run), module.scores_of(run).names
@@ -245,6 +265,7 @@ def _facts(module: Learner, run: str, candidate: Candidate, fit: Fit, data: InMe
         "step_ms": None,
         "train_flops": None,
         "failed": failed,
+        "epochs": course(module, run),
     }
     if candidate.replaced:
         facts["net"] = candidate.replaced

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from apprentice.errors import BadInput, reason
 from apprentice.keyed import with_seed
-from apprentice.recorded import Recorded
+from lit_modules.nets.recorded import Recorded
 
 Shape = tuple[int, int, int]  # (C, H, W)
 Norm = Literal["batch", "group"]

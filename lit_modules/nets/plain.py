@@ -1,7 +1,5 @@
 """Nets of the tutorials: convolutions, then linear layers."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
@@ -75,7 +73,7 @@ class DeepNN(_Plain):
 
     def __init__(
         self, input_shape: Shape = (3, 32, 32), num_classes: int = 10, dropout: float = 0.1,
-        widths: Sequence[int] = (128, 64, 64, 32), hidden: int = 512,
+        widths: tuple[int, int, int, int] = (128, 64, 64, 32), hidden: int = 512,
     ) -> None:  # fmt: skip
         first, second, third, fourth = check_widths(widths, 4)
         features = [
@@ -102,7 +100,7 @@ class LightNN(_Plain):
 
     def __init__(
         self, input_shape: Shape = (3, 32, 32), num_classes: int = 10, dropout: float = 0.1,
-        widths: Sequence[int] = (16, 16), hidden: int = 256,
+        widths: tuple[int, int] = (16, 16), hidden: int = 256,
     ) -> None:  # fmt: skip
         first, second = check_widths(widths, 2)
         features = [

@@ -1,6 +1,6 @@
 """Residual nets for small images (He et al. 2016, "Deep Residual Learning for Image Recognition", section 4.2)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal
 
 from torch import Tensor, nn
@@ -68,7 +68,7 @@ class ResNet(Net):
 
     def __init__(
         self, depth: int = 20, input_shape: Shape = (3, 32, 32), num_classes: int = 10, norm: Norm = "batch",
-        widths: Sequence[int] = (16, 16, 32, 64), shortcut: Shortcut = "pad",
+        widths: tuple[int, int, int, int] = (16, 16, 32, 64), shortcut: Shortcut = "pad",
     ) -> None:  # fmt: skip
         super().__init__()
         normed = norm_layer(norm)

@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 from apprentice.batch import HIDDEN
 from apprentice.errors import BadInput
-from apprentice.recorded import Recorded
 from lit_modules.nets.base import Outputs
 from lit_modules.nets.ensemble import MEMBERS
 from lit_modules.nets.layers import DEFAULT_LAYER
+from lit_modules.nets.recorded import Recorded
 from lit_modules.objectives.search import Space, space
 
 OWN = ">"  # between the name of a part and the path of a feature that it made; no path contains it

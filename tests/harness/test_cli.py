@@ -513,11 +513,9 @@ REFUSED = {
     "--scheduler ExponentialLR --scheduler.gamma .inf": "scheduler.gamma .inf: expected options that give finite",
     "--trainer.max_steps 0": "trainer.max_steps 0: expected a number of steps, at least 1",
     "--trainer.max_time 00:00:00:00": "trainer.max_time 00:00:00:00: expected a time of at least a second",
-    "--trainer.callbacks ModelCheckpoint": "trainer.callbacks ModelCheckpoint: expected a callback that writes no",
-    "--trainer.callbacks [LearningRateMonitor,OnExceptionCheckpoint]":
-        "trainer.callbacks.1 OnExceptionCheckpoint: expected a callback that writes no checkpoints",
-    "--trainer.callbacks '{class_path: lightning.pytorch.callbacks.ModelCheckpoint, init_args: {monitor: x}}'":
-        "trainer.callbacks lightning.pytorch.callbacks.ModelCheckpoint: expected a callback that writes no",
+    "--trainer.logger NoLogger": "trainer.logger NoLogger: expected CometLogger, CSVLogger, MLFlowLogger, ",
+    "--trainer.logger CSVLogger": "trainer.logger.save_dir (nothing): expected",
+    "--trainer.logger [CSVLogger,true] --trainer.logger.0.save_dir x": "trainer.logger.1 True: expected CometLogger, ",
     "--trainer.strategy ddp --trainer.strategy.timeout 1e30": "trainer.strategy.timeout 1e30: expected seconds, above",
     "--trainer.strategy ddp --trainer.strategy.process_group_backend x":
         "trainer.strategy.process_group_backend x: expected one of gloo",
@@ -908,4 +906,5 @@ def test_another_experiment_needs_few_lines():
     parser = cli.Parser("other.py", "Another one.", Options)
     parser.add_choice("net", nets.Net, nets, {"class_path": "ResNet", "depth": 8}, skip={"input_shape"})
     config = parser.parse(["--rounds", "3", "--net.num_classes", "4"])
-    assert (config.rounds, config.net.init_args) == (3, {"depth": 8, "num_classes": 4, "norm": "batch"})
+    chosen = {"depth": 8, "num_classes": 4, "norm": "batch", "widths": (16, 16, 32, 64), "shortcut": "pad"}
+    assert (config.rounds, config.net.init_args) == (3, chosen)

@@ -134,8 +134,8 @@ STUDENTS = (
 )
 TRAINER = {
     "--trainer.val_check_interval 3": "at most 2, the batches of an epoch; --trainer.check_val_every_n_epoch null cou",
-    f"{STOP} val/acc": f"before it is looked at, or --trainer.callbacks.strict false beside it; {TEACHER}; {STUDENTS}",
     f"{STOP} nonsense --trainer.callbacks.strict false": f"before it is looked at; {TEACHER}; {STUDENTS}",
+    "--trainer.callbacks ModelCheckpoint --trainer.callbacks.monitor kd/acc": f"before it is looked at; {TEACHER}; ",
     f"{STOP} val/acc --data.validation_size 0": "; teacher: train/loss_epoch, train/acc_epoch; students: kd/train/kd_e",
     f"{STOP} loss": f"before it is looked at; {TEACHER}; ",  # logged every 10 steps, of which an epoch has 2
     f"{STOP} train/loss_epoch --trainer.callbacks.check_on_train_epoch_end false": "; teacher: val/loss, val/acc; stud",
@@ -157,7 +157,6 @@ def test_a_monitor_of_the_only_stage(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize("line", [
     f"{STOP} loss --trainer.log_every_n_steps 2",
-    pytest.param(f"{STOP} val/acc --trainer.callbacks.strict false", marks=pytest.mark.slow),
     pytest.param("--trainer.log_every_n_steps 0", marks=pytest.mark.slow),
     pytest.param("--trainer.val_check_interval 2", marks=pytest.mark.slow),
 ])  # fmt: skip

@@ -14,13 +14,13 @@ from torch.optim.lr_scheduler import StepLR
 
 from apprentice.errors import BadInput
 from apprentice.keyed import with_seed
-from apprentice.recorded import made, plain
 from datamodules import Text
 from harness.runs.quiet import quiet
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.language_model import LitLanguageModel
 from lit_modules.nets import GPT, DeepNN, LightNN, pipeline_stages
+from lit_modules.nets.recorded import made, plain
 from lit_modules.objectives import Hint, Hinton, SimKD, Sum
 from tests.training import assert_same, digits, weights
 

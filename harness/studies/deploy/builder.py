@@ -27,7 +27,7 @@ from harness.runs.launch import is_main_process
 from harness.runs.nets import Spec, load_net, read_spec
 from harness.runs.progress import progress
 from harness.runs.session import Session
-from harness.studies.callbacks import check_callbacks
+from harness.studies.callbacks import check_callbacks, drop_unsuited
 from harness.studies.deploy import formats
 from harness.studies.fits import Candidate, check_net, failure, learning, log_row, make_candidate, train, wait_for_main
 from lit_modules import nets
@@ -183,7 +183,9 @@ class Builder:
         if not best.exists():
             self.data.order_seed = self.seed
             trainer = partial(self.run.trainer, check_val_every_n_epoch=self.config.evaluate_every)
-            fits = {"every": self.config.checkpoint_every, "tensorboard": self.run.tensorboard}
+            fits: dict[str, Any] = {"every": self.config.checkpoint_every, "tensorboard": self.run.tensorboard}
+            fits |= {"more": self.run.loggers(f"seed{self.seed}/{NAME}")}
+            fits |= {"suited": partial(drop_unsuited, self.run, NAME, module)}
             fit = fit_and_test(module, self.data, trainer, checkpoint, runs=[NAME], show=progress(NAME), **fits)
             if module.failed:
                 chosen = self.config.optimizer.name
