@@ -56,7 +56,8 @@ def test_weights_and_biases_offline_has_a_run_for_each_fit(tmp_path: Path, monke
 
 @pytest.mark.slow
 @pytest.mark.extras("mlflow")
-def test_mlflow_offline_has_a_run_for_each_fit(tmp_path: Path) -> None:
+def test_mlflow_offline_has_a_run_for_each_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # the extra has no data base
     logger = ["--trainer.logger", "MLFlowLogger", "--trainer.logger.save_dir", str(tmp_path / "mlruns")]
     run = Run(kd.main, [*KD, *logger, "--out", str(tmp_path / "run")], log=tmp_path / "log")
     assert run.wait(120) == 0, run.output
