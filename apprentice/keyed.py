@@ -144,8 +144,7 @@ class Dropout(nn.Module):
             raise ValueError(f"keyed dropout got {len(x)} rows, expected the {len(context.rows)} of the step's context")
         dropped = x[:, :, :1, :1] if self.channels else x
         keep = context.keep(self.layer, dropped[:1].numel() if len(x) else 1, self.p)
-        keep = keep.to(x.device).view_as(dropped)  # a split module's layers are on several devices
-        return x * keep / (1 - self.p)
+        return x * keep.to(x.device).view_as(dropped) / (1 - self.p)  # a split module's layers are on several devices
 
     def extra_repr(self) -> str:  # noqa: D102
         return f"p={self.p}, layer={self.layer}"

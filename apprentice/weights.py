@@ -3,7 +3,7 @@
 import warnings
 import zipfile
 from argparse import Namespace
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -63,18 +63,20 @@ def read_weights(path: str, flag: str) -> dict[str, Tensor]:
         if not isinstance(key, str):
             raise BadInput(flag, path, f"weights by their names; one is called {key!r}")
         if value.layout != torch.strided or value.is_meta:
-            found = (
-                "on the meta device, without values" if value.is_meta else f"in {value.layout}".replace("torch.", "")
-            )
+            where = "on the meta device, without values"
+            found = where if value.is_meta else f"in {value.layout}".replace("torch.", "")
             raise BadInput(flag, path, f"dense weights; {key} is {found}")
     return content
 
 
-def load_weights(net: nn.Module, path: str, flag: str) -> None:
+def load_weights(net: nn.Module, path: str, flag: str, partly: bool = False) -> list[str]:
     """Load a user's weights file into a net; a prefix such as `module.` around either of them is ignored.
 
+    If `partly`, what the net does not have, or in another shape, is left out, and the net's others stay. Returns lines
+    that name both.
+
     Raises:
-        BadInput: the file can't be read, or its weights don't fit the net; the message names the keys.
+        BadInput: the file can't be read, or its weights, or if `partly` all of them, don't fit the net.
     """
     weights, own = read_weights(path, flag), net.state_dict()
     wrapper = _prefix(own)
@@ -84,8 +86,20 @@ def load_weights(net: nn.Module, path: str, flag: str) -> None:
         weights = {wrapper + key: value for key, value in weights.items()}
     unused = tuple(getattr(net, "unused_weights", ()))  # keys in files of this architecture that the net ignores
     weights = {key: value for key, value in weights.items() if not key.startswith(unused)}
+    told = {}
+    if partly:
+        given, weights = weights, {k: x for k, x in weights.items() if k in own and x.shape == own[k].shape}
+        if not weights:
+            raise BadInput(flag, path, f"weights of which some fit {type(net).__name__}; none does")
+        told = {"not loaded": [*(given.keys() - weights)], "not in it": [key for key in own if key not in weights]}
+        weights = {**own, **weights}
     check_weights(own, weights, path, flag, type(net).__name__)
     net.load_state_dict(weights)
+    return [f"{what}: {_listed(sorted(keys))}" for what, keys in told.items() if keys]
+
+
+def _listed(keys: Sequence[str]) -> str:
+    return ", ".join(keys[:LISTED]) + f" and {len(keys) - LISTED} more" * (len(keys) > LISTED)
 
 
 def check_weights(
@@ -107,8 +121,7 @@ def check_weights(
         ],
     }  # fmt: skip
     if any(faults.values()):
-        more = {kind: f" and {len(keys) - LISTED} more" * (len(keys) > LISTED) for kind, keys in faults.items()}
-        listed = "; ".join(f"{kind}: {', '.join(keys[:LISTED])}{more[kind]}" for kind, keys in faults.items() if keys)
+        listed = "; ".join(f"{kind}: {_listed(keys)}" for kind, keys in faults.items() if keys)
         raise BadInput(flag, path, f"weights that fit {name}; {listed}")
     for key, value in weights.items():
         if not own[key].is_floating_point():

@@ -30,6 +30,7 @@ from apprentice.errors import BadInput
 from apprentice.keyed import fold_in
 from apprentice.weights import load_weights
 from harness import config as cli
+from harness.runs.quiet import notice
 from harness.runs.session import Session, session
 from harness.studies import zoo
 from harness.studies.distillation import check, make_objective, run_study, wanted
@@ -51,6 +52,8 @@ class Options(cli.RunOptions):
         zoo: train by every method that fits the nets, and say which don't; the best comes first.
         list_layers: print the nets' layers and the shapes of their outputs, and train nothing.
         teacher_ckpt: a trained teacher, loaded, not trained; {seed} in its path is replaced by each seed.
+        teacher_ckpt_partial: load what fits of teacher_ckpt, and name what doesn't; train the rest: teacher_epochs.
+        teacher_epochs: of a teacher that is trained, from teacher_ckpt too; default: the students', or none from there.
         teacher_cache_dir: a folder that keeps the teacher's outputs for other runs with the same teacher and data.
         teacher_cache_mb: memory for stored teacher outputs; 0 runs the teacher every batch.
     """
@@ -60,16 +63,23 @@ class Options(cli.RunOptions):
     zoo: bool = False
     list_layers: bool = False
     teacher_ckpt: str | None = None
+    teacher_ckpt_partial: bool = False
+    teacher_epochs: int | None = None
     teacher_cache_dir: str | None = None
     teacher_cache_mb: int = 1024
     grows: ClassVar[Collection[str]] = ("seeds", "only", "zoo", "trainer.max_epochs")
-    newer: ClassVar[Collection[str]] = ("recipe", "zoo", "teacher_cache_dir")
+    newer: ClassVar[Collection[str]] = ("recipe", "zoo", "teacher_ckpt_partial", "teacher_epochs", "teacher_cache_dir")
     fixed: ClassVar[Mapping[str, str]] = {
         "scheduler": "the epochs so far have its rate; with --teacher_ckpt another run learns from the same teachers"
     }
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.teacher_epochs is not None and self.teacher_epochs < 1:
+            raise BadInput("teacher_epochs", self.teacher_epochs, "a number of epochs, at least 1")
+        if self.teacher_ckpt_partial and (self.teacher_ckpt is None or self.teacher_epochs is None):
+            expected = "--teacher_ckpt FILE and --teacher_epochs N beside it: what is not loaded has to be trained"
+            raise BadInput("teacher_ckpt_partial", "true", expected)
         if self.teacher_cache_mb < 0:
             raise BadInput("teacher_cache_mb", self.teacher_cache_mb, "a number of megabytes, 0 or more")
         if self.teacher_cache_dir and Path(self.teacher_cache_dir).is_file():
@@ -97,7 +107,10 @@ def teacher(run: Session, seed: int) -> tuple[LitClassifier, dict[str, Candidate
     """The teacher's module, loaded if `--teacher_ckpt` is given."""
     candidate = make_candidate(run, "teacher", seed, "CrossEntropy", {}, run.is_double)
     if run.config.teacher_ckpt is not None:
-        load_weights(candidate.net, run.config.teacher_ckpt.replace("{seed}", str(seed)), "teacher_ckpt")
+        path = run.config.teacher_ckpt.replace("{seed}", str(seed))
+        told = load_weights(candidate.net, path, "teacher_ckpt", run.config.teacher_ckpt_partial)
+        for line in told:
+            notice(f"seed {seed} teacher   {path}: {line}")
     module = LitClassifier(candidate.net, run.data.num_classes, **learning(run.config, run.data), seed=seed)
     return module, {"teacher": candidate}
 

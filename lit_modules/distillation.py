@@ -18,7 +18,7 @@ from apprentice.relations import related
 from apprentice.replicas import FEWEST_ROWS
 from apprentice.weights import load_weights
 from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepared
-from lit_modules.nets import Ensemble, Outputs, any_kernel, run, typed
+from lit_modules.nets import Ensemble, Outputs, any_kernel, giving_logits, run, typed
 from lit_modules.nets.ensemble import MEMBERS
 from lit_modules.nets.layers import layer
 from lit_modules.nets.recorded import Spec, made
@@ -318,7 +318,7 @@ class Distillation(Learner):
 
 def _trained(teacher: nn.Module | Spec, weights: str | Path | None) -> nn.Module:
     """The teacher, with weights of a file if one is given; BadInput for one that would have none."""
-    net: nn.Module = made(teacher, "teacher")
+    net: nn.Module = giving_logits(made(teacher, "teacher"))
     if weights is not None:
         load_weights(net, str(weights), "teacher_weights")
     elif net is not teacher and not getattr(net, "is_trained", False):

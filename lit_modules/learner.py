@@ -16,7 +16,7 @@ from apprentice import keyed
 from apprentice.batch import Batch
 from apprentice.keyed import Dropout, unkeyed
 from lit_modules.loss_scale import HOPELESS, LossScales
-from lit_modules.nets import globalise
+from lit_modules.nets import giving_logits, globalise
 from lit_modules.nets.recorded import made
 from lit_modules.scores import LABELLED, MakeScores, RunMetrics, global_means, tags
 
@@ -207,4 +207,4 @@ def prepared(net: nn.Module) -> nn.Module:
         listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         advice = "without --exact numbers move with the device count and a resume; apprentice.keyed.Dropout's do not"
         rank_zero_warn(f"{type(net).__name__} draws noise from torch's generator in {listed}: {advice}")
-    return globalise(net)
+    return globalise(giving_logits(net))

@@ -66,8 +66,8 @@ def check(run: Session, make_teacher: MakeTeacher, make_students: MakeStudents) 
 
 def has_trained_teacher(run: Session) -> bool:
     """Whether the teacher is loaded, not trained."""
-    made = imported(run.config.teacher.class_path, "teacher")
-    return run.config.teacher_ckpt is not None or getattr(made, "is_trained", False)
+    made, config = imported(run.config.teacher.class_path, "teacher"), run.config
+    return (config.teacher_ckpt is not None and not config.teacher_epochs) or getattr(made, "is_trained", False)
 
 
 def run_study(run: Session, make_teacher: MakeTeacher, make_students: MakeStudents, names: Sequence[str]) -> None:
@@ -165,7 +165,9 @@ def _members(folder: Path, fit: str) -> Iterator[str]:
 
 
 def _teacher_epochs(run: Session) -> int | None:
-    """Epochs of all teachers: those of the first that is finished, otherwise the Trainer's."""
+    """Epochs of all teachers: as given, or those of the first that is finished, otherwise the Trainer's."""
+    if run.config.teacher_epochs:
+        return int(run.config.teacher_epochs)
     records = (run.out / f"seed{seed}" / "teacher.json" for seed in run.config.seeds)
     found = (load_record(record).get("max_epochs") for record in records if record.exists())
     return next(filter(None, found), run.config.trainer.init_args["max_epochs"])

@@ -17,6 +17,7 @@ from torch import nn
 
 import strategies
 from apprentice.batch import Batch
+from apprentice.errors import BadInput
 from apprentice.keyed import with_seed
 from datamodules import InMemoryData
 from harness import config as cli
@@ -62,7 +63,7 @@ def make_net(config: Namespace, key: str, seed: int, given: Mapping[str, Any], d
     """The net chosen under a key, its first weights from the seed alone; `given` are arguments that the data fixes."""
     choice = cli.chosen(config, key)
     members = {name: [load_net(folder, f"{key}.{name}") for folder in of] for name, of in folders(choice).items()}
-    net: nn.Module = with_seed(seed, lambda: cli.build(choice, key, **given, **members))
+    net: nn.Module = nets.giving_logits(with_seed(seed, lambda: cli.build(choice, key, **given, **members)))
     return net.double() if double else net
 
 
@@ -84,7 +85,8 @@ def net_spec(run: Session, key: str) -> Spec:
     """How to rebuild the net chosen under a key."""
     choice = cli.chosen(run.config, key)
     members = {name: [read_spec(folder, f"{key}.{name}") for folder in of] for name, of in folders(choice).items()}
-    return spec(choice.class_path, cli.arguments(choice, key, **run.data.net_arguments, **members))
+    arguments = cli.arguments(choice, key, **run.data.net_arguments, **members)
+    return spec(choice.class_path, {**arguments, **getattr(imported(choice.class_path, key), "untrained", {})})
 
 
 def replaced(run: Session, candidate: Candidate, net: nn.Module) -> Candidate:
@@ -109,6 +111,10 @@ def check_net(run: Session, key: str, trainer: Trainer, trained: bool = True) ->
     net, again = (make_net(config, key, config.seeds[0], data.net_arguments, run.is_double) for _ in range(2))
     if trained:
         nets.check_same_start(net, again, key)
+    for flag, expected in getattr(net, "expects", {}).items():
+        if hasattr(data, flag) and tuple(getattr(data, flag)) != tuple(expected):
+            told = f"{list(expected)}, with which the weights of --{key} were trained"
+            raise BadInput(f"data.{flag}", list(getattr(data, flag)), told)
     logits = (data.num_classes,) if data.tokens_per_character is None else (*data.input_shape, data.num_classes)
     # A GPU's kernels are not tried: after that, forked ranks could not use the GPU.
     with nullcontext() if strategy.root_device.type == "cpu" else nets.any_kernel(net):

@@ -1,7 +1,7 @@
 """Nets: pure torch, without trainer, rank or device. A new net is a file here and a line below."""
 
 from lit_modules.nets.attention import Cache, SelfAttention, any_kernel
-from lit_modules.nets.base import Net, Outputs, check_fits, check_same_start, pipeline_stages, typed
+from lit_modules.nets.base import Net, Outputs, check_fits, check_same_start, giving_logits, pipeline_stages, typed
 from lit_modules.nets.batch_norm import globalise
 from lit_modules.nets.ensemble import Ensemble
 from lit_modules.nets.gpt import GPT
@@ -11,6 +11,7 @@ from lit_modules.nets.plain import DeepNN, LeNet, LightNN, MNISTNet
 from lit_modules.nets.resnet import ResNet
 from lit_modules.nets.rnn import RNNClassifier
 from lit_modules.nets.shufflenet import ShuffleNetV1, ShuffleNetV2
+from lit_modules.nets.timm import Timm
 from lit_modules.nets.torchvision import Torchvision
 from lit_modules.nets.vgg import VGG
 from lit_modules.nets.vit import ViT

@@ -1,9 +1,10 @@
 """What the suite's nets share, and how any net is used: its layers, its pipeline stages, whether it fits the data."""
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,8 @@ class Net(Recorded, nn.Module):
         preactivations: for each stage the same before its last ReLU, if there is one.
         pooled_layer: the classifier's input, such as pooled features (B, D).
         is_trained: whether it is made of trained nets, and is not trained itself.
+        expects: the `mean` and `std` of the images that its first weights were trained on, if they were.
+        untrained: options, with values by which it is made again to get weights of a file, where that differs.
     """
 
     feature_layer: str
@@ -43,6 +46,8 @@ class Net(Recorded, nn.Module):
     preactivations: tuple[str, ...] = ()
     pooled_layer: str = ""
     is_trained: bool = False
+    expects: Mapping[str, tuple[float, ...]] = MappingProxyType({})
+    untrained: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
 
 def of_images(input_shape: Sequence[int]) -> Shape:
@@ -84,6 +89,23 @@ class Mean(nn.Module):
 def typed(net: nn.Module, inputs: Tensor) -> Tensor:
     """The inputs; floats get the type of the net's parameters."""
     return inputs.to(next(net.parameters()).dtype) if inputs.is_floating_point() else inputs
+
+
+def giving_logits(net: nn.Module) -> nn.Module:
+    """The net; if it gives a tuple, a mapping or an object, its first entry, or "logits", is what it gives from now on.
+
+    So do many libraries' models. Outputs that are tensors stay.
+    """
+    if not isinstance(net, Net) and _logits not in net._forward_hooks.values():
+        net.register_forward_hook(_logits)
+    return net
+
+
+def _logits(_module: nn.Module, _inputs: tuple[Any, ...], output: Any) -> Any:
+    if isinstance(output, Mapping) and "logits" in output:
+        return output["logits"]
+    found = getattr(output, "logits", output[0] if isinstance(output, tuple) and output else output)
+    return found if isinstance(found, Tensor) else output
 
 
 def pipeline_stages(net: nn.Module, flag: str = "net") -> list[nn.Module]:

@@ -76,7 +76,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return {"class_path": str(value)}
     if isinstance(value, Recorded):
-        return {"class_path": path_of(type(value)), "init_args": dict(value.init_args)}
+        return {"class_path": path_of(type(value)), "init_args": {**value.init_args, **getattr(value, "untrained", {})}}
     if isinstance(value, functools.partial) and inspect.isclass(value.func):
         bound = inspect.signature(value.func).bind_partial(*value.args, **value.keywords).arguments
         return {"class_path": path_of(value.func), "init_args": plain(bound), "waits": True}

@@ -5,6 +5,8 @@ import difflib
 import inspect
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,8 +14,10 @@ from torch import Tensor, nn
 from torchvision import models
 
 from apprentice.errors import BadInput, first_line
+from apprentice.weights import read_weights
 from lit_modules.nets.base import Net, Norm, Shape, cuttable, norm_layer, of_images
 from lit_modules.nets.layers import observed
+from lit_modules.nets.pretrained import load_backbone
 
 WITH_AUXILIARY = {"googlenet", "inception_v3"}
 # What models do between two children without a module for it.
@@ -22,7 +26,7 @@ NOT_MAPS = ("pool", "classifier", "head")  # children whose output may have four
 
 
 class Torchvision(Net):
-    """A torchvision classification model by name, with random weights; repeats grey images to three channels.
+    """A torchvision classification model by name; repeats grey images to three channels.
 
     The feature layer is the last part of the model that still gives maps (B, C, H, W).
 
@@ -31,16 +35,22 @@ class Torchvision(Net):
         input_shape: (C, H, W), C 1 or 3.
         num_classes: number of logits.
         norm: BatchNorm, where the model has it, or GroupNorm in its place.
+        weights: DEFAULT or another name of torchvision's weights, downloaded once, or a file of its weights; if the
+            head has another number of classes, it stays new. Default: random weights.
 
     Raises:
-        BadInput: no such model, or it can't take images of this size, gives no logits (B, classes) or has no such norm.
+        BadInput: no such model, or it can't take images of this size, gives no logits (B, classes) or has no such norm;
+            no such weights, or they don't fit the model.
     """
+
+    untrained = MappingProxyType({"weights": None})
 
     unused_weights = ("model.aux1.", "model.aux2.", "model.AuxLogits.")  # auxiliary heads in torchvision's files
 
     def __init__(
-        self, name: str = "resnet18", input_shape: Shape = (3, 32, 32), num_classes: int = 10, norm: Norm = "batch"
-    ) -> None:
+        self, name: str = "resnet18", input_shape: Shape = (3, 32, 32), num_classes: int = 10, norm: Norm = "batch",
+        weights: str | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         known = models.list_models(module=models)
         if name not in known:
@@ -51,6 +61,24 @@ class Torchvision(Net):
         self.name, self.input_shape, self.num_classes = name, tuple(input_shape), num_classes
         self.model = self._build(norm)
         self._name_layers()
+        if weights is not None:
+            self._load(weights)
+
+    def _load(self, weights: str) -> None:
+        known = models.get_model_weights(self.name).__members__
+        if weights in known:
+            try:
+                state = known[weights].get_state_dict(progress=False, check_hash=True)
+            except OSError as error:
+                raise BadInput("weights", weights, f"weights that can be downloaded ({error})") from None
+            usual = known[weights].transforms()
+            self.expects = {"mean": tuple(usual.mean), "std": tuple(usual.std)}
+        elif Path(weights).exists():
+            state = read_weights(weights, "weights")
+        else:
+            raise BadInput("weights", weights, f"{', '.join(known)}, or a file of weights")
+        head, *unused = (name.removeprefix("model.") for name in (self.pooled_layer, *self.unused_weights))
+        load_backbone(self.model, state, head.removesuffix("<"), weights, unused)
 
     def _build(self, norm: Norm) -> nn.Module:
         builder = models.get_model_builder(self.name)

@@ -1,0 +1,73 @@
+"""Image classifiers of timm by name (R. Wightman, "PyTorch Image Models"), an optional dependency."""
+
+import difflib
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor, nn
+
+from apprentice.errors import BadInput, first_line
+from apprentice.extras import need
+from apprentice.weights import read_weights
+from lit_modules.nets.base import Net, Shape, of_images
+from lit_modules.nets.pretrained import load_backbone
+
+
+class Timm(Net):
+    """A classifier of timm, for images of any size and number of channels that it can be made for.
+
+    `stages` are those at which timm's own feature extractor would read, if the model says which.
+
+    Args:
+        name: one of `timm.list_models()`, such as resnet18 or vit_tiny_patch16_224.
+        input_shape: (C, H, W).
+        num_classes: number of logits.
+        pretrained: begin with timm's weights, which are downloaded once; a head of another size stays new.
+        weights: a file of such weights in their place.
+
+    Raises:
+        Missing: timm is not installed.
+        BadInput: no such model, or it can't be made for these images; weights that can't be had or don't fit.
+    """
+
+    untrained = MappingProxyType({"pretrained": False, "weights": None})
+
+    def __init__(
+        self, name: str = "resnet18", input_shape: Shape = (3, 32, 32), num_classes: int = 10,
+        pretrained: bool = False, weights: str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        need("timm", "timm")
+        import timm
+
+        if not timm.is_model(name):
+            near = difflib.get_close_matches(name, timm.list_models(), 5, 0.4)
+            raise BadInput("name", name, f"a model of timm, as {', '.join(near or ['resnet18'])}")
+        channels, height, width = of_images(input_shape)
+        options: dict[str, Any] = {"pretrained": pretrained, "num_classes": num_classes, "in_chans": channels}
+        try:
+            try:
+                self.model: nn.Module = timm.create_model(name, img_size=(height, width), **options)
+            except TypeError:  # a net that takes any size
+                self.model = timm.create_model(name, **options)
+        except Exception as error:  # noqa: BLE001 - a download that fails raises what its library does
+            flag, value = ("pretrained", True) if pretrained else ("name", name)
+            expected = f"a model that can be made for {tuple(input_shape)} images; it says: {first_line(error)}"
+            raise BadInput(flag, value, expected) from None
+        usual: Any = self.model.pretrained_cfg
+        head = usual["classifier"]
+        if weights is not None:
+            if not Path(weights).exists():
+                raise BadInput("weights", weights, "a file of weights; there is none")
+            load_backbone(self.model, read_weights(weights, "weights"), head, weights)
+        if pretrained:
+            self.expects = {name: tuple(usual[name]) for name in ("mean", "std")}
+        self.pooled_layer = f"model.{head}<"
+        self.stages = tuple(f"model.{each['module']}" for each in getattr(self.model, "feature_info", None) or ())
+        self.feature_layer = self.stages[-1] if self.stages else ""
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits (B, classes) of images (B, C, H, W)."""
+        logits: Tensor = self.model(images)
+        return logits

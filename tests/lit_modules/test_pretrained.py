@@ -1,0 +1,167 @@
+"""Nets that begin with weights of others, and models that give more than logits."""
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchvision import models
+
+from apprentice.errors import BadInput
+from apprentice.keyed import with_seed
+from apprentice.weights import load_weights
+from experiments import kd
+from lit_modules.classifier import LitClassifier
+from lit_modules.nets import LightNN, Timm, Torchvision, giving_logits
+from lit_modules.nets import run as run_net
+from lit_modules.nets.recorded import plain
+from tests.processes import Run
+from tests.training import digits, fit
+
+
+@pytest.fixture(scope="module")
+def resnet(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
+    """Torchvision's model of a thousand classes, and the file of its weights."""
+    model = with_seed(3, lambda: models.resnet18(weights=None)).eval()
+    path = tmp_path_factory.mktemp("weights") / "resnet18.pth"
+    torch.save(model.state_dict(), path)
+    return model, path
+
+
+def test_weights_of_a_file_give_torchvisions_own_logits(resnet: tuple[nn.Module, Path]) -> None:
+    model, path = resnet
+    net = Torchvision("resnet18", (3, 64, 64), num_classes=1000, weights=str(path)).eval()
+    image = torch.linspace(-2, 2, 3 * 64 * 64).reshape(1, 3, 64, 64)
+    torch.testing.assert_close(net(image), model(image), rtol=0, atol=1e-6)
+
+
+def test_a_head_of_another_size_stays_new(resnet: tuple[nn.Module, Path]) -> None:
+    model, path = resnet
+    net = with_seed(0, lambda: Torchvision("resnet18", num_classes=10, weights=str(path)))
+    fresh = with_seed(0, lambda: Torchvision("resnet18", num_classes=10))
+    assert torch.equal(net.model.fc.weight, fresh.model.fc.weight)
+    assert torch.equal(net.model.layer4[1].conv2.weight, model.layer4[1].conv2.weight)
+    assert plain(net)["init_args"]["weights"] is None  # a file of its own weights stands in for them
+
+
+def test_weights_that_are_not_there_are_refused(resnet: tuple[nn.Module, Path], tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"^--weights nope: expected IMAGENET1K_V1, DEFAULT, or a file of weights$"):
+        Torchvision("resnet18", weights="nope")
+    with pytest.raises(BadInput, match=r"weights that fit ResNet; missing: "):
+        Torchvision("resnet34", weights=str(resnet[1]))
+    (tmp_path / "x.pth").write_text("no weights")
+    with pytest.raises(BadInput, match=r"^--weights .*x\.pth: expected a file of weights; "):
+        Torchvision("resnet18", weights=str(tmp_path / "x.pth"))
+
+
+def test_named_weights_are_downloaded_and_name_their_images(
+    resnet: tuple[nn.Module, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enum = models.get_model_weights("resnet18")
+    monkeypatch.setattr(enum, "get_state_dict", lambda self, **_: resnet[0].state_dict())
+    net = Torchvision("resnet18", weights="DEFAULT")
+    assert net.expects == {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+
+    def offline(self: Any, **_: Any) -> Any:
+        raise OSError("no network")
+
+    monkeypatch.setattr(enum, "get_state_dict", offline)
+    with pytest.raises(BadInput, match=r"^--weights DEFAULT: expected weights that can be downloaded \(no network\)$"):
+        Torchvision("resnet18", weights="DEFAULT")
+
+
+def test_part_of_a_checkpoint_loads_and_the_rest_is_named(tmp_path: Path) -> None:
+    other = with_seed(1, lambda: LightNN((1, 8, 8), num_classes=7))
+    torch.save({"epoch": 3, "model": {f"module.{k}": v for k, v in other.state_dict().items()}}, tmp_path / "a.pt")
+    net = with_seed(0, lambda: LightNN((1, 8, 8)))
+    before = net.classifier[3].weight.clone()
+    told = load_weights(net, str(tmp_path / "a.pt"), "teacher_ckpt", partly=True)
+    assert told == [
+        "not loaded: classifier.3.bias, classifier.3.weight", "not in it: classifier.3.bias, classifier.3.weight",
+    ]  # fmt: skip
+    assert torch.equal(net.features[0].weight, other.features[0].weight)
+    assert torch.equal(net.classifier[3].weight, before)
+    with pytest.raises(BadInput, match="of another shape: classifier"):
+        load_weights(net, str(tmp_path / "a.pt"), "teacher_ckpt")
+    torch.save({"a.b": torch.ones(1), "a.c": torch.ones(1)}, tmp_path / "b.pt")
+    with pytest.raises(BadInput, match="weights of which some fit LightNN; none does"):
+        load_weights(net, str(tmp_path / "b.pt"), "teacher_ckpt", partly=True)
+
+
+KD = ["--data.train_size", "60", "--data.test_size", "20", "--only", "kd", "--seeds", "1", "--trainer.max_epochs", "1"]
+
+
+def test_a_teacher_with_a_new_head_is_tuned_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = with_seed(1, lambda: LightNN((1, 8, 8), num_classes=7))
+    torch.save(other.state_dict(), tmp_path / "a.pt")
+    out, loaded = tmp_path / "run", ["--teacher", "LightNN", "--teacher_ckpt", str(tmp_path / "a.pt")]
+    with pytest.raises(SystemExit):
+        kd.main([*KD, *loaded, "--teacher_ckpt_partial", "true", "--out", str(out)])
+    assert "error: --teacher_ckpt_partial true: expected --teacher_ckpt FILE and --teacher_epochs N" in (
+        capsys.readouterr().err
+    )
+    kd.main([*KD, *loaded, "--teacher_ckpt_partial", "true", "--teacher_epochs", "2", "--out", str(out)])
+    assert "not loaded: classifier.3.bias, classifier.3.weight" in "".join(capsys.readouterr())
+    found = torch.load(out / "seed0" / "teacher" / "weights.pt", weights_only=True)
+    moved = (found["features.0.weight"] - other.features[0].weight).abs().max()
+    assert 0 < moved < 0.1
+
+
+def test_a_run_with_pretrained_weights_is_rebuilt_from_its_own(resnet: tuple[nn.Module, Path], tmp_path: Path) -> None:
+    weights = str(shutil.copy(resnet[1], tmp_path / "copy.pth"))
+    chosen = ["--teacher", "Torchvision", "--teacher.weights", weights]
+    kd.main([*KD, *chosen, "--out", str(tmp_path / "run")])
+    assert "weights: null" in (tmp_path / "run" / "seed0" / "teacher" / "net.yaml").read_text()
+
+
+class Many(nn.Module):
+    """Gives its logits as another library's models do."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.layers = kind, nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+    def forward(self, images: torch.Tensor) -> Any:
+        logits = self.layers(images)
+        kinds = {"tuple": (logits, 3), "dict": {"logits": logits}, "object": SimpleNamespace(logits=logits)}
+        return kinds[self.kind]
+
+
+@pytest.mark.slow
+@pytest.mark.extras("timm")
+def test_a_model_of_timm_by_name(tmp_path: Path) -> None:
+    run = Run(_timm, tmp_path, log=tmp_path / "log")
+    assert run.wait(120) == 0, run.output
+
+
+def _timm(folder: Path) -> None:
+    import timm
+
+    net = with_seed(0, lambda: Timm("resnet10t", (3, 32, 32), 7)).eval()
+    theirs = with_seed(0, lambda: timm.create_model("resnet10t", num_classes=7)).eval()
+    image = torch.rand(2, 3, 32, 32)
+    assert torch.equal(net(image), theirs(image))
+    found = run_net(net, image, ["stage1", "default", "pooled"]).features
+    shapes = {name: tuple(x.shape) for name, x in found.items()}
+    assert shapes == {"stage1": (2, 64, 16, 16), "default": (2, 512, 1, 1), "pooled": (2, 512)}
+    theirs.reset_classifier(9)
+    torch.save(theirs.state_dict(), folder / "w.pth")
+    again = Timm("resnet10t", (3, 32, 32), 7, weights=str(folder / "w.pth"))
+    assert torch.equal(again.model.conv1[0].weight, theirs.conv1[0].weight)
+    vit = Timm("vit_tiny_patch16_224", (1, 32, 32), 4)
+    assert vit(torch.rand(2, 1, 32, 32)).shape == (2, 4)
+    with pytest.raises(BadInput, match=r"^--name resnet10: expected a model of timm, as .*resnet10t"):
+        Timm("resnet10")
+    kd.main([*KD, "--student", "Timm", "--student.name", "resnet10t", "--out", str(folder / "run")])
+
+
+@pytest.mark.parametrize("kind", ["tuple", "dict", "object"])
+def test_logits_inside_of_other_outputs_are_found(kind: str) -> None:
+    net = Many(kind)
+    module = fit(LitClassifier(giving_logits(giving_logits(net))), digits(), max_epochs=1)
+    assert isinstance(module(torch.zeros(2, 1, 8, 8)), torch.Tensor)
+    assert len(net._forward_hooks) == 1
+    assert list(net.state_dict()) == ["layers.1.weight", "layers.1.bias"]
