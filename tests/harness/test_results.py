@@ -35,9 +35,10 @@ def test_keys_are_the_issues():
     ]
     assert found["metric"] == {"name": "test_acc", "higher_is_better": True}
     times = {"fit_seconds", "step_ms", "train_flops"}
-    assert set(found["teacher"]) == {"nets", "parameters", "max_epochs", "test_acc", "test_correct", *times}
+    assert set(found["teacher"]) == {"nets", "parameters", "max_epochs", "epochs", "test_acc", "test_correct", *times}
     assert found["teacher"]["nets"] == 3
-    keys = {"objective", "parameters", "test_acc", "test_correct", "step_ms", "train_flops", "delta_vs_ce", "failed"}
+    keys = {"objective", "parameters", "epochs", "test_acc", "test_correct", "step_ms", "train_flops"}
+    keys |= {"delta_vs_ce", "failed"}
     assert all(set(entry) == keys for entry in found["students"].values())
     assert found["students"]["kd"]["test_correct"] == list(KD)
     assert found["students"]["kd"]["test_acc"] == [correct / TEST for correct in KD]
