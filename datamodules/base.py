@@ -16,12 +16,13 @@ from apprentice.errors import BadInput
 from datamodules import splits
 from datamodules.loaders import ChunkLoader, EpochOrder, PartitionedOrder, TrainLoader, no_loaders
 from datamodules.splits import Samples, Source, Subset
+from datamodules.streams import Finish, Streamed
 
 LIMITS = {"train": "limit_train_batches", "validation": "limit_val_batches", "test": "limit_test_batches"}
 
 
 class InMemoryData(LightningDataModule):
-    """Labelled samples in memory as uint8, loaded in batches.
+    """Labelled samples, in memory as uint8 unless a data set streams them, loaded in batches.
 
     A data set overrides `read`; a kind of data that is not tokens overrides `normalize`.
 
@@ -83,36 +84,51 @@ class InMemoryData(LightningDataModule):
         self.labelled, self.hides_labels, self._known = labelled, True, cast("Tensor | None", None)
         self.name = type(self).__name__
         self.order_seed = 0
-        self._splits: dict[str, Samples] = {}
+        self._splits: dict[str, Samples | Streamed] = {}
         self._moved: dict[tuple[str, torch.device], Samples] = {}
 
-    def read(self) -> tuple[Source, Source]:
-        """The whole training and test sets, before subsets are drawn; called once. BadInput if absent or damaged."""
+    def read(self) -> tuple[Source, Source] | tuple[Source, Source, Source]:
+        """The whole training and test sets, before subsets are drawn; called once. BadInput if absent or damaged.
+
+        A third set, if there is one, is validated on, whole; `validation_size` then only says whether, if it is 0.
+        """
         raise NotImplementedError
 
     def check_fits(self, count: int) -> None:
         """Raise BadInput if so many samples would not fit in memory; sets of unknown size override this."""
 
+    def hold(self, source: Source, places: Tensor) -> Samples | Streamed:
+        """The samples at these (k,) places of a source, as loaders take them: read now, or while training."""
+        return source.take(places)
+
+    @property
+    def finish(self) -> Finish | None:
+        """What workers do to streamed training inputs, of an epoch and with this index; picklable."""
+        return None
+
     def setup(self, stage: str | None = None) -> None:
         """Read the data once; later calls, also in forked ranks, do nothing. Prints unequal class counts."""
         if self._splits:
             return
-        training, testing = self.read()
+        training, testing, *own = self.read()
         for name in self.class_names:
             if name.encode(errors="replace").decode() != name:  # bytes that are not UTF-8 are surrogates
                 raise BadInput("data", self.name, f"classes named in UTF-8; {os.fsencode(name)!r} is not")
-        sizes = self.train_size, self.validation_size
+        sizes = self.train_size, 0 if own else self.validation_size
         train, validation = splits.train_and_validation(training.labels, *sizes, self.seed, self.subset)
+        validating = own[0] if own else training
+        if own:
+            validation = torch.arange(len(validating.labels) if self.validation_size else 0)
         test = splits.test_places(testing.labels, self.test_size, self.seed, self.subset)
         self.check_fits(len(train) + len(validation) + len(test))
-        chosen = {"train": (training, train), "validation": (training, validation), "test": (testing, test)}
+        chosen = {"train": (training, train), "validation": (validating, validation), "test": (testing, test)}
         if self.labelled is not None:
             self._known = splits.labelled_samples(training.labels[train], self.labelled, self.seed)
-        self._splits = {part: source.take(places) for part, (source, places) in chosen.items()}
+        self._splits = {part: self.hold(source, places) for part, (source, places) in chosen.items()}
         if counts := splits.unequal_counts(self._splits["train"].labels, self.class_names):
             rank_zero_only(sys.stderr.write)(f"{self.name}: training samples of a class: {counts}\n")
 
-    def split(self, part: str) -> Samples:
+    def split(self, part: str) -> Samples | Streamed:
         """The samples of `train`, `validation` or `test`; reads the data first if needed, such as in a notebook."""
         if not self._splits:
             self.prepare_data()
@@ -185,7 +201,8 @@ class InMemoryData(LightningDataModule):
         train = self._resident("train")
         labelled = self._known if self.hides_labels else None
         order = self._order(len(train.labels))
-        return TrainLoader(train, self.batch_size, order, rank, replicas, labelled, self.wants_partners)
+        more = labelled, self.wants_partners, self.finish
+        return TrainLoader(train, self.batch_size, order, rank, replicas, *more)
 
     def _order(self, size: int) -> EpochOrder:
         repeats = bool(getattr(self.trainer, "overfit_batches", 0))
@@ -222,8 +239,7 @@ class InMemoryData(LightningDataModule):
             return ChunkLoader(samples, size, *self._place())
         if isinstance(getattr(self.trainer, LIMITS[part]), float):  # Lightning would apply it again, to this rank's
             setattr(self.trainer, LIMITS[part], math.ceil(kept / size))
-        index = self._chosen(part, kept).to(samples.labels.device)
-        return ChunkLoader(samples.take(index), size, *self._place(), index)
+        return ChunkLoader(samples, size, *self._place(), self._chosen(part, kept))
 
     def _chosen(self, part: str, kept: int) -> Tensor:
         """(kept,) int64, sorted, the samples that are evaluated under a limit."""
@@ -240,9 +256,11 @@ class InMemoryData(LightningDataModule):
             return 0
         return self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
-    def _resident(self, part: str) -> Samples:
+    def _resident(self, part: str) -> Samples | Streamed:
         split = self.split(part)
         device = torch.device("cpu") if self.trainer is None else self.trainer.strategy.root_device
+        if isinstance(split, Streamed):
+            return split.to(device, 1 if self.trainer is None else self.trainer.num_devices)
         if device.type == "cuda" and (part, device) not in self._moved:
             self._moved[part, device] = split.to(device)
         return self._moved.get((part, device), split)

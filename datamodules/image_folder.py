@@ -1,107 +1,37 @@
-"""A folder of the user's own images, decoded once and kept in memory."""
+"""A folder of the user's own images, kept in memory if they fit, and read while training if not."""
 
+import csv
 import os
 import sys
-import time
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from PIL import Image, ImageOps
 from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
-from torchvision.transforms import functional as transforms
 
 from apprentice.errors import BadInput
 from datamodules import memory
+from datamodules.files import Damaged, Files
 from datamodules.images import IMAGENET, ImageData
-from datamodules.splits import Split
+from datamodules.splits import Samples, Source, Split
+from datamodules.streams import Streamed, reading
 
-UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError)
-SILENCE = 5.0  # seconds of decoding without a line
-LARGE = 128 * 128  # pixels from which two threads decode faster than one; at 32 x 32 they take twice as long
-
-
-class Files(NamedTuple):
-    """Images on disk with labels (n,), to be resized to `image_size`, or all of the size of `first`."""
-
-    paths: list[Path]
-    labels: Tensor
-    image_size: int | None
-    first: Path
-
-    def take(self, chosen: Tensor) -> Split:
-        """Decode the chosen ones to (k, 3, H, W) uint8; BadInput names one that can't be read, or of another size."""
-        height, width = size = self.size()
-        paths = [self.paths[place] for place in chosen.tolist()]
-        images = torch.empty(len(chosen), 3, height, width, dtype=torch.uint8)
-        rows = images.numpy()
-
-        def decode(row: int) -> None:
-            pixels = np.asarray(self.open(paths[row]))
-            if pixels.shape[:2] != size:
-                found = f"{paths[row]} is {pixels.shape[1]}x{pixels.shape[0]} and {self.first} is {width}x{height}"
-                raise BadInput("data.image_size", self.image_size, f"a size to bring all images to, as {found}")
-            rows[row] = pixels.transpose(2, 0, 1)
-
-        with readable(self.first) as image:
-            is_large = image.width * image.height > LARGE
-        said = time.monotonic()
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            for done, _ in enumerate((pool.map if is_large else map)(decode, range(len(paths))), 1):
-                if time.monotonic() - said > SILENCE:
-                    said = time.monotonic()
-                    rank_zero_only(print)(f"ImageFolder: decoded {done:,} of {len(paths):,} images", flush=True)
-        return Split(images, self.labels[chosen])
-
-    def open(self, path: Path) -> Image.Image:
-        """One image, decoded, upright and in RGB; with an image size, short side resized and centre cropped."""
-        with readable(path) as image:
-            upright, form = ImageOps.exif_transpose(image), image.format
-        colours = in_rgb(upright, form, path)
-        if self.image_size is None or colours.size == (self.image_size, self.image_size):
-            return colours
-        return transforms.center_crop(transforms.resize(colours, self.image_size), [self.image_size])
-
-    def size(self) -> tuple[int, int]:
-        """(H, W) of the images in memory."""
-        if self.image_size is not None:
-            return self.image_size, self.image_size
-        with readable(self.first) as image:
-            upright = ImageOps.exif_transpose(image)
-        return upright.height, upright.width
-
-
-@contextmanager
-def readable(path: Path) -> Iterator[Image.Image]:
-    """An open image whose pixels are read on demand; BadInput names the file if they can't be."""
-    try:
-        with Image.open(path) as image:
-            yield image
-    except UNREADABLE as error:
-        raise BadInput("data.root", path, f"an image that can be read ({error})") from error
-
-
-def in_rgb(image: Image.Image, form: str | None, path: Path) -> Image.Image:
-    """The image in RGB; scales 16 bits of grey, and floats from 0 to 1, to 8 bits, where PIL would clip."""
-    if image.mode != "F" and not image.mode.startswith("I"):
-        return image.convert("RGB")
-    values, white = np.asarray(image, np.float64), 1 if image.mode == "F" else 2**16 - 1
-    unknown = image.mode == "I" and form not in {"PNG", "PPM"}  # PIL gives a PGM's greys as integers up to 65535
-    if unknown or not 0 <= values.min() <= values.max() <= white:
-        found = f"this one has {values.min():g} to {values.max():g}" + " in 32 bits" * unknown
-        raise BadInput("data.root", path, f"an image of 8 or 16 bits a channel, or floats from 0 to 1; {found}")
-    return Image.fromarray((values * 255 / white).round().astype(np.uint8)).convert("RGB")
+Cache = Literal["memory", "none"]
+OnError = Literal["stop", "skip"]
+VALIDATION = ("val", "valid", "validation")  # names of a folder for validation
+ANNOTATIONS = "val_annotations.txt"  # Tiny-ImageNet's labels of val/images
+CHECKED = 64  # images that a worker checks at once
 
 
 class ImageFolder(ImageData):
     """Images in `root/train/<class>/` and `root/test/<class>/`, as RGB; decodes only the chosen subset.
+
+    With `root/val/<class>/` beside them, these are validated on. Without a labelled `test/`, as in ImageNet and
+    Tiny-ImageNet, `val/` is tested on, and training images are held out for validation. A line says so.
 
     Class folders are searched recursively, as in torchvision. Hidden files and folders, and files that are no images,
     are skipped and counted in one line. Images are turned upright by their EXIF tags. Greys of 16 bits, and floats from
@@ -111,6 +41,12 @@ class ImageFolder(ImageData):
         root: the folder.
         image_size: resize the short side of each image to so many pixels, and crop the centre. Required unless all
             images have one size.
+        cache: where decoded images are kept: in `memory`, or nowhere, `none`: then each is read whenever it is wanted.
+            Default: in memory if they fit. Results do not depend on it.
+        num_workers: processes for each device that read, and augment, ahead; with `memory`, that only augment. Default:
+            this machine's cores over its devices, and none with `memory`. Results do not depend on it.
+        on_error: what an image that can't be read does: `stop` the run, or have it checked before training, in one pass
+            over all images, and `skip` what can't be read, counted in a line.
         options: those of ImageData; `mean` and `std` are ImageNet's by default.
 
     Raises:
@@ -119,38 +55,69 @@ class ImageFolder(ImageData):
 
     mean, std = IMAGENET
     flips = True
+    free_options = ImageData.free_options | {"cache", "num_workers"}
 
-    def __init__(self, root: str | Path = "data", image_size: int | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        root: str | Path = "data",
+        image_size: int | None = None,
+        *,
+        cache: Cache | None = None,
+        num_workers: int | None = None,
+        on_error: OnError = "stop",
+        **options: Any,
+    ) -> None:
         super().__init__(**options)
         if image_size is not None and image_size < 1:
             raise BadInput("data.image_size", image_size, "at least 1 pixel")
+        if cache not in {None, *get_args(Cache)}:
+            raise BadInput("data.cache", cache, " or ".join(get_args(Cache)))
+        if on_error not in get_args(OnError):
+            raise BadInput("data.on_error", on_error, " or ".join(get_args(OnError)))
+        if num_workers is not None and num_workers < 0:
+            raise BadInput("data.num_workers", num_workers, "a number of processes: 0, 1, 2, …")
         self.root, self.image_size = Path(root).expanduser(), image_size
+        self.cache, self.num_workers, self.on_error = cache, num_workers, on_error
 
-    def read(self) -> tuple[Files, Files]:
+    def read(self) -> tuple[Files, ...]:  # type: ignore[override]  # two or three
         """List the files without decoding them."""
         skipped = Counter[str]()
-        found = {part: self._samples(part, skipped) for part in ("train", "test")}
-        names = {part: {path.relative_to(self.root / part).parts[0] for path, _ in found[part]} for part in found}
-        for name in sorted(names["train"] ^ names["test"]):
-            there, missing = ("train", "test") if name in names["train"] else ("test", "train")
-            expected = f"the same classes in train/ and test/; {there}/{name} is not in {missing}/"
-            raise BadInput("data.root", self.root, expected)
+        folders = self._folders()
+        found = {part: self._samples(folder, skipped) for part, folder in folders.items()}
+        names = {part: {name for _, name in samples} for part, samples in found.items()}
+        for part, folder in folders.items():
+            for name in sorted(names["train"] ^ names[part]):
+                there, missing = ("train", folder) if name in names["train"] else (folder, "train")
+                expected = f"the same classes in train/ and {folder}/; {there}/{name} is not in {missing}/"
+                raise BadInput("data.root", self.root, expected)
         self.class_names = tuple(sorted(names["train"]))
         if len(self.class_names) < 2:
             raise BadInput("data.root", self.root, f"at least 2 classes; there is one, {self.class_names[0]}")
-        first = found["train"][0][0]
-        train, test = (
-            Files([path for path, _ in samples], torch.tensor([label for _, label in samples]), self.image_size, first)
-            for samples in found.values()
-        )
-        self.input_shape = (3, *train.size())
+        sets = {part: self._files(samples, found["train"][0][0]) for part, samples in found.items()}
+        if self.on_error == "skip":
+            sets = {part: self._without_damaged(files, skipped) for part, files in sets.items()}
+        self.input_shape = (3, *sets["train"].size())
         if skipped:
             counts = ", ".join(f"{count} {kind}" for kind, count in sorted(skipped.items()))
-            rank_zero_only(sys.stderr.write)(f"{self.name}: skipped in {self.root}: {counts}\n")
-        return train, test
+            self._say(f"skipped in {self.root}: {counts}")
+        return tuple(sets.values())
 
-    def _samples(self, part: str, skipped: Counter[str]) -> list[tuple[Path, int]]:
+    def _folders(self) -> dict[str, str]:
+        """The folder of each part: of train and test, and of validation if it has one of its own."""
+        own = next((name for name in VALIDATION if (self.root / name).is_dir()), None)
+        test = self.root / "test"
+        classes = {path.name for path in (self.root / "train").glob("*/")}
+        if own is None or (test.is_dir() and {path.name for path in test.glob("*/")} & classes):
+            return {"train": "train", "test": "test"} | ({"validation": own} if own else {})
+        missing = "has no labels" if test.is_dir() else "is not there"
+        self._say(f"{self.root / 'test'} {missing}: tests on {own}/, validates on images held out from train/")
+        return {"train": "train", "test": own}
+
+    def _samples(self, part: str, skipped: Counter[str]) -> list[tuple[Path, str]]:
+        """Images and their classes, sorted by both."""
         folder = self.root / part
+        if (folder / ANNOTATIONS).is_file():
+            return self._annotated(folder)
 
         def is_image(file: str) -> bool:
             path = Path(file).relative_to(folder)
@@ -165,16 +132,74 @@ class ImageFolder(ImageData):
             wanted = f"images ({', '.join(IMG_EXTENSIONS)}) in train/<class>/ and test/<class>/"
             raise BadInput("data.root", self.root, f"{wanted}; {folder}: {str(error).rstrip('. ')}") from error
         skipped.update(_kind(path.relative_to(folder)) for path in folder.iterdir() if path.name not in names)
-        return [(Path(path), label) for path, label in samples]
+        return [(Path(path), names[label]) for path, label in samples]
+
+    def _annotated(self, folder: Path) -> list[tuple[Path, str]]:
+        """Tiny-ImageNet's images for validation, whose file names and classes are in a table."""
+        with (folder / ANNOTATIONS).open(newline="") as table:
+            rows = [row for row in csv.reader(table, delimiter="\t") if row]
+        if not rows or min(map(len, rows)) < 2:
+            raise BadInput("data.root", folder / ANNOTATIONS, "a table of file names and classes, cut by tabs")
+        return sorted(((folder / "images" / row[0], row[1]) for row in rows), key=lambda sample: (sample[1], sample[0]))
+
+    def _files(self, samples: list[tuple[Path, str]], first: Path) -> Files:
+        labels = {name: label for label, name in enumerate(self.class_names)}
+        names = np.array([os.fsencode(path.relative_to(self.root)) for path, _ in samples])
+        return Files(self.root, names, torch.tensor([labels[name] for _, name in samples]), self.image_size, first)
+
+    def _without_damaged(self, files: Files, skipped: Counter[str]) -> Files:
+        """The files that can be read; every one is."""
+        places = torch.arange(len(files.labels))
+        checked = reading(Streamed(_Checked(files), self.num_workers), places.split(CHECKED))
+        whole = torch.cat([split.inputs for split in checked])
+        if damaged := int((~whole).sum()):
+            skipped.update({"damaged": damaged})
+        return files.part(whole.nonzero().flatten())
+
+    def _say(self, line: str) -> None:
+        rank_zero_only(sys.stderr.write)(f"{self.name}: {line}\n")
 
     def check_fits(self, count: int) -> None:
-        """Raise BadInput if so many decoded images would not fit in the available memory."""
+        """Choose where images are kept, if that is not given; BadInput if they would not fit in memory, but shall."""
         need, have = count * int(np.prod(self.input_shape)), memory.available_bytes()
-        if need > have:
+        if need > have and self.cache != "none":
             size = "x".join(map(str, self.input_shape))
             found = f"{count} of {size} take {need / 1e9:.2f} GB, {have / 1e9:.2f} GB are available"
-            advice = "give a smaller --data.image_size, --data.train_size or --data.test_size"
-            raise BadInput("data.root", self.root, f"images that fit in memory: {found}; {advice}")
+            if self.cache == "memory":
+                advice = "give --data.cache none, a smaller --data.image_size, --data.train_size or --data.test_size"
+                raise BadInput("data.cache", self.cache, f"images that fit in memory: {found}; {advice}")
+            self._say(f"images are read while training (--data.cache none): {found}")
+            self.cache = "none"
+
+    def hold(self, source: Source, places: Tensor) -> Samples | Streamed:
+        """Decoded images in memory, or files that are read while training."""
+        files = cast("Files", source)
+        if self.cache == "none":
+            return Streamed(files.part(places), self.num_workers)
+        decoded = files.take(places)
+        return Streamed(decoded, self.num_workers) if self.num_workers else decoded
+
+
+class _Checked(NamedTuple):
+    """Whether files can be read, in place of their pixels."""
+
+    files: Files
+
+    @property
+    def labels(self) -> Tensor:
+        """(n,), of the files."""
+        return self.files.labels
+
+    def take(self, chosen: Tensor) -> Split:
+        """(k,) bool for each of the chosen."""
+        return Split(torch.tensor([self._readable(place) for place in chosen.tolist()]), self.labels[chosen])
+
+    def _readable(self, place: int) -> bool:
+        try:
+            self.files.open(self.files.path(place))
+        except Damaged:
+            return False
+        return True
 
 
 def _hidden(path: Path) -> bool:

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from apprentice.batch import Batch, Partners
 from apprentice.errors import BadInput
 from datamodules.base import InMemoryData
 from datamodules.mixing import Mixing
+from datamodules.streams import Finish, Streamed
 from datamodules.transforms import Transforms
 
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean and deviation of its channels
@@ -114,7 +116,8 @@ class ImageData(InMemoryData):
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Lightning's hook, on the device: augment in training, then normalise to the module's type."""
         training = self.trainer is not None and self.trainer.training
-        if isinstance(batch, Batch) and training and not self.train_inputs_repeat:
+        streamed = training and isinstance(self.split("train"), Streamed)  # then workers have done it
+        if isinstance(batch, Batch) and training and not streamed and not self.train_inputs_repeat:
             epoch = batch.step // math.ceil(self.sizes["train"] / self.batch_size)
             batch = batch._replace(inputs=self.augmented(batch.inputs, epoch, batch.index))
             if isinstance(batch.mixed, Partners):
@@ -128,10 +131,29 @@ class ImageData(InMemoryData):
 
     def augmented(self, images: Tensor, epoch: int, index: Tensor) -> Tensor:
         """Stored training images (B, C, H, W) as an epoch sees them; `index` (B,) has their places in the data set."""
-        key = keyed.fold_in(self.order_seed, epoch)
-        if self.augment:
+        return self.finish(images, epoch, index)
+
+    @property
+    def finish(self) -> Finish:
+        """Augmentation: by the workers where images are streamed, otherwise on the device."""
+        return Augmentation(self.order_seed, self.augment, self.flips, self._keyed)
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """What training images get: a shift, a mirror image of half of them if `flips`, then the transforms."""
+
+    seed: int
+    shifts: bool
+    flips: bool
+    transforms: Transforms
+
+    def __call__(self, images: Tensor, epoch: int, index: Tensor) -> Tensor:
+        """Stored images (B, C, H, W) as an epoch sees them; `index` (B,) has their places in the data set."""
+        key = keyed.fold_in(self.seed, epoch)
+        if self.shifts:
             images = augment(images, key, index, self.flips)
-        return self._keyed(images, key, index) if self.transforms else images
+        return self.transforms(images, key, index) if self.transforms.steps else images
 
 
 @functools.cache

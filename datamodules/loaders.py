@@ -1,9 +1,10 @@
-"""The order of samples in an epoch, and loaders of batches: one indexing of a uint8 tensor, without workers."""
+"""The order of samples in an epoch, and loaders of batches: indexing of a tensor in memory, or reading of a stream."""
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch.utilities import CombinedLoader
@@ -12,7 +13,8 @@ from torch.utils._pytree import tree_flatten
 
 from apprentice import keyed
 from apprentice.batch import HIDDEN, Batch, Partners
-from datamodules.splits import Samples, Split
+from datamodules.splits import Samples
+from datamodules.streams import Finish, Streamed, reading
 
 
 class EpochOrder:
@@ -90,45 +92,50 @@ class TrainLoader:
     The last batch may be smaller; none is dropped. Every rank gets the same number of batches, some perhaps empty.
     `batch_size` counts samples of the global batch; batches are on the split's device. `labelled` (n,) bool, on the
     CPU, says whose labels are known; the others are hidden. With `partners` a batch brings, for each row, the sample of
-    the row before, to be mixed with.
+    the row before, to be mixed with. `finish(inputs, epoch, index)` is what remains to be done to streamed inputs.
     """
 
     def __init__(
         self,
-        split: Samples,
+        split: Samples | Streamed,
         batch_size: int,
         sampler: EpochOrder,
         rank: int = 0,
         replicas: int = 1,
         labelled: Tensor | None = None,
         partners: bool = False,
+        finish: Finish | None = None,
     ) -> None:
-        if labelled is not None:
-            split = Split(split.inputs, split.labels.where(labelled.to(split.labels.device), HIDDEN))
         self.split, self.batch_size, self.sampler = split, batch_size, sampler
-        self.rank, self.replicas, self.labelled, self.partners = rank, replicas, labelled, partners
+        self.rank, self.replicas, self.labelled, self.partners, self.finish = rank, replicas, labelled, partners, finish
 
     def __len__(self) -> int:
         return math.ceil(len(self.sampler) / self.batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
         # A generator asks for the position with the first batch; Lightning calls iter() long before.
-        first_step = self.sampler.epoch * len(self)
-        start, order = self.sampler.start(), self.sampler.indices()
-        device = self.split.labels.device
-        for position in range(start, len(self)):
-            first = position * self.batch_size
-            whole = order[first : first + self.batch_size]
-            rows = self.sampler.share(first, len(whole), self.rank, self.replicas)
-            index = whole[rows].to(device, non_blocking=True)
-            mixed = None
+        epoch, start, order = self.sampler.epoch, self.sampler.start(), self.sampler.indices()
+        device, ahead = self.split.labels.device, deque[tuple[Tensor, Tensor, Tensor]]()
+        known = None if self.labelled is None else self.labelled.to(device)
+
+        def wanted() -> Iterator[Tensor]:
+            for first in range(start * self.batch_size, len(order), self.batch_size):
+                whole = order[first : first + self.batch_size]
+                rows = self.sampler.share(first, len(whole), self.rank, self.replicas)
+                index = whole[torch.cat([rows, rows - 1]) if self.partners else rows].to(device, non_blocking=True)
+                ahead.append((whole, rows.to(device, non_blocking=True), index))
+                yield index
+
+        batches = reading(self.split, wanted(), self.finish, epoch)
+        for step, (inputs, true) in enumerate(batches, epoch * len(self) + start):
+            whole, rows, index = ahead.popleft()
+            b, labels, weight, mixed = len(rows), true, None, None
+            if known is not None:
+                labels = true.where(known[index], HIDDEN)
+                weight = len(whole) / max(int(cast("Tensor", self.labelled)[whole].sum()), 1)
             if self.partners:
-                before = whole[rows - 1].to(device, non_blocking=True)
-                mixed = Partners(*self.split.take(before), before)
-            rows = rows.to(device, non_blocking=True)
-            weight = None if self.labelled is None else len(whole) / max(int(self.labelled[whole].sum()), 1)
-            samples = self.split.take(index)
-            yield Batch(*samples, index, rows, len(whole), self.replicas, first_step + position, weight, mixed)
+                mixed = Partners(inputs[b:], labels[b:], index[b:])
+            yield Batch(inputs[:b], labels[:b], index[:b], rows, len(whole), self.replicas, step, weight, mixed)
 
     # Without these two Lightning warns when it resumes in mid-epoch.
     def state_dict(self) -> dict:
@@ -145,25 +152,31 @@ class ChunkLoader:
     Chunks are the same for any number of ranks, so a kernel sees the same shapes, and gives the same bits, on all of
     them. Each sample is visited exactly once. Every rank gets the same number of batches, the last perhaps empty. A
     batch stands for itself: `replicas` is 1, `step` 0 and `count` its rows (1 if empty, so that its mean is 0).
-    `index` (n,) int64 has the samples' places in their data set, if the split is only a part of it.
+    `index` (n,) int64 are the places of those that are visited; default: all.
     """
 
     def __init__(
-        self, split: Samples, batch_size: int, rank: int = 0, replicas: int = 1, index: Tensor | None = None
+        self,
+        split: Samples | Streamed,
+        batch_size: int,
+        rank: int = 0,
+        replicas: int = 1,
+        index: Tensor | None = None,
     ) -> None:
-        self.split, self.batch_size, self.rank, self.replicas, self.index = split, batch_size, rank, replicas, index
+        self.split, self.batch_size, self.rank, self.replicas = split, batch_size, rank, replicas
+        self.index = torch.arange(len(split.labels)) if index is None else index
 
     def __len__(self) -> int:
-        return math.ceil(len(self.split.labels) / (self.batch_size * self.replicas))
+        return math.ceil(len(self.index) / (self.batch_size * self.replicas))
 
     def __iter__(self) -> Iterator[Batch]:
-        places = torch.arange(len(self.split.labels), device=self.split.labels.device)
-        rows, index = places[: self.batch_size], places if self.index is None else self.index
-        for deal in range(len(self)):
-            start = (deal * self.replicas + self.rank) * self.batch_size
-            chunk = slice(start, start + self.batch_size)
-            b = len(index[chunk])
-            yield Batch(self.split.inputs[chunk], self.split.labels[chunk], index[chunk], rows[:b], max(b, 1), 1, 0)
+        device = self.split.labels.device
+        rows, index = torch.arange(self.batch_size, device=device), self.index.to(device)
+        starts = [(deal * self.replicas + self.rank) * self.batch_size for deal in range(len(self))]
+        chunks = [index[start : start + self.batch_size] for start in starts]
+        for chunk, samples in zip(chunks, reading(self.split, chunks), strict=True):
+            b = len(chunk)
+            yield Batch(*samples, chunk, rows[:b], max(b, 1), 1, 0)
 
 
 def no_loaders() -> CombinedLoader:

@@ -11,7 +11,7 @@ import torch
 from PIL import ExifTags, Image
 
 from apprentice.errors import BadInput
-from datamodules import ImageData, ImageFolder, image_folder, memory
+from datamodules import ImageData, ImageFolder, files, memory
 from experiments import kd
 from tests.commands import refused
 
@@ -42,7 +42,7 @@ def refusal(data: ImageFolder) -> str:
 
 @pytest.mark.parametrize("large", [1, 10**6], ids=["threads", "plain"])
 def test_images_are_pils_pixels_in_order(root: Path, monkeypatch: pytest.MonkeyPatch, large: int) -> None:
-    monkeypatch.setattr(image_folder, "LARGE", large)
+    monkeypatch.setattr(files, "LARGE", large)
     data = ImageFolder(root, validation_size=0)
     data.setup()
     assert (data.input_shape, data.class_names, data.num_classes) == ((3, 10, 12), ("cat", "dog"), 2)
@@ -62,7 +62,7 @@ def test_long_decoding_is_told_with_a_count(
     quiet = ImageFolder(root, validation_size=0)
     quiet.setup()
     assert capsys.readouterr().out == ""
-    monkeypatch.setattr(image_folder, "SILENCE", -1)
+    monkeypatch.setattr(files, "SILENCE", -1)
     data.setup()
     train, test = (data.sizes[part] for part in ("train", "test"))
     counts = [(done, size) for size in (train, test) for done in range(1, size + 1)]
@@ -72,13 +72,13 @@ def test_long_decoding_is_told_with_a_count(
 
 def test_only_chosen_images_are_decoded(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = []
-    original = image_folder.Files.open
+    original = files.Files.open
 
-    def counting(self: image_folder.Files, path: Path) -> Image.Image:
+    def counting(self: files.Files, path: Path) -> Image.Image:
         opened.append(path)
         return original(self, path)
 
-    monkeypatch.setattr(image_folder.Files, "open", counting)
+    monkeypatch.setattr(files.Files, "open", counting)
     data = ImageFolder(root, train_size=4, validation_size=2, test_size=2)
     assert data.sizes == {"train": 4, "validation": 2, "test": 2}
     assert data.split("train").labels.tolist() == [0, 0, 1, 1]
@@ -128,7 +128,7 @@ GREY = np.array([[0, 1, 40], [128, 254, 255]])  # 8 bits
 )
 def test_levels_are_scaled_by_their_depth(root: Path, name: str, values: np.ndarray) -> None:
     Image.fromarray(values).save(root / "train" / "cat" / name)
-    found = image_folder.Files([], torch.empty(0), None, Path()).open(root / "train" / "cat" / name)
+    found = files.Files(root, np.array([]), torch.empty(0), None, Path()).open(root / "train" / "cat" / name)
     assert found.mode == "RGB"
     assert np.array_equal(np.asarray(found), np.repeat(GREY[:, :, None], 3, axis=2))
 
@@ -256,9 +256,10 @@ def test_another_size_is_refused_naming_both_files_and_the_flag(root: Path) -> N
 def test_what_would_not_fit_is_refused_before_decoding(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (root / "train" / "dog" / "3.png").write_bytes(b"never opened")
     monkeypatch.setattr(memory, "available_bytes", lambda: 10**9)
-    assert "18 of 3x20000x20000 take 21.60 GB, 1.00 GB are available" in refusal(ImageFolder(root, image_size=20_000))
+    large = ImageFolder(root, image_size=20_000, cache="memory")
+    assert "18 of 3x20000x20000 take 21.60 GB, 1.00 GB are available" in refusal(large)
     monkeypatch.setattr(memory, "available_bytes", lambda: 18 * 3 * 4 * 4 - 1)
-    assert "18 of 3x4x4" in refusal(ImageFolder(root, image_size=4))
+    assert "18 of 3x4x4" in refusal(ImageFolder(root, image_size=4, cache="memory"))
     fits = ImageFolder(root, image_size=4, train_size=6, validation_size=0, test_size=6, seed=1)
     picture(root / "train" / "dog" / "3.png", 0)
     assert fits.sizes["train"] == 6

@@ -1,0 +1,207 @@
+"""Images that are read while a net trains: the same numbers as in memory, on any workers, devices, after any kill."""
+
+import multiprocessing
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from apprentice.errors import BadInput
+from apprentice.keyed import with_seed
+from datamodules import ImageFolder, memory
+from datamodules.streams import Streamed
+from lit_modules.classifier import LitClassifier
+from lit_modules.nets import LightNN
+from tests.datamodules.test_image_folder import picture
+from tests.datamodules.test_resume import Saver
+from tests.training import assert_same, fit, trainer, weights
+
+FLIPS: list[Any] = ["RandomVerticalFlip", {"RandomErasing": {"value": "random"}}]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """35 cats and 30 dogs to train, 9 of each to test, of several sizes and kinds."""
+    root = tmp_path_factory.mktemp("images")
+    for part, label, count in (("train", "cat", 35), ("train", "dog", 30), ("test", "cat", 9), ("test", "dog", 9)):
+        for i in range(count):
+            picture(root / part / label / f"{i}.{'png' if i % 2 else 'jpg'}", i, (12 + i % 3, 10), ["RGB", "L"][i % 2])
+    return root
+
+
+def folder(root: Path, **options: Any) -> ImageFolder:
+    """Batches of 17: neither 2 nor 3 divides one, or the set; augmented, transformed and mixed."""
+    usual = {"batch_size": 17, "image_size": 8, "augment": True, "transforms": FLIPS, "cutmix": 1.0}
+    return ImageFolder(root, **{**usual, **options})
+
+
+def module() -> LitClassifier:
+    return LitClassifier(with_seed(0, lambda: LightNN(input_shape=(3, 8, 8), num_classes=2)))
+
+
+def ended(data: ImageFolder, devices: int = 1, **options: Any) -> dict[str, torch.Tensor]:
+    found = weights(fit(module(), data, devices, **options))
+    assert not multiprocessing.active_children()
+    return found
+
+
+@pytest.fixture(scope="module")
+def in_memory(root: Path) -> dict[str, torch.Tensor]:
+    return ended(folder(root, cache="memory"))
+
+
+@pytest.mark.parametrize(("cache", "workers"), [("none", 0), ("none", 1), ("none", 3), ("none", None), ("memory", 2)])
+def test_a_stream_trains_to_the_bits_of_memory(
+    root: Path, in_memory: dict[str, torch.Tensor], cache: Any, workers: int | None
+) -> None:
+    data = folder(root, cache=cache, num_workers=workers)
+    assert_same(ended(data), in_memory)
+    assert isinstance(data.split("train"), Streamed)
+
+
+def test_without_augmentation_too_and_with_hidden_labels(root: Path) -> None:
+    options: dict[str, Any] = {"augment": False, "transforms": None, "cutmix": 0.0, "labelled": 20}
+    assert_same(ended(folder(root, cache="none", **options)), ended(folder(root, **options)))
+
+
+@pytest.mark.parametrize("devices", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_several_processes_end_as_one_in_memory(root: Path, devices: int) -> None:
+    options: dict[str, Any] = {"precision": "64-true"}
+    streamed = ended(folder(root, cache="none", num_workers=2), devices, **options)
+    assert_same(streamed, ended(folder(root, cache="memory"), **options), atol=1e-9)
+
+
+def test_evaluation_sees_what_memory_has_in_its_order_also_under_a_limit(root: Path) -> None:
+    for part in ("val", "test"):
+        seen = []
+        for cache in ("memory", "none"):
+            data = folder(root, cache=cache)
+            trainer(**{f"limit_{part}_batches": 1}).validate(module(), data) if part == "val" else trainer(
+                limit_test_batches=1
+            ).test(module(), data)
+            seen.append(list(getattr(data, f"{part}_dataloader")()))
+        for ours, other in zip(*seen, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(ours[:4], other[:4], strict=True))
+            assert ours[4:] == other[4:]
+
+
+@pytest.mark.slow
+def test_resumed_at_any_moment_it_ends_the_same(root: Path, in_memory: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    data = folder(root, cache="none", num_workers=2)
+    assert_same(ended(data, callbacks=[Saver(tmp_path, "on_train_batch_end")], max_epochs=3), ended(data, max_epochs=3))
+    whole, checkpoints = ended(folder(root), max_epochs=3), sorted(tmp_path.glob("*.ckpt"))
+    assert len(checkpoints) >= 10
+    for checkpoint in checkpoints:
+        resumed = module()
+        trainer(max_epochs=3).fit(resumed, data, ckpt_path=checkpoint)
+        assert_same(weights(resumed), whole)
+
+
+def test_what_does_not_fit_is_streamed_and_told(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda: 10**6)
+    data = folder(root, image_size=100)
+    assert isinstance(data.split("test"), Streamed)
+    told = "83 of 3x100x100 take 0.00 GB, 0.00 GB are available"
+    assert f"ImageFolder: images are read while training (--data.cache none): {told}\n" in capsys.readouterr().err
+
+
+@pytest.fixture
+def damaged(root: Path, tmp_path: Path) -> Path:
+    """A copy, with a file that is cut in the middle and one that is no image."""
+    for path in root.rglob("*.*"):
+        copy = tmp_path / "copy" / path.relative_to(root)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(path.read_bytes())
+    cut = tmp_path / "copy" / "train" / "dog" / "7.png"
+    cut.write_bytes(cut.read_bytes()[:120])
+    (tmp_path / "copy" / "test" / "cat" / "2.jpg").write_bytes(b"no image")
+    return tmp_path / "copy"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_damaged_image_stops_the_fit_by_its_path(damaged: Path, workers: int) -> None:
+    with pytest.raises(BadInput, match=re.escape(str(damaged / "train" / "dog" / "7.png"))):
+        fit(module(), folder(damaged, cache="none", num_workers=workers, validation_size=0))
+
+
+@pytest.mark.parametrize("cache", ["memory", "none"])
+def test_damaged_images_are_skipped_and_counted_on_request(
+    damaged: Path, cache: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = folder(damaged, cache=cache, on_error="skip", num_workers=1)
+    assert data.sizes == {"train": 58, "validation": 6, "test": 17}
+    assert f"ImageFolder: skipped in {damaged}: 2 damaged\n" in capsys.readouterr().err
+    fit(module(), data)
+
+
+def test_another_size_is_no_damage(root: Path) -> None:
+    data = folder(root, image_size=None, cache="none", on_error="skip", transforms=None)
+    with pytest.raises(BadInput, match="a size to bring all images to"):
+        fit(module(), data)
+
+
+def laid_out(root: Path, *parts: str) -> Path:
+    for i, path in enumerate(f"{part}/{label}/{n}.png" for part in parts for label in "ab" for n in range(6)):
+        picture(root / path, i)
+    return root
+
+
+def test_val_is_validated_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = ImageFolder(laid_out(tmp_path, "train", "val", "test"))
+    assert data.sizes == {"train": 12, "validation": 12, "test": 12}
+    first = Image.open(tmp_path / "val" / "a" / "0.png")
+    assert np.array_equal(np.asarray(first), data.split("validation").inputs[0].permute(1, 2, 0).numpy())
+    assert ImageFolder(tmp_path, validation_size=0).sizes["validation"] == 0
+    assert ImageFolder(tmp_path, train_size=4).sizes == {"train": 4, "validation": 12, "test": 12}
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("test", [False, True], ids=["no test", "test without labels"])
+def test_imagenets_layout_is_tested_on_val(tmp_path: Path, test: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    laid_out(tmp_path, "train", "val")
+    if test:
+        picture(tmp_path / "test" / "images" / "test_0.png", 0)
+    assert ImageFolder(tmp_path, validation_size=2).sizes == {"train": 10, "validation": 2, "test": 12}
+    why = "has no labels" if test else "is not there"
+    told = f"ImageFolder: {tmp_path / 'test'} {why}: tests on val/, validates on images held out from train/\n"
+    assert capsys.readouterr().err == told
+
+
+def test_tiny_imagenets_labels_are_read_from_its_table(tmp_path: Path) -> None:
+    for name in ("n02", "n01"):
+        for i in range(3):
+            picture(tmp_path / "train" / name / "images" / f"{name}_{i}.JPEG", i)
+    for i in range(4):
+        picture(tmp_path / "val" / "images" / f"val_{i}.JPEG", i)
+    rows = [f"val_{i}.JPEG\t{'n01' if i in {1, 2} else 'n02'}\t0\t0\t9\t9\n" for i in range(4)]
+    (tmp_path / "val" / "val_annotations.txt").write_text("".join(rows))
+    data = ImageFolder(tmp_path, validation_size=0)
+    assert data.sizes == {"train": 6, "validation": 0, "test": 4}
+    assert data.class_names == ("n01", "n02")
+    expected = [np.asarray(Image.open(tmp_path / "val" / "images" / f"val_{i}.JPEG")) for i in (1, 2, 0, 3)]
+    assert np.array_equal(np.stack(expected), data.split("test").inputs.permute(0, 2, 3, 1).numpy())
+    assert data.split("test").labels.tolist() == [0, 0, 1, 1]
+    (tmp_path / "val" / "val_annotations.txt").write_text("val_0.JPEG\n")
+    with pytest.raises(BadInput, match="a table of file names and classes"):
+        ImageFolder(tmp_path).setup()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cache": "ram"}, "--data.cache ram: expected memory or none"),
+        ({"on_error": "ignore"}, "--data.on_error ignore: expected stop or skip"),
+        ({"num_workers": -1}, "--data.num_workers -1: expected a number of processes: 0, 1, 2, …"),
+    ],
+    ids=str,
+)
+def test_impossible_options_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(BadInput) as error:
+        ImageFolder("nowhere", **options)
+    assert str(error.value) == message
