@@ -2,11 +2,12 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +23,8 @@ from datamodules.splits import Split
 UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError)
 SILENCE = 5.0  # seconds of decoding without a line
 LARGE = 128 * 128  # pixels from which two threads decode faster than one; at 32 x 32 they take twice as long
+
+T = TypeVar("T")
 
 
 class Damaged(BadInput):
@@ -62,13 +65,9 @@ class Files(NamedTuple):
                 raise BadInput("data.image_size", self.image_size, f"a size to bring all images to, as {found}")
             rows[row] = pixels.transpose(2, 0, 1)
 
-        said = time.monotonic()
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             each = (map if get_worker_info() or not self._large() else pool.map)(decode, range(len(places)))
-            for done, _ in enumerate(each, 1):
-                if time.monotonic() - said > SILENCE:
-                    said = time.monotonic()
-                    rank_zero_only(print)(f"ImageFolder: decoded {done:,} of {len(places):,} images", flush=True)
+            deque(told(each, len(places)), maxlen=0)
         return Split(images, self.labels[chosen])
 
     def open(self, path: Path) -> Image.Image:
@@ -91,6 +90,16 @@ class Files(NamedTuple):
     def _large(self) -> bool:
         with readable(self.first) as image:
             return image.width * image.height > LARGE
+
+
+def told(decoded: Iterable[T], total: int, step: int = 1) -> Iterator[T]:
+    """Pass on what decodes `step` images each, with a line now and then on how far it is."""
+    said = time.monotonic()
+    for done, found in enumerate(decoded, 1):
+        if time.monotonic() - said > SILENCE:
+            said = time.monotonic()
+            rank_zero_only(print)(f"ImageFolder: decoded {done * step:,} of {total:,} images", flush=True)
+        yield found
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A folder of the user's own images, kept in memory if they fit, and read while training if not."""
+"""A folder of the user's own images, kept in memory or decoded on disk, or read anew while training."""
 
 import csv
 import os
@@ -15,12 +15,13 @@ from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_datas
 
 from apprentice.errors import BadInput
 from datamodules import memory
+from datamodules.decoded import Decoded
 from datamodules.files import Damaged, Files
 from datamodules.images import IMAGENET, ImageData
 from datamodules.splits import Samples, Source, Split
 from datamodules.streams import Streamed, reading
 
-Cache = Literal["memory", "none"]
+Cache = Literal["memory", "disk", "none"]
 OnError = Literal["stop", "skip"]
 VALIDATION = ("val", "valid", "validation")  # names of a folder for validation
 ANNOTATIONS = "val_annotations.txt"  # Tiny-ImageNet's labels of val/images
@@ -41,10 +42,12 @@ class ImageFolder(ImageData):
         root: the folder.
         image_size: resize the short side of each image to so many pixels, and crop the centre. Required unless all
             images have one size.
-        cache: where decoded images are kept: in `memory`, or nowhere, `none`: then each is read whenever it is wanted.
-            Default: in memory if they fit. Results do not depend on it.
+        cache: where decoded images are kept: in `memory`; on `disk`, written before training unless an earlier run has
+            done it; or nowhere, `none`: then each is decoded whenever it is wanted. Default: in memory if they fit,
+            otherwise nowhere. Results do not depend on it.
+        cache_dir: the folder of the cache on disk; default: `.apprentice` in `root`. It may be deleted at any time.
         num_workers: processes for each device that read, and augment, ahead; with `memory`, that only augment. Default:
-            this machine's cores over its devices, and none with `memory`. Results do not depend on it.
+            this machine's cores over its devices, and none with `memory` or `disk`. Results do not depend on it.
         on_error: what an image that can't be read does: `stop` the run, or have it checked before training, in one pass
             over all images, and `skip` what can't be read, counted in a line.
         options: those of ImageData; `mean` and `std` are ImageNet's by default.
@@ -55,7 +58,7 @@ class ImageFolder(ImageData):
 
     mean, std = IMAGENET
     flips = True
-    free_options = ImageData.free_options | {"cache", "num_workers"}
+    free_options = ImageData.free_options | {"cache", "cache_dir"}
 
     def __init__(
         self,
@@ -63,6 +66,7 @@ class ImageFolder(ImageData):
         image_size: int | None = None,
         *,
         cache: Cache | None = None,
+        cache_dir: str | Path | None = None,
         num_workers: int | None = None,
         on_error: OnError = "stop",
         **options: Any,
@@ -78,6 +82,7 @@ class ImageFolder(ImageData):
             raise BadInput("data.num_workers", num_workers, "a number of processes: 0, 1, 2, …")
         self.root, self.image_size = Path(root).expanduser(), image_size
         self.cache, self.num_workers, self.on_error = cache, num_workers, on_error
+        self.cache_dir = self.root / ".apprentice" if cache_dir is None else Path(cache_dir).expanduser()
 
     def read(self) -> tuple[Files, ...]:  # type: ignore[override]  # two or three
         """List the files without decoding them."""
@@ -162,20 +167,24 @@ class ImageFolder(ImageData):
     def check_fits(self, count: int) -> None:
         """Choose where images are kept, if that is not given; BadInput if they would not fit in memory, but shall."""
         need, have = count * int(np.prod(self.input_shape)), memory.available_bytes()
-        if need > have and self.cache != "none":
+        if need > have and self.cache in {None, "memory"}:
             size = "x".join(map(str, self.input_shape))
             found = f"{count} of {size} take {need / 1e9:.2f} GB, {have / 1e9:.2f} GB are available"
             if self.cache == "memory":
-                advice = "give --data.cache none, a smaller --data.image_size, --data.train_size or --data.test_size"
+                advice = (
+                    "give --data.cache disk or none, a smaller --data.image_size, --data.train_size or --data.test_size"
+                )
                 raise BadInput("data.cache", self.cache, f"images that fit in memory: {found}; {advice}")
             self._say(f"images are read while training (--data.cache none): {found}")
             self.cache = "none"
 
     def hold(self, source: Source, places: Tensor) -> Samples | Streamed:
-        """Decoded images in memory, or files that are read while training."""
+        """Decoded images in memory or on disk, or files that are read while training."""
         files = cast("Files", source)
         if self.cache == "none":
             return Streamed(files.part(places), self.num_workers)
+        if self.cache == "disk":
+            return Streamed(Decoded(files, places, self.cache_dir, self.num_workers), self.num_workers or 0)
         decoded = files.take(places)
         return Streamed(decoded, self.num_workers) if self.num_workers else decoded
 

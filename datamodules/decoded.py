@@ -1,0 +1,112 @@
+"""Decoded images in a file: each is written once, with a checksum, and read at the speed of the disk's cache."""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import PIL
+import torch
+from torch import Tensor
+
+from apprentice.errors import BadInput
+from datamodules.files import Files, told
+from datamodules.splits import Split
+from datamodules.streams import Streamed, reading
+
+CHUNK = 64  # images that a worker decodes at once
+SUM = np.dtype("<u4")  # of a checksum
+
+
+class Decoded:
+    """Some of the images of `files`, decoded into a file below `folder`, by this process or an earlier one.
+
+    The file is named after what makes its bytes, so runs with other subsets share it. It has a CRC-32 (n,) for each of
+    the files, 0 for one that is not decoded yet, then their pixels (n, 3, H, W) uint8; it is sparse. It is read and not
+    mapped: a mapping counts as memory of the process, and would end it where the file is cut short. An image that does
+    not have its checksum is decoded anew.
+
+    Args:
+        files: all images that may be in it.
+        places: (k,) of the images that shall be.
+        folder: where it is.
+        workers: processes that decode; None for this machine's cores.
+
+    Raises:
+        BadInput: an image can't be read, or the file can't be written.
+    """
+
+    def __init__(self, files: Files, places: Tensor, folder: Path, workers: int | None = None) -> None:
+        self.files, self.places, self.labels = files, places, files.labels[places]
+        self.shape, self.path = (3, *files.size()), folder / f"{_key(files)}.decoded"
+        with self._opened() as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            sums = np.zeros(len(files.labels), SUM)
+            os.preadv(file, [sums], 0)
+            missing = places[torch.from_numpy(sums[places.numpy()] == 0)]
+            need, free = len(missing) * int(np.prod(self.shape)), shutil.disk_usage(folder).free
+            if need > free:
+                expected = (
+                    f"a folder on a disk with room for {need / 1e9:.2f} GB of images; {free / 1e9:.2f} GB are free"
+                )
+                raise BadInput("data.cache_dir", folder, expected)
+            each = reading(Streamed(files, workers), missing.split(CHUNK))
+            for slots, split in told(zip(missing.split(CHUNK), each, strict=True), len(missing), CHUNK):
+                for slot, pixels in zip(slots.tolist(), split.inputs.numpy(), strict=True):
+                    sums[slot] = self._write(file, slot, pixels)
+        self.sums = sums[places.numpy()]
+
+    def take(self, chosen: Tensor) -> Split:
+        """Read the chosen images, (k, 3, H, W) uint8; BadInput names one that is damaged here and at its origin."""
+        images = torch.empty(len(chosen), *self.shape, dtype=torch.uint8)
+        with self._opened() as file:
+            for pixels, place in zip(images.numpy(), chosen.tolist(), strict=True):
+                slot = int(self.places[place])
+                whole = os.preadv(file, [pixels], self._start(slot)) == pixels.nbytes
+                if not whole or zlib.crc32(pixels) != self.sums[place]:
+                    pixels[:] = self.files.take(torch.tensor([slot])).inputs[0].numpy()
+                    self.sums[place] = self._write(file, slot, pixels)
+        return Split(images, self.labels[chosen])
+
+    def _write(self, file: int, slot: int, pixels: np.ndarray) -> int:
+        """Pixels first: an image whose writing was interrupted has no checksum, or a wrong one."""
+        total = zlib.crc32(pixels)
+        _write_all(file, pixels.tobytes(), self._start(slot))
+        _write_all(file, np.array(total, SUM).tobytes(), slot * SUM.itemsize)
+        return total
+
+    def _start(self, slot: int) -> int:
+        return len(self.files.labels) * SUM.itemsize + slot * int(np.prod(self.shape))
+
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                yield file
+            finally:
+                os.close(file)
+        except OSError as error:
+            expected = f"a folder that can be written, on a disk with room for the images; {error.strerror}"
+            raise BadInput("data.cache_dir", self.path.parent, expected) from error
+
+
+def _key(files: Files) -> str:
+    """Of what makes the bytes of decoded files: names, sizes and times, the size of images, Pillow's version."""
+    key = hashlib.blake2b(f"{PIL.__version__} {files.image_size} {files.size()}".encode(), digest_size=12)
+    for place, name in enumerate(files.names):
+        found = files.path(place).stat()
+        key.update(b"%b\0%d %d\n" % (name, found.st_size, found.st_mtime_ns))
+    return key.hexdigest()
+
+
+def _write_all(file: int, content: bytes, start: int) -> None:
+    while content:  # a disk that fills up takes a part
+        count = os.pwrite(file, content, start)
+        content, start = content[count:], start + count
