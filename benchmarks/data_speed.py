@@ -1,0 +1,189 @@
+"""Images a second from a folder: in memory, decoded on disk, read anew, and with torchvision's ImageFolder.
+
+    python benchmarks/data_speed.py                              # about fifteen minutes on 2 cores
+    python benchmarks/data_speed.py --images 500 --large 0 --out FILE
+
+The folder has generated JPEG files of 256 x 256, resized and cropped to `--size`; with the default of 256, nothing is
+to resize. `plain` is torchvision's ImageFolder and torch's DataLoader with the same batches, workers and transforms of
+torchvision.transforms.v2. A pass over the training set ends with normalised floats. `light` shifts by up to 4 pixels
+and mirrors; `heavy` is RandomResizedCrop, RandomHorizontalFlip and ColorJitter. `none` and `plain` have `--workers`;
+`disk` and `memory` have none in `light`, as is their default, and `--workers` in `heavy`. The cache on disk is filled
+before, and lies in the page cache.
+
+`waiting` is the share of a training step of a ResNet-18 at 224 in which it waits for images. `peak` is the memory of
+the process that trains a small net on `--large` images (hard links to the others), over that for a twentieth of them.
+"""
+
+import argparse
+import os
+import resource
+import tempfile
+from collections import deque
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchvision import datasets
+from torchvision.transforms import v2
+
+from apprentice.keyed import with_seed
+from benchmarks import common
+from benchmarks.common import Found, Rivals, Target
+from datamodules import ImageFolder
+from datamodules.streams import Streamed
+from harness.studies.meters import Stamps
+from lit_modules.classifier import LitClassifier
+from lit_modules.nets import LightNN, Torchvision
+
+SIDE, DISTINCT = 256, 1000  # pixels of a file; images that differ, beyond which files are links
+HEAVY: list[Any] = ["RandomResizedCrop", "RandomHorizontalFlip", {"ColorJitter": {"brightness": 0.4, "contrast": 0.4}}]
+TARGETS = {
+    "none / plain, light": Target("read anew over torchvision, shift and flip", low=1.0),
+    "disk / plain, light": Target("decoded on disk over torchvision, shift and flip", low=5.0),
+    "memory / plain, light": Target("in memory over torchvision, shift and flip"),
+    "none / plain, heavy": Target("read anew over torchvision, crop, flip and colours", low=1.0),
+    "disk / plain, heavy": Target("decoded on disk over torchvision, crop, flip and colours"),
+    "memory / plain, heavy": Target("in memory over torchvision, crop, flip and colours"),
+    "waiting": Target("share of a step that waits, ResNet-18, read anew"),
+    "peak": Target("peak memory for 20 times as many images", high=1.1),
+}
+
+
+def generate(root: Path, count: int) -> None:
+    """Files of smooth shapes with some noise, of about 25 kB, to train and, an eighth of them, to test."""
+    drawn = np.random.default_rng(0)
+    originals: list[Path] = []
+    for i in range(count + count // 8):
+        path = root / ("train" if i < count else "test") / f"class{i % 10}" / f"{i}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if i >= DISTINCT:
+            os.link(originals[i % DISTINCT], path)
+            continue
+        shapes = Image.fromarray(drawn.integers(0, 256, (16, 16, 3), dtype=np.uint8)).resize((SIDE, SIDE))
+        noise = drawn.integers(-12, 13, (SIDE, SIDE, 3))
+        Image.fromarray((np.asarray(shapes) + noise).clip(0, 255).astype(np.uint8)).save(path, quality=85)
+        originals.append(path)
+
+
+def folder(root: Path, cache: str, transforms: str, args: argparse.Namespace) -> ImageFolder:
+    """Ours, ready to train."""
+    light = transforms == "light"
+    workers = args.workers if cache == "none" or not light else None
+    more: dict[str, Any] = {"augment": True} if light else {"transforms": HEAVY}
+    sizes = {"image_size": args.size, "batch_size": args.batch, "validation_size": 0}
+    data = ImageFolder(root, cache=cache, num_workers=workers, **sizes, **more)  # type: ignore[arg-type]
+    data.setup()
+    return data
+
+
+def ours(data: ImageFolder) -> Iterator[Tensor]:
+    """Normalised batches; images in memory are augmented here, as on the training device."""
+    streamed = isinstance(data.split("train"), Streamed)
+    for batch in data.train_dataloader():
+        yield data.normalize(batch.inputs if streamed else data.augmented(batch.inputs, 0, batch.index))
+
+
+def plain(root: Path, transforms: str, args: argparse.Namespace) -> Iterator[Tensor]:
+    """Torchvision's, with the same transforms."""
+    jitter = v2.ColorJitter(brightness=0.4, contrast=0.4)
+    light = [v2.RandomCrop(args.size, padding=4), v2.RandomHorizontalFlip()]
+    heavy = [v2.RandomResizedCrop(args.size), v2.RandomHorizontalFlip(), jitter]
+    resized = [v2.Resize(args.size), v2.CenterCrop(args.size)]
+    scaled = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(ImageFolder.mean, ImageFolder.std)]
+    steps = v2.Compose([*resized, v2.PILToTensor(), *(light if transforms == "light" else heavy), *scaled])
+    images = datasets.ImageFolder(str(root / "train"), steps)
+    for batch, _ in DataLoader(images, args.batch, shuffle=True, num_workers=args.workers):
+        yield batch
+
+
+def speeds(root: Path, transforms: str, args: argparse.Namespace) -> Found:
+    """Images/s of all sides."""
+
+    def rate(batches: Any, *of: Any) -> float:
+        return args.images / common.seconds(lambda: deque(batches(*of), maxlen=0))
+
+    sides: Rivals = {"plain": partial(rate, plain, root, transforms, args)}
+    for cache in ("none", "disk", "memory"):
+        sides[cache] = partial(rate, ours, folder(root, cache, transforms, args))
+    runs = common.take_turns(sides, args.rounds, f"images/s, {transforms}")
+    ratios = {f"{side} / plain, {transforms}": common.over(runs[side], runs["plain"]) for side in sides if side != "plain"}
+    return Found({f"images/s, {transforms}": runs}, ratios)
+
+
+class Waits(Callback):
+    """The share of the time from batch to batch that passes between them."""
+
+    def __init__(self) -> None:
+        self.stamps = Stamps(common.CPU)
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        """The batch is there."""
+        self.stamps.mark()
+
+    on_train_batch_end: Any = on_train_batch_start
+
+    def share(self) -> float:
+        """Of all steps but the first two, whose images are not read ahead."""
+        spans = self.stamps.seconds()[4:]
+        return sum(spans[1::2]) / sum(spans)
+
+
+def waiting(root: Path, args: argparse.Namespace) -> float:
+    """The share of a ResNet-18's step that waits for images that are read anew."""
+    sizes: dict[str, Any] = {"image_size": 224, "batch_size": 32, "validation_size": 0, "num_workers": args.workers}
+    data, waits = ImageFolder(root, cache="none", augment=True, **sizes), Waits()
+    net = with_seed(0, lambda: Torchvision("resnet18", input_shape=(3, 224, 224), num_classes=10))
+    common.fit(LitClassifier(net), data, more=[waits], max_steps=12, max_epochs=-1, limit_val_batches=0)
+    return waits.share()
+
+
+def peak(root: str, workers: int) -> float:
+    """MiB of the process that trains a small net on all images of a folder for an epoch."""
+    data = ImageFolder(root, 32, cache="none", num_workers=workers, augment=True, batch_size=64, validation_size=0)
+    net = with_seed(0, lambda: LightNN(input_shape=(3, 32, 32), num_classes=10))
+    record = common.fit(LitClassifier(net), data, max_epochs=1, limit_val_batches=0)
+    return record["peak_mib"] + resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**10
+
+
+def measure(args: argparse.Namespace) -> Found:
+    """All parts."""
+    with tempfile.TemporaryDirectory() as path:
+        root = Path(path) / "images"
+        generate(root, args.images)
+        found = [speeds(root, transforms, args) for transforms in ("light", "heavy")]
+        ratios = {"waiting": [waiting(root, args)]}
+        figures = {}
+        if args.large:
+            runs = {}
+            for count in (args.large // 20, args.large):
+                generate(Path(path) / str(count), count)
+                env = common.threads(None)
+                runs[f"{count:,} images"] = [common.called(peak, str(Path(path) / str(count)), args.workers, env=env)]
+            few, many = runs.values()
+            figures["MiB, process and largest worker"], ratios["peak"] = runs, common.over(many, few)
+        found.append(Found(figures, ratios))
+    figures = {unit: runs for part in found for unit, runs in part.figures.items()}
+    return Found(figures, {name: runs for part in found for name, runs in part.ratios.items()})
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print, write."""
+    command = common.parser(__doc__, ("--repeat", 3), "passes of each side, in turn")
+    command.add_argument("--images", type=int, default=2000, help="to train on")
+    command.add_argument("--size", type=int, default=256, help="to which images are brought")
+    command.add_argument("--batch", type=int, default=64)
+    command.add_argument("--workers", type=int, default=2)
+    command.add_argument("--large", type=int, default=100_000, help="images of the measurement of memory; 0 for none")
+    common.run(command.parse_args(argv), measure, TARGETS)
+
+
+if __name__ == "__main__":
+    main()
