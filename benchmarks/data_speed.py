@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -114,7 +113,9 @@ def speeds(root: Path, transforms: str, args: argparse.Namespace) -> Found:
     for cache in ("none", "disk", "memory"):
         sides[cache] = partial(rate, ours, folder(root, cache, transforms, args))
     runs = common.take_turns(sides, args.rounds, f"images/s, {transforms}")
-    ratios = {f"{side} / plain, {transforms}": common.over(runs[side], runs["plain"]) for side in sides if side != "plain"}
+    ratios = {
+        f"{side} / plain, {transforms}": common.over(runs[side], runs["plain"]) for side in sides if side != "plain"
+    }
     return Found({f"images/s, {transforms}": runs}, ratios)
 
 

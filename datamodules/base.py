@@ -135,6 +135,16 @@ class InMemoryData(LightningDataModule):
             self.setup()
         return self._splits[part]
 
+    def samples(self, part: str, chosen: Tensor, dtype: torch.dtype | None = None) -> splits.Split:
+        """The samples of `train`, `validation` or `test` at these (k,) places, normalised."""
+        inputs, labels = self.split(part).take(chosen)
+        return splits.Split(self.normalize(inputs, dtype), labels)
+
+    @property
+    def places(self) -> int:
+        """The number of places in the data set that the `index` of training batches counts."""
+        return self.sizes["train"]
+
     @property
     def evaluation_batch_size(self) -> int:
         """Samples in an evaluation batch; follows `batch_size`, which a tuner may change."""
@@ -165,7 +175,7 @@ class InMemoryData(LightningDataModule):
 
     def _kept(self, part: str, trainer: Trainer | None) -> int:
         """Samples in the batches within a Trainer's limit: an int is a count of batches, a float a fraction."""
-        samples, limit = len(self.split(part).labels), getattr(trainer, LIMITS[part], 1.0)
+        samples, limit = self.sizes[part], getattr(trainer, LIMITS[part], 1.0)
         count = len(self._order(samples)) if part == "train" else samples
         size = self.batch_size if part == "train" else self.evaluation_batch_size
         whole = math.ceil(count / size)

@@ -47,7 +47,7 @@ class Decoded:
         with self._opened() as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             sums = np.zeros(len(files.labels), SUM)
-            os.preadv(file, [sums], 0)
+            os.preadv(file, [sums.data], 0)
             missing = places[torch.from_numpy(sums[places.numpy()] == 0)]
             need, free = len(missing) * int(np.prod(self.shape)), shutil.disk_usage(folder).free
             if need > free:
@@ -75,7 +75,7 @@ class Decoded:
 
     def _write(self, file: int, slot: int, pixels: np.ndarray) -> int:
         """Pixels first: an image whose writing was interrupted has no checksum, or a wrong one."""
-        total = zlib.crc32(pixels)
+        total = zlib.crc32(pixels.data)
         _write_all(file, pixels.tobytes(), self._start(slot))
         _write_all(file, np.array(total, SUM).tobytes(), slot * SUM.itemsize)
         return total

@@ -48,10 +48,15 @@ class EpochOrder:
 
     def indices(self) -> Tensor:
         """(size,) int64, the order of the current epoch."""
-        return keyed.permutation(self.size, self.seed, self._key)
+        return keyed.permutation(self.size, self.seed, self._turn)
 
     @property
-    def _key(self) -> int:
+    def key(self) -> int:
+        """What is drawn in the current epoch depends on this."""
+        return keyed.fold_in(self.seed, self._turn)
+
+    @property
+    def _turn(self) -> int:
         return 0 if self._repeats else self.epoch
 
     def share(self, start: int, count: int, rank: int, replicas: int) -> Tensor:
@@ -78,7 +83,7 @@ class PartitionedOrder(EpochOrder):
         """(size,) int64, the order of the current epoch."""
         order = torch.empty(self.size, dtype=torch.int64)
         for rank, part in enumerate(self.parts):
-            order[self._owners == rank] = part[keyed.permutation(len(part), self.seed, self._key, rank)]
+            order[self._owners == rank] = part[keyed.permutation(len(part), self.seed, self._turn, rank)]
         return order
 
     def share(self, start: int, count: int, rank: int, replicas: int) -> Tensor:

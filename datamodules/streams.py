@@ -51,7 +51,7 @@ class Streamed:
                     collate_fn=_as_it_is,
                     num_workers=workers,
                     pin_memory=self.pinned,
-                    worker_init_fn=_quiet,
+                    worker_init_fn=quiet_worker,
                     generator=torch.Generator(),  # it would draw from torch's own
                 )
             )
@@ -96,7 +96,7 @@ def _as_it_is(found: Any) -> Any:
     return found
 
 
-def _quiet(_: int) -> None:
+def quiet_worker(_: int) -> None:
     """A worker ends when the process that reads does; that one handles the signals of a group."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for ends in (signal.SIGTERM, signal.SIGHUP):

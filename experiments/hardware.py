@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
+from lightning.pytorch import LightningDataModule
 from torch import nn
 
 import datamodules
@@ -56,7 +57,7 @@ class Options(cli.OneSeedOptions):
 def parser() -> cli.Parser:
     """The command line: data, net, optimizer, trainer; the options of a chosen strategy are those of its row."""
     parser = cli.Parser("hardware.py", (__doc__ or "").split("\n", 1)[0], Options)
-    parser.add_choice("data", datamodules.ImageData, datamodules, "Digits")
+    parser.add_choice("data", (datamodules.ImageData, LightningDataModule), datamodules, "Digits")
     parser.add_choice("net", (nets.Net, nn.Module), nets, "DeepNN", skip={"input_shape", "num_classes"})
     parser.add_optimizer()
     parser.add_trainer(strategies.NAMES, devices=default_devices())

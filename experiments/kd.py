@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from lightning.pytorch import LightningDataModule
 from torch import nn
 
 import datamodules
@@ -68,7 +69,9 @@ class Options(cli.RunOptions):
     teacher_cache_dir: str | None = None
     teacher_cache_mb: int = 1024
     grows: ClassVar[Collection[str]] = ("seeds", "only", "zoo", "trainer.max_epochs")
-    newer: ClassVar[Collection[str]] = ("recipe", "zoo", "teacher_ckpt_partial", "teacher_epochs", "teacher_cache_dir")
+    newer: ClassVar[Collection[str]] = (
+        *cli.RunOptions.newer, "recipe", "zoo", "teacher_ckpt_partial", "teacher_epochs", "teacher_cache_dir",
+    )  # fmt: skip
     fixed: ClassVar[Mapping[str, str]] = {
         "scheduler": "the epochs so far have its rate; with --teacher_ckpt another run learns from the same teachers"
     }
@@ -89,7 +92,8 @@ class Options(cli.RunOptions):
 def parser() -> cli.Parser:
     """The command line: data, nets, distillation methods, optimizer, trainer."""
     parser = cli.Parser("kd.py", (__doc__ or "").split("\n", 1)[0], Options)
-    parser.add_choice("data", (datamodules.InMemoryData, datamodules.ImageData), datamodules, "Digits")
+    kinds = (datamodules.InMemoryData, datamodules.ImageData, LightningDataModule)
+    parser.add_choice("data", kinds, datamodules, "Digits")
     given = ("data", "given_to_nets")
     parser.add_choice("teacher", (nets.Net, nn.Module), nets, "DeepNN", given=given)
     parser.add_choice("student", (nets.Net, nn.Module), nets, "LightNN", given=given)
@@ -129,7 +133,7 @@ def students(
     module = Distillation(
         teacher, nets_and_objectives, data.input_shape, data.num_classes, seed=seed, **learning(config, data),
         teacher_cache_mb=config.teacher_cache_mb, teacher_cache_dir=config.teacher_cache_dir,
-        input_dtype=data.example.dtype, samples=data.sizes["train"], labelled=data.labelled is None,
+        input_dtype=data.example.dtype, samples=data.places, labelled=data.labelled is None,
     )  # fmt: skip
     nets_of = {name: student.net for name, student in module.students.items()}
     return module, {name: replaced(run, candidate, nets_of[name]) for name, candidate in candidates.items()}

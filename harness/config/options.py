@@ -19,6 +19,7 @@ class RunOptions:
         resume: go on where the run in that folder was cut off, or let it grow; its settings come from there.
         overwrite: replace the run in that folder; files that are not the run's stay.
         checkpoint_every: seconds of training that a crash may cost.
+        num_classes: of a LightningDataModule of your own, if it has no attribute num_classes.
         exact: N gives equal bits on any number of devices up to N, which takes longer.
     """
 
@@ -28,10 +29,13 @@ class RunOptions:
     overwrite: bool = False
     checkpoint_every: float = 30.0
     exact: int | None = None
+    num_classes: int | None = None
     quick_values: ClassVar[Mapping[str, Any]] = {}  # what `--quick true` sets where it is not given
     grows: ClassVar[Collection[str]] = ()  # flags that a resumed run may raise, or extend if they are lists
     fixed: ClassVar[Mapping[str, str]] = {}  # why it may not change others, where that is not plain
-    newer: ClassVar[Collection[str]] = ()  # options that a run of an older version does not have in its settings
+    newer: ClassVar[Collection[str]] = (
+        "num_classes",
+    )  # options that a run of an older version does not have in its settings
 
     def __post_init__(self) -> None:
         if isinstance(self.seeds, int):

@@ -262,7 +262,8 @@ class Parser:
         for key, classes in found.items():
             giver, attribute = getattr(self.entries[key], "given", None) or ("", "")
             if isinstance(choice := choices.get(giver), Choice):
-                names = getattr(imported(choice.class_path, giver), attribute)
+                usual = getattr(found[giver].bases[0], attribute)  # other people's classes don't have it
+                names = getattr(imported(choice.class_path, giver), attribute, usual)
                 found[key] = replace(classes, skip=classes.skip.union(names))
         return found
 

@@ -16,6 +16,7 @@ from lightning.pytorch.loggers import Logger
 import strategies
 from apprentice.errors import BadInput
 from datamodules import InMemoryData
+from datamodules.adapted import Adapted
 from harness import config as cli
 from harness.config.sources import INVOCATION, flat
 from harness.console import console
@@ -133,6 +134,8 @@ def session(name: str, parser: cli.Parser, argv: Sequence[str] | None = None) ->
 def load_data(config: Namespace) -> InMemoryData:
     """The chosen data module, set up by rank zero first; limits threads to what its inputs need."""
     data = cli.build(config.data, "data")
+    if not isinstance(data, InMemoryData):
+        data = Adapted(data, config.num_classes)
     with launch.main_first("data"):
         data.prepare_data()
         data.setup()

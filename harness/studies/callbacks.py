@@ -86,9 +86,8 @@ def drop_unsuited(run: Session, stage: str, module: Learner, trainer: Trainer) -
 
 def monitored(module: Learner, trainer: Trainer, callback: Monitor, run: Session) -> list[str]:
     """The names that this callback finds when it first looks."""
-    when, train = When.of(trainer, callback, run), run.data.split("train")
-    inputs, labels = train.take(torch.arange(min(2, len(train.labels))))
-    pair = run.data.normalize(inputs, cast("torch.dtype", module.dtype)), labels
+    when, count = When.of(trainer, callback, run), min(2, run.data.sizes["train"])
+    pair = run.data.samples("train", torch.arange(count), cast("torch.dtype", module.dtype))
     tried = copy.deepcopy(module).train()  # BatchNorm's statistics change
     logged = module.logged(with_seed(0, lambda: tried.shard_step(Batch.of(pair, 0, shared=False)))[1])
     names = list(logged["validation"]) if when.validated <= when.looked < math.inf else []

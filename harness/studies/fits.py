@@ -278,9 +278,9 @@ def _facts(module: Learner, run: str, candidate: Candidate, fit: Fit, data: InMe
     if "test_correct" in facts and not failed:
         facts["test_correct"] = round(facts["test_correct"])
     if module.samples and not failed:  # a loaded net has no training to measure
-        weight, train = next(module.parameters()), data.split("train")
-        inputs, labels = train.take(torch.arange(min(data.batch_size, len(train.labels))))
-        pair = data.normalize(inputs.to(weight.device), weight.dtype), labels.to(weight.device)
+        weight, count = next(module.parameters()), min(data.batch_size, data.sizes["train"])
+        inputs, labels = data.samples("train", torch.arange(count), weight.dtype)
+        pair = inputs.to(weight.device), labels.to(weight.device)
         with fit.autocast():
             step = module.step_alone(run, Batch.of(pair, 0, shared=False))
             if (operations := costs.flops(step)) is not None:

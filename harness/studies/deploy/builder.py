@@ -119,11 +119,9 @@ def images_of(data: Any, split: str, count: int | None = None) -> tuple[Tensor, 
 
     Of `count` images, drawn by the data's seed: the first of a sorted folder are of one class.
     """
-    samples = data.split(split)
-    size = len(samples.labels)
+    size = data.sizes[split]
     chosen = torch.arange(size) if count is None else keyed.permutation(size, keyed.fold_in(data.seed, 5))[:count]
-    images, labels = samples.take(chosen)
-    return data.normalize(images.cpu(), torch.float32), labels.cpu()
+    return data.samples(split, chosen, torch.float32)
 
 
 class Builder:
