@@ -166,9 +166,8 @@ def test_an_epochs_figures_are_means_over_labelled_samples(make: Callable[[], An
     logger = LinesLogger(tmp_path / "lines")
     fit(made, data, logger=logger, log_every_n_steps=1, max_epochs=1)
     assert_same(start, weights(made))
-    chosen = (data.train_dataloader().split.labels != HIDDEN).nonzero().flatten()
-    images, labels = data.split("train").take(chosen)
-    logits = made.predict(data.normalize(images))[prefix.rstrip("/")].detach()
+    images, labels = data.samples("train", data.train_dataloader().labelled.nonzero().flatten())
+    logits = made.predict(images)[prefix.rstrip("/")].detach()
     accuracy, loss = (logits.argmax(1) == labels).double().mean(), F.cross_entropy(logits, labels)
     assert logger.values(f"{prefix}train/acc_epoch") == pytest.approx([float(accuracy)], abs=1e-6)
     assert logger.values(f"{prefix}train/loss_epoch") == pytest.approx([float(loss)], rel=1e-5)
@@ -183,7 +182,7 @@ def test_a_classifier_learns_from_its_labels_alone(tmp_path: Path) -> None:
 
 def test_other_labels_change_nothing() -> None:
     data, other = digits(**FEW), digits(**FEW)
-    known = data.train_dataloader().split.labels != HIDDEN
+    known = data.train_dataloader().labelled
     split = other.split("train")
     other._splits["train"] = split._replace(labels=split.labels.where(known, (split.labels + 1) % 10))
     assert_same(weights(fit(module(), data)), weights(fit(module(), other)))
