@@ -78,7 +78,7 @@ def folder(root: Path, cache: str, transforms: str, args: argparse.Namespace) ->
     workers = args.workers if cache == "none" or not light else None
     more: dict[str, Any] = {"augment": True} if light else {"transforms": HEAVY}
     sizes = {"image_size": args.size, "batch_size": args.batch, "validation_size": 0}
-    data = ImageFolder(root, cache=cache, num_workers=workers, **sizes, **more)  # type: ignore[arg-type]
+    data = ImageFolder(root, cache=cache, num_workers=workers, **sizes, **more)
     data.setup()
     return data
 

@@ -3,6 +3,7 @@
 from datamodules.base import InMemoryData
 from datamodules.cifar10 import CIFAR10, CIFAR100
 from datamodules.digits import Digits
+from datamodules.hugging_face import HuggingFaceImages
 from datamodules.image_folder import ImageFolder
 from datamodules.images import ImageData
 from datamodules.labelled_text import LabelledText

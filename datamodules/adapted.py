@@ -2,13 +2,12 @@
 
 import copy
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.utilities import CombinedLoader, rank_zero_only
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
@@ -63,14 +62,14 @@ class Adapted(InMemoryData):
         parts = {part: hook for part, hook in PARTS.items() if is_overridden(hook, self.data, LightningDataModule)}
         if "test" not in parts and "validation" in parts:
             parts = {"train": parts.get("train", ""), "test": parts["validation"]}
-            self._say("it has no test_dataloader(): tests on val_dataloader(), validates on nothing")
+            self.say("it has no test_dataloader(): tests on val_dataloader(), validates on nothing")
         if missing := next((part for part in ("train", "test") if not parts.get(part)), None):
             raise BadInput("data", self.name, f"a data module with {PARTS[missing]}()")
         self._loaders = {part: self._loader(hook) for part, hook in parts.items()}
         for part, loader in self._loaders.items():
             if not _indexed(loader):
                 whole = f"{parts[part]}() gives no DataLoader of an indexed data set, so each device reads all of it"
-                self._say(f"{whole}; whether runs repeat, and resume within an epoch, depends on its order")
+                self.say(f"{whole}; whether runs repeat, and resume within an epoch, depends on its order")
         first = next(_read(self._loaders["train"], self.seed, [(0, torch.arange)]))
         inputs, labels = self._hooked(first.inputs, first.labels)
         self.batch_size, self._dtype = len(labels), inputs.dtype
@@ -104,9 +103,6 @@ class Adapted(InMemoryData):
     def _hooked(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """A pair as the data module's hooks make it."""
         return _pair(self.data.on_after_batch_transfer(self.data.on_before_batch_transfer((inputs, labels), 0), 0))
-
-    def _say(self, line: str) -> None:
-        rank_zero_only(sys.stderr.write)(f"{self.name}: {line}\n")
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -126,7 +126,11 @@ class InMemoryData(LightningDataModule):
             self._known = splits.labelled_samples(training.labels[train], self.labelled, self.seed)
         self._splits = {part: self.hold(source, places) for part, (source, places) in chosen.items()}
         if counts := splits.unequal_counts(self._splits["train"].labels, self.class_names):
-            rank_zero_only(sys.stderr.write)(f"{self.name}: training samples of a class: {counts}\n")
+            self.say(f"training samples of a class: {counts}")
+
+    def say(self, line: str) -> None:
+        """Print a line about the data to stderr, in one process."""
+        rank_zero_only(sys.stderr.write)(f"{self.name}: {line}\n")
 
     def split(self, part: str) -> Samples | Streamed:
         """The samples of `train`, `validation` or `test`; reads the data first if needed, such as in a notebook."""

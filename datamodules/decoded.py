@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from apprentice.errors import BadInput
-from datamodules.files import Files, told
+from datamodules.encoded import Encoded, told
 from datamodules.splits import Split
 from datamodules.streams import Streamed, reading
 
@@ -24,15 +24,15 @@ SUM = np.dtype("<u4")  # of a checksum
 
 
 class Decoded:
-    """Some of the images of `files`, decoded into a file below `folder`, by this process or an earlier one.
+    """Some of the images of `encoded`, decoded into a file below `folder`, by this process or an earlier one.
 
-    The file is named after what makes its bytes, so runs with other subsets share it. It has a CRC-32 (n,) for each of
-    the files, 0 for one that is not decoded yet, then their pixels (n, 3, H, W) uint8; it is sparse. It is read and not
+    The file is named after what makes its bytes, so runs with other subsets share it. It has a CRC-32 (n,) for each
+    image, 0 for one that is not decoded yet, then their pixels (n, 3, H, W) uint8; it is sparse. It is read and not
     mapped: a mapping counts as memory of the process, and would end it where the file is cut short. An image that does
     not have its checksum is decoded anew.
 
     Args:
-        files: all images that may be in it.
+        encoded: all images that may be in it.
         places: (k,) of the images that shall be.
         folder: where it is.
         workers: processes that decode; None for this machine's cores.
@@ -41,12 +41,12 @@ class Decoded:
         BadInput: an image can't be read, or the file can't be written.
     """
 
-    def __init__(self, files: Files, places: Tensor, folder: Path, workers: int | None = None) -> None:
-        self.files, self.places, self.labels = files, places, files.labels[places]
-        self.shape, self.path = (3, *files.size()), folder / f"{_key(files)}.decoded"
+    def __init__(self, encoded: Encoded, places: Tensor, folder: Path, workers: int | None = None) -> None:
+        self.encoded, self.places, self.labels = encoded, places, encoded.labels[places]
+        self.shape, self.path = (3, *encoded.size), folder / f"{_key(encoded)}.decoded"
         with self._opened() as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            sums = np.zeros(len(files.labels), SUM)
+            sums = np.zeros(len(encoded.labels), SUM)
             os.preadv(file, [sums.data], 0)
             missing = places[torch.from_numpy(sums[places.numpy()] == 0)]
             need, free = len(missing) * int(np.prod(self.shape)), shutil.disk_usage(folder).free
@@ -55,7 +55,7 @@ class Decoded:
                     f"a folder on a disk with room for {need / 1e9:.2f} GB of images; {free / 1e9:.2f} GB are free"
                 )
                 raise BadInput("data.cache_dir", folder, expected)
-            each = reading(Streamed(files, workers), missing.split(CHUNK))
+            each = reading(Streamed(encoded, workers), missing.split(CHUNK))
             for slots, split in told(zip(missing.split(CHUNK), each, strict=True), len(missing), CHUNK):
                 for slot, pixels in zip(slots.tolist(), split.inputs.numpy(), strict=True):
                     sums[slot] = self._write(file, slot, pixels)
@@ -69,7 +69,7 @@ class Decoded:
                 slot = int(self.places[place])
                 whole = os.preadv(file, [pixels], self._start(slot)) == pixels.nbytes
                 if not whole or zlib.crc32(pixels) != self.sums[place]:
-                    pixels[:] = self.files.take(torch.tensor([slot])).inputs[0].numpy()
+                    pixels[:] = self.encoded.take(torch.tensor([slot])).inputs[0].numpy()
                     self.sums[place] = self._write(file, slot, pixels)
         return Split(images, self.labels[chosen])
 
@@ -81,7 +81,7 @@ class Decoded:
         return total
 
     def _start(self, slot: int) -> int:
-        return len(self.files.labels) * SUM.itemsize + slot * int(np.prod(self.shape))
+        return len(self.encoded.labels) * SUM.itemsize + slot * int(np.prod(self.shape))
 
     @contextmanager
     def _opened(self) -> Iterator[int]:
@@ -97,12 +97,11 @@ class Decoded:
             raise BadInput("data.cache_dir", self.path.parent, expected) from error
 
 
-def _key(files: Files) -> str:
-    """Of what makes the bytes of decoded files: names, sizes and times, the size of images, Pillow's version."""
-    key = hashlib.blake2b(f"{PIL.__version__} {files.image_size} {files.size()}".encode(), digest_size=12)
-    for place, name in enumerate(files.names):
-        found = files.path(place).stat()
-        key.update(b"%b\0%d %d\n" % (name, found.st_size, found.st_mtime_ns))
+def _key(encoded: Encoded) -> str:
+    """Of what makes the bytes of decoded images: what they are made of, their size, Pillow's version."""
+    key = hashlib.blake2b(f"{PIL.__version__} {encoded.image_size} {encoded.size}".encode(), digest_size=12)
+    for part in encoded.made_of():
+        key.update(part)
     return key.hexdigest()
 
 

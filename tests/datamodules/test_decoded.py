@@ -14,7 +14,7 @@ import torch
 import datamodules.decoded
 from apprentice.errors import BadInput
 from datamodules import ImageFolder
-from datamodules.files import Files
+from datamodules.encoded import Files
 from tests.datamodules.test_image_folder import picture
 from tests.training import assert_same
 
@@ -49,7 +49,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     found, take = [], Files.take
 
     def taken(self: Files, chosen: torch.Tensor) -> Any:
-        found.extend(self.path(place).relative_to(self.root) for place in chosen.tolist())
+        found.extend(Path(self.name(place)).relative_to(self.root) for place in chosen.tolist())
         return take(self, chosen)
 
     monkeypatch.setattr(Files, "take", taken)

@@ -11,7 +11,7 @@ import torch
 from PIL import ExifTags, Image
 
 from apprentice.errors import BadInput
-from datamodules import ImageData, ImageFolder, files, memory
+from datamodules import ImageData, ImageFolder, encoded, memory
 from experiments import kd
 from tests.commands import refused
 
@@ -42,7 +42,7 @@ def refusal(data: ImageFolder) -> str:
 
 @pytest.mark.parametrize("large", [1, 10**6], ids=["threads", "plain"])
 def test_images_are_pils_pixels_in_order(root: Path, monkeypatch: pytest.MonkeyPatch, large: int) -> None:
-    monkeypatch.setattr(files, "LARGE", large)
+    monkeypatch.setattr(encoded, "LARGE", large)
     data = ImageFolder(root, validation_size=0)
     data.setup()
     assert (data.input_shape, data.class_names, data.num_classes) == ((3, 10, 12), ("cat", "dog"), 2)
@@ -62,23 +62,23 @@ def test_long_decoding_is_told_with_a_count(
     quiet = ImageFolder(root, validation_size=0)
     quiet.setup()
     assert capsys.readouterr().out == ""
-    monkeypatch.setattr(files, "SILENCE", -1)
+    monkeypatch.setattr(encoded, "SILENCE", -1)
     data.setup()
     train, test = (data.sizes[part] for part in ("train", "test"))
     counts = [(done, size) for size in (train, test) for done in range(1, size + 1)]
-    told = [f"ImageFolder: decoded {done:,} of {size:,} images" for done, size in counts]
+    told = [f"decoded {done:,} of {size:,} images" for done, size in counts]
     assert capsys.readouterr().out.splitlines() == told
 
 
 def test_only_chosen_images_are_decoded(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = []
-    original = files.Files.open
+    original = encoded.Files.decoded
 
-    def counting(self: files.Files, path: Path) -> Image.Image:
-        opened.append(path)
-        return original(self, path)
+    def counting(self: encoded.Files, place: int) -> Image.Image:
+        opened.append(self.name(place))
+        return original(self, place)
 
-    monkeypatch.setattr(files.Files, "open", counting)
+    monkeypatch.setattr(encoded.Files, "decoded", counting)
     data = ImageFolder(root, train_size=4, validation_size=2, test_size=2)
     assert data.sizes == {"train": 4, "validation": 2, "test": 2}
     assert data.split("train").labels.tolist() == [0, 0, 1, 1]
@@ -128,7 +128,8 @@ GREY = np.array([[0, 1, 40], [128, 254, 255]])  # 8 bits
 )
 def test_levels_are_scaled_by_their_depth(root: Path, name: str, values: np.ndarray) -> None:
     Image.fromarray(values).save(root / "train" / "cat" / name)
-    found = files.Files(root, np.array([]), torch.empty(0), None, Path()).open(root / "train" / "cat" / name)
+    files = encoded.Files(torch.zeros(1), None, "", (0, 0), root / "train" / "cat", np.array([name.encode()]))
+    found = files.decoded(0)
     assert found.mode == "RGB"
     assert np.array_equal(np.asarray(found), np.repeat(GREY[:, :, None], 3, axis=2))
 

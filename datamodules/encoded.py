@@ -1,0 +1,162 @@
+"""Images that are decoded when they are taken: files on disk, or what else holds them."""
+
+import os
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from PIL import Image, ImageOps
+from torch import Tensor
+from torch.utils.data import get_worker_info
+from torchvision.transforms import functional as transforms
+
+from apprentice.errors import BadInput
+from datamodules.splits import Split
+
+UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError)
+SILENCE = 5.0  # seconds of decoding without a line
+LARGE = 128 * 128  # pixels from which two threads decode faster than one; at 32 x 32 they take twice as long
+T = TypeVar("T")
+
+
+class Damaged(BadInput):
+    """An image that can't be read."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Images with labels (n,), to be resized to `image_size`, or all of one size."""
+
+    flag: ClassVar[str]  # the option that says where they are
+    labels: Tensor
+    image_size: int | None
+    first: str  # the name of an image
+    size: tuple[int, int]  # its (H, W) when taken, and so of all
+
+    def name(self, place: int) -> str:
+        """Of an image, for messages."""
+        raise NotImplementedError
+
+    def opened(self, place: int) -> AbstractContextManager[Image.Image]:
+        """An image whose pixels are read on demand, in the block; Damaged names it if they can't be."""
+        raise NotImplementedError
+
+    def made_of(self) -> Iterator[bytes]:
+        """What decides the pixels of the images, for the name of a cache."""
+        raise NotImplementedError
+
+    def part(self, chosen: Tensor) -> Any:
+        """The images at these (k,) places."""
+        return replace(self, labels=self.labels[chosen])
+
+    def take(self, chosen: Tensor) -> Split:
+        """Decode the chosen ones to (k, 3, H, W) uint8; BadInput names one that can't be read, or of another size."""
+        height, width = self.size
+        images = torch.empty(len(chosen), 3, height, width, dtype=torch.uint8)
+        rows, places = images.numpy(), chosen.tolist()
+
+        def decode(row: int) -> None:
+            pixels = np.asarray(self.decoded(places[row]))
+            if pixels.shape[:2] != self.size:
+                name = self.name(places[row])
+                found = f"{name} is {pixels.shape[1]}x{pixels.shape[0]} and {self.first} is {width}x{height}"
+                raise BadInput("data.image_size", self.image_size, f"a size to bring all images to, as {found}")
+            rows[row] = pixels.transpose(2, 0, 1)
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            several = places and not get_worker_info() and self._large(places[0])
+            deque(told((pool.map if several else map)(decode, range(len(places))), len(places)), maxlen=0)
+        return Split(images, self.labels[chosen])
+
+    def decoded(self, place: int) -> Image.Image:
+        """One image, upright and in RGB; with an image size, short side resized and centre cropped."""
+        with self.opened(place) as image:
+            upright, form = ImageOps.exif_transpose(image), image.format
+        colours = in_rgb(upright, form, self.flag, self.name(place))
+        if self.image_size is None or colours.size == (self.image_size, self.image_size):
+            return colours
+        return transforms.center_crop(transforms.resize(colours, self.image_size), [self.image_size])
+
+    def _large(self, place: int) -> bool:
+        with self.opened(place) as image:
+            return image.width * image.height > LARGE
+
+
+def size_of(image: AbstractContextManager[Image.Image], image_size: int | None) -> tuple[int, int]:
+    """(H, W) of an image when taken."""
+    if image_size is not None:
+        return image_size, image_size
+    with image as found:
+        upright = ImageOps.exif_transpose(found)
+    return upright.height, upright.width
+
+
+@dataclass(frozen=True)
+class Files(Encoded):
+    """Files below `root`; `names` (n,) are paths as bytes, in one array: a list would take ten times as much."""
+
+    flag = "data.root"
+    root: Path
+    names: np.ndarray
+
+    def name(self, place: int) -> str:
+        """Its path."""
+        return str(self._path(place))
+
+    def opened(self, place: int) -> AbstractContextManager[Image.Image]:
+        """As a file."""
+        path = self._path(place)
+        return readable(path, self.flag, str(path))
+
+    def made_of(self) -> Iterator[bytes]:
+        """Names, sizes and times."""
+        for place, name in enumerate(self.names):
+            found = self._path(place).stat()
+            yield b"%b\0%d %d\n" % (name, found.st_size, found.st_mtime_ns)
+
+    def part(self, chosen: Tensor) -> "Files":
+        """The files at these (k,) places."""
+        return replace(super().part(chosen), names=self.names[chosen.numpy()])
+
+    def _path(self, place: int) -> Path:
+        return self.root / os.fsdecode(self.names[place])
+
+
+def told(decoded: Iterable[T], total: int, step: int = 1) -> Iterator[T]:
+    """Pass on what decodes `step` images each, with a line now and then on how far it is."""
+    said = time.monotonic()
+    for done, found in enumerate(decoded, 1):
+        if time.monotonic() - said > SILENCE:
+            said = time.monotonic()
+            rank_zero_only(print)(f"decoded {done * step:,} of {total:,} images", flush=True)
+        yield found
+
+
+@contextmanager
+def readable(file: Any, flag: str, name: str) -> Iterator[Image.Image]:
+    """The open image of a path or a file, whose pixels are read on demand; Damaged names it if they can't be."""
+    try:
+        with Image.open(file) as image:
+            yield image
+    except UNREADABLE as error:
+        raise Damaged(flag, name, f"an image that can be read ({error})") from error
+
+
+def in_rgb(image: Image.Image, form: str | None, flag: str, name: str) -> Image.Image:
+    """The image in RGB; scales 16 bits of grey, and floats from 0 to 1, to 8 bits, where PIL would clip."""
+    if image.mode != "F" and not image.mode.startswith("I"):
+        return image.convert("RGB")
+    values, white = np.asarray(image, np.float64), 1 if image.mode == "F" else 2**16 - 1
+    unknown = image.mode == "I" and form not in {"PNG", "PPM"}  # PIL gives a PGM's greys as integers up to 65535
+    if unknown or not 0 <= values.min() <= values.max() <= white:
+        found = f"this one has {values.min():g} to {values.max():g}" + " in 32 bits" * unknown
+        raise BadInput(flag, name, f"an image of 8 or 16 bits a channel, or floats from 0 to 1; {found}")
+    return Image.fromarray((values * 255 / white).round().astype(np.uint8)).convert("RGB")

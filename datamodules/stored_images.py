@@ -1,0 +1,141 @@
+"""The base of sets of images that may not fit in memory: kept there, decoded on disk, or read anew while training."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from apprentice.errors import BadInput
+from datamodules import memory
+from datamodules.decoded import Decoded
+from datamodules.encoded import Damaged, Encoded
+from datamodules.images import IMAGENET, ImageData
+from datamodules.splits import Samples, Source, Split
+from datamodules.streams import Streamed, reading
+
+Cache = Literal["memory", "disk", "none"]
+OnError = Literal["stop", "skip"]
+Sets = dict[str, Any]  # of Encoded: train, test, and perhaps validation
+CHECKED = 64  # images that a worker checks at once
+
+
+class StoredImages(ImageData):
+    """Images that are decoded to RGB, only those of the chosen subset.
+
+    They are turned upright by their EXIF tags. Greys of 16 bits, and floats from 0 to 1, are scaled to 8 bits.
+
+    Args:
+        image_size: resize the short side of each image to so many pixels, and crop the centre. Required unless all
+            images have one size.
+        cache: where decoded images are kept: in `memory`; on `disk`, written before training unless an earlier run has
+            done it; or nowhere, `none`: then each is decoded whenever it is wanted. Default: in memory if they fit,
+            otherwise nowhere. Results do not depend on it.
+        cache_dir: the folder of the cache on disk; default: `.apprentice` beside the images. It may be deleted.
+        num_workers: processes for each device that read, and augment, ahead; with `memory`, that only augment. Default:
+            this machine's cores over its devices, and none with `memory` or `disk`. Results do not depend on it.
+        on_error: what an image that can't be read does: `stop` the run, or have it checked before training, in one pass
+            over all images, and `skip` what can't be read, counted in a line.
+        options: those of ImageData; `mean` and `std` are ImageNet's by default.
+
+    Raises:
+        BadInput: an image can't be read, or all of them would not fit where they shall be kept.
+    """
+
+    mean, std = IMAGENET
+    flips = True
+    free_options = ImageData.free_options | {"cache", "cache_dir"}
+
+    def __init__(
+        self,
+        image_size: int | None = None,
+        *,
+        cache: Cache | None = None,
+        cache_dir: str | Path | None = None,
+        num_workers: int | None = None,
+        on_error: OnError = "stop",
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        if image_size is not None and image_size < 1:
+            raise BadInput("data.image_size", image_size, "at least 1 pixel")
+        if cache not in {None, *get_args(Cache)}:
+            raise BadInput("data.cache", cache, " or ".join(get_args(Cache)))
+        if on_error not in get_args(OnError):
+            raise BadInput("data.on_error", on_error, " or ".join(get_args(OnError)))
+        if num_workers is not None and num_workers < 0:
+            raise BadInput("data.num_workers", num_workers, "a number of processes: 0, 1, 2, …")
+        self.image_size, self.cache, self.num_workers, self.on_error = image_size, cache, num_workers, on_error
+        self.cache_dir = None if cache_dir is None else Path(cache_dir).expanduser()
+
+    def beside(self) -> Path:
+        """The folder of the images, which by default has that of the cache."""
+        raise NotImplementedError
+
+    def usable(self, sets: Sets, skipped: Counter[str], place: object) -> tuple[Encoded, ...]:
+        """What `read` returns of these sets: with `on_error` skip, those that can be read; tells what was skipped."""
+        if self.on_error == "skip":
+            sets = {part: self._without_damaged(images, skipped) for part, images in sets.items()}
+        self.input_shape = (3, *sets["train"].size)
+        if skipped:
+            counts = ", ".join(f"{count} {kind}" for kind, count in sorted(skipped.items()))
+            self.say(f"skipped in {place}: {counts}")
+        return tuple(sets.values())
+
+    def _without_damaged(self, images: Encoded, skipped: Counter[str]) -> Encoded:
+        """The images that can be read; every one is."""
+        places = torch.arange(len(images.labels))
+        checked = reading(Streamed(_Checked(images), self.num_workers), places.split(CHECKED))
+        whole = torch.cat([split.inputs for split in checked])
+        if damaged := int((~whole).sum()):
+            skipped.update({"damaged": damaged})
+        return images.part(whole.nonzero().flatten())
+
+    def check_fits(self, count: int) -> None:
+        """Choose where images are kept, if that is not given; BadInput if they would not fit in memory, but shall."""
+        need, have = count * int(np.prod(self.input_shape)), memory.available_bytes()
+        if need > have and self.cache in {None, "memory"}:
+            size = "x".join(map(str, self.input_shape))
+            found = f"{count} of {size} take {need / 1e9:.2f} GB, {have / 1e9:.2f} GB are available"
+            if self.cache == "memory":
+                advice = (
+                    "give --data.cache disk or none, a smaller --data.image_size, --data.train_size or --data.test_size"
+                )
+                raise BadInput("data.cache", self.cache, f"images that fit in memory: {found}; {advice}")
+            self.say(f"images are read while training (--data.cache none): {found}")
+            self.cache = "none"
+
+    def hold(self, source: Source, places: Tensor) -> Samples | Streamed:
+        """Decoded images in memory or on disk, or encoded ones that are read while training."""
+        images = cast("Encoded", source)
+        if self.cache == "none":
+            return Streamed(images.part(places), self.num_workers)
+        if self.cache == "disk":
+            folder = self.cache_dir or self.beside() / ".apprentice"
+            return Streamed(Decoded(images, places, folder, self.num_workers), self.num_workers or 0)
+        decoded = images.take(places)
+        return Streamed(decoded, self.num_workers) if self.num_workers else decoded
+
+
+class _Checked(NamedTuple):
+    """Whether images can be read, in place of their pixels."""
+
+    images: Encoded
+
+    @property
+    def labels(self) -> Tensor:
+        """(n,), of the images."""
+        return self.images.labels
+
+    def take(self, chosen: Tensor) -> Split:
+        """(k,) bool for each of the chosen."""
+        return Split(torch.tensor([self._readable(place) for place in chosen.tolist()]), self.labels[chosen])
+
+    def _readable(self, place: int) -> bool:
+        try:
+            self.images.decoded(place)
+        except Damaged:
+            return False
+        return True
