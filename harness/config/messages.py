@@ -31,6 +31,7 @@ ANYTHING = "a value"
 # How a class refuses one of its options: its name, its value and what was expected.
 REFUSAL = re.compile(r"(\w+) (.*?): expected (.*)")
 # The last line of a forked rank's error, where it is one for users.
+WORKER = re.compile(r"DataLoader worker \(pid\D*\d+\) (is killed by signal: \w+|exited unexpectedly)")
 FROM_RANK = re.compile(
     r"([\w.]*\.)?(?P<kind>BadInput|MisconfigurationException|ValueError|\w+(?=: --)"
     r"|(OS|Permission|FileNotFound|Timeout|Connection)Error): (?P<text>.*)"
@@ -56,20 +57,21 @@ def one_line_errors(parser: "Parser | None" = None) -> Iterator[None]:
 
 def one_line(error: Exception, parser: "Parser | None" = None) -> str | None:
     """The message of an error that users can do something about; `parser` finds the whole flag of an option."""
-    if isinstance(error, BadInput) or str(error).startswith("--"):
-        return _refused_option(str(error), parser, True)
+    for_users = isinstance(error, BadInput) or str(error).startswith("--")
+    if for_users or (isinstance(error, ValueError) and not isinstance(error, OSError)):
+        return _refused_option(str(error), parser, for_users)
     if isinstance(error, OSError):
         place = f": {error.filename}" if error.filename else ""
         return f"{FULL}{place}; {KEPT}" if error.errno == errno.ENOSPC else f"{error.strerror or error}{place}"
     if isinstance(error, ProcessExitedException):
         how = f"was killed by {error.signal_name}" if error.signal_name else f"ended with exit code {error.exit_code}"
         return f"rank {error.error_index} {how}; --out FOLDER --resume true goes on from its checkpoint, if it left one"
+    if (worker := WORKER.search(str(error))) and isinstance(error, RuntimeError | ProcessRaisedException):
+        return f"{worker[0]}; with fewer --data.num_workers it takes less memory; --out FOLDER --resume true goes on"
     if isinstance(error, ProcessRaisedException):
         found = FROM_RANK.fullmatch(str(error).strip().splitlines()[-1])
         text = found and f"{'--trainer: ' if found['kind'] == MISCONFIGURED else ''}{found['text']}"
         return text and found and _refused_option(text, parser, found["kind"] != "ValueError")
-    if isinstance(error, ValueError):
-        return _refused_option(str(error), parser, False)
     torch_save = isinstance(error, RuntimeError) and "inline_container" in str(error)
     trainer = f"--trainer: {error}" if type(error).__name__ == MISCONFIGURED else None
     return f"{FULL}, or it can't be written; {KEPT}" if torch_save else trainer

@@ -1,7 +1,11 @@
 """Images that are read while a net trains: the same numbers as in memory, on any workers, devices, after any kill."""
 
+import itertools
 import multiprocessing
+import os
 import re
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +13,26 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import get_worker_info
 
 from apprentice.errors import BadInput
 from apprentice.keyed import with_seed
 from datamodules import ImageFolder, memory
 from datamodules.streams import Streamed
+from experiments import kd
+from harness.runs.safepoints import SafePoints
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import LightNN
 from tests.datamodules.test_image_folder import picture
 from tests.datamodules.test_resume import Saver
+from tests.harness.test_resume import kill_at
+from tests.processes import Run
 from tests.training import assert_same, fit, trainer, weights
 
+STUDY = [
+    "--data", "ImageFolder", "--data.image_size", "8", "--data.batch_size", "17", "--data.augment", "true",
+    "--teacher", "LightNN", "--only", "ce", "--seeds", "[0]", "--trainer.max_epochs", "2", "--checkpoint_every", "1e-9",
+]  # fmt: skip
 FLIPS: list[Any] = ["RandomVerticalFlip", {"RandomErasing": {"value": "random"}}]
 
 
@@ -147,6 +160,46 @@ def test_another_size_is_no_damage(root: Path) -> None:
     data = folder(root, image_size=None, cache="none", on_error="skip", transforms=None)
     with pytest.raises(BadInput, match="a size to bring all images to"):
         fit(module(), data)
+
+
+def study(root: Path, out: Path, *flags: str, before: Callable[[], None] = lambda: None) -> Run:
+    def main() -> None:
+        before()
+        kd.main([*STUDY, "--data.root", str(root), "--out", str(out), *flags])
+
+    return Run(main, log=out.with_suffix(".log"))
+
+
+def kill_a_worker() -> None:
+    finished, calls = Streamed.finished, itertools.count()
+
+    def counting(*args: Any) -> Any:
+        if get_worker_info() and next(calls) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return finished(*args)
+
+    Streamed.finished = counting  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("victim", ["worker", pytest.param("process", marks=pytest.mark.slow)])
+def test_a_study_whose_processes_are_killed_goes_on_to_the_bits_of_memory(
+    root: Path, tmp_path: Path, victim: str
+) -> None:
+    out, streamed = tmp_path / "run", ["--data.cache", "none", "--data.num_workers", "1"]
+    in_mid_epoch = kill_at(SafePoints, "on_train_batch_start", 6, after=True)
+    killed = study(root, out, *streamed, before=kill_a_worker if victim == "worker" else in_mid_epoch)
+    if victim == "worker":
+        assert killed.wait() == 2, killed.output
+        found = r"error: DataLoader worker \(pid\D*\d+\) (is killed by signal: Killed|exited unexpectedly); with fewer"
+        assert re.match(found, killed.output.splitlines()[-1])
+    else:
+        assert killed.wait() == -signal.SIGKILL, killed.output
+    runs = study(root, out, "--resume", "true"), study(root, tmp_path / "whole", "--data.cache", "memory")
+    for run in runs:
+        assert run.wait() == 0, run.output
+    for name in ("teacher", "ce"):
+        ours, whole = (torch.load(tmp_path / each / "seed0" / name / "weights.pt") for each in ("run", "whole"))
+        assert_same(ours, whole)
 
 
 def laid_out(root: Path, *parts: str) -> Path:
