@@ -41,6 +41,7 @@ from harness.studies.recipes import RECIPES, Recipe
 from lit_modules import nets, objectives
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
+from lit_modules.scores import ClassMetric
 
 
 @dataclass
@@ -51,6 +52,7 @@ class Options(cli.RunOptions):
         recipe: the settings of a published table; flags beside it change single ones, --print_config shows all.
         only: train just these students, as in --only ce kd; with --students, small-kd, or kd for that of each net.
         zoo: train by every method that fits the nets, and say which don't; the best comes first.
+        metric: what nets are judged by, in the table and beside the accuracy of the validation.
         list_layers: print the nets' layers and the shapes of their outputs, and train nothing.
         teacher_ckpt: a trained teacher, loaded, not trained; {seed} in its path is replaced by each seed.
         teacher_ckpt_partial: load what fits of teacher_ckpt, and name what doesn't; train the rest: teacher_epochs.
@@ -62,6 +64,7 @@ class Options(cli.RunOptions):
     recipe: Recipe | None = None
     only: list[str] | None = None
     zoo: bool = False
+    metric: ClassMetric = "accuracy"
     list_layers: bool = False
     teacher_ckpt: str | None = None
     teacher_ckpt_partial: bool = False
@@ -70,10 +73,11 @@ class Options(cli.RunOptions):
     teacher_cache_mb: int = 1024
     grows: ClassVar[Collection[str]] = ("seeds", "only", "zoo", "trainer.max_epochs")
     newer: ClassVar[Collection[str]] = (
-        *cli.RunOptions.newer, "recipe", "zoo", "teacher_ckpt_partial", "teacher_epochs", "teacher_cache_dir",
+        *cli.RunOptions.newer, "recipe", "zoo", "metric", "teacher_ckpt_partial", "teacher_epochs", "teacher_cache_dir",
     )  # fmt: skip
     fixed: ClassVar[Mapping[str, str]] = {
-        "scheduler": "the epochs so far have its rate; with --teacher_ckpt another run learns from the same teachers"
+        "metric": "what is tested is tested once",
+        "scheduler": "the epochs so far have its rate; with --teacher_ckpt another run learns from the same teachers",
     }
 
     def __post_init__(self) -> None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from lightning import LightningModule
@@ -14,6 +14,7 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 
 from apprentice import replicas
 from apprentice.batch import Batch
+from apprentice.errors import BadInput
 from lit_modules.nets.recorded import Recorded
 from lit_modules.objectives.base import widened
 from lit_modules.objectives.cross_entropy import cross_entropy
@@ -21,6 +22,8 @@ from lit_modules.objectives.cross_entropy import cross_entropy
 UNIT = 2.0**32
 ACCURACY = "acc"
 BAR = ("loss", ACCURACY)  # means over runs, for a progress bar
+TOP = 5
+ClassMetric = Literal["accuracy", "balanced_accuracy", "top5", "f1"]
 LABELLED = "labelled"  # name of 1 for each row with a label, else 0; given if some labels are hidden
 
 
@@ -84,25 +87,54 @@ MakeScores = Callable[[], Scores]
 
 
 class ClassScores(Scores):
-    """Scores of a classifier: loss, accuracy, and the confusion matrix (classes, classes) with the truth in rows."""
+    """Scores of a classifier: loss, accuracy, and the confusion matrix (classes, classes) with the truth in rows.
 
-    names = ("acc", "correct")
+    Args:
+        num_classes: number of logits.
+        metric: scored beside the accuracy, under its own name: `balanced_accuracy` is the mean over classes of the
+            recall, of those that some sample has; `f1` the mean of the F1 scores, of those that some sample has or is
+            taken for; `top5` the share of samples whose label is among the five largest logits.
 
-    def __init__(self, num_classes: int) -> None:
+    Raises:
+        BadInput: top5 of five classes or fewer.
+    """
+
+    names: tuple[str, ...] = ("acc", "correct")
+
+    def __init__(self, num_classes: int, metric: ClassMetric = "accuracy") -> None:
         super().__init__()
+        self.metric = metric
         self.confusion = MulticlassConfusionMatrix(num_classes, validate_args=False)
         self.loss = ExactMean()
+        if metric != "accuracy":
+            self.names = (metric, *self.names)
+        if metric == "top5":
+            if num_classes <= TOP:
+                expected = f"another metric: of {num_classes} classes the label is always among the first {TOP}"
+                raise BadInput("metric", metric, expected)
+            self.hits = ExactMean()
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
         """Add b samples: logits (b, classes), labels (b,)."""
         self.confusion.update(logits, labels)
         self.loss.update(cross_entropy(logits, labels))
+        if self.metric == "top5":
+            self.hits.update((logits.topk(TOP).indices == labels[:, None]).any(1))
 
     def compute(self) -> dict[str, Tensor]:
-        """{"loss", "acc", "correct"} over all ranks."""
-        confusion = self.confusion.compute()
-        correct, samples = confusion.trace(), confusion.sum()
-        return {"loss": self.loss.compute(), "acc": correct.double() / samples, "correct": correct.double()}
+        """{"loss", "acc", "correct"} and the metric over all ranks, float64."""
+        confusion = self.confusion.compute().double()
+        correct = confusion.trace()
+        values = {"loss": self.loss.compute(), "acc": correct / confusion.sum(), "correct": correct}
+        return values if self.metric == "accuracy" else {self.metric: self._metric(confusion), **values}
+
+    def _metric(self, confusion: Tensor) -> Tensor:
+        if self.metric == "top5":
+            return self.hits.compute()
+        right, labelled, taken = confusion.diag(), confusion.sum(1), confusion.sum(0)  # (classes,)
+        found = {"balanced_accuracy": (right, labelled), "f1": (2 * right, labelled + taken)}
+        share, whole = found[self.metric]
+        return (share / whole)[whole > 0].mean()
 
     def per_sample(self, logits: Tensor, labels: Tensor, ce: Tensor | None = None) -> dict[str, Tensor]:
         """Accuracy: whether the largest logit is the label's."""

@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from harness.reports.tables import NONE, listed
 from harness.reports.uncertainty import (
@@ -31,6 +31,11 @@ class Metric:
     digits: int  # after the point
     counted: str  # what a data set's sizes count
     limits: tuple[float, float]  # the least and the greatest possible value, in its unit
+
+    @property
+    def score(self) -> str:
+        """Its name where it is logged, as `val/<score>`."""
+        return self.name.removeprefix("test_")
 
     def mean(self, values: Sequence[float | None]) -> str:
         """Mean ± standard deviation over the seeds that have a value, in the metric's unit."""
@@ -68,7 +73,21 @@ BITS = Metric(
     word="bits per character", title="test bits per character", unit="bits", higher_is_better=False,
     scale=1.0, digits=3, counted="tokens", limits=(0.0, float("inf")),
 )  # fmt: skip
-METRICS = {metric.name: metric for metric in (ACCURACY, BITS)}
+BALANCED = replace(
+    ACCURACY, name="test_balanced_accuracy", tested=("test_balanced_accuracy", *ACCURACY.tested),
+    columns={"test_balanced_accuracy": "test balanced accuracy, %"},
+    word="balanced accuracy", title="test balanced accuracy, %",
+)  # fmt: skip
+TOP5 = replace(
+    ACCURACY, name="test_top5", tested=("test_top5", *ACCURACY.tested), columns={"test_top5": "test top-5 accuracy, %"},
+    word="top-5 accuracy", title="test top-5 accuracy, %",
+)  # fmt: skip
+F1 = replace(
+    ACCURACY, name="test_f1", tested=("test_f1", *ACCURACY.tested), columns={"test_f1": "test F1 score, %"},
+    word="F1 score", title="test F1 score, %",
+)  # fmt: skip
+OF_CLASSES: Mapping[str, Metric] = {"accuracy": ACCURACY, "balanced_accuracy": BALANCED, "top5": TOP5, "f1": F1}
+METRICS = {metric.name: metric for metric in (*OF_CLASSES.values(), BITS)}
 
 
 def paired_differences(values: Sequence[float | None], baseline: Sequence[float | None]) -> list[float]:

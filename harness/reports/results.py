@@ -5,6 +5,7 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -132,7 +133,7 @@ def load_record(path: Path) -> Facts:
             failed = facts["failed"] is None or {"step", "term"} <= facts["failed"].keys()
             if not (tested and failed and isinstance(facts["objective"], str)):
                 raise TypeError("its nets are not recorded as ours")
-            figures += [facts["parameters"] + 0, *(facts[key] for key in ("step_ms", "train_flops", *tested[0]))]
+            figures += [facts["parameters"] + 0, *(facts[key] for key in chain(("step_ms", "train_flops"), *tested))]
         if not all(figure is None or (type(figure) in {int, float} and abs(figure) < LARGEST) for figure in figures):
             raise TypeError("a figure is no number")
     return record

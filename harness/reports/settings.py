@@ -10,7 +10,7 @@ FIRST = (
     *("trainer.max_epochs", "trainer.max_steps", "trainer.precision", "trainer.strategy", "trainer.devices", "exact"),
 )
 ELSEWHERE = {
-    *("seeds", "variants", "only", "zoo", "recipe", "trainer", "teacher_cache_mb", "teacher_cache_dir"),
+    *("seeds", "variants", "only", "zoo", "recipe", "metric", "trainer", "teacher_cache_mb", "teacher_cache_dir"),
 }  # on lines of their own, or of no effect
 NEUTRAL = {
     "trainer.max_epochs": -1, "trainer.max_steps": -1, "trainer.accumulate_grad_batches": 1,

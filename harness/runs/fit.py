@@ -41,7 +41,7 @@ def fit_and_test(
     checkpoint: Path,  # the fit's file, in the folder of the runs
     *,
     runs: list[str],  # names of the module's TensorBoard runs; what they share is that of the checkpoint's name
-    score: str = "acc",  # of the validation, "acc" or "bpc"
+    score: str = "acc",  # of the validation, by which nets are judged
     every: float = 30.0,  # seconds between checkpoints
     tensorboard: bool = True,  # whether to write TensorBoard's files
     show: Show | None = None,  # what shows the progress

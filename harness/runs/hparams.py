@@ -13,7 +13,7 @@ from harness.config.signatures import options_of
 
 # TensorBoard ticks five settings and five metrics, settings first, in the order of their names if all are said to
 # differ. So the score is a setting too, and four settings say in words what all the others are.
-SCORES = ("acc", "bpc")
+SCORES = ("acc", "bpc")  # in every table; another, by which a run is judged, in its own
 TICKED = ("net", "objective", "seed", "training")  # beside the score
 METRICS = {
     "test/loss": "test loss", "cost/parameters": "parameters", "cost/train_flops": "FLOPs of training",
@@ -75,11 +75,13 @@ def summaries(row: Mapping[str, Any], score: str, more: Iterable[str] = ()) -> l
     The table has the columns that some row of it names, so all rows of an experiment name the same ones.
     """
     plain = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in row.items() if v is not None}
-    columns = dict.fromkeys([*SCORES, *TICKED, *plain, *more])
+    columns = dict.fromkeys([*SCORES, score, *TICKED, *plain, *more])
     # Infos have no list of values: with one, the table would hide the rows of other experiments.
     infos = [
         api_pb2.HParamInfo(
-            name=name, type=_type(plain.get(name, 0.0 if name in SCORES else "")), differs=name in {score, *TICKED}
+            name=name,
+            type=_type(plain.get(name, 0.0 if name in {*SCORES, score} else "")),
+            differs=name in {score, *TICKED},
         )
         for name in columns
     ]

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from lit_modules.scores import RunMetrics
 
-TAGS = ("val/acc", "val/bpc", "val/loss", "train/acc", "train/loss")
+TAGS = ("val/balanced_accuracy", "val/top5", "val/f1", "val/acc", "val/bpc", "val/loss", "train/acc", "train/loss")
 SILENCE = 9.0  # seconds without a line, at most, where batches are shorter
 REDRAW = 0.1  # seconds between two pictures of the display
 OTHERS = 6  # lines of the screen that are not the table's

@@ -18,7 +18,10 @@ from torch.utils.tensorboard.summary import custom_scalars
 
 from harness.runs import files, hparams
 
-SCORES = {"acc": "validation accuracy", "bpc": "validation, bits a character"}
+SCORES = {
+    "acc": "validation accuracy", "bpc": "validation, bits a character", "f1": "validation F1 score",
+    "balanced_accuracy": "validation balanced accuracy", "top5": "validation top-5 accuracy",
+}  # fmt: skip
 MAIN = {f"val/{name}": title for name, title in SCORES.items()} | {
     "val/loss": "validation loss", "train/loss": "training loss",
 }  # fmt: skip
@@ -39,7 +42,7 @@ class RunsLogger(Logger):
         default: the run of values that are logged without a run's name.
         purge_step: TensorBoard drops earlier points from this step on, as after a resume; 0 deletes this part's files.
         part: ends the names of the files; "" stands for all parts.
-        score: of the validation, "acc" or "bpc".
+        score: of the validation, by which nets are judged: one of `SCORES`.
     """
 
     name, version = "", ""  # of Lightning's loggers: the name of the folder, which is the run's own

@@ -17,7 +17,6 @@ from apprentice.errors import BadInput
 from harness import config as cli
 from harness.config.classes import imported
 from harness.config.sources import load
-from harness.reports.metrics import ACCURACY, BITS
 from harness.reports.pages import save_results, text
 from harness.reports.report import Facts
 from harness.reports.results import bake_off_results, load_record
@@ -28,7 +27,7 @@ from harness.runs.nets import load_net
 from harness.runs.session import Session
 from harness.studies import zoo
 from harness.studies.callbacks import check_callbacks
-from harness.studies.fits import Candidate, check_modules, check_net, failure, log_means, train
+from harness.studies.fits import Candidate, check_modules, check_net, failure, judged_by, log_means, train
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.objectives import Objective
@@ -106,7 +105,7 @@ def run_study(run: Session, make_teacher: MakeTeacher, make_students: MakeStuden
         [fit["runs"]["teacher"] | {key: fit.get(key) for key in ("fit_seconds", "max_epochs")} for fit in teachers],
         {name: [_facts(fits, name) for fits in students] for name in names},
         [sum(fit["fit_seconds"] for fit in fits) for fits in students],
-        ACCURACY if run.data.tokens_per_character is None else BITS,
+        judged_by(run.config, run.data),
         one_teacher=loaded and "{seed}" not in (run.config.teacher_ckpt or ""),
         variants={name: row.variant for name, row in wanted(run.config).items()},
         ranked=run.config.zoo,

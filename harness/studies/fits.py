@@ -23,6 +23,7 @@ from datamodules import InMemoryData
 from harness import config as cli
 from harness.config.classes import imported
 from harness.reports import means
+from harness.reports.metrics import BITS, OF_CLASSES, Metric
 from harness.reports.report import Facts
 from harness.reports.results import load_record
 from harness.runs import hparams, safepoints
@@ -39,7 +40,7 @@ from harness.studies.callbacks import drop_unsuited
 from harness.studies.remaining import Plan, remaining
 from lit_modules import nets
 from lit_modules.learner import Learner
-from lit_modules.scores import TokenScores
+from lit_modules.scores import ClassMetric, ClassScores, TokenScores
 
 LONG = 60.0  # seconds of a fit whose steps may take long to time
 
@@ -101,8 +102,29 @@ def replaced(run: Session, candidate: Candidate, net: nn.Module) -> Candidate:
 def learning(config: Namespace, data: InMemoryData) -> dict[str, Any]:
     """What makes the chosen optimizer and scheduler, and scores that suit the data, as arguments of a Learner."""
     scheduler = None if config.scheduler is None else cli.factory(config.scheduler, "scheduler")
-    scores = {} if data.tokens_per_character is None else {"scores": partial(TokenScores, data.tokens_per_character)}
+    metric, scores = chosen_metric(config), dict[str, Any]()
+    judged_by(config, data)  # or it is refused
+    if data.tokens_per_character is not None:
+        scores = {"scores": partial(TokenScores, data.tokens_per_character)}
+    elif metric != "accuracy":
+        scores = {"scores": partial(ClassScores, data.num_classes, metric)}
     return {"optimizer": cli.factory(config.optimizer, "optimizer"), "scheduler": scheduler, **scores}
+
+
+def judged_by(config: Namespace, data: InMemoryData) -> Metric:
+    """What nets are judged by: `--metric`, or bits a character of texts, which have no other; else BadInput."""
+    metric = chosen_metric(config)
+    if data.tokens_per_character is None:
+        return OF_CLASSES[metric]
+    if metric != "accuracy":
+        raise BadInput("metric", metric, f"no metric beside --data {data.name}, which is judged by {BITS.word}")
+    return BITS
+
+
+def chosen_metric(config: Namespace) -> ClassMetric:
+    """The value of `--metric`; experiments without it have the accuracy."""
+    metric: ClassMetric = getattr(config, "metric", "accuracy")
+    return metric
 
 
 def check_net(run: Session, key: str, trainer: Trainer, trained: bool = True) -> None:
@@ -172,7 +194,7 @@ def train(
         module, run.data, partial(run.trainer, **options), checkpoint, runs=list(candidates), trained=trained,
         every=run.config.checkpoint_every, tensorboard=run.tensorboard, extended=extended,
         more=run.loggers(f"{folder.name}/{name}"), suited=partial(drop_unsuited, run, f"seed {seed} {name}", module),
-        score="acc" if run.data.tokens_per_character is None else "bpc",
+        score=judged_by(run.config, run.data).score,
         show=progress(f"seed {seed} {name:8}", remaining(run, plan, seed, name)),
     )  # fmt: skip
     facts: Facts = {"fit_seconds": fit.seconds, "max_epochs": epochs, "runs": {}}
@@ -215,7 +237,7 @@ def _extended(run: Session, label: str, checkpoint: Path, done: int | None, epoc
 
 def log_row(run: Session, seed: int, candidate: Candidate, found: Facts, folder: Path) -> None:
     """Write a net's row in TensorBoard's HPARAMS tab."""
-    score, given, options = "acc" if "test_acc" in found else "bpc", run.data.net_arguments, candidate.options
+    score, given, options = judged_by(run.config, run.data).score, run.data.net_arguments, candidate.options
     net = cli.Choice(candidate.spec["class_path"], candidate.spec["init_args"])
     row = {
         score: found[f"test_{score}"], "net": hparams.words(net, "net", given), "seed": str(seed),

@@ -13,7 +13,7 @@ from harness.studies.compare.runs import Run
 
 FEW = 3  # runs that have a column each
 MACHINE = ("cpu", "cores", "gpus", "threads")
-TOLD = INVOCATION | {"seeds", "only", "zoo", "recipe"}  # otherwise: as lists, rows, settings
+TOLD = INVOCATION | {"seeds", "only", "zoo", "recipe", "metric"}  # otherwise: as lists, rows, settings, headings
 
 
 def settings_of(runs: Sequence[Run]) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import Any
 import datamodules
 from apprentice.errors import BadInput
 from harness.config.sources import flat
-from harness.reports.metrics import ACCURACY, BITS, METRICS, Metric
+from harness.reports.metrics import ACCURACY, BITS, METRICS, OF_CLASSES, Metric
 from harness.reports.report import Facts
 from harness.reports.results import BASELINE, entry_of, load_results, reading
 
@@ -28,10 +28,10 @@ class Kind:
     judged: bool = True
 
 
-STUDENTS = Kind("a run of kd.py measured by accuracy", ACCURACY)
+STUDENTS = [Kind(f"a run of kd.py measured by {metric.word}", metric) for metric in OF_CLASSES.values()]
 TEXTS = Kind("a run of gpt.py, or of kd.py with --data Text", BITS)
 FORMATS = Kind("a run of quantize.py", ACCURACY, judged=False)
-MEASURED = {kind.metric.name: kind for kind in (STUDENTS, TEXTS)}
+MEASURED = {kind.metric.name: kind for kind in (*STUDENTS, TEXTS)}
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def _formats(results: Facts) -> dict[str, Facts]:
 EXPERIMENTS = {
     "kd": Experiment(
         lambda results: results["students"], BASELINE, frozenset({"variants"}),
-        frozenset({"only", "zoo", "recipe", "teacher_cache_mb", "teacher_cache_dir"}),
+        frozenset({"only", "zoo", "recipe", "metric", "teacher_cache_mb", "teacher_cache_dir"}),
     ),
     "gpt": Experiment(
         lambda results: {"gpt": entry_of(results["runs"], BITS)}, "gpt", frozenset({"net", "model"}),

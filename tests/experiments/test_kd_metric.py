@@ -1,0 +1,70 @@
+"""--metric: a run of kd.py that is judged by something else than the accuracy, and what its results.json says."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from sklearn.metrics import balanced_accuracy_score
+
+from datamodules import Digits
+from experiments import compare, kd
+from harness.runs.files import write_json
+from harness.runs.nets import load_net
+from tests import bake_off_facts
+from tests.commands import refused, results
+
+QUICK = ["--teacher", "LightNN", "--trainer.max_epochs", "1", "--data.train_size", "150", "--only", "ce", "kd"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("kd") / "run"
+    kd.main([*QUICK, "--seeds", "2", "--metric", "balanced_accuracy", "--out", str(out)])
+    return out
+
+
+def test_the_table_is_of_the_metric_and_the_accuracy_stays(finished: Path) -> None:
+    found = results(finished)
+    assert found["metric"] == {"name": "test_balanced_accuracy", "higher_is_better": True}
+    kd_entry, ce_entry = found["students"]["kd"], found["students"]["ce"]
+    for entry in (found["teacher"], kd_entry, ce_entry):
+        assert [c / 360 for c in entry["test_correct"]] == pytest.approx(entry["test_acc"])
+        for epochs in entry["epochs"]:
+            assert {"val/balanced_accuracy", "val/acc"} <= set(epochs[0])
+    values = zip(kd_entry["test_balanced_accuracy"], ce_entry["test_balanced_accuracy"], strict=True)
+    assert kd_entry["delta_vs_ce"]["mean"] == pytest.approx(sum(one - other for one, other in values) / 2)
+    page = (finished / "results.md").read_text()
+    assert "| test balanced accuracy, % |" in page
+    assert "\nBalanced accuracy: mean ± standard deviation over 2 seeds.\n" in page
+    data = Digits()
+    data.setup()
+    test = data.split("test")
+    with torch.no_grad():
+        guesses = load_net(finished / "seed1" / "kd")(data.normalize(test.inputs)).argmax(1)
+    assert kd_entry["test_balanced_accuracy"][1] == pytest.approx(balanced_accuracy_score(test.labels, guesses))
+
+
+def test_what_cannot_be_judged_is_refused(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = ["--data", "Text", "--teacher", "GPT", "--student", "GPT", "--only", "ce", "kd", "--metric", "f1"]
+    said = "is judged by bits per character"
+    refused(kd.main, text, "--metric f1: expected no metric beside --data Text", said, tmp_path, capsys)
+    refused(kd.main, [*QUICK, "--metric", "acc"], "--metric acc: expected", "balanced_accuracy", tmp_path, capsys)
+    with pytest.raises(SystemExit):
+        kd.main(["--out", str(finished), "--resume", "true", "--metric", "f1"])
+    said = f"--metric f1: expected balanced_accuracy, as the run in {finished} was started"
+    assert f"error: {said}" in capsys.readouterr().err
+
+
+def test_runs_of_two_metrics_are_not_compared(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").mkdir()
+    write_json(tmp_path / "other" / "results.json", bake_off_facts.results())
+    compare.main([str(finished)])
+    assert "balanced accuracy, %" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stop:
+        compare.main([str(finished), "other"])
+    assert stop.value.code == 2
+    expected = f"a run of kd.py measured by balanced accuracy, to compare with {finished.name}"
+    assert capsys.readouterr().err == f"error: other: expected {expected}; this one is of kd.py, measured by accuracy\n"
