@@ -4,7 +4,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Term, kl, weight
+from lit_modules.objectives.base import Term, kl, per_sample, weight
 from lit_modules.objectives.cross_entropy import ce_term
 from lit_modules.objectives.logits import LogitObjective
 from lit_modules.objectives.search import Log, space
@@ -18,17 +18,24 @@ class Hinton(LogitObjective):
         kd_weight: weight of the divergence from the teacher.
         ce_weight: weight of the cross-entropy with the labels.
         standardize: that of LogitObjective.
+        teacher_entropy: whether the term is the cross-entropy, -sum of p log q: the divergence and the teacher's
+            entropy, which moves the value of the loss and no gradient.
     """
 
     search = space(temperature=Log(1, 16), kd_weight=Log(0.025, 25))
 
     def __init__(
-        self, temperature: float = 2.0, kd_weight: float = 0.25, ce_weight: float = 0.75, standardize: bool = False
-    ) -> None:
+        self, temperature: float = 2.0, kd_weight: float = 0.25, ce_weight: float = 0.75, standardize: bool = False,
+        teacher_entropy: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(temperature, standardize)
         self.kd_weight, self.ce_weight = weight("kd_weight", kd_weight), weight("ce_weight", ce_weight)
+        self.teacher_entropy = teacher_entropy
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
         log_s, log_t = (F.log_softmax(z, -1) for z in self.tempered(student, teacher))
-        kd = Term(kl(log_t, log_s) * self.temperature**2, self.kd_weight)
+        soft = kl(log_t, log_s)
+        if self.teacher_entropy:
+            soft = soft - per_sample((log_t.exp() * log_t).sum(-1))
+        kd = Term(soft * self.temperature**2, self.kd_weight)
         return {"kd": kd, "ce": ce_term(student, labels, self.ce_weight)}

@@ -218,6 +218,20 @@ def test_kd_is_the_divergence_and_zero_for_equal_logits() -> None:
     assert Hinton()(same, same, labels())["kd"].values.abs().max() < 1e-15
 
 
+def test_the_teachers_entropy_moves_the_value_and_no_gradient() -> None:
+    found = []
+    for counted in (False, True):
+        student, teacher, y = outputs(1, 3), outputs(2, 3), labels()
+        total = loss(Hinton(3.0, 0.6, 0.4, teacher_entropy=counted)(student, teacher, y))
+        total.backward()
+        found.append((total.detach(), student.logits.grad))
+    p, log_q = log_softmax(teacher.logits / 3).exp(), log_softmax(student.logits / 3)
+    expected = 0.6 * 9 * -(p * log_q).sum() / B + 0.4 * cross_entropy(student.logits, y)
+    torch.testing.assert_close(found[1][0], expected.detach(), rtol=1e-14, atol=0)
+    assert found[1][0] > found[0][0]
+    assert torch.equal(found[0][1], found[1][1])
+
+
 def test_sum_adds_its_parts_with_their_weights() -> None:
     student, teacher, y = outputs(1, 3), outputs(2, 6), labels()
     both = Sum([Hinton(), Cosine()], weights=[2.0, 0.5])

@@ -12,8 +12,9 @@ from torch.nn import functional as F
 from apprentice import keyed
 from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN, LightNN
+from lit_modules.objectives import Hinton
 from tests.grids import mostly_slow
-from tests.training import SHAPE, VARIANTS, LinesLogger, digits, fit, net
+from tests.training import SHAPE, VARIANTS, LinesLogger, assert_same, digits, fit, net, weights
 
 STEPS = 30
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -87,3 +88,16 @@ def test_the_loss_curve_is_the_tutorials(name: str, dropout: float, tmp_path: Pa
     fit(module, data, max_epochs=-1, max_steps=STEPS, precision="64-true", logger=logger, log_every_n_steps=1)
     assert logger.values(f"{name}/train/loss") == pytest.approx(losses, abs=1e-9, rel=0)
     assert losses[-1] < losses[0]
+
+
+def test_the_older_tutorials_curve_differs_by_the_teachers_entropy() -> None:
+    data, teacher = digits(batch_size=64, train_size=128), net(DeepNN, seed=1).double()
+    students = {name: (net().double(), Hinton(teacher_entropy=name == "older")) for name in ("kd", "older")}
+    module = Distillation(teacher, students, input_shape=SHAPE)
+    fit(module, data, max_epochs=2, precision="64-true")
+    assert_same(weights(module.students["kd"].net), weights(module.students["older"].net))
+    with torch.no_grad():
+        p = F.softmax(teacher.eval()(data.normalize(data.split("train").inputs, torch.float64)) / 2, 1)
+    entropy = float(-(p * p.log()).sum() / len(p))
+    kd, older = ([each[f"{name}/train/kd"] for each in module.epochs] for name in students)
+    assert older == pytest.approx([value + 2**2 * entropy for value in kd], abs=1e-9, rel=0)
