@@ -38,6 +38,7 @@ from benchmarks import common
 from benchmarks.common import Found, Rivals, Target
 from datamodules import ImageFolder
 from datamodules.streams import Streamed
+from harness.runs import environment
 from harness.studies.meters import Stamps
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import LightNN, Torchvision
@@ -154,23 +155,26 @@ def peak(root: str, workers: int) -> float:
     return record["peak_mib"] + resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**10
 
 
+def memory(path: Path, args: argparse.Namespace) -> Found:
+    """The peaks of a twentieth and of all images."""
+    runs = {}
+    for count in (args.large // 20, args.large):
+        generate(path / str(count), count)
+        found = common.called(peak, str(path / str(count)), args.workers, env=common.threads(None))
+        runs[f"{count:,} images"] = [found]
+    few, many = runs.values()
+    return Found({"MiB, process and largest worker": runs}, {"peak": common.over(many, few)})
+
+
 def measure(args: argparse.Namespace) -> Found:
     """All parts."""
     with tempfile.TemporaryDirectory() as path:
+        found = [memory(Path(path), args)] if args.large else []  # first: a process begins with its parent's peak
+        environment.keep_memory()
         root = Path(path) / "images"
         generate(root, args.images)
-        found = [speeds(root, transforms, args) for transforms in ("light", "heavy")]
-        ratios = {"waiting": [waiting(root, args)]}
-        figures = {}
-        if args.large:
-            runs = {}
-            for count in (args.large // 20, args.large):
-                generate(Path(path) / str(count), count)
-                env = common.threads(None)
-                runs[f"{count:,} images"] = [common.called(peak, str(Path(path) / str(count)), args.workers, env=env)]
-            few, many = runs.values()
-            figures["MiB, process and largest worker"], ratios["peak"] = runs, common.over(many, few)
-        found.append(Found(figures, ratios))
+        found += [speeds(root, transforms, args) for transforms in ("light", "heavy")]
+        found.append(Found({}, {"waiting": [waiting(root, args)]}))
     figures = {unit: runs for part in found for unit, runs in part.figures.items()}
     return Found(figures, {name: runs for part in found for name, runs in part.ratios.items()})
 

@@ -63,8 +63,10 @@ class Streamed:
     def finished(self, chosen: Tensor, finish: Finish | None, epoch: int) -> Split:
         """As `take`, with finished inputs."""
         once, back = chosen.cpu().unique(return_inverse=True)
-        inputs, labels = self.source.take(once)
-        return Split((inputs if finish is None else finish(inputs, epoch, once))[back], labels[back])
+        twice = len(once) < len(chosen)
+        inputs, labels = self.source.take(read := once if twice else chosen.cpu())
+        found = Split(inputs if finish is None else finish(inputs, epoch, read), labels)
+        return found.take(back) if twice else found
 
 
 class _Wanted(Dataset):
