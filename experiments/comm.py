@@ -35,7 +35,7 @@ NCCL = Backend("nccl", "cuda")
 def parser() -> cli.Parser:
     """The command line: sizes, operations, backends; of the Trainer its devices."""
     parser = cli.Parser("comm.py", (__doc__ or "").split("\n", 1)[0], Options)
-    parser.add_trainer(strategies.NAMES, devices=default_devices())
+    parser.add_trainer(strategies.NAMES, loggers=False, devices=default_devices())
     return parser
 
 

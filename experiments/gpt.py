@@ -16,7 +16,7 @@ if __name__ == "__main__":
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -81,7 +81,8 @@ def parser() -> cli.Parser:
     parser.add_class("data", datamodules.Text)
     parser.add_choice("net", (nets.Net, nn.Module), nets, "GPT", skip={"vocab_size", "block_size"})
     parser.add_class("model", LitLanguageModel, skip={"net", "tokens_per_character", "compiled", "seed"})
-    steps = {"max_epochs": -1, "max_steps": 800, "val_check_interval": 200, "check_val_every_n_epoch": None}
+    steps: dict[str, Any] = {"max_epochs": -1, "max_steps": 800}
+    steps |= {"val_check_interval": 200, "check_val_every_n_epoch": None}
     parser.add_trainer(strategies.NAMES, log_every_n_steps=50, **steps)
     return parser
 

@@ -60,7 +60,7 @@ def parser() -> cli.Parser:
     parser.add_choice("data", (datamodules.ImageData, LightningDataModule), datamodules, "Digits")
     parser.add_choice("net", (nets.Net, nn.Module), nets, "DeepNN", skip={"input_shape", "num_classes"})
     parser.add_optimizer()
-    parser.add_trainer(strategies.NAMES, devices=default_devices())
+    parser.add_trainer(strategies.NAMES, loggers=False, devices=default_devices())
     return parser
 
 

@@ -45,7 +45,7 @@ def parser() -> cli.Parser:
     resnet = {"class_path": "Torchvision", "init_args": {"name": "resnet50"}}
     parser.add_choice("net", (nets.Net, nn.Module), nets, resnet, skip={"input_shape", "num_classes"})
     strategy = {"class_path": "pipeline", "init_args": {"balance": "time"}}
-    parser.add_trainer(strategies.NAMES, devices=default_devices(), strategy=strategy)
+    parser.add_trainer(strategies.NAMES, loggers=False, devices=default_devices(), strategy=strategy)
     return parser
 
 

@@ -73,6 +73,11 @@ class Quantized(Distillation):
         """The net in training."""
         return cast("FakeQuantized", self.students[NAME].net)
 
+    @property
+    def best_epoch(self) -> int:
+        """The epoch of `best_state`, counted from 0."""
+        return int(self.best["epoch"]) if self.best else self.current_epoch
+
     def best_state(self) -> dict[str, Tensor]:
         """The state of `net` in the best epoch, for its `int8`; without validation, the current state."""
         found = {name.removeprefix("net."): value for name, value in self.best.items() if name.startswith("net.")}

@@ -9,6 +9,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides.distributed import _sync_module_states
+from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -41,6 +42,7 @@ class FSDP(DataParallel):
         reshard_after_forward: free a layer's parameters after forward; else only after backward.
     """
 
+    replaces = FSDPStrategy  # in Lightning's registry
     restore_checkpoint_after_setup = True  # states are sharded like the parameters
 
     def __init__(

@@ -88,18 +88,19 @@ class Parser:
         """Add `--KEY.OPTION VALUE`, the options of one class but for those to skip."""
         self._add(key, Signature(target, skip), {})
 
-    def add_trainer(self, strategies: training.Names, **defaults: Any) -> None:
+    def add_trainer(self, strategies: training.Names, *, loggers: bool = True, **defaults: Any) -> None:
         """Add `--trainer.OPTION` for Lightning's Trainer, with options below `--trainer.strategy` and `callbacks`.
 
-        `defaults` are in place of the Trainer's own. `logger` names others beside ours, or switches ours on and off.
+        `defaults` are in place of the Trainer's own. `logger` names others beside ours, where there are `loggers`, or
+        switches ours on and off.
         """
         from lightning.pytorch import Trainer
 
-        self._nested = {
-            "callbacks": training.CALLBACKS, "logger": training.Loggers(),
-            "strategy": training.Strategies(names=strategies),
-        }  # fmt: skip
-        self._add("trainer", Signature(Trainer, training.OWNED, training.TYPES), {"logger": True, **defaults})
+        self._nested = {"callbacks": training.CALLBACKS, "strategy": training.Strategies(names=strategies)}
+        types = {**training.TYPES, "logger": bool}
+        if loggers:
+            self._nested["logger"], types = training.Loggers(), training.TYPES
+        self._add("trainer", Signature(Trainer, training.OWNED, types), {"logger": True, **defaults})
 
     def _add(self, key: str, entry: Entry | Signature, default: Any) -> None:
         self.entries[key] = entry

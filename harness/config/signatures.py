@@ -71,6 +71,9 @@ class Signature:
 
     def alternatives(self, name: str) -> str:
         """What to take in place of an option that does not exist."""
+        other = getattr(self.target, "replaces", None)  # Lightning's class, whose short name ours has
+        if other is not None and name in options_of(other).hints:
+            return f"it left out: only Lightning's class has it, --trainer.strategy {other.__module__}.{other.__name__}"
         known = near(name, self.hints) or f": {', '.join(self.hints) or 'it has none'}"
         return f"an option of {self.target.__name__}{known}"
 

@@ -88,6 +88,8 @@ class Strategies(Classes):
         """The class of this name and the options that the name sets; Lightning's names as they are."""
         if name in list(self.names):
             return self.names[name]
+        if name == "dp":
+            raise BadInput(key, name, "ddp, one process a GPU; dp, one process for all, was slower, and is gone")
         return (name, {}) if name in ["auto", *StrategyRegistry.available_strategies()] else super().find(name, key)
 
     def choose(self, name: str) -> Choice:

@@ -100,8 +100,11 @@ class SelfAttention(nn.Module):
 
         Raises:
             BadInput: the backend has no kernel for this input; the message has torch's reasons.
-            ValueError: a cache is full, or given for attention that is not causal, jagged texts or with gradients on.
+            ValueError: a cache is full, or given for attention that is not causal, jagged texts or with gradients on; a
+                nested tensor is strided.
         """
+        if x.is_nested and x.layout != torch.jagged:
+            raise ValueError("nested tensors: expected torch.nested.nested_tensor(texts, layout=torch.jagged)")
         query, key, value = self._heads(x)
         mask, causal = None, self.causal
         if cache is not None:

@@ -94,6 +94,10 @@ def test_the_page_leaves_what_it_says(run: Path) -> None:
     assert found["rows"][0]["test_correct"] == taught["test_correct"][0]
     for name in ("results.md", "results.png", "config.yaml", "environment.json", "seed0/int8-qat/best.pt"):
         assert (run / "runs" / "int8" / name).stat().st_size > 0
+    best = torch.load(run / "runs" / "int8" / "seed0" / "int8-qat" / "best.pt", weights_only=True)
+    assert best["net"]["class_path"] == "lit_modules.nets.LightNN"
+    assert 0 <= best["epoch"] < 5
+    assert best["state_dict"]
     assert found["failed"] == {}
     assert found["hardware"]["threads"] == 1
     page = (run / "runs" / "int8" / "results.md").read_text()

@@ -167,6 +167,7 @@ BAD = {
     "seeds": (["--seeds", "3"], "--seeds 3", "one seed"),
     "small batch": (["--data.batch_size", "1"], "--data.batch_size 1", "at least 2"),
     "accumulation": (["--trainer.accumulate_grad_batches", "99"], "--trainer.accumulate_grad_batches 99", "at most"),
+    "a logger": (["--trainer.logger", "CSVLogger"], "--trainer.logger CSVLogger", "true or false"),
     "net": (["--net", "ResNet", "--net.depth", "9"], "--net.depth 9", "6n + 2"),
 }  # fmt: skip
 

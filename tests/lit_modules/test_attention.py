@@ -278,3 +278,9 @@ def test_the_page_s_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     size, refusal = capsys.readouterr().out.splitlines()
     assert size == "torch.Size([10, 64])"
     assert refusal.startswith(page.partition("prints `")[2].partition("\nfor scaled")[0])
+
+
+def test_strided_nested_tensors_are_refused() -> None:
+    texts = torch.nested.nested_tensor([noise(4, D), noise(3, D)], layout=torch.strided)
+    with pytest.raises(ValueError, match=re.escape("nested tensors: expected torch.nested.nested_tensor(")):
+        SelfAttention(D, 2)(texts)

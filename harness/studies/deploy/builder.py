@@ -190,17 +190,19 @@ class Builder:
                 raise BadInput("optimizer", chosen, f"settings that train {NAME}; its loss is not finite")
             if is_main_process():
                 folder.mkdir(exist_ok=True)
+                spec = read_spec(self.config.run or self.run.out / f"seed{self.seed}" / STUDENT)
                 if self.run.tensorboard:
-                    spec = read_spec(self.config.run or self.run.out / f"seed{self.seed}" / STUDENT)
                     chosen = self.config.objective
                     row = Candidate(net, spec, chosen.name, chosen.init_args)
                     log_row(self.run, self.seed, row, {"test_acc": fit.scores[f"{NAME}/test/acc"]}, folder)
                 with atomic(best) as temporary:
-                    torch.save(module.best_state(), temporary)
+                    found = {"epoch": module.best_epoch, "net": spec, "state_dict": module.best_state()}
+                    torch.save(found, temporary)
         if is_main_process():
             checkpoint.unlink(missing_ok=True)
         wait_for_main()
-        return module.net.int8(read_saved(best, "out", f"the best state of {NAME}, or no such file, and it is trained"))
+        saved = read_saved(best, "out", f"the best state of {NAME}, or no such file, and it is trained")
+        return module.net.int8(saved.get("state_dict", saved))  # older runs have the state alone
 
     def check(self) -> None:
         """Build everything once; BadInput if something can't be trained or quantised."""
