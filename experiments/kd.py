@@ -57,6 +57,7 @@ class Options(cli.RunOptions):
         teacher_ckpt: a trained teacher, loaded, not trained; {seed} in its path is replaced by each seed.
         teacher_ckpt_partial: load what fits of teacher_ckpt, and name what doesn't; train the rest: teacher_epochs.
         teacher_epochs: of a teacher that is trained, from teacher_ckpt too; default: the students', or none from there.
+        teacher_head_only: train the teacher's last linear layer alone; the rest keeps the weights that it has loaded.
         teacher_cache_dir: a folder that keeps the teacher's outputs for other runs with the same teacher and data.
         teacher_cache_mb: memory for stored teacher outputs; 0 runs the teacher every batch.
     """
@@ -69,11 +70,13 @@ class Options(cli.RunOptions):
     teacher_ckpt: str | None = None
     teacher_ckpt_partial: bool = False
     teacher_epochs: int | None = None
+    teacher_head_only: bool = False
     teacher_cache_dir: str | None = None
     teacher_cache_mb: int = 1024
     grows: ClassVar[Collection[str]] = ("seeds", "only", "zoo", "trainer.max_epochs")
     newer: ClassVar[Collection[str]] = (
-        *cli.RunOptions.newer, "recipe", "zoo", "metric", "teacher_ckpt_partial", "teacher_epochs", "teacher_cache_dir",
+        *cli.RunOptions.newer, "recipe", "zoo", "metric", "teacher_ckpt_partial", "teacher_epochs", "teacher_head_only",
+        "teacher_cache_dir",
     )  # fmt: skip
     fixed: ClassVar[Mapping[str, str]] = {
         "metric": "what is tested is tested once",
@@ -119,7 +122,10 @@ def teacher(run: Session, seed: int) -> tuple[LitClassifier, dict[str, Candidate
         told = load_weights(candidate.net, path, "teacher_ckpt", run.config.teacher_ckpt_partial)
         for line in told:
             notice(f"seed {seed} teacher   {path}: {line}")
-    module = LitClassifier(candidate.net, run.data.num_classes, **learning(run.config, run.data), seed=seed)
+    if head_only := run.config.teacher_head_only:
+        nets.heads(candidate.net, "teacher")  # or it is refused by its flag
+    options = {**learning(run.config, run.data), "seed": seed, "head_only": head_only}
+    module = LitClassifier(candidate.net, run.data.num_classes, **options)
     return module, {"teacher": candidate}
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from apprentice.batch import HIDDEN, Batch, Mixed
 from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepared
-from lit_modules.nets import pipeline_stages
+from lit_modules.nets import heads, pipeline_stages
 from lit_modules.nets.recorded import Spec, made
 from lit_modules.objectives.base import of_labelled, shown
 from lit_modules.objectives.cross_entropy import cross_entropy
@@ -29,6 +29,11 @@ class LitClassifier(Learner):
         scheduler: makes a learning-rate scheduler, stepped once an epoch.
         seed: key of the dropout's noise.
         scores: makes the evaluation scores; `partial(TokenScores, ...)` if the net gives logits (B, T, classes).
+        head_only: linear probing: only the net's last linear layer is trained (see `lit_modules.nets.heads`). All else
+            is frozen and stays in eval mode: no dropout, and BatchNorm keeps its statistics.
+
+    Raises:
+        BadInput: `head_only` of a net without such a layer.
     """
 
     compiled = False
@@ -41,10 +46,25 @@ class LitClassifier(Learner):
         scheduler: MakeScheduler | None = None,
         seed: int = 0,
         scores: MakeScores | None = None,
+        head_only: bool = False,
     ) -> None:
         super().__init__([""], scores or partial(ClassScores, num_classes), optimizer, scheduler, seed)
         self.of_labels = {"loss", ACCURACY}
         self.net = prepared(made(net)).to(memory_format=torch.channels_last)
+        self.head_only = head_only
+        if head_only:
+            trained = heads(self.net)
+            self.net.requires_grad_(False)
+            for head in trained:
+                head.requires_grad_(True)
+            self.train()
+
+    def train(self, mode: bool = True) -> "LitClassifier":
+        """Set the net's mode; with `head_only` it stays in eval mode."""
+        super().train(mode)
+        if self.head_only:
+            self.net.eval()
+        return self
 
     def parameter_groups(self) -> list[list[nn.Parameter]]:
         """The net's trainable parameters."""
@@ -75,7 +95,7 @@ class LitClassifier(Learner):
 
     def step_alone(self, run: str, batch: Batch) -> Callable[[], Tensor]:
         """A step of a copy of the net, compiled if the net is."""
-        net = copy.deepcopy(self.net).train()
+        net = copy.deepcopy(self.net).train(not self.head_only)
         if self.compiled:
             net.compile(dynamic=False)
 

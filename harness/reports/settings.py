@@ -25,7 +25,7 @@ def settings(config: Facts) -> list[str]:
     flags = {**config, **{f"trainer.{name}": value for name, value in (config.get("trainer") or {}).items()}}
     names = [*(name for name in FIRST if name in flags), *(name for name in flags if name not in FIRST)]
     told = [name for name in names if name in FIRST or not (free(name) or name in ELSEWHERE)]
-    return [_line(name, flags[name]) for name in told if not _is_off(flags[name]) and flags[name] != NEUTRAL.get(name)]
+    return [_line(name, flags[name]) for name in told if not is_off(flags[name]) and flags[name] != NEUTRAL.get(name)]
 
 
 def _line(name: str, value: Any) -> str:
@@ -33,8 +33,9 @@ def _line(name: str, value: Any) -> str:
     return f"{name}{shown(value)}" if plain else f"{name} {shown(value)}"
 
 
-def _is_off(value: Any) -> bool:
-    return value is None or value is False  # and not 0
+def is_off(value: Any) -> bool:
+    """Whether a setting is null or false; 0 is neither."""
+    return value is None or value is False
 
 
 def shown(value: Any) -> str:
@@ -44,7 +45,7 @@ def shown(value: Any) -> str:
     if not isinstance(value, dict):
         return str(value)
     options = value.get("init_args") or {} if "class_path" in value else value
-    given = ", ".join(f"{name}={shown(option)}" for name, option in options.items() if not _is_off(option))
+    given = ", ".join(f"{name}={shown(option)}" for name, option in options.items() if not is_off(option))
     return str(value.get("class_path", "")).rpartition(".")[2] + (f"({given})" if given else "")
 
 

@@ -43,6 +43,7 @@ def check(run: Session, make_teacher: MakeTeacher, make_students: MakeStudents) 
     """
     trainer, (first, *others), ckpt = run.checked_trainer(), run.config.seeds, run.config.teacher_ckpt
     rows = wanted(run.config)
+    _check_head_only(run)
     check_net(run, "teacher", trainer, trained=not has_trained_teacher(run))
     for net in dict.fromkeys(row.net for row in rows.values()):
         check_net(run, net, trainer)
@@ -67,6 +68,17 @@ def has_trained_teacher(run: Session) -> bool:
     """Whether the teacher is loaded, not trained."""
     made, config = imported(run.config.teacher.class_path, "teacher"), run.config
     return (config.teacher_ckpt is not None and not config.teacher_epochs) or getattr(made, "is_trained", False)
+
+
+def _check_head_only(run: Session) -> None:
+    """Raise BadInput if the teacher's head alone is to be trained and the rest is new, or nothing is trained."""
+    chosen = run.config.teacher
+    own = getattr(imported(chosen.class_path, "teacher"), "untrained", {})  # options by which a net brings weights
+    brings = any(chosen.init_args.get(name) != value for name, value in own.items())
+    loads = brings or run.config.teacher_ckpt is not None
+    if run.config.teacher_head_only and (not loads or has_trained_teacher(run)):
+        expected = "--teacher_ckpt FILE and --teacher_epochs N beside it, or a teacher with --teacher.weights"
+        raise BadInput("teacher_head_only", "true", expected)
 
 
 def run_study(run: Session, make_teacher: MakeTeacher, make_students: MakeStudents, names: Sequence[str]) -> None:

@@ -36,6 +36,7 @@ class Net(Recorded, nn.Module):
             block of tokens (B, T, D).
         preactivations: for each stage the same before its last ReLU, if there is one.
         pooled_layer: the classifier's input, such as pooled features (B, D).
+        head_layers: the linear layers that give the logits, if they are more than the last one after `pooled_layer`.
         is_trained: whether it is made of trained nets, and is not trained itself.
         expects: the `mean` and `std` of the images that its first weights were trained on, if they were.
         untrained: options, with values by which it is made again to get weights of a file, where that differs.
@@ -45,6 +46,7 @@ class Net(Recorded, nn.Module):
     stages: tuple[str, ...] = ()
     preactivations: tuple[str, ...] = ()
     pooled_layer: str = ""
+    head_layers: tuple[str, ...] = ()
     is_trained: bool = False
     expects: Mapping[str, tuple[float, ...]] = MappingProxyType({})
     untrained: ClassVar[Mapping[str, Any]] = MappingProxyType({})

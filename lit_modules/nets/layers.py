@@ -44,6 +44,26 @@ def layer(net: nn.Module, name: str, flag: str = "layer", needs: str = "") -> nn
     return layers[path]
 
 
+def heads(net: nn.Module, flag: str = "net") -> list[nn.Module]:
+    """The linear layers that give a net's logits: its `head_layers`, or the last layer of what gets `pooled` features.
+
+    Raises:
+        BadInput: the net names neither, or the layer is not linear, or the net uses its weight elsewhere, too.
+    """
+    layers, path = dict(net.named_modules()), resolved(net, "pooled").removesuffix(INPUT)
+    classifier = layers[path].modules() if path else ()
+    last = [module for module in classifier if any(True for _ in module.parameters(recurse=False))][-1:]
+    found = [layers[name] for name in getattr(net, "head_layers", ())] or last
+    if not found or not all(isinstance(head, nn.Linear) for head in found):
+        expected = "a net that names its classifier, by its attribute pooled_layer, and ends in a linear layer"
+        raise BadInput(flag, type(net).__name__, expected)
+    own = {p for head in found for p in head.parameters()}
+    uses = [name for name, p in net.named_parameters(remove_duplicate=False) if p in own]
+    if len(uses) > len(own):
+        raise BadInput(flag, type(net).__name__, f"a net whose head has weights of its own; {uses[0]} is one of them")
+    return found
+
+
 @contextmanager
 def observed(layers: Mapping[str, nn.Module], inputs: Collection[str] = ()) -> Iterator[dict[str, Any]]:
     """A dict that collects the outputs of these modules by name while they run inside the block.

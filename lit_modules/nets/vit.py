@@ -75,6 +75,7 @@ class ViT(Net):
         self.head = nn.Linear(embed_dim, num_classes)
         if distillation_token:
             self.head_dist = nn.Linear(embed_dim, num_classes)
+            self.head_layers = ("head", "head_dist")
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=STD)

@@ -51,7 +51,8 @@ def test_hparams_lists_settings_and_what_they_led_to(out: Path) -> None:
         options = {k: v.string_value or v.number_value for k, v in start.items()}
         assert options["net"] == "LightNN"
         if run == "kd":
-            assert options["objective"] == "Hinton(temperature=4, kd_weight=0.25, ce_weight=0.75, standardize=False)"
+            shown = "temperature=4, kd_weight=0.25, ce_weight=0.75, standardize=False, teacher_entropy=False"
+            assert options["objective"] == f"Hinton({shown})"
             assert options["temperature"] == 4
             assert options["kd_weight"] == 0.25
         assert "_hparams_/session_end_info" in found.summary_metadata

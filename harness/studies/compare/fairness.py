@@ -5,6 +5,7 @@ from typing import Any
 
 from harness.config.sources import free
 from harness.reports.report import Facts
+from harness.reports.settings import is_off
 from harness.reports.tables import listed
 from harness.studies.compare.runs import Run
 
@@ -57,7 +58,12 @@ def other_settings(run: Run, first: Run) -> dict[str, tuple[Any, Any]]:
 
 
 def same(flag: str, one: Any, other: Any) -> bool:
-    """Whether two values of a setting are equal; of samples and batches 1 is a count, and 1.0 stands for all."""
+    """Whether two values of a setting are equal, or both off: older versions lack some switches.
+
+    Of samples and batches 1 is a count, and 1.0 stands for all.
+    """
+    if is_off(one) and is_off(other):
+        return True
     return one == other and (type(one) is type(other) or not flag.endswith(("_batches", "_interval", "_size")))
 
 
