@@ -104,15 +104,13 @@ class Adapted(InMemoryData):
         """A pair as the data module's hooks make it."""
         return _pair(self.data.on_after_batch_transfer(self.data.on_before_batch_transfer((inputs, labels), 0), 0))
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Counts of samples: train, validation, test."""
+    def _count(self, part: str) -> int:
         if not self._loaders:
             self.prepare_data()
             self.setup()
-        return {part: self._size(self._loaders[part]) if part in self._loaders else 0 for part in PARTS}
-
-    def _size(self, loader: Loader) -> int:
+        if part not in self._loaders:
+            return 0
+        loader = self._loaders[part]
         most = len(loader) * (getattr(loader, "batch_size", None) or self.batch_size)
         return min(len(loader.sampler), most) if _indexed(loader) and loader.batch_size else most
 

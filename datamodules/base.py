@@ -167,7 +167,7 @@ class InMemoryData(LightningDataModule):
     @property
     def sizes(self) -> dict[str, int]:
         """Counts of samples: train, validation, test."""
-        return {part: len(self.split(part).labels) for part in LIMITS}
+        return {part: self._count(part) for part in LIMITS}
 
     def used(self, trainer: Trainer) -> dict[str, int]:
         """`sizes` under a Trainer's `limit_train_batches` and the like; BadInput if one is less than a batch."""
@@ -177,9 +177,12 @@ class InMemoryData(LightningDataModule):
         """Batches of an epoch under a Trainer's `limit_train_batches`."""
         return math.ceil(self._kept("train", trainer) / self.batch_size)
 
+    def _count(self, part: str) -> int:
+        return len(self.split(part).labels)
+
     def _kept(self, part: str, trainer: Trainer | None) -> int:
         """Samples in the batches within a Trainer's limit: an int is a count of batches, a float a fraction."""
-        samples, limit = self.sizes[part], getattr(trainer, LIMITS[part], 1.0)
+        samples, limit = self._count(part), getattr(trainer, LIMITS[part], 1.0)
         count = len(self._order(samples)) if part == "train" else samples
         size = self.batch_size if part == "train" else self.evaluation_batch_size
         whole = math.ceil(count / size)
