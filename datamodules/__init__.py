@@ -9,5 +9,5 @@ from datamodules.images import ImageData
 from datamodules.labelled_text import LabelledText
 from datamodules.mnist import MNIST, FashionMNIST
 from datamodules.shakespeare import Shakespeare
-from datamodules.text import Text, Vocabulary
+from datamodules.text import Subwords, Text, Vocabulary, vocabulary_of
 from datamodules.transforms import Transforms

@@ -1,5 +1,7 @@
 """A text for next-token prediction, and token numbers for its characters or bytes."""
 
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -9,7 +11,8 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from apprentice import keyed
-from apprentice.errors import BadInput
+from apprentice.errors import BadInput, reason
+from apprentice.extras import need
 from datamodules.base import InMemoryData
 from datamodules.loaders import EpochOrder
 from datamodules.memory import available_bytes
@@ -55,6 +58,10 @@ class Vocabulary:
             raise BadInput(flag, repr(text), f"the {len(self)} characters that were trained on; unknown: {shown}")
         return torch.from_numpy(places)
 
+    def plain(self) -> dict[str, Any]:
+        """What `vocabulary_of` makes it of."""
+        return {"characters": self.characters}
+
     def decode(self, tokens: Tensor) -> str:
         """The text of tokens (n,); bytes that are not UTF-8 become U+FFFD."""
         if self._codes is None:
@@ -68,6 +75,54 @@ def _codes(text: str) -> np.ndarray:
 
 def _text(codes: np.ndarray) -> str:
     return codes.tobytes().decode("utf-32-le", "surrogatepass")
+
+
+class Subwords:
+    """The tokens of a Hugging Face tokenizer, by its name or folder; needs the extra `transformers`.
+
+    Raises:
+        BadInput: it can't be had, or is none of the fast ones, which know where a token begins.
+    """
+
+    def __init__(self, name: str) -> None:
+        need("transformers", "transformers")
+        import transformers
+
+        transformers.logging.set_verbosity_error()  # a text is longer than a model's context
+        try:
+            with warnings.catch_warnings(action="ignore"):  # from what it imports
+                self._tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        except Exception as error:  # noqa: BLE001 - whatever a tokenizer's own code raises
+            expected = f"a tokenizer of Hugging Face, by name or folder; it says: {reason(error)}"
+            raise BadInput("data.tokenizer", name, expected) from None
+        if not self._tokenizer.is_fast:
+            raise BadInput("data.tokenizer", name, "a fast tokenizer")
+        self.name, self.start = name, "\n"
+
+    def __len__(self) -> int:
+        return len(self._tokenizer)
+
+    def encode(self, text: str, flag: str = "prompt") -> Tensor:
+        """(n,) int64, the tokens of a text."""
+        return self.placed(text)[0]
+
+    def placed(self, text: str) -> tuple[Tensor, list[int]]:
+        """As `encode`, and the character at which each token begins."""
+        found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return torch.tensor(found["input_ids"], dtype=torch.int64), [first for first, _ in found["offset_mapping"]]
+
+    def decode(self, tokens: Tensor) -> str:
+        """The text of tokens (n,)."""
+        return str(self._tokenizer.decode(tokens.tolist()))
+
+    def plain(self) -> dict[str, Any]:
+        """What `vocabulary_of` makes it of."""
+        return {"tokenizer": self.name}
+
+
+def vocabulary_of(plain: Mapping[str, Any]) -> "Vocabulary | Subwords":
+    """The vocabulary that `plain` describes; TypeError if it describes none."""
+    return Subwords(plain["tokenizer"]) if plain.keys() == {"tokenizer"} else Vocabulary(**plain)
 
 
 class BlockOrder(EpochOrder):
@@ -92,13 +147,15 @@ class Text(InMemoryData):
     Attributes:
         block_size: T.
         vocabulary: what tokens stand for; known after the text is read.
-        tokens_per_character: of the held-out text; 1 unless tokens are bytes.
+        tokens_per_character: of the held-out text; 1 if tokens are characters.
 
     Args:
         path: any text file; default: the documentation that Python ships (`pydoc_data.topics`).
         block_size: T, tokens of a sample.
         vocabulary: tokens are the `characters` that occur in the text, or its `bytes`, 256 of them.
         batch_size: samples in a batch over all devices together, whatever their number.
+        tokenizer: tokens are those of this Hugging Face tokenizer instead, by name or folder. In `kd.py` a teacher that
+            is a HuggingFaceLM brings its own.
 
     Raises:
         BadInput: a value can't be used; when read, the file is absent, empty, not UTF-8 (for characters), too short for
@@ -113,6 +170,7 @@ class Text(InMemoryData):
         block_size: int = 64,
         vocabulary: Unit = "characters",
         batch_size: int = 12,
+        tokenizer: str | None = None,
     ) -> None:
         super().__init__(batch_size)
         if not isinstance(block_size, int) or block_size < 1:
@@ -121,8 +179,8 @@ class Text(InMemoryData):
             raise BadInput("data.vocabulary", vocabulary, " or ".join(get_args(Unit)))
         self.path = None if path is None else Path(path).expanduser()
         self.block_size, self.input_shape = block_size, (block_size,)
-        self.unit, self.tokens_per_character = vocabulary, 1.0
-        self.vocabulary: Vocabulary
+        self.unit, self.tokenizer, self.tokens_per_character = vocabulary, tokenizer, 1.0
+        self.vocabulary: Vocabulary | Subwords
 
     @property
     def evaluation_batch_size(self) -> int:
@@ -161,20 +219,29 @@ class Text(InMemoryData):
         """Tokens of the first nine tenths and of the last one, in the smallest type that holds them."""
         if not content:
             raise BadInput("data.path", self.path, "a file of text; this one is empty")
-        if self.unit == "bytes":
+        if self.unit == "bytes" and self.tokenizer is None:
             self.vocabulary = Vocabulary()
             tokens = torch.from_numpy(np.frombuffer(content, np.uint8).copy())
+            cut = len(tokens) * 9 // 10
+            characters = len(content[cut:].decode(errors="replace"))
         else:
             try:
                 text = content.decode()
             except UnicodeDecodeError as error:
                 expected = f"text in UTF-8; byte {error.start} is not. --data.vocabulary bytes takes any file"
                 raise BadInput("data.path", self.path, expected) from None
-            self.vocabulary = Vocabulary(text)
-            tokens = self.vocabulary.encode(text).to(torch.uint8 if len(self.vocabulary) <= 256 else torch.int32)
-        cut = len(tokens) * 9 // 10
-        if self.unit == "bytes":
-            self.tokens_per_character = (len(content) - cut) / max(len(content[cut:].decode(errors="replace")), 1)
+            if self.tokenizer is None:
+                self.vocabulary = Vocabulary(text)
+                tokens = self.vocabulary.encode(text)
+                cut = len(tokens) * 9 // 10
+                characters = len(tokens) - cut
+            else:
+                self.vocabulary = Subwords(self.tokenizer)
+                tokens, starts = self.vocabulary.placed(text)
+                cut = len(tokens) * 9 // 10
+                characters = len(text) - starts[cut]
+            tokens = tokens.to(torch.uint8 if len(self.vocabulary) <= 256 else torch.int32)
+        self.tokens_per_character = (len(tokens) - cut) / max(characters, 1)
         return tokens[:cut], tokens[cut:]
 
     @property

@@ -67,7 +67,9 @@ def check(run: Session, make_teacher: MakeTeacher, make_students: MakeStudents) 
 def has_trained_teacher(run: Session) -> bool:
     """Whether the teacher is loaded, not trained."""
     made, config = imported(run.config.teacher.class_path, "teacher"), run.config
-    return (config.teacher_ckpt is not None and not config.teacher_epochs) or getattr(made, "is_trained", False)
+    brings = config.teacher.init_args.get(getattr(made, "trained_if", ""), False)
+    loaded = config.teacher_ckpt is not None or brings
+    return (loaded and not config.teacher_epochs) or getattr(made, "is_trained", False)
 
 
 def _check_head_only(run: Session) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from apprentice.errors import BadInput
-from datamodules import Text, Vocabulary
+from datamodules import Subwords, Text, Vocabulary, vocabulary_of
 from harness.reports.metrics import BITS
 from harness.reports.pages import header
 from harness.reports.report import Facts
@@ -43,7 +43,7 @@ def run_study(run: Session, make: Callable[[Session, int], tuple[LitLanguageMode
     samples = []
     for seed in run.config.seeds:
         folder = out / f"seed{seed}" / NAME
-        write_json(folder / "vocabulary.json", {"characters": vocabulary.characters})
+        write_json(folder / "vocabulary.json", vocabulary.plain())
         samples.append(_generated(folder, vocabulary.start, run.config))
         if run.tensorboard:
             log_text(folder, "sample", "\n\n".join(samples[-1]))
@@ -81,10 +81,10 @@ def _generated(folder: Path, prompt: str, config: Namespace) -> list[str]:
         return [vocabulary.decode(text) for text in net.generate(tokens.expand(config.samples, -1), **drawing)]
 
 
-def read_vocabulary(folder: Path) -> Vocabulary:
+def read_vocabulary(folder: Path) -> Vocabulary | Subwords:
     """The vocabulary of a net's folder; BadInput if its file is damaged, or of another net."""
     with reading(folder, "run", "a net's folder with a readable vocabulary.json"):
-        vocabulary = Vocabulary(**json.loads(read_text(folder / "vocabulary.json")))
+        vocabulary = vocabulary_of(json.loads(read_text(folder / "vocabulary.json")))
         if len(vocabulary) != read_spec(folder)["init_args"].get("vocab_size", len(vocabulary)) or not len(vocabulary):
             raise ValueError(f"{len(vocabulary)} tokens are not the net's")
     return vocabulary

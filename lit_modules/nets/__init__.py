@@ -5,6 +5,7 @@ from lit_modules.nets.base import Net, Outputs, check_fits, check_same_start, gi
 from lit_modules.nets.batch_norm import globalise
 from lit_modules.nets.ensemble import Ensemble
 from lit_modules.nets.gpt import GPT
+from lit_modules.nets.hugging_face import HuggingFace, HuggingFaceLM
 from lit_modules.nets.layers import DEFAULT_LAYER, heads, layer, run, stage_of
 from lit_modules.nets.mobilenet import MobileNetV2
 from lit_modules.nets.plain import DeepNN, LeNet, LightNN, MNISTNet

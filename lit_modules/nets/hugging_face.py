@@ -1,0 +1,125 @@
+"""Models of transformers by name or from a folder (T. Wolf et al. 2020, "Transformers"), an optional dependency."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from apprentice.errors import BadInput, reason
+from apprentice.extras import need
+from lit_modules.nets.base import Net, Shape, of_images
+from lit_modules.nets.pretrained import load_backbone
+
+
+class HuggingFace(Net):
+    """An image classifier of transformers.
+
+    Args:
+        name: of the hub, or a folder that `save_pretrained` wrote; to rebuild the net its configuration is read again.
+        input_shape: (C, H, W).
+        num_classes: number of logits.
+        pretrained: begin with its weights; a head of another size stays new.
+
+    Raises:
+        Missing: transformers is not installed.
+        BadInput: no such model, or it can't be made for these images, or its weights don't fit them.
+    """
+
+    untrained = MappingProxyType({"pretrained": False})
+
+    def __init__(
+        self, name: str, input_shape: Shape = (3, 32, 32), num_classes: int = 10, pretrained: bool = False
+    ) -> None:
+        super().__init__()
+        channels, height, width = of_images(input_shape)
+        with library(name, f"an image classifier that can be made for {tuple(input_shape)} images") as transformers:
+            config = transformers.AutoConfig.from_pretrained(name, num_labels=num_classes)
+            for option, value in {"num_channels": channels, "image_size": height}.items():
+                if hasattr(config, option):
+                    setattr(config, option, value)
+            kind = transformers.AutoModelForImageClassification
+            self.model: nn.Module = kind.from_config(config)
+            state = kind.from_pretrained(name).state_dict() if pretrained else None
+            with torch.no_grad():
+                self.model.eval()(torch.zeros(1, channels, height, width))
+            self.model.train()
+        linear = [key for key, layer in self.model.named_modules() if isinstance(layer, nn.Linear)]
+        head = linear[-1] if linear else ""
+        if state is not None:
+            load_backbone(self.model, state, head, name)
+            self.expects = _expects(transformers, name)
+        self.pooled_layer = f"model.{head}<"
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits (B, classes) of images (B, C, H, W)."""
+        logits: Tensor = self.model(images).logits
+        return logits
+
+
+class HuggingFaceLM(Net):
+    """A causal language model of transformers, for the tokens of its own tokenizer: `--data.tokenizer NAME`.
+
+    Logits behind those of the data's vocabulary, with which some models are padded, are cut off. With its weights it is
+    a trained teacher, as `--teacher_ckpt` would load it.
+
+    Args:
+        name: of the hub, or a folder that `save_pretrained` wrote; to rebuild the net its configuration is read again.
+        vocab_size: number of tokens, V.
+        block_size: tokens of a text at most, T.
+        pretrained: begin with its weights; otherwise with new ones, for V tokens.
+
+    Raises:
+        Missing: transformers is not installed.
+        BadInput: no such model, or one for fewer tokens or shorter texts.
+    """
+
+    untrained = MappingProxyType({"pretrained": False})
+    trained_if = "pretrained"
+
+    def __init__(self, name: str, vocab_size: int, block_size: int, pretrained: bool = False) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        with library(name, "a causal language model") as transformers:
+            config = transformers.AutoConfig.from_pretrained(name)
+            kind = transformers.AutoModelForCausalLM
+            self.model: nn.Module = kind.from_pretrained(name) if pretrained else kind.from_config(config)
+            self.model.train()
+        limits = {"tokens": (config.vocab_size, vocab_size)}
+        if (longest := getattr(config, "max_position_embeddings", None)) is not None:
+            limits["tokens of a text"] = longest, block_size
+        for what, (has, wanted) in limits.items():
+            if has < wanted:
+                raise BadInput("name", name, f"a model for {wanted} {what}; it has {has}")
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits (B, T, V) of tokens (B, T) of any integer type."""
+        logits: Tensor = self.model(input_ids=tokens.long(), use_cache=False).logits
+        return logits[..., : self.vocab_size]
+
+
+@contextmanager
+def library(name: str, expected: str) -> Iterator[Any]:
+    """The package, silent; BadInput, with its own words, for what it raises in the block."""
+    need("transformers", "transformers.modeling_utils")  # which imports torchao, if that is there
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings(action="ignore"):  # from what a model imports
+            yield transformers
+    except Exception as error:  # noqa: BLE001 - whatever a model's own code raises
+        raise BadInput("name", name, f"{expected}; it says: {reason(error)}") from None
+
+
+def _expects(transformers: Any, name: str) -> dict[str, tuple[float, ...]]:
+    """The mean and deviation of the images that the weights were trained on, if the model says so."""
+    try:
+        found, _ = transformers.ImageProcessingMixin.get_image_processor_dict(name)
+    except OSError:
+        return {}
+    return {name: tuple(found[f"image_{name}"]) for name in ("mean", "std") if f"image_{name}" in found}

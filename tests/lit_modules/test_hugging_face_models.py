@@ -1,0 +1,116 @@
+"""Models of transformers, made here: their own logits, any number of classes, a study that learns from them."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from apprentice.errors import BadInput
+from datamodules import Text
+from experiments import gpt, kd
+from harness.runs.nets import load_net
+from lit_modules.nets import HuggingFace, HuggingFaceLM
+from tests.commands import results
+from tests.processes import Run
+
+KD = ["--only", "kd", "--seeds", "1", "--trainer.max_epochs", "1", "--trainer.limit_train_batches", "2"]
+WORDS = "the quick brown fox jumps over the lazy dog\n"
+pytestmark = pytest.mark.extras("transformers")
+
+
+@pytest.mark.parametrize("what", ["classifiers", "language models"])
+def test_models_from_a_folder(what: str, tmp_path: Path) -> None:
+    run = Run({"classifiers": _classifiers, "language models": _language_models}[what], tmp_path, log=tmp_path / "log")
+    assert run.wait(200) == 0, run.output
+
+
+def _refusal(make: Any, *args: Any, **options: Any) -> str:
+    with pytest.raises(BadInput) as error:
+        make(*args, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def _classifiers(folder: Path) -> None:
+    import transformers
+
+    warnings.simplefilter("ignore")  # from what transformers imports
+    images = torch.randn(3, 1, 8, 8)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    vit = transformers.ViTConfig(image_size=8, patch_size=4, num_channels=1, num_labels=10, **sizes)
+    resnet = transformers.ResNetConfig(
+        num_channels=1, embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=10
+    )
+    for name, config in {"vit": vit, "resnet": resnet}.items():
+        theirs = transformers.AutoModelForImageClassification.from_config(config).eval()
+        theirs.save_pretrained(folder / name)
+        ours = HuggingFace(str(folder / name), (1, 8, 8), 10, pretrained=True).eval()
+        assert torch.equal(ours(images), theirs(images).logits)
+        other = HuggingFace(str(folder / name), (1, 8, 8), 3, pretrained=True).eval()
+        assert other(images).shape == (3, 3)
+        body = {key: value for key, value in theirs.state_dict().items() if not key.startswith("classifier")}
+        assert all(torch.equal(other.model.state_dict()[key], value) for key, value in body.items())
+    preprocessor = {"image_processor_type": "ViTImageProcessor", "image_mean": [0.3], "image_std": [0.2]}
+    (folder / "vit" / "preprocessor_config.json").write_text(str(preprocessor).replace("'", '"'))
+    vit = str(folder / "vit")
+    assert HuggingFace(vit, (1, 8, 8), pretrained=True).expects == {"mean": (0.3,), "std": (0.2,)}
+    assert HuggingFace(vit, (3, 16, 16), 7)(torch.zeros(2, 3, 16, 16)).shape == (2, 7)
+    assert _refusal(HuggingFace, vit, (1, 16, 16), pretrained=True).startswith("--weights ")
+    assert _refusal(HuggingFace, str(folder / "none")).startswith(
+        f"--name {folder / 'none'}: expected an image classif"
+    )
+    flags = [*KD, "--teacher", "HuggingFace", "--teacher.name", vit, "--teacher.pretrained", "true"]
+    flags += ["--data.mean", "[0.3]", "--data.std", "[0.2]", "--student", "HuggingFace", "--student.name"]
+    kd.main([*flags, str(folder / "resnet"), "--out", str(folder / "run")])
+    assert set(results(folder / "run")["students"]) == {"kd"}
+    for name in ("teacher", "kd"):
+        assert load_net(folder / "run" / "seed0" / name)(images).shape == (3, 10)
+
+
+def _language_models(folder: Path) -> None:
+    import tokenizers
+    import transformers
+
+    warnings.simplefilter("ignore")
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = tokenizers.pre_tokenizers.ByteLevel(False), tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    bpe.train_from_iterator([WORDS], tokenizers.trainers.BpeTrainer(vocab_size=290, initial_alphabet=alphabet))
+    name = str(folder / "lm")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=bpe).save_pretrained(name)
+    config = transformers.GPT2Config(vocab_size=300, n_positions=32, n_embd=16, n_layer=1, n_head=2)
+    theirs = transformers.GPT2LMHeadModel(config).eval()
+    theirs.save_pretrained(name)
+
+    (folder / "a.txt").write_text(WORDS * 60 + "ü\n")
+    data = Text(folder / "a.txt", 8, tokenizer=name)
+    assert data.num_classes == len(bpe.get_vocab()) > 256
+    train, test = data.split("train"), data.split("test")
+    text: Any = train
+    held_out = len(WORDS * 60 + "ü\n") - len(data.vocabulary.decode(text.text))
+    assert data.vocabulary.decode(text.text) == (WORDS * 60)[: len(data.vocabulary.decode(text.text))]
+    count = int((test.labels != -100).sum()) + 1
+    assert data.tokens_per_character == pytest.approx(count / held_out)
+
+    tokens = test.inputs[:2]
+    ours = HuggingFaceLM(name, data.num_classes, 8, pretrained=True).eval()
+    assert torch.equal(ours(tokens), theirs(tokens.long()).logits[..., : data.num_classes])
+    assert _refusal(HuggingFaceLM, name, 301, 8) == f"--name {name}: expected a model for 301 tokens; it has 300"
+    assert _refusal(HuggingFaceLM, name, 300, 33).endswith("a model for 33 tokens of a text; it has 32")
+    assert _refusal(Text(folder / "a.txt", tokenizer=str(folder / "no")).setup).startswith("--data.tokenizer ")
+
+    flags = ["--data", "Text", "--data.path", str(folder / "a.txt"), "--data.block_size", "8", "--student", "GPT"]
+    flags += ["--student.num_layers", "1", "--student.num_heads", "1", "--student.embed_dim", "8"]
+    teacher = ["--teacher", "HuggingFaceLM", "--teacher.name", name, "--teacher.pretrained", "true"]
+    kd.main([*KD, *flags, *teacher, "--out", str(folder / "run")])
+    assert results(folder / "run")["teacher"]["nets"] == 1
+    teacher = load_net(folder / "run" / "seed0" / "teacher").model.state_dict()
+    assert all(torch.equal(value, theirs.state_dict()[key]) for key, value in teacher.items())
+    student = results(folder / "run")["students"]["kd"]
+    assert student["test_bpc"][0] > 0
+    assert load_net(folder / "run" / "seed0" / "kd")(tokens).shape == (2, 8, data.num_classes)
+    size = ["--net.num_layers", "1", "--net.num_heads", "1", "--net.embed_dim", "8", "--data.tokenizer", name]
+    gpt.main([*flags[2:6], *size, "--seeds", "1", "--trainer.max_steps", "2", "--out", str(folder / "gpt")])
+    gpt.main(["--sample", "the", "--run", str(folder / "gpt")])
