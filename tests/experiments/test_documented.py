@@ -58,7 +58,8 @@ def commands() -> Iterator[tuple[str, list[str]]]:
 
 COMMANDS = list(commands())
 FIRST = {name: next(flags for other, flags in COMMANDS if other == name) for name, _ in COMMANDS}  # of each script
-FRESH = [name for name in FIRST if name != "compare"]  # started in a process of their own, before the others
+# Started in a process of their own, before the others; so is quantize.py, by tests/experiments/test_quantize.py.
+FRESH = [name for name in FIRST if name not in {"compare", "quantize"}]
 
 
 def shortened(name: str, flags: list[str]) -> list[str]:
@@ -119,17 +120,22 @@ def assert_ours(code: int, out: str, err: str) -> None:
     assert not [line for line in err.splitlines() if not SAID.match(line)]
 
 
-@pytest.mark.slow
-@pytest.mark.extras
-@pytest.mark.parametrize("name", FRESH)
-def test_a_fresh_process_prints_no_line_but_ours(name: str, folder: Path) -> None:
-    flags = [*shortened(name, FIRST[name]), "--out", f"done/{name}"]
+def start_fresh(name: str, flags: list[str], folder: Path) -> None:
+    """The script in a new interpreter, which prints no line but ours."""
     environment = {k: v for k, v in os.environ.items() if k not in {*start.LOGS, "PYTHONWARNINGS"}}
     log, errors = folder / f"{name}.out", folder / f"{name}.err"
     with log.open("w") as out, errors.open("w") as err:
         command = [sys.executable, str(ROOT / "experiments" / f"{name}.py"), *flags]
         code = subprocess.call(command, cwd=folder, env=environment, stdout=out, stderr=err, timeout=280)
     assert_ours(code, log.read_text(), errors.read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.extras
+@pytest.mark.parametrize("name", FRESH)
+def test_a_fresh_process_prints_no_line_but_ours(name: str, folder: Path) -> None:
+    flags = [*shortened(name, FIRST[name]), "--out", f"done/{name}"]
+    start_fresh(name, flags, folder)
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from harness.studies.deploy import Study, formats, latency
 from harness.studies.deploy.builder import data_of_run
 from lit_modules.nets import LightNN, ResNet
 from tests.commands import left_by_overwriting, refused, results
+from tests.experiments.test_documented import start_fresh
 from tests.processes import Run
 from tests.training import net
 
@@ -35,7 +36,6 @@ LEFT = {
     "int8-ptq": {"model.pt2", "model.onnx"},
     "int8-qat": {"model.pt2", "model.onnx"},
 }
-MAINS = {"kd": kd.main, "quantize": quantize.main}
 QUICK = ["--latency.repeats", "3", "--latency.batch_sizes", "16", "--trainer.devices", "2"]
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_extras = pytest.mark.extras
@@ -47,14 +47,17 @@ def blocks(language: str) -> list[str]:
 
 
 def follow(folder: Path) -> None:
-    """The page's commands, in their order, int8 on two processes; latency is measured less than it should be."""
+    """The page's commands, in their order, int8 in a fresh process, which starts two; latency is measured less."""
     os.chdir(folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for line in "".join(blocks("bash")).splitlines():
             if line.startswith("python experiments/"):
                 script, *flags = line.removeprefix("python experiments/").split()
-                MAINS[script.removesuffix(".py")]([*flags, *(QUICK if script == "quantize.py" else [])])
+                if script == "quantize.py":
+                    start_fresh("quantize", [*flags, *QUICK], folder)
+                else:
+                    kd.main(flags)
         for block in blocks("python"):
             variables: dict[str, Any] = {}
             exec(compile(block, "deploy.md", "exec"), variables)
