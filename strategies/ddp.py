@@ -146,8 +146,8 @@ class Replicated(AveragesGradients):
             sizes = sorted({split.num_stages for split in self._unplaced})
             if len(sizes) > 1:
                 raise ValueError(f"ModelParallel: expected one number of stages throughout a module, got {sizes}")
-            gpus = torch.cuda.device_count()
-            self._split_devices = devices_of(self.local_rank, sizes[0], self.parallel_devices, gpus)
+            gpus, devices = torch.cuda.device_count(), self.parallel_devices
+            self._split_devices = devices_of(self.local_rank, sizes * len(devices), devices, gpus)
         one_device = self._one_device or getattr(self, "exact", None) is not None
         if one_device and len(set(self._split_devices or [])) > 1:
             raise ValueError("strategy: expected plain ddp, without exact, for a ModelParallel on several GPUs")

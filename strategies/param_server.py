@@ -3,7 +3,8 @@
 import functools
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -47,6 +48,11 @@ class ParamServer(RPCStrategy):
     parameters that lack at most so many steps (Ho et al. 2013). A step always uses the mean over the whole global
     batch, so schedules, clipping and uneven shares keep their meaning.
 
+    With `update` each, the server steps with each worker's gradient as it arrives, and that worker goes on with the
+    parameters after its own step (as in torch's tutorial, after Recht et al. 2011, "Hogwild!"). In a round the gradient
+    of each worker is used once, in the order of arrival, which moves the numbers. All ranks have the server's
+    parameters in evaluation and at the end.
+
     The server runs the module's hooks on empty batches; in evaluation it takes its share. A single process is both
     server and worker. Only the server has averaged gradients and optimizer state: in `on_before_optimizer_step` workers
     have no gradients, and a callback's changes of their parameters are lost. Rank zero, which logs, is a worker; its
@@ -57,6 +63,7 @@ class ParamServer(RPCStrategy):
 
     Args:
         max_staleness: steps that a worker's parameters may lack.
+        update: whether a step is of the `mean` over all workers, or of `each` one's gradient.
         **kwargs: DataParallel's.
 
     Raises:
@@ -66,11 +73,13 @@ class ParamServer(RPCStrategy):
 
     rpc_name = "param_server"
 
-    def __init__(self, max_staleness: int = 0, **kwargs: Any) -> None:
+    def __init__(self, max_staleness: int = 0, update: Literal["mean", "each"] = "mean", **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        if update not in {"mean", "each"}:
+            raise ValueError(f"update {update}: expected mean or each")
         if max_staleness < 0:
             raise ValueError(f"max_staleness {max_staleness}: expected 0 (wait for every step) or more")
-        self.max_staleness = max_staleness
+        self.max_staleness, self.update = max_staleness, update
         self.staleness: Counter[int] = Counter()
         self._queue: CallQueue | None = None  # the server's
         self._pushes: dict[int, dict[int, tuple[Push, Future]]] = defaultdict(dict)  # of steps, by rank
@@ -148,6 +157,9 @@ class ParamServer(RPCStrategy):
         if not self.server:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
+        if self._queue and self.update == "each":
+            return self._each(optimizer, closure, partial(super().optimizer_step, optimizer, model=model, **kwargs))
+
         def exchanged() -> Any:
             loss = closure()
             self._collect(optimizer) if self._queue else self._push(optimizer)
@@ -162,6 +174,29 @@ class ParamServer(RPCStrategy):
                 reply.set_result(parameters)
         else:
             self._receive(optimizer, self.max_staleness)
+        return result
+
+    def _each(self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[..., Any]) -> Any:
+        """A step with each worker's gradient, in the order in which they arrive."""
+        assert self._queue is not None
+        loss, parameters, result = closure(), parameters_of(optimizer), None
+        here, left = self._pushes.pop(self._steps, {}), set(range(self.server))
+        while left:
+            while not here:
+                push, reply = self._queue.get(sorted(left))
+                (here if push.step == self._steps else self._pushes[push.step])[push.rank] = push, reply
+            push, reply = here.pop(next(iter(here)))
+            left.remove(push.rank)
+            self.staleness[push.step - push.version] += 1
+
+            def arrived(gradients: Tensor = push.gradients) -> Any:
+                for p, gradient in unpack(gradients, parameters).items():
+                    p.grad = gradient
+                return loss
+
+            result = step(arrived)
+            reply.set_result(flatten(parameters).cpu())
+        self._steps += 1
         return result
 
     def _push(self, optimizer: Optimizer) -> None:
@@ -202,6 +237,10 @@ class ParamServer(RPCStrategy):
         """Load the parameters after the last step on all ranks."""
         for optimizer in self.optimizers:
             self._receive(optimizer)
+            if self.update == "each" and self.server:
+                newest = flatten(parameters_of(optimizer)).cpu()
+                dist.broadcast(newest, self.server)
+                copy_from(newest, parameters_of(optimizer))
 
     def on_validation_start(self) -> None:
         """Validate the newest parameters with rank zero's buffers."""

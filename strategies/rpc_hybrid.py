@@ -42,7 +42,8 @@ class RPCHybrid(RPCStrategy, SharedReplica):
     computes over replicas.
 
     Args:
-        devices_per_worker: the devices of a worker, over which the module's `pipeline_stages()` are split.
+        devices_per_worker: the devices of a worker, over which the module's `pipeline_stages()` are split; a list, as
+            [1, 2], has a number for each worker: here the first computes the whole module.
         **kwargs: DataParallel's.
 
     Raises:
@@ -52,9 +53,9 @@ class RPCHybrid(RPCStrategy, SharedReplica):
 
     rpc_name = "rpc_hybrid"
 
-    def __init__(self, devices_per_worker: int = 1, **kwargs: Any) -> None:
+    def __init__(self, devices_per_worker: int | list[int] = 1, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        if devices_per_worker < 1:
+        if min([devices_per_worker] if isinstance(devices_per_worker, int) else devices_per_worker, default=0) < 1:
             raise ValueError(f"devices_per_worker {devices_per_worker}: expected at least 1")
         self.devices_per_worker = devices_per_worker
         self._stages: list[tuple[torch.device, list[nn.Module]]] = []  # a worker's, if it has several devices
@@ -68,6 +69,21 @@ class RPCHybrid(RPCStrategy, SharedReplica):
     def num_workers(self) -> int:
         """Ranks that compute for the master."""
         return self._num_ranks - 1
+
+    @property
+    def _counts(self) -> list[int]:
+        """Devices of each rank."""
+        if isinstance(self.devices_per_worker, int):
+            return [self.devices_per_worker] * self._num_ranks
+        if len(self.devices_per_worker) != self.num_workers:
+            expected = f"expected a number for each of the {self.num_workers} workers; the master has none"
+            raise ValueError(f"devices_per_worker {self.devices_per_worker}: {expected}")
+        return [1, *self.devices_per_worker]
+
+    @property
+    def splits(self) -> bool:
+        """Whether a worker has several devices."""
+        return self.devices_per_worker != 1 and max(self._counts) > 1
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -87,12 +103,12 @@ class RPCHybrid(RPCStrategy, SharedReplica):
         super().check_module(module)
         if is_overridden("backward", module, LightningModule):
             raise ValueError(f"strategy rpc_hybrid: expected Lightning's backward of {type(module).__name__}")
-        if self.devices_per_worker > 1:
-            self._cut(module)
+        if self.splits:
+            self._cut(module, max(self._counts))
 
-    def _cut(self, module: LightningModule) -> list[list[nn.Module]]:
+    def _cut(self, module: LightningModule, count: int) -> list[list[nn.Module]]:
         """The modules of each stage, with about as many parameters each; ValueError where that can't be."""
-        name, count = type(module).__name__, self.devices_per_worker
+        name = type(module).__name__
         if not callable(getattr(module, "pipeline_stages", None)):
             raise ValueError(f"devices_per_worker {count}: expected a module with pipeline_stages; {name} has none")
         modules: list[nn.Module] = list(module.pipeline_stages())  # type: ignore[operator]
@@ -128,11 +144,13 @@ class RPCHybrid(RPCStrategy, SharedReplica):
         super().model_to_device()
         module = self._module
         if self.num_workers:
-            if self.devices_per_worker > 1 and not self.is_global_zero:
+            own = self._counts[self.global_rank]
+            if own > 1 and not self.is_global_zero:
                 assert self.parallel_devices is not None
-                gpus = torch.cuda.device_count()
-                devices = devices_of(self.local_rank, self.devices_per_worker, self.parallel_devices, gpus)
-                self._stages = list(zip(devices, self._cut(module), strict=True))
+                gpus, first = torch.cuda.device_count(), self.global_rank - self.local_rank
+                counts = self._counts[first : first + len(self.parallel_devices)]
+                devices = devices_of(self.local_rank, counts, self.parallel_devices, gpus)
+                self._stages = list(zip(devices, self._cut(module, own), strict=True))
                 for device, group in self._stages:
                     for part in group:
                         part.to(device)

@@ -141,7 +141,7 @@ def check_net(run: Session, key: str, trainer: Trainer, trained: bool = True) ->
     # A GPU's kernels are not tried: after that, forked ranks could not use the GPU.
     with nullcontext() if strategy.root_device.type == "cpu" else nets.any_kernel(net):
         nets.check_fits(net, data.example, logits, key, trained)
-    if isinstance(strategy, strategies.PipelineStrategy) or getattr(strategy, "devices_per_worker", 1) > 1:
+    if isinstance(strategy, strategies.PipelineStrategy) or getattr(strategy, "splits", False):
         with cli.refusals(cli.chosen(config, key), key):
             nets.pipeline_stages(net, key)
 

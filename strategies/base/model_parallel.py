@@ -132,20 +132,23 @@ def in_turn(splits: int, stages: int) -> Iterator[tuple[int, int]]:
                 yield tick - stage, stage
 
 
-def devices_of(process: int, stages: int, devices: Sequence[torch.device], gpus: int) -> list[torch.device]:
-    """The devices of a node's process, one for each stage of its module.
+def devices_of(process: int, counts: Sequence[int], devices: Sequence[torch.device], gpus: int) -> list[torch.device]:
+    """The devices of a node's process, one for each stage of its module; `counts` are those of the node's processes.
 
     Lightning has chosen `devices`, one for each process; ValueError if there are too few `gpus`, or gaps.
     """
     if devices[0].type != "cuda":
-        return [devices[process]] * stages
+        return [devices[process]] * counts[process]
     if [device.index for device in devices] != list(range(len(devices))):
         chosen = [device.index for device in devices]
-        raise ValueError(f"devices {chosen}: expected a number of processes, which take {stages} GPUs each in order")
-    if stages * len(devices) > gpus:
-        wanted = f"expected {stages * len(devices)} GPUs, {stages} for the stages of each process"
+        each = "/".join(map(str, sorted({*counts})))
+        raise ValueError(f"devices {chosen}: expected a number of processes, which take {each} GPUs each in order")
+    if sum(counts) > gpus:
+        each = "/".join(map(str, sorted({*counts})))
+        wanted = f"expected {sum(counts)} GPUs, {each} for the stages of each process"
         raise ValueError(f"devices {len(devices)}: {wanted}; there are {gpus}")
-    return [torch.device("cuda", process * stages + stage) for stage in range(stages)]
+    first = sum(counts[:process])
+    return [torch.device("cuda", first + stage) for stage in range(counts[process])]
 
 
 def _joined(outputs: list[Any], spans: list[tuple[int, int]]) -> Any:

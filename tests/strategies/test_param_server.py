@@ -199,3 +199,32 @@ def test_who_is_left_of_ranks_that_torchrun_started_ends_with_one_line(dies: int
 def test_a_staleness_that_can_not_be_is_refused() -> None:
     with pytest.raises(ValueError, match="max_staleness -1: expected 0"):
         ParamServer(max_staleness=-1)
+
+
+def sgd(module: Any) -> Any:
+    module.make_optimizer = partial(torch.optim.SGD, lr=0.1)
+    return module
+
+
+def test_each_workers_gradient_is_a_step_of_its_own() -> None:
+    """After a step from the same weights, w - lr * (one gradient + the other) = w - 2 lr * their mean."""
+    start = weights(classifier())
+    options: dict[str, Any] = {"precision": "64-true", "max_steps": 1, "max_epochs": -1}
+    each = weights(fit(sgd(classifier()), digits(), 3, strategy=server(update="each"), **options))
+    mean = weights(fit(sgd(classifier()), digits(), **options))
+    assert_same(each, {key: start[key].double() + 2 * (mean[key] - start[key]) for key in mean}, atol=1e-12)
+
+
+class Alike(Callback):
+    """Fails where a rank does not have rank zero's weights."""
+
+    def on_fit_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        for p in pl_module.parameters():
+            assert torch.equal(p, trainer.strategy.broadcast(p.detach().clone()))
+
+
+def test_with_a_step_for_each_gradient_all_ranks_end_alike() -> None:
+    module = fit(sgd(classifier()), digits(), 3, strategy=server(update="each"), callbacks=[Alike()], max_epochs=3)
+    assert all(value.isfinite().all() for value in weights(module).values())
+    with pytest.raises(ValueError, match="update all: expected mean or each"):
+        server(update="all")
