@@ -53,6 +53,7 @@ class Options(cli.RunOptions):
         only: train just these students, as in --only ce kd; with --students, small-kd, or kd for that of each net.
         zoo: train by every method that fits the nets, and say which don't; the best comes first.
         metric: what nets are judged by, in the table and beside the accuracy of the validation.
+        save_ckpt: write classifier.ckpt beside each net's weights.pt, for LitClassifier.load_from_checkpoint.
         list_layers: print the nets' layers and the shapes of their outputs, and train nothing.
         teacher_ckpt: a trained teacher, loaded, not trained; {seed} in its path is replaced by each seed.
         teacher_ckpt_partial: load what fits of teacher_ckpt, and name what doesn't; train the rest: teacher_epochs.
@@ -66,6 +67,7 @@ class Options(cli.RunOptions):
     only: list[str] | None = None
     zoo: bool = False
     metric: ClassMetric = "accuracy"
+    save_ckpt: bool = False
     list_layers: bool = False
     teacher_ckpt: str | None = None
     teacher_ckpt_partial: bool = False
@@ -76,7 +78,7 @@ class Options(cli.RunOptions):
     grows: ClassVar[Collection[str]] = ("seeds", "only", "zoo", "trainer.max_epochs")
     newer: ClassVar[Collection[str]] = (
         *cli.RunOptions.newer, "recipe", "zoo", "metric", "teacher_ckpt_partial", "teacher_epochs", "teacher_head_only",
-        "teacher_cache_dir",
+        "teacher_cache_dir", "save_ckpt",
     )  # fmt: skip
     fixed: ClassVar[Mapping[str, str]] = {
         "metric": "what is tested is tested once",

@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import lightning
 import torch
 import yaml
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from apprentice.errors import BadInput
@@ -34,6 +36,20 @@ def save_net(net: nn.Module, net_spec: Spec, folder: Path) -> None:
     weights = {key: value.detach().cpu().contiguous() for key, value in net.state_dict().items()}
     with atomic(folder / "weights.pt") as temporary:
         torch.save(weights, temporary)
+
+
+def save_checkpoint(module: LightningModule, path: Path) -> None:
+    """Write a module with its hyperparameters, for `load_from_checkpoint`, as Lightning does for weights alone.
+
+    Lightning needs a Trainer for it, and that may ask a launcher for ranks.
+    """
+    content = {
+        "epoch": 0, "global_step": 0, "pytorch-lightning_version": lightning.__version__,
+        "state_dict": module.state_dict(), module.CHECKPOINT_HYPER_PARAMS_KEY: dict(module.hparams),
+    }  # fmt: skip
+    module.on_save_checkpoint(content)
+    with atomic(path) as temporary:
+        torch.save(content, temporary)
 
 
 def write_spec(net_spec: Spec, folder: Path) -> None:

@@ -27,7 +27,16 @@ from harness.runs.nets import load_net
 from harness.runs.session import Session
 from harness.studies import zoo
 from harness.studies.callbacks import check_callbacks
-from harness.studies.fits import Candidate, check_modules, check_net, failure, judged_by, log_means, train
+from harness.studies.fits import (
+    Candidate,
+    check_modules,
+    check_net,
+    failure,
+    judged_by,
+    log_means,
+    save_classifier,
+    train,
+)
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.objectives import Objective
@@ -111,6 +120,8 @@ def run_study(run: Session, make_teacher: MakeTeacher, make_students: MakeStuden
             raise BadInput("optimizer", run.config.optimizer.name, expected)
         made = {fit: partial(with_teacher, seed, members) for fit, members in fits[seed].items()}
         students.append([train(run, seed, fit, make, keep=True, plan=plan) for fit, make in made.items()])
+        for net in nets if run.config.save_ckpt and is_main_process() else ():
+            save_classifier(run, seed, net)
     if not is_main_process():
         return
     log_means(run, nets)

@@ -30,7 +30,7 @@ from harness.runs import hparams, safepoints
 from harness.runs.files import write_json
 from harness.runs.fit import Fit, fit_and_test
 from harness.runs.launch import is_main_process, main_first
-from harness.runs.nets import Spec, load_net, read_spec, save_net, spec
+from harness.runs.nets import Spec, load_net, read_spec, save_checkpoint, save_net, spec
 from harness.runs.progress import progress
 from harness.runs.quiet import notice
 from harness.runs.session import Session
@@ -39,6 +39,7 @@ from harness.studies import costs
 from harness.studies.callbacks import drop_unsuited
 from harness.studies.remaining import Plan, remaining
 from lit_modules import nets
+from lit_modules.classifier import LitClassifier
 from lit_modules.learner import Learner
 from lit_modules.scores import ClassMetric, ClassScores, TokenScores
 
@@ -233,6 +234,15 @@ def _extended(run: Session, label: str, checkpoint: Path, done: int | None, epoc
         if why:
             checkpoint.unlink(missing_ok=True)
     return not why
+
+
+def save_classifier(run: Session, seed: int, net: str) -> None:
+    """Write `classifier.ckpt` beside a net's weights, from which `LitClassifier.load_from_checkpoint` makes it."""
+    folder = run.out / f"seed{seed}" / net
+    loaded = with_seed(0, lambda: load_net(folder, "out"))
+    module = LitClassifier(loaded, run.data.num_classes, seed=seed, **learning(run.config, run.data))
+    module.hparams["net"] = read_spec(folder, "out")  # also of a net that is no `lit_modules.nets.Net`
+    save_checkpoint(module, folder / "classifier.ckpt")
 
 
 def log_row(run: Session, seed: int, candidate: Candidate, found: Facts, folder: Path) -> None:
