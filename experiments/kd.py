@@ -34,6 +34,7 @@ from harness import config as cli
 from harness.runs.quiet import notice
 from harness.runs.session import Session, session
 from harness.studies import zoo
+from harness.studies.continued import go_on
 from harness.studies.distillation import check, make_objective, run_study, wanted
 from harness.studies.fits import Candidate, learning, make_candidate, replaced
 from harness.studies.layers import print_layers
@@ -58,6 +59,7 @@ class Options(cli.RunOptions):
         teacher_ckpt: a trained teacher, loaded, not trained; {seed} in its path is replaced by each seed.
         teacher_ckpt_partial: load what fits of teacher_ckpt, and name what doesn't; train the rest: teacher_epochs.
         teacher_epochs: of a teacher that is trained, from teacher_ckpt too; default: the students', or none from there.
+        teacher_continue: train on with the states of optimizer and scheduler that teacher_ckpt has beside the weights.
         teacher_head_only: train the teacher's last linear layer alone; the rest keeps the weights that it has loaded.
         teacher_cache_dir: a folder that keeps the teacher's outputs for other runs with the same teacher and data.
         teacher_cache_mb: memory for stored teacher outputs; 0 runs the teacher every batch.
@@ -72,13 +74,14 @@ class Options(cli.RunOptions):
     teacher_ckpt: str | None = None
     teacher_ckpt_partial: bool = False
     teacher_epochs: int | None = None
+    teacher_continue: bool = False
     teacher_head_only: bool = False
     teacher_cache_dir: str | None = None
     teacher_cache_mb: int = 1024
     grows: ClassVar[Collection[str]] = ("seeds", "only", "zoo", "trainer.max_epochs")
     newer: ClassVar[Collection[str]] = (
         *cli.RunOptions.newer, "recipe", "zoo", "metric", "teacher_ckpt_partial", "teacher_epochs", "teacher_head_only",
-        "teacher_cache_dir", "save_ckpt",
+        "teacher_continue", "teacher_cache_dir", "save_ckpt",
     )  # fmt: skip
     fixed: ClassVar[Mapping[str, str]] = {
         "metric": "what is tested is tested once",
@@ -92,6 +95,10 @@ class Options(cli.RunOptions):
         if self.teacher_ckpt_partial and (self.teacher_ckpt is None or self.teacher_epochs is None):
             expected = "--teacher_ckpt FILE and --teacher_epochs N beside it: what is not loaded has to be trained"
             raise BadInput("teacher_ckpt_partial", "true", expected)
+        whole = self.teacher_ckpt is not None and not self.teacher_ckpt_partial
+        if self.teacher_continue and not (whole and self.teacher_epochs):
+            expected = "--teacher_ckpt FILE and --teacher_epochs N beside it, and all weights in the file"
+            raise BadInput("teacher_continue", "true", expected)
         if self.teacher_cache_mb < 0:
             raise BadInput("teacher_cache_mb", self.teacher_cache_mb, "a number of megabytes, 0 or more")
         if self.teacher_cache_dir and Path(self.teacher_cache_dir).is_file():
@@ -128,6 +135,8 @@ def teacher(run: Session, seed: int) -> tuple[LitClassifier, dict[str, Candidate
         nets.heads(candidate.net, "teacher")  # or it is refused by its flag
     options = {**learning(run.config, run.data), "seed": seed, "head_only": head_only}
     module = LitClassifier(candidate.net, run.data.num_classes, **options)
+    if run.config.teacher_continue:
+        go_on(module, run.config.teacher_ckpt.replace("{seed}", str(seed)))
     return module, {"teacher": candidate}
 
 

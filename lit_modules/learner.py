@@ -1,5 +1,6 @@
 """The base of the suite's LightningModules: optimization of one or several runs at the same time."""
 
+import copy
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
@@ -31,6 +32,9 @@ class Learner(RunMetrics):
     Each run has a parameter group, a gradient norm and a loss scale of its own. A run with a loss or gradient that is
     not finite has failed: its parameters no longer change, and `failed` names it.
 
+    Attributes:
+        start: the state of one optimizer, and of a scheduler or None, with which a fit begins unless it is resumed.
+
     Args:
         runs: names of the runs; "" for a module that is one run.
         scores: makes the evaluation scores of a run.
@@ -38,6 +42,8 @@ class Learner(RunMetrics):
         scheduler: makes the learning-rate scheduler from the optimizer; stepped once an epoch.
         seed: key of all noise in training.
     """
+
+    start: tuple[dict[str, Any], dict[str, Any] | None] | None = None
 
     def __init__(
         self,
@@ -126,6 +132,15 @@ class Learner(RunMetrics):
         self.loss_scales.take_over(getattr(self._trainer, "precision_plugin", None), self.runs)
         optimizer = self.make_optimizer([{"params": group} for group in self.parameter_groups()])
         return [optimizer], [self.make_scheduler(optimizer)] if self.make_scheduler else []
+
+    def on_fit_start(self) -> None:
+        """Begin with the states of `start`; a checkpoint that is resumed replaces them."""
+        if self.start is None:
+            return
+        optimizer, scheduler = self.start
+        self.trainer.strategy.load_optimizer_state_dict({"optimizer_states": [copy.deepcopy(optimizer)]})
+        for config in self.trainer.lr_scheduler_configs:
+            config.scheduler.load_state_dict(scheduler or {})
 
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
