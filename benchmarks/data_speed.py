@@ -140,10 +140,10 @@ class Waits(Callback):
 
 def waiting(root: Path, args: argparse.Namespace) -> float:
     """The share of a ResNet-18's step that waits for images that are read anew."""
-    sizes: dict[str, Any] = {"image_size": 224, "batch_size": 32, "validation_size": 0, "num_workers": args.workers}
-    data, waits = ImageFolder(root, cache="none", augment=True, **sizes), Waits()
+    sizes: dict[str, Any] = {"image_size": 224, "batch_size": args.batch // 2, "validation_size": 0}
+    data, waits = ImageFolder(root, cache="none", num_workers=args.workers, augment=True, **sizes), Waits()
     net = with_seed(0, lambda: Torchvision("resnet18", input_shape=(3, 224, 224), num_classes=10))
-    common.fit(LitClassifier(net), data, more=[waits], max_steps=12, max_epochs=-1, limit_val_batches=0)
+    common.fit(LitClassifier(net), data, more=[waits], max_steps=args.steps, max_epochs=-1, limit_val_batches=0)
     return waits.share()
 
 
@@ -186,6 +186,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     command.add_argument("--size", type=int, default=256, help="to which images are brought")
     command.add_argument("--batch", type=int, default=64)
     command.add_argument("--workers", type=int, default=2)
+    command.add_argument("--steps", type=int, default=12, help="of the ResNet-18, at least 3; with half of a batch")
     command.add_argument("--large", type=int, default=100_000, help="images of the measurement of memory; 0 for none")
     common.run(command.parse_args(argv), measure, TARGETS)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from benchmarks import common, gpt_speed, int8_speed, kd_speed, local_sgd, zoo_speed
+from benchmarks import common, data_speed, gpt_speed, int8_speed, kd_speed, local_sgd, zoo_speed
 from benchmarks.common import Found, Target
 from tests.language import written
 from tests.processes import Run
@@ -54,6 +54,17 @@ def test_rivals_take_turns_in_changing_order() -> None:
     assert calls == ["a", "b", "b", "a"]
     assert runs == {"a": [1, 4], "b": [2, 3]}
     assert common.over(runs["a"], runs["b"]) == [1 / 2, 4 / 3]
+
+
+@pytest.mark.slow
+def test_folders_are_read_beside_torchvision(tmp_path: Path) -> None:
+    sizes = {"images": 40, "size": 32, "batch": 8, "workers": 1, "large": 60, "repeat": 1, "steps": 4}
+    data_speed.main([*(f"--{name}={size}" for name, size in sizes.items()), "--out", str(tmp_path / "a.json")])
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert found["ratios"].keys() == data_speed.TARGETS.keys()
+    assert 0 < found["ratios"]["waiting"] < 1
+    speeds = found["figures"]["images/s, light"]
+    assert found["ratios"]["disk / plain, light"] == pytest.approx(speeds["disk"] / speeds["plain"])
 
 
 @pytest.mark.slow
