@@ -3,6 +3,7 @@
     python experiments/compare.py runs/t4 runs/t8
     python experiments/compare.py runs/t4 runs/t8 --out runs/temperatures
     python experiments/compare.py runs/t4 runs/t8 --against variants.kd.temperature    # the picture has it as its axis
+    python experiments/compare.py --pool runs/seeds/1234/*      # runs with other seeds, as one run with all of them
 
 Runs of kd.py, of gpt.py or of quantize.py; those of gpt.py also with those of kd.py on texts. A row for each student,
 language model or format: the test metric over seeds, and the paired difference to the first run's `ce` (its language
@@ -21,6 +22,7 @@ from typing import NoReturn
 
 from apprentice.errors import BadInput
 from harness.console import console
+from harness.reports import pages
 from harness.studies import compare as comparison
 
 
@@ -42,10 +44,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--against", metavar="FLAG", help="a setting in whose numbers the runs differ: the picture's axis"
     )
+    parser.add_argument(
+        "--pool", action="store_true", help="runs that differ in their seeds alone: one table of all seeds"
+    )
     with console():
         arguments = parser.parse_intermixed_args(argv)
         try:
-            compared = comparison.compare(comparison.load_runs(arguments.runs), arguments.against)
+            runs = comparison.load_runs(arguments.runs)
+            if arguments.pool:
+                results = comparison.pool(runs)
+                saved = comparison.save_pool(results, arguments.out)
+                print(f"{pages.text(results)}\n\n{saved}/results.md, .png, .json")
+                return
+            compared = comparison.compare(runs, arguments.against)
             folder = comparison.save(compared, arguments.out)
         except BadInput as error:
             parser.error(str(error).removeprefix("--RUN "))  # the runs are given without a flag

@@ -47,6 +47,7 @@ def header(results: Facts) -> str:
     facts = {
         "Data": f"{data['name']}: {', '.join(sizes)} {_metric(results).counted}",
         "Seeds": ", ".join(map(str, results["seeds"])),
+        "Pooled from": ", ".join(results.get("pooled", ())),
         "Settings": "; ".join(settings(results["config"])),
         **machine(results),
     }

@@ -9,9 +9,11 @@ from apprentice.errors import BadInput
 from harness.reports.results import reading
 from harness.studies.compare.comparison import compare
 from harness.studies.compare.page import save, text
+from harness.studies.compare.pool import pool
+from harness.studies.compare.pool import save as save_pool
 from harness.studies.compare.runs import Run, load_run
 
-__all__ = ["Run", "compare", "load_runs", "save", "text"]
+__all__ = ["Run", "compare", "load_runs", "pool", "save", "save_pool", "text"]
 
 
 def load_runs(folders: Sequence[str | Path]) -> list[Run]:

@@ -132,11 +132,15 @@ def _metric(comparison: Facts) -> Metric:
     return METRICS[comparison["metric"]]
 
 
+def folder_name(runs: Sequence[str]) -> str:
+    """A name for a folder about these runs, of at most 80 characters."""
+    joined = "-".join(name.strip("/").replace("/", "_") for name in runs)
+    return joined if len(joined) <= 80 else f"{joined[:70]}-{zlib.crc32(joined.encode()):08x}"
+
+
 def save(comparison: Facts, out: str | Path | None = None) -> Path:
     """Write compare.md, compare.png and compare.json, and return their folder: `out`, or one under runs/compare/."""
-    joined = "-".join(run["name"].strip("/").replace("/", "_") for run in comparison["runs"])
-    short_name = joined if len(joined) <= 80 else f"{joined[:70]}-{zlib.crc32(joined.encode()):08x}"
-    folder = Path(out) if out else Path("runs", "compare", short_name)
+    folder = Path(out) if out else Path("runs", "compare", folder_name([run["name"] for run in comparison["runs"]]))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / "compare.md", markdown(comparison))

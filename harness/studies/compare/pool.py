@@ -1,0 +1,83 @@
+"""Runs that differ in their seeds alone, such as those of a job array, as one run with all of these seeds."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from apprentice.errors import BadInput
+from harness.config.sources import free
+from harness.reports.pages import save_results
+from harness.reports.report import Facts
+from harness.reports.results import bake_off_results, load_record, reading
+from harness.studies.compare.page import folder_name
+from harness.studies.compare.runs import Run
+
+
+def pool(runs: Sequence[Run]) -> Facts:
+    """The results of one run of kd.py with the seeds of all; the hardware is the first one's.
+
+    Raises:
+        BadInput: a run is of another experiment, differs in more than its seeds, or has a seed of another; its
+            records of finished fits are not there.
+    """
+    first = runs[0]
+    for run in runs:
+        if "students" not in run.results:
+            raise BadInput("RUN", run.name, f"a run of kd.py; this one is of {run.results['experiment']}.py")
+        if told := _differs(first, run):
+            raise BadInput("RUN", run.name, f"a run that differs from {first.name} in its seeds alone; {told}")
+    of_seed = {seed: run for run in runs for seed in run.seeds}
+    if len(of_seed) < sum(len(run.seeds) for run in runs):
+        twice = next(seed for seed in of_seed if sum(seed in run.seeds for run in runs) > 1)
+        raise BadInput("RUN", of_seed[twice].name, f"each seed once; {twice} is in another run, too")
+    seeds = sorted(of_seed)
+    fits = {seed: _fits(of_seed[seed], seed) for seed in seeds}
+    head = {key: first.results[key] for key in ("experiment", "data", "hardware", "versions", "config")}
+    commits = dict.fromkeys(commit for run in runs for commit in run.results.get("commits", ()))
+    loaded = all(seconds is None for seconds in first.results["teacher"]["fit_seconds"])
+    students = first.results["students"]
+    return bake_off_results(
+        {**head, "commits": [*commits], "config": {**head["config"], "seeds": seeds}, "seeds": seeds},
+        [each["teacher"] for each in fits.values()],
+        {name: [each[name] for each in fits.values()] for name in students},
+        [of_seed[seed].results["students_fit_seconds"][of_seed[seed].seeds.index(seed)] for seed in seeds],
+        first.kind.metric,
+        one_teacher=loaded and "{seed}" not in (first.setting("teacher_ckpt") or ""),
+        variants={name: entry["variant"] for name, entry in students.items() if "variant" in entry},
+        ranked=bool(first.setting("zoo")),
+    ) | {"pooled": [run.name for run in runs]}
+
+
+def _differs(first: Run, run: Run) -> str:
+    """What differs but the seeds, in words; empty if nothing does."""
+    ours, theirs = (
+        {**each.results["data"], **each.results["versions"], **each.settings, "students": " ".join(each.entries)}
+        for each in (run, first)
+    )
+    keys = [key for key in {**theirs, **ours} if ours.get(key) != theirs.get(key)]
+    other = [key for key in keys if key != "seeds" and not key.startswith("seeds.") and not free(key)]
+    return f"{other[0]} is {ours.get(other[0])}, not {theirs.get(other[0])}" if other else ""
+
+
+def _fits(run: Run, seed: int) -> dict[str, Facts]:
+    """The facts of a seed's teacher and students by name."""
+    folder = run.folder / f"seed{seed}"
+    with reading(run.name, "RUN", "the records of finished fits beside results.json"):
+        teacher = load_record(folder / "teacher.json")
+        of_fit = {key: teacher.get(key) for key in ("fit_seconds", "max_epochs")}
+        found = {"teacher": teacher["runs"]["teacher"] | of_fit}
+        for record in sorted(folder.glob("students*.json")):
+            found |= load_record(record)["runs"]
+        return {name: found[name] for name in ("teacher", *run.entries)}
+
+
+def save(results: Facts, out: str | Path | None = None) -> Path:
+    """Write results.md, .png and .json, and return their folder: `out`, or one under runs/pool/."""
+    folder = Path(out or Path("runs", "pool", folder_name(results["pooled"])))
+    if (folder / "config.yaml").exists():
+        raise BadInput("out", folder, "a folder without a run of its own")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_results(folder, results)
+    except OSError as error:
+        raise BadInput("out", folder, f"a folder that can be written ({error.strerror})") from error
+    return folder

@@ -1,0 +1,77 @@
+"""Runs of one seed each, pooled, are one run with all seeds."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from experiments import compare, kd
+
+ROOT = Path(__file__).parents[2]
+FLAGS = ["--data.train_size", "60", "--data.test_size", "50", "--teacher", "LightNN", "--only", "ce", "hint"]
+FLAGS += ["--trainer.max_epochs", "1", "--trainer.logger", "false"]
+MEASURED = {"step_ms", "fit_seconds", "students_fit_seconds", "config", "pooled", "commits"}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`whole` with the seeds 0, 1, 2; `a` with 1; `b` with 0 and 2."""
+    folder = tmp_path_factory.mktemp("pool")
+    for name, seeds in {"whole": "3", "a": "[1]", "b": "[0,2]"}.items():
+        kd.main([*FLAGS, "--seeds", seeds, "--out", str(folder / name)])
+    return folder
+
+
+def timeless(found: object) -> object:
+    if isinstance(found, dict):
+        return {key: timeless(value) for key, value in found.items() if key not in MEASURED}
+    return found
+
+
+def refusal(*flags: str | Path, capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        compare.main([*map(str, flags)])
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_pooled_is_one_run_with_all_seeds(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    compare.main(["--pool", str(runs / "a"), str(runs / "b"), "--out", str(tmp_path / "pooled")])
+    shown = capsys.readouterr().out
+    whole, pooled = (
+        json.loads((folder / "results.json").read_text()) for folder in (runs / "whole", tmp_path / "pooled")
+    )
+    assert timeless(pooled) == timeless(whole)
+    assert pooled["config"]["seeds"] == pooled["seeds"] == [0, 1, 2]
+    assert pooled["pooled"] == ["a", "b"]
+    assert "Pooled from: a, b" in (tmp_path / "pooled" / "results.md").read_text()
+    told = (runs / "whole" / "results.md").read_text()
+    assert all(line in shown.replace("\n", " ") for line in told.splitlines() if line.startswith("With 3 seeds"))
+
+
+def test_what_differs_otherwise_is_refused(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refusal("--pool", runs / "a", runs / "whole", capsys=capsys) == (
+        "error: whole: expected each seed once; 1 is in another run, too\n"
+    )
+    for name, flags in {"long": ["--trainer.max_epochs", "2"], "other": ["--only", "ce"]}.items():
+        kd.main([*FLAGS, *flags, "--seeds", "[7]", "--out", str(tmp_path / name)])
+    said = refusal("--pool", runs / "a", tmp_path / "long", capsys=capsys)
+    assert "differs from" in said
+    assert "trainer.max_epochs is 2, not 1" in said
+    assert "not ['ce', 'hint']" in refusal("--pool", runs / "a", tmp_path / "other", capsys=capsys)
+    out = refusal("--pool", runs / "a", runs / "b", "--out", runs / "whole", capsys=capsys)
+    assert out.endswith("expected a folder without a run of its own\n")
+
+
+@pytest.mark.slow
+def test_jobs_of_an_array_have_a_seed_each(tmp_path: Path) -> None:
+    for job in ("0", "4"):
+        given = {**os.environ, "SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": job, "OUT": str(tmp_path / "9")}
+        command = ["bash", str(ROOT / "docs" / "slurm_seeds.sbatch"), *FLAGS]
+        subprocess.run(command, cwd=ROOT, env=given, check=True, timeout=120, stdout=subprocess.DEVNULL)
+    compare.main(["--pool", *map(str, sorted((tmp_path / "9").iterdir())), "--out", str(tmp_path / "all")])
+    assert json.loads((tmp_path / "all" / "results.json").read_text())["seeds"] == [0, 4]
