@@ -134,7 +134,7 @@ def session(name: str, parser: cli.Parser, argv: Sequence[str] | None = None) ->
 def load_data(config: Namespace) -> InMemoryData:
     """The chosen data module, set up by rank zero first; limits threads to what its inputs need."""
     teacher, options = getattr(config, "teacher", None), config.data.init_args
-    if teacher and teacher.name == "HuggingFaceLM" and options.get("tokenizer", "") is None:
+    if isinstance(teacher, cli.Choice) and teacher.name == "HuggingFaceLM" and options.get("tokenizer", "") is None:
         options["tokenizer"] = teacher.init_args["name"]
     data = cli.build(config.data, "data")
     if not isinstance(data, InMemoryData):

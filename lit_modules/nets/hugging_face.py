@@ -14,6 +14,9 @@ from apprentice.extras import need
 from lit_modules.nets.base import Net, Shape, of_images
 from lit_modules.nets.pretrained import load_backbone
 
+SAFE: dict[str, Any] = {"trust_remote_code": False}  # it would ask on a terminal
+WEIGHTS: dict[str, Any] = {**SAFE, "dtype": torch.float32}
+
 
 class HuggingFace(Net):
     """An image classifier of transformers.
@@ -36,14 +39,15 @@ class HuggingFace(Net):
     ) -> None:
         super().__init__()
         channels, height, width = of_images(input_shape)
+        size = height if height == width else (height, width)
         with library(name, f"an image classifier that can be made for {tuple(input_shape)} images") as transformers:
-            config = transformers.AutoConfig.from_pretrained(name, num_labels=num_classes)
-            for option, value in {"num_channels": channels, "image_size": height}.items():
+            config = transformers.AutoConfig.from_pretrained(name, num_labels=num_classes, **SAFE)
+            for option, value in {"num_channels": channels, "image_size": size}.items():
                 if hasattr(config, option):
                     setattr(config, option, value)
             kind = transformers.AutoModelForImageClassification
             self.model: nn.Module = kind.from_config(config)
-            state = kind.from_pretrained(name).state_dict() if pretrained else None
+            state = kind.from_pretrained(name, **WEIGHTS).state_dict() if pretrained else None
             with torch.no_grad():
                 self.model.eval()(torch.zeros(1, channels, height, width))
             self.model.train()
@@ -70,7 +74,7 @@ class HuggingFaceLM(Net):
         name: of the hub, or a folder that `save_pretrained` wrote; to rebuild the net its configuration is read again.
         vocab_size: number of tokens, V.
         block_size: tokens of a text at most, T.
-        pretrained: begin with its weights; otherwise with new ones, for V tokens.
+        pretrained: begin with its weights; otherwise with new ones.
 
     Raises:
         Missing: transformers is not installed.
@@ -84,10 +88,15 @@ class HuggingFaceLM(Net):
         super().__init__()
         self.vocab_size = vocab_size
         with library(name, "a causal language model") as transformers:
-            config = transformers.AutoConfig.from_pretrained(name)
+            config = transformers.AutoConfig.from_pretrained(name, **SAFE)
             kind = transformers.AutoModelForCausalLM
-            self.model: nn.Module = kind.from_pretrained(name) if pretrained else kind.from_config(config)
+            self.model: nn.Module = kind.from_pretrained(name, **WEIGHTS) if pretrained else kind.from_config(config)
+            with torch.no_grad():
+                texts = torch.tensor([[0, 0], [0, 1]])
+                first, second = self.model.eval()(input_ids=texts, use_cache=False).logits[:, 0]
             self.model.train()
+        if not torch.allclose(first, second, atol=1e-4):
+            raise BadInput("name", name, "a causal language model; this one looks at later tokens")
         limits = {"tokens": (config.vocab_size, vocab_size)}
         if (longest := getattr(config, "max_position_embeddings", None)) is not None:
             limits["tokens of a text"] = longest, block_size

@@ -109,7 +109,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> Path:
             Image.fromarray(pixels).save(folder / "images" / part / kind / f"{i}.png")
     (folder / "input.txt").write_text("To be, or not to be, that is the question.\n" * 200)
     (folder / "my.yaml").write_text("student: {class_path: LightNN}\n")
-    (folder / "mypackage.py").write_text("from lit_modules.nets import DeepNN as MyNet\n")
+    mine = "from lit_modules.nets import DeepNN as MyNet\nfrom tests.datamodules.test_adapted import Mine as MyData\n"
+    (folder / "mypackage.py").write_text(mine)
     return folder
 
 
