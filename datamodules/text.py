@@ -81,7 +81,7 @@ class Subwords:
     """The tokens of a Hugging Face tokenizer, by its name or folder; needs the extra `transformers`.
 
     Raises:
-        BadInput: it can't be had, or is none of the fast ones, which know where a token begins.
+        BadInput: it can't be had.
     """
 
     def __init__(self, name: str) -> None:
@@ -95,8 +95,6 @@ class Subwords:
         except Exception as error:  # noqa: BLE001 - whatever a tokenizer's own code raises
             expected = f"a tokenizer of Hugging Face, by name or folder; it says: {reason(error)}"
             raise BadInput("data.tokenizer", name, expected) from None
-        if not self._tokenizer.is_fast:
-            raise BadInput("data.tokenizer", name, "a fast tokenizer")
         self.name, self.start = name, "\n"
 
     def __len__(self) -> int:
@@ -104,12 +102,11 @@ class Subwords:
 
     def encode(self, text: str, flag: str = "prompt") -> Tensor:
         """(n,) int64, the tokens of a text."""
-        return self.placed(text)[0]
+        return torch.tensor(self._tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.int64)
 
-    def placed(self, text: str) -> tuple[Tensor, list[int]]:
-        """As `encode`, and the character at which each token begins."""
-        found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        return torch.tensor(found["input_ids"], dtype=torch.int64), [first for first, _ in found["offset_mapping"]]
+    def same_as(self, other: "Subwords") -> bool:
+        """Whether both have the same tokens."""
+        return bool(self._tokenizer.get_vocab() == other._tokenizer.get_vocab())
 
     def decode(self, tokens: Tensor) -> str:
         """The text of tokens (n,)."""
@@ -177,6 +174,8 @@ class Text(InMemoryData):
             raise BadInput("data.block_size", block_size, "a whole number of tokens, at least 1")
         if vocabulary not in get_args(Unit):
             raise BadInput("data.vocabulary", vocabulary, " or ".join(get_args(Unit)))
+        if vocabulary == "bytes" and tokenizer is not None:
+            raise BadInput("data.vocabulary", vocabulary, f"it left out beside --data.tokenizer {tokenizer}")
         self.path = None if path is None else Path(path).expanduser()
         self.block_size, self.input_shape = block_size, (block_size,)
         self.unit, self.tokenizer, self.tokens_per_character = vocabulary, tokenizer, 1.0
@@ -219,30 +218,28 @@ class Text(InMemoryData):
         """Tokens of the first nine tenths and of the last one, in the smallest type that holds them."""
         if not content:
             raise BadInput("data.path", self.path, "a file of text; this one is empty")
-        if self.unit == "bytes" and self.tokenizer is None:
+        if self.unit == "bytes":
             self.vocabulary = Vocabulary()
             tokens = torch.from_numpy(np.frombuffer(content, np.uint8).copy())
             cut = len(tokens) * 9 // 10
             characters = len(content[cut:].decode(errors="replace"))
-        else:
-            try:
-                text = content.decode()
-            except UnicodeDecodeError as error:
-                expected = f"text in UTF-8; byte {error.start} is not. --data.vocabulary bytes takes any file"
-                raise BadInput("data.path", self.path, expected) from None
-            if self.tokenizer is None:
-                self.vocabulary = Vocabulary(text)
-                tokens = self.vocabulary.encode(text)
-                cut = len(tokens) * 9 // 10
-                characters = len(tokens) - cut
-            else:
-                self.vocabulary = Subwords(self.tokenizer)
-                tokens, starts = self.vocabulary.placed(text)
-                cut = len(tokens) * 9 // 10
-                characters = len(text) - starts[cut]
-            tokens = tokens.to(torch.uint8 if len(self.vocabulary) <= 256 else torch.int32)
-        self.tokens_per_character = (len(tokens) - cut) / max(characters, 1)
-        return tokens[:cut], tokens[cut:]
+            self.tokens_per_character = (len(content) - cut) / max(characters, 1)
+            return tokens[:cut], tokens[cut:]
+        try:
+            text = content.decode()
+        except UnicodeDecodeError as error:
+            expected = f"text in UTF-8; byte {error.start} is not. --data.vocabulary bytes takes any file"
+            raise BadInput("data.path", self.path, expected) from None
+        self.vocabulary = Vocabulary(text) if self.tokenizer is None else Subwords(self.tokenizer)
+        kind, cut = torch.uint8 if len(self.vocabulary) <= 256 else torch.int32, len(text) * 9 // 10
+        training, held_out = (self.vocabulary.encode(part).to(kind) for part in (text[:cut], text[cut:]))
+        self.tokens_per_character = len(held_out) / max(len(text) - cut, 1)
+        return training, held_out
+
+    def has_tokens_of(self, tokenizer: str) -> bool:
+        """Whether tokens are those of this Hugging Face tokenizer."""
+        found = self.split("train") and self.vocabulary
+        return isinstance(found, Subwords) and found.same_as(Subwords(tokenizer))
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -59,7 +59,8 @@ class ParamServer(RPCStrategy):
     BatchNorm statistics count, where they are not the global batch's.
 
     Attributes:
-        staleness: how many of all workers' gradients were so many steps late; on all ranks after training.
+        staleness: how many of all workers' gradients were so many steps late, with `update` each so many gradients; on
+            all ranks after training.
 
     Args:
         max_staleness: steps that a worker's parameters may lack.
@@ -84,6 +85,8 @@ class ParamServer(RPCStrategy):
         self._queue: CallQueue | None = None  # the server's
         self._pushes: dict[int, dict[int, tuple[Push, Future]]] = defaultdict(dict)  # of steps, by rank
         self._steps = self._version = 0  # steps of this fit; those that this rank's parameters have
+        self._updates = 0  # with `update` each: all, and those that a worker's parameters have
+        self._seen = Counter[int]()
         self._pending: deque[tuple[int, Any]] = deque()  # steps and future parameters
 
     @property
@@ -187,7 +190,7 @@ class ParamServer(RPCStrategy):
                 (here if push.step == self._steps else self._pushes[push.step])[push.rank] = push, reply
             push, reply = here.pop(next(iter(here)))
             left.remove(push.rank)
-            self.staleness[push.step - push.version] += 1
+            self.staleness[self._updates - self._seen[push.rank]] += 1
 
             def arrived(gradients: Tensor = push.gradients) -> Any:
                 for p, gradient in unpack(gradients, parameters).items():
@@ -195,6 +198,8 @@ class ParamServer(RPCStrategy):
                 return loss
 
             result = step(arrived)
+            self._updates += 1
+            self._seen[push.rank] = self._updates
             reply.set_result(flatten(parameters).cpu())
         self._steps += 1
         return result

@@ -32,6 +32,7 @@ class Signature:
 
     def __init__(self, target: type, skip: Iterable[str] = (), types: Mapping[str, Any] | None = None) -> None:
         self.target, parameters = target, inspect.signature(target).parameters
+        self._skip = frozenset(skip)
         self.path = f"{target.__module__}.{target.__qualname__}"
         self._parser = ArgumentParser(exit_on_error=False, add_help=False)
         self._parser.add_class_arguments(target, skip={*skip}, as_group=False, fail_untyped=False)
@@ -72,7 +73,7 @@ class Signature:
     def alternatives(self, name: str) -> str:
         """What to take in place of an option that does not exist."""
         other = getattr(self.target, "replaces", None)  # Lightning's class, whose short name ours has
-        if other is not None and name in options_of(other).hints:
+        if other is not None and name in options_of(other, self._skip).hints:
             return f"it left out: only Lightning's class has it, --trainer.strategy {other.__module__}.{other.__name__}"
         known = near(name, self.hints) or f": {', '.join(self.hints) or 'it has none'}"
         return f"an option of {self.target.__name__}{known}"

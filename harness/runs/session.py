@@ -134,8 +134,10 @@ def session(name: str, parser: cli.Parser, argv: Sequence[str] | None = None) ->
 def load_data(config: Namespace) -> InMemoryData:
     """The chosen data module, set up by rank zero first; limits threads to what its inputs need."""
     teacher, options = getattr(config, "teacher", None), config.data.init_args
-    if isinstance(teacher, cli.Choice) and teacher.name == "HuggingFaceLM" and options.get("tokenizer", "") is None:
-        options["tokenizer"] = teacher.init_args["name"]
+    if isinstance(teacher, cli.Choice) and teacher.name == "HuggingFaceLM":
+        brings = teacher.init_args["name"] if teacher.init_args["pretrained"] else None
+        if options.get("tokenizer", "") is None:
+            options["tokenizer"] = brings
     data = cli.build(config.data, "data")
     if not isinstance(data, InMemoryData):
         data = Adapted(data, config.num_classes)

@@ -19,7 +19,7 @@ import strategies
 from apprentice.batch import Batch
 from apprentice.errors import BadInput
 from apprentice.keyed import with_seed
-from datamodules import InMemoryData
+from datamodules import InMemoryData, Text
 from harness import config as cli
 from harness.config.classes import imported
 from harness.reports import means
@@ -138,6 +138,10 @@ def check_net(run: Session, key: str, trainer: Trainer, trained: bool = True) ->
         if hasattr(data, flag) and tuple(getattr(data, flag)) != tuple(expected):
             told = f"{list(expected)}, with which the weights of --{key} were trained"
             raise BadInput(f"data.{flag}", list(getattr(data, flag)), told)
+    tokenizer = getattr(net, "tokenizer", None)
+    if tokenizer is not None and isinstance(data, Text) and not data.has_tokens_of(tokenizer):
+        told = f"{tokenizer}, or one with its tokens: the weights of --{key} know no others"
+        raise BadInput("data.tokenizer", data.tokenizer, told)
     logits = (data.num_classes,) if data.tokens_per_character is None else (*data.input_shape, data.num_classes)
     # A GPU's kernels are not tried: after that, forked ranks could not use the GPU.
     with nullcontext() if strategy.root_device.type == "cpu" else nets.any_kernel(net):

@@ -15,7 +15,6 @@ from lit_modules.nets.base import Net, Shape, of_images
 from lit_modules.nets.pretrained import load_backbone
 
 SAFE: dict[str, Any] = {"trust_remote_code": False}  # it would ask on a terminal
-WEIGHTS: dict[str, Any] = {**SAFE, "dtype": torch.float32}
 
 
 class HuggingFace(Net):
@@ -46,15 +45,20 @@ class HuggingFace(Net):
                 if hasattr(config, option):
                     setattr(config, option, value)
             kind = transformers.AutoModelForImageClassification
-            self.model: nn.Module = kind.from_config(config)
-            state = kind.from_pretrained(name, **WEIGHTS).state_dict() if pretrained else None
+            self.model: nn.Module = kind.from_config(config, dtype=torch.float32)
+            whole, missing = _loaded(kind, name) if pretrained else (None, [])
             with torch.no_grad():
                 self.model.eval()(torch.zeros(1, channels, height, width))
             self.model.train()
         linear = [key for key, layer in self.model.named_modules() if isinstance(layer, nn.Linear)]
         head = linear[-1] if linear else ""
-        if state is not None:
-            load_backbone(self.model, state, head, name)
+        if whole is not None:
+            if lacks := [key for key in missing if not key.startswith(f"{head}.")]:
+                raise BadInput("name", name, f"a model with all its weights; it has no {lacks[0]}")
+            try:
+                load_backbone(self.model, whole.state_dict(), head, name)
+            except BadInput as fault:
+                raise BadInput("pretrained", True, f"{fault.expected}, for {tuple(input_shape)} images") from None
             self.expects = _expects(transformers, name)
         self.pooled_layer = f"model.{head}<"
 
@@ -70,6 +74,9 @@ class HuggingFaceLM(Net):
     Logits behind those of the data's vocabulary, with which some models are padded, are cut off. With its weights it is
     a trained teacher, as `--teacher_ckpt` would load it.
 
+    Attributes:
+        tokenizer: whose tokens its weights know; None without them.
+
     Args:
         name: of the hub, or a folder that `save_pretrained` wrote; to rebuild the net its configuration is read again.
         vocab_size: number of tokens, V.
@@ -83,6 +90,7 @@ class HuggingFaceLM(Net):
 
     untrained = MappingProxyType({"pretrained": False})
     trained_if = "pretrained"
+    tokenizer: str | None = None
 
     def __init__(self, name: str, vocab_size: int, block_size: int, pretrained: bool = False) -> None:
         super().__init__()
@@ -90,13 +98,20 @@ class HuggingFaceLM(Net):
         with library(name, "a causal language model") as transformers:
             config = transformers.AutoConfig.from_pretrained(name, **SAFE)
             kind = transformers.AutoModelForCausalLM
-            self.model: nn.Module = kind.from_pretrained(name, **WEIGHTS) if pretrained else kind.from_config(config)
+            self.model: nn.Module
+            if pretrained:
+                self.model, missing = _loaded(kind, name)
+                self.tokenizer = name
+            else:
+                self.model, missing = kind.from_config(config, dtype=torch.float32), []
             with torch.no_grad():
                 texts = torch.tensor([[0, 0], [0, 1]])
                 first, second = self.model.eval()(input_ids=texts, use_cache=False).logits[:, 0]
             self.model.train()
         if not torch.allclose(first, second, atol=1e-4):
             raise BadInput("name", name, "a causal language model; this one looks at later tokens")
+        if missing:
+            raise BadInput("name", name, f"a model with all its weights; it has no {missing[0]}")
         limits = {"tokens": (config.vocab_size, vocab_size)}
         if (longest := getattr(config, "max_position_embeddings", None)) is not None:
             limits["tokens of a text"] = longest, block_size
@@ -108,6 +123,12 @@ class HuggingFaceLM(Net):
         """Logits (B, T, V) of tokens (B, T) of any integer type."""
         logits: Tensor = self.model(input_ids=tokens.long(), use_cache=False).logits
         return logits[..., : self.vocab_size]
+
+
+def _loaded(kind: Any, name: str) -> tuple[nn.Module, list[str]]:
+    """The model with its weights, and the names of those that it lacks."""
+    model, told = kind.from_pretrained(name, dtype=torch.float32, output_loading_info=True, **SAFE)
+    return model, sorted(told["missing_keys"])
 
 
 @contextmanager

@@ -21,7 +21,7 @@ def test_a_sample_is_a_block_and_its_labels_are_one_later(tmp_path: Path) -> Non
     data, whole = text(tmp_path), written(tmp_path).read_text()
     train = data.split("train")
     assert train.inputs.shape == train.labels.shape == (442, 8)
-    assert train.inputs.untyped_storage().nbytes() == 500  # bytes, once, for both
+    assert train.inputs.untyped_storage().nbytes() == 450  # bytes, once, for both
     taken = train.take(torch.tensor([3, 0, 441]))
     assert strings(data, taken.inputs) == [whole[3:11], whole[:8], whole[441:449]]
     assert strings(data, taken.labels) == [whole[4:12], whole[1:9], whole[442:450]]

@@ -493,6 +493,7 @@ REFUSED = {
     "--trainer.strategy dp": "trainer.strategy dp: expected ddp, one process a GPU",
     "--trainer.strategy fsdp --trainer.strategy.auto_wrap_policy x":
         "expected it left out: only Lightning's class has it, --trainer.strategy lightning.pytorch.strategies.fsdp",
+    "--trainer.strategy fsdp --trainer.strategy.checkpoint_io x": "checkpoint_io x: expected an option of FSDP",
     "--trainer.strategy null": "trainer.strategy null: expected auto, ddp",
     "--trainer.strategy [ddp]": "trainer.strategy [ddp]: expected auto, ddp",
     "--trainer.strategy deepspeed --trainer.strategy.timeout 5": "deepspeed is a name without options",

@@ -57,7 +57,9 @@ def _classifiers(folder: Path) -> None:
     vit = str(folder / "vit")
     assert HuggingFace(vit, (1, 8, 8), pretrained=True).expects == {"mean": (0.3,), "std": (0.2,)}
     assert HuggingFace(vit, (3, 16, 16), 7)(torch.zeros(2, 3, 16, 16)).shape == (2, 7)
-    assert _refusal(HuggingFace, vit, (1, 16, 16), pretrained=True).startswith("--weights ")
+    assert _refusal(HuggingFace, vit, (1, 16, 16), pretrained=True).startswith(
+        "--pretrained True: expected weights that"
+    )
     assert _refusal(HuggingFace, str(folder / "none")).startswith(
         f"--name {folder / 'none'}: expected an image classif"
     )
@@ -89,10 +91,10 @@ def _language_models(folder: Path) -> None:
     assert data.num_classes == len(bpe.get_vocab()) > 256
     train, test = data.split("train"), data.split("test")
     text: Any = train
-    held_out = len(WORDS * 60 + "ü\n") - len(data.vocabulary.decode(text.text))
-    assert data.vocabulary.decode(text.text) == (WORDS * 60)[: len(data.vocabulary.decode(text.text))]
+    whole = WORDS * 60 + "ü\n"
+    assert data.vocabulary.decode(text.text) == whole[: len(whole) * 9 // 10]
     count = int((test.labels != -100).sum()) + 1
-    assert data.tokens_per_character == pytest.approx(count / held_out)
+    assert data.tokens_per_character == pytest.approx(count / (len(whole) - len(whole) * 9 // 10))
 
     tokens = test.inputs[:2]
     ours = HuggingFaceLM(name, data.num_classes, 8, pretrained=True).eval()
@@ -100,6 +102,14 @@ def _language_models(folder: Path) -> None:
     assert _refusal(HuggingFaceLM, name, 301, 8) == f"--name {name}: expected a model for 301 tokens; it has 300"
     assert _refusal(HuggingFaceLM, name, 300, 33).endswith("a model for 33 tokens of a text; it has 32")
     assert _refusal(Text(folder / "a.txt", tokenizer=str(folder / "no")).setup).startswith("--data.tokenizer ")
+
+    chars = ["--data", "Text", "--data.path", str(folder / "a.txt"), "--data.block_size", "8", "--teacher", "GPT"]
+    student = ["--student", "HuggingFaceLM", "--student.name", name, "--student.pretrained", "true"]
+    with pytest.raises(SystemExit):
+        kd.main([*KD, *chars, *student, "--out", str(folder / "chars")])
+    assert _refusal(Text, folder / "a.txt", 8, "bytes", tokenizer=name).startswith(
+        "--data.vocabulary bytes: expected it"
+    )
 
     flags = ["--data", "Text", "--data.path", str(folder / "a.txt"), "--data.block_size", "8", "--student", "GPT"]
     flags += ["--student.num_layers", "1", "--student.num_heads", "1", "--student.embed_dim", "8"]

@@ -216,11 +216,14 @@ def test_each_workers_gradient_is_a_step_of_its_own() -> None:
 
 
 class Alike(Callback):
-    """Fails where a rank does not have rank zero's weights."""
+    """Fails where a rank does not have rank zero's weights, or does not know what came late in nine rounds of two."""
 
     def on_fit_end(self, trainer: Any, pl_module: LightningModule) -> None:
         for p in pl_module.parameters():
             assert torch.equal(p, trainer.strategy.broadcast(p.detach().clone()))
+        late = trainer.strategy.staleness
+        assert late.total() == 18
+        assert late[0] <= 9  # the second gradient of a round lacks the first
 
 
 def test_with_a_step_for_each_gradient_all_ranks_end_alike() -> None:
