@@ -24,6 +24,14 @@ ROOT = Path(__file__).parents[2]
 NOISE = re.compile(r"Warning|WARN|\[[WIEF]\d|\[rank|INFO|site-packages|Traceback|deprecat|CUDA runtime|SIGTERM")
 # On stderr there is nothing but these.
 SAID = re.compile(r"\w+: (training samples of a class|skipped in)|warning: .* draws noise from torch's generator")
+MINE = """
+from lit_modules.nets import DeepNN as MyNet
+from tests.datamodules.test_adapted import Mine
+
+class MyData(Mine):
+    def __init__(self, batch_size: int = 16) -> None:
+        super().__init__()
+"""
 KD = "--trainer.limit_train_batches 1 --trainer.limit_val_batches 1 --trainer.limit_test_batches 1"
 SHORTER = {
     "kd": f"{KD} --trainer.max_epochs 1 --seeds 1 --data.batch_size 8",
@@ -109,8 +117,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> Path:
             Image.fromarray(pixels).save(folder / "images" / part / kind / f"{i}.png")
     (folder / "input.txt").write_text("To be, or not to be, that is the question.\n" * 200)
     (folder / "my.yaml").write_text("student: {class_path: LightNN}\n")
-    mine = "from lit_modules.nets import DeepNN as MyNet\nfrom tests.datamodules.test_adapted import Mine as MyData\n"
-    (folder / "mypackage.py").write_text(mine)
+    (folder / "mypackage.py").write_text(MINE)
     return folder
 
 
