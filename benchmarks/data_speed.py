@@ -1,6 +1,6 @@
 """Images a second from a folder: in memory, decoded on disk, read anew, and with torchvision's ImageFolder.
 
-    python benchmarks/data_speed.py                              # about fifteen minutes on 2 cores
+    python benchmarks/data_speed.py                              # about eight minutes on 2 cores
     python benchmarks/data_speed.py --images 500 --large 0 --out FILE
 
 The folder has generated JPEG files of 256 x 256, resized and cropped to `--size`; with the default of 256, nothing is

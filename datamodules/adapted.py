@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from apprentice.batch import Batch
 from apprentice.errors import BadInput
 from apprentice.keyed import fold_in, with_seed
-from datamodules.base import InMemoryData
+from datamodules.base import LIMITS, InMemoryData
 from datamodules.loaders import EpochOrder, no_loaders
 from datamodules.splits import Split
 from datamodules.streams import quiet_worker
@@ -104,6 +104,9 @@ class Adapted(InMemoryData):
         """A pair as the data module's hooks make it."""
         return _pair(self.data.on_after_batch_transfer(self.data.on_before_batch_transfer((inputs, labels), 0), 0))
 
+    def _batch_size(self, part: str) -> int:
+        return getattr(self._loaders[part], "batch_size", None) or self.batch_size
+
     def _count(self, part: str) -> int:
         if not self._loaders:
             self.prepare_data()
@@ -111,7 +114,7 @@ class Adapted(InMemoryData):
         if part not in self._loaders:
             return 0
         loader = self._loaders[part]
-        most = len(loader) * (getattr(loader, "batch_size", None) or self.batch_size)
+        most = len(loader) * self._batch_size(part)
         return min(len(loader.sampler), most) if _indexed(loader) and loader.batch_size else most
 
     @property
@@ -172,8 +175,9 @@ class Adapted(InMemoryData):
 
     def _dealt(self, part: str) -> "DealtLoader":
         self.data.trainer = self.trainer
-        size = getattr(self._loaders[part], "batch_size", None) or self.batch_size
-        kept = -(-self._kept(part, self.trainer) // size)
+        kept = math.ceil(self._kept(part, self.trainer) / self._batch_size(part))
+        if isinstance(getattr(self.trainer, LIMITS[part], None), float):  # Lightning would apply it again
+            setattr(self.trainer, LIMITS[part], kept)
         return DealtLoader(self._loaders[part], kept, *self._place(), self.seed)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:

@@ -177,6 +177,9 @@ class InMemoryData(LightningDataModule):
         """Batches of an epoch under a Trainer's `limit_train_batches`."""
         return math.ceil(self._kept("train", trainer) / self.batch_size)
 
+    def _batch_size(self, part: str) -> int:
+        return self.batch_size if part == "train" else self.evaluation_batch_size
+
     def _count(self, part: str) -> int:
         return len(self.split(part).labels)
 
@@ -184,7 +187,7 @@ class InMemoryData(LightningDataModule):
         """Samples in the batches within a Trainer's limit: an int is a count of batches, a float a fraction."""
         samples, limit = self._count(part), getattr(trainer, LIMITS[part], 1.0)
         count = len(self._order(samples)) if part == "train" else samples
-        size = self.batch_size if part == "train" else self.evaluation_batch_size
+        size = self._batch_size(part)
         whole = math.ceil(count / size)
         batches = min(whole, limit) if isinstance(limit, int) else int(whole * limit)
         if whole and limit and not batches:

@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from apprentice.errors import BadInput, reason
+from apprentice.extras import need
 from datamodules.encoded import Encoded, readable, size_of
 from datamodules.stored_images import StoredImages
 
@@ -64,10 +65,10 @@ class HuggingFaceImages(StoredImages):
         options: those of StoredImages.
 
     Raises:
-        BadInput: the data set can't be loaded, has no such column or split, or as in StoredImages.
+        Missing: datasets is not installed.
+        BadInput: the data set can't be loaded, has no such column or split or a sample without a label, or as in
+            StoredImages.
     """
-
-    free_options = StoredImages.free_options
 
     def __init__(
         self,
@@ -101,7 +102,8 @@ class HuggingFaceImages(StoredImages):
         names = getattr(found["train"].features[label], "names", None)
         if names is None:
             known = sorted(set(numbers["train"]))
-            numbers = {part: [known.index(x) if x in known else -1 for x in each] for part, each in numbers.items()}
+            places = {value: place for place, value in enumerate(known)}
+            numbers = {part: [places.get(value, -1) for value in each] for part, each in numbers.items()}
             names = list(map(str, known))
         self.class_names = tuple(names)
         if len(names) < 2:
@@ -118,10 +120,9 @@ class HuggingFaceImages(StoredImages):
 
     def _load(self) -> Any:
         """The splits by name."""
-        try:
-            import datasets
-        except ImportError:
-            raise BadInput("data", self.name, "the package datasets: pip install 'apprentice[datasets]'") from None
+        need("datasets", "datasets")
+        import datasets
+
         datasets.disable_progress_bars()
         try:
             saved = (Path(self.path) / "dataset_dict.json").is_file()
@@ -157,6 +158,9 @@ class HuggingFaceImages(StoredImages):
                 raise BadInput("data.path", self.path, f"a split test with labels; it {missing}")
             self.say(f"the split test {missing}: tests on {own}, validates on images held out from train")
             parts = {"train": "train", "test": own}
+        for split in parts.values():
+            if bool((labels[split] < 0).any()):
+                raise BadInput("data.path", self.path, f"a label of the training set's classes for all of {split}")
         return {part: (split, labels[split]) for part, split in parts.items()}
 
     def _bytes(self, data: Any, image: str) -> Any:

@@ -246,6 +246,7 @@ class ParamServer(RPCStrategy):
                 newest = flatten(parameters_of(optimizer)).cpu()
                 dist.broadcast(newest, self.server)
                 copy_from(newest, parameters_of(optimizer))
+                self._seen = Counter(dict.fromkeys(range(self.server), self._updates))
 
     def on_validation_start(self) -> None:
         """Validate the newest parameters with rank zero's buffers."""

@@ -85,7 +85,7 @@ class Mine(LightningDataModule):
         return DataLoader(self.val, batch_size=16)
 
     def test_dataloader(self) -> Any:
-        return DataLoader(self.test, batch_size=16)
+        return DataLoader(self.test, batch_size=10)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         inputs, labels = batch
@@ -204,7 +204,11 @@ def test_its_hooks_run_and_batches_are_tested_once_under_a_limit() -> None:
     assert scores
     assert data.sizes == {"train": 83, "validation": 20, "test": 50}
     assert mine.calls == ["prepare", "fit", "test"]
-    assert data.used(trainer(limit_test_batches=0.5)) == {"train": 83, "validation": 20, "test": 32}
+    for limit, samples in ((2, 20), (0.5, 20), (1.0, 50)):
+        tester, net = trainer(limit_test_batches=limit), module()
+        assert data.used(tester)["test"] == samples
+        tester.test(net, data, verbose=False)
+        assert int(net.scores_of("").confusion.compute().sum()) == samples
     images = data.samples("test", torch.tensor([3, 0])).inputs
     assert images[:, 0, 0, 0].tolist() == pytest.approx([2 * 3 / 50 - 1, -1])
     train = data.samples("train", torch.arange(4))

@@ -88,6 +88,9 @@ def test_splits_and_labels_of_other_kinds(made: Any, capsys: pytest.CaptureFixtu
     assert data.split("train").labels.tolist() == [2, 0, 1, 2, 0, 1]
     assert data.split("test").labels.tolist() == [2, 1]
     assert data.class_names == ("a", "b", "c")
+    lacking = {"counts": {"train": 6, "val": 2, "test": 2}, "val": [0, -1]}
+    with pytest.raises(BadInput, match="a label of the training set's classes for all of val"):
+        HuggingFaceImages(str(made("third", **lacking))).setup()
     assert torch.equal(data.split("train").inputs[0].movedim(0, -1), torch.from_numpy(pixels("train", 6)[0]))
 
 
