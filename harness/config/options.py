@@ -33,9 +33,7 @@ class RunOptions:
     quick_values: ClassVar[Mapping[str, Any]] = {}  # what `--quick true` sets where it is not given
     grows: ClassVar[Collection[str]] = ()  # flags that a resumed run may raise, or extend if they are lists
     fixed: ClassVar[Mapping[str, str]] = {}  # why it may not change others, where that is not plain
-    newer: ClassVar[Collection[str]] = (
-        "num_classes",
-    )  # options that a run of an older version does not have in its settings
+    newer: ClassVar[Collection[str]] = ("num_classes",)  # that settings of older versions do not have
 
     def __post_init__(self) -> None:
         if isinstance(self.seeds, int):
