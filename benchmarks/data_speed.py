@@ -58,11 +58,11 @@ TARGETS = {
 
 
 def generate(root: Path, count: int) -> None:
-    """Files of smooth shapes with some noise, of about 25 kB, to train and, an eighth of them, to test."""
+    """Files of smooth shapes with some noise, of about 25 kB, to train and an eighth as many, at least 10, to test."""
     drawn = np.random.default_rng(0)
     originals: list[Path] = []
-    for i in range(count + count // 8):
-        path = root / ("train" if i < count else "test") / f"class{i % 10}" / f"{i}.jpg"
+    for i in range(count + max(10, count // 8)):
+        path = root / ("train" if i < count else "test") / f"class{i % count % 10}" / f"{i}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         if i >= DISTINCT:
             os.link(originals[i % DISTINCT], path)

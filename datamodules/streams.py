@@ -39,7 +39,10 @@ class Streamed:
         return rank
 
     def read(self, wanted: Iterable[Tensor], finish: Finish | None = None, epoch: int = 0) -> Iterator[Split]:
-        """The samples at each of the `wanted` places (k,) in turn, with finished inputs; BadInput as of the source."""
+        """The samples at each of the `wanted` places (k,) in turn, with finished inputs.
+
+        BadInput as of the source; RuntimeError where a worker died.
+        """
         workers = max(1, cores() // self.sharing) if self.workers is None else self.workers
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores: as one wishes
@@ -55,10 +58,13 @@ class Streamed:
                     generator=torch.Generator(),  # it would draw from torch's own
                 )
             )
-        for found in read:
-            if isinstance(found, BadInput):
-                raise found
-            yield found
+        try:
+            for found in read:
+                if isinstance(found, BadInput):
+                    raise found
+                yield found
+        except (ConnectionError, EOFError) as lost:  # in the middle of handing over, before the loader sees it dead
+            raise RuntimeError("DataLoader worker exited unexpectedly") from lost
 
     def finished(self, chosen: Tensor, finish: Finish | None, epoch: int) -> Split:
         """As `take`, with finished inputs."""

@@ -31,7 +31,7 @@ ANYTHING = "a value"
 # How a class refuses one of its options: its name, its value and what was expected.
 REFUSAL = re.compile(r"(\w+) (.*?): expected (.*)")
 # The last line of a forked rank's error, where it is one for users.
-WORKER = re.compile(r"DataLoader worker \(pid\D*\d+\) (is killed by signal: \w+|exited unexpectedly)")
+WORKER = re.compile(r"DataLoader worker (\(pid\D*\d+\) )?(is killed by signal: \w+|exited unexpectedly)")
 FROM_RANK = re.compile(
     r"([\w.]*\.)?(?P<kind>BadInput|MisconfigurationException|ValueError|\w+(?=: --)"
     r"|(OS|Permission|FileNotFound|Timeout|Connection)Error): (?P<text>.*)"
