@@ -58,13 +58,15 @@ def test_rivals_take_turns_in_changing_order() -> None:
 
 @pytest.mark.slow
 def test_folders_are_read_beside_torchvision(tmp_path: Path) -> None:
-    sizes = {"images": 40, "size": 32, "batch": 8, "workers": 1, "large": 60, "repeat": 1, "steps": 4}
+    sizes = {"images": 40, "size": 32, "batch": 8, "workers": 1, "large": 0, "repeat": 1, "steps": 4}
     data_speed.main([*(f"--{name}={size}" for name, size in sizes.items()), "--out", str(tmp_path / "a.json")])
     found = json.loads((tmp_path / "a.json").read_text())
-    assert found["ratios"].keys() == data_speed.TARGETS.keys()
+    assert found["ratios"].keys() == data_speed.TARGETS.keys() - {"peak"}  # of fresh processes, which are slow
     assert 0 < found["ratios"]["waiting"] < 1
     speeds = found["figures"]["images/s, light"]
     assert found["ratios"]["disk / plain, light"] == pytest.approx(speeds["disk"] / speeds["plain"])
+    data_speed.generate(tmp_path / "few", 12)
+    assert data_speed.peak(str(tmp_path / "few"), workers=1) > 0
 
 
 @pytest.mark.slow
