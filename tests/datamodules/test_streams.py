@@ -190,7 +190,9 @@ def test_a_study_whose_processes_are_killed_goes_on_to_the_bits_of_memory(
     killed = study(root, out, *streamed, before=kill_a_worker if victim == "worker" else in_mid_epoch)
     if victim == "worker":
         assert killed.wait() == 2, killed.output
-        found = r"error: DataLoader worker (\(pid\D*\d+\) )?(is killed by signal: Killed|exited unexpectedly); with fewer"
+        found = (
+            r"error: DataLoader worker (\(pid\D*\d+\) )?(is killed by signal: Killed|exited unexpectedly); with fewer"
+        )
         assert re.match(found, killed.output.splitlines()[-1])
     else:
         assert killed.wait() == -signal.SIGKILL, killed.output
