@@ -20,7 +20,7 @@ if __name__ == "__main__":
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from lightning.pytorch import LightningDataModule
 from torch import nn
@@ -33,12 +33,13 @@ from apprentice.weights import load_weights
 from harness import config as cli
 from harness.runs.quiet import notice
 from harness.runs.session import Session, session
-from harness.studies import zoo
+from harness.studies import tuning, zoo
 from harness.studies.continued import go_on
-from harness.studies.distillation import check, make_objective, run_study, wanted
+from harness.studies.distillation import begin, check, run_study
 from harness.studies.fits import Candidate, learning, make_candidate, replaced
 from harness.studies.layers import print_layers
 from harness.studies.recipes import RECIPES, Recipe
+from harness.studies.setups import Setup
 from lit_modules import nets, objectives
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
@@ -54,6 +55,10 @@ class Options(cli.RunOptions):
         only: train just these students, as in --only ce kd; with --students, small-kd, or kd for that of each net.
         zoo: train by every method that fits the nets, and say which don't; the best comes first.
         metric: what nets are judged by, in the table and beside the accuracy of the validation.
+        tune: try N settings of each method, those given among them, and compare the best of each; see docs/tuning.md.
+        tune_seeds: N repeats the search with N seeds of its own; a list, as [7,8], names them.
+        tune_optimizer: search learning rate and weight decay too, for every method.
+        tune_wave: settings that train side by side, at most; default: as many as memory holds.
         save_ckpt: write classifier.ckpt beside each net's weights.pt, for LitClassifier.load_from_checkpoint.
         list_layers: print the nets' layers and the shapes of their outputs, and train nothing.
         teacher_ckpt: a trained teacher, loaded, not trained; {seed} in its path is replaced by each seed.
@@ -69,6 +74,10 @@ class Options(cli.RunOptions):
     only: list[str] | None = None
     zoo: bool = False
     metric: ClassMetric = "accuracy"
+    tune: int | None = None
+    tune_seeds: int | list[int] = 2
+    tune_optimizer: bool = True
+    tune_wave: int | None = None
     save_ckpt: bool = False
     list_layers: bool = False
     teacher_ckpt: str | None = None
@@ -81,7 +90,7 @@ class Options(cli.RunOptions):
     grows: ClassVar[Collection[str]] = ("seeds", "only", "zoo", "trainer.max_epochs")
     newer: ClassVar[Collection[str]] = (
         *cli.RunOptions.newer, "recipe", "zoo", "metric", "teacher_ckpt_partial", "teacher_epochs", "teacher_head_only",
-        "teacher_continue", "teacher_cache_dir", "save_ckpt",
+        "teacher_continue", "teacher_cache_dir", "save_ckpt", "tune", "tune_seeds", "tune_optimizer", "tune_wave",
     )  # fmt: skip
     fixed: ClassVar[Mapping[str, str]] = {
         "metric": "what is tested is tested once",
@@ -90,6 +99,18 @@ class Options(cli.RunOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.tune is not None and self.tune < 2:
+            raise BadInput("tune", self.tune, "a number of settings of each method, at least 2")
+        if isinstance(self.tune_seeds, int):
+            if not 1 <= self.tune_seeds <= cli.MOST_SEEDS:
+                raise BadInput(
+                    "tune_seeds", self.tune_seeds, "a number of seeds, at least 1, or a list of them, as [7]"
+                )
+            self.tune_seeds = [cli.MOST_SEEDS + number for number in range(self.tune_seeds)]
+        if not self.tune_seeds or len({*self.tune_seeds}) < len(self.tune_seeds) or min(self.tune_seeds) < 0:
+            raise BadInput("tune_seeds", self.tune_seeds, "seeds of 0 or more, none of them twice")
+        if self.tune_wave is not None and self.tune_wave < 1:
+            raise BadInput("tune_wave", self.tune_wave, "a number of settings, at least 1")
         if self.teacher_epochs is not None and self.teacher_epochs < 1:
             raise BadInput("teacher_epochs", self.teacher_epochs, "a number of epochs, at least 1")
         if self.teacher_ckpt_partial and (self.teacher_ckpt is None or self.teacher_epochs is None):
@@ -119,6 +140,9 @@ def parser() -> cli.Parser:
     parser.add_variants("variants", bases, objectives, variants, more)
     parser.add_optimizer()
     parser.add_trainer(strategies.NAMES, max_epochs=10, log_every_n_steps=10)
+    parser.add_texts(
+        "search", "of a method, or of the optimizer, the values that --tune tries: log(1,16), linear(0,1), [1,2,4]"
+    )
     parser.add_recipes("recipe", RECIPES)
     return parser
 
@@ -141,20 +165,22 @@ def teacher(run: Session, seed: int) -> tuple[LitClassifier, dict[str, Candidate
 
 
 def students(
-    run: Session, seed: int, teacher: nn.Module, names: Sequence[str]
+    run: Session, seed: int, teacher: nn.Module, setups: Mapping[str, Setup]
 ) -> tuple[Distillation, dict[str, Candidate]]:
     """The module of some students of a teacher."""
     config, data, nets_and_objectives, candidates = run.config, run.data, {}, {}
-    for name, row in cli.pick(wanted(config), names).items():
-        choice, objective = config.variants[row.variant], make_objective(config, row)
+    for name, (row, choice, _, _) in setups.items():
+        objective = setups[name].objective(config)
         # Equal peers would teach one another nothing.
         own = fold_in(seed, *row.variant.encode()) if objective.peers else seed
         candidates[name] = make_candidate(run, row.net, own, choice.name, choice.init_args, run.is_double)
+        candidates[name].settings = setups[name].settings(config)
         nets_and_objectives[name] = candidates[name].net, objective
     module = Distillation(
         teacher, nets_and_objectives, data.input_shape, data.num_classes, seed=seed, **learning(config, data),
         teacher_cache_mb=config.teacher_cache_mb, teacher_cache_dir=config.teacher_cache_dir,
         input_dtype=data.example.dtype, samples=data.places, labelled=data.labelled is None,
+        optimizer_options={name: setup.optimizer for name, setup in setups.items() if setup.optimizer},
     )  # fmt: skip
     nets_of = {name: student.net for name, student in module.students.items()}
     return module, {name: replaced(run, candidate, nets_of[name]) for name, candidate in candidates.items()}
@@ -166,10 +192,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         if run.config.list_layers:
             print_layers(run, ["teacher", *dict.fromkeys(row.net for row in cli.rows(run.config).values())])
             return
+        for flag, value in () if run.config.tune else run.config.search.items():
+            raise BadInput(f"search.{flag}", value, "--tune N beside it")
         run.announce()
-        names = check(run, teacher, students)
+        setups = check(run, teacher, students)
+        if run.config.tune:
+            tuning.check(run, teacher, students, setups)
         with run.folder():
-            run_study(run, teacher, students, names)
+            begin(run)
+            more: dict[str, Any] = {}
+            if run.config.tune:
+                setups, more = tuning.tuned(run, teacher, students, setups)
+            run_study(run, teacher, students, setups, **more)
 
 
 if __name__ == "__main__":

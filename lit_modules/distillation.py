@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ class Distillation(Learner):
         samples: in the training set, if batches name their samples by `index`.
         labelled: whether all of them have labels; if not, batches have a `label_weight`.
         teacher_weights: a file of the teacher's weights, to load: checkpoints have its class and arguments alone.
+        optimizer_options: of students whose options are not the optimizer's own, such as {"kd": {"lr": 0.1}}.
 
     Raises:
         BadInput: an objective refuses its nets, gives other than one value a row for a term, or relates rows without
@@ -80,11 +82,13 @@ class Distillation(Learner):
         samples: int | None = None,
         labelled: bool = True,
         teacher_weights: str | Path | None = None,
+        optimizer_options: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     ) -> None:
         super().__init__(students, scores or partial(ClassScores, num_classes), optimizer, scheduler, seed)
         for name in students:
             if hasattr(nn.ModuleDict, name) or "." in name:
                 raise BadInput("variants", name, "a name without dots that is no attribute of torch's ModuleDict")
+        self.optimizer_options = optimizer_options
         self.teacher = _trained(teacher, teacher_weights).requires_grad_(False).eval()
         self._example = torch.zeros(1, *input_shape, dtype=made(input_dtype))
         each = {name: self._student(name, *made(of, f"students.{name}")) for name, of in students.items()}
@@ -93,6 +97,7 @@ class Distillation(Learner):
         self.cache: Outputs | None = None
         self._kept = Kept(teacher_cache_dir, self.teacher, self.print) if teacher_cache_dir else None
         self._storing = False
+        self.asked = 0  # samples that the teacher has computed in training
         self._epoch, self._whole = math.inf, math.inf  # batches of an epoch, and of the whole training
         self._samples, self._labelled = samples, labelled
         with any_kernel(self):
@@ -229,12 +234,24 @@ class Distillation(Learner):
             self.print(
                 f"teacher's outputs are not stored: they take more than {self.teacher_cache_bytes / 2**20:g} MiB"
             )
-        elif told := sizes(self.cache, self._objectives):
+            return
+        self.asked += data.sizes["train"]
+        if told := sizes(self.cache, self._objectives):
             self.print(f"teacher's outputs stored: {told}")
 
     def on_train_end(self) -> None:
         """Free the cache."""
         self.cache = None
+
+    def on_global_batch(self, means: Mapping[str, float], count: int) -> list[nn.Parameter]:
+        """Also count what the teacher computes."""
+        self.asked += count if self.uses_teacher and self.cache is None else 0
+        return super().on_global_batch(means, count)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Also save that count."""
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["learner"]["asked"] = self.asked
 
     def losses(
         self, outputs: tuple[Outputs | None, dict[str, Outputs]], batch: Batch

@@ -4,7 +4,7 @@ import copy
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ class Learner(RunMetrics):
     not finite has failed: its parameters no longer change, and `failed` names it.
 
     Attributes:
+        optimizer_options: by run, options of the optimizer that are not those of the others.
         start: the state of one optimizer, and of a scheduler or None, with which a fit begins unless it is resumed.
 
     Args:
@@ -43,6 +44,7 @@ class Learner(RunMetrics):
         seed: key of all noise in training.
     """
 
+    optimizer_options: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
     start: tuple[dict[str, Any], dict[str, Any] | None] | None = None
 
     def __init__(
@@ -130,7 +132,10 @@ class Learner(RunMetrics):
     def configure_optimizers(self) -> Any:
         """One optimizer with a group for each run."""
         self.loss_scales.take_over(getattr(self._trainer, "precision_plugin", None), self.runs)
-        optimizer = self.make_optimizer([{"params": group} for group in self.parameter_groups()])
+        groups = zip(self.runs, self.parameter_groups(), strict=True)
+        optimizer = self.make_optimizer(
+            [{"params": group, **self.optimizer_options.get(run, {})} for run, group in groups]
+        )
         return [optimizer], [self.make_scheduler(optimizer)] if self.make_scheduler else []
 
     def on_fit_start(self) -> None:

@@ -50,6 +50,12 @@ class Resolver:
             return found
         return Choice(classes.path(found, name), self.options(options_of(found, classes.skip), key, sets))
 
+    def texts(self, key: str) -> dict[str, Any]:
+        """All values below a key, by the rest of their flags."""
+        found = {flag: given.value for flag, given in self.given.items() if flag.startswith(f"{key}.")}
+        self.flags |= {flag: (value, "") for flag, value in found.items()}
+        return {flag.removeprefix(f"{key}."): value for flag, value in found.items()}
+
     def options(self, signature: Signature, key: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
         """The options of a class: given, else these defaults, else its own."""
         self._keys[key] = signature

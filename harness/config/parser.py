@@ -17,7 +17,7 @@ from harness.config.choices import Resolver
 from harness.config.classes import Choice, Classes, arguments, build, imported, plain
 from harness.config.messages import near
 from harness.config.options import RunOptions
-from harness.config.signatures import Signature
+from harness.config.signatures import Signature, Texts
 from harness.config.sources import INVOCATION, Given, Layer, as_given, flat, from_yaml, layer, load, read
 
 Bases: TypeAlias = type | tuple[type, ...]
@@ -40,7 +40,7 @@ class Parser:
     def __init__(self, prog: str, description: str = "", options: type[RunOptions] = RunOptions) -> None:
         self.prog, self.description = prog, description
         self.options = Signature(options)
-        self.entries: dict[str, Entry | Signature] = {}  # with a signature, the class is not chosen
+        self.entries: dict[str, Entry | Signature | Texts] = {}  # with a signature, the class is not chosen
         self._defaults: dict[str, Given] = {}
         self._more: list[tuple[str, Any, Layer]] = []  # a plain option, its value, and the defaults that it adds
         self._nested: dict[str, Classes] = {}  # what options of the Trainer choose from
@@ -88,6 +88,10 @@ class Parser:
         """Add `--KEY.OPTION VALUE`, the options of one class but for those to skip."""
         self._add(key, Signature(target, skip), {})
 
+    def add_texts(self, key: str, about: str) -> None:
+        """Add `--KEY.NAME.OPTION VALUE` for any names; the configuration has the values by what follows the key."""
+        self._add(key, Texts(about), {})
+
     def add_trainer(self, strategies: training.Names, *, loggers: bool = True, **defaults: Any) -> None:
         """Add `--trainer.OPTION` for Lightning's Trainer, with options below `--trainer.strategy` and `callbacks`.
 
@@ -102,7 +106,7 @@ class Parser:
             self._nested["logger"], types = training.Loggers(), training.TYPES
         self._add("trainer", Signature(Trainer, training.OWNED, types), {"logger": True, **defaults})
 
-    def _add(self, key: str, entry: Entry | Signature, default: Any) -> None:
+    def _add(self, key: str, entry: Entry | Signature | Texts, default: Any) -> None:
         self.entries[key] = entry
         self._defaults |= layer(default, key=key)
 
@@ -227,6 +231,8 @@ class Parser:
                 if key in given:
                     raise BadInput(key, given[key].value, f"an option, such as --{key}.{next(iter(entry.hints))}")
                 choices[key] = Choice(entry.path, resolver.options(entry, key, {}))
+            elif isinstance(entry, Texts):
+                choices[key] = resolver.texts(key)
             elif entry.named:
                 names = self._names(key, entry, resolver.given)
                 choices[key] = {name: resolver.one(classes[key], f"{key}.{name}") for name in names}
@@ -274,7 +280,7 @@ class Parser:
             chosen = getattr(config, key)
             if isinstance(entry, Signature):
                 arguments(chosen, key)
-            elif entry.named:
+            elif isinstance(entry, Entry) and entry.named:
                 for name, choice in chosen.items() if entry.given is None else ():
                     build(choice, f"{key}.{name}")
         if any(isinstance(entry, Entry) and entry.named for entry in self.entries.values()):
@@ -338,7 +344,7 @@ class Parser:
     def _is_empty(self, key: str) -> bool:
         """Whether a key has names of the user's own only: without any, settings are written without the key."""
         entry = self.entries[key]
-        named = isinstance(entry, Entry) and entry.named
+        named = isinstance(entry, Texts) or (isinstance(entry, Entry) and entry.named)
         return named and not any(flag.startswith(f"{key}.") for flag in self._defaults)
 
     def _help(self, layers: Sequence[Layer]) -> str:

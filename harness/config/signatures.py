@@ -8,7 +8,7 @@ import typing
 from argparse import ArgumentError
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from jsonargparse import ArgumentParser, Namespace
@@ -119,6 +119,12 @@ def _fits(value: Any) -> bool:
     if isinstance(value, float):
         return math.isinf(value) or abs(value) <= LARGEST_FLOAT  # false for NaN
     return not isinstance(value, int) or -(2**63) <= value < 2**63
+
+
+class Texts(NamedTuple):
+    """What stands below a key of the command line as it was given, whatever it is; `about` says it in the help."""
+
+    about: str
 
 
 options_of = functools.cache(Signature)  # of a class, and of a frozenset of arguments to skip

@@ -15,7 +15,7 @@ BARE = ("help", "print_config")  # flags without a value
 OF_LAUNCHERS = ("local-rank", "local_rank")  # from torch.distributed.launch; the environment has it too
 INVOCATION = frozenset({"out", "resume", "overwrite", "list_layers"})  # what is not of the experiment but of one call
 FREE = INVOCATION | {
-    "checkpoint_every", "teacher_cache_dir", "save_ckpt",
+    "checkpoint_every", "teacher_cache_dir", "tune_wave", "save_ckpt",
     "trainer.devices", "trainer.strategy", "trainer.accelerator", "trainer.num_nodes", "trainer.logger",
     "trainer.log_every_n_steps", "trainer.enable_progress_bar", "trainer.enable_model_summary", "trainer.profiler",
 }  # fmt: skip

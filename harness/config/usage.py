@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from harness.config.classes import Classes
-from harness.config.signatures import Missing, Signature
+from harness.config.signatures import Missing, Signature, Texts
 
 if TYPE_CHECKING:
     from harness.config.parser import Parser
@@ -43,7 +43,9 @@ def _groups(parser: "Parser", flags: Flags, nested: Mapping[str, Classes]) -> It
     yield None, None, {**BARE, **{name: (options.defaults[name], about) for name, about in options.help.items()}}
     for key, entry in parser.entries.items():
         below = {flag: shown for flag, shown in flags.items() if flag == key or flag.startswith(f"{key}.")}
-        if not isinstance(entry, Signature):
+        if isinstance(entry, Texts):
+            yield f"{key}: {entry.about}", None, below
+        elif not isinstance(entry, Signature):
             yield _choice(f"{key}: any name with one of " if entry.named else f"{key}: ", entry.classes), None, below
         elif key != "trainer":
             yield f"{key}: options of {entry.path}", None, below

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from harness.reports import tuning
 from harness.reports.figures import Dot, metric_picture
 from harness.reports.metrics import METRICS, Metric, conclude, paired_differences
 from harness.reports.report import Facts, machine
@@ -14,8 +15,13 @@ from harness.runs.files import write_bytes, write_json, write_text
 
 
 def save_results(folder: str | Path, results: Facts) -> None:
-    """Write results.md, results.png and, last, results.json, which marks the run as finished."""
+    """Write results.md, results.png and, last, results.json, which marks the run as finished.
+
+    Of a run that was tuned also tuning.png.
+    """
     folder = Path(folder)
+    if "tuning" in results:
+        write_bytes(folder / tuning.PICTURE, tuning.picture(results))
     write_text(folder / "results.md", markdown(results))
     write_bytes(folder / "results.png", picture(results))
     write_json(folder / "results.json", results)
@@ -23,7 +29,9 @@ def save_results(folder: str | Path, results: Facts) -> None:
 
 def text(results: Facts) -> str:
     """The table and its notes for a terminal: plain text of at most 110 columns."""
-    return "\n\n".join(filter(None, [table(results).plain(), "\n".join(map(paragraph, notes(results)))]))
+    tuned = [tuning.table(results).plain()] if "tuning" in results else []
+    said = "\n".join(map(paragraph, [*notes(results), *tuning.notes(results)]))
+    return "\n\n".join(filter(None, [table(results).plain(), *tuned, said]))
 
 
 def markdown(results: Facts) -> str:
@@ -36,8 +44,16 @@ def markdown(results: Facts) -> str:
         *notes(results),
         f"Objectives of the students:\n\n{learnt}",
         drawn,
+        *_tuned(results),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _tuned(results: Facts) -> list[str]:
+    if "tuning" not in results:
+        return []
+    drawn = f"![validation against each option]({tuning.PICTURE})"
+    return ["## Tuning", tuning.table(results).markdown(), *tuning.notes(results), drawn]
 
 
 def header(results: Facts) -> str:

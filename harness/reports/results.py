@@ -125,7 +125,7 @@ def load_record(path: Path) -> Facts:
     """
     with reading(path, "out", "a record of a finished fit, or no such file, and the fit is repeated"):
         record: Facts = json.loads(read_text(path))
-        if path.stem not in record["runs"] and not path.stem.startswith("students"):
+        if path.stem not in record["runs"] and not path.stem.startswith(("students", "rung")):
             raise LookupError(f"{path.stem} is not in it")
         figures = [record["fit_seconds"]]
         for facts in record["runs"].values():

@@ -16,7 +16,7 @@ from harness.runs import safepoints, signals
 from harness.runs.loggers import end
 from harness.runs.progress import Show
 from harness.runs.quiet import quiet
-from harness.runs.safepoints import AtomicCheckpointIO, SafePoints
+from harness.runs.safepoints import AtomicCheckpointIO, SafePoints, Until
 from harness.runs.speed import Speed
 from harness.runs.tensorboard import RunsLogger
 
@@ -29,8 +29,8 @@ class Fit:
     """The outcome of a fit."""
 
     seconds: float | None  # of training over all sessions; None if the module was only tested
-    scores: dict[str, float]  # what the test logged
-    device: torch.device  # where this process tested the module
+    scores: dict[str, float]  # what the test logged; nothing without one
+    device: torch.device  # where this process has the module
     autocast: Callable[[], Any]  # makes the context of the Trainer's precision
 
 
@@ -49,8 +49,10 @@ def fit_and_test(
     extended: bool = False,  # whether a finished fit goes on, as its Trainer has more epochs now
     more: Sequence[Logger] = (),  # loggers beside TensorBoard's
     suited: Callable[[Trainer], None] = lambda _: None,  # takes from a fit's Trainer what does not suit the module
+    until: int | None = None,  # the epoch after which it ends, under the schedule of all epochs
+    tested: bool = True,
 ) -> Fit:
-    """Fit the module, from its checkpoint if there is one, then test its last weights once.
+    """Fit the module, from its checkpoint if there is one, then, if it is to be `tested`, test its last weights once.
 
     The module ends with the trained weights in this process, even if the trainer started others.
 
@@ -72,7 +74,7 @@ def fit_and_test(
             with _stop_after_save():
                 purge_step = state["global_step"] if state else 0
                 resumed: dict[str, Any] = {"ckpt_path": str(checkpoint), "weights_only": True} if state else {}
-                own = [SafePoints(checkpoint, every), Speed()]
+                own = [SafePoints(checkpoint, every), Speed(), *([] if until is None else [Until(until)])]
                 fitting = trainer(purge_step, enable_checkpointing=True, callbacks=own)
                 suited(fitting)
                 _place_checkpoints(fitting, checkpoint)
@@ -82,11 +84,11 @@ def fit_and_test(
             safepoints.load(module, state, checkpoint)
         only_test: dict[str, Any] = {"enable_checkpointing": False, "enable_model_summary": False, "profiler": None}
         testing = trainer(part=".test", **only_test)
-        scores = testing.test(module, data, verbose=False)[0]
+        scores = dict(testing.test(module, data, verbose=False)[0]) if tested else {}
         testing.strategy.barrier()
         end(more)
     seconds = state["callbacks"]["SafePoints"]["seconds"] if state else None
-    return Fit(seconds, dict(scores), testing.strategy.root_device, testing.strategy.precision_plugin.forward_context)
+    return Fit(seconds, scores, testing.strategy.root_device, testing.strategy.precision_plugin.forward_context)
 
 
 def _place_checkpoints(trainer: Trainer, checkpoint: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from apprentice.errors import BadInput
@@ -92,6 +92,22 @@ class SafePoints(Checkpoint):
         """Save the result for the process that started the ranks."""
         self.finished = True
         trainer.save_checkpoint(self.path)
+
+
+class Until(Callback):
+    """Ends a fit after an epoch, under the schedule of all its epochs; a checkpoint of its end goes on behind it."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """It comes before the least number of epochs that the user has set."""
+        trainer.fit_loop.min_epochs, trainer.fit_loop.epoch_loop.min_steps = 0, 0
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop, if this was it."""
+        if trainer.current_epoch + 1 >= self.epoch:
+            trainer.should_stop = True
 
 
 def max_epochs(state: dict[str, Any]) -> int | None:

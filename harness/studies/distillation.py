@@ -6,10 +6,10 @@ have as many epochs.
 """
 
 import itertools
-from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -37,40 +37,40 @@ from harness.studies.fits import (
     save_classifier,
     train,
 )
+from harness.studies.setups import Setup, rows, wanted
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
-from lit_modules.objectives import Objective
 
 MakeTeacher = Callable[[Session, int], tuple[LitClassifier, dict[str, Candidate]]]
-MakeStudents = Callable[[Session, int, nn.Module, Sequence[str]], tuple[Distillation, dict[str, Candidate]]]
+MakeStudents = Callable[[Session, int, nn.Module, Mapping[str, Setup]], tuple[Distillation, dict[str, Candidate]]]
 
 
-def check(run: Session, make_teacher: MakeTeacher, make_students: MakeStudents) -> list[str]:
-    """Build everything once and name the students to train; raise BadInput if something can't be trained.
+def check(run: Session, make_teacher: MakeTeacher, make_students: MakeStudents) -> dict[str, Setup]:
+    """Build everything once and return the students to train; raise BadInput if something can't be trained.
 
     Under `--zoo`, methods that don't fit the nets are left out, and named with the reason.
     """
     trainer, (first, *others), ckpt = run.checked_trainer(), run.config.seeds, run.config.teacher_ckpt
-    rows = wanted(run.config)
+    setups = wanted(run.config)
     _check_head_only(run)
     check_net(run, "teacher", trainer, trained=not has_trained_teacher(run))
-    for net in dict.fromkeys(row.net for row in rows.values()):
+    for net in dict.fromkeys(row.net for row in rows(setups.values())):
         check_net(run, net, trainer)
     for seed in others if "{seed}" in (ckpt or "") else ():
         make_teacher(run, seed)
     teacher, _ = make_teacher(run, first)
 
     def made(names: Sequence[str]) -> Distillation:
-        with cli.flags_of(rows.values()):
-            students, _ = make_students(run, first, teacher.net, names)
+        with cli.flags_of(rows(setups.values())):
+            students, _ = make_students(run, first, teacher.net, {name: setups[name] for name in names})
             check_modules(trainer, teacher, students)
         return students
 
-    names = zoo.fitting(run.config, run.parser, rows, made) if run.config.zoo else list(rows)
+    names = zoo.fitting(run.config, run.parser, setups, made) if run.config.zoo else list(setups)
     students = made(names)
     stages = {} if has_trained_teacher(run) else {"teacher": teacher}
     check_callbacks(run, trainer, {**stages, "students": students})
-    return names
+    return {name: setups[name] for name in names}
 
 
 def has_trained_teacher(run: Session) -> bool:
@@ -92,21 +92,29 @@ def _check_head_only(run: Session) -> None:
         raise BadInput("teacher_head_only", "true", expected)
 
 
-def run_study(run: Session, make_teacher: MakeTeacher, make_students: MakeStudents, names: Sequence[str]) -> None:
-    """Train and test teacher and students, those of these names, for each seed, then print and save the table."""
+def begin(run: Session) -> None:
+    """Write the run's settings into its folder."""
     with main_first("records"):
         _date_records(run)
     run.describe()
+
+
+def run_study(
+    run: Session, make_teacher: MakeTeacher, make_students: MakeStudents, setups: Mapping[str, Setup], **more: Any
+) -> None:
+    """Train and test teacher and students for each seed, then print and save the table; `more` is for its results."""
     loaded, out, teachers, students = has_trained_teacher(run), run.out, [], []
 
     def with_teacher(seed: int, members: Sequence[str]) -> tuple[Distillation, dict[str, Candidate]]:
-        return make_students(run, seed, load_net(out / f"seed{seed}" / "teacher", "out"), members)
+        chosen = {name: setups[name] for name in members}
+        return make_students(run, seed, load_net(out / f"seed{seed}" / "teacher", "out"), chosen)
 
-    epochs, nets, seeds = _teacher_epochs(run), ["teacher", *names], run.config.seeds
+    names = list(setups)
+    epochs, nets, seeds = teacher_epochs(run), ["teacher", *names], run.config.seeds
     with main_first("students"):
         fits = {seed: _fits(out / f"seed{seed}", names) for seed in seeds}
         for members in (members for found in fits.values() for members in found.values()):
-            _check_peers(run, members)
+            _check_peers(run, [setups[name] for name in members])
     own, plan = run.config.trainer.init_args["max_epochs"], dict[tuple[int, str], int | None]()
     for seed in seeds:
         plan |= {(seed, "teacher"): None if loaded else epochs, **{(seed, fit): own for fit in fits[seed]}}
@@ -115,9 +123,7 @@ def run_study(run: Session, make_teacher: MakeTeacher, make_students: MakeStuden
         make = partial(make_teacher, run, seed)
         fit = train(run, seed, "teacher", make, trained=loaded, plan=plan, all_labels=True, max_epochs=epochs)
         teachers.append(fit)
-        if fault := failure(teachers[-1], "teacher"):
-            expected = f"settings that train the teacher; with seed {seed} {fault}"
-            raise BadInput("optimizer", run.config.optimizer.name, expected)
+        check_teacher(run, seed, fit)
         made = {fit: partial(with_teacher, seed, members) for fit, members in fits[seed].items()}
         students.append([train(run, seed, fit, make, keep=True, plan=plan) for fit, make in made.items()])
         for net in nets if run.config.save_ckpt and is_main_process() else ():
@@ -132,28 +138,12 @@ def run_study(run: Session, make_teacher: MakeTeacher, make_students: MakeStuden
         [sum(fit["fit_seconds"] for fit in fits) for fits in students],
         judged_by(run.config, run.data),
         one_teacher=loaded and "{seed}" not in (run.config.teacher_ckpt or ""),
-        variants={name: row.variant for name, row in wanted(run.config).items()},
+        variants={name: setup.row.variant for name, setup in setups.items()},
         ranked=run.config.zoo,
     )
+    results |= more
     save_results(out, results)
     print(f"{text(results)}\n\n{out}/results.md, .png, .json; curves: tensorboard --logdir {out}")
-
-
-def wanted(config: Namespace) -> dict[str, cli.Row]:
-    """The rows to train: those of `--only`, and the peers that they learn from."""
-    known, found = cli.rows(Namespace(**{**vars(config), "only": None})), list(cli.rows(config))
-    for name in found:  # it grows
-        peers = make_objective(config, known[name]).peers
-        found += [peer for peer in peers if peer in known and peer not in found]
-    return {name: row for name, row in known.items() if name in found}
-
-
-def make_objective(config: Namespace, row: cli.Row) -> Objective:
-    """The objective of a row; peers that are named by their variants are those of its net, others are named as rows."""
-    made: Objective = cli.build(config.variants[row.variant], f"variants.{row.variant}")
-    for part in (part for part in made.modules() if isinstance(part, Objective)):
-        part.peers = [row._replace(variant=peer).name if peer in config.variants else peer for peer in part.peers]
-    return made
 
 
 def _facts(fits: Sequence[Facts], name: str) -> Facts:
@@ -170,12 +160,13 @@ def _fits(folder: Path, wanted: Sequence[str]) -> dict[str, list[str]]:
     return found | ({fit: new} if new else {})
 
 
-def _check_peers(run: Session, fit: Sequence[str]) -> None:
+def _check_peers(run: Session, fit: Sequence[Setup]) -> None:
     """BadInput if a student learns from one that was trained before it."""
-    for name, row in cli.pick(wanted(run.config), fit).items():
-        if earlier := [peer for peer in make_objective(run.config, row).peers if peer not in fit]:
+    names = {setup.name for setup in fit}
+    for setup in fit:
+        if earlier := [peer for peer in setup.objective(run.config).peers if peer not in names]:
             expected = f"students that begin with it; {earlier[0]} was trained before: take another --out"
-            raise BadInput(f"variants.{name}.peers", earlier[0], expected)
+            raise BadInput(f"variants.{setup.name}.peers", earlier[0], expected)
 
 
 def _members(folder: Path, fit: str) -> Iterator[str]:
@@ -188,7 +179,14 @@ def _members(folder: Path, fit: str) -> Iterator[str]:
         yield from (key.split(".")[1] for key in keys if key.startswith("students."))
 
 
-def _teacher_epochs(run: Session) -> int | None:
+def check_teacher(run: Session, seed: int, fit: Facts) -> None:
+    """Raise BadInput if a seed's teacher has failed."""
+    if fault := failure(fit, "teacher"):
+        expected = f"settings that train the teacher; with seed {seed} {fault}"
+        raise BadInput("optimizer", run.config.optimizer.name, expected)
+
+
+def teacher_epochs(run: Session) -> int | None:
     """Epochs of all teachers: as given, or those of the first that is finished, otherwise the Trainer's."""
     if run.config.teacher_epochs:
         return int(run.config.teacher_epochs)

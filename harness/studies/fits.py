@@ -40,6 +40,7 @@ from harness.studies.callbacks import drop_unsuited
 from harness.studies.remaining import Plan, remaining
 from lit_modules import nets
 from lit_modules.classifier import LitClassifier
+from lit_modules.distillation import Distillation
 from lit_modules.learner import Learner
 from lit_modules.scores import ClassMetric, ClassScores, TokenScores
 
@@ -167,6 +168,8 @@ def train(
     keep: bool = False,
     plan: Plan = MappingProxyType({}),
     all_labels: bool = False,
+    tested: bool = True,
+    until: int | None = None,
     **options: Any,
 ) -> Facts:
     """Fit and test a module of one or several candidates, export their nets, measure their costs.
@@ -174,11 +177,13 @@ def train(
     `make` makes the module and its candidates by name, unless the fit of this name is finished. One that was finished
     with fewer epochs goes on if its last checkpoint was kept (`keep`), and else starts again: the bits are the same.
     A `trained` module is only tested. `plan` are the fits of the whole run, if there are others. With `all_labels` it
-    learns from those too that `--data.labelled` hides. `options` of the Trainer replace the user's.
+    learns from those too that `--data.labelled` hides. If it is not `tested`, no cost is measured either; with `until`
+    it ends after that epoch, and only its checkpoint has the nets. `options` of the Trainer replace the user's.
 
     Returns:
-        `fit_seconds`, `max_epochs`, and by the candidates' names `runs`: `objective`, `parameters`, test scores,
-        `step_ms`, `train_flops`, and `failed`: None, or the {"step", "term"} in which the loss stopped being finite.
+        `fit_seconds`, `max_epochs`, of a distillation `teacher_samples`, which the teacher computed, and by the
+        candidates' names `runs`: `objective`, `parameters`, test scores, `step_ms`, `train_flops`, and `failed`: None,
+        or the {"step", "term"} in which the loss stopped being finite.
 
     Raises:
         Interrupted: the user asked to stop; the checkpoint has what was trained.
@@ -199,17 +204,20 @@ def train(
         module, run.data, partial(run.trainer, **options), checkpoint, runs=list(candidates), trained=trained,
         every=run.config.checkpoint_every, tensorboard=run.tensorboard, extended=extended,
         more=run.loggers(f"{folder.name}/{name}"), suited=partial(drop_unsuited, run, f"seed {seed} {name}", module),
-        score=judged_by(run.config, run.data).score,
+        score=judged_by(run.config, run.data).score, tested=tested, until=until,
         show=progress(f"seed {seed} {name:8}", remaining(run, plan, seed, name)),
     )  # fmt: skip
     facts: Facts = {"fit_seconds": fit.seconds, "max_epochs": epochs, "runs": {}}
+    if isinstance(module, Distillation):
+        facts["teacher_samples"] = module.asked
     if is_main_process():
         module.to(fit.device)  # a fit on a GPU ends on the CPU
         for key, candidate in candidates.items():
-            if fit.seconds is not None and fit.seconds > LONG:
+            if tested and fit.seconds is not None and fit.seconds > LONG:
                 notice(f"seed {seed} {name:8}  timing a step of {key}")
             facts["runs"][key] = found = _facts(module, key if key in module.runs else "", candidate, fit, run.data)
-            save_net(candidate.net, candidate.spec, folder / key)
+            if until is None:
+                save_net(candidate.net, candidate.spec, folder / key)
             if run.tensorboard:
                 log_row(run, seed, candidate, found, folder / key)
         write_json(record, facts)
@@ -303,7 +311,7 @@ def _facts(module: Learner, run: str, candidate: Candidate, fit: Fit, data: InMe
     facts: Facts = {
         "objective": candidate.objective,
         "parameters": sum(p.numel() for p in candidate.net.parameters()),
-        **{f"test_{name}": None if failed else fit.scores[f"{prefix}/{name}"] for name in names},
+        **{f"test_{name}": None if failed or not fit.scores else fit.scores[f"{prefix}/{name}"] for name in names},
         "step_ms": None,
         "train_flops": None,
         "failed": failed,
@@ -311,9 +319,9 @@ def _facts(module: Learner, run: str, candidate: Candidate, fit: Fit, data: InMe
     }
     if candidate.replaced:
         facts["net"] = candidate.replaced
-    if "test_correct" in facts and not failed:
+    if facts.get("test_correct") is not None:
         facts["test_correct"] = round(facts["test_correct"])
-    if module.samples and not failed:  # a loaded net has no training to measure
+    if module.samples and not failed and fit.scores:  # a loaded net has no training to measure
         weight, count = next(module.parameters()), min(data.batch_size, data.sizes["train"])
         inputs, labels = data.samples("train", torch.arange(count), weight.dtype)
         pair = inputs.to(weight.device), labels.to(weight.device)

@@ -10,6 +10,7 @@ from harness.config.messages import one_line
 from harness.config.signatures import Missing, options_of
 from harness.reports.tables import listed
 from harness.runs.quiet import notice
+from harness.studies.setups import Setup
 from lit_modules import objectives
 from lit_modules.distillation import Distillation
 
@@ -35,7 +36,7 @@ def _is_default(choice: cli.Choice) -> bool:
 
 
 def fitting(
-    config: Namespace, parser: cli.Parser, rows: Mapping[str, cli.Row], make: Callable[[Sequence[str]], Distillation]
+    config: Namespace, parser: cli.Parser, setups: Mapping[str, Setup], make: Callable[[Sequence[str]], Distillation]
 ) -> list[str]:
     """The rows that can be trained; a line names each of the others, with the reason.
 
@@ -44,8 +45,8 @@ def fitting(
     Args:
         config: the run's.
         parser: of its command line.
-        rows: those that are wanted.
-        make: builds the module of some rows, or raises.
+        setups: of the rows that are wanted.
+        make: builds the module of some rows, by name, or raises.
 
     Raises:
         BadInput: none of them fits.
@@ -54,8 +55,8 @@ def fitting(
     for method, missing in needs().items():
         if missing and method not in chosen and config.only is None:
             notice(f"without {method.lower()}: expected --variants.NAME {method} with its {listed(missing)}")
-    for name, row in rows.items():
-        if not _is_default(config.variants[row.variant]) or {name, row.variant} & {*(config.only or ())}:
+    for name, setup in setups.items():
+        if not _is_default(setup.choice) or {name, setup.row.variant} & {*(config.only or ())}:
             found.append(name)
             continue
         try:

@@ -181,9 +181,23 @@ def kill_a_worker() -> None:
     Streamed.finished = counting  # type: ignore[method-assign]
 
 
+@pytest.fixture(scope="module")
+def whole(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The study in memory, which nothing stopped."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    run = study(root, out, "--data.cache", "memory")
+    assert run.wait() == 0, run.output
+    return out
+
+
+def same_nets(out: Path, whole: Path) -> None:
+    for name in ("teacher", "ce"):
+        assert_same(*(torch.load(each / "seed0" / name / "weights.pt") for each in (out, whole)))
+
+
 @pytest.mark.parametrize("victim", ["worker", pytest.param("process", marks=pytest.mark.slow)])
 def test_a_study_whose_processes_are_killed_goes_on_to_the_bits_of_memory(
-    root: Path, tmp_path: Path, victim: str
+    root: Path, whole: Path, tmp_path: Path, victim: str
 ) -> None:
     out, streamed = tmp_path / "run", ["--data.cache", "none", "--data.num_workers", "1"]
     in_mid_epoch = kill_at(SafePoints, "on_train_batch_start", 6, after=True)
@@ -193,15 +207,27 @@ def test_a_study_whose_processes_are_killed_goes_on_to_the_bits_of_memory(
         found = (
             r"error: DataLoader worker (\(pid\D*\d+\) )?(is killed by signal: Killed|exited unexpectedly); with fewer"
         )
-        assert re.match(found, killed.output.splitlines()[-1])
+        assert re.match(found, killed.output.splitlines()[-1]), killed.output
     else:
         assert killed.wait() == -signal.SIGKILL, killed.output
-    runs = study(root, out, "--resume", "true"), study(root, tmp_path / "whole", "--data.cache", "memory")
-    for run in runs:
-        assert run.wait() == 0, run.output
-    for name in ("teacher", "ce"):
-        ours, whole = (torch.load(tmp_path / each / "seed0" / name / "weights.pt") for each in ("run", "whole"))
-        assert_same(ours, whole)
+    resumed = study(root, out, "--resume", "true")
+    assert resumed.wait() == 0, resumed.output
+    same_nets(out, whole)
+
+
+def test_damage_in_the_middle_of_an_epoch_costs_nothing_that_was_trained(
+    root: Path, damaged: Path, whole: Path, tmp_path: Path
+) -> None:
+    out, mended = tmp_path / "run", damaged / "train" / "dog" / "7.png"
+    stopped = study(damaged, out, "--data.cache", "none", "--data.num_workers", "1")
+    assert stopped.wait() == 2, stopped.output
+    assert str(mended) in stopped.output.splitlines()[-1]
+    assert list(out.rglob("*.ckpt"))
+    for path in (mended, damaged / "test" / "cat" / "2.jpg"):
+        path.write_bytes((root / path.relative_to(damaged)).read_bytes())
+    resumed = study(damaged, out, "--resume", "true")
+    assert resumed.wait() == 0, resumed.output
+    same_nets(out, whole)
 
 
 def laid_out(root: Path, *parts: str) -> Path:

@@ -162,6 +162,7 @@ BAD = {
     "micro-batches": (["--trainer.strategy.num_microbatches", "4"], "--trainer.strategy.num_microbatches 4", "split_s"),
     "replicas": (["--trainer.strategy.data_parallel_size", "2"], "--trainer.strategy.data_parallel_size 2", "1"),
     "balance": (["--trainer.strategy.balance", "[1,2,2]"], "--trainer.strategy.balance [1, 2, 2]", "2 numbers"),
+    "a logger": (["--trainer.logger", "CSVLogger"], "--trainer.logger CSVLogger", "true or false"),
     "schedule": (["--trainer.strategy.schedule", "2F2B"], "--trainer.strategy.schedule 2F2B", "1F1B"),
     "accumulation": (["--trainer.accumulate_grad_batches", "2"], "--trainer.accumulate_grad_batches 2", "1"),
     "steps": (["--trainer.max_steps", "9"], "--trainer.max_steps 9", "--repeats"),

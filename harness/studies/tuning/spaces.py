@@ -1,0 +1,166 @@
+"""The settings of a method that are tried: those that were given, then points of a scrambled Sobol sequence."""
+
+import functools
+import math
+import re
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+from torch import nn
+
+from apprentice.errors import BadInput
+from harness import config as cli
+from harness.config.classes import imported
+from harness.config.messages import near
+from harness.config.rows import VARIANTS
+from harness.config.signatures import options_of
+from harness.config.sources import from_yaml
+from harness.studies.setups import Setup
+from lit_modules.objectives.search import Choice, Linear, Log, Space
+
+OPTIMIZER, SEARCH = "optimizer", "search"
+AROUND = 10.0  # the learning rate is searched from a tenth of the given one to ten times it
+DECAY = Log(1e-6, 1e-2)
+FORMS: Mapping[str, type[Log | Linear]] = {"log": Log, "linear": Linear}
+FORM = re.compile(r"(log|linear)\(([^,()]+),([^,()]+)\)")
+EXPECTED = "log(LOW, HIGH) above 0, linear(LOW, HIGH), one value, or a list of them, as [1, 2, 4]"
+POINTS_FOR_ONE = 64  # that are drawn at most for a setting that differs from those before
+
+
+def parsed(value: Any, flag: str) -> Space:
+    """The space that a flag's value describes; BadInput if it describes none."""
+    given, value = value, from_yaml(value, flag)
+    form = FORM.fullmatch(value.strip()) if isinstance(value, str) else None
+    try:
+        if form:
+            low, high = float(form[2]), float(form[3])
+            if not (-math.inf < low < high < math.inf and (form[1] == "linear" or low > 0)):
+                raise ValueError
+            return FORMS[form[1]](low, high)
+        values = [yaml.safe_load(each) if isinstance(each, str) else each for each in _listed(value)]
+    except (ValueError, yaml.YAMLError):
+        raise BadInput(flag, given, EXPECTED) from None
+    if not values or any(isinstance(each, dict) or each is None or "(" in str(each) for each in values):
+        raise BadInput(flag, given, EXPECTED)
+    return Choice(tuple(tuple(each) if isinstance(each, list) else each for each in values))
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def spaces(config: Namespace, setup: Setup) -> dict[str, Space]:
+    """By option the space of a row's settings; those of the optimizer are named `optimizer.lr` and so on."""
+    found: dict[str, Space] = dict(getattr(imported(setup.choice.class_path, VARIANTS), SEARCH, {}))
+    found |= _optimizer_spaces(config) if config.tune_optimizer else {}
+    own = f"{setup.row.variant}."
+    for flag, value in config.search.items():
+        name = flag if flag.startswith(f"{OPTIMIZER}.") else flag.removeprefix(own) if flag.startswith(own) else None
+        if name is not None:
+            found[name] = parsed(value, f"{SEARCH}.{flag}")
+    return found
+
+
+def _optimizer_spaces(config: Namespace) -> dict[str, Space]:
+    """Learning rate and weight decay, as far as the chosen optimizer has them."""
+    options = {**options_of(imported(config.optimizer.class_path, OPTIMIZER)).defaults, **config.optimizer.init_args}
+    found: dict[str, Space] = {}
+    if isinstance(rate := options.get("lr"), int | float) and rate > 0:
+        found[f"{OPTIMIZER}.lr"] = Log(rate / AROUND, rate * AROUND)
+    return found | ({f"{OPTIMIZER}.weight_decay": DECAY} if "weight_decay" in options else {})
+
+
+def check(config: Namespace, setups: Mapping[str, Setup]) -> None:
+    """Raise BadInput for a flag of `--search` that names no option of a row, or a value that the option refuses.
+
+    Also if the scheduler sets a rate that does not depend on the optimizer's, which then can't be searched.
+    """
+    variants = {setup.row.variant: setup for setup in setups.values()}
+    for flag, value in config.search.items():
+        name, _, option = flag.partition(".")
+        if name == OPTIMIZER and not config.tune_optimizer:
+            raise BadInput(f"{SEARCH}.{flag}", value, "--tune_optimizer true beside it")
+        if name != OPTIMIZER and name not in variants:
+            known = [*variants, OPTIMIZER]
+            raise BadInput(f"{SEARCH}.{flag}", value, f"one of {', '.join(known)} after {SEARCH}{near(name, known)}")
+        space = parsed(value, f"{SEARCH}.{flag}")
+        for each in space.values if isinstance(space, Choice) else (space.at(0), space.at(1)):
+            try:
+                _check_value(config, variants.get(name), option, each)
+            except BadInput as fault:
+                of_option = fault.flag.rpartition(".")[2] == option
+                expected = fault.expected if of_option else f"values that fit: of {each}, expected {fault.expected}"
+                raise BadInput(f"{SEARCH}.{flag}", value, expected) from None
+    if config.tune_optimizer and config.scheduler is not None and not _keeps_rates(config):
+        expected = f"false: {config.scheduler.name} sets every rate itself, so that none can be searched"
+        raise BadInput("tune_optimizer", "true", expected)
+
+
+def _check_value(config: Namespace, setup: Setup | None, option: str, value: Any) -> None:
+    """Make the method, or without one the optimizer, with a value of an option; BadInput if it is refused."""
+    choice = config.optimizer if setup is None else setup.choice
+    made = cli.Choice(choice.class_path, {**choice.init_args, option: checked(choice, option, value)})
+    if setup is None:
+        with cli.refusals(made, OPTIMIZER):
+            cli.factory(made, OPTIMIZER)(nn.Linear(2, 2).parameters())
+    else:
+        setup._replace(choice=made).objective(config)
+
+
+def checked(choice: cli.Choice, option: str, value: Any) -> Any:
+    """The value of a class's option, in its type; BadInput if it is none."""
+    return options_of(imported(choice.class_path, "")).check(option, value)
+
+
+def _keeps_rates(config: Namespace) -> bool:
+    """Whether two groups of different rates still have different ones under the scheduler."""
+    layers = nn.Linear(1, 1), nn.Linear(1, 1)
+    groups = [{"params": list(layer.parameters()), "lr": rate} for layer, rate in zip(layers, (0.1, 0.2), strict=True)]
+    optimizer = cli.factory(config.optimizer, OPTIMIZER)(groups)
+    scheduler = cli.factory(config.scheduler, "scheduler")(optimizer)
+    first, second = scheduler.get_last_lr()
+    return bool(first != second)
+
+
+@functools.lru_cache
+def _points(dimensions: int, count: int, seed: int) -> Any:
+    from scipy.stats import qmc
+
+    engine = qmc.Sobol(dimensions, scramble=True, rng=seed)
+    return engine.random_base2(math.ceil(math.log2(max(count, 2))))
+
+
+def drawn(config: Namespace, setup: Setup, count: int, seed: int) -> list[Setup]:
+    """At most `count` settings of a row that differ: the given one, then points of the sequence keyed by `seed`.
+
+    There are fewer where the spaces have no more.
+    """
+    own, trials = spaces(config, setup), [setup._replace(trial=0)]
+    seen = [options(config, trials[0], own)]
+    for point in _points(len(own), POINTS_FOR_ONE * count, seed) if own else ():
+        if len(trials) == count:
+            break
+        values = {name: space.at(float(u)) for (name, space), u in zip(own.items(), point, strict=True)}
+        chosen, optimizer = dict(setup.choice.init_args), dict[str, Any]()
+        for name, value in values.items():
+            if name.startswith(f"{OPTIMIZER}."):
+                short = name.removeprefix(f"{OPTIMIZER}.")
+                optimizer[short] = checked(config.optimizer, short, value)
+            else:
+                chosen[name] = checked(setup.choice, name, value)
+        trial = Setup(setup.row, cli.Choice(setup.choice.class_path, chosen), optimizer, len(trials))
+        if options(config, trial, own) not in seen:
+            seen.append(options(config, trial, own))
+            trials.append(trial)
+    return trials
+
+
+def options(config: Namespace, setup: Setup, names: Mapping[str, Space]) -> dict[str, Any]:
+    """The values of the options that are searched, as they are written down."""
+    everything = setup.settings(config).optimizer
+    usual = {**options_of(imported(everything.class_path, OPTIMIZER)).defaults, **everything.init_args}
+    of_optimizer = {f"{OPTIMIZER}.{name}": value for name, value in usual.items()}
+    found = {name: {**setup.choice.init_args, **of_optimizer}[name] for name in names}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}

@@ -1,0 +1,73 @@
+"""How many settings train side by side: as many as memory holds, found before training."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from apprentice.batch import Batch
+from datamodules.memory import available_bytes
+from harness.reports.report import MIB
+from harness.runs import launch
+from harness.runs.quiet import notice
+from harness.runs.session import Session
+from harness.studies.distillation import MakeStudents, MakeTeacher
+from harness.studies.setups import Setup
+from lit_modules.distillation import Distillation
+
+COPIES = 4  # of a parameter: itself, its gradient, two moments of an optimizer
+SHARE = 0.5  # of the available memory; the rest is for what else a process needs
+
+
+def in_waves(
+    run: Session,
+    make_teacher: MakeTeacher,
+    make_students: MakeStudents,
+    units: Sequence[Sequence[str]],
+    setups: Mapping[str, Setup],
+) -> list[list[str]]:
+    """The settings in waves, each of which fits into memory; those of a unit stay together.
+
+    On a GPU, whose memory can't be asked for before ranks are forked, all are one wave unless `--tune_wave` is given.
+    """
+    most = run.config.tune_wave
+    trainer = run.trainer()
+    if most is None and trainer.strategy.root_device.type == "cpu":
+        local = trainer.num_devices if launch.launched() is None else max(launch.ranks() // trainer.num_nodes, 1)
+        teacher, _ = make_teacher(run, run.config.seeds[0])
+        first = {unit[0].partition("@")[0]: unit for unit in units}  # one of each row
+        sizes = []
+        for unit in first.values():
+            module, _ = make_students(run, run.config.seeds[0], teacher.net, {name: setups[name] for name in unit})
+            sizes += [student_bytes(module, name, run, trainer.world_size) for name in unit]
+        most = max(1, int(SHARE * available_bytes() / local / max(sizes)))
+    waves: list[list[str]] = [[]]
+    for unit in units:
+        if most is not None and waves[-1] and len(waves[-1]) + len(unit) > most:
+            waves.append([])
+        waves[-1] += unit
+    if len(waves) > 1:
+        why = "" if run.config.tune_wave else f", as one takes up to {max(sizes) / MIB:.0f} MiB of a rank's memory"
+        notice(f"tuning: {sum(map(len, waves))} settings in {len(waves)} waves of at most {most}{why}")
+    return waves
+
+
+def student_bytes(module: Distillation, name: str, run: Session, ranks: int) -> int:
+    """Bytes that a student takes on a rank while it trains: parameters, optimizer and what backward needs."""
+    rows = max(2, -(-min(run.data.batch_size, run.data.sizes["train"]) // ranks))
+    pair = run.data.samples("train", torch.arange(rows), next(module.parameters()).dtype)
+    saved: dict[int, int] = {}
+
+    def count(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            storage = tensor.untyped_storage()
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    step = module.step_alone(name, Batch.of(pair, 0, shared=False))
+    with saved_tensors_hooks(count, lambda tensor: tensor):
+        loss = step()
+    own = sum(p.numel() * p.element_size() for p in module.students[name].parameters())
+    del loss
+    return COPIES * own + sum(saved.values())

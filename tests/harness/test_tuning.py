@@ -1,0 +1,381 @@
+"""Tuning: equal budgets in one pass, to the bits of each setting by itself, whatever stops it on the way."""
+
+import json
+import math
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from matplotlib.figure import Figure
+
+from datamodules.base import InMemoryData
+from experiments import kd
+from harness.reports.metrics import ACCURACY, BITS
+from harness.runs import safepoints
+from harness.runs.safepoints import SafePoints
+from harness.runs.session import Session
+from harness.studies import distillation, fits, tuning
+from harness.studies.setups import Setup
+from harness.studies.tuning import rungs, spaces, waves
+from lit_modules.objectives.search import Choice, Linear, Log
+from tests.commands import refused, results
+from tests.figures import sketch
+from tests.grids import mostly_slow
+from tests.harness.test_resume import kill_at
+from tests.processes import Run
+from tests.training import assert_same
+
+SMALL = [
+    "--data.train_size", "150", "--data.test_size", "100", "--data.batch_size", "60", "--seeds", "[3]",
+    "--teacher", "LightNN", "--trainer.max_epochs", "3", "--checkpoint_every", "1e-9",
+]  # fmt: skip
+TUNED = [*SMALL, "--only", "ce", "hint", "--tune", "3", "--tune_seeds", "[7,8]"]
+RATES = [
+    "--scheduler",
+    "CosineAnnealingLR",
+    "--scheduler.T_max",
+    "3",
+    "--optimizer",
+    "SGD",
+    "--optimizer.momentum",
+    "0.9",
+]
+SPENT = {"fit_seconds", "students_fit_seconds", "step_ms", "teacher_samples", "teacher_samples_alone"}
+OF_CALL = {"out", "resume", "devices", "checkpoint_every", "tune_wave"}
+
+
+def study(out: Path, flags: Sequence[str], before: Any = None) -> Run:
+    def main() -> None:
+        Figure.draw = sketch  # type: ignore[method-assign]
+        if before is not None:
+            before()
+        kd.main([*flags, "--out", str(out)])
+
+    return Run(main, log=out.with_suffix(".log"))
+
+
+def finished(out: Path, *flags: str) -> Path:
+    run = study(out, flags)
+    assert run.wait() == 0, run.output
+    return out
+
+
+def ended(out: Path) -> tuple[dict[str, Any], Any]:
+    """The nets of the table, and the results without what a call has spent."""
+
+    def kept(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {name: kept(each) for name, each in value.items() if name not in SPENT | OF_CALL}
+
+    nets = {path.parent.name: torch.load(path) for path in sorted(out.glob("seed*/*/weights.pt"))}
+    return {f"{name}.{key}": x for name, state in nets.items() for key, x in state.items()}, kept(results(out))
+
+
+def assert_ends_as(out: Path, other: Path) -> None:
+    ours, theirs = ended(out), ended(other)
+    assert_same(ours[0], theirs[0])
+    assert ours[1] == theirs[1]
+    assert not list((out / "tuning").rglob("*.ckpt"))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return finished(tmp_path_factory.mktemp("tuned") / "run", *TUNED)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Any:
+    """Sessions of kd.py by their flags, with their folders open."""
+
+    def opened(*flags: str) -> tuple[Session, dict[str, Setup]]:
+        made = Session("kd", kd.parser(), [*SMALL, *flags, "--out", str(tmp_path / "run")])
+        made.out = tmp_path / "run"
+        made.out.mkdir(exist_ok=True)
+        return made, distillation.check(made, kd.teacher, kd.students)
+
+    return opened
+
+
+# What it finds
+
+
+def test_every_method_has_the_same_budget_and_its_best_setting_is_in_the_table(whole: Path) -> None:
+    found, cost = results(whole)["tuning"], results(whole)["tuning_cost"]
+    assert found.keys() == {"ce", "hint"}
+    for entry in found.values():
+        ends = [setting["epochs"] for setting in entry["settings"]]
+        assert sorted(ends) == [1, 2, 3]  # 3 settings, 2 of them after an epoch, 1 after two
+        assert entry["chosen"] == ends.index(3)
+        assert [len(setting["validation"]) for setting in entry["settings"]] == [2, 2, 2]
+        given = entry["settings"][0]["options"]
+        assert given["optimizer.lr"] == 0.001
+        assert given["optimizer.weight_decay"] == 0
+    assert found["hint"]["settings"][0]["options"]["hint_weight"] == 0.25
+    assert set(cost["student_epochs"].values()) == {2 * (1 + 2 + 3)}  # of two seeds
+    assert 0 < cost["teacher_samples"] < cost["teacher_samples_alone"]
+    page = (whole / "results.md").read_text()
+    assert "## Tuning" in page
+    assert "seeds 7 and 8, not in the table" in page
+    assert (whole / "tuning.png").stat().st_size > 0
+
+
+def test_the_chosen_setting_is_what_the_table_s_students_learn_by(whole: Path) -> None:
+    for name, entry in results(whole)["tuning"].items():
+        chosen = entry["settings"][entry["chosen"]]["options"]
+        rate = chosen["optimizer.lr"]
+        flags = [f"--variants.{name}.{option}={value}" for option, value in chosen.items() if "." not in option]
+        flags += [f"--optimizer.lr={rate}", f"--optimizer.weight_decay={chosen['optimizer.weight_decay']}"]
+        teacher = ["--teacher_ckpt", str(whole / "seed3" / "teacher" / "weights.pt")]
+        alone = finished(whole.parent / name, *SMALL, "--only", name, *flags, *teacher)
+        nets = (torch.load(out / "seed3" / name / "weights.pt") for out in (alone, whole))
+        assert_same(*nets)
+
+
+def test_no_test_sample_is_read_before_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    own, save = InMemoryData.test_dataloader, distillation.save_results
+    monkeypatch.setattr(InMemoryData, "test_dataloader", lambda data: seen.append("test") or own(data))
+    monkeypatch.setattr(tuning.Tuning, "facts", lambda search: seen.append("tuned") or {})
+    monkeypatch.setattr(distillation, "save_results", lambda *of: seen.append("table") or save(*of))
+    monkeypatch.setattr(Figure, "draw", sketch)
+    kd.main([*TUNED, "--tune_seeds", "1", "--out", str(tmp_path / "run")])
+    assert seen == ["tuned", "test", "test", "table"]  # the teacher's, and that of the students of one fit
+
+
+# The same bits
+
+
+@pytest.mark.parametrize("rates", [[], RATES], ids=["Adam", "SGD and a schedule"])
+def test_a_survivor_has_the_bits_of_its_setting_alone(rates: list[str], run: Any) -> None:
+    made, setups = run("--only", "ce", "hint", "--tune", "4", "--tune_seeds", "[7]", *rates)
+    search = tuning.Tuning(made, kd.teacher, kd.students, setups)
+    alive = search.searched()
+    folder = made.out / "tuning" / "seed7"
+    together = safepoints.read(folder / "rung3.ckpt")
+    for row, (number, *_) in alive.items():
+        setup = search.trials[row][number]
+
+        def alone(setup: Setup = setup) -> Any:
+            teacher = fits.load_net(folder / "teacher", "out")
+            return kd.students(search.run, 7, teacher, {setup.name: setup})
+
+        fits.train(search.run, 7, f"students-{row}", alone, keep=True, tested=False)
+        whole = safepoints.read(folder / f"students-{row}.ckpt")
+        mine = f"students.{setup.name}."
+        ours = {key: value for key, value in together["state_dict"].items() if key.startswith(mine)}
+        assert_same(ours, whole["state_dict"])
+        place = list(alive).index(row)
+        group, (only,) = (
+            together["optimizer_states"][0]["param_groups"][place],
+            whole["optimizer_states"][0]["param_groups"],
+        )
+        assert {**group, "params": []} == {**only, "params": []}
+        for old, new in zip(group["params"], only["params"], strict=True):
+            assert_same(
+                *(
+                    {k: torch.as_tensor(v) for k, v in state.items() if v is not None}
+                    for state in (
+                        together["optimizer_states"][0]["state"].get(old, {}),
+                        whole["optimizer_states"][0]["state"].get(new, {}),
+                    )
+                )
+            )
+        records = json.loads((folder / f"students-{row}.json").read_text()), search._records(7)
+        assert records[0]["runs"][setup.name]["epochs"] == records[1][setup.name]["epochs"]
+
+
+@pytest.mark.parametrize("devices", [pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+def test_exact_tuning_has_the_same_bits_on_several_processes(devices: int, tmp_path: Path) -> None:
+    exact = [*TUNED, "--exact", "3", "--data.augment", "true", "--tune_seeds", "1"]
+    outs = [finished(tmp_path / str(count), *exact, "--trainer.devices", str(count)) for count in (1, devices)]
+    assert_ends_as(outs[1], outs[0])
+
+
+def test_waves_change_no_bit(whole: Path, tmp_path: Path) -> None:
+    out = finished(tmp_path / "run", *TUNED, "--tune_wave", "2")
+    assert_ends_as(out, whole)
+    assert len(json.loads((out / "tuning" / "plan.json").read_text())["waves"]) == 3
+    assert (out / "tuning" / "seed7" / "rung1-3.json").exists()
+
+
+def test_a_run_grows_by_methods_and_seeds(whole: Path, tmp_path: Path) -> None:
+    out = finished(tmp_path / "run", *SMALL, "--only", "hint", "--tune", "3", "--tune_seeds", "[7,8]")
+    finished(out, "--resume", "true", "--only", "ce", "hint")
+    found, other = ended(out), ended(whole)
+    assert_same(found[0], other[0])
+    assert found[1]["tuning"] == other[1]["tuning"]
+
+
+PHASES: dict[str, tuple[Any, ...]] = {
+    "the plan, before it is written": (tuning, "write_json", 1, False),
+    "a teacher, in mid-epoch": (SafePoints, "on_train_batch_start", 2, True),
+    "first rung, in mid-epoch": (SafePoints, "on_train_batch_start", 2, True, "seed7/teacher.json"),
+    "first rung, trained and not recorded": (fits, "write_json", 1, False, "seed7/teacher.json"),
+    "second seed's teacher": (SafePoints, "on_train_batch_start", 3, True, "seed7/rung1.json"),
+    "before a checkpoint is carried on": (rungs, "carry", 1, False),
+    "after it": (rungs, "carry", 1, True),
+    "second rung, between a checkpoint's write and its rename": (Path, "replace", 1, False, "seed7/rung2.ckpt"),
+    "last rung, in mid-epoch": (SafePoints, "on_train_batch_start", 2, True, "seed8/rung2.json"),
+    "all rungs done": (tuning.Tuning, "facts", 1, False),
+    "the table's students": (SafePoints, "on_train_batch_start", 6, True, "seed8/rung3.json"),
+    "the results": (distillation, "save_results", 1, False),
+}
+
+
+@pytest.mark.parametrize("devices", mostly_slow([1, 2], 1))
+def test_killed_in_all_phases_it_ends_the_same(devices: int, whole: Path, tmp_path: Path) -> None:
+    out, ranks = tmp_path / "run", ["--trainer.devices", str(devices)]
+    if devices > 1:
+        whole = finished(tmp_path / "whole", *TUNED, *ranks)
+    for number, (phase, (owner, name, call, after, *since)) in enumerate(PHASES.items()):
+        arm = kill_at(owner, name, call, after, since=out / "tuning" / since[0] if since else None)
+        killed = study(out, [*TUNED, *ranks, "--resume", "true"] if number else [*TUNED, *ranks], before=arm)
+        assert killed.wait() == -signal.SIGKILL, (phase, killed.output)
+    finished(out, "--resume", "true")
+    assert_ends_as(out, whole)
+
+
+# The settings that are tried
+
+
+def test_settings_begin_with_the_given_one_and_follow_the_data_s_seed(run: Any) -> None:
+    made, setups = run("--only", "kd", "--variants.kd.temperature", "4", "--tune", "8")
+    drawn = [spaces.drawn(made.config, setups["kd"], 8, seed) for seed in (0, 0, 1)]
+    tried = [[(each.choice.init_args, each.optimizer) for each in found] for found in drawn]
+    assert tried[0] == tried[1]
+    assert tried[0][0] == tried[2][0] == (setups["kd"].choice.init_args, {})
+    assert tried[0][1:] != tried[2][1:]
+    assert [each.trial for each in drawn[0]] == [*range(8)]
+    temperatures = [options["temperature"] for options, _ in tried[0]]
+    assert temperatures[0] == 4
+    assert all(1 <= value <= 16 for value in temperatures)
+    assert len(set(temperatures)) == 8
+    rates = [optimizer["lr"] for _, optimizer in tried[0][1:]]
+    assert all(1e-4 <= rate <= 1e-2 for rate in rates)
+
+
+def test_flags_narrow_and_add_spaces(run: Any) -> None:
+    flags = [
+        "--search.kd.temperature",
+        "log(2, 3)",
+        "--search.optimizer.lr",
+        "[0.1,0.2]",
+        "--search.kd.kd_weight",
+        "0.5",
+    ]
+    made, setups = run("--only", "kd", "--tune", "4", *flags, "--search.kd.ce_weight", "linear(0,1)")
+    found = spaces.spaces(made.config, setups["kd"])
+    assert found["temperature"] == Log(2, 3)
+    assert found["kd_weight"] == Choice((0.5,))
+    assert found["ce_weight"] == Linear(0, 1)
+    assert found["optimizer.lr"] == Choice((0.1, 0.2))
+    assert "optimizer.weight_decay" in found
+    _, *drawn = spaces.drawn(made.config, setups["kd"], 4, 0)
+    assert {each.choice.init_args["kd_weight"] for each in drawn} == {0.5}
+    assert {each.optimizer["lr"] for each in drawn} <= {0.1, 0.2}
+
+
+def test_settings_are_never_the_same_twice(run: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    made, setups = run(
+        "--only", "ce", "--tune", "9", "--tune_optimizer", "false", "--search.ce.label_smoothing", "[0,0.1]"
+    )
+    assert len(spaces.drawn(made.config, setups["ce"], 9, 0)) == 2
+    tuning.check(made, kd.teacher, kd.students, setups)
+    assert "ce: 2 settings, as its options have no more" in capfd.readouterr().out
+
+
+def test_every_setting_of_the_zoo_builds(run: Any) -> None:
+    made, setups = run("--zoo", "true", "--tune", "4")
+    assert len(setups) > 20
+    tuning.check(made, kd.teacher, kd.students, setups)
+
+
+def test_peers_are_tried_with_the_same_number(run: Any) -> None:
+    dml = ["--variants.a", "DML", "--variants.a.peers", "[b]", "--variants.b", "DML", "--variants.b.peers", "[a]"]
+    made, setups = run("--only", "ce", "a", "b", "--tune", "3", *dml)
+    search = tuning.Tuning(made, kd.teacher, kd.students, setups)
+    assert search.teams == [("ce",), ("a", "b")]
+    assert search.trials["a"][2].objective(made.config).peers == ["b@2"]
+    tuning.check(made, kd.teacher, kd.students, setups)
+    best = search.chosen()
+    assert search.best["a"] == search.best["b"]
+    assert best["a"].objective(made.config).peers == ["b"]
+
+
+# Which go on
+
+
+def test_rungs_are_thirds_and_half_of_the_settings_go_on() -> None:
+    assert [rungs.ends(epochs) for epochs in (1, 2, 3, 10, 240)] == [
+        [1], [1, 2], [1, 2, 3], [4, 7, 10], [80, 160, 240],
+    ]  # fmt: skip
+    scores = {0: 0.5, 1: None, 2: 0.9, 3: 0.5, 4: 0.1}
+    assert rungs.best(scores, ACCURACY, 3) == [0, 2, 3]
+    assert rungs.best(scores, ACCURACY, 4) == [0, 2, 3, 4]
+    assert rungs.best(scores, BITS, 2) == [0, 4]
+
+
+def test_memory_decides_how_many_train_side_by_side(
+    run: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    made, setups = run("--only", "ce", "kd", "--tune", "4")
+    found = tuning.trials(made, setups)
+    trials = {each.name: each for of in found.values() for each in of}
+    units = [[name] for name in trials]
+    assert waves.in_waves(made, kd.teacher, kd.students, units, trials) == [list(trials)]
+    module, _ = kd.students(made, 3, kd.teacher(made, 3)[0].net, {"ce": setups["ce"], "kd": setups["kd"]})
+    largest = max(waves.student_bytes(module, name, made, 1) for name in ("ce", "kd"))
+    size = sum(p.numel() * 4 for p in module.students["kd"].parameters())
+    assert 4 * size < largest < 100 * size
+    monkeypatch.setattr(waves, "available_bytes", lambda: math.ceil(3 * largest / waves.SHARE) + 8)
+    split = waves.in_waves(made, kd.teacher, kd.students, units, trials)
+    assert [len(wave) for wave in split] == [3, 3, 2]
+    assert "tuning: 8 settings in 3 waves of at most 3, as one takes up to " in capfd.readouterr().out
+
+
+# What is refused
+
+BAD = {
+    "one": (["--tune", "1"], "--tune 1", "at least 2"),
+    "no validation": (["--data.validation_size", "0"], "--tune 3", "a validation set"),
+    "steps": (["--trainer.max_steps", "9"], "--trainer.max_epochs 3", "a number of epochs"),
+    "late validation": (["--trainer.check_val_every_n_epoch", "2"], "--trainer.check_val_every_n_epoch 2", "at most 1"),
+    "seeds": (["--tune_seeds", "[3]"], "--tune_seeds 3", "not in --seeds"),
+    "twice": (["--tune_seeds", "[7,7]"], "--tune_seeds [7,7]", "twice"),
+    "wave": (["--tune_wave", "0"], "--tune_wave 0", "at least 1"),
+    "method": (["--search.kdd.temperature", "[1]"], "--search.kdd.temperature [1]", "near: kd"),
+    "option": (["--search.kd.temperatur", "[1]"], "--search.kd.temperatur [1]", "near: temperature"),
+    "value": (["--search.kd.temperature", "[0,2]"], "--search.kd.temperature [0,2]", "above 0"),
+    "form": (["--search.kd.temperature", "log(0, 2)"], "--search.kd.temperature log(0, 2)", "log(LOW, HIGH) above 0"),
+    "order": (["--search.kd.temperature", "log(3, 2)"], "--search.kd.temperature log(3, 2)", "LOW, HIGH"),
+    "words": (["--search.kd.temperature", "hot"], "--search.kd.temperature hot", "a number"),
+    "rate": (["--search.optimizer.lr", "[-1]"], "--search.optimizer.lr [-1]", "Invalid learning rate"),
+    "no rate": (["--tune_optimizer", "false", "--search.optimizer.lr", "2"], "--search.optimizer.lr 2", "true beside"),
+    "its own rates": (
+        ["--scheduler", "OneCycleLR", "--scheduler.max_lr", "1", "--scheduler.total_steps", "9"],
+        "--tune_optimizer true", "OneCycleLR sets every rate",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_input_is_one_line_before_anything_starts(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags, begins, says = BAD[kind]
+    refused(kd.main, [*SMALL, "--only", "ce", "kd", "--tune", "3", *flags], begins, says, tmp_path, capsys)
+
+
+def test_a_space_without_a_search_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*SMALL, "--search.kd.temperature", "[1,2]"]
+    refused(kd.main, flags, "--search.kd.temperature [1,2]", "--tune N beside it", tmp_path, capsys)
+
+
+def test_a_tuned_run_keeps_its_epochs(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        kd.main(["--out", str(whole), "--resume", "true", "--trainer.max_epochs", "4"])
+    assert "--trainer.max_epochs 4: expected 3, for which settings were searched" in capsys.readouterr().err
