@@ -55,10 +55,10 @@ class Options(cli.RunOptions):
         only: train just these students, as in --only ce kd; with --students, small-kd, or kd for that of each net.
         zoo: train by every method that fits the nets, and say which don't; the best comes first.
         metric: what nets are judged by, in the table and beside the accuracy of the validation.
-        tune: try N settings of each method, those given among them, and compare the best of each; see docs/tuning.md.
-        tune_seeds: N repeats the search with N seeds of its own; a list, as [7,8], names them.
-        tune_optimizer: search learning rate and weight decay too, for every method.
-        tune_wave: settings that train side by side, at most; default: as many as memory holds.
+        tune: compare the best of N settings of each method; --search.kd.kd_weight log(1,16).
+        tune_seeds: N repeats the search with N seeds of its own, 2 if not given; a list, as [7,8], names them.
+        tune_optimizer: search learning rate and weight decay too, for every method; default: true.
+        tune_wave: settings that train side by side, at most; default: what memory holds.
         save_ckpt: write classifier.ckpt beside each net's weights.pt, for LitClassifier.load_from_checkpoint.
         list_layers: print the nets' layers and the shapes of their outputs, and train nothing.
         teacher_ckpt: a trained teacher, loaded, not trained; {seed} in its path is replaced by each seed.
@@ -75,8 +75,8 @@ class Options(cli.RunOptions):
     zoo: bool = False
     metric: ClassMetric = "accuracy"
     tune: int | None = None
-    tune_seeds: int | list[int] = 2
-    tune_optimizer: bool = True
+    tune_seeds: int | list[int] | None = None
+    tune_optimizer: bool | None = None
     tune_wave: int | None = None
     save_ckpt: bool = False
     list_layers: bool = False
@@ -99,18 +99,7 @@ class Options(cli.RunOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tune is not None and self.tune < 2:
-            raise BadInput("tune", self.tune, "a number of settings of each method, at least 2")
-        if isinstance(self.tune_seeds, int):
-            if not 1 <= self.tune_seeds <= cli.MOST_SEEDS:
-                raise BadInput(
-                    "tune_seeds", self.tune_seeds, "a number of seeds, at least 1, or a list of them, as [7]"
-                )
-            self.tune_seeds = [cli.MOST_SEEDS + number for number in range(self.tune_seeds)]
-        if not self.tune_seeds or len({*self.tune_seeds}) < len(self.tune_seeds) or min(self.tune_seeds) < 0:
-            raise BadInput("tune_seeds", self.tune_seeds, "seeds of 0 or more, none of them twice")
-        if self.tune_wave is not None and self.tune_wave < 1:
-            raise BadInput("tune_wave", self.tune_wave, "a number of settings, at least 1")
+        self._check_tuning()
         if self.teacher_epochs is not None and self.teacher_epochs < 1:
             raise BadInput("teacher_epochs", self.teacher_epochs, "a number of epochs, at least 1")
         if self.teacher_ckpt_partial and (self.teacher_ckpt is None or self.teacher_epochs is None):
@@ -124,6 +113,26 @@ class Options(cli.RunOptions):
             raise BadInput("teacher_cache_mb", self.teacher_cache_mb, "a number of megabytes, 0 or more")
         if self.teacher_cache_dir and Path(self.teacher_cache_dir).is_file():
             raise BadInput("teacher_cache_dir", self.teacher_cache_dir, "a folder; this is a file")
+
+    def _check_tuning(self) -> None:
+        own = {name: getattr(self, name) for name in ("tune_seeds", "tune_optimizer", "tune_wave")}
+        if self.tune is None:
+            for name, value in own.items():
+                if value is not None:
+                    raise BadInput(name, value, "--tune N beside it")
+            return
+        if self.tune < 2:
+            raise BadInput("tune", self.tune, "a number of settings of each method, at least 2")
+        seeds = 2 if self.tune_seeds is None else self.tune_seeds
+        if isinstance(seeds, int):
+            if not 1 <= seeds <= cli.MOST_SEEDS:
+                raise BadInput("tune_seeds", seeds, "a number of seeds, at least 1, or a list of them, as [7]")
+            seeds = [cli.MOST_SEEDS + number for number in range(seeds)]  # `--seeds N` has smaller ones
+        if not seeds or len({*seeds}) < len(seeds) or min(seeds) < 0:
+            raise BadInput("tune_seeds", seeds, "seeds of 0 or more, none of them twice")
+        self.tune_seeds, self.tune_optimizer = seeds, self.tune_optimizer is not False
+        if self.tune_wave is not None and self.tune_wave < 1:
+            raise BadInput("tune_wave", self.tune_wave, "a number of settings, at least 1")
 
 
 def parser() -> cli.Parser:

@@ -44,7 +44,8 @@ def _groups(parser: "Parser", flags: Flags, nested: Mapping[str, Classes]) -> It
     for key, entry in parser.entries.items():
         below = {flag: shown for flag, shown in flags.items() if flag == key or flag.startswith(f"{key}.")}
         if isinstance(entry, Texts):
-            yield f"{key}: {entry.about}", None, below
+            if below:  # an option above names the key
+                yield f"{key}: {entry.about}", None, below
         elif not isinstance(entry, Signature):
             yield _choice(f"{key}: any name with one of " if entry.named else f"{key}: ", entry.classes), None, below
         elif key != "trainer":

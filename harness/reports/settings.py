@@ -50,7 +50,15 @@ def shown(value: Any) -> str:
 
 
 def objectives(results: Facts) -> dict[str, str]:
-    """What each student of a bake-off learnt by, with all options."""
+    """What each student of a bake-off learnt by, with all options; if it was tuned, those that were chosen."""
     variants = (results["config"] or {}).get("variants") or {}
     known = {name: variants.get(entry.get("variant", name)) for name, entry in results["students"].items()}
-    return {name: shown(known[name] or entry["objective"]) for name, entry in results["students"].items()}
+    found = {name: shown(known[name] or entry["objective"]) for name, entry in results["students"].items()}
+    for name, tuned in results.get("tuning", {}).items():
+        chosen = tuned["settings"][tuned["chosen"]]["options"]
+        of_optimizer = {option: value for option, value in chosen.items() if "." in option}
+        own = {option: value for option, value in chosen.items() if option not in of_optimizer}
+        choice: Facts = known[name] or {}
+        given = {**choice, "init_args": {**choice["init_args"], **own}}
+        found[name] = shown(given) + "".join(f", {option} {value}" for option, value in of_optimizer.items())
+    return found

@@ -80,6 +80,9 @@ def _sensitivity(axes: Any, entry: Facts, option: str, metric: Metric) -> None:
         if above and max(above) > FACTOR * min(above):
             zero = {"linthresh": min(above)} if min(values) <= 0 else {}
             axes.set_xscale("symlog" if zero else "log", **zero)
+            ticks = [*([0.0] if zero else []), min(above), math.sqrt(min(above) * max(above)), max(above)]
+            axes.set_xticks(ticks, [f"{tick:.2g}" for tick in ticks])
+            axes.minorticks_off()
     else:
         places = [_shown(value) for value in values]
     for number, (setting, place) in enumerate(zip(settings, places, strict=True)):

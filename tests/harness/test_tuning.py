@@ -18,6 +18,8 @@ from harness.runs import safepoints
 from harness.runs.safepoints import SafePoints
 from harness.runs.session import Session
 from harness.studies import distillation, fits, tuning
+from harness.studies.compare.pool import pool
+from harness.studies.compare.runs import load_run
 from harness.studies.setups import Setup
 from harness.studies.tuning import rungs, spaces, waves
 from lit_modules.objectives.search import Choice, Linear, Log
@@ -120,6 +122,13 @@ def test_every_method_has_the_same_budget_and_its_best_setting_is_in_the_table(w
     page = (whole / "results.md").read_text()
     assert "## Tuning" in page
     assert "seeds 7 and 8, not in the table" in page
+    chosen = found["hint"]["settings"][found["hint"]["chosen"]]["options"]
+    assert f"- hint: Hint(hint_weight={chosen['hint_weight']}, " in page
+    assert (
+        f"), optimizer.lr {chosen['optimizer.lr']}, optimizer.weight_decay {chosen['optimizer.weight_decay']}\n" in page
+    )
+    pooled = pool([load_run(whole, whole, "run")])
+    assert {key: pooled[key] for key in ("tuning", "tuning_cost")} == {"tuning": found, "tuning_cost": cost}
     assert (whole / "tuning.png").stat().st_size > 0
 
 
@@ -373,6 +382,7 @@ def test_bad_input_is_one_line_before_anything_starts(
 def test_a_space_without_a_search_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = [*SMALL, "--search.kd.temperature", "[1,2]"]
     refused(kd.main, flags, "--search.kd.temperature [1,2]", "--tune N beside it", tmp_path, capsys)
+    refused(kd.main, [*SMALL, "--tune_seeds", "3"], "--tune_seeds 3", "--tune N beside it", tmp_path, capsys)
 
 
 def test_a_tuned_run_keeps_its_epochs(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,8 @@ from harness.reports.results import bake_off_results, load_record, reading
 from harness.studies.compare.page import folder_name
 from harness.studies.compare.runs import Run
 
+TUNED = ("tuning", "tuning_cost")
+
 
 def pool(runs: Sequence[Run]) -> Facts:
     """The results of one run of kd.py with the seeds of all; the hardware is the first one's.
@@ -44,13 +46,19 @@ def pool(runs: Sequence[Run]) -> Facts:
         one_teacher=loaded and "{seed}" not in (first.setting("teacher_ckpt") or ""),
         variants={name: entry["variant"] for name, entry in students.items() if "variant" in entry},
         ranked=bool(first.setting("zoo")),
-    ) | {"pooled": [run.name for run in runs]}
+    ) | {"pooled": [run.name for run in runs], **{key: first.results[key] for key in TUNED if key in first.results}}
 
 
 def _differs(first: Run, run: Run) -> str:
     """What differs but the seeds, in words; empty if nothing does."""
     ours, theirs = (
-        {**each.results["data"], **each.results["versions"], **each.settings, "students": " ".join(each.entries)}
+        {
+            **each.results["data"],
+            **each.results["versions"],
+            **each.settings,
+            "students": " ".join(each.entries),
+            "the choice of settings": {name: of["chosen"] for name, of in each.results.get("tuning", {}).items()},
+        }
         for each in (run, first)
     )
     keys = [key for key in {**theirs, **ours} if ours.get(key) != theirs.get(key)]
