@@ -56,10 +56,10 @@ class Options(cli.RunOptions):
         zoo: train by every method that fits the nets, and say which don't; the best comes first.
         metric: what nets are judged by, in the table and beside the accuracy of the validation.
         tune: compare the best of N settings of each method; --search.kd.kd_weight log(1,16).
-        tune_seeds: N repeats the search with N seeds of its own, 2 if not given; a list, as [7,8], names them.
+        tune_seeds: how many seeds the search has, or a list of them, as [7,8]; default: 2.
         tune_optimizer: search learning rate and weight decay too, for every method; default: true.
         tune_wave: settings that train side by side, at most; default: what memory holds.
-        save_ckpt: write classifier.ckpt beside each net's weights.pt, for LitClassifier.load_from_checkpoint.
+        save_ckpt: write classifier.ckpt beside weights.pt, for LitClassifier.load_from_checkpoint.
         list_layers: print the nets' layers and the shapes of their outputs, and train nothing.
         teacher_ckpt: a trained teacher, loaded, not trained; {seed} in its path is replaced by each seed.
         teacher_ckpt_partial: load what fits of teacher_ckpt, and name what doesn't; train the rest: teacher_epochs.
