@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from benchmarks import common, data_speed, gpt_speed, int8_speed, kd_speed, local_sgd, zoo_speed
+from benchmarks import common, data_speed, gpt_speed, int8_speed, kd_speed, local_sgd, tune_speed, zoo_speed
 from benchmarks.common import Found, Target
 from tests.language import written
 from tests.processes import Run
@@ -242,3 +242,15 @@ def test_all_methods_are_timed_in_one_pass(tmp_path: Path, capsys: pytest.Captur
     found = json.loads((tmp_path / "x.json").read_text())
     assert set(found["figures"]["ms"]) == {"teacher's forward", "ce", "kd", "rkd", "vid", "all in one pass"}
     assert "without deittoken: " in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_search_is_timed_beside_its_settings(tmp_path: Path) -> None:
+    flags = ["--repeat", "1", "--settings", "2", "--only", "kd", "--epochs", "1", "--steps", "1", "--teacher", "8"]
+    tune_speed.main([*flags, "--batch_size", "200", "--out", str(tmp_path / "x.json")])
+    found = json.loads((tmp_path / "x.json").read_text())
+    assert found["ratios"].keys() == tune_speed.TARGETS.keys()
+    seconds = found["figures"]["s"]
+    assert found["ratios"]["together / alone"] == pytest.approx(seconds["together"] / seconds["alone"])
+    # Two settings learn for an epoch of 461 images from one teacher.
+    assert found["batches for which the teacher was not asked again"] == pytest.approx(461 / 200)

@@ -158,9 +158,11 @@ def test_no_test_sample_is_read_before_the_table(tmp_path: Path, monkeypatch: py
 # The same bits
 
 
-@pytest.mark.parametrize("rates", [[], RATES], ids=["Adam", "SGD and a schedule"])
-def test_a_survivor_has_the_bits_of_its_setting_alone(rates: list[str], run: Any) -> None:
-    made, setups = run("--only", "ce", "hint", "--tune", "4", "--tune_seeds", "[7]", *rates)
+@pytest.mark.parametrize(
+    "more", [[], RATES, ["--data.labelled", "40"]], ids=["Adam", "SGD and a schedule", "hidden labels"]
+)
+def test_a_survivor_has_the_bits_of_its_setting_alone(more: list[str], run: Any) -> None:
+    made, setups = run("--only", "ce", "hint", "--tune", "4", "--tune_seeds", "[7]", *more)
     search = tuning.Tuning(made, kd.teacher, kd.students, setups)
     alive = search.searched()
     folder = made.out / "tuning" / "seed7"

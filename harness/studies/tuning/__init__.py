@@ -226,13 +226,13 @@ def check(run: Session, make_teacher: MakeTeacher, make_students: MakeStudents, 
         raise BadInput("tune_seeds", both[0], "a seed that is not in --seeds")
     spaces.check(config, setups)
     teacher, _ = make_teacher(run, config.tune_seeds[0])
-    for name, found in trials(run, setups).items():
-        if len(found) < config.tune:
-            notice(f"{name}: {len(found)} settings, as its options have no more")
+    found = trials(run, setups)
+    for name, settings in found.items():
+        if len(settings) < config.tune:
+            notice(f"{name}: {len(settings)} settings, as its options have no more")
     for team in _teams(config, setups):
-        for number in range(len(trials(run, setups)[team[0]])):
-            own = {name: trials(run, setups)[name][number] for name in team}
-            make_students(run, config.tune_seeds[0], teacher.net, {trial.name: trial for trial in own.values()})
+        for of_all in zip(*(found[name] for name in team), strict=True):
+            make_students(run, config.tune_seeds[0], teacher.net, {trial.name: trial for trial in of_all})
 
 
 def _inside(run: Session) -> Session:

@@ -1,0 +1,103 @@
+"""A search of settings in one pass beside each setting by itself.
+
+    python benchmarks/tune_speed.py                   # ResNet-56 teaches ResNet-8, 32 x 32 images: minutes
+    python benchmarks/tune_speed.py --repeat 1 --settings 2 --teacher 8 --out FILE
+
+`together` is what the search of `kd.py --tune` takes on one tuning seed, `alone` the sum over kd.py's fits of each of
+its settings for as many epochs as it had there. Teachers' training, start-up and tests are in neither. With T the
+teacher's forward of a batch, single fits ask it for every setting, and a search once for all: without what that saves,
+`alone` is the least that it can take. The teacher runs every batch in all fits, as where images are augmented.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks import common
+from benchmarks.common import Found, Target
+from benchmarks.zoo_speed import forward, measured
+
+SEED = 10_000  # of the search
+TARGETS = {
+    "together / alone": Target("the search over each of its settings by itself"),
+    "least / alone": Target("the least that this can be: the teacher once for all"),
+    "together / least": Target("the search over the least", high=1.2),
+}
+
+
+def experiment(args: argparse.Namespace, out: Path, *flags: str) -> Path:
+    """Run kd.py on noise; its folder."""
+    sizes = ["--data.batch_size", str(args.batch_size), "--teacher.depth", str(args.teacher), "--student.depth", "8"]
+    nets = ["--data", "benchmarks.common.Noise", "--teacher", "ResNet", "--student", "ResNet", *sizes]
+    own = ["--teacher_cache_mb", "0", "--trainer.logger", "false", "--out", str(out), *flags]
+    command = [sys.executable, str(common.ROOT / "experiments" / "kd.py"), *nets, *own]
+    done = subprocess.run(command, env=common.threads(1), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return out
+
+
+def read(path: Path) -> Any:
+    """A JSON file."""
+    return json.loads(path.read_text())
+
+
+def round_of(args: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """Seconds of the search and of its settings, and the batches for which the teacher was not asked again."""
+    search = ["--tune", str(args.settings), "--tune_seeds", "1", "--only", *args.only, "--seeds", "1"]
+    run = experiment(args, folder / "run", *search, "--trainer.max_epochs", str(args.epochs))
+    found, cost = read(run / "results.json")["tuning"], read(run / "results.json")["tuning_cost"]
+    teacher = run / "tuning" / f"seed{SEED}" / "teacher" / "weights.pt"
+    alone = 0.0
+    for method, entry in found.items():
+        for number, setting in enumerate(entry["settings"]):
+            chosen = setting["options"].items()
+            of = [(f"variants.{method}.{name}" if "." not in name else name, value) for name, value in chosen]
+            flags = [f"--{name}={value}" for name, value in of] + ["--trainer.max_epochs", str(setting["epochs"])]
+            flags += ["--only", method, "--seeds", f"[{SEED}]", "--teacher_ckpt", str(teacher)]
+            fit = experiment(args, folder / f"{method}{number}", *flags) / f"seed{SEED}" / "students.json"
+            alone += read(fit)["fit_seconds"]
+    saved = (cost["teacher_samples_alone"] - cost["teacher_samples"]) / args.batch_size
+    return {"together": cost["fit_seconds"], "alone": alone, "saved": saved}
+
+
+def measure(args: argparse.Namespace) -> Found:
+    """Rounds of the search, its settings and the teacher's forward."""
+    common.one_thread()
+    rounds = []
+    for _ in range(args.rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            found = round_of(args, Path(folder))
+        rounds.append(found | {"teacher": measured(partial(forward, args))[0]})
+        print(*(f"{name} {value:.3f}" for name, value in rounds[-1].items()), flush=True)
+    together, alone, saved, teacher = ([each[name] for each in rounds] for name in rounds[0])
+    least = [a - s * t for a, s, t in zip(alone, saved, teacher, strict=True)]
+    ratios = {
+        "together / alone": common.over(together, alone), "least / alone": common.over(least, alone),
+        "together / least": common.over(together, least),
+    }  # fmt: skip
+    figures = {"s": {"together": together, "alone": alone, "teacher's forward": teacher}}
+    return Found(figures, ratios, {"batches for which the teacher was not asked again": median(saved)})
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, and print the table."""
+    parser = common.parser(__doc__, ("--repeat", 2), "rounds")
+    parser.add_argument("--settings", type=int, default=4, help="of each method")
+    parser.add_argument("--only", nargs="+", default=["ce", "kd", "hint"], help="names of methods")
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--batch_size", type=int, default=64)
+    parser.add_argument("--teacher", type=int, default=56, help="depth of the teacher, a ResNet")
+    parser.add_argument("--steps", type=int, default=10, help="timed forwards of the teacher")
+    common.run(parser.parse_args(argv), measure, TARGETS)
+
+
+if __name__ == "__main__":
+    main()
