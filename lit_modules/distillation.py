@@ -88,7 +88,7 @@ class Distillation(Learner):
         for name in students:
             if hasattr(nn.ModuleDict, name) or "." in name:
                 raise BadInput("variants", name, "a name without dots that is no attribute of torch's ModuleDict")
-        self.optimizer_options = optimizer_options
+        self.optimizer_options = dict(optimizer_options)  # the default can't be copied or pickled
         self.teacher = _trained(teacher, teacher_weights).requires_grad_(False).eval()
         self._example = torch.zeros(1, *input_shape, dtype=made(input_dtype))
         each = {name: self._student(name, *made(of, f"students.{name}")) for name, of in students.items()}
