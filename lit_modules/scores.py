@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassConfusionMatrix
+from torchmetrics.utilities.data import dim_zero_cat
 
 from apprentice import replicas
 from apprentice.batch import Batch
@@ -58,6 +59,37 @@ class ExactMean(Metric):
         """The mean, a float64 scalar."""
         mean = (self.whole.double() + self.fraction.double() / UNIT) / self.samples
         return mean.where(self.broken == 0, torch.nan)
+
+
+class PerSample(Metric):
+    """Values of single samples, in the order of their places in the data set."""
+
+    index: list[Tensor]
+    value: list[Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("index", "value"):
+            self.add_state(name, [], dist_reduce_fx="cat")
+        self.reset()
+
+    def reset(self) -> None:
+        """Start with none; a rank may get no sample, and others wait for what it has."""
+        super().reset()
+        self.index = [torch.zeros(0, dtype=torch.int64, device=self.device)]
+        self.value = [torch.zeros(0, dtype=torch.float64, device=self.device)]
+
+    def update(self, index: Tensor, values: Tensor) -> None:
+        """Add b samples: their places (b,) and values (b,)."""
+        self.index.append(index)
+        self.value.append(values.detach().double())
+
+    def compute(self) -> Tensor:
+        """The values (n,) float64 of all ranks; none if a place has several, where a loader numbers no samples."""
+        index, values = dim_zero_cat(self.index), dim_zero_cat(self.value)
+        places, order = index.sort()
+        once = len(places.unique()) == len(places)
+        return values[order] if once else values[:0]
 
 
 class Scores(nn.Module):
@@ -187,6 +219,7 @@ class RunMetrics(Recorded, LightningModule):
         self.runs = list(runs)
         # A list in the order of the runs: "" can't be the name of a submodule.
         self.scores = nn.ModuleList(scores() for _ in self.runs)
+        self.tested = nn.ModuleList(PerSample() for _ in self.runs)
         self.train_sums: dict[str, float] = {}
         self.samples = 0
         self.epochs: list[dict[str, float]] = []  # of each the means in training, and the scores of its validation
@@ -269,16 +302,37 @@ class RunMetrics(Recorded, LightningModule):
             scores.reset()  # type: ignore[operator]
 
     def on_test_epoch_start(self) -> None:
-        """Reset the scores."""
+        """Reset the scores, and the values of single samples."""
         self.on_validation_epoch_start()
+        for tested in self.tested:
+            tested.reset()  # type: ignore[operator]
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Update the scores with a batch."""
-        batch = Batch.of(batch, 0, shared=False)
-        for run, logits in self.predict(batch.inputs).items():
-            self.scores_of(run).update(logits, batch.labels)
+        self._score(batch)
 
-    test_step = validation_step
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """Update the scores with a batch, and keep the values of its samples."""
+        for run, (index, values) in self._score(batch).items():
+            cast("PerSample", self.tested[self.runs.index(run)]).update(index, values)
+
+    def _score(self, batch: Any) -> dict[str, tuple[Tensor, Tensor]]:
+        """Update the scores with a batch; by run, places (b,) and values (b,) of its samples."""
+        batch, found = Batch.of(batch, 0, shared=False), dict[str, tuple[Tensor, Tensor]]()
+        for run, logits in self.predict(batch.inputs).items():
+            scores = self.scores_of(run)
+            scores.update(logits, batch.labels)
+            (values,) = scores.per_sample(logits, batch.labels).values()
+            found[run] = batch.index, values
+        return found
+
+    def of_samples(self) -> dict[str, Tensor]:
+        """Of each run that has not failed the values (n,) of the last test's samples, in their order; collective.
+
+        They are as `Scores.per_sample` has them. A run has none if the loader does not number samples.
+        """
+        found = zip(self.runs, self.tested, strict=True)
+        return {run: tested.compute().cpu() for run, tested in found if run not in self.failed}  # type: ignore[operator]
 
     def predict_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Tensor | dict[str, Tensor]:
         """Logits (b, ..., classes) of a batch, of inputs alone too; of several runs by their names."""

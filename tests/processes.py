@@ -1,5 +1,6 @@
 """Runs an experiment's main in a process forked from this warm interpreter, and sees that nothing is left of it."""
 
+import atexit
 import multiprocessing
 import os
 import re
@@ -26,6 +27,7 @@ class Run:
 
     def _run(self, function: Callable[..., Any], *args: Any) -> None:
         os.setsid()
+        atexit._clear()  # the parent's
         torch.set_num_threads(1)  # the parent has used OpenMP
         # It has counted CUDA devices too: that marks each child as unfit for CUDA, from which Lightning won't fork.
         torch.cuda._is_in_bad_fork = lambda: False
@@ -36,6 +38,8 @@ class Run:
             try:
                 function(*args)
             except SystemExit:
+                # As any program does, but not a forked call: else multiprocessing kills workers that torch would end.
+                atexit._run_exitfuncs()
                 raise
             except BaseException:  # noqa: BLE001 - it is printed, and ends the process
                 traceback.print_exc()

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from harness.reports import tuning
+from harness.reports import samples, tuning
 from harness.reports.figures import Dot, metric_picture
 from harness.reports.metrics import METRICS, Metric, conclude, paired_differences
 from harness.reports.report import Facts, machine
@@ -42,11 +42,32 @@ def markdown(results: Facts) -> str:
         header(results),
         table(results).markdown(),
         *notes(results),
+        *_another_test_set(results),
         f"Objectives of the students:\n\n{learnt}",
         drawn,
         *_tuned(results),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _another_test_set(results: Facts) -> list[str]:
+    """The intervals that stand for another test set of this size, too; nothing where none can be given."""
+    students, metric, count = results["students"], _metric(results), results["data"].get("test")
+    rows = []
+    for name, entry in students.items():
+        own = baseline_of(entry)
+        if name == own or own not in students:
+            continue
+        found = samples.both(entry, students[own], metric, count)
+        if found is not None and found["low"] is not None:
+            rows.append([name, metric.difference(entry["delta_vs_ce"]), metric.difference(found)])
+    if not rows:
+        return []
+    header = ["variant", f"Δ over seeds, {metric.unit}", f"Δ over seeds and test {metric.counted}, {metric.unit}"]
+    said = (
+        "Intervals over seeds are of this test set; those over seeds and samples together hold for others of its size."
+    )
+    return [said, Table(header, rows).markdown()]
 
 
 def _tuned(results: Facts) -> list[str]:

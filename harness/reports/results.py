@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from apprentice.errors import BadInput
+from harness.reports import samples
 from harness.reports.metrics import ACCURACY, METRICS, Metric, paired_differences
 from harness.reports.report import Facts
 from harness.reports.uncertainty import paired_interval
@@ -65,6 +66,7 @@ def bake_off_results(
             **{key: [facts[key] for facts in teacher] for key in (*metric.tested, "fit_seconds")},
             **_costs(teacher, teacher),
             "epochs": [facts.get("epochs") for facts in teacher],
+            **samples.kept(teacher),
         },
         "students": entries,
     }
@@ -92,6 +94,7 @@ def entry_of(rows: list[Facts], metric: Metric) -> Facts:
         **_costs(rows, [facts for facts in rows if not facts["failed"]]),
         "delta_vs_ce": None,
         "failed": [facts["failed"] or None for facts in rows],
+        **samples.kept(rows),
         "epochs": [facts.get("epochs") for facts in rows],  # None in records of older versions
     }
 

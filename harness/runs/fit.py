@@ -7,18 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
+from torch import Tensor
 from torch.multiprocessing import ProcessExitedException
 
 from harness.runs import safepoints, signals
+from harness.runs.files import atomic
+from harness.runs.launch import is_main_process
 from harness.runs.loggers import end
 from harness.runs.progress import Show
 from harness.runs.quiet import quiet
 from harness.runs.safepoints import AtomicCheckpointIO, SafePoints, Until
 from harness.runs.speed import Speed
 from harness.runs.tensorboard import RunsLogger
+from lit_modules.scores import RunMetrics
 
 # With the user's settings; takes callbacks, logger and plugins by keyword, and `show` as `trainers` has it.
 MakeTrainer = Callable[..., Trainer]
@@ -32,6 +36,23 @@ class Fit:
     scores: dict[str, float]  # what the test logged; nothing without one
     device: torch.device  # where this process has the module
     autocast: Callable[[], Any]  # makes the context of the Trainer's precision
+    samples: dict[str, Tensor]  # in the main process, by run, values of the tested samples; see `RunMetrics.of_samples`
+
+
+class Tested(Callback):
+    """Writes the values of single samples to a file, as ranks end with a test."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Gather them from all ranks."""
+        if isinstance(pl_module, RunMetrics):
+            found = pl_module.of_samples()
+            if trainer.is_global_zero:
+                self.path.parent.mkdir(parents=True, exist_ok=True)  # of a loaded net nothing has been written yet
+                with atomic(self.path) as temporary:
+                    torch.save(found, temporary)
 
 
 def fit_and_test(
@@ -83,12 +104,18 @@ def fit_and_test(
         if state is not None:
             safepoints.load(module, state, checkpoint)
         only_test: dict[str, Any] = {"enable_checkpointing": False, "enable_model_summary": False, "profiler": None}
-        testing = trainer(part=".test", **only_test)
+        path = checkpoint.with_suffix(".samples")
+        testing = trainer(part=".test", callbacks=[Tested(path)], **only_test)
         scores = dict(testing.test(module, data, verbose=False)[0]) if tested else {}
         testing.strategy.barrier()
         end(more)
+    samples: dict[str, Tensor] = {}
+    if is_main_process() and path.exists():
+        samples = torch.load(path)
+        path.unlink()
     seconds = state["callbacks"]["SafePoints"]["seconds"] if state else None
-    return Fit(seconds, scores, testing.strategy.root_device, testing.strategy.precision_plugin.forward_context)
+    precision = testing.strategy.precision_plugin
+    return Fit(seconds, scores, testing.strategy.root_device, precision.forward_context, samples)
 
 
 def _place_checkpoints(trainer: Trainer, checkpoint: Path) -> None:

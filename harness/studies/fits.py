@@ -22,7 +22,7 @@ from apprentice.keyed import with_seed
 from datamodules import InMemoryData, Text
 from harness import config as cli
 from harness.config.classes import imported
-from harness.reports import means
+from harness.reports import means, samples
 from harness.reports.metrics import BITS, OF_CLASSES, Metric
 from harness.reports.report import Facts
 from harness.reports.results import load_record
@@ -317,6 +317,9 @@ def _facts(module: Learner, run: str, candidate: Candidate, fit: Fit, data: InMe
         "failed": failed,
         "epochs": course(module, run),
     }
+    tested, key = fit.samples.get(run), samples.KEYS["test_acc" if "test_acc" in facts else "test_bpc"]
+    if tested is not None and len(tested):
+        facts[key] = samples.packed(tested, key)
     if candidate.replaced:
         facts["net"] = candidate.replaced
     if facts.get("test_correct") is not None:

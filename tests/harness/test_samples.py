@@ -1,0 +1,104 @@
+"""Which test samples were right: kept for each net and seed, the same from any number of processes."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from harness.reports import samples
+from harness.reports.metrics import ACCURACY, BITS
+from harness.reports.uncertainty import crossed_interval
+from tests.commands import results
+from tests.figures import sketch
+from tests.processes import Run
+
+SMALL = [
+    "--data.train_size", "150", "--data.test_size", "101", "--data.batch_size", "60", "--only", "ce", "kd",
+    "--teacher", "LightNN", "--trainer.max_epochs", "1", "--seeds", "2",
+]  # fmt: skip
+TEXT = [
+    "--data", "Text", "--data.block_size", "16", "--teacher", "GPT", "--student", "GPT", "--only", "ce", "kd",
+    *(f"--{net}.{name}={size}" for net in ("teacher", "student") for name, size in
+      {"num_layers": 1, "num_heads": 1, "embed_dim": 8}.items()),
+    "--trainer.max_epochs", "1", "--trainer.limit_train_batches", "2", "--seeds", "2",
+]  # fmt: skip
+
+
+def study(out: Path, *flags: str) -> Any:
+    from experiments import kd
+
+    def main() -> None:
+        Figure.draw = sketch  # type: ignore[method-assign]
+        kd.main([*flags, "--out", str(out)])
+
+    run = Run(main, log=out.with_suffix(".log"))
+    assert run.wait() == 0, run.output
+    assert not list(out.rglob("*.samples"))
+    return results(out)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("one") / "run"
+    study(out, *SMALL)
+    return out
+
+
+def test_their_sum_is_what_was_counted(one: Path) -> None:
+    found = results(one)
+    for entry in (found["teacher"], *found["students"].values()):
+        right = [samples.unpacked(stored, 101) for stored in entry["test_right"]]
+        assert [int(each.sum()) for each in right] == entry["test_correct"]
+
+
+def test_intervals_over_samples_are_on_the_page(one: Path) -> None:
+    found = results(one)
+    ce, kd = (
+        np.stack([samples.unpacked(stored, 101) for stored in found["students"][name]["test_right"]])
+        for name in ("ce", "kd")
+    )
+    interval = crossed_interval(kd - ce)
+    assert interval["mean"] == pytest.approx(found["students"]["kd"]["delta_vs_ce"]["mean"])
+    assert ACCURACY.difference(interval) in (one / "results.md").read_text()
+
+
+@pytest.mark.parametrize("devices", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_several_processes_keep_the_same_samples(devices: int, one: Path, tmp_path: Path) -> None:
+    for name, exact in (("plain", []), ("exact", ["--exact", "3"])):
+        runs = [
+            study(tmp_path / f"{name}{count}", *SMALL, *exact, "--trainer.devices", str(count))["students"]
+            for count in (1, devices)
+        ]
+        for student in ("ce", "kd"):
+            ours, other = (run[student]["test_right"] for run in runs)
+            assert ours == other
+
+
+def test_texts_have_bits_of_each_sample(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 60)
+    found = study(tmp_path / "run", *TEXT, "--data.path", str(tmp_path / "a.txt"))
+    for entry in found["students"].values():
+        for bits, whole in zip(entry["test_sample_bpc"], entry["test_bpc"], strict=True):
+            assert len(bits) == -(-found["data"]["test"] // 16)  # texts, where the data counts tokens
+            assert np.mean(bits) == pytest.approx(whole, rel=0.05)  # the last text is shorter
+
+
+def test_values_come_back_as_they_were() -> None:
+    right = np.array([1, 0, 1, 1, 0, 0, 0, 1, 1.0])
+    assert np.array_equal(samples.unpacked(samples.packed(right, "test_right"), 9), right)
+    bits = np.array([1.25, 0.333333])
+    assert np.array_equal(samples.unpacked(samples.packed(bits, "test_sample_bpc"), 2), bits)
+    for stored, count in (("/w==", 9), ("////", 9)):
+        with pytest.raises(ValueError, match=str(count)):
+            samples.unpacked(stored, count)
+
+
+def test_seeds_that_failed_have_none() -> None:
+    rows = [{"test_right": "gA==", "failed": None}, {"test_right": None, "failed": {"step": 1, "term": "ce"}}]
+    entry = samples.kept(rows)
+    assert entry == {"test_right": ["gA==", None]}
+    assert samples.both(dict(entry), {"test_right": ["AA==", "AA=="]}, ACCURACY, 1)["mean"] == 1
+    assert samples.both({"test_right": [None]}, {"test_right": ["AA=="]}, ACCURACY, 1) is None
+    assert samples.both({}, {}, BITS, 1) is None
