@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if arguments.pool:
                 results = comparison.pool(runs)
                 saved = comparison.save_pool(results, arguments.out)
-                print(f"{pages.text(results)}\n\n{saved}/results.md, .png, .json")
+                print(f"{pages.text(results)}\n\n{saved}/report.html, results.md, .png, .json")
                 return
             compared = comparison.compare(runs, arguments.against)
             folder = comparison.save(compared, arguments.out)

@@ -65,6 +65,7 @@ class Distillation(Learner):
     """
 
     students: Mapping[str, Student]
+    has_teacher = True
 
     def __init__(
         self,
@@ -96,7 +97,7 @@ class Distillation(Learner):
         self.teacher_cache_bytes = teacher_cache_mb * 2**20
         self.cache: Outputs | None = None
         self._kept = Kept(teacher_cache_dir, self.teacher, self.print) if teacher_cache_dir else None
-        self._storing = False
+        self._storing, self._comparing = False, False
         self.asked = 0  # samples that the teacher has computed in training
         self._epoch, self._whole = math.inf, math.inf  # batches of an epoch, and of the whole training
         self._samples, self._labelled = samples, labelled
@@ -202,7 +203,8 @@ class Distillation(Learner):
         """Whether the teacher runs in a forward, and which students."""
         if self._storing:
             return True, ()
-        return self.uses_teacher and self.training and self.cache is None, self.runs
+        needed = self.uses_teacher and self.training and self.cache is None
+        return needed or self._comparing, self.runs
 
     def pipeline_stages(self) -> list[nn.Module]:
         """Teacher and students side by side, each cut into as many pieces as the deepest of them has."""
@@ -309,7 +311,19 @@ class Distillation(Learner):
 
     def predict(self, inputs: Tensor) -> dict[str, Tensor]:
         """The logits of all students that have not failed."""
-        return {name: outputs.logits for name, outputs in self(inputs)[1].items() if name not in self.failed}
+        return self._logits(self(inputs)[1])
+
+    def beside_teacher(self, inputs: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """The teacher's logits, and those of `predict`."""
+        self._comparing = True
+        try:
+            teacher, students = self(inputs)
+        finally:
+            self._comparing = False
+        return teacher.logits, self._logits(students)
+
+    def _logits(self, students: Mapping[str, Outputs]) -> dict[str, Tensor]:
+        return {name: outputs.logits for name, outputs in students.items() if name not in self.failed}
 
     def _zero_of_failed(self) -> Tensor:
         """Zero, with a gradient of zero for every parameter of failed students: DDP waits for each of them."""

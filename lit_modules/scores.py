@@ -1,7 +1,7 @@
 """Evaluation scores, which count each sample once on any number of ranks, and the logging of runs with them."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -62,13 +62,14 @@ class ExactMean(Metric):
 
 
 class PerSample(Metric):
-    """Values of single samples, in the order of their places in the data set."""
+    """Values of single samples by name, in the order of their places in the data set."""
 
     index: list[Tensor]
     value: list[Tensor]
 
-    def __init__(self) -> None:
+    def __init__(self, names: Sequence[str]) -> None:
         super().__init__()
+        self.names = tuple(names)
         for name in ("index", "value"):
             self.add_state(name, [], dist_reduce_fx="cat")
         self.reset()
@@ -77,25 +78,48 @@ class PerSample(Metric):
         """Start with none; a rank may get no sample, and others wait for what it has."""
         super().reset()
         self.index = [torch.zeros(0, dtype=torch.int64, device=self.device)]
-        self.value = [torch.zeros(0, dtype=torch.float64, device=self.device)]
+        self.value = [torch.zeros(0, len(self.names), dtype=torch.float64, device=self.device)]
 
-    def update(self, index: Tensor, values: Tensor) -> None:
-        """Add b samples: their places (b,) and values (b,)."""
+    def update(self, index: Tensor, values: Mapping[str, Tensor]) -> None:
+        """Add b samples: their places (b,) and, for each name, values (b,)."""
         self.index.append(index)
-        self.value.append(values.detach().double())
+        self.value.append(torch.stack([values[name].detach().double() for name in self.names], 1))
 
-    def compute(self) -> Tensor:
-        """The values (n,) float64 of all ranks; none if a place has several, where a loader numbers no samples."""
+    def compute(self) -> dict[str, Tensor]:
+        """The values (n,) float64 of all ranks, and `place`; nothing where a loader numbers no samples.
+
+        Then a place has several of them.
+        """
         index, values = dim_zero_cat(self.index), dim_zero_cat(self.value)
         places, order = index.sort()
-        once = len(places.unique()) == len(places)
-        return values[order] if once else values[:0]
+        if len(places.unique()) < len(places):
+            return {}
+        return {"place": places, **dict(zip(self.names, values[order].unbind(1), strict=True))}
+
+
+FIDELITY = ("kl", "agreement")
+
+
+def fidelity(logits: Tensor, teacher: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """How a net follows its teacher, (b,) each: KL(teacher || net) in nats, and whether both predict the same class.
+
+    Logits (b, ..., classes). Of texts they are means over the tokens that have a label. (Stanton et al., "Does
+    Knowledge Distillation Really Work?", 2021.)
+    """
+    own, other = (F.log_softmax(widened(x), -1) for x in (logits, teacher))
+    found = {"kl": F.kl_div(own, other, reduction="none", log_target=True).sum(-1)}
+    found["agreement"] = (logits.argmax(-1) == teacher.argmax(-1)).to(found["kl"].dtype)
+    if labels.ndim == 1:
+        return found
+    known = labels >= 0
+    return {name: (x * known).sum(1) / known.sum(1).clamp(min=1) for name, x in found.items()}
 
 
 class Scores(nn.Module):
     """The scores of one run."""
 
     names: tuple[str, ...]  # of the values in a test's result, the most important first
+    sampled: tuple[str, ...] = ()  # of the values of a single sample in a test
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
         """Add b samples: logits (b, ..., classes), labels (b, ...)."""
@@ -113,6 +137,10 @@ class Scores(nn.Module):
     def per_sample(self, logits: Tensor, labels: Tensor, ce: Tensor | None = None) -> dict[str, Tensor]:
         """Values (b,) by name, whose means training logs; `ce` are the cross-entropies (b,), if already computed."""
         raise NotImplementedError
+
+    def of_sample(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Values (b,) by name in `sampled`, of logits (b, ..., classes) and labels (b, ...)."""
+        return {}
 
 
 MakeScores = Callable[[], Scores]
@@ -132,6 +160,7 @@ class ClassScores(Scores):
     """
 
     names: tuple[str, ...] = ("acc", "correct")
+    sampled = ("right", "predicted", "confidence", "label")
 
     def __init__(self, num_classes: int, metric: ClassMetric = "accuracy") -> None:
         super().__init__()
@@ -172,6 +201,11 @@ class ClassScores(Scores):
         """Accuracy: whether the largest logit is the label's."""
         return {"acc": logits.detach().argmax(1) == labels}
 
+    def of_sample(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Whether it is right, the class that is predicted, that class's probability, and the label."""
+        predicted, confidence = logits.argmax(1), widened(logits).softmax(1).amax(1)
+        return {"right": predicted == labels, "predicted": predicted, "confidence": confidence, "label": labels}
+
 
 class TokenScores(Scores):
     """Scores of a language model: loss per token in nats, bits per character, perplexity; ignores labels of -100.
@@ -181,6 +215,7 @@ class TokenScores(Scores):
     """
 
     names = ("loss", "bpc", "perplexity")
+    sampled = ("bpc",)
 
     def __init__(self, tokens_per_character: float = 1.0) -> None:
         super().__init__()
@@ -201,6 +236,10 @@ class TokenScores(Scores):
         """Bits per character."""
         return {"bpc": (cross_entropy(logits, labels) if ce is None else ce).detach() * self.bits}
 
+    def of_sample(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Bits per character."""
+        return self.per_sample(logits, labels)
+
 
 class RunMetrics(Recorded, LightningModule):
     """The part of a module that logs its runs, such as the students of a distillation.
@@ -211,7 +250,10 @@ class RunMetrics(Recorded, LightningModule):
         failed: runs that have failed, with the step and the term.
         samples: seen in training.
         of_labels: names of training values, as in `log_training`, that are means over the labelled rows alone.
+        has_teacher: whether `beside_teacher` gives a teacher's logits.
     """
+
+    has_teacher = False
 
     def __init__(self, runs: Iterable[str], scores: MakeScores) -> None:
         super().__init__()
@@ -219,7 +261,8 @@ class RunMetrics(Recorded, LightningModule):
         self.runs = list(runs)
         # A list in the order of the runs: "" can't be the name of a submodule.
         self.scores = nn.ModuleList(scores() for _ in self.runs)
-        self.tested = nn.ModuleList(PerSample() for _ in self.runs)
+        beside = FIDELITY if self.has_teacher else ()
+        self.tested = nn.ModuleList(PerSample((*self.scores_of(run).sampled, *beside)) for run in self.runs)
         self.train_sums: dict[str, float] = {}
         self.samples = 0
         self.epochs: list[dict[str, float]] = []  # of each the means in training, and the scores of its validation
@@ -230,6 +273,10 @@ class RunMetrics(Recorded, LightningModule):
     def predict(self, inputs: Tensor) -> dict[str, Tensor]:
         """Logits (b, ..., classes) of each run that has not failed, for inputs (b, ...)."""
         raise NotImplementedError
+
+    def beside_teacher(self, inputs: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """The teacher's logits, if the module has one, and those of `predict`."""
+        return None, self.predict(inputs)
 
     def scores_of(self, run: str) -> Scores:
         """The evaluation scores of a run."""
@@ -309,30 +356,34 @@ class RunMetrics(Recorded, LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Update the scores with a batch."""
-        self._score(batch)
+        batch = Batch.of(batch, 0, shared=False)
+        for run, logits in self.predict(batch.inputs).items():
+            self.scores_of(run).update(logits, batch.labels)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """Update the scores with a batch, and keep the values of its samples."""
-        for run, (index, values) in self._score(batch).items():
-            cast("PerSample", self.tested[self.runs.index(run)]).update(index, values)
-
-    def _score(self, batch: Any) -> dict[str, tuple[Tensor, Tensor]]:
-        """Update the scores with a batch; by run, places (b,) and values (b,) of its samples."""
-        batch, found = Batch.of(batch, 0, shared=False), dict[str, tuple[Tensor, Tensor]]()
-        for run, logits in self.predict(batch.inputs).items():
+        batch = Batch.of(batch, 0, shared=False)
+        teacher, found = self.beside_teacher(batch.inputs)
+        for run, logits in found.items():
             scores = self.scores_of(run)
             scores.update(logits, batch.labels)
-            (values,) = scores.per_sample(logits, batch.labels).values()
-            found[run] = batch.index, values
-        return found
+            values = scores.of_sample(logits, batch.labels)
+            if teacher is not None:
+                values |= fidelity(logits, teacher, batch.labels)
+            cast("PerSample", self.tested[self.runs.index(run)]).update(batch.index, values)
 
-    def of_samples(self) -> dict[str, Tensor]:
+    def of_samples(self) -> dict[str, dict[str, Tensor]]:
         """Of each run that has not failed the values (n,) of the last test's samples, in their order; collective.
 
-        They are as `Scores.per_sample` has them. A run has none if the loader does not number samples.
+        They are those of `Scores.of_sample`, of `fidelity` beside a teacher, and `place`. A run has none if the loader
+        does not number samples.
         """
         found = zip(self.runs, self.tested, strict=True)
-        return {run: tested.compute().cpu() for run, tested in found if run not in self.failed}  # type: ignore[operator]
+        return {
+            run: {name: values.cpu() for name, values in tested.compute().items()}  # type: ignore[operator]
+            for run, tested in found
+            if run not in self.failed
+        }
 
     def predict_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Tensor | dict[str, Tensor]:
         """Logits (b, ..., classes) of a batch, of inputs alone too; of several runs by their names."""

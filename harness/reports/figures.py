@@ -92,9 +92,9 @@ def lines_picture(dots: Sequence[Dot], axis: str) -> bytes:
         for name in dict.fromkeys(dot.name for dot in known):
             line = sorted((dot for dot in known if dot.name == name), key=lambda dot: dot.cost or 0.0)
             own, heights = [dot.cost or 0.0 for dot in line], [dot.mean for dot in line]
-            bounds = [_bounds(dot) for dot in line]
-            errors = [[dot.mean - low for dot, (low, _) in zip(line, bounds, strict=True)],
-                      [high - dot.mean for dot, (_, high) in zip(line, bounds, strict=True)]]  # fmt: skip
+            ends = [bounds(dot.known, dot.metric) for dot in line]
+            errors = [[dot.mean - low for dot, (low, _) in zip(line, ends, strict=True)],
+                      [high - dot.mean for dot, (_, high) in zip(line, ends, strict=True)]]  # fmt: skip
             axes.errorbar(own, heights, yerr=errors, capsize=3, linewidth=1.5, label=name, **line[0].look)
         axes.set_xlabel(axis)
         axes.set_ylabel(dots[0].metric.title)
@@ -104,11 +104,11 @@ def lines_picture(dots: Sequence[Dot], axis: str) -> bytes:
     return png.getvalue()
 
 
-def _bounds(dot: Dot) -> tuple[float, float]:
-    """The 95 % interval of a dot's mean, within the metric's limits; the mean twice where it has none."""
-    interval, (least, most) = t_interval(dot.known), dot.metric.limits
+def bounds(values: Sequence[float], metric: Metric) -> tuple[float, float]:
+    """The 95 % interval of the mean of values in the metric's unit, within its limits; the mean twice where none is."""
+    interval, (least, most) = t_interval(values), metric.limits
     if interval["low"] is None or interval["high"] is None:
-        return dot.mean, dot.mean
+        return (statistics.mean(values),) * 2
     return max(interval["low"], least), min(interval["high"], most)  # two seeds can give an interval past 100 %
 
 
@@ -119,7 +119,7 @@ def _values(axes: "Axes", dots: Sequence[Dot], metric: Metric) -> None:
             continue
         offsets = [row + 0.28 - 0.1 * (i % 2) for i in range(len(dot.known))]  # beside the interval, not on it
         axes.scatter(dot.known, offsets, s=14, alpha=0.45, linewidths=0, **dot.look)
-        axes.plot(_bounds(dot), (row, row), color=dot.look["color"], linewidth=2, solid_capstyle="butt")
+        axes.plot(bounds(dot.known, metric), (row, row), color=dot.look["color"], linewidth=2, solid_capstyle="butt")
         axes.scatter([dot.mean], [row], s=46, zorder=3, edgecolors="white", **dot.look)
     axes.set_yticks(range(len(dots)), [dot.name for dot in dots], parse_math=False)
     axes.set_ylim(len(dots) - 0.4, -0.6)

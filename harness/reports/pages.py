@@ -1,8 +1,7 @@
-"""Pages of a comparison of students: the table on the terminal, results.md, results.png and results.json."""
+"""Pages of a comparison of students: the table on the terminal, results.md and results.png."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 from harness.reports import samples, tuning
 from harness.reports.figures import Dot, metric_picture
@@ -11,20 +10,6 @@ from harness.reports.report import Facts, machine
 from harness.reports.results import baseline_of
 from harness.reports.settings import objectives, settings
 from harness.reports.tables import NONE, Table, columns, count, flops_unit, listed, paragraph, short
-from harness.runs.files import write_bytes, write_json, write_text
-
-
-def save_results(folder: str | Path, results: Facts) -> None:
-    """Write results.md, results.png and, last, results.json, which marks the run as finished.
-
-    Of a run that was tuned also tuning.png.
-    """
-    folder = Path(folder)
-    if "tuning" in results:
-        write_bytes(folder / tuning.PICTURE, tuning.picture(results))
-    write_text(folder / "results.md", markdown(results))
-    write_bytes(folder / "results.png", picture(results))
-    write_json(folder / "results.json", results)
 
 
 def text(results: Facts) -> str:
@@ -52,13 +37,13 @@ def markdown(results: Facts) -> str:
 
 def _another_test_set(results: Facts) -> list[str]:
     """The intervals that stand for another test set of this size, too; nothing where none can be given."""
-    students, metric, count = results["students"], _metric(results), results["data"].get("test")
+    students, metric = results["students"], _metric(results)
     rows = []
     for name, entry in students.items():
         own = baseline_of(entry)
         if name == own or own not in students:
             continue
-        found = samples.both(entry, students[own], metric, count)
+        found = samples.both(results, name, own, metric)
         if found is not None and found["low"] is not None:
             rows.append([name, metric.difference(entry["delta_vs_ce"]), metric.difference(found)])
     if not rows:

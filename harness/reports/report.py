@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from harness.reports import html
 from harness.reports.tables import NONE, Table, paragraph, words
 from harness.runs.files import write_bytes, write_text
 
@@ -48,8 +49,10 @@ class Report(NamedTuple):
         return "\n\n".join([f"# {title}", header, *parts]) + "\n"
 
     def save(self, folder: Path, title: str) -> None:
-        """Write results.md and the pictures."""
-        write_text(folder / "results.md", self.markdown(title))
+        """Write report.html, results.md and the pictures."""
+        text = self.markdown(title)
+        write_text(folder / "results.md", text)
+        write_text(folder / "report.html", html.page(text, self.figures))
         for name, png in self.figures.items():
             write_bytes(folder / name, png)
 

@@ -22,7 +22,7 @@ LARGEST = 1e300  # of figures, so that sums of them are finite
 
 
 def bake_off_results(
-    header: Facts,  # `experiment`, `data`, `hardware`, `versions`, `config`, `seeds`
+    header: Facts,  # `experiment`, `data`, `hardware`, `versions`, `config`, `seeds`, and names of the `classes`
     teacher: list[Facts],
     students: dict[str, list[Facts]],
     students_fit_seconds: list[float],  # for each seed, of all students together
@@ -67,6 +67,7 @@ def bake_off_results(
             **_costs(teacher, teacher),
             "epochs": [facts.get("epochs") for facts in teacher],
             **samples.kept(teacher),
+            **samples.of_samples(teacher),
         },
         "students": entries,
     }

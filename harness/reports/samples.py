@@ -1,10 +1,15 @@
-"""Values of single test samples: how results.json has them, and intervals over seeds and samples together."""
+"""Values of single test samples: how results.json has them, and what they say together.
+
+`test_right`: a bit for each sample. `test_predicted`: its class. Of a teacher `test_labels`, and `test_places` in the
+data set, unless they are counted from 0. All are in base64. Of texts `test_sample_bpc`: a list of numbers. Means over
+the samples are `test_ece`, and of students `test_kl` and `test_agreement`.
+"""
 
 import base64
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from harness.reports.metrics import ACCURACY, BITS, Metric
 from harness.reports.report import Facts
@@ -12,41 +17,91 @@ from harness.reports.uncertainty import Interval, crossed_interval
 
 # Keys of a net's entry, by the metric whose mean over the samples they are.
 KEYS = {ACCURACY.name: "test_right", BITS.name: "test_sample_bpc"}
+MEANS = ("test_ece", "test_kl", "test_agreement")
+KEPT = (*KEYS.values(), "test_predicted", *MEANS)
+OF_SAMPLES = ("test_labels", "test_places")  # the same for each net; the teacher's entry has them
 DIGITS = 6  # that are kept of a value
+BINS = 15  # of confidence, as in Guo et al., "On Calibration of Modern Neural Networks", 2017
 
 
-def packed(values: Any, key: str) -> Any:
-    """Values (n,) as JSON has them: a bit for each sample in base64, or rounded numbers."""
-    array = np.asarray(values, dtype=np.float64)
-    if key == KEYS[ACCURACY.name]:
-        return base64.b64encode(np.packbits(array != 0).tobytes()).decode()
-    return [round(value, DIGITS) for value in array.tolist()]
+def recorded(values: Mapping[str, Tensor]) -> Facts:
+    """What a record keeps of a net's tested samples, of which these are the values (n,); nothing of none."""
+    found = {name: tensor.numpy() for name, tensor in values.items()}
+    facts: Facts = {}
+    if not len(found.get("place", ())):
+        return facts
+    if "right" in found:
+        facts["test_right"] = bits(found["right"] != 0)
+        facts["test_predicted"], facts["test_labels"] = classes(found["predicted"]), classes(found["label"])
+        facts["test_ece"] = calibration_error(found["confidence"], found["right"])
+    if "bpc" in found:
+        facts["test_sample_bpc"] = [round(value, DIGITS) for value in found["bpc"].tolist()]
+    for name in ("kl", "agreement"):
+        if name in found:
+            mean = float(found[name].mean())
+            facts[f"test_{name}"] = mean if np.isfinite(mean) else None
+    if (found["place"] != np.arange(len(found["place"]))).any():
+        facts["test_places"] = classes(found["place"])
+    return facts
 
 
-def unpacked(stored: Any, count: int) -> np.ndarray:
-    """The values (n,) float64; of packed bits the first `count`, or ValueError if there are not so many."""
-    if isinstance(stored, str):
-        bits = np.unpackbits(np.frombuffer(base64.b64decode(stored, validate=True), dtype=np.uint8))
-        if len(bits) - 7 > count or len(bits) < count:
-            raise ValueError(f"{len(bits)} bits for {count} samples")
-        return bits[:count].astype(np.float64)
-    return np.asarray(stored, dtype=np.float64)
+def calibration_error(confidence: np.ndarray, right: np.ndarray) -> float:
+    """The expected calibration error: over bins of confidence the mean distance of confidence and accuracy (n,)."""
+    bins = np.clip(np.ceil(confidence * BINS).astype(int) - 1, 0, BINS - 1)
+    gaps = [abs(float((confidence - right)[bins == b].sum())) for b in range(BINS)]
+    return sum(gaps) / len(right)
 
 
-def both(entry: Facts, baseline: Facts, metric: Metric, count: int) -> Interval | None:
+def bits(right: np.ndarray) -> str:
+    """Booleans (n,), eight to a byte, in base64."""
+    return base64.b64encode(np.packbits(right).tobytes()).decode()
+
+
+def unpacked(stored: str, count: int) -> np.ndarray:
+    """The `count` values of packed bits, float64; ValueError if there are not so many."""
+    found = np.unpackbits(np.frombuffer(base64.b64decode(stored, validate=True), dtype=np.uint8))
+    if len(found) - 7 > count or len(found) < count:
+        raise ValueError(f"{len(found)} bits for {count} samples")
+    return found[:count].astype(np.float64)
+
+
+def classes(numbers: np.ndarray) -> str:
+    """Whole numbers (n,), four bytes each, in base64."""
+    return base64.b64encode(numbers.astype("<i4").tobytes()).decode()
+
+
+def unpacked_classes(stored: str) -> np.ndarray:
+    """The whole numbers (n,) again."""
+    return np.frombuffer(base64.b64decode(stored, validate=True), dtype="<i4").astype(np.int64)
+
+
+def kept(rows: Sequence[Facts]) -> Facts:
+    """What a net's entry has of its seeds' samples; nothing where no seed has any."""
+    keys = [key for key in KEPT if any(key in facts for facts in rows)]
+    return {key: [None if facts.get("failed") else facts.get(key) for facts in rows] for key in keys}
+
+
+def of_samples(rows: Sequence[Facts]) -> Facts:
+    """What the teacher's entry has of the samples themselves."""
+    return {key: rows[0][key] for key in OF_SAMPLES if key in rows[0]}
+
+
+def both(results: Facts, student: str, baseline: str, metric: Metric) -> Interval | None:
     """The interval, over seeds and test samples, of a student's difference to the baseline.
 
     Seeds in which both finished count. None for a metric that is no mean over samples, or without their values.
     """
-    key = KEYS.get(metric.name, "")
-    pairs = zip(entry.get(key) or [], baseline.get(key) or [], strict=False)
-    rows = [
-        unpacked(own, count) - unpacked(other, count) for own, other in pairs if own is not None and other is not None
-    ]
-    return crossed_interval(np.stack(rows)) if rows else None
+    key, students = KEYS.get(metric.name, ""), results["students"]
+    pairs = zip(students[student].get(key) or [], students[baseline].get(key) or [], strict=False)
+    stored, count = [pair for pair in pairs if None not in pair], len(labels(results))
+    of_classes = key == KEYS[ACCURACY.name]
+    if not stored or (of_classes and not count):
+        return None
+    if of_classes:
+        stored = [(unpacked(own, count), unpacked(other, count)) for own, other in stored]
+    return crossed_interval(np.stack([np.asarray(own) - np.asarray(other) for own, other in stored]))
 
 
-def kept(rows: Sequence[Facts]) -> Mapping[str, list[Any]]:
-    """What a net's entry has of its seeds' samples; nothing where no seed has any."""
-    keys = [key for key in KEYS.values() if any(key in facts for facts in rows)]
-    return {key: [None if facts.get("failed") else facts.get(key) for facts in rows] for key in keys}
+def labels(results: Facts) -> np.ndarray:
+    """The labels (n,) of the tested samples; none in results without them."""
+    return unpacked_classes(results["teacher"].get("test_labels", ""))

@@ -39,6 +39,11 @@ def commits(out: Path) -> list[str | None]:
     return list(dict.fromkeys(found))
 
 
+def commands(out: Path) -> list[str]:
+    """The command lines of a run's calls, each once, the first one first."""
+    return list(dict.fromkeys(call["command"] for call in _recorded(out) if call and call.get("command")))
+
+
 def _recorded(out: Path) -> list[dict[str, Any] | None]:
     if not (out / FILE).exists():
         return []

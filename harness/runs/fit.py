@@ -36,7 +36,7 @@ class Fit:
     scores: dict[str, float]  # what the test logged; nothing without one
     device: torch.device  # where this process has the module
     autocast: Callable[[], Any]  # makes the context of the Trainer's precision
-    samples: dict[str, Tensor]  # in the main process, by run, values of the tested samples; see `RunMetrics.of_samples`
+    samples: dict[str, dict[str, Tensor]]  # of a test, by run and by name, in the main process: `RunMetrics.of_samples`
 
 
 class Tested(Callback):
@@ -109,7 +109,7 @@ def fit_and_test(
         scores = dict(testing.test(module, data, verbose=False)[0]) if tested else {}
         testing.strategy.barrier()
         end(more)
-    samples: dict[str, Tensor] = {}
+    samples: dict[str, dict[str, Tensor]] = {}
     if is_main_process() and path.exists():
         samples = torch.load(path)
         path.unlink()

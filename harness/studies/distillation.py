@@ -11,16 +11,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from torch import nn
 
 from apprentice.errors import BadInput
+from datamodules import InMemoryData
 from harness import config as cli
 from harness.config.classes import imported
 from harness.config.sources import load
-from harness.reports.pages import save_results, text
+from harness.reports.interactive import save_results
+from harness.reports.pages import text
 from harness.reports.report import Facts
 from harness.reports.results import bake_off_results, load_record
-from harness.runs import safepoints
+from harness.runs import calls, safepoints
 from harness.runs.files import write_json
 from harness.runs.launch import is_main_process, main_first
 from harness.runs.nets import load_net
@@ -132,7 +136,7 @@ def run_study(
         return
     log_means(run, nets)
     results = bake_off_results(
-        run.header(),
+        run.header() | {"classes": list(getattr(run.data, "class_names", ()))},
         [fit["runs"]["teacher"] | {key: fit.get(key) for key in ("fit_seconds", "max_epochs")} for fit in teachers],
         {name: [_facts(fits, name) for fits in students] for name in names},
         [sum(fit["fit_seconds"] for fit in fits) for fits in students],
@@ -142,8 +146,14 @@ def run_study(
         ranked=run.config.zoo,
     )
     results |= more
-    save_results(out, results)
-    print(f"{text(results)}\n\n{out}/results.md, .png, .json; curves: tensorboard --logdir {out}")
+    save_results(out, results, partial(images_of, run.data), calls.commands(out))
+    print(f"{text(results)}\n\n{out}/report.html, results.md, .png, .json; curves: tensorboard --logdir {out}")
+
+
+def images_of(data: InMemoryData, places: Sequence[int]) -> np.ndarray | None:
+    """The images (k, C, H, W) at these places of the test set; None if its samples are no images."""
+    found = data.samples("test", torch.tensor(places)).inputs
+    return found.numpy() if found.ndim == 4 and found.shape[1] in {1, 3} else None
 
 
 def _facts(fits: Sequence[Facts], name: str) -> Facts:

@@ -317,9 +317,7 @@ def _facts(module: Learner, run: str, candidate: Candidate, fit: Fit, data: InMe
         "failed": failed,
         "epochs": course(module, run),
     }
-    tested, key = fit.samples.get(run), samples.KEYS["test_acc" if "test_acc" in facts else "test_bpc"]
-    if tested is not None and len(tested):
-        facts[key] = samples.packed(tested, key)
+    facts |= samples.recorded(fit.samples.get(run, {}))
     if candidate.replaced:
         facts["net"] = candidate.replaced
     if facts.get("test_correct") is not None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import datamodules
+from harness.reports.interactive import save_results
 from harness.reports.metrics import BITS
-from harness.reports.pages import save_results
 from harness.reports.results import bake_off_results
 from harness.reports.uncertainty import paired_interval
 from harness.runs.files import write_json

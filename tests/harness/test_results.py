@@ -10,8 +10,9 @@ import warnings
 import pytest
 
 from apprentice.errors import BadInput
+from harness.reports.interactive import save_results
 from harness.reports.metrics import ACCURACY, conclude
-from harness.reports.pages import markdown, notes, picture, save_results, table, text
+from harness.reports.pages import markdown, notes, picture, table, text
 from harness.reports.results import bake_off_results, load_results
 from harness.reports.settings import settings
 from harness.reports.tables import Table, flops_unit, listed, short

@@ -50,6 +50,10 @@ def test_their_sum_is_what_was_counted(one: Path) -> None:
     found = results(one)
     for entry in (found["teacher"], *found["students"].values()):
         right = [samples.unpacked(stored, 101) for stored in entry["test_right"]]
+        predicted = [samples.unpacked_classes(stored) for stored in entry["test_predicted"]]
+        assert [np.flatnonzero(each).tolist() for each in right] == [
+            np.flatnonzero(each == samples.labels(found)).tolist() for each in predicted
+        ]
         assert [int(each.sum()) for each in right] == entry["test_correct"]
 
 
@@ -72,8 +76,14 @@ def test_several_processes_keep_the_same_samples(devices: int, one: Path, tmp_pa
             for count in (1, devices)
         ]
         for student in ("ce", "kd"):
-            ours, other = (run[student]["test_right"] for run in runs)
+            ours, other = ({key: run[student][key] for key in samples.KEPT if key in run[student]} for run in runs)
+            assert set(ours) == {"test_right", "test_predicted", *samples.MEANS}
+            means = [{key: facts.pop(key) for key in samples.MEANS} for facts in (ours, other)]
             assert ours == other
+            if name == "exact":
+                assert means[0] == means[1]
+            for key in samples.MEANS:
+                assert means[0][key] == pytest.approx(means[1][key], abs=1e-6)
 
 
 def test_texts_have_bits_of_each_sample(tmp_path: Path) -> None:
@@ -87,9 +97,9 @@ def test_texts_have_bits_of_each_sample(tmp_path: Path) -> None:
 
 def test_values_come_back_as_they_were() -> None:
     right = np.array([1, 0, 1, 1, 0, 0, 0, 1, 1.0])
-    assert np.array_equal(samples.unpacked(samples.packed(right, "test_right"), 9), right)
-    bits = np.array([1.25, 0.333333])
-    assert np.array_equal(samples.unpacked(samples.packed(bits, "test_sample_bpc"), 2), bits)
+    assert np.array_equal(samples.unpacked(samples.bits(right != 0), 9), right)
+    numbers = np.array([0, 70_000, 3])
+    assert np.array_equal(samples.unpacked_classes(samples.classes(numbers)), numbers)
     for stored, count in (("/w==", 9), ("////", 9)):
         with pytest.raises(ValueError, match=str(count)):
             samples.unpacked(stored, count)
@@ -99,6 +109,11 @@ def test_seeds_that_failed_have_none() -> None:
     rows = [{"test_right": "gA==", "failed": None}, {"test_right": None, "failed": {"step": 1, "term": "ce"}}]
     entry = samples.kept(rows)
     assert entry == {"test_right": ["gA==", None]}
-    assert samples.both(dict(entry), {"test_right": ["AA==", "AA=="]}, ACCURACY, 1)["mean"] == 1
-    assert samples.both({"test_right": [None]}, {"test_right": ["AA=="]}, ACCURACY, 1) is None
-    assert samples.both({}, {}, BITS, 1) is None
+    teacher = {"test_labels": samples.classes(np.array([0]))}
+    found = {"teacher": teacher, "students": {"kd": entry, "ce": {"test_right": ["AA==", "AA=="]}}}
+    assert samples.both(found, "kd", "ce", ACCURACY)["mean"] == 1
+    found["students"]["kd"] = {"test_right": [None, None]}
+    assert samples.both(found, "kd", "ce", ACCURACY) is None
+    assert samples.both(found, "kd", "ce", BITS) is None
+    # In a run of an older version that has grown, no record has the labels.
+    assert samples.both({**found, "teacher": {}}, "ce", "ce", ACCURACY) is None

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from apprentice.errors import BadInput
+from harness.reports import html
 from harness.reports.figures import Dot, lines_picture, metric_picture
 from harness.reports.metrics import METRICS, Metric
 from harness.reports.pages import cost_axis, costs, starred
@@ -139,12 +140,14 @@ def folder_name(runs: Sequence[str]) -> str:
 
 
 def save(comparison: Facts, out: str | Path | None = None) -> Path:
-    """Write compare.md, compare.png and compare.json, and return their folder: `out`, or one under runs/compare/."""
+    """Write report.html, compare.md, .png and .json, and return their folder: `out`, or one under runs/compare/."""
     folder = Path(out) if out else Path("runs", "compare", folder_name([run["name"] for run in comparison["runs"]]))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / "compare.md", markdown(comparison))
-        write_bytes(folder / "compare.png", picture(comparison))
+        text, png = markdown(comparison), picture(comparison)
+        write_text(folder / "compare.md", text)
+        write_text(folder / "report.html", html.page(text, {"compare.png": png}))
+        write_bytes(folder / "compare.png", png)
         write_json(folder / "compare.json", comparison)
     except OSError as error:
         raise BadInput("out", folder, f"a folder that can be written ({error.strerror})") from error

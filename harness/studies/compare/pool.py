@@ -5,13 +5,13 @@ from pathlib import Path
 
 from apprentice.errors import BadInput
 from harness.config.sources import free
-from harness.reports.pages import save_results
+from harness.reports.interactive import save_results
 from harness.reports.report import Facts
 from harness.reports.results import bake_off_results, load_record, reading
 from harness.studies.compare.page import folder_name
 from harness.studies.compare.runs import Run
 
-TUNED = ("tuning", "tuning_cost")
+MORE = ("classes", "tuning", "tuning_cost")
 
 
 def pool(runs: Sequence[Run]) -> Facts:
@@ -46,7 +46,7 @@ def pool(runs: Sequence[Run]) -> Facts:
         one_teacher=loaded and "{seed}" not in (first.setting("teacher_ckpt") or ""),
         variants={name: entry["variant"] for name, entry in students.items() if "variant" in entry},
         ranked=bool(first.setting("zoo")),
-    ) | {"pooled": [run.name for run in runs], **{key: first.results[key] for key in TUNED if key in first.results}}
+    ) | {"pooled": [run.name for run in runs], **{key: first.results[key] for key in MORE if key in first.results}}
 
 
 def _differs(first: Run, run: Run) -> str:
@@ -79,7 +79,7 @@ def _fits(run: Run, seed: int) -> dict[str, Facts]:
 
 
 def save(results: Facts, out: str | Path | None = None) -> Path:
-    """Write results.md, .png and .json, and return their folder: `out`, or one under runs/pool/."""
+    """Write report.html, results.md, .png and .json, and return their folder: `out`, or one under runs/pool/."""
     folder = Path(out or Path("runs", "pool", folder_name(results["pooled"])))
     if (folder / "config.yaml").exists():
         raise BadInput("out", folder, "a folder without a run of its own")

@@ -1,0 +1,76 @@
+"""Pages of one HTML file, which open from disk and ask for nothing from a network."""
+
+import base64
+import re
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from harness.reports.tables import Table
+
+# In Bokeh's script: MathJax and Google's maps, which it would load for plots that we don't draw.
+NETWORK = re.compile(r"src=([\"`'])https://")
+PICTURE = re.compile(r'<img alt="([^"]*)" src="([^"]*)" ?/?>')
+
+
+class Section(NamedTuple):
+    """A part of a page below its text."""
+
+    title: str
+    text: str = ""  # Markdown
+    plots: Sequence[Any] = ()  # of Bokeh
+    pictures: Sequence[bytes] = ()  # PNGs
+
+
+def page(markdown: str, pictures: Mapping[str, bytes], sections: Sequence[Section] = ()) -> str:
+    """The HTML of a Markdown page, whose pictures are these PNGs by file name, and of sections below it.
+
+    Tables are sorted by a click on a column's head.
+    """
+    from jinja2 import Environment
+
+    frame = Environment(autoescape=True).from_string(Path(__file__).with_name("page.html").read_text("utf-8"))
+    plots = [plot for section in sections for plot in section.plots]
+    resources, script, divs = _embedded(plots) if plots else ("", "", [])
+    left, shown = iter(divs), []
+    for section in sections:
+        text = _html(section.text) + "\n".join(f'<p><img alt="" src="{_data(png)}"></p>' for png in section.pictures)
+        shown.append({"title": section.title, "text": text, "plots": [next(left) for _ in section.plots]})
+    text = PICTURE.sub(lambda found: _picture(found, pictures), _html(markdown))
+    title = markdown.partition("\n")[0].lstrip("# ")
+    return frame.render(title=title, text=text, sections=shown, resources=resources, script=script)
+
+
+def _html(markdown: str) -> str:
+    """HTML of Markdown, with the tables of GitHub; what looks like HTML is text."""
+    from markdown import Markdown
+
+    made = Markdown(extensions=["tables", "fenced_code", "sane_lists"])
+    made.preprocessors.deregister("html_block")
+    made.inlinePatterns.deregister("html")
+    return made.convert(markdown)
+
+
+def _picture(found: re.Match[str], pictures: Mapping[str, bytes]) -> str:
+    png = pictures.get(found[2])
+    return found[1] if png is None else f'<img alt="{found[1]}" src="{_data(png)}">'
+
+
+def _data(png: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
+
+
+def _embedded(plots: Sequence[Any]) -> tuple[str, str, Sequence[str]]:
+    """Bokeh's own script, the script of these plots, and a place for each."""
+    from bokeh.embed import components
+    from bokeh.resources import Resources
+
+    script, divs = components(list(plots))
+    own = Resources(mode="inline", components=["bokeh"]).render_js()
+    return NETWORK.sub(r"src=\1data:,", own), script, divs
+
+
+def table(found: Table) -> str:
+    """A table for a section's text, whose cells are taken as they are."""
+    return Table([escape(x) for x in found.header], found.rows, found.left).markdown()

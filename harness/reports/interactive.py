@@ -1,0 +1,110 @@
+"""report.html of a comparison of students: one file to pass on, with all that results.json says."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import mean
+
+import numpy as np
+
+from harness.reports import html, mistakes, pages, plots, tuning
+from harness.reports.html import Section
+from harness.reports.metrics import METRICS
+from harness.reports.report import Facts
+from harness.reports.tables import NONE, Table
+from harness.runs.files import write_bytes, write_json, write_text
+
+Images = Callable[[Sequence[int]], np.ndarray | None]  # of places in the test set, (k, C, H, W)
+
+
+def save_results(
+    folder: str | Path, results: Facts, images: Images | None = None, commands: Sequence[str] = ()
+) -> None:
+    """Write report.html, results.md, results.png and, last, results.json, which marks the run as finished.
+
+    Of a run that was tuned also tuning.png. `images` are of the test set, and `commands` those that made the run.
+    """
+    folder, pictures = Path(folder), {"results.png": pages.picture(results)}
+    if "tuning" in results:
+        pictures[tuning.PICTURE] = tuning.picture(results)
+    for name, png in pictures.items():
+        write_bytes(folder / name, png)
+    text = pages.markdown(results)
+    write_text(folder / "results.md", text)
+    write_text(folder / "report.html", html.page(text, pictures, sections(results, images, commands)))
+    write_json(folder / "results.json", results)
+
+
+def sections(results: Facts, images: Images | None = None, commands: Sequence[str] = ()) -> list[Section]:
+    """The parts of report.html below those of results.md; those for which results have nothing are left out."""
+    metric = METRICS[results["metric"]["name"]]
+    validated = f"val/{metric.score}"
+    lines = [
+        plots.curves(results, validated, f"validation {metric.title.removeprefix('test ')}", metric.scale),
+        plots.curves(results, "train/loss", "training loss"),
+    ]
+    pairs = plots.pairs(results)
+    found = [
+        Section("Intervals", "Each student's seeds, mean and 95 % interval over seeds.", [plots.intervals(results)]),
+        Section("All pairs", _PAIRS, [pairs] if pairs else []),
+        Section("Curves", "Means over seeds. A click on a name hides its line.", [x for x in lines if x]),
+        Section("Accuracy against cost and size", "", plots.costs(results)),
+        Section("Fidelity and calibration", _beside_accuracy(results)),
+        Section("Confusion", _frequent(results), plots.confusion(results)),
+        _most_confused(results, images),
+        Section("The command that repeats it", "\n".join(["```", *commands, "```"]) if commands else ""),
+    ]
+    return [each for each in found if each.plots or each.pictures or (each.text and each.title not in DRAWN)]
+
+
+DRAWN = {"Intervals", "All pairs", "Curves"}  # sections whose text is about their plots
+_PAIRS = (
+    "The mean difference of a row's student to a column's, over their common seeds. Coloured where it is beyond the "
+    "noise between seeds, corrected for all of these pairs (Holm)."
+)
+
+
+def _beside_accuracy(results: Facts) -> str:
+    """Whether nets follow their teacher, and whether their confidence is right."""
+    metric, rows = METRICS[results["metric"]["name"]], []
+    for name, entry in mistakes.nets(results):
+        figures = [_mean(entry, key) for key in ("test_agreement", "test_kl", "test_ece")]
+        if any(value is not None for value in figures):
+            cells = [NONE if x is None else f"{s * x:.{d}f}" for x, s, d in zip(figures, *_UNITS, strict=True)]
+            rows.append([name, metric.mean(entry[metric.name]), *cells])
+    if not rows:
+        return ""
+    columns = ["net", metric.title, "agreement with the teacher, %", "KL to the teacher, nats", "ECE, %"]
+    explained = (
+        "Agreement: test samples of which a student predicts the teacher's class. KL: mean divergence of its "
+        "predictions from the teacher's. ECE: expected calibration error, the mean distance of confidence and "
+        "accuracy in 15 bins of confidence. Means over seeds."
+    )
+    return f"{explained}\n\n{html.table(Table(columns, rows))}"
+
+
+_UNITS = ((100, 1, 100), (2, 4, 2))  # factors and digits of its figures
+
+
+def _mean(entry: Facts, key: str) -> float | None:
+    known = [value for value in entry.get(key) or () if value is not None]
+    return mean(known) if known else None
+
+
+def _frequent(results: Facts) -> str:
+    names = mistakes.class_names(results)
+    rows = [[names[truth], names[taken], f"{100 * share:.1f}"] for truth, taken, share in mistakes.frequent(results)]
+    columns = ["class", "taken for", "of the class's samples, % (mean of all students)"]
+    return html.table(Table(columns, rows, left=2)) if rows else ""
+
+
+def _most_confused(results: Facts, images: Images | None) -> Section:
+    found, names, places = mistakes.most_confused(results), mistakes.class_names(results), mistakes.places(results)
+    rows = [[str(places[row]), names[truth], names[taken], f"{100 * share:.0f}"] for row, truth, taken, share in found]
+    shown = images([int(places[row]) for row, *_ in found]) if images and found else None
+    pictures = [] if shown is None else [mistakes.picture(shown, mistakes.titles(results))]
+    columns = ["place in the test set", "class", "taken for", "nets that were wrong, %"]
+    text = "" if not found else html.table(Table(columns, rows)) if shown is None else _SHOWN
+    return Section("The most confused test samples", text, (), pictures)
+
+
+_SHOWN = "Above each its class, what most students and seeds that were wrong took it for, and how many were."

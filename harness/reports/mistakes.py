@@ -1,0 +1,105 @@
+"""What nets take for what: confusion matrices, and the test samples that most of them get wrong."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from harness.reports import samples
+from harness.reports.figures import figure
+from harness.reports.report import Facts
+
+SHOWN = 24  # images
+ACROSS = 8
+PAIRS = 10  # of classes
+LETTERS = 16  # of a class's name over an image
+
+
+def nets(results: Facts) -> Iterator[tuple[str, Facts]]:
+    """The teacher and the students by name."""
+    yield "teacher", results["teacher"]
+    yield from results["students"].items()
+
+
+def predictions(entry: Facts, count: int) -> np.ndarray:
+    """The classes (seeds, n) that a net predicted with the seeds that have them."""
+    found = [samples.unpacked_classes(stored) for stored in entry.get("test_predicted", ()) if stored is not None]
+    return np.stack(found) if found else np.zeros((0, count), dtype=np.int64)
+
+
+def confusions(results: Facts) -> dict[str, np.ndarray]:
+    """For each net the shares (classes, classes) of a class's samples, in rows, that were taken for a class."""
+    truth = samples.labels(results)
+    size, found = _classes(results, truth), {}
+    for name, entry in nets(results):
+        if len(predicted := predictions(entry, len(truth))):
+            counts = np.zeros((size, size))
+            np.add.at(counts, (np.broadcast_to(truth, predicted.shape), predicted), 1)
+            found[name] = counts / counts.sum(1, keepdims=True).clip(min=1)
+    return found
+
+
+def _classes(results: Facts, truth: np.ndarray) -> int:
+    largest = [predictions(entry, len(truth)).max(initial=0) for _, entry in nets(results)]
+    return int(max([truth.max(initial=0), *largest])) + 1 if len(truth) else 0
+
+
+def class_names(results: Facts) -> list[str]:
+    """Names of the classes, or their numbers in results of older versions."""
+    size = _classes(results, samples.labels(results))
+    known = results.get("classes") or []
+    return [str(name) for name in (known if len(known) >= size else range(size))]
+
+
+def frequent(results: Facts) -> list[tuple[int, int, float]]:
+    """The pairs of classes that students confuse most: label, class, share of the label's samples over all students."""
+    found = [shares for name, shares in confusions(results).items() if name != "teacher"]
+    if not found:
+        return []
+    shares = np.mean(found, axis=0)
+    np.fill_diagonal(shares, 0)
+    order = np.argsort(-shares, axis=None, kind="stable")[:PAIRS]
+    pairs = [(int(i // len(shares)), int(i % len(shares))) for i in order]
+    return [(truth, taken, float(shares[truth, taken])) for truth, taken in pairs if shares[truth, taken] > 0]
+
+
+def most_confused(results: Facts) -> list[tuple[int, int, int, float]]:
+    """The samples that most students got wrong: row, label, what most took it for, share of nets that were wrong."""
+    truth = samples.labels(results)
+    found = [predictions(entry, len(truth)) for entry in results["students"].values()]
+    predicted = np.concatenate(found) if found else np.zeros((0, len(truth)), dtype=np.int64)
+    if not len(predicted):
+        return []
+    wrong = (predicted != truth).mean(0)
+    order = [row for row in np.argsort(-wrong, kind="stable")[:SHOWN].tolist() if wrong[row] > 0]
+    taken = [np.bincount(column[column != truth[row]]).argmax() for row in order for column in [predicted[:, row]]]
+    return [(row, int(truth[row]), int(as_), float(wrong[row])) for row, as_ in zip(order, taken, strict=True)]
+
+
+def places(results: Facts) -> np.ndarray:
+    """The places (n,) of the tested samples in the test set."""
+    stored = results["teacher"].get("test_places")
+    return np.arange(len(samples.labels(results))) if stored is None else samples.unpacked_classes(stored)
+
+
+def picture(images: np.ndarray, titles: Sequence[str]) -> bytes:
+    """A PNG of images (k, C, H, W) with C 1 or 3, each stretched to the full range, under their titles."""
+    down = -(-len(images) // ACROSS)
+    with figure(11, 1.75 * down) as (drawn, png):
+        axes = drawn.subplots(down, ACROSS, squeeze=False).flat
+        for place in axes:
+            place.axis("off")
+        for place, image, title in zip(axes, images, titles, strict=False):
+            low, high = image.min(), image.max()
+            stretched = (image - low) / (high - low or 1)
+            shown = stretched[0] if len(image) == 1 else stretched.transpose(1, 2, 0)
+            place.imshow(shown, cmap="gray", vmin=0, vmax=1)
+            place.set_title(title, fontsize=7, parse_math=False)
+    return png.getvalue()
+
+
+def titles(results: Facts) -> list[str]:
+    """Of each of the most confused samples what it is, and what most took it for."""
+    names = [name if len(name) <= LETTERS else f"{name[: LETTERS - 1]}…" for name in class_names(results)]
+    return [
+        f"{names[truth]}\nas {names[taken]}, {100 * share:.0f} %" for _, truth, taken, share in most_confused(results)
+    ]

@@ -1,0 +1,238 @@
+"""Plots that answer the mouse, of Bokeh: curves to switch on and off, and values under the pointer."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import mean
+from typing import Any, Literal
+
+import numpy as np
+
+from harness.reports import mistakes
+from harness.reports.figures import GREY, bounds
+from harness.reports.metrics import METRICS, Metric, paired_differences
+from harness.reports.report import Facts
+from harness.reports.tables import flops_unit
+from harness.reports.uncertainty import CONFIDENCE, Interval, holm, p_value, paired_interval
+
+WIDTH, HEIGHT, LINE = 1100, 420, 26
+MATRIX = 340  # pixels of a confusion matrix
+NAMED_CLASSES, MOST_CLASSES = 20, 100  # of which a matrix has the names, and of which it is drawn at all
+DASHES = ("solid", "dashed", "dotted", "dotdash")
+
+
+def intervals(results: Facts) -> Any:
+    """For each student its seeds, mean and 95 % interval; the teacher's mean as a line."""
+    metric, students = METRICS[results["metric"]["name"]], results["students"]
+    known = {name: metric.scaled(entry[metric.name]) for name, entry in students.items()}
+    known = {name: values for name, values in known.items() if values}
+    names = list(known)
+    plot = _figure(
+        height=110 + LINE * len(names), y_range=names[::-1], x_axis_label=metric.title,
+        tooltips=[("student", "@name"), ("mean", "@mean{0.000}"), ("interval", "@interval")],
+    )  # fmt: skip
+    columns: dict[str, list[Any]] = {key: [] for key in ("name", "mean", "low", "high", "interval", "color")}
+    for color, (name, values) in zip(itertools.cycle(_colors()), known.items(), strict=False):
+        low, high = bounds(values, metric)
+        told = "of one seed" if len(values) == 1 else f"{low:.{metric.digits}f} to {high:.{metric.digits}f}"
+        for key, value in zip(columns, (name, mean(values), low, high, told, color), strict=True):
+            columns[key].append(value)
+        plot.scatter(values, [name] * len(values), size=5, alpha=0.4, color=color)
+    source = _source(columns)
+    plot.segment("low", "name", "high", "name", source=source, line_width=3, color="color")
+    plot.scatter("mean", "name", source=source, size=11, color="color", line_color="white")
+    if teacher := metric.scaled(results["teacher"][metric.name]):
+        _line(plot, mean(teacher), "height")
+    return plot
+
+
+class Pair(dict[str, Any]):
+    """A difference of two students: `one`, `other`, `difference`, its `interval`, and Holm's `p` among all pairs."""
+
+
+def compared_pairs(results: Facts) -> list[Pair]:
+    """All pairs of students with two common seeds or more, as `one` minus `other`, with p corrected for all of them."""
+    metric, students = METRICS[results["metric"]["name"]], results["students"]
+    found: dict[str, tuple[str, str, Interval]] = {}
+    raw: dict[str, float] = {}
+    for one, other in itertools.combinations(students, 2):
+        differences = paired_differences(students[one][metric.name], students[other][metric.name])
+        if len(differences) > 1:
+            key = f"{one}\n{other}"
+            found[key], raw[key] = (one, other, paired_interval(differences)), p_value(differences)
+    corrected = holm(raw)
+    return [
+        Pair(one=one, other=other, difference=interval["mean"], interval=metric.difference(interval), p=corrected[key])
+        for key, (one, other, interval) in found.items()
+    ]
+
+
+def pairs(results: Facts) -> Any:
+    """A matrix: by how much the student of a row is better than that of a column; grey where noise may be the reason.
+
+    None if no pair has two seeds.
+    """
+    from bokeh.palettes import RdBu11
+
+    metric, found = METRICS[results["metric"]["name"]], compared_pairs(results)
+    if not found:
+        return None
+    names, sign = list(results["students"]), 1 if metric.higher_is_better else -1
+    largest = max(abs(pair["difference"]) for pair in found) or 1.0
+    columns: dict[str, list[Any]] = {key: [] for key in ("row", "column", "told", "p", "color", "shown", "ink")}
+    for pair in found:
+        for row, column, factor in ((pair["one"], pair["other"], 1), (pair["other"], pair["one"], -1)):
+            difference, beyond = factor * pair["difference"], pair["p"] < 1 - CONFIDENCE
+            shade = RdBu11[::-1][round(5 + 5 * sign * difference / largest)]
+            dark = beyond and abs(difference) > 0.6 * largest
+            told = pair["interval"] if factor == 1 else f"{metric.signed(difference)}, as {column} to {row} mirrored"
+            values = row, column, told, pair["p"], shade if beyond else "#eeeeee", metric.signed(difference)
+            for key, value in zip(columns, (*values, "white" if dark else "black"), strict=True):
+                columns[key].append(value)
+    plot = _figure(
+        width=max(340, min(WIDTH, 170 + 62 * len(names))), height=150 + LINE * len(names), x_range=names,
+        y_range=names[::-1], x_axis_location="above",
+        tooltips=[("pair", "@row to @column"), (f"difference, {metric.unit}", "@told"), ("p, Holm", "@p{0.0000}")],
+    )  # fmt: skip
+    source = _source(columns)
+    plot.rect("column", "row", 0.96, 0.92, source=source, color="color")
+    plot.text("column", "row", "shown", source=source, text_color="ink", text_align="center", text_baseline="middle",
+              text_font_size="11px")  # fmt: skip
+    plot.xaxis.major_label_orientation = 0.9
+    plot.grid.visible = False
+    return plot
+
+
+def mean_curve(epochs: Sequence[Sequence[Mapping[str, float | None]] | None], name: str) -> list[float | None]:
+    """A value's mean over the seeds that have it, for each epoch."""
+    rows = itertools.zip_longest(*(seed for seed in epochs if seed), fillvalue={})
+    known = [[values[name] for values in row if values.get(name) is not None] for row in rows]
+    return [mean(values) if values else None for values in known]  # type: ignore[type-var]
+
+
+def curves(results: Facts, name: str, title: str, scale: float = 1.0) -> Any:
+    """A value of each epoch, the mean over seeds, a line for each net; None if no net has it."""
+    entries = {**results["students"], "teacher": results["teacher"]}
+    found = {net: mean_curve(entry.get("epochs") or [], name) for net, entry in entries.items()}
+    found = {net: values for net, values in found.items() if any(value is not None for value in values)}
+    if not found:
+        return None
+    plot = _figure(
+        x_axis_label="epoch", y_axis_label=title, tooltips=[("net", "$name"), ("epoch", "@x"), (title, "@y")]
+    )
+    looks = zip(itertools.cycle(_colors()), _dashes())
+    for (net, values), (color, dash) in zip(found.items(), looks, strict=False):
+        heights = [float("nan") if value is None else scale * value for value in values]
+        style: dict[str, Any] = {"color": GREY, "line_dash": "dashed"} if net == "teacher" else {}
+        places, style = list(range(1, len(values) + 1)), {"color": color, "line_dash": dash, **style}
+        if len(values) == 1:
+            plot.scatter(places, heights, name=net, legend_label=net, size=8, color=style["color"])
+        else:
+            plot.line(places, heights, name=net, legend_label=net, line_width=2, **style)
+    legend = plot.legend[0]
+    legend.click_policy, legend.label_text_font_size, legend.spacing = "hide", "11px", 0
+    legend.ncols = 1 + len(found) // 16
+    plot.add_layout(legend, "right")
+    return plot
+
+
+def costs(results: Facts) -> list[Any]:
+    """The metric against the cost of training and against the number of parameters, where they are known."""
+    metric = METRICS[results["metric"]["name"]]
+    entries = {**results["students"], "teacher": results["teacher"]}
+    size, unit = flops_unit([entry["train_flops"] for entry in entries.values()])
+    axes = [("train_flops", f"cost of training, {unit}", size), ("parameters", "parameters", 1.0)]
+    return [plot for axis in axes if (plot := _against(entries, metric, *axis)) is not None]
+
+
+def _against(entries: Mapping[str, Facts], metric: Metric, key: str, label: str, size: float) -> Any:
+    known = {name: e for name, e in entries.items() if e[key] and metric.scaled(e[metric.name])}
+    if not known:
+        return None
+    plot = _figure(
+        width=WIDTH // 2 - 12, x_axis_label=label, y_axis_label=f"mean {metric.title}", x_axis_type="log",
+        tooltips=[("net", "@name"), (label, "@x{0,0.[00]}"), (metric.title, "@y{0.000}")],
+    )  # fmt: skip
+    colors = dict(zip(entries, itertools.cycle(_colors())))
+    source = _source({
+        "name": list(known), "x": [e[key] / size for e in known.values()],
+        "y": [mean(metric.scaled(e[metric.name])) for e in known.values()],
+        "color": [GREY if name == "teacher" else colors[name] for name in known],
+    })  # fmt: skip
+    plot.scatter("x", "y", source=source, size=11, color="color", line_color="white")
+    if len(known) <= 12:  # of more they hide each other; the pointer tells them
+        plot.text("x", "y", "name", source=source, x_offset=8, y_offset=5, text_font_size="11px")
+    return plot
+
+
+def confusion(results: Facts) -> list[Any]:
+    """A matrix for each net: of the samples of a class, in rows, the shares that it took for a class.
+
+    None for over 100 classes: their matrices would take megabytes.
+    """
+    from bokeh.models import LinearColorMapper
+    from bokeh.palettes import Blues256
+
+    names, plots = mistakes.class_names(results), []
+    if len(names) > MOST_CLASSES:
+        return []
+    numbered = len(names) > NAMED_CLASSES
+    for net, shares in mistakes.confusions(results).items():
+        plot = _figure(
+            width=MATRIX + 60, height=MATRIX, title=net, x_range=(0, len(names)), y_range=(len(names), 0),
+            x_axis_label="taken for", y_axis_label="is", tooltips=[("is", "$y{0}"), ("taken for", "$x{0}"),
+            ("share, %", "@image")] if numbered else None,
+        )  # fmt: skip
+        percent = np.round(100 * shares).astype(np.uint8)  # a byte each
+        colors = LinearColorMapper(palette=Blues256[::-1], low=0, high=100)
+        plot.image([percent], x=0, y=0, dw=len(names), dh=len(names), color_mapper=colors)
+        if not numbered:
+            ticks = [each + 0.5 for each in range(len(names))]
+            for axis in (plot.xaxis, plot.yaxis):
+                axis.ticker, axis.major_label_overrides = ticks, dict(zip(ticks, names, strict=True))
+            plot.xaxis.major_label_orientation = 0.9
+            _percentages(plot, shares)
+        plot.grid.visible = False
+        plots.append(plot)
+    return plots
+
+
+def _percentages(plot: Any, shares: np.ndarray) -> None:
+    rows, columns = np.nonzero(shares >= 0.005)
+    source = _source({
+        "x": columns + 0.5, "y": rows + 0.5, "told": [f"{100 * share:.0f}" for share in shares[rows, columns]],
+        "ink": ["white" if share > 0.5 else "black" for share in shares[rows, columns]],
+    })  # fmt: skip
+    plot.text("x", "y", "told", source=source, text_color="ink", text_align="center", text_baseline="middle",
+              text_font_size="10px")  # fmt: skip
+
+
+def _figure(**options: Any) -> Any:
+    from bokeh.plotting import figure
+
+    plot = figure(**{"width": WIDTH, "height": HEIGHT, "tools": "pan,box_zoom,wheel_zoom,reset", **options})
+    plot.toolbar.logo = None
+    plot.toolbar.autohide = True
+    return plot
+
+
+def _source(columns: Mapping[str, Any]) -> Any:
+    from bokeh.models import ColumnDataSource
+
+    return ColumnDataSource(dict(columns))
+
+
+def _line(plot: Any, place: float, dimension: Literal["width", "height"]) -> None:
+    from bokeh.models.annotations import Span
+
+    plot.add_layout(Span(location=place, dimension=dimension, line_color=GREY, line_dash="dashed"))
+
+
+def _colors() -> Sequence[str]:
+    from bokeh.palettes import Category10_10
+
+    return Category10_10
+
+
+def _dashes() -> Iterator[str]:
+    """A style for each line: colours repeat after ten, then in another style."""
+    return itertools.cycle(dash for dash in DASHES for _ in range(10))

@@ -1,0 +1,217 @@
+"""report.html: one file with everything, which asks for nothing from a network."""
+
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from harness.reports import html, interactive, mistakes, pages, plots, samples
+from harness.reports.metrics import ACCURACY
+from harness.reports.report import Report
+from harness.reports.tables import Table
+from harness.reports.uncertainty import holm, p_value
+from lit_modules.scores import ClassScores, fidelity
+from tests.bake_off_facts import CE, HINT, KD, TEST, header, student, teacher
+from tests.bake_off_facts import results as made_up
+from tests.browser import answer
+
+CLASSES, LIMIT = 4, 5_000_000
+NAMES = [f"class {number}" for number in range(CLASSES)]
+
+
+def with_samples(correct: int, seed: int) -> dict[str, Any]:
+    """A student's facts, with samples of which so many are right."""
+    truth = np.arange(TEST) % CLASSES
+    wrong = np.random.default_rng([correct, seed]).permutation(TEST)[correct:]
+    predicted = truth.copy()
+    predicted[wrong] = (truth[wrong] + 1) % CLASSES
+    values = {
+        "place": np.arange(TEST), "right": predicted == truth, "predicted": predicted, "label": truth,
+        "confidence": np.full(TEST, 0.75), "kl": np.full(TEST, 0.5), "agreement": predicted == truth,
+    }  # fmt: skip
+    found = samples.recorded({name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()})
+    rows = [{"train/loss": 2.0 / (epoch + seed + 1), "val/acc": 0.5 + 0.1 * epoch} for epoch in range(3)]
+    return {**student(correct), **found, "epochs": rows}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    from harness.reports.results import bake_off_results
+
+    rows = {
+        name: [with_samples(count, seed) for seed, count in enumerate(counts)]
+        for name, counts in {"ce": CE, "kd": KD, "hint": HINT}.items()
+    }
+    own = {
+        key: value
+        for key, value in with_samples(390, 9).items()
+        if key not in {"objective", "test_kl", "test_agreement"}
+    }
+    taught = [{**own, **teacher()}] * 3
+    return bake_off_results({**header(), "classes": NAMES}, taught, rows, [12.0] * 3)
+
+
+def images(places: Any) -> np.ndarray:
+    return np.stack([np.full((1, 8, 8), float(place)) for place in places])
+
+
+@pytest.fixture(scope="module")
+def report(found: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("report")
+    interactive.save_results(folder, found, images, ["python experiments/kd.py --seeds 3"])
+    return folder / "report.html"
+
+
+@pytest.mark.drawn
+def test_it_is_one_file_that_asks_for_nothing(report: Path) -> None:
+    text = report.read_text("utf-8")
+    assert len(text.encode()) < LIMIT
+    for found in re.findall(r"\b(?:src|href)\s*=\s*[\"'`]([^\"'`]*)", text):
+        assert "//" not in found[:10], found[:100]
+    assert not re.findall(r"url\(['\"]?https?:|@import|<link", text)
+
+
+@pytest.mark.drawn
+def test_it_says_everything(report: Path) -> None:
+    text = report.read_text("utf-8")
+    shown = re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
+    for said in (
+        "Intervals", "All pairs", "Curves", "Accuracy against cost and size", "Fidelity and calibration", "Confusion",
+        "The most confused test samples", "python experiments/kd.py --seeds 3", "Settings", "Versions", "Holm",
+    ):  # fmt: skip
+        assert said in shown, said
+    assert shown.count("data:image/png;base64,") == 2  # results.png, and the most confused images
+
+
+@pytest.mark.drawn
+def test_in_a_browser_it_is_drawn_and_its_tables_sort(report: Path, found: dict[str, Any], tmp_path: Path) -> None:
+    script = """
+        const table = document.querySelector("table"), heads = [...table.querySelectorAll("th")]
+        const column = () => [...table.tBodies[0].rows].map(row => row.cells[0].textContent)
+        const before = column()
+        heads[3].click()
+        const up = column()
+        heads[3].click()
+        const down = column()
+        heads[0].click()
+        const plots = Bokeh.documents.flatMap(each => each.roots())
+        const wide = [...document.querySelectorAll(".plots > div")].map(div => div.firstElementChild.getBoundingClientRect().width)
+        const images = [...document.images].map(image => image.naturalWidth)
+        return {before, up, down, name: column(), plots: plots.length, wide, images}
+    """
+    told = answer(report, script, tmp_path)
+    order = ["teacher", "ce", "kd", "hint"]
+    means = {"teacher": 390, **{name: np.mean(counts) for name, counts in {"ce": CE, "kd": KD, "hint": HINT}.items()}}
+    assert told["before"] == order
+    assert told["up"] == sorted(order, key=means.__getitem__)
+    assert told["down"] == sorted(order, key=means.__getitem__, reverse=True)
+    assert told["name"] == sorted(order)
+    drawn = 1 + 1 + 2 + 2 + len(list(mistakes.nets(found)))  # intervals, pairs, curves, costs, a matrix for each net
+    assert told["plots"] == len(told["wide"]) == drawn
+    assert min(told["wide"]) > 100
+    assert min(told["images"]) > 100
+
+
+def test_all_pairs_are_corrected_together(found: dict[str, Any]) -> None:
+    values = {name: np.array(entry["test_acc"]) for name, entry in found["students"].items()}
+    pairs = list(itertools.combinations(values, 2))
+    expected = holm({f"{a} {b}": p_value((values[a] - values[b]).tolist()) for a, b in pairs})
+    compared = plots.compared_pairs(found)
+    assert [(pair["one"], pair["other"]) for pair in compared] == pairs
+    for pair in compared:
+        assert pair["p"] == pytest.approx(expected[f"{pair['one']} {pair['other']}"])
+        assert pair["difference"] == pytest.approx(float((values[pair["one"]] - values[pair["other"]]).mean()))
+    assert plots.pairs(made_up(1)) is None
+
+
+def test_curves_are_means_over_seeds_that_have_the_epoch() -> None:
+    epochs = [[{"val/acc": 0.5}, {"val/acc": 0.7}], None, [{"val/acc": 0.7}, {"val/acc": None}], [{}, {}]]
+    assert plots.mean_curve(epochs, "val/acc") == [pytest.approx(0.6), 0.7]
+    assert plots.curves(made_up(), "val/acc", "accuracy") is None
+
+
+def test_confusions_count_every_sample(found: dict[str, Any]) -> None:
+    shares = mistakes.confusions(found)
+    assert list(shares) == ["teacher", "ce", "kd", "hint"]
+    for name, counts in {"ce": CE, "kd": KD, "hint": HINT}.items():
+        assert shares[name].sum(1) == pytest.approx(np.ones(CLASSES))
+        assert shares[name].trace() / CLASSES == pytest.approx(np.mean(counts) / TEST)
+    assert mistakes.class_names(found) == NAMES
+    assert mistakes.class_names({**found, "classes": []}) == ["0", "1", "2", "3"]
+    truth, taken, share = mistakes.frequent(found)[0]
+    assert taken == (truth + 1) % CLASSES
+    others = np.mean([shares[name] for name in ("ce", "kd", "hint")], axis=0) - 2 * np.eye(CLASSES)
+    assert share == pytest.approx(others.max())
+
+
+def test_the_most_confused_are_wrong_most_often(found: dict[str, Any]) -> None:
+    truth = samples.labels(found)
+    nets = [net for entry in found["students"].values() for net in mistakes.predictions(entry, TEST)]
+    wrong = np.mean([net != truth for net in nets], axis=0)
+    shown = mistakes.most_confused(found)
+    assert [share for *_, share in shown] == pytest.approx(np.sort(wrong)[::-1][: len(shown)])
+    for row, label, taken, share in shown:
+        assert (label, taken) == (truth[row], (truth[row] + 1) % CLASSES)
+        assert share == wrong[row]
+
+
+def test_calibration_is_the_formula() -> None:
+    rng = np.random.default_rng(0)
+    confidence, right = rng.uniform(0.05, 1, 500), rng.integers(0, 2, 500).astype(float)
+    expected = 0.0
+    for number in range(15):
+        inside = (confidence > number / 15) & (confidence <= (number + 1) / 15)
+        if inside.any():
+            expected += inside.mean() * abs(confidence[inside].mean() - right[inside].mean())
+    assert samples.calibration_error(confidence, right) == pytest.approx(expected)
+
+
+def test_fidelity_is_the_formula() -> None:
+    generator = torch.Generator().manual_seed(0)
+    student, taught = (torch.randn(6, 5, 4, generator=generator, dtype=torch.float64) for _ in range(2))
+    labels = torch.randint(0, 4, (6, 5), generator=generator)
+    labels[0, 2:] = -100
+    p, q = taught.softmax(-1), student.softmax(-1)
+    kl, same = (p * (p / q).log()).sum(-1), (p.argmax(-1) == q.argmax(-1)).double()
+    one = fidelity(student[:, 0], taught[:, 0], labels[:, 0])
+    assert torch.allclose(one["kl"], kl[:, 0])
+    assert torch.equal(one["agreement"], same[:, 0])
+    texts = fidelity(student, taught, labels)
+    for name, values in (("kl", kl), ("agreement", same)):
+        expected = torch.cat([values[:1, :2].mean(1), values[1:].mean(1)])
+        assert torch.allclose(texts[name], expected)
+
+
+def test_a_sample_has_its_prediction() -> None:
+    logits = torch.tensor([[2.0, 0.0], [0.0, 1.0]])
+    values = ClassScores(2).of_sample(logits, torch.tensor([0, 0]))
+    assert [values[name].tolist() for name in ("right", "predicted", "label")] == [[True, False], [0, 1], [0, 0]]
+    assert values["confidence"].tolist() == pytest.approx([0.880797, 0.731059])
+
+
+def test_what_looks_like_html_is_text() -> None:
+    named = '<script>alert(1)</script> & "a"'
+    page = html.page(f"# {named}\n\n- {named}\n\n{Table(['a'], [[named]]).markdown()}\n", {})
+    assert "<script>alert" not in page
+    assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;") == 4  # title, heading, line and cell
+
+
+def test_any_report_has_a_page(tmp_path: Path) -> None:
+    picture = mistakes.picture(np.zeros((1, 3, 4, 4)), ["none"])
+    parts = [Table(["a", "b"], [["x", "1"]]), "![lines](lines.png)", "![gone](gone.png)"]
+    Report({"Data": "Digits"}, parts, parts, {"lines.png": picture}).save(tmp_path, "hardware")
+    text = (tmp_path / "report.html").read_text()
+    assert re.search(r"<td[^>]*>x</td>", text)
+    assert "data:image/png;base64," in text
+    assert "gone.png" not in text
+    assert "Bokeh" not in text  # without plots its script would be in vain
+
+
+def test_older_results_have_a_page_without_what_they_lack() -> None:
+    titles = [section.title for section in interactive.sections(made_up())]
+    assert titles == ["Intervals", "All pairs", "Accuracy against cost and size"]
+    assert ACCURACY.columns["test_acc"] in pages.markdown(made_up())
