@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         except BadInput as error:
             parser.error(str(error).removeprefix("--RUN "))  # the runs are given without a flag
         print(comparison.text(compared))
-        print(f"\nSaved compare.md, compare.png and compare.json in {folder}")
+        print(f"\nSaved report.html, compare.md, .png and .json in {folder}")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
     python experiments/gpt.py --data.path input.txt --trainer.max_steps 2000      # nanoGPT's CPU recipe
     python experiments/gpt.py --sample "ROMEO:" --run runs/gpt/RUN                # go on from a prompt
 
-Nine tenths of the text train, the last tenth validates and tests. OUT/ holds results.json and .md, and for each seed
-a TensorBoard run, the weights and the vocabulary.
+Nine tenths of the text train, the last tenth validates and tests. OUT/ holds report.html, results.json and .md, and for
+each seed a TensorBoard run, the weights and the vocabulary.
 """
 
 from harness import start

@@ -9,7 +9,7 @@
     python experiments/kd.py --students.small LightNN --students.deep DeepNN         # each method for several nets
 
 For each seed a teacher is trained (or loaded), every student is distilled from it in one pass over the data, and each
-is tested once. OUT/ holds the table (results.json, .md, .png), and for each net a TensorBoard run and its weights.
+is tested once. OUT/ holds report.html, results.json, .md and .png, and for each net a TensorBoard run and its weights.
 """
 
 from harness import start

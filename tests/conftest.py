@@ -54,9 +54,11 @@ def _sketched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     if not request.node.get_closest_marker("drawn"):
         from matplotlib.figure import Figure
 
+        from harness.reports import interactive
         from tests.figures import sketch
 
         monkeypatch.setattr(Figure, "draw", sketch)
+        monkeypatch.setattr(interactive, "sections", lambda *_: [])
 
 
 @pytest.fixture(autouse=True)

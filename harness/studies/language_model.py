@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from apprentice.errors import BadInput
 from datamodules import Subwords, Text, Vocabulary, vocabulary_of
+from harness.reports import html
 from harness.reports.metrics import BITS
 from harness.reports.pages import header
 from harness.reports.report import Facts
@@ -53,9 +54,11 @@ def run_study(run: Session, make: Callable[[Session, int], tuple[LitLanguageMode
         "samples": dict(zip(map(str, run.config.seeds), samples, strict=True)),
     }
     shown, first = table(results), samples[0][0]
-    write_text(out / "results.md", "\n\n".join([header(results), shown.markdown(), indented(first)]))
+    page = "\n\n".join([header(results), shown.markdown(), indented(first)])
+    write_text(out / "results.md", page)
+    write_text(out / "report.html", html.page(page, {}))
     write_json(out / "results.json", results)
-    print(f"{first}\n\n{shown.plain()}\n\n{out}/results.md, .json; curves: tensorboard --logdir {out}")
+    print(f"{first}\n\n{shown.plain()}\n\n{out}/report.html, results.md, .json; curves: tensorboard --logdir {out}")
 
 
 def table(results: Facts) -> Table:

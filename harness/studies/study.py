@@ -34,7 +34,7 @@ class Study:
 
     key: ClassVar[str] = "name"  # of a row's name in a row
     needed: ClassVar[str] = ""  # name of the case that all others are compared with: if it fails, the run ends
-    files: ClassVar[str] = "results.md, .png, .json"  # what the last line of the output names
+    files: ClassVar[str] = "report.html, results.md, .png, .json"  # what the last line of the output names
 
     def __init__(self, run: Session, **how: int | str) -> None:
         self.out, self.parser = run.out, run.parser

@@ -54,7 +54,7 @@ def test_a_run_leaves_what_the_issue_names(finished: Path, tmp_path: Path, capsy
     assert call["command"] == f"kd.py {flags} {finished}"
     assert found["commits"] == [call["commit"] and call["commit"] + "-dirty" * call["dirty"]]
     assert len(found["students_fit_seconds"]) == 2
-    for name in ("config.yaml", "environment.json", "results.md", "results.png"):
+    for name in ("config.yaml", "environment.json", "report.html", "results.md", "results.png"):
         assert (finished / name).stat().st_size > 0
     again = LightNN((1, 8, 8))
     again.load_state_dict(torch.load(finished / "seed1" / "kd" / "weights.pt", weights_only=True))

@@ -95,7 +95,14 @@ def test_the_page_leaves_what_it_says(run: Path) -> None:
     assert found["data"] == {"name": "Digits", "train": 1293, "validation": 144, "test": 360}
     taught = results(run / "runs" / "digits")["students"]["kd"]
     assert found["rows"][0]["test_correct"] == taught["test_correct"][0]
-    for name in ("results.md", "results.png", "config.yaml", "environment.json", "seed0/int8-qat/best.pt"):
+    for name in (
+        "report.html",
+        "results.md",
+        "results.png",
+        "config.yaml",
+        "environment.json",
+        "seed0/int8-qat/best.pt",
+    ):
         assert (run / "runs" / "int8" / name).stat().st_size > 0
     best = torch.load(run / "runs" / "int8" / "seed0" / "int8-qat" / "best.pt", weights_only=True)
     assert best["net"]["class_path"] == "lit_modules.nets.LightNN"

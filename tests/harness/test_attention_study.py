@@ -227,7 +227,7 @@ def test_blocks_that_take_too_long_are_left_out_and_an_old_run_s_files_are_gone(
     attention.main([*QUICK, *flags, "--out", str(out)])
     assert list(rows(out)) == ["matmul: float32, before blocks", "matmul: float32, at the end"]
     assert {path.name for path in out.iterdir() if path.suffix} == {
-        "config.yaml", "environment.json", "results.json", "results.md",
+        "config.yaml", "environment.json", "report.html", "results.json", "results.md",
     }  # fmt: skip
     told = " ".join(capsys.readouterr().out.split())
     assert "blocks: jagged compiled, float32, 2 x 32, forward + backward: left out: at its best" in told

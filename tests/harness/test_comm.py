@@ -59,7 +59,7 @@ def test_a_run_leaves_what_the_issue_names(run: Path, tmp_path: Path) -> None:
     kinds = {backend: [row["operation"] for row in found["rows"] if row["backend"] == backend] for backend in RINGS}
     assert set(kinds["ring"]) == set(OPERATIONS)
     assert set(kinds["ring_unchunked"]) == {name for name in OPERATIONS if name.startswith("all_reduce")}
-    for name in ("config.yaml", "environment.json", "results.md", "results.png"):
+    for name in ("config.yaml", "environment.json", "report.html", "results.md", "results.png"):
         assert (run / name).stat().st_size > 0
     page = (run / "results.md").read_text()
     assert all(f"| {name} | {group} | {backend} |" in page

@@ -71,8 +71,13 @@ def test_end_to_end(tmp_path):
     table = done.stdout[: done.stdout.index("\n\n")].splitlines()
     lines = [line.split("  ")[0] for line in table if line.startswith(("t4/", "t8/"))]
     assert lines == ["t4/ce", "t4/kd", "t4/hint", "t8/ce", "t8/kd", "t8/hint"]
-    assert "Saved compare.md, compare.png and compare.json in both" in done.stdout
-    assert sorted(path.name for path in (tmp_path / "both").iterdir()) == ["compare.json", "compare.md", "compare.png"]
+    assert "Saved report.html, compare.md, .png and .json in both" in done.stdout
+    assert sorted(path.name for path in (tmp_path / "both").iterdir()) == [
+        "compare.json",
+        "compare.md",
+        "compare.png",
+        "report.html",
+    ]
     assert max(map(len, done.stdout.splitlines())) <= 110
     saved = json.loads((tmp_path / "both" / "compare.json").read_text())
     assert saved["baseline"] == "t4/ce"
@@ -371,7 +376,7 @@ all runs: data(block_size=64, batch_size=12); model(lr=0.003); trainer.max_steps
 a: net GPT(num_layers=4)
 b: net GPT(num_layers=6)
 
-Saved compare.md, compare.png and compare.json in x
+Saved report.html, compare.md, .png and .json in x
 """
     )
     assert Path("x/compare.png").stat().st_size
@@ -460,7 +465,7 @@ all runs: data Digits(batch_size=128); objective CrossEntropy
 a: freeze_epoch 2
 b: freeze_epoch 3
 
-Saved compare.md, compare.png and compare.json in x
+Saved report.html, compare.md, .png and .json in x
 """
     )
     assert Path("x/compare.png").stat().st_size

@@ -65,7 +65,7 @@ def test_a_run_leaves_what_the_issue_names(two: Path, tmp_path: Path) -> None:
         assert row["images_per_second"] == pytest.approx(8 / row["step_ms"] * 1e3)
         assert row["speedup"] == pytest.approx(row["images_per_second"] / found["rows"][0]["images_per_second"])
         assert row["threads_per_rank"] == 1
-    for name in ("config.yaml", "environment.json", "results.md", "results.png"):
+    for name in ("config.yaml", "environment.json", "report.html", "results.md", "results.png"):
         assert (two / name).stat().st_size > 0
     page = (two / "results.md").read_text()
     assert all(f"| {name} |" in page for name in names)

@@ -62,7 +62,7 @@ def test_a_run_leaves_what_the_issue_names(run: Path, tmp_path: Path) -> None:
     for schedule in SCHEDULES:
         size = "2" if schedule == "DualPipeV" else best  # it needs four micro-batches
         assert f"{schedule} by time, split size {size}" in names
-    for name in ("config.yaml", "environment.json", "results.md", "results.png", "timeline.png"):
+    for name in ("config.yaml", "environment.json", "report.html", "results.md", "results.png", "timeline.png"):
         assert (run / name).stat().st_size > 0
     page = (run / "results.md").read_text()
     assert all(f"| {name} |" in page for name in names)

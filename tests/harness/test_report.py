@@ -99,9 +99,11 @@ def test_in_a_browser_it_is_drawn_and_its_tables_sort(report: Path, found: dict[
         const down = column()
         heads[0].click()
         const plots = Bokeh.documents.flatMap(each => each.roots())
-        const wide = [...document.querySelectorAll(".plots > div")].map(div => div.firstElementChild.getBoundingClientRect().width)
+        const toggles = plots.filter(plot => plot.right.some(legend => legend.click_policy === "hide")).length
+        const divs = [...document.querySelectorAll(".plots > div")]
+        const wide = divs.map(div => div.firstElementChild.getBoundingClientRect().width)
         const images = [...document.images].map(image => image.naturalWidth)
-        return {before, up, down, name: column(), plots: plots.length, wide, images}
+        return {before, up, down, name: column(), plots: plots.length, toggles, wide, images}
     """
     told = answer(report, script, tmp_path)
     order = ["teacher", "ce", "kd", "hint"]
@@ -112,6 +114,7 @@ def test_in_a_browser_it_is_drawn_and_its_tables_sort(report: Path, found: dict[
     assert told["name"] == sorted(order)
     drawn = 1 + 1 + 2 + 2 + len(list(mistakes.nets(found)))  # intervals, pairs, curves, costs, a matrix for each net
     assert told["plots"] == len(told["wide"]) == drawn
+    assert told["toggles"] == 2  # validation and training
     assert min(told["wide"]) > 100
     assert min(told["images"]) > 100
 
@@ -211,6 +214,7 @@ def test_any_report_has_a_page(tmp_path: Path) -> None:
     assert "Bokeh" not in text  # without plots its script would be in vain
 
 
+@pytest.mark.drawn
 def test_older_results_have_a_page_without_what_they_lack() -> None:
     titles = [section.title for section in interactive.sections(made_up())]
     assert titles == ["Intervals", "All pairs", "Accuracy against cost and size"]

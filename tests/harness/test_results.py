@@ -309,13 +309,18 @@ def test_save_and_load(tmp_path):
     found = results()
     save_results(tmp_path, found)
     assert load_results(tmp_path) == json.loads(json.dumps(found))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["results.json", "results.md", "results.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "report.html",
+        "results.json",
+        "results.md",
+        "results.png",
+    ]
 
 
 def test_results_json_is_written_last(tmp_path):
     with pytest.raises(TypeError):
         save_results(tmp_path, {**results(), "config": {"x": object()}})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["results.md", "results.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "results.md", "results.png"]
 
 
 def test_json_has_null_where_python_has_nan(tmp_path):

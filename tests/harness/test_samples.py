@@ -68,6 +68,13 @@ def test_intervals_over_samples_are_on_the_page(one: Path) -> None:
     assert ACCURACY.difference(interval) in (one / "results.md").read_text()
 
 
+def test_a_run_has_its_report(one: Path) -> None:
+    page = (one / "report.html").read_text("utf-8")
+    for said in ("Curves", "Fidelity and calibration", "most confused test samples", "kd.py --data.train_size 150"):
+        assert said in page
+    assert page.count('src="data:image/png') == 2  # results.png, and the most confused images
+
+
 @pytest.mark.parametrize("devices", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_several_processes_keep_the_same_samples(devices: int, one: Path, tmp_path: Path) -> None:
     for name, exact in (("plain", []), ("exact", ["--exact", "3"])):

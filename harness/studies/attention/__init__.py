@@ -25,7 +25,7 @@ class Study(study.Study):
     A block whose products of matrices alone take longer than `longest` seconds is left out.
     """
 
-    files = "results.md, .json, *.png, trace_*.json"
+    files = "report.html, results.md, .json, *.png, trace_*.json"
 
     def __init__(self, run: Session, longest: float, **how: int | str) -> None:
         super().__init__(run, **how)

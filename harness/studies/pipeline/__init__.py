@@ -18,7 +18,7 @@ class Study(study.Study):
     """Measures ways to compute a step; rows are named by `name`, timelines of pipelines are in timelines.json."""
 
     needed = ONE
-    files = "results.md, .png, .json, timeline.png, timelines.json"
+    files = "report.html, results.md, .png, .json, timeline.png, timelines.json"
 
     def __init__(self, run: Session, **how: int | str) -> None:
         super().__init__(run, **how)
