@@ -3,11 +3,8 @@
 import base64
 import re
 from collections.abc import Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from harness.reports.tables import Table
 
 # In Bokeh's script: MathJax and Google's maps, which it would load for plots that we don't draw.
 NETWORK = re.compile(r"src=([\"`'])https://")
@@ -69,8 +66,3 @@ def _embedded(plots: Sequence[Any]) -> tuple[str, str, Sequence[str]]:
     script, divs = components(list(plots))
     own = Resources(mode="inline", components=["bokeh"]).render_js()
     return NETWORK.sub(r"src=\1data:,", own), script, divs
-
-
-def table(found: Table) -> str:
-    """A table for a section's text, whose cells are taken as they are."""
-    return Table([escape(x) for x in found.header], found.rows, found.left).markdown()

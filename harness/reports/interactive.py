@@ -37,26 +37,26 @@ def save_results(
 def sections(results: Facts, images: Images | None = None, commands: Sequence[str] = ()) -> list[Section]:
     """The parts of report.html below those of results.md; those for which results have nothing are left out."""
     metric = METRICS[results["metric"]["name"]]
-    validated = f"val/{metric.score}"
+    validation = f"validation {metric.title.removeprefix('test ')}"
     lines = [
-        plots.curves(results, validated, f"validation {metric.title.removeprefix('test ')}", metric.scale),
-        plots.curves(results, "train/loss", "training loss"),
+        *plots.curves(results, f"val/{metric.score}", validation, metric.scale),
+        *plots.curves(results, "train/loss", "training loss"),
     ]
-    pairs = plots.pairs(results)
-    found = [
-        Section("Intervals", "Each student's seeds, mean and 95 % interval over seeds.", [plots.intervals(results)]),
-        Section("All pairs", _PAIRS, [pairs] if pairs else []),
-        Section("Curves", "Means over seeds. A click on a name hides its line.", [x for x in lines if x]),
+    drawn = [
+        Section("Intervals", "Each student's seeds, mean and 95 % interval over seeds.", plots.intervals(results)),
+        Section("All pairs", _PAIRS, plots.pairs(results)),
+        Section("Curves", "Means over seeds. A click on a name hides its line.", lines),
         Section("Accuracy against cost and size", "", plots.costs(results)),
+    ]
+    told = [
         Section("Fidelity and calibration", _beside_accuracy(results)),
         Section("Confusion", _frequent(results), plots.confusion(results)),
         _most_confused(results, images),
         Section("The command that repeats it", "\n".join(["```", *commands, "```"]) if commands else ""),
     ]
-    return [each for each in found if each.plots or each.pictures or (each.text and each.title not in DRAWN)]
+    return [*(each for each in drawn if each.plots), *(each for each in told if each.text or each.plots)]
 
 
-DRAWN = {"Intervals", "All pairs", "Curves"}  # sections whose text is about their plots
 _PAIRS = (
     "The mean difference of a row's student to a column's, over their common seeds. Coloured where it is beyond the "
     "noise between seeds, corrected for all of these pairs (Holm)."
@@ -79,7 +79,7 @@ def _beside_accuracy(results: Facts) -> str:
         "predictions from the teacher's. ECE: expected calibration error, the mean distance of confidence and "
         "accuracy in 15 bins of confidence. Means over seeds."
     )
-    return f"{explained}\n\n{html.table(Table(columns, rows))}"
+    return f"{explained}\n\n{Table(columns, rows).markdown()}"
 
 
 _UNITS = ((100, 1, 100), (2, 4, 2))  # factors and digits of its figures
@@ -94,7 +94,7 @@ def _frequent(results: Facts) -> str:
     names = mistakes.class_names(results)
     rows = [[names[truth], names[taken], f"{100 * share:.1f}"] for truth, taken, share in mistakes.frequent(results)]
     columns = ["class", "taken for", "of the class's samples, % (mean of all students)"]
-    return html.table(Table(columns, rows, left=2)) if rows else ""
+    return Table(columns, rows, left=2).markdown() if rows else ""
 
 
 def _most_confused(results: Facts, images: Images | None) -> Section:
@@ -103,7 +103,7 @@ def _most_confused(results: Facts, images: Images | None) -> Section:
     shown = images([int(places[row]) for row, *_ in found]) if images and found else None
     pictures = [] if shown is None else [mistakes.picture(shown, mistakes.titles(results))]
     columns = ["place in the test set", "class", "taken for", "nets that were wrong, %"]
-    text = "" if not found else html.table(Table(columns, rows)) if shown is None else _SHOWN
+    text = "" if not found else Table(columns, rows).markdown() if shown is None else _SHOWN
     return Section("The most confused test samples", text, (), pictures)
 
 

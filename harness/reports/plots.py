@@ -20,12 +20,14 @@ NAMED_CLASSES, MOST_CLASSES = 20, 100  # of which a matrix has the names, and of
 DASHES = ("solid", "dashed", "dotted", "dotdash")
 
 
-def intervals(results: Facts) -> Any:
-    """For each student its seeds, mean and 95 % interval; the teacher's mean as a line."""
+def intervals(results: Facts) -> list[Any]:
+    """A plot of each student's seeds, mean and 95 % interval, with the teacher's mean as a line; none if all failed."""
     metric, students = METRICS[results["metric"]["name"]], results["students"]
     known = {name: metric.scaled(entry[metric.name]) for name, entry in students.items()}
     known = {name: values for name, values in known.items() if values}
     names = list(known)
+    if not names:
+        return []
     plot = _figure(
         height=110 + LINE * len(names), y_range=names[::-1], x_axis_label=metric.title,
         tooltips=[("student", "@name"), ("mean", "@mean{0.000}"), ("interval", "@interval")],
@@ -42,7 +44,7 @@ def intervals(results: Facts) -> Any:
     plot.scatter("mean", "name", source=source, size=11, color="color", line_color="white")
     if teacher := metric.scaled(results["teacher"][metric.name]):
         _line(plot, mean(teacher), "height")
-    return plot
+    return [plot]
 
 
 class Pair(dict[str, Any]):
@@ -66,16 +68,16 @@ def compared_pairs(results: Facts) -> list[Pair]:
     ]
 
 
-def pairs(results: Facts) -> Any:
+def pairs(results: Facts) -> list[Any]:
     """A matrix: by how much the student of a row is better than that of a column; grey where noise may be the reason.
 
-    None if no pair has two seeds.
+    No plot if no pair has two seeds.
     """
     from bokeh.palettes import RdBu11
 
     metric, found = METRICS[results["metric"]["name"]], compared_pairs(results)
     if not found:
-        return None
+        return []
     names, sign = list(results["students"]), 1 if metric.higher_is_better else -1
     largest = max(abs(pair["difference"]) for pair in found) or 1.0
     columns: dict[str, list[Any]] = {key: [] for key in ("row", "column", "told", "p", "color", "shown", "ink")}
@@ -99,7 +101,7 @@ def pairs(results: Facts) -> Any:
               text_font_size="11px")  # fmt: skip
     plot.xaxis.major_label_orientation = 0.9
     plot.grid.visible = False
-    return plot
+    return [plot]
 
 
 def mean_curve(epochs: Sequence[Sequence[Mapping[str, float | None]] | None], name: str) -> list[float | None]:
@@ -109,13 +111,13 @@ def mean_curve(epochs: Sequence[Sequence[Mapping[str, float | None]] | None], na
     return [mean(values) if values else None for values in known]  # type: ignore[type-var]
 
 
-def curves(results: Facts, name: str, title: str, scale: float = 1.0) -> Any:
-    """A value of each epoch, the mean over seeds, a line for each net; None if no net has it."""
+def curves(results: Facts, name: str, title: str, scale: float = 1.0) -> list[Any]:
+    """A plot of a value of each epoch, the mean over seeds, a line for each net; none if no net has it."""
     entries = {**results["students"], "teacher": results["teacher"]}
     found = {net: mean_curve(entry.get("epochs") or [], name) for net, entry in entries.items()}
     found = {net: values for net, values in found.items() if any(value is not None for value in values)}
     if not found:
-        return None
+        return []
     plot = _figure(
         x_axis_label="epoch", y_axis_label=title, tooltips=[("net", "$name"), ("epoch", "@x"), (title, "@y")]
     )
@@ -132,7 +134,7 @@ def curves(results: Facts, name: str, title: str, scale: float = 1.0) -> Any:
     legend.click_policy, legend.label_text_font_size, legend.spacing = "hide", "11px", 0
     legend.ncols = 1 + len(found) // 16
     plot.add_layout(legend, "right")
-    return plot
+    return [plot]
 
 
 def costs(results: Facts) -> list[Any]:
@@ -141,13 +143,13 @@ def costs(results: Facts) -> list[Any]:
     entries = {**results["students"], "teacher": results["teacher"]}
     size, unit = flops_unit([entry["train_flops"] for entry in entries.values()])
     axes = [("train_flops", f"cost of training, {unit}", size), ("parameters", "parameters", 1.0)]
-    return [plot for axis in axes if (plot := _against(entries, metric, *axis)) is not None]
+    return [plot for axis in axes for plot in _against(entries, metric, *axis)]
 
 
-def _against(entries: Mapping[str, Facts], metric: Metric, key: str, label: str, size: float) -> Any:
+def _against(entries: Mapping[str, Facts], metric: Metric, key: str, label: str, size: float) -> list[Any]:
     known = {name: e for name, e in entries.items() if e[key] and metric.scaled(e[metric.name])}
     if not known:
-        return None
+        return []
     plot = _figure(
         width=WIDTH // 2 - 12, x_axis_label=label, y_axis_label=f"mean {metric.title}", x_axis_type="log",
         tooltips=[("net", "@name"), (label, "@x{0,0.[00]}"), (metric.title, "@y{0.000}")],
@@ -161,7 +163,7 @@ def _against(entries: Mapping[str, Facts], metric: Metric, key: str, label: str,
     plot.scatter("x", "y", source=source, size=11, color="color", line_color="white")
     if len(known) <= 12:  # of more they hide each other; the pointer tells them
         plot.text("x", "y", "name", source=source, x_offset=8, y_offset=5, text_font_size="11px")
-    return plot
+    return [plot]
 
 
 def confusion(results: Facts) -> list[Any]:

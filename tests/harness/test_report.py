@@ -15,7 +15,7 @@ from harness.reports.report import Report
 from harness.reports.tables import Table
 from harness.reports.uncertainty import holm, p_value
 from lit_modules.scores import ClassScores, fidelity
-from tests.bake_off_facts import CE, HINT, KD, TEST, header, student, teacher
+from tests.bake_off_facts import CE, FAILED, HINT, KD, TEST, header, student, teacher
 from tests.bake_off_facts import results as made_up
 from tests.browser import answer
 
@@ -128,13 +128,13 @@ def test_all_pairs_are_corrected_together(found: dict[str, Any]) -> None:
     for pair in compared:
         assert pair["p"] == pytest.approx(expected[f"{pair['one']} {pair['other']}"])
         assert pair["difference"] == pytest.approx(float((values[pair["one"]] - values[pair["other"]]).mean()))
-    assert plots.pairs(made_up(1)) is None
+    assert plots.pairs(made_up(1)) == []
 
 
 def test_curves_are_means_over_seeds_that_have_the_epoch() -> None:
     epochs = [[{"val/acc": 0.5}, {"val/acc": 0.7}], None, [{"val/acc": 0.7}, {"val/acc": None}], [{}, {}]]
     assert plots.mean_curve(epochs, "val/acc") == [pytest.approx(0.6), 0.7]
-    assert plots.curves(made_up(), "val/acc", "accuracy") is None
+    assert plots.curves(made_up(), "val/acc", "accuracy") == []
 
 
 def test_confusions_count_every_sample(found: dict[str, Any]) -> None:
@@ -216,6 +216,8 @@ def test_any_report_has_a_page(tmp_path: Path) -> None:
 
 @pytest.mark.drawn
 def test_older_results_have_a_page_without_what_they_lack() -> None:
+    failed = [student(0, failed=FAILED)] * 3
+    assert [section.title for section in interactive.sections(made_up(ce=failed))] == ["Accuracy against cost and size"]
     titles = [section.title for section in interactive.sections(made_up())]
     assert titles == ["Intervals", "All pairs", "Accuracy against cost and size"]
     assert ACCURACY.columns["test_acc"] in pages.markdown(made_up())
