@@ -315,6 +315,8 @@ class Distillation(Learner):
 
     def beside_teacher(self, inputs: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
         """The teacher's logits, and those of `predict`."""
+        if not self.has_teacher:
+            return super().beside_teacher(inputs)
         self._comparing = True
         try:
             teacher, students = self(inputs)

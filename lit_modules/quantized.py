@@ -36,6 +36,8 @@ class Quantized(Distillation):
         Missing: torchao is not installed.
     """
 
+    has_teacher = False  # what is tested is the int8 net, which no forward beside a teacher computes
+
     def __init__(
         self,
         net: nn.Module,

@@ -94,8 +94,7 @@ def test_a_hangup_saves_unless_it_is_ignored(ignored: bool, tmp_path: Path) -> N
 
     def main() -> None:
         step, seen = SafePoints.on_train_batch_start, []
-        if ignored:
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
 
         def counted(*args: Any) -> None:
             seen.append(1)
@@ -115,6 +114,7 @@ def test_a_hangup_saves_unless_it_is_ignored(ignored: bool, tmp_path: Path) -> N
 
 def test_a_terminal_that_is_gone_is_left(tmp_path: Path) -> None:
     def main() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup, around the tests, ignores
         master, slave = pty.openpty()
         os.dup2(slave, 1)
         os.close(slave)

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from experiments import kd
-from harness.reports import pages
+from harness.reports import interactive
 from harness.runs import fit as stages
 from harness.runs import safepoints
 from harness.runs.safepoints import SafePoints
@@ -161,7 +161,7 @@ MOMENTS = {
     "students, between a checkpoint's write and its rename": (Path, "replace", 5, False),
     "students, one of two exported": (fits, "save_net", 1, True),
     "everything but the results": (distillation, "save_results", 1, False),
-    "in the middle of the results": (pages, "write_json", 1, False),
+    "in the middle of the results": (interactive, "write_json", 1, False),
 }
 
 
