@@ -147,6 +147,8 @@ def costs(results: Facts) -> list[Any]:
 
 
 def _against(entries: Mapping[str, Facts], metric: Metric, key: str, label: str, size: float) -> list[Any]:
+    from bokeh.models import NumeralTickFormatter
+
     known = {name: e for name, e in entries.items() if e[key] and metric.scaled(e[metric.name])}
     if not known:
         return []
@@ -154,6 +156,7 @@ def _against(entries: Mapping[str, Facts], metric: Metric, key: str, label: str,
         width=WIDTH // 2 - 12, x_axis_label=label, y_axis_label=f"mean {metric.title}", x_axis_type="log",
         tooltips=[("net", "@name"), (label, "@x{0,0.[00]}"), (metric.title, "@y{0.000}")],
     )  # fmt: skip
+    plot.xaxis.formatter = NumeralTickFormatter(format="0.[00]a")  # 200k: powers of ten leave no room
     colors = dict(zip(entries, itertools.cycle(_colors())))
     source = _source({
         "name": list(known), "x": [e[key] / size for e in known.values()],
