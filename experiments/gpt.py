@@ -105,7 +105,7 @@ def check(run: Session) -> None:
     if not all(hasattr(model.net, name) for name in ("generate", "block_size")):
         raise BadInput("net", config.net.name, "a language model with generate() and block_size, as GPT")
     check_net(run, "net", trainer)
-    check_modules(trainer, model)
+    check_modules(run, trainer, model)
     check_callbacks(run, trainer, {NAME: model})
 
 

@@ -86,11 +86,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         with nets.any_kernel(net):
             nets.check_fits(net, data.example, (data.num_classes,))
         nets.check_same_start(classifier(config, data).net, classifier(config, data).net)
+        picked, unsuited = cases.suited(picked, classifier(config, data), config.only)
         accumulate = config.trainer.init_args["accumulate_grad_batches"]
         make = partial(classifier, config, data)
         bench = Bench(make, data, config.steps, accumulate, usual_threads(data.input_shape, threads))
         with run.folder():
-            Study(run, threads=bench.threads).run(bench, picked, skipped)
+            Study(run, threads=bench.threads).run(bench, picked, skipped | unsuited)
 
 
 if __name__ == "__main__":

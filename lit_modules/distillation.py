@@ -21,7 +21,7 @@ from apprentice.weights import load_weights
 from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepared
 from lit_modules.nets import Ensemble, Outputs, any_kernel, giving_logits, run, typed
 from lit_modules.nets.ensemble import MEMBERS
-from lit_modules.nets.layers import layer
+from lit_modules.nets.layers import layer, of_inputs
 from lit_modules.nets.recorded import Spec, made
 from lit_modules.objectives import Objective, Place
 from lit_modules.objectives.base import condensed, of_labelled, shown, viewed, weighted_sum, wide
@@ -169,6 +169,12 @@ class Distillation(Learner):
     def sharded_modules(self) -> list[nn.Module]:
         """Modules that are called separately, for strategies that shard: teacher, students' nets, objectives' parts."""
         return [self.teacher, *(part for s in self.students.values() for part in (s.net, *s.objective.parts()))]
+
+    def read_layers(self) -> list[tuple[nn.Module, bool]]:
+        """The layers whose outputs, or inputs where that is true, objectives read, for strategies that cut layers."""
+        nets = [(self.teacher, self._teacher_layers)]
+        nets += [(s.net, {*s.objective.student_layers.values()}) for s in self.students.values()]
+        return [(layer(net, name), name in of_inputs(net, names)) for net, names in nets for name in names]
 
     def _ask_teacher(self, inputs: Tensor) -> Outputs:
         with torch.no_grad():

@@ -32,6 +32,7 @@ NAMES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "ddp_powersgd": (DDPPowerSGD, {}),
     "fsdp": (FSDP, {}),
     "hsdp": (HSDP, {}),
+    "tensor_parallel": (FSDP, {"mesh": {"tensor": 2}}),
     "param_server": (ParamServer, {}),
     "rpc_hybrid": (RPCHybrid, {}),
     "pipeline": (PipelineStrategy, {}),

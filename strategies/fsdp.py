@@ -1,32 +1,39 @@
 """Fully sharded data parallelism: each rank keeps a part of parameters, gradients and optimizer state."""
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
-from lightning.pytorch import Trainer
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
+from apprentice import replicas
+from strategies import tensor_parallel
 from strategies.base import checkpoints
-from strategies.base.data_parallel import DataParallel
 from strategies.base.gradients import parameters_of
+from strategies.base.shared_replica import SharedReplica
 from strategies.sharding import Sharding, recompute
+from strategies.tensor_parallel import DATA, TENSOR
 
 Half = Literal["bf16", "fp16"]
 DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class FSDP(DataParallel):
+class FSDP(SharedReplica):
     """Shards parameters, gradients and optimizer state over the ranks; a layer's are gathered while it is computed.
 
     It shards the modules that the LightningModule's `sharded_modules()` returns, or else its children; each has to be
@@ -40,6 +47,10 @@ class FSDP(DataParallel):
         offload: keep the shards in the CPU's memory, beside a GPU.
         activation_checkpointing: store only a layer's inputs for backward, and recompute the layer.
         reshard_after_forward: free a layer's parameters after forward; else only after backward.
+        mesh: sizes of `data` and `tensor`, or a DeviceMesh of these dimensions. Consecutive ranks, along `tensor`,
+            compute the layers of a net together, as its `tensor_parallel_plan()` says: styles of
+            `torch.distributed.tensor.parallel` by the path of a layer. Each rank's part is sharded along `data`. A size
+            that is left out follows from the number of devices.
     """
 
     replaces = FSDPStrategy  # in Lightning's registry
@@ -52,6 +63,7 @@ class FSDP(DataParallel):
         offload: bool = False,
         activation_checkpointing: bool = False,
         reshard_after_forward: bool = True,
+        mesh: dict[str, int] | DeviceMesh | None = None,
         **kwargs: Any,
     ) -> None:
         for name, value in {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}.items():
@@ -61,10 +73,29 @@ class FSDP(DataParallel):
         self.param_dtype, self.reduce_dtype = DTYPES[param_dtype], DTYPES[reduce_dtype]
         self.offload, self.activation_checkpointing = offload, activation_checkpointing
         self.reshard_after_forward = reshard_after_forward
+        self.mesh = mesh
+        self._tensor_mesh: DeviceMesh | None = None
         self._sharding: Sharding | None = None
+
+    @property
+    def _tensor_size(self) -> int:
+        """Ranks that compute a replica together."""
+        return 1 if self.mesh is None else tensor_parallel.sizes(self.mesh, self._num_ranks)[1]
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """The number of replicas, and this rank's: its ranks read the same rows."""
+        size = self._tensor_size
+        return {"num_replicas": self.world_size // size, "rank": self.global_rank // size}
+
+    @property
+    def _returns_predictions(self) -> bool:
+        return self.global_rank % self._tensor_size == 0
 
     def _check_devices(self) -> None:
         super()._check_devices()
+        if self.mesh is not None:
+            tensor_parallel.sizes(self.mesh, self._num_ranks)
         if self.offload and self.root_device.type == "cpu":
             raise ValueError("offload True: expected False, as the devices are CPUs and all is in their memory")
 
@@ -80,22 +111,57 @@ class FSDP(DataParallel):
         averaging = StochasticWeightAveraging, WeightAveraging
         self._refuse_callbacks(trainer, averaging, "none that averages weights, which no rank has all of")
 
+    def check_module(self, module: LightningModule) -> None:
+        """Raise ValueError if a replica has several ranks, which can't compute this module together."""
+        super().check_module(module)
+        if self._tensor_size > 1 and (wanted := tensor_parallel.wanted(module, self._tensor_size)):
+            raise ValueError(f"mesh {self.mesh}: expected {wanted}")
+
+    def setup_environment(self) -> None:
+        """Join the process group, and make the mesh."""
+        super().setup_environment()
+        self._mesh = self._make_mesh()
+        if self._tensor_mesh is not None:
+            replicas.set_group(self._mesh.get_group())
+
     def setup(self, trainer: Trainer) -> None:
         """Set the module up, unless a callback averages weights."""
         self.check_trainer(trainer)
+        if self._tensor_mesh is not None:
+            self.check_module(self._module)
+            if self.distributed_sampler_kwargs["num_replicas"] == 1:
+                self._read_whole_batches(trainer)
+            self._set_metrics_group(replicas.group())
+            self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
         super().setup(trainer)
 
     def configure_ddp(self) -> None:
         """Shard the module instead of wrapping it."""
         _sync_module_states(self._module)
-        self._interrupted, self._mesh = False, self._make_mesh()
+        self._interrupted = False
         try:
-            self._sharding = Sharding(self._module, self._shard)
+            self._sharding = Sharding(self._module, self._shard, self._cut)
         except ValueError as error:
             raise MisconfigurationException(str(error)) from error
 
     def _make_mesh(self) -> DeviceMesh:
-        return init_device_mesh(self.root_device.type, (self.world_size,))
+        """The ranks that shard a parameter, and those that compute a replica with this one."""
+        if self._tensor_size == 1:
+            return init_device_mesh(self.root_device.type, (self.world_size,))
+        mesh = self.mesh
+        if not isinstance(mesh, DeviceMesh):
+            shape = self.world_size // self._tensor_size, self._tensor_size
+            mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=(DATA, TENSOR))
+        self._tensor_mesh = mesh[TENSOR]
+        return mesh[DATA]
+
+    def _cut(self, module: nn.Module) -> None:
+        """Leave this rank its part of the layers that several ranks compute."""
+        if self._tensor_mesh is not None and not tensor_parallel.cut(module, self._tensor_mesh):
+            name = type(module).__name__
+            rank_zero_info(
+                f"{name} has no tensor_parallel_plan(): ranks that compute a net together each compute all of it"
+            )
 
     def _shard(self, module: nn.Module, is_layer: bool) -> None:
         if is_layer and self.activation_checkpointing:
@@ -128,28 +194,65 @@ class FSDP(DataParallel):
             for module in sharded:
                 module.set_requires_gradient_sync(True, recurse=False)
 
+    def gradient_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor | None:
+        """The norm of all gradients, () float64; None if there are none; collective."""
+        total = torch.zeros((), dtype=torch.float64, device=self.root_device)
+        gradients = [cast("DTensor", p.grad) for p in parameters if p.grad is not None]
+        for gradient in gradients:
+            shape = gradient.device_mesh.shape
+            shards = math.prod(shape[i] for i, place in enumerate(gradient.placements) if not place.is_replicate())
+            square = gradient.to_local().double().square().sum().to(self.root_device)
+            total += square * shards / self.world_size  # as many ranks have these values
+        dist.all_reduce(total)
+        return total.sqrt() if gradients else None
+
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clip by the norm over all ranks; torch's own adds up no gradients of which only some are cut."""
+        parameters = [p for p in parameters_of(optimizer) if p.grad is not None]
+        if (total := self.gradient_norm(parameters)) is not None:
+            nn.utils.clip_grads_with_norm_(parameters, clip_val, total.to(parameters[0].dtype), foreach=False)
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state, on rank zero; collective."""
-        return checkpoints.collected(self._module.state_dict(), self.is_global_zero)
+        orders, keep = self._orders_by_name(), self.is_global_zero
+        state = self._module.state_dict()
+        found = {key: checkpoints.collected(value, keep, orders.get(key)) for key, value in state.items()}
+        return found if keep else {}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load a module's state that any strategy has saved."""
-        own = self._module.state_dict()
-        state = {key: checkpoints.sharded(value, own.get(key)) for key, value in checkpoint["state_dict"].items()}
+        orders, own = self._orders_by_name(), self._module.state_dict()
+        given = checkpoint["state_dict"].items()
+        state = {key: checkpoints.sharded(value, own.get(key), orders.get(key)) for key, value in given}
         self._module.load_state_dict(state, strict=strict)
+
+    def _orders_by_name(self) -> dict[str, Tensor]:
+        """Of each parameter that is cut in another order than one device's, that order."""
+        orders = self._orders()
+        return {key: orders[p] for key, p in self._module.named_parameters() if p in orders}
+
+    def _orders(self) -> dict[nn.Parameter, Tensor]:
+        pairs = [(layer, tensor_parallel.order(layer)) for layer in self._module.modules()]
+        return {p: order for layer, order in pairs if order is not None for p in layer.parameters(recurse=False)}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state, on rank zero; collective."""
         optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return checkpoints.collected(optimizer.state_dict(), self.is_global_zero)
+        state, orders, keep = optimizer.state_dict(), self._orders(), self.is_global_zero
+        own = dict(enumerate(parameters_of(optimizer)))
+        states = {n: checkpoints.collected(of, keep, orders.get(own[n])) for n, of in state["state"].items()}
+        return {**state, "state": states} if keep else {}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load optimizers' states that any strategy has saved; what has its parameter's shape is sharded like it."""
+        orders: dict[Any, Tensor] = self._orders()
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             numbers = [number for group in state["param_groups"] for number in group["params"]]
             own = dict(zip(numbers, parameters_of(optimizer), strict=False))  # torch refuses another length
-            kept = state["state"].items()
-            states = {n: {key: checkpoints.sharded(x, own.get(n)) for key, x in of.items()} for n, of in kept}
+            states = {
+                n: {key: checkpoints.sharded(x, p := own.get(n), orders.get(p)) for key, x in of.items()}
+                for n, of in state["state"].items()
+            }
             optimizer.load_state_dict({**state, "state": states})
 
     def on_exception(self, exception: BaseException) -> None:
@@ -162,4 +265,9 @@ class FSDP(DataParallel):
         if self._sharding is not None and (self.world_size == 1 or not self._interrupted):
             self._sharding.undo()
         self._sharding = None
+        if self._tensor_mesh is not None:
+            vars(self.precision_plugin).pop("clip_grad_by_norm", None)
+            self._set_metrics_group(None)
+            replicas.set_group(None)
+            self._tensor_mesh = None
         super().teardown()

@@ -15,6 +15,8 @@ class HSDP(FSDP):
     """
 
     def __init__(self, shard_size: int = 2, **kwargs: Any) -> None:
+        if (mesh := kwargs.get("mesh")) is not None:
+            raise ValueError(f"mesh {mesh}: expected none: shard_size makes the groups; fsdp takes a mesh")
         super().__init__(**kwargs)
         self.shard_size = shard_size
 

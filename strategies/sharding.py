@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from strategies.base.checkpoints import whole
+from strategies.tensor_parallel import order
 
 Shard = Callable[[nn.Module, bool], None]
 
@@ -43,9 +44,10 @@ class Sharding:
     """Shards a module's parameters until `undo`, which finds by comparison what `fully_shard` has added to the module.
 
     `shard` shards a module in place, except parts that are sharded already; it gets whether the module is a layer.
+    Before, `cut` may replace parameters of a module by this rank's part of them.
     """
 
-    def __init__(self, module: nn.Module, shard: Shard) -> None:
+    def __init__(self, module: nn.Module, shard: Shard, cut: Callable[[nn.Module], None] | None = None) -> None:
         modules = list(module.modules())
         self._places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         for m in modules:
@@ -53,8 +55,13 @@ class Sharding:
                 self._places.setdefault(p, []).append((m, name))
         self._strides = {p: p.stride() for p in self._places}
         found = [unit for unit in units(module) if next(unit.parameters(), None) is not None]
+        self._owners = self._places
         self._check(module, found)
         before = [(m, type(m), _contents(m)) for m in modules]  # not a dictionary, as the hashes of metrics change
+        if cut is not None:
+            for unit in found:
+                cut(unit)
+        self._owners = {getattr(*places[0]): places for places in self._places.values()}
         for unit in found:
             self._shard(unit, shard)
         self._changes = [(m, kind, _contents(m) - contents) for m, kind, contents in before]
@@ -75,7 +82,7 @@ class Sharding:
 
     def _is_shared(self, p: nn.Parameter, module: nn.Module) -> bool:
         inside = set(module.modules())
-        return any(m not in inside for m, _ in self._places[p])
+        return any(m not in inside for m, _ in self._owners[p])
 
     def _shard(self, unit: nn.Module, shard: Shard) -> None:
         unit.apply(_make_contiguous)
@@ -97,7 +104,8 @@ class Sharding:
         for p, places in self._places.items():
             shards = getattr(*places[0])
             if isinstance(shards, DTensor):
-                p.data = torch.empty_strided(shards.shape, self._strides[p], dtype=shards.dtype).copy_(whole(shards))
+                values = whole(shards, order(places[0][0]))
+                p.data = torch.empty_strided(values.shape, self._strides[p], dtype=values.dtype).copy_(values)
                 p.requires_grad_(shards.requires_grad)
                 for m, name in places:
                     setattr(m, name, p)

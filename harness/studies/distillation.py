@@ -67,7 +67,7 @@ def check(run: Session, make_teacher: MakeTeacher, make_students: MakeStudents) 
     def made(names: Sequence[str]) -> Distillation:
         with cli.flags_of(rows(setups.values())):
             students, _ = make_students(run, first, teacher.net, {name: setups[name] for name in names})
-            check_modules(trainer, teacher, students)
+            check_modules(run, trainer, teacher, students)
         return students
 
     names = zoo.fitting(run.config, run.parser, setups, made) if run.config.zoo else list(setups)

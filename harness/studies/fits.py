@@ -152,11 +152,12 @@ def check_net(run: Session, key: str, trainer: Trainer, trained: bool = True) ->
             nets.pipeline_stages(net, key)
 
 
-def check_modules(trainer: Trainer, *modules: Learner) -> None:
+def check_modules(run: Session, trainer: Trainer, *modules: Learner) -> None:
     """Raise BadInput if the strategy can't train one of the modules."""
     if isinstance(trainer.strategy, strategies.DataParallel):
         for module in modules:
-            trainer.strategy.check_module(module)
+            with cli.refusals(run.config.trainer, "trainer"):
+                trainer.strategy.check_module(module)
 
 
 def train(

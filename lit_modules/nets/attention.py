@@ -91,6 +91,8 @@ class SelfAttention(nn.Module):
         self.embed_dim, self.num_heads, self.causal = embed_dim, num_heads, causal
         self.dropout, self.backend = float(dropout), backend
         self.qkv = nn.Linear(embed_dim, 3 * embed_dim, bias)
+        # Its rows are of three matrices, and those of a head stay together, if several ranks compute it.
+        self.qkv.joined = (3, num_heads)  # type: ignore[assignment]
         self.out = nn.Linear(embed_dim, embed_dim, bias)
 
     def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
@@ -119,11 +121,12 @@ class SelfAttention(nn.Module):
         return self.out(self._attended(query, key, value, mask, causal).transpose(1, 2).flatten(-2))
 
     def _heads(self, x: Tensor) -> list[Tensor]:
-        """Queries, keys and values (B, heads, T, D / heads) of tokens (B, T, D)."""
+        """Queries, keys and values (B, heads, T, D / heads) of tokens (B, T, D), of all heads or this rank's."""
+        width = self.embed_dim // self.num_heads
         parts = self.qkv(x).chunk(3, -1)
         if x.is_nested and not (x.is_cuda and x.dtype != torch.float64 and self.backend != "math"):
             parts = [part.contiguous() for part in parts]  # for jagged texts torch's math kernel takes nothing else
-        return [part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in parts]
+        return [part.unflatten(-1, (-1, width)).transpose(1, 2) for part in parts]
 
     def _attended(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         call = (query, key, value, mask, self.dropout if self.training else 0.0, causal)

@@ -1,6 +1,7 @@
 """The transformer block of GPT and ViT."""
 
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from apprentice.keyed import Dropout
 from lit_modules.nets.attention import Cache, SelfAttention
@@ -45,3 +46,13 @@ class Block(nn.Module):
         """(B, T, D) of tokens (B, T, D), which follow any cached ones."""
         x = x + self.dropout1(self.attention(self.norm1(x), cache))
         return x + self.dropout2(self.mlp(self.norm2(x)))
+
+
+def tensor_parallel_plan() -> dict[str, ParallelStyle]:
+    """How several ranks compute the `blocks` of a net: a part of the heads each, and of the MLP's hidden width."""
+    return {
+        "blocks.*.attention.qkv": ColwiseParallel(),
+        "blocks.*.attention.out": RowwiseParallel(),
+        "blocks.*.mlp.0": ColwiseParallel(),
+        "blocks.*.mlp.2": RowwiseParallel(),
+    }

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from apprentice.keyed import Dropout
 from lit_modules.nets.attention import Backend, Cache, SelfAttention
 from lit_modules.nets.base import Net, Shape, of_images
-from lit_modules.nets.transformer import Block
+from lit_modules.nets.transformer import Block, tensor_parallel_plan
 
 STD = 0.02  # of initial weights, as in DeiT
 EPS = 1e-6  # of norms, as in timm and torchvision; GPT-2's is 1e-5
@@ -96,6 +97,10 @@ class ViT(Net):
     def pipeline_stages(self) -> list[nn.Module]:
         """The embedding, each block, and the norm with the heads."""
         return [self.embedding, *self.blocks, _Heads(self.norm, self.heads)]
+
+    def tensor_parallel_plan(self) -> dict[str, ParallelStyle]:
+        """How several ranks compute the blocks together, by the paths of layers."""
+        return tensor_parallel_plan()
 
 
 class _Embedding(nn.Module):

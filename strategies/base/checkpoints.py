@@ -6,30 +6,43 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
 
-def whole(shards: DTensor) -> Tensor:
-    """The whole of a sharded tensor; collective."""
+def whole(shards: DTensor, order: Tensor | None = None) -> Tensor:
+    """The whole of a sharded tensor, whose row i is row `order[i]` of the result; collective."""
     with torch.no_grad():
-        on_device = cast("DTensor", shards.to(shards.device_mesh.device_type))  # offloaded shards are on the CPU
-        return on_device.full_tensor()
+        found = cast("DTensor", shards.to(shards.device_mesh.device_type))  # offloaded shards are on the CPU
+        gathers = [place for place in found.placements if not place.is_replicate()]
+        values = _joined(found) if len(gathers) > 1 else found.full_tensor()
+        return values if order is None else torch.empty_like(values).index_copy_(0, order.to(values.device), values)
 
 
-def sharded(value: Any, like: Any) -> Any:
-    """A whole tensor, sharded like another one; anything else stays as it is."""
+def _joined(shards: DTensor) -> Tensor:
+    """The whole of a tensor that is cut along the second dimension of a mesh, each part sharded along the first."""
+    data, cut = (shards.device_mesh[name] for name in shards.device_mesh.mesh_dim_names or ())
+    place = cast("Shard", shards.placements[1])
+    shape = torch.Size(n // cut.size() if i == place.dim else n for i, n in enumerate(shards.shape))
+    strides = torch.empty(shape, device="meta").stride()
+    # torch does it in one call, which warns that it gathers twice.
+    part = DTensor.from_local(shards.to_local(), data, [Shard(0)], run_check=False, shape=shape, stride=strides)
+    return DTensor.from_local(part.full_tensor(), cut, [place], run_check=False).full_tensor()
+
+
+def sharded(value: Any, like: Any, order: Tensor | None = None) -> Any:
+    """A whole tensor, sharded like another one, of which row i is row `order[i]`; anything else stays as it is."""
     if not isinstance(like, DTensor) or not isinstance(value, Tensor) or value.shape != like.shape:
         return value
+    value = value.detach() if order is None else value.detach()[order.to(value.device)]
     # Each rank has loaded the whole and takes its part without communication.
-    return distribute_tensor(value.detach().contiguous(), like.device_mesh, like.placements, src_data_rank=None)
+    return distribute_tensor(value.contiguous(), like.device_mesh, like.placements, src_data_rank=None)
 
 
-def collected(state: dict[str, Any], keep: bool) -> dict[str, Any]:
-    """A sharded `state_dict()` with whole tensors on the CPU, for ranks that `keep` it, else empty; collective."""
+def collected(state: Any, keep: bool, order: Tensor | None = None) -> Any:
+    """A tree with its sharded tensors whole, on the CPU; without rows on ranks that do not `keep` it; collective."""
     # A rank that does not keep it holds one whole tensor at a time.
-    found = tree_map_only(DTensor, lambda shards: whole(shards).cpu() if keep else whole(shards)[:0], state)
-    return found if keep else {}
+    return tree_map_only(DTensor, lambda x: whole(x, order).cpu() if keep else whole(x)[:0], state)
 
 
 def gathered(state: dict[str, Any], keep: bool, group: dist.ProcessGroup | None = None) -> dict[str, Any]:

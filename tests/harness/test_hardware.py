@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 
+from apprentice.errors import BadInput
 from experiments import hardware
 from harness import config as cli
 from harness.studies.hardware import Bench
@@ -18,10 +19,11 @@ from harness.studies.hardware.cases import Cases
 from harness.studies.hardware.measure import Phases, difference
 from harness.studies.hardware.report import report, table
 from harness.studies.meters import PeakMemory, hidden_share, sent_bytes, state_bytes
+from lit_modules.nets import ViT
 from strategies import DDP
 from tests.commands import left_by_overwriting, refused, refused_elsewhere, results
 from tests.processes import Run
-from tests.training import net
+from tests.training import classifier, net
 
 QUICK = ["--data.batch_size", "8", "--data.train_size", "20", "--data.validation_size", "0", "--steps", "4"]
 LIGHT = [*QUICK, "--net", "LightNN"]
@@ -279,6 +281,18 @@ def test_rows_are_all_strategies_that_fit() -> None:
     assert set(skipped) == {"DataParallel", "model_parallel-exact"}  # which has one micro-batch
     assert {row.exact for row in found} == {None, 8}
     assert {row.options["timeout"] for row in found if row.options} == {300.0}  # a rank that hangs costs no half hour
+
+
+def test_a_net_that_has_no_plan_is_not_computed_by_several_ranks() -> None:
+    config = hardware.parser().parse(["--trainer.devices", "4"])
+    cases = Cases(config.trainer, config.exact)
+    found, _ = cases.picked(None)
+    left, unsuited = cases.suited(found, classifier(), None)
+    assert [*unsuited] == ["tensor_parallel"] == [case.name for case in found if case not in left]
+    assert "expected a net with tensor_parallel_plan()" in unsuited["tensor_parallel"]
+    assert cases.suited(found, classifier(ViT), ["tensor_parallel"]) == (found, {})
+    with pytest.raises(BadInput, match="--only tensor_parallel: expected a strategy that can train this net: mesh"):
+        cases.suited(found, classifier(), ["tensor_parallel"])
 
 
 @pytest.mark.filterwarnings("ignore:You passed .*precision='16-mixed':UserWarning")  # it is another on CPU

@@ -103,6 +103,35 @@ def test_the_script_for_slurm(alone: dict[str, bytes], tmp_path: Path) -> None:
     assert weights(tmp_path / "run") == alone
 
 
+def is_free(port: int) -> bool:
+    with socket.socket() as tried:
+        return tried.connect_ex(("127.0.0.1", port)) != 0
+
+
+EACH_NODE = """#!/bin/bash
+shift
+export SLURM_NTASKS=2
+SLURM_PROCID=0 SLURM_NODEID=0 "$@" & first=$!
+SLURM_PROCID=1 SLURM_NODEID=1 "$@" & second=$!
+wait $first && wait $second
+"""
+
+
+@pytest.mark.slow
+def test_the_script_for_slurm_that_starts_torchrun(alone: dict[str, bytes], tmp_path: Path) -> None:
+    for name, text in {"srun": EACH_NODE, "scontrol": "#!/bin/bash\nprintf '127.0.0.1\\nn2\\n'\n"}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "experiments").symlink_to(ROOT / "experiments")
+    job = next(number for number in range(os.getpid() % 10000, 15000) if is_free(15000 + number))
+    given = {"PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}", "OUT": str(tmp_path / "run")}
+    given |= {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": str(job), "SLURM_NNODES": "2", "SLURM_LOCALID": "0"}
+    given |= {"SLURM_CPUS_PER_TASK": "1", "SLURM_GPUS_ON_NODE": "1", "SLURM_JOB_NAME": "kd"}
+    run = Command("bash", ROOT / "docs" / "slurm_torchrun.sbatch", *EXACT, log=tmp_path / "log", **given)
+    assert run.wait(200) == 0, run.output
+    assert weights(tmp_path / "run") == alone
+
+
 @pytest.fixture
 def mpi() -> str:
     """A folder with mpi4py, or "" where it is installed."""

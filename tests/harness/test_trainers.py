@@ -143,7 +143,7 @@ def test_options_are_those_that_the_command_line_can_give(command: cli.Parser) -
     assert options("ddp") == options("ddp_zero1") == options("ddp_fp16") == shared | wrapper
     assert options("ddp_powersgd") == shared | wrapper | {"rank", "start_step"}
     assert options("local_sgd") == shared | wrapper | {"period", "warmup_steps"}
-    sharded = {"param_dtype", "reduce_dtype", "offload", "activation_checkpointing", "reshard_after_forward"}
+    sharded = {"param_dtype", "reduce_dtype", "offload", "activation_checkpointing", "reshard_after_forward", "mesh"}
     assert options("fsdp") == shared | sharded
     assert options("hsdp") == shared | sharded | {"shard_size"}
     own = chosen(command, "--trainer.strategy lightning.pytorch.strategies.FSDPStrategy").init_args

@@ -179,6 +179,7 @@ PLACES: dict[str, tuple[int, Callable[..., Any], dict[str, Any]]] = {
     "ddp_zero1": (2, ZeRO1, {}),
     "fsdp": (2, FSDP, {}),
     "hsdp": (4, HSDP, {"shard_size": 2}),
+    "tensor_parallel": (2, FSDP, {"mesh": {"tensor": 2}}),
     "local_sgd": (2, LocalSGD, {"period": 1}),
     "param_server": (3, ParamServer, {}),
     "rpc_hybrid": (3, RPCHybrid, {}),

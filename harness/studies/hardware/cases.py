@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from lightning.pytorch import LightningModule
+
 from apprentice.errors import BadInput
 from harness import config
 from harness.runs.fit import MakeTrainer
 from harness.studies.isolation import DURATION, TIMEOUT, probe, with_strategy
-from strategies import NAMES
+from strategies import FSDP, NAMES
 
 SINGLE, SPLIT = "single", "DataParallel"
 
@@ -63,11 +65,28 @@ class Cases:
         fit = [case for case in wanted.values() if not case.unfit and case is not self.single]
         return [self.single, *fit], {case.name: case.unfit for case in wanted.values() if case.unfit}
 
+    def suited(
+        self, cases: Sequence[Case], module: LightningModule, only: Sequence[str] | None
+    ) -> tuple[list[Case], dict[str, str]]:
+        """The cases whose strategies can cut the module's layers, if they do; and why others can't."""
+        unsuited: dict[str, str] = {}
+        for case in cases:
+            strategy = case.trainer().strategy if case.options.get("mesh") else None
+            if isinstance(strategy, FSDP):
+                try:
+                    strategy.check_module(module)
+                except ValueError as error:
+                    unsuited[case.name] = str(error)
+        asked = [name for name in unsuited if only is not None or name == self._given]
+        if asked:
+            raise BadInput("only", asked[0], f"a strategy that can train this net: {unsuited[asked[0]]}")
+        return [case for case in cases if case.name not in unsuited], unsuited
+
     def _choices(self) -> dict[str, config.Choice]:
         """One choice for each strategy, under the first of its names: others only start ranks in another way."""
         kinds: dict[Any, str] = {}
         for name, (strategy, sets) in NAMES.items():
-            kinds.setdefault((strategy, *(item for item in sets.items() if item[0] != "start_method")), name)
+            kinds.setdefault((strategy, *(f"{item}" for item in sets.items() if item[0] != "start_method")), name)
         known = {name: self._family.choose(name) for name in kinds.values()}
         found = {name: replace(each, init_args=each.init_args | {"timeout": TIMEOUT}) for name, each in known.items()}
         given = self._trainer.init_args["strategy"]

@@ -1,0 +1,132 @@
+"""Tensor parallelism: each rank of a group computes a part of a net's layers, as `tensor_parallel_plan()` says."""
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+DATA, TENSOR = "data", "tensor"  # dimensions of a mesh
+ORDER = "_tensor_parallel_order"  # attribute of a layer while its rows are in another order than one device's
+
+Plan = dict[str, ParallelStyle]  # by the path of a layer
+
+
+def sizes(mesh: Mapping[str, int] | DeviceMesh, ranks: int) -> tuple[int, int]:
+    """Numbers of ranks along `data` and `tensor`; one that a mapping leaves out follows from the number of ranks.
+
+    Raises:
+        ValueError: there are other dimensions, or the sizes don't fit the number of ranks.
+    """
+    made = isinstance(mesh, DeviceMesh)
+    found = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False) if isinstance(mesh, DeviceMesh) else mesh)
+    named = [*found] == [DATA, TENSOR] if made else bool(found) and {*found} <= {DATA, TENSOR}
+    if named and min(found.values()) > 0:
+        data = found.get(DATA) or ranks // found[TENSOR]
+        tensor = found.get(TENSOR) or ranks // data
+        if data * tensor == ranks:
+            return data, tensor
+    expected = f"expected {DATA} and {TENSOR}, sizes whose product is {ranks}, the number of devices"
+    raise ValueError(f"mesh {found}: {expected}")
+
+
+def wanted(module: nn.Module, ranks: int) -> str:
+    """What would have to be so that so many ranks could compute the module's nets together; empty if they can."""
+    nets = list(_planned(module))
+    partial: dict[tuple[nn.Module, bool], str] = {}
+    if not nets:
+        names = dict.fromkeys(
+            type(child).__name__ for child in module.children() if any(True for _ in child.parameters())
+        )
+        return f"a net with tensor_parallel_plan(), such as GPT or ViT; there is {', '.join(names)}"
+    for name, net, plan in nets:
+        for path, style in plan.items():
+            rows, layer = _rows(net.get_submodule(path), style), f"{name}.{path}".strip(".")
+            if rows % ranks:
+                return f"a size of {TENSOR} that divides {rows}, into which {layer} can be cut"
+        partial |= {(part, end): f"{name}.{path}".strip(".") for path, part, end in _partial(net, plan)}
+    for layer in getattr(module, "read_layers", list)():
+        if layer in partial:
+            return f"objectives that read whole layers, not {partial[layer]}, of which each rank has a part"
+    return ""
+
+
+def cut(module: nn.Module, mesh: DeviceMesh) -> bool:
+    """Leave this rank its part of the layers of all nets inside a module; whether there are such nets."""
+    nets = list(_planned(module))
+    for _, net, plan in nets:
+        for path, style in plan.items():
+            layer = net.get_submodule(path)
+            if joined := getattr(layer, "joined", None):
+                rows = torch.arange(next(layer.parameters()).shape[0])
+                order = rows.view(joined[0], mesh.size(), -1).transpose(0, 1).flatten()
+                setattr(layer, ORDER, order)
+                for p in layer.parameters(recurse=False):
+                    p.data = p.data[order.to(p.device)]
+            given = _Rows()
+            layer.register_forward_pre_hook(given.one_at_least)
+            parallelize_module(layer, mesh, style, src_data_rank=None)  # all ranks have the same weights
+            layer.register_forward_hook(given.as_many)
+    return bool(nets)
+
+
+def order(layer: nn.Module) -> Tensor | None:
+    """(rows,) int64: which row of one device's weight each of this layer's rows is; None: they are in its order."""
+    return getattr(layer, ORDER, None)
+
+
+class _Rows:
+    """Gives a layer a row of zeros where a batch has none, which torch's sharded tensors can't be."""
+
+    def __init__(self) -> None:
+        self._empty = False
+
+    def one_at_least(self, _layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        self._empty = not len(inputs[0])
+        if not self._empty:
+            return None
+        return torch.cat([inputs[0], inputs[0].new_zeros(1, *inputs[0].shape[1:])]), *inputs[1:]
+
+    def as_many(self, _layer: nn.Module, _inputs: tuple[Any, ...], output: Any) -> Any:
+        return output[:0] if self._empty else output
+
+
+def _planned(module: nn.Module) -> Iterator[tuple[str, nn.Module, Plan]]:
+    """The name, net and plan of each net inside a module that has one; a plan's path may have patterns, as torch's."""
+    for name, net in module.named_modules():
+        if not hasattr(net, "tensor_parallel_plan"):
+            continue
+        paths = [path.split(".") for path, _ in net.named_modules()]
+        found: Plan = {}
+        for pattern, style in net.tensor_parallel_plan().items():
+            parts = pattern.split(".")
+            same = [path for path in paths if len(path) == len(parts) and all(map(fnmatchcase, path, parts))]
+            found |= {".".join(path): style for path in same}
+        yield name, net, found
+
+
+def _rows(layer: nn.Module, style: ParallelStyle) -> int:
+    """Into how many parts a layer can be cut."""
+    joined = getattr(layer, "joined", None)
+    if joined:
+        return joined[1]
+    if not isinstance(layer, nn.Linear):
+        return 0  # torch says what it can't cut
+    return layer.in_features if isinstance(style, RowwiseParallel) else layer.out_features
+
+
+def _partial(net: nn.Module, plan: Plan) -> Iterator[tuple[str, nn.Module, bool]]:
+    """Modules of whose output, or input where that is true, a rank has a part: those between two that are cut."""
+    for parent in dict.fromkeys(path.rpartition(".")[0] for path in plan):
+        inside = False
+        for name, child in net.get_submodule(parent).named_children():
+            path = f"{parent}.{name}".strip(".")
+            style = plan.get(path)
+            if inside:
+                yield from ((f"{path}.{inner}".strip("."), m, True) for inner, m in child.named_modules())
+            inside = (inside or isinstance(style, ColwiseParallel)) and not isinstance(style, RowwiseParallel)
+            if inside:
+                yield from ((f"{path}.{inner}".strip("."), m, False) for inner, m in child.named_modules())

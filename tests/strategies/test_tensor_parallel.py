@@ -1,0 +1,190 @@
+"""Ranks that compute a net's layers together end where one process ends, and its checkpoints are theirs."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from apprentice.keyed import with_seed
+from harness.runs.quiet import quiet
+from lit_modules.classifier import LitClassifier
+from lit_modules.distillation import Distillation
+from lit_modules.nets import ViT
+from lit_modules.objectives import Cosine, CrossEntropy, DeiTToken, Hinton, Objective
+from strategies import DDP, FSDP, HSDP
+from tests.processes import launch
+from tests.strategies.test_fsdp import ACCUMULATE, CLIP, CLIP_VALUES, CLOSE, DOUBLE, EverySecond, saved, small
+from tests.training import SHAPE, LinesLogger, assert_same, fit, net, trainer, weights
+
+TWO, SQUARE = {"tensor": 2}, {"data": 2, "tensor": 2}
+
+
+def vit(seed: int = 0, **options: Any) -> nn.Module:
+    sizes = {"patch_size": 2, "embed_dim": 24, "num_layers": 2, "num_heads": 4, "dropout": 0.1}
+    return net(ViT, seed, **sizes | options)
+
+
+def students(**objectives: Objective) -> Distillation:
+    made = {name: (vit(distillation_token=name == "deit"), objective) for name, objective in objectives.items()}
+    return Distillation(vit(1, num_heads=2), made, input_shape=SHAPE, teacher_cache_mb=0)
+
+
+class Pair(nn.Module):
+    """A user's net: it names its layers by a pattern, and its bottleneck has no plan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.wide = nn.Linear(64, 8), nn.ModuleDict({"up": nn.Linear(8, 12), "down": nn.Linear(12, 8)})
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.first(images.flatten(1))
+        return self.head(x + self.wide["down"](self.wide["up"](x).tanh()))
+
+    def tensor_parallel_plan(self) -> dict[str, Any]:
+        return {"wide.u*": ColwiseParallel(), "wide.down": RowwiseParallel()}
+
+
+CASES: dict[str, Callable[[], LightningModule]] = {
+    "vit": lambda: LitClassifier(vit()),
+    "students": lambda: students(ce=CrossEntropy(), kd=Hinton(), cosine=Cosine(), deit=DeiTToken()),
+    "pair": lambda: LitClassifier(with_seed(0, Pair)),
+}
+TAGS = {"vit": "train/loss", "students": "deit/train/loss", "pair": "train/loss"}
+
+
+def outcome(
+    name: str, path: Path, devices: int = 1, mesh: dict[str, int] | None = None, **options: Any
+) -> tuple[list[float], dict[str, torch.Tensor], Mapping[str, float]]:
+    """Losses, final weights and the scores of a test after ten steps; one validation comes first."""
+
+    def strategy() -> dict[str, Any]:
+        return {} if mesh is None else {"strategy": FSDP(timeout=60, mesh=mesh)}
+
+    logger = LinesLogger(path / f"{name} {devices}")
+    steps = {"max_steps": 10, "log_every_n_steps": 1, "num_sanity_val_steps": 1, "check_val_every_n_epoch": 99}
+    module = fit(CASES[name](), small(), devices, **DOUBLE | steps | {"logger": logger} | options, **strategy())
+    norm = logger.values(TAGS[name].replace("loss", "grad_2.0_norm_total"))
+    with quiet():
+        scores = trainer(devices, precision="64-true", **strategy()).test(module, small(), verbose=False)[0]
+    return [*logger.values(TAGS[name]), *norm], weights(module), scores
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "tensor", "options"),
+    [
+        ("vit", 1, 2, CLIP),
+        pytest.param("vit", 2, 2, CLIP | ACCUMULATE, marks=pytest.mark.slow),
+        pytest.param("vit", 2, 1, {}, marks=pytest.mark.slow),
+        pytest.param("vit", 2, 4, CLIP_VALUES, marks=pytest.mark.slow),
+        pytest.param("students", 1, 2, CLIP, marks=pytest.mark.slow),
+        ("students", 2, 2, CLIP),
+        pytest.param("pair", 1, 3, CLIP, marks=pytest.mark.slow),
+    ],
+)
+def test_training_is_that_of_one_process(
+    name: str, data: int, tensor: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    losses, ended, scores = outcome(name, tmp_path, **options)
+    mesh = {"data": data, "tensor": tensor}
+    theirs, other, their_scores = outcome(name, tmp_path, data * tensor, mesh, **options)
+    assert len(losses) >= 20
+    assert theirs == pytest.approx(losses, abs=CLOSE, rel=0)
+    assert_same(ended, other, atol=CLOSE)
+    assert their_scores == pytest.approx(scores, abs=CLOSE, rel=0)
+
+
+class Parts(Callback):
+    """Notes the elements of parameters and of Adam's moments that a rank holds."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        moments = [state[key] for state in trainer.optimizers[0].state.values() for key in ("exp_avg", "exp_avg_sq")]
+        found = [
+            sum(x.to_local().numel() for x in of if x.device_mesh.ndim == 2)
+            for of in (list(pl_module.parameters()), moments)
+        ]
+        (self.path / f"{trainer.global_rank}.json").write_text(json.dumps(found))
+
+
+def test_a_rank_holds_its_part_of_the_layers_that_are_cut(tmp_path: Path) -> None:
+    module = LitClassifier(vit())
+    fit(module, small(), 4, strategy=FSDP(timeout=60, mesh=SQUARE), callbacks=[Parts(tmp_path)], max_steps=2)
+    cut = [p for name, p in module.named_parameters() if ".attention." in name or ".mlp." in name]
+    shared = [p for name, p in module.named_parameters() if name.endswith((".attention.out.bias", ".mlp.2.bias"))]
+    whole, twice = (sum(p.numel() for p in of) for of in (cut, shared))
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    assert [sum(each) for each in zip(*found, strict=True)] == [whole + twice, 2 * (whole + twice)]
+    assert max(parameters for parameters, _ in found) == pytest.approx(whole / 4, rel=0.05)
+
+
+@pytest.mark.slow
+def test_any_strategy_goes_on_from_any_checkpoint(tmp_path: Path) -> None:
+    def make() -> LightningModule:
+        return CASES["vit"]().double()  # a single device loads before it converts, which would round
+
+    fit(make(), small(), callbacks=[EverySecond(tmp_path)], **DOUBLE, max_steps=13)
+    cut, square = (lambda: FSDP(timeout=60, mesh=TWO), 2), (lambda: FSDP(timeout=60, mesh=SQUARE), 4)
+    ddp, fsdp, one = (lambda: DDP(timeout=60), 3), (lambda: FSDP(timeout=60), 2), (lambda: "auto", 1)
+    resumed: dict[str, Any] = {}
+    for stage, (strategy, devices) in enumerate([cut, ddp, square, one, square, fsdp], 1):
+        path = tmp_path / f"stage {stage}"
+        options = DOUBLE | {"strategy": strategy(), "callbacks": [EverySecond(path)], "max_steps": 2 * stage + 1}
+        with quiet():
+            trainer(devices, **options).fit(make(), small(), **resumed)
+        for step in (2 * stage - 2, 2 * stage):  # as it was loaded, and two steps later
+            assert_same(saved(tmp_path / str(step)), saved(path / str(step)), atol=CLOSE)
+        resumed = {"ckpt_path": path / str(2 * stage), "weights_only": True}
+
+
+def with_a_mesh(rank: int, path: Path) -> None:
+    """As a user's script under torchrun."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    module = LitClassifier(vit())
+    with quiet():
+        trainer(2, strategy=FSDP(mesh=mesh), **DOUBLE, max_steps=3).fit(module, small())
+    if rank == 0:
+        torch.save(weights(module), path / "weights")
+
+
+def test_a_mesh_may_be_an_object(tmp_path: Path) -> None:
+    ranks = launch(with_a_mesh, tmp_path)
+    assert [rank.wait() for rank in ranks] == [0, 0], "".join(rank.output for rank in ranks)
+    alone = fit(LitClassifier(vit()), small(), **DOUBLE, max_steps=3)
+    assert_same(weights(alone), torch.load(tmp_path / "weights", weights_only=True), atol=CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("make", "devices", "mesh", "message"),
+    [
+        (CASES["vit"], 2, {"tensor": 3}, r"mesh {'tensor': 3}: expected data and tensor, sizes whose product is 2"),
+        (CASES["vit"], 4, {"data": 2, "tensor": 3}, "whose product is 4, the number of devices"),
+        (CASES["vit"], 2, {"rows": 2}, r"mesh {'rows': 2}: expected data and tensor"),
+        (CASES["vit"], 2, {"tensor": 0}, "expected data and tensor"),
+        (CASES["vit"], 3, {"tensor": 3}, "expected a size of tensor that divides 4, into which net.blocks.0.attention"),
+        (CASES["pair"], 5, {"tensor": 5}, "expected a size of tensor that divides 12, into which net.wide.up"),
+        (lambda: LitClassifier(net()), 2, TWO, r"expected a net with tensor_parallel_plan\(\), .*; there is LightNN$"),
+        (lambda: students(a=Cosine(student_layer="blocks.1.mlp.1", teacher_layer="blocks.1.mlp.1")), 2, TWO,
+         "expected objectives that read whole layers, not teacher.blocks.1.mlp.1, of which each rank has a part"),
+        (lambda: students(a=Cosine(student_layer="blocks.1.mlp.2<")), 2, TWO, "students.a.net.blocks.1.mlp.2"),
+    ],
+)  # fmt: skip
+def test_what_can_not_be_cut_is_refused(
+    make: Callable[[], LightningModule], devices: int, mesh: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit(make(), small(), devices, strategy=FSDP(timeout=60, mesh=mesh), max_steps=1)
+
+
+def test_groups_of_hsdp_are_not_a_mesh() -> None:
+    with pytest.raises(ValueError, match="expected none: shard_size makes the groups"):
+        HSDP(mesh=TWO)
