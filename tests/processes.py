@@ -75,20 +75,20 @@ class Run:
         return "".join(line for line in lines if not re.match(r"\w+: data |writes to ", line))
 
 
-def launched(rank: int, port: int, function: Callable[..., None], path: Path) -> None:
+def launched(rank: int, size: int, port: int, function: Callable[..., None], path: Path) -> None:
     """A rank as torchrun starts it."""
-    given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0}
+    given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0}
     given |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}
     os.environ.update({key: str(value) for key, value in given.items()})
     function(rank, path)
 
 
-def launch(function: Callable[..., None], path: Path) -> list[Run]:
-    """Two ranks that torchrun might have started; each calls `function(rank, path)`."""
+def launch(function: Callable[..., None], path: Path, size: int = 2) -> list[Run]:
+    """Ranks that torchrun might have started; each calls `function(rank, path)`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    return [Run(launched, rank, port, function, path, log=path / f"{rank}.log") for rank in range(2)]
+    return [Run(launched, rank, size, port, function, path, log=path / f"{rank}.log") for rank in range(size)]
 
 
 def session(leader: int) -> list[int]:

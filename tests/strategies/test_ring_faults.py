@@ -1,7 +1,6 @@
 """The ring where it can not go on: ranks that are late or gone, what is refused; and how it comes and goes."""
 
 import os
-import re
 import subprocess
 import sys
 import time
@@ -15,7 +14,6 @@ import torch.distributed as dist
 from strategies import ring
 from strategies.base import missing_ranks
 from strategies.ring.queue import Collective, Queue
-from tests.processes import launch
 from tests.ranks import ranks
 
 
@@ -109,19 +107,3 @@ def test_a_queue_that_is_not_used_ends_its_thread() -> None:
     assert not thread.is_alive()
     with pytest.raises(RuntimeError, match="Timed out waiting 10ms for test to complete"):
         Collective("test", lambda: None, []).wait(timedelta(milliseconds=10))
-
-
-PAGE = Path(__file__).parents[2] / "docs" / "communication.md"
-
-
-def page_script(_rank: int, _path: Path) -> None:
-    script = next(
-        block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "import" in block
-    )
-    exec(compile(script, str(PAGE), "exec"), {})
-
-
-def test_the_script_of_the_page_runs_as_it_stands(tmp_path: Path) -> None:
-    for rank, run in enumerate(launch(page_script, tmp_path)):
-        assert run.wait() == 0, run.output
-        assert f"rank {rank}: 1, 4,000,000 bytes sent" in run.output
