@@ -85,7 +85,7 @@ def picture(images: np.ndarray, titles: Sequence[str]) -> bytes:
     """A PNG of images (k, C, H, W) with C 1 or 3, each stretched to the full range, under their titles."""
     down = -(-len(images) // ACROSS)
     with figure(11, 1.75 * down) as (drawn, png):
-        axes = drawn.subplots(down, ACROSS, squeeze=False).flat
+        axes = [*drawn.subplots(down, ACROSS, squeeze=False).flat]
         for place in axes:
             place.axis("off")
         for place, image, title in zip(axes, images, titles, strict=False):

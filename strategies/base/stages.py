@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
 from apprentice import keyed
+from apprentice.errors import reason
 
 
 def chained(modules: Iterable[nn.Module], x: Any) -> Any:
@@ -72,6 +73,7 @@ def check_composition(module: LightningModule, stages: Sequence[Sequence[nn.Modu
     if example is None or isinstance(example, Mapping):
         return
     inputs = example if isinstance(example, tuple) else (example,)
+    wanted = f"{type(module).__name__}.pipeline_stages: expected modules whose composition is forward"
     modes = _ModuleMode()
     modes.capture(module)
     module.eval()
@@ -79,16 +81,17 @@ def check_composition(module: LightningModule, stages: Sequence[Sequence[nn.Modu
         with torch.no_grad(), torch.random.fork_rng([]):
             expected = module(*_copied(inputs, module.dtype))
             first, *others = itertools.chain.from_iterable(stages)
-            found = chained(others, first(*_copied(inputs, module.dtype)))
+            try:
+                found = chained(others, first(*_copied(inputs, module.dtype)))
+            except Exception as error:
+                raise ValueError(f"{wanted}; one refuses what it gets: {reason(error)}") from error
     finally:
         modes.restore(module)
     leaves = [[x for x in tree_leaves(output) if isinstance(x, Tensor)] for output in (found, expected)]
     try:
         torch.testing.assert_close(*leaves, rtol=1e-3, atol=1e-3, equal_nan=True)
     except AssertionError:
-        name = type(module).__name__
-        expected = "expected modules whose composition is forward; outputs differ"
-        raise ValueError(f"{name}.pipeline_stages: {expected}") from None
+        raise ValueError(f"{wanted}; outputs differ") from None
 
 
 def _copied(inputs: tuple[Tensor, ...], dtype: Any) -> list[Tensor]:

@@ -1,5 +1,8 @@
 """The notebooks run from top to bottom, where they lie, and are committed without outputs."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +10,67 @@ import nbformat
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
-ACCURACIES = {  # the least of each net that a notebook tests
-    "distillation": {"teacher": 0.85, "ce": 0.85, "kd": 0.85, "cosine": 0.85},
-    "your_own_teacher": {"teacher": 0.85, "ce": 0.7, "kd": 0.7, "at": 0.7},
+
+
+@dataclass
+class Ran:
+    """What a notebook has printed and drawn."""
+
+    lines: list[str]
+    pictures: int
+
+    def after(self, *begins: str) -> list[str]:
+        """What follows each of these words in the one line that begins with it."""
+        found = [[line.removeprefix(words) for line in self.lines if line.startswith(words)] for words in begins]
+        return [rest.strip() for (rest,) in found]
+
+
+def distils(ran: Ran, **least: float) -> None:
+    found = dict(line.split(" test accuracy ") for line in ran.lines if " test accuracy " in line)
+    assert [net.strip() for net in found] == list(least)
+    assert all(least[net.strip()] < float(value) <= 1 for net, value in found.items())
+    assert ran.pictures == 2
+
+
+def attends(ran: Ran) -> None:
+    kinds = [f"{kind} differs by" for kind in ("auto", "math", "flash", "cached")]
+    assert all(float(difference) < 1e-12 for difference in ran.after(*kinds))
+    (refusal,) = ran.after("--backend efficient: expected a kernel that serves attention of float64 dense on cpu;")
+    assert refusal.startswith("torch says: No ")
+    assert ran.after("tokens that changed:") == ["[6, 7, 8, 9]"]
+    trained, held_out = (float(losses.split()[-1]) for losses in ran.after("train/loss_epoch", "val/loss"))
+    assert trained < 0.5 < 3 < held_out
+    assert ran.after("in the poem:", "without a cache the same:") == ["True", "True"]
+    assert ran.pictures == 3
+
+
+def distributes(ran: Ran) -> None:
+    assert all(float(x) < 1e-9 for x in ran.after("largest difference of a weight", "sharded differs by"))
+    assert ran.after("steps", "losses of Forgetful", "losses of Curve") == ["44", "0", "4"]
+    assert all(0.7 < float(accuracy) <= 1 for accuracy in ran.after("val/acc", "test/acc"))
+    plain, exact = ran.after("1 plain", "2 plain"), ran.after("1 exact", "2 exact", "3 exact")
+    assert len({*plain}) == 2
+    assert len({*exact}) == 1
+    assert {len(digest) for digest in plain + exact} == {64}
+    assert ran.pictures == 1
+
+
+def pipelines(ran: Ran) -> None:
+    assert float(*ran.after("largest difference of a weight")) < 1e-9
+    assert len({*ran.after("one loss", "two loss")}) == 1
+    (refusal,) = ran.after("Forgot.pipeline_stages: expected modules whose composition is forward;")
+    assert "shapes cannot be multiplied" in refusal
+    schedules = ["GPipe 1", "GPipe 8", "1F1B 8", "Interleaved1F1B 8"]
+    assert ran.after(*(f"{schedule} computations" for schedule in schedules)) == ["4", "32", "32", "64"]
+    assert ran.pictures == 1
+
+
+CHECKS: dict[str, Callable[[Ran], None]] = {
+    "distillation": partial(distils, teacher=0.85, ce=0.85, kd=0.85, cosine=0.85),
+    "your_own_teacher": partial(distils, teacher=0.85, ce=0.7, kd=0.7, at=0.7),
+    "attention": attends,
+    "strategies": distributes,
+    "pipeline": pipelines,
 }
 
 
@@ -18,10 +79,10 @@ def code_cells(notebook: Any) -> list[Any]:
 
 
 def test_all_are_tested() -> None:
-    assert {path.stem for path in FOLDER.glob("*.ipynb")} == ACCURACIES.keys()
+    assert {path.stem for path in FOLDER.glob("*.ipynb")} == CHECKS.keys()
 
 
-@pytest.mark.parametrize("name", ACCURACIES)
+@pytest.mark.parametrize("name", CHECKS)
 def test_it_is_committed_without_outputs(name: str) -> None:
     notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
     nbformat.validate(notebook)
@@ -30,8 +91,8 @@ def test_it_is_committed_without_outputs(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", ACCURACIES)
-def test_it_distils_and_draws(name: str) -> None:
+@pytest.mark.parametrize("name", CHECKS)
+def test_it_shows_what_it_says(name: str) -> None:
     from nbclient import NotebookClient
 
     notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
@@ -40,7 +101,4 @@ def test_it_distils_and_draws(name: str) -> None:
     outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
     said = "".join(output.text for output in outputs if output.output_type == "stream")
     assert [output.text for output in outputs if output.get("name") == "stderr"] == []
-    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
-    found = dict(line.split(" test accuracy ") for line in said.splitlines() if " test accuracy " in line)
-    assert [net.strip() for net in found] == list(ACCURACIES[name])
-    assert all(ACCURACIES[name][net.strip()] < float(value) <= 1 for net, value in found.items())
+    CHECKS[name](Ran(said.splitlines(), sum("image/png" in output.get("data", {}) for output in outputs)))

@@ -215,6 +215,14 @@ def test_any_report_has_a_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.drawn
+def test_a_picture_of_samples_shows_images_and_titles() -> None:
+    image = np.random.default_rng(0).random((1, 1, 4, 4))
+    drawn = mistakes.picture(image, ["a"])
+    assert drawn != mistakes.picture(1 - image, ["a"])
+    assert drawn != mistakes.picture(image, ["b"])
+
+
+@pytest.mark.drawn
 def test_older_results_have_a_page_without_what_they_lack() -> None:
     failed = [student(0, failed=FAILED)] * 3
     assert [section.title for section in interactive.sections(made_up(ce=failed))] == ["Accuracy against cost and size"]

@@ -1,7 +1,9 @@
 """All methods that the package exports, in one pass: each ends with the bits that it has alone."""
 
+import re
 from collections.abc import Callable, Mapping
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -167,3 +169,13 @@ def test_methods_are_those_with_defaults_by_their_names() -> None:
     found = zoo.methods({"ce": "CrossEntropy", "kd": "Hinton"})
     assert {"ce": "CrossEntropy", "kd": "Hinton", "rkd": "RKD", "hint": "Hint"}.items() <= found.items()
     assert not {"sum", "objective", "featureobjective", "embeddingobjective"} & found.keys()
+
+
+def test_the_diagram_has_every_method_and_tells_what_relates_samples() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "distillation.md").read_text()
+    (diagram,) = re.findall(r"^```mermaid\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    boxes = re.findall(r'\["<b>(.*?)</b><br>(.*)"\]', diagram)
+    kinds = {name: kind for kind, names in boxes for name in re.findall(r"\w+", names)}
+    assert {*METHODS} <= kinds.keys()
+    related = {method for method in METHODS if members(method)[method].relates_rows}
+    assert {method for method, kind in kinds.items() if "relations" in kind} == related

@@ -291,12 +291,22 @@ class Forgets(Plain):
         return self.net[1:](torch.relu(self.net[0](x)))
 
 
+class Reversed(Plain):
+    """A layer gets a shape that it can't take."""
+
+    example_input_array = torch.ones(2, 6)
+
+    def pipeline_stages(self) -> list[nn.Module]:
+        return [*self.net][::-1]
+
+
 @pytest.mark.parametrize(
     ("make", "settings", "message"),
     [
         (Elsewhere, {}, "pipeline_stages: expected modules of Elsewhere itself; a Dropout is not"),
         (Function, {}, "expected modules from Function.pipeline_stages.., got a builtin_function_or_method"),
         (Forgets, {}, "Forgets.pipeline_stages: expected modules whose composition is forward; outputs differ"),
+        (Reversed, {}, "Reversed.pipeline_stages: expected modules .* is forward; one refuses what it gets: .* shapes"),
         (Plain, {"detect_anomaly": True}, "detect_anomaly True: expected False"),
         (Plain, {"callbacks": [BackboneFinetuning()]}, "callbacks BackboneFinetuning: expected none that unfreezes"),
         (Plain, {"callbacks": [StochasticWeightAveraging(0.1)]}, "callbacks StochasticWeightAveraging: expected none"),
