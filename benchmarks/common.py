@@ -27,7 +27,7 @@ from torch.multiprocessing.spawn import start_processes
 from datamodules import ImageData
 from datamodules.splits import Split
 from harness.config.messages import one_line_errors
-from harness.reports.tables import Table, short
+from harness.reports.tables import NONE, Table, short
 from harness.runs import environment
 from harness.runs.files import write_json
 from harness.runs.quiet import quiet
@@ -145,9 +145,17 @@ def take_turns(rivals: Mapping[str, Callable[[], T]], rounds: int, unit: str = "
     return runs
 
 
+class Ratios(list[float]):
+    """The ratio of two sides in each round, of which what slows a whole round down is no part; and their medians."""
+
+    sides: tuple[float, float] | None = None
+
+
 def over(above: Sequence[float], below: Sequence[float]) -> list[float]:
-    """The ratio in each round: what slows a whole round down is in both."""
-    return [a / b for a, b in zip(above, below, strict=True)]
+    """One side over the other, `Ratios`."""
+    found = Ratios(a / b for a, b in zip(above, below, strict=True))
+    found.sides = median(above), median(below)
+    return found
 
 
 # Processes
@@ -259,6 +267,13 @@ def table(found: Found, targets: Mapping[str, Target]) -> str:
     return Table(["", "target", "median", "all rounds"], rows, left=2).plain(200)
 
 
+def row(target: Target, runs: Sequence[float]) -> list[str]:
+    """What is compared, ours, the rival, their ratio with the range over all rounds, and the target."""
+    sides = getattr(runs, "sides", None) or (None, None)
+    middle, spread = median(runs), f"{min(runs):.2f} to {max(runs):.2f}"
+    return [target.text, *map(short, sides), f"{middle:.3f} ({spread})", target.words(middle).strip() or NONE]
+
+
 def parser(description: str | None, rounds: tuple[str, int], rounds_help: str) -> argparse.ArgumentParser:
     """A parser with `--out` and the option for the number of rounds."""
     formatter = argparse.RawDescriptionHelpFormatter
@@ -283,6 +298,7 @@ def run(args: argparse.Namespace, measure: Measure, targets: Mapping[str, Target
     if args.out:
         figures = {unit: {name: median(runs) for name, runs in named.items()} for unit, named in found.figures.items()}
         header = {"benchmark": Path(measure.__code__.co_filename).stem, **header, "figures": figures, "ratios": ratios}
+        header["rows"] = [row(targets[name], runs) for name, runs in found.ratios.items()]
         write_json(args.out, header | {"all_rounds": {"figures": found.figures, "ratios": found.ratios}})
     if strict and not all(targets[name].reached(ratio) for name, ratio in ratios.items()):
         sys.exit(1)

@@ -1,0 +1,39 @@
+"""Writes the table of docs/performance.md from the files that benchmarks have written with --out.
+
+python benchmarks/page.py FILE ...    # rows of a benchmark that has no file stay as they are
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.common import ROOT
+from harness.reports.tables import Table
+
+PAGE = ROOT / "docs" / "performance.md"
+COLUMNS = ["benchmark", "compared", "ours", "rival", "ratio", "target", "date"]
+BEGIN, END = "<!-- table -->\n", "\n<!-- end -->"
+
+
+def updated(page: str, found: Sequence[dict]) -> str:
+    """The page with a row for each ratio of the results, in place of earlier ones of the same benchmarks."""
+    before, _, rest = page.partition(BEGIN)
+    old, _, after = rest.partition(END)
+    cells = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in old.splitlines()[2:]]
+    measured = {each["benchmark"] for each in found}
+    rows = [line for line in cells if line[0] not in measured]
+    rows += [[each["benchmark"], *row, each["date"]] for each in found for row in each["rows"]]
+    rows.sort(key=lambda line: line[0])
+    return before + BEGIN + Table(COLUMNS, rows, left=2).markdown() + END + after
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Read the files and write the page."""
+    files = [Path(name) for name in (sys.argv[1:] if argv is None else argv)]
+    results = [json.loads(file.read_text()) for file in files]
+    PAGE.write_text(updated(PAGE.read_text(), [each for each in results if "rows" in each and "benchmark" in each]))
+
+
+if __name__ == "__main__":
+    main()
