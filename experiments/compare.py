@@ -17,12 +17,14 @@ if __name__ == "__main__":
     start.script()
 
 import argparse
+import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from apprentice.errors import BadInput
 from harness.console import console
 from harness.reports import pages
+from harness.runs import calls
 from harness.studies import compare as comparison
 
 
@@ -51,13 +53,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         arguments = parser.parse_intermixed_args(argv)
         try:
             runs = comparison.load_runs(arguments.runs)
+            again = [line for run in runs for line in calls.commands(run.folder)]
+            again.append(calls.command("compare.py", sys.argv[1:] if argv is None else argv))
             if arguments.pool:
                 results = comparison.pool(runs)
-                saved = comparison.save_pool(results, arguments.out)
+                saved = comparison.save_pool(results, arguments.out, again)
                 print(f"{pages.text(results)}\n\n{saved}/report.html, results.md, .png, .json")
                 return
             compared = comparison.compare(runs, arguments.against)
-            folder = comparison.save(compared, arguments.out)
+            folder = comparison.save(compared, arguments.out, again)
         except BadInput as error:
             parser.error(str(error).removeprefix("--RUN "))  # the runs are given without a flag
         print(comparison.text(compared))

@@ -26,7 +26,8 @@ def check_same(
         if flag in grows and _more(flag, was, now):
             continue
         if not any(flag == key or flag.startswith(f"{key}.") for key in new):
-            least = f"{was} or more" if flag in grows and was is not None else str(was)
+            unset = was in (None, NOTHING)
+            least = f"no --{flag}" if unset else f"{was} or more" if flag in grows else str(was)
             reasons = [why for key, why in fixed.items() if flag == key or flag.startswith(f"{key}.")]
             why = "".join(f": {reason}" for reason in reasons)
             expected = f"{least}, as the run in {folder} was started{why}; leave it out, or take another --out"

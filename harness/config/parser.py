@@ -126,9 +126,9 @@ class Parser:
             raise SystemExit(0)
         early = self._merged(layers)
         with as_given(early):
-            options = self._options(early)
+            options = Namespace(**{**self.options.defaults, **self._values(early)})  # checked together once merged
         path = Path(options.out or "") / "config.yaml"
-        run = path if options.resume and path.exists() else None
+        run = path if options.resume and options.out and path.exists() else None
         start = self._defaults if run is None else self._saved(run)
         added = self._added(options)
         if run is not None:
@@ -240,8 +240,11 @@ class Parser:
                 choices[key] = resolver.one(classes[key], key, entry.optional or key in replaced)
         return resolver, choices
 
+    def _values(self, given: Layer) -> dict[str, Any]:
+        return {name: self.options.check(name, given[name].value) for name in self.options.hints if name in given}
+
     def _options(self, given: Layer) -> RunOptions:
-        found = {name: self.options.check(name, given[name].value) for name in self.options.hints if name in given}
+        found = self._values(given)
         options: Any = self.options.target
         return options(**{**(options.quick_values if found.get("quick") else {}), **found})
 

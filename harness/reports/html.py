@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# In Bokeh's script: MathJax and Google's maps, which it would load for plots that we don't draw.
-NETWORK = re.compile(r"src=([\"`'])https://")
+# In Bokeh's script: MathJax, Google's maps and a font of icons, which it would load for plots that we don't draw, and
+# the link of a logo, which ours have not.
+NETWORK = re.compile(r"((?:src|href|_url)[=:])([\"`'])https://")
 PICTURE = re.compile(r'<img alt="([^"]*)" src="([^"]*)" ?/?>')
 
 
@@ -18,6 +19,11 @@ class Section(NamedTuple):
     text: str = ""  # Markdown
     plots: Sequence[Any] = ()  # of Bokeh
     pictures: Sequence[bytes] = ()  # PNGs
+
+
+def repeated(commands: Sequence[str]) -> list[Section]:
+    """A section of the commands that made a run, the first one first; none where they are not known."""
+    return [Section("The command that repeats it", "\n".join(["```", *commands, "```"]))] if commands else []
 
 
 def page(markdown: str, pictures: Mapping[str, bytes], sections: Sequence[Section] = ()) -> str:
@@ -65,4 +71,4 @@ def _embedded(plots: Sequence[Any]) -> tuple[str, str, Sequence[str]]:
 
     script, divs = components(list(plots))
     own = Resources(mode="inline", components=["bokeh"]).render_js()
-    return NETWORK.sub(r"src=\1data:,", own), script, divs
+    return NETWORK.sub(r"\1\2data:,", own), script, divs

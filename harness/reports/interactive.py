@@ -52,7 +52,7 @@ def sections(results: Facts, images: Images | None = None, commands: Sequence[st
         Section("Fidelity and calibration", _beside_accuracy(results)),
         Section("Confusion", _frequent(results), plots.confusion(results)),
         _most_confused(results, images),
-        Section("The command that repeats it", "\n".join(["```", *commands, "```"]) if commands else ""),
+        *html.repeated(commands),
     ]
     return [*(each for each in drawn if each.plots), *(each for each in told if each.text or each.plots)]
 

@@ -113,17 +113,21 @@ def conclude(baseline: str, differences: Mapping[str, Sequence[float]], metric: 
     seeds = f"{few}" if few == many else f"{few} to {many}"
     together = f" Corrected for {len(tested)} comparisons (Holm); the intervals are not." if len(tested) > 1 else ""
     spread = statistics.median(statistics.stdev(differences[name]) for name in tested)
-    return f"With {seeds} seeds, {'; '.join(said)}.{together}{_power(spread, few, metric)}"
+    return f"With {seeds} seeds, {'; '.join(said)}.{together}{_power(spread, few, len(tested), metric)}"
 
 
-def _power(spread: float, seeds: int, metric: Metric) -> str:
-    """What so many seeds can show where differences have this deviation, and what a third of that would take."""
+def _power(spread: float, seeds: int, comparisons: int, metric: Metric) -> str:
+    """What so many seeds can show where differences have this deviation, and what a third of that would take.
+
+    It is not corrected for several comparisons, of which Holm's correction depends on the others' differences.
+    """
     seen = round(metric.scale * detectable(spread, seeds), metric.digits)
     third = round(seen / 3, metric.digits)
     if not third:
         return ""
     more = seeds_for(spread, third / metric.scale)
-    said = f" {seeds} seeds show a difference of {seen:.{metric.digits}f} {metric.unit} in 4 of 5 cases"
+    alone = "In a single comparison, " if comparisons > 1 else ""
+    said = f" {alone}{seeds} seeds show a difference of {seen:.{metric.digits}f} {metric.unit} in 4 of 5 cases"
     return f"{said}; {third:.{metric.digits}f} takes about {more}." if more else f"{said}."
 
 

@@ -157,6 +157,7 @@ def _against(entries: Mapping[str, Facts], metric: Metric, key: str, label: str,
         tooltips=[("net", "@name"), (label, "@x{0,0.[00]}"), (metric.title, "@y{0.000}")],
     )  # fmt: skip
     plot.xaxis.formatter = NumeralTickFormatter(format="0.[00]a")  # 200k: powers of ten leave no room
+    plot.x_range.range_padding = 0.4  # for the name to the right of the last dot
     colors = dict(zip(entries, itertools.cycle(_colors())))
     source = _source({
         "name": list(known), "x": [e[key] / size for e in known.values()],

@@ -48,11 +48,11 @@ class Report(NamedTuple):
         parts = [part if isinstance(part, str) else part.markdown() for part in self.page]
         return "\n\n".join([f"# {title}", header, *parts]) + "\n"
 
-    def save(self, folder: Path, title: str) -> None:
-        """Write report.html, results.md and the pictures."""
+    def save(self, folder: Path, title: str, commands: Sequence[str] = ()) -> None:
+        """Write report.html, with the commands that made the run, results.md and the pictures."""
         text = self.markdown(title)
         write_text(folder / "results.md", text)
-        write_text(folder / "report.html", html.page(text, self.figures))
+        write_text(folder / "report.html", html.page(text, self.figures, html.repeated(commands)))
         for name, png in self.figures.items():
             write_bytes(folder / name, png)
 

@@ -1,8 +1,9 @@
 """Values of single test samples: how results.json has them, and what they say together.
 
 `test_right`: a bit for each sample. `test_predicted`: its class. Of a teacher `test_labels`, and `test_places` in the
-data set, unless they are counted from 0. All are in base64. Of texts `test_sample_bpc`: a list of numbers. Means over
-the samples are `test_ece`, and of students `test_kl` and `test_agreement`.
+data set, unless they are counted from 0. All are in base64; before whole numbers stands their type, as in `u1:`,
+without which they have four bytes each, as older versions wrote them. Of texts `test_sample_bpc`: a list of numbers.
+Means over the samples are `test_ece`, and of students `test_kl` and `test_agreement`.
 """
 
 import base64
@@ -66,13 +67,15 @@ def unpacked(stored: str, count: int) -> np.ndarray:
 
 
 def classes(numbers: np.ndarray) -> str:
-    """Whole numbers (n,), four bytes each, in base64."""
-    return base64.b64encode(numbers.astype("<i4").tobytes()).decode()
+    """Whole numbers (n,) of 0 or more, in as few bytes each as the largest needs: the type's name, a colon, base64."""
+    kind = f"u{np.min_scalar_type(int(numbers.max(initial=0))).itemsize}"
+    return f"{kind}:{base64.b64encode(numbers.astype(f'<{kind}').tobytes()).decode()}"
 
 
 def unpacked_classes(stored: str) -> np.ndarray:
     """The whole numbers (n,) again."""
-    return np.frombuffer(base64.b64decode(stored, validate=True), dtype="<i4").astype(np.int64)
+    kind, _, data = stored.rpartition(":")
+    return np.frombuffer(base64.b64decode(data, validate=True), dtype=f"<{kind or 'i4'}").astype(np.int64)
 
 
 def kept(rows: Sequence[Facts]) -> Facts:

@@ -19,9 +19,8 @@ def table(results: Facts) -> Table:
     metric, rows = METRICS[results["metric"]["name"]], [{"name": name, **found} for name, found in _found(results)]
 
     def scored(setting: Facts) -> str:
-        value = _mean(setting["validation"])
-        ended = "" if value is None else f" after {setting['epochs']} epochs"
-        return "failed" if value is None else f"{metric.scale * value:.{metric.digits}f}{ended}"
+        value, ended = _mean(setting["validation"]), _epochs(setting["epochs"])
+        return "failed" if value is None else f"{metric.scale * value:.{metric.digits}f} after {ended}"
 
     cells = {
         "tuned": lambda row: row["name"],
@@ -46,13 +45,18 @@ def notes(results: Facts) -> list[str]:
     seeds, rows = config["tune_seeds"], list(results["tuning"])
     saved = cost["teacher_samples_alone"] - cost["teacher_samples"]
     with_seeds = f"seed{'s' * (len(seeds) > 1)} {listed([str(seed) for seed in seeds])}"
+    compared = f"Settings of {listed(rows)} were compared on the validation set with {with_seeds}, not in the table"
+    *early, last = results.get("tuning_rungs", [0])
+    after = listed([str(epochs) for epochs in early])
+    how = f"; after {after} of {_epochs(last)} the better half of each went on" if early else ""
+    runs = f" in all {len(results['pooled'])} runs together" if len(results.get("pooled", ())) > 1 else ""
     spent = f"{count(sum(cost['student_epochs'].values()))} student-epochs in {short(cost['fit_seconds'])} s"
-    teachers = f"teachers computed {count(cost['teacher_samples'])} samples"
-    how = "half of them went on after a third, and half of those after two thirds of the epochs"
-    compared = (
-        f"Settings of {listed(rows)} were compared on the validation set with {with_seeds}, not in the table; {how}."
-    )
-    return [f"{compared} It took {spent}; {teachers}, and would have computed {count(saved)} more for each by itself."]
+    taught = ""
+    if epochs := cost.get("teacher_epochs", 0):  # older versions did not count them
+        taught = f", and {_epochs(epochs)} of its teachers in {short(cost['teacher_fit_seconds'])} s"
+    teachers = f"Teachers computed {count(cost['teacher_samples'])} samples for students"
+    saving = f"{teachers}, and would have computed {count(saved)} more for each by itself"
+    return [f"{compared}{how}.", f"The search took{runs} {spent}{taught}. {saving}."]
 
 
 def picture(results: Facts) -> bytes:
@@ -78,7 +82,9 @@ def _sensitivity(axes: Any, entry: Facts, option: str, metric: Metric) -> None:
         places: Sequence[Any] = values
         above = [value for value in values if value > 0]
         if above and max(above) > FACTOR * min(above):
-            zero = {"linthresh": min(above)} if min(values) <= 0 else {}
+            # Zero is as far from the least value as that is from the middle of the others: ticks are evenly spaced.
+            wide = math.log10(max(above) / min(above)) / 2
+            zero = {"linthresh": min(above), "linscale": wide} if min(values) <= 0 else {}
             axes.set_xscale("symlog" if zero else "log", **zero)
             ticks = [*([0.0] if zero else []), min(above), math.sqrt(min(above) * max(above)), max(above)]
             axes.set_xticks(ticks, [f"{tick:.2g}" for tick in ticks])
@@ -96,6 +102,10 @@ def _sensitivity(axes: Any, entry: Facts, option: str, metric: Metric) -> None:
         )  # fmt: skip
     axes.ticklabel_format(axis="y", useOffset=False)
     axes.set_xlabel(option, color=GREY)
+
+
+def _epochs(number: int) -> str:
+    return f"{count(number)} epoch{'s' * (number != 1)}"
 
 
 def _found(results: Facts) -> list[tuple[str, Facts]]:

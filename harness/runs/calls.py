@@ -44,6 +44,11 @@ def commands(out: Path) -> list[str]:
     return list(dict.fromkeys(call["command"] for call in _recorded(out) if call and call.get("command")))
 
 
+def command(prog: str, argv: Sequence[str]) -> str:
+    """The command line of this call, as it was typed; of a call of `main` in Python, one that does the same."""
+    return shlex.join(sys.orig_argv if sys.argv[1:] == [*argv] else [prog, *argv])
+
+
 def _recorded(out: Path) -> list[dict[str, Any] | None]:
     if not (out / FILE).exists():
         return []
@@ -57,7 +62,7 @@ def _recorded(out: Path) -> list[dict[str, Any] | None]:
 def _call(prog: str, argv: Sequence[str]) -> dict[str, Any]:
     started_by = launch.launched()
     return {
-        "command": shlex.join(sys.orig_argv if sys.argv[1:] == [*argv] else [prog, *argv]),
+        "command": command(prog, argv),
         "launcher": started_by and {"name": started_by.by, "ranks": started_by.size, "nodes": started_by.nodes},
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         **checkout(Path(__file__)),

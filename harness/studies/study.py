@@ -122,7 +122,7 @@ class Study:
 
     def finish(self, report: Report, failed: bool = False) -> None:
         """Save the report and print it; exit with 1 if a case or the study `failed`."""
-        report.save(self.out, self.header["experiment"])
+        report.save(self.out, self.header["experiment"], calls.commands(self.out))
         print(f"{report.plain()}\n\n{self.out}/{self.files}")
         if self.failed or failed:
             raise SystemExit(1)

@@ -31,6 +31,7 @@ class DKD(LogitObjective):
         BadInput: in `build`, two classes: NCKD is zero.
     """
 
+    # The paper's beta is 2 to 8, by the student, at a temperature of 4.
     search = space(beta=Log(0.5, 20), temperature=Log(1, 8))
 
     def __init__(

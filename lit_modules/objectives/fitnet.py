@@ -7,7 +7,7 @@ from lit_modules.nets.base import Outputs
 from lit_modules.objectives.base import FeatureObjective, Term, weight
 from lit_modules.objectives.cross_entropy import ce_term
 from lit_modules.objectives.maps import check_map
-from lit_modules.objectives.search import Log, space
+from lit_modules.objectives.search import Choice, Log, space
 
 
 class FitNet(FeatureObjective):
@@ -29,7 +29,12 @@ class FitNet(FeatureObjective):
         BadInput: in `build`, a layer gives no maps, or those of one net are higher and less wide than the other's.
     """
 
-    search = space(hint_weight=Log(1, 1000))
+    # The paper takes the middle layer of each net; any two layers fit, so each is searched by itself.
+    search = space(
+        hint_weight=Log(1, 1000),
+        student_layer=Choice(("stage-2", "stage-1")),
+        teacher_layer=Choice(("stage-2", "stage-1")),
+    )
 
     def __init__(
         self,

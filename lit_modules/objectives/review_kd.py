@@ -38,6 +38,7 @@ class ReviewKD(StagesObjective):
         BadInput: in `build`, a layer gives neither maps nor vectors.
     """
 
+    # The paper's weights are 0.6 to 8, by the pair of nets.
     search = space(review_weight=Log(0.1, 10))
 
     def __init__(

@@ -104,6 +104,8 @@ def test_the_page_leaves_what_it_says(run: Path) -> None:
         "seed0/int8-qat/best.pt",
     ):
         assert (run / "runs" / "int8" / name).stat().st_size > 0
+    report = (run / "runs" / "int8" / "report.html").read_text()
+    assert "quantize.py " in report.partition("The command that repeats it")[2]
     best = torch.load(run / "runs" / "int8" / "seed0" / "int8-qat" / "best.pt", weights_only=True)
     assert best["net"]["class_path"] == "lit_modules.nets.LightNN"
     assert 0 <= best["epoch"] < 5

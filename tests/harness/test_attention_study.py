@@ -229,6 +229,7 @@ def test_blocks_that_take_too_long_are_left_out_and_an_old_run_s_files_are_gone(
     assert {path.name for path in out.iterdir() if path.suffix} == {
         "config.yaml", "environment.json", "report.html", "results.json", "results.md",
     }  # fmt: skip
+    assert "attention.py " in (out / "report.html").read_text().partition("The command that repeats it")[2]
     told = " ".join(capsys.readouterr().out.split())
     assert "blocks: jagged compiled, float32, 2 x 32, forward + backward: left out: at its best" in told
     assert "--longest 1e-12 s." in told

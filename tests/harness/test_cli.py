@@ -654,11 +654,11 @@ def test_resuming_with_what_may_differ_or_does_not(kd, run, line):
     ("--trainer.max_epochs -1", "trainer.max_epochs -1", "10 or more"),
     ("--trainer.max_steps 9", "trainer.max_steps 9", "-1"),
     ("--trainer.max_epochs 20 --data.batch_size 64", "data.batch_size 64", "128"),
-    ("--only kd", "only kd", "None"),
+    ("--only kd", "only kd", "no --only"),
     ("--optimizer.lr 0.1", "optimizer.lr 0.1", "0.001"),
-    ("--trainer.precision 64-true", "trainer.precision 64-true", "None"),
-    ("--teacher_ckpt x", "teacher_ckpt x", "None"),
-    ("--exact 8", "exact 8", "None"),
+    ("--trainer.precision 64-true", "trainer.precision 64-true", "no --trainer.precision"),
+    ("--teacher_ckpt x", "teacher_ckpt x", "no --teacher_ckpt"),
+    ("--exact 8", "exact 8", "no --exact"),
 ])  # fmt: skip
 def test_resuming_with_what_differs_is_refused(kd, run, line, flag, was):
     message = refused(kd, f"{line} --out {run} --resume true")

@@ -61,6 +61,7 @@ def test_a_run_leaves_what_the_issue_names(run: Path, tmp_path: Path) -> None:
     assert set(kinds["ring_unchunked"]) == {name for name in OPERATIONS if name.startswith("all_reduce")}
     for name in ("config.yaml", "environment.json", "report.html", "results.md", "results.png"):
         assert (run / name).stat().st_size > 0
+    assert "comm.py " in (run / "report.html").read_text().partition("The command that repeats it")[2]
     page = (run / "results.md").read_text()
     assert all(f"| {name} | {group} | {backend} |" in page
                for backend in kinds for name in kinds[backend] for group in ("world", "sub-group"))  # fmt: skip

@@ -78,6 +78,7 @@ def test_end_to_end(tmp_path):
         "compare.png",
         "report.html",
     ]
+    assert "compare.py t4 --out both t8\n</code>" in (tmp_path / "both" / "report.html").read_text()
     assert max(map(len, done.stdout.splitlines())) <= 110
     saved = json.loads((tmp_path / "both" / "compare.json").read_text())
     assert saved["baseline"] == "t4/ce"

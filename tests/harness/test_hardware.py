@@ -69,6 +69,7 @@ def test_a_run_leaves_what_the_issue_names(two: Path, tmp_path: Path) -> None:
         assert row["threads_per_rank"] == 1
     for name in ("config.yaml", "environment.json", "report.html", "results.md", "results.png"):
         assert (two / name).stat().st_size > 0
+    assert "hardware.py " in (two / "report.html").read_text().partition("The command that repeats it")[2]
     page = (two / "results.md").read_text()
     assert all(f"| {name} |" in page for name in names)
     assert not left_by_overwriting(two, tmp_path)

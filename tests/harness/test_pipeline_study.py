@@ -64,6 +64,7 @@ def test_a_run_leaves_what_the_issue_names(run: Path, tmp_path: Path) -> None:
         assert f"{schedule} by time, split size {size}" in names
     for name in ("config.yaml", "environment.json", "report.html", "results.md", "results.png", "timeline.png"):
         assert (run / name).stat().st_size > 0
+    assert "pipeline.py " in (run / "report.html").read_text().partition("The command that repeats it")[2]
     page = (run / "results.md").read_text()
     assert all(f"| {name} |" in page for name in names)
     assert all(figure in page for figure in ("3.75", "4.02", "2.51", "2.43"))

@@ -38,6 +38,7 @@ def refusal(*flags: str | Path, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
+@pytest.mark.drawn
 def test_pooled_is_one_run_with_all_seeds(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     compare.main(["--pool", str(runs / "a"), str(runs / "b"), "--out", str(tmp_path / "pooled")])
@@ -49,6 +50,10 @@ def test_pooled_is_one_run_with_all_seeds(runs: Path, tmp_path: Path, capsys: py
     assert pooled["config"]["seeds"] == pooled["seeds"] == [0, 1, 2]
     assert pooled["pooled"] == ["a", "b"]
     assert "Pooled from: a, b" in (tmp_path / "pooled" / "results.md").read_text()
+    again = (tmp_path / "pooled" / "report.html").read_text().partition("The command that repeats it")[2]
+    assert [line.partition(" ")[0] for line in again.splitlines() if ".py " in line] == [
+        "<pre><code>kd.py", "kd.py", "compare.py",
+    ]  # fmt: skip
     told = (runs / "whole" / "results.md").read_text()
     assert all(line in shown.replace("\n", " ") for line in told.splitlines() if line.startswith("With 3 seeds"))
 

@@ -70,9 +70,37 @@ def report(found: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> P
 def test_it_is_one_file_that_asks_for_nothing(report: Path) -> None:
     text = report.read_text("utf-8")
     assert len(text.encode()) < LIMIT
-    for found in re.findall(r"\b(?:src|href)\s*=\s*[\"'`]([^\"'`]*)", text):
+    for found in re.findall(r"\b(?:src|href|_url)\s*[:=]\s*[\"'`]([^\"'`]*)", text):
         assert "//" not in found[:10], found[:100]
     assert not re.findall(r"url\(['\"]?https?:|@import|<link", text)
+
+
+@pytest.mark.drawn
+def test_a_page_of_the_whole_zoo_is_as_small(found: dict[str, Any], tmp_path: Path) -> None:
+    """28 nets, 5 seeds, 10 classes and 10,000 samples, with pictures as large as real ones."""
+    generator = np.random.default_rng(0)
+    truth = np.arange(10_000) % 10
+    seeds = range(5)
+
+    def entry() -> dict[str, Any]:
+        predicted = [np.where(generator.random(10_000) < 0.9, truth, generator.integers(0, 10, 10_000)) for _ in seeds]
+        right = [each == truth for each in predicted]
+        epochs = [[{"train/loss": u, "val/acc": 1 - u} for u in generator.random(240).tolist()] for _ in seeds]
+        return {
+            **found["students"]["kd"], "test_acc": [float(each.mean()) for each in right], "epochs": epochs,
+            "test_right": [samples.bits(each) for each in right],
+            "test_predicted": [samples.classes(each) for each in predicted],
+        }  # fmt: skip
+
+    students = {name: entry() for name in ["ce", *(f"method{number}" for number in range(26))]}
+    teacher = {**found["teacher"], **entry(), "test_labels": samples.classes(truth)}
+    zoo = {**found, "seeds": [*seeds], "students": students, "teacher": teacher, "classes": [*"0123456789"]}
+
+    def noise(places: Any) -> np.ndarray:
+        return generator.random((len(places), 3, 32, 32))  # nothing compresses less
+
+    interactive.save_results(tmp_path, zoo, noise, ["python experiments/kd.py"])
+    assert (tmp_path / "report.html").stat().st_size < LIMIT
 
 
 @pytest.mark.drawn
@@ -206,11 +234,13 @@ def test_what_looks_like_html_is_text() -> None:
 def test_any_report_has_a_page(tmp_path: Path) -> None:
     picture = mistakes.picture(np.zeros((1, 3, 4, 4)), ["none"])
     parts = [Table(["a", "b"], [["x", "1"]]), "![lines](lines.png)", "![gone](gone.png)"]
-    Report({"Data": "Digits"}, parts, parts, {"lines.png": picture}).save(tmp_path, "hardware")
+    made = Report({"Data": "Digits"}, parts, parts, {"lines.png": picture})
+    made.save(tmp_path, "hardware", ["python experiments/hardware.py --quick true"])
     text = (tmp_path / "report.html").read_text()
     assert re.search(r"<td[^>]*>x</td>", text)
     assert "data:image/png;base64," in text
     assert "gone.png" not in text
+    assert "python experiments/hardware.py --quick true" in text.partition("The command that repeats it")[2]
     assert "Bokeh" not in text  # without plots its script would be in vain
 
 

@@ -132,6 +132,10 @@ def test_an_entry_a_seed_is_needed():
         ({"kd": [0.02, 0.03, 0.04], "t8": [0.019, 0.03, 0.04]}, "With 3 seeds, kd and t8 can't be told apart from ce."),
         # by a deviation of 0.01, scipy's noncentral t finds 3.26 points; a third of it needs 9 or 10
         ({"kd": [0.02, 0.03, 0.04]}, " 3 seeds show a difference of 3.26 points in 4 of 5 cases; 1.09 takes about 9."),
+        (
+            {"kd": [0.02, 0.03, 0.04], "t8": [0.02, 0.03, 0.04]},
+            " In a single comparison, 3 seeds show a difference of 3.26 points in 4 of 5 cases; 1.09 takes about 9.",
+        ),
         ({"kd": [0.02, -0.021], "t8": [0.1]}, "t8 had one seed to compare, so no interval"),
     ],
 )

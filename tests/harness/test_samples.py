@@ -1,5 +1,6 @@
 """Which test samples were right: kept for each net and seed, the same from any number of processes."""
 
+import base64
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +106,14 @@ def test_texts_have_bits_of_each_sample(tmp_path: Path) -> None:
 def test_values_come_back_as_they_were() -> None:
     right = np.array([1, 0, 1, 1, 0, 0, 0, 1, 1.0])
     assert np.array_equal(samples.unpacked(samples.bits(right != 0), 9), right)
-    numbers = np.array([0, 70_000, 3])
-    assert np.array_equal(samples.unpacked_classes(samples.classes(numbers)), numbers)
+    for largest, size in ((255, 1), (256, 2), (65_535, 2), (70_000, 4)):
+        numbers = np.array([0, largest, 3])
+        stored = samples.classes(numbers)
+        assert stored.startswith(f"u{size}:")
+        assert len(base64.b64decode(stored[3:])) == 3 * size
+        assert np.array_equal(samples.unpacked_classes(stored), numbers)
+        older = base64.b64encode(numbers.astype("<i4").tobytes()).decode()
+        assert np.array_equal(samples.unpacked_classes(older), numbers)
     for stored, count in (("/w==", 9), ("////", 9)):
         with pytest.raises(ValueError, match=str(count)):
             samples.unpacked(stored, count)

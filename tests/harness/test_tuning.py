@@ -2,21 +2,27 @@
 
 import json
 import math
+import shutil
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from matplotlib.figure import Figure
+from torch import Tensor
 
-from datamodules.base import InMemoryData
+from apprentice.errors import BadInput
+from datamodules import Digits
+from datamodules.splits import Split
 from experiments import kd
+from harness.reports import tuning as reports
 from harness.reports.metrics import ACCURACY, BITS
 from harness.runs import safepoints
 from harness.runs.safepoints import SafePoints
-from harness.runs.session import Session
+from harness.runs.session import Session, session
 from harness.studies import distillation, fits, tuning
 from harness.studies.compare.pool import pool
 from harness.studies.compare.runs import load_run
@@ -45,7 +51,8 @@ RATES = [
     "--optimizer.momentum",
     "0.9",
 ]
-SPENT = {"fit_seconds", "students_fit_seconds", "step_ms", "teacher_samples", "teacher_samples_alone"}
+SPENT = {"fit_seconds", "students_fit_seconds", "teacher_fit_seconds", "step_ms"}
+SPENT |= {"teacher_samples", "teacher_samples_alone"}
 OF_CALL = {"out", "resume", "devices", "checkpoint_every", "tune_wave"}
 
 
@@ -119,16 +126,18 @@ def test_every_method_has_the_same_budget_and_its_best_setting_is_in_the_table(w
     assert found["hint"]["settings"][0]["options"]["hint_weight"] == 0.25
     assert set(cost["student_epochs"].values()) == {2 * (1 + 2 + 3)}  # of two seeds
     assert 0 < cost["teacher_samples"] < cost["teacher_samples_alone"]
+    assert cost["teacher_epochs"] == 2 * 3  # one for each of the two seeds
+    assert cost["teacher_fit_seconds"] > 0
     page = (whole / "results.md").read_text()
     assert "## Tuning" in page
-    assert "seeds 7 and 8, not in the table" in page
+    assert "seeds 7 and 8, not in the table; after 1 and 2 of 3 epochs the better half of each went on." in page
+    assert ", and 6 epochs of its teachers in " in page
+    assert " 1 epochs" not in page
     chosen = found["hint"]["settings"][found["hint"]["chosen"]]["options"]
     assert f"- hint: Hint(hint_weight={chosen['hint_weight']}, " in page
     assert (
         f"), optimizer.lr {chosen['optimizer.lr']}, optimizer.weight_decay {chosen['optimizer.weight_decay']}\n" in page
     )
-    pooled = pool([load_run(whole, whole, "run")])
-    assert {key: pooled[key] for key in ("tuning", "tuning_cost")} == {"tuning": found, "tuning_cost": cost}
     assert (whole / "tuning.png").stat().st_size > 0
 
 
@@ -144,28 +153,94 @@ def test_the_chosen_setting_is_what_the_table_s_students_learn_by(whole: Path) -
         assert_same(*nets)
 
 
-def test_no_test_sample_is_read_before_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-    own, save = InMemoryData.test_dataloader, distillation.save_results
-    monkeypatch.setattr(InMemoryData, "test_dataloader", lambda data: seen.append("test") or own(data))
-    monkeypatch.setattr(tuning.Tuning, "facts", lambda search: seen.append("tuned") or {})
-    monkeypatch.setattr(distillation, "save_results", lambda *of: seen.append("table") or save(*of))
+class Counted(Split):
+    """A test set that counts how often each of its samples is read."""
+
+    counts: ClassVar[Tensor]
+
+    def take(self, chosen: Tensor) -> Split:
+        Counted.counts += torch.bincount(chosen, minlength=len(self.labels))
+        return super().take(chosen)
+
+
+class CountedDigits(Digits):
+    """Digits, whichever way its test samples are read."""
+
+    def hold(self, source: Any, places: Tensor) -> Any:
+        held = super().hold(source, places)
+        return Counted(*held) if len(places) == self.test_size else held
+
+
+def test_a_test_sample_is_read_once_for_each_fit_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, set[int]]] = []
+    Counted.counts = torch.zeros(100, dtype=torch.int64)
+
+    def at(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *of, **more: seen.append((name, {*Counted.counts.tolist()})) or own(*of, **more)
+
+    monkeypatch.setattr(tuning.Tuning, "facts", at("tuned", tuning.Tuning.facts))
+    monkeypatch.setattr(distillation, "bake_off_results", at("tested", distillation.bake_off_results))
     monkeypatch.setattr(Figure, "draw", sketch)
-    kd.main([*TUNED, "--tune_seeds", "1", "--out", str(tmp_path / "run")])
-    assert seen == ["tuned", "test", "test", "table"]  # the teacher's, and that of the students of one fit
+    kd.main([*TUNED, "--tune_seeds", "1", "--data", f"{__name__}.CountedDigits", "--out", str(tmp_path / "run")])
+    # The teacher is a fit, and so are the two students, of which each batch is read once for both.
+    assert seen == [("tuned", {0}), ("tested", {2})]
+
+
+@pytest.fixture
+def other_seed(whole: Path, tmp_path: Path) -> Path:
+    """What the tuned run would be with another seed in its table, by another commit."""
+    out = shutil.copytree(whole, tmp_path / "other")
+    (out / "seed3").rename(out / "seed4")
+    found = results(out)
+    changed = {"seeds": [4], "commits": ["other"], "config": {**found["config"], "seeds": [4]}}
+    (out / "results.json").write_text(json.dumps(found | changed))
+    return out
+
+
+def test_pooled_runs_have_the_cost_of_all_searches(
+    whole: Path, other_seed: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    runs = [load_run(whole, whole, "one"), load_run(other_seed, other_seed, "two")]
+    pooled, found = pool(runs), results(whole)
+    commit = " then ".join(map(str, found["commits"]))
+    assert f"commits differ: {commit} of one; other of two" in capfd.readouterr().out
+    assert pooled["tuning"] == found["tuning"]
+    assert pooled["tuning_cost"]["student_epochs"] == {"ce": 2 * 12, "hint": 2 * 12}
+    for key in ("teacher_epochs", "teacher_samples", "fit_seconds"):
+        assert pooled["tuning_cost"][key] == 2 * found["tuning_cost"][key]
+    assert "The search took in all 2 runs together 48 student-epochs" in " ".join(reports.notes(pooled))
+    assert pool(runs[:1])["tuning_cost"] == found["tuning_cost"]
 
 
 # The same bits
 
 
-@pytest.mark.parametrize(
-    "more", [[], RATES, ["--data.labelled", "40"]], ids=["Adam", "SGD and a schedule", "hidden labels"]
-)
-def test_a_survivor_has_the_bits_of_its_setting_alone(more: list[str], run: Any) -> None:
-    made, setups = run("--only", "ce", "hint", "--tune", "4", "--tune_seeds", "[7]", *more)
-    search = tuning.Tuning(made, kd.teacher, kd.students, setups)
+WITH_PARTS = {"crd": "CRD", "ctkd": "CTKD", "simkd": "SimKD", "vid": "VID"}  # and a bank, or a net of its own
+SURVIVORS = {
+    "Adam": ["--only", "ce", "hint"],
+    "SGD and a schedule": ["--only", "ce", "hint", *RATES],
+    "hidden labels": ["--only", "ce", "hint", "--data.labelled", "40"],
+    "2 processes": ["--only", "ce", "hint", "--trainer.devices", "2"],
+    "parts": ["--only", *WITH_PARTS, *(f"--variants.{name}={found}" for name, found in WITH_PARTS.items())],
+}
+SURVIVORS["parts on 2 processes"] = [*SURVIVORS["parts"], "--trainer.devices", "2"]
+
+
+@pytest.mark.parametrize("kind", mostly_slow(SURVIVORS, "Adam", "SGD and a schedule", "hidden labels"))
+def test_a_survivor_has_the_bits_of_its_setting_alone(kind: str, tmp_path: Path) -> None:
+    def main() -> None:
+        flags = [*SMALL, "--tune", "4", "--tune_seeds", "[7]", *SURVIVORS[kind], "--out", str(tmp_path / "run")]
+        with session("kd", kd.parser(), flags) as made, made.folder():
+            setups = distillation.check(made, kd.teacher, kd.students)
+            assert_survivors_are_as_alone(tuning.Tuning(made, kd.teacher, kd.students, setups))
+
+    forked = Run(main, log=tmp_path / "log")
+    assert forked.wait() == 0, forked.output
+
+
+def assert_survivors_are_as_alone(search: tuning.Tuning) -> None:
     alive = search.searched()
-    folder = made.out / "tuning" / "seed7"
+    folder = search.run.out / "seed7"
     together = safepoints.read(folder / "rung3.ckpt")
     for row, (number, *_) in alive.items():
         setup = search.trials[row][number]
@@ -290,6 +365,18 @@ def test_flags_narrow_and_add_spaces(run: Any) -> None:
     assert {each.optimizer["lr"] for each in drawn} <= {0.1, 0.2}
 
 
+def test_layers_are_searched_where_a_method_or_a_flag_names_them(run: Any) -> None:
+    flag = ["--search.cosine.student_layer", "[stage1,stage2]"]
+    fitnet = ["--variants.fitnet", "FitNet"]
+    made, setups = run("--only", "cosine", "fitnet", "hint", "--tune", "8", *fitnet, *flag)
+    tuning.check(made, kd.teacher, kd.students, setups)
+    tried = {
+        name: {setup.choice.init_args["student_layer"] for setup in found}
+        for name, found in tuning.trials(made, setups).items()
+    }
+    assert tried == {"cosine": {"default", "stage1", "stage2"}, "fitnet": {"stage-2", "stage-1"}, "hint": {"default"}}
+
+
 def test_settings_are_never_the_same_twice(run: Any, capfd: pytest.CaptureFixture[str]) -> None:
     made, setups = run(
         "--only", "ce", "--tune", "9", "--tune_optimizer", "false", "--search.ce.label_smoothing", "[0,0.1]"
@@ -348,6 +435,60 @@ def test_memory_decides_how_many_train_side_by_side(
     assert "tuning: 8 settings in 3 waves of at most 3, as one takes up to " in capfd.readouterr().out
 
 
+def test_a_gpu_is_asked_for_its_memory_without_cuda(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    made, setups = run("--only", "ce", "kd", "--tune", "4")
+    found = tuning.trials(made, setups)
+    trials = {each.name: each for of in found.values() for each in of}
+    module, _ = kd.students(made, 3, kd.teacher(made, 3)[0].net, {"ce": setups["ce"], "kd": setups["kd"]})
+    largest = max(waves.student_bytes(module, name, made, 1) for name in ("ce", "kd"))
+    gpus = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cuda", 0)), device_ids=[0, 1])
+    monkeypatch.setattr(made, "trainer", lambda: SimpleNamespace(**vars(gpus), world_size=1))
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-7")
+    tool = tmp_path / "nvidia-smi"
+
+    def split() -> list[int]:
+        return [len(wave) for wave in waves.in_waves(made, kd.teacher, kd.students, [[n] for n in trials], trials)]
+
+    mebibytes = math.ceil(3 * largest / waves.SHARE / waves.MIB)
+    most = int(waves.SHARE * mebibytes * waves.MIB / largest)
+    for answer, sizes in (
+        (
+            f'[ "$3" = --id=4,GPU-7 ] && echo 80000 && echo {mebibytes}',
+            [most] * (8 // most) + [8 % most] * (8 % most > 0),
+        ),
+        ("echo '[N/A]'", [8]),
+        ("exit 9", [8]),
+    ):
+        tool.write_text(f"#!/bin/sh\n{answer}\n")
+        tool.chmod(0o755)
+        assert split() == sizes
+        unknown = "tuning: all settings in one wave, as the GPU's free memory is not known; fewer by --tune_wave N\n"
+        assert (unknown in capfd.readouterr().out) is (sizes == [8])
+    assert not torch.cuda.is_initialized()
+
+
+def test_another_wave_is_planned_until_settings_have_trained(run: Any) -> None:
+    made, setups = run("--only", "ce", "hint", "--tune", "2", "--tune_seeds", "[7]")
+
+    def resumed(wave: int | None) -> list[int]:
+        made.config.resume, made.config.tune_wave = True, wave
+        tuning.check(made, kd.teacher, kd.students, setups)
+        return [len(wave) for wave in tuning.Tuning(made, kd.teacher, kd.students, setups)._waves()]
+
+    assert [resumed(wave) for wave in (None, 1, 3, None, 2)] == [[4], [1] * 4, [3, 1], [4], [2, 2]]
+    trained = made.out / "tuning" / "seed7" / "rung1.ckpt"
+    trained.parent.mkdir()
+    trained.touch()
+    assert resumed(2) == [2, 2]
+    with pytest.raises(BadInput, match=r"^--tune_wave 1: expected 2, as the search in .* began; leave it out"):
+        resumed(1)
+    setups |= {"kd": setups["ce"]._replace(row=setups["ce"].row._replace(variant="kd"))}
+    assert resumed(1) == [2, 2, 1, 1]  # only those that came later can
+
+
 # What is refused
 
 BAD = {
@@ -363,7 +504,7 @@ BAD = {
     "value": (["--search.kd.temperature", "[0,2]"], "--search.kd.temperature [0,2]", "above 0"),
     "form": (["--search.kd.temperature", "log(0, 2)"], "--search.kd.temperature log(0, 2)", "log(LOW, HIGH) above 0"),
     "order": (["--search.kd.temperature", "log(3, 2)"], "--search.kd.temperature log(3, 2)", "LOW, HIGH"),
-    "words": (["--search.kd.temperature", "hot"], "--search.kd.temperature hot", "a number"),
+    "words": (["--search.kd.temperature", "hot"], "--search.kd.temperature hot", "a number, or log(LOW, HIGH) above 0"),
     "rate": (["--search.optimizer.lr", "[-1]"], "--search.optimizer.lr [-1]", "Invalid learning rate"),
     "no rate": (["--tune_optimizer", "false", "--search.optimizer.lr", "2"], "--search.optimizer.lr 2", "true beside"),
     "its own rates": (
@@ -391,3 +532,28 @@ def test_a_tuned_run_keeps_its_epochs(whole: Path, tmp_path: Path, capsys: pytes
     with pytest.raises(SystemExit):
         kd.main(["--out", str(whole), "--resume", "true", "--trainer.max_epochs", "4"])
     assert "--trainer.max_epochs 4: expected 3, for which settings were searched" in capsys.readouterr().err
+    assert "max_epochs: 3\n" in (whole / "config.yaml").read_text()  # or no call could go on with the run
+
+
+def test_options_of_a_tuned_run_are_checked_with_the_run_s_own(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def error(*flags: str, out: Path = whole) -> str:
+        capsys.readouterr()
+        with pytest.raises(SystemExit):
+            kd.main(["--out", str(out), "--resume", "true", *flags])
+        return capsys.readouterr().err
+
+    assert error("--tune_wave", "1").startswith(
+        f"error: --tune_wave 1: expected no --tune_wave, as the search in {whole} began"
+    )
+    assert error("--tune_seeds", "1").startswith("error: --tune_seeds 1: expected [7, 8], as the run in ")
+    assert error("--tune_wave", "0") == "error: --tune_wave 0: expected a number of settings, at least 1\n"
+    kd.parser().parse(["--out", str(whole), "--resume", "true", "--tune_seeds", "[7,8]", "--tune_optimizer", "true"])
+    untuned = tmp_path / "untuned"
+    untuned.mkdir()
+    made = kd.parser()
+    (untuned / "config.yaml").write_text(made.dump(made.parse(SMALL), ["out", "resume", "overwrite", "list_layers"]))
+    said = error("--tune", "2", out=untuned)
+    assert said.startswith(f"error: --tune 2: expected no --tune, as the run in {untuned} was started; leave it out")
+    assert error("--tune_wave", "2", out=untuned) == "error: --tune_wave 2: expected --tune N beside it\n"

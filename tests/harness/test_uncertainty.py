@@ -80,6 +80,13 @@ def test_one_seed_or_one_sample_has_no_crossed_interval():
         assert crossed_interval(np.full(shape, 0.5)) == {"mean": 0.5, "low": None, "high": None}
 
 
+@pytest.mark.parametrize("of_seed", [0.0, 0.02])
+def test_crossed_intervals_cover_the_truth_where_seeds_hardly_differ(of_seed: float):
+    generator = np.random.default_rng(1)
+    intervals = [crossed_interval(drawn(3, of_seed, 1.0, 0.5, generator)) for _ in range(RUNS)]
+    assert sum(found["low"] <= TRUTH <= found["high"] for found in intervals) / RUNS >= 0.94
+
+
 @pytest.mark.parametrize("seeds", [3, 5, 10])
 def test_intervals_cover_the_truth_as_often_as_they_say(seeds: int):
     generator = np.random.default_rng(seeds)

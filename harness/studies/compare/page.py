@@ -139,14 +139,17 @@ def folder_name(runs: Sequence[str]) -> str:
     return joined if len(joined) <= 80 else f"{joined[:70]}-{zlib.crc32(joined.encode()):08x}"
 
 
-def save(comparison: Facts, out: str | Path | None = None) -> Path:
-    """Write report.html, compare.md, .png and .json, and return their folder: `out`, or one under runs/compare/."""
+def save(comparison: Facts, out: str | Path | None = None, commands: Sequence[str] = ()) -> Path:
+    """Write report.html, compare.md, .png and .json, and return their folder: `out`, or one under runs/compare/.
+
+    `commands` made the runs and this comparison.
+    """
     folder = Path(out) if out else Path("runs", "compare", folder_name([run["name"] for run in comparison["runs"]]))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         text, png = markdown(comparison), picture(comparison)
         write_text(folder / "compare.md", text)
-        write_text(folder / "report.html", html.page(text, {"compare.png": png}))
+        write_text(folder / "report.html", html.page(text, {"compare.png": png}, html.repeated(commands)))
         write_bytes(folder / "compare.png", png)
         write_json(folder / "compare.json", comparison)
     except OSError as error:

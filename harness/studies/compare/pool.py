@@ -6,12 +6,13 @@ from pathlib import Path
 from apprentice.errors import BadInput
 from harness.config.sources import free
 from harness.reports.interactive import save_results
-from harness.reports.report import Facts
+from harness.reports.report import Facts, machine
 from harness.reports.results import bake_off_results, load_record, reading
+from harness.runs.quiet import notice
 from harness.studies.compare.page import folder_name
 from harness.studies.compare.runs import Run
 
-MORE = ("classes", "tuning", "tuning_cost")
+MORE, COST = ("classes", "tuning", "tuning_rungs"), ("tuning_cost",)
 
 
 def pool(runs: Sequence[Run]) -> Facts:
@@ -35,6 +36,9 @@ def pool(runs: Sequence[Run]) -> Facts:
     fits = {seed: _fits(of_seed[seed], seed) for seed in seeds}
     head = {key: first.results[key] for key in ("experiment", "data", "hardware", "versions", "config")}
     commits = dict.fromkeys(commit for run in runs for commit in run.results.get("commits", ()))
+    ran = {run.name: machine(run.results).get("Commit", "unknown") for run in runs}
+    if len({*ran.values()}) > 1:
+        notice(f"commits differ: {'; '.join(f'{commit} of {name}' for name, commit in ran.items())}")
     loaded = all(seconds is None for seconds in first.results["teacher"]["fit_seconds"])
     students = first.results["students"]
     return bake_off_results(
@@ -46,7 +50,16 @@ def pool(runs: Sequence[Run]) -> Facts:
         one_teacher=loaded and "{seed}" not in (first.setting("teacher_ckpt") or ""),
         variants={name: entry["variant"] for name, entry in students.items() if "variant" in entry},
         ranked=bool(first.setting("zoo")),
-    ) | {"pooled": [run.name for run in runs], **{key: first.results[key] for key in MORE if key in first.results}}
+    ) | {
+        "pooled": [run.name for run in runs], **{key: first.results[key] for key in MORE if key in first.results},
+        **_sum([{key: run.results[key] for key in COST if key in run.results} for run in runs]),
+    }  # fmt: skip
+
+
+def _sum(costs: Sequence[Facts]) -> Facts:
+    """What the searches of all runs cost together, as each made its own; what not all of them know is left out."""
+    common = {key: [cost[key] for cost in costs] for key in costs[0] if all(key in cost for cost in costs)}
+    return {key: _sum(each) if isinstance(each[0], dict) else sum(each) for key, each in common.items()}
 
 
 def _differs(first: Run, run: Run) -> str:
@@ -78,14 +91,17 @@ def _fits(run: Run, seed: int) -> dict[str, Facts]:
         return {name: found[name] for name in ("teacher", *run.entries)}
 
 
-def save(results: Facts, out: str | Path | None = None) -> Path:
-    """Write report.html, results.md, .png and .json, and return their folder: `out`, or one under runs/pool/."""
+def save(results: Facts, out: str | Path | None = None, commands: Sequence[str] = ()) -> Path:
+    """Write report.html, results.md, .png and .json, and return their folder: `out`, or one under runs/pool/.
+
+    `commands` made the runs and pooled them.
+    """
     folder = Path(out or Path("runs", "pool", folder_name(results["pooled"])))
     if (folder / "config.yaml").exists():
         raise BadInput("out", folder, "a folder without a run of its own")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        save_results(folder, results)
+        save_results(folder, results, commands=commands)
     except OSError as error:
         raise BadInput("out", folder, f"a folder that can be written ({error.strerror})") from error
     return folder

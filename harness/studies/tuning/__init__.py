@@ -82,7 +82,7 @@ class Tuning:
         return alive
 
     def facts(self) -> Facts:
-        """What results.json has of it, after `chosen`: `tuning` and `tuning_cost`."""
+        """What results.json has of it, after `chosen`: `tuning`, `tuning_cost` and, as epochs, `tuning_rungs`."""
         records = [self._records(seed) for seed in self.run.config.seeds]
         found: Facts = {}
         for row, trials_of in self.trials.items():
@@ -96,11 +96,15 @@ class Tuning:
                     "epochs": max(len(facts["epochs"]) for facts in last),
                 })  # fmt: skip
             found[row] = {"settings": settings, "chosen": self.best[row]}
-        return {"tuning": found, "tuning_cost": self._cost()}
+        return {"tuning": found, "tuning_cost": self._cost(), "tuning_rungs": self.ends}
 
     def _cost(self) -> Facts:
-        """Epochs of each row's students; samples that teachers computed, and would have for each setting by itself."""
+        """Epochs of each row's students, and of the seeds' teachers, unless they were loaded.
+
+        Also samples that teachers computed for students, and would have for each setting by itself.
+        """
         epochs, asked, alone, seconds = dict.fromkeys(self.setups, 0), 0, 0, 0.0
+        teachers = [load_record(self.run.out / f"seed{seed}" / "teacher.json") for seed in self.run.config.seeds]
         asks = {name: setup.objective(self.run.config).uses_teacher for name, setup in self.setups.items()}
         row_of = {trial.name: row for row, found in self.trials.items() for trial in found}
         for seed in self.run.config.seeds:
@@ -116,6 +120,8 @@ class Tuning:
                 epochs[row_of[name]] += count
         return {
             "student_epochs": epochs, "teacher_samples": asked, "teacher_samples_alone": alone, "fit_seconds": seconds,
+            "teacher_epochs": sum(teacher["max_epochs"] or 0 for teacher in teachers),
+            "teacher_fit_seconds": sum(teacher["fit_seconds"] or 0.0 for teacher in teachers),
         }  # fmt: skip
 
     def _teach(self, seed: int) -> None:
@@ -173,31 +179,46 @@ class Tuning:
 
     def _waves(self) -> list[list[str]]:
         """Which settings train side by side, as the folder has it; those of rows that came later in further waves."""
-        path, epochs = self.run.out / PLAN, self.run.config.trainer.init_args["max_epochs"]
-        before: Facts = {"epochs": epochs, "waves": []}
         with main_first("plan"):
-            if path.exists():
-                with reading(path, "out", "the plan of a search"):
-                    before = json.loads(read_text(path))
-                    known = {name for wave in before["waves"] for name in wave}
-            else:
-                known = set()
-            if before["epochs"] != epochs:
-                raise BadInput("trainer.max_epochs", epochs, f"{before['epochs']}, for which settings were searched")
-            units = [
-                [trial_name(name, trial) for name in team]
-                for team in self.teams
-                for trial in range(len(self.trials[team[0]]))
-            ]
-            new = [unit for unit in units if not known.issuperset(unit)]
+            plan = planned(self.run.out, self.run.config)
+            new = _unplanned(plan, self.teams, self.trials)
             if new:
                 every = {trial.name: trial for found in self.trials.values() for trial in found}
-                before["waves"] += in_waves(self.run, self.make_teacher, self.make_students, new, every)
+                plan["tune_wave"] = self.run.config.tune_wave
+                plan["waves"] += in_waves(self.run, self.make_teacher, self.make_students, new, every)
                 if is_main_process():
                     self.run.out.mkdir(exist_ok=True)
-                    write_json(path, before)
-        waves: list[list[str]] = before["waves"]
+                    write_json(self.run.out / PLAN, plan)
+        waves: list[list[str]] = plan["waves"]
         return waves
+
+
+def planned(folder: Path, config: Namespace) -> Facts:
+    """The plan that a search's folder has: `epochs`, `tune_wave`, and `waves` of settings.
+
+    It has no waves yet where there is no plan, or one for another `--tune_wave` by which nothing was trained.
+
+    Raises:
+        BadInput: it is for another number of epochs.
+    """
+    path, epochs = folder / PLAN, config.trainer.init_args["max_epochs"]
+    plan: Facts = {"epochs": epochs, "tune_wave": config.tune_wave, "waves": []}
+    if path.exists():
+        with reading(path, "out", "the plan of a search"):
+            plan |= json.loads(read_text(path))
+            _unplanned(plan, [], {})
+        if plan["epochs"] != epochs:
+            raise BadInput("trainer.max_epochs", epochs, f"{plan['epochs']}, for which settings were searched")
+        if plan["tune_wave"] != config.tune_wave and not any(folder.glob("seed*/rung1*")):
+            plan["waves"] = []
+    return plan
+
+
+def _unplanned(plan: Facts, teams: Sequence[Sequence[str]], found: Trials) -> list[list[str]]:
+    """The settings that are in no wave of a plan, those of a team together."""
+    known = {name for wave in plan["waves"] for name in wave}
+    units = [[trial_name(name, trial) for name in team] for team in teams for trial in range(len(found[team[0]]))]
+    return [unit for unit in units if not known.issuperset(unit)]
 
 
 def trials(run: Session, setups: Mapping[str, Setup]) -> dict[str, list[Setup]]:
@@ -225,12 +246,18 @@ def check(run: Session, make_teacher: MakeTeacher, make_students: MakeStudents, 
     if both := sorted({*config.tune_seeds} & {*config.seeds}):
         raise BadInput("tune_seeds", both[0], "a seed that is not in --seeds")
     spaces.check(config, setups)
+    found, teams = trials(run, setups), _teams(config, setups)
+    if config.resume:
+        plan = planned(Path(config.out) / FOLDER, config)
+        if plan["tune_wave"] != config.tune_wave and not _unplanned(plan, teams, found):
+            before = f"{plan['tune_wave'] or 'no --tune_wave'}, as the search in {config.out} began"
+            expected = f"{before}; leave it out, or take another --out"
+            raise BadInput("tune_wave", config.tune_wave, expected)
     teacher, _ = make_teacher(run, config.tune_seeds[0])
-    found = trials(run, setups)
     for name, settings in found.items():
         if len(settings) < config.tune:
             notice(f"{name}: {len(settings)} settings, as its options have no more")
-    for team in _teams(config, setups):
+    for team in teams:
         for of_all in zip(*(found[name] for name in team), strict=True):
             make_students(run, config.tune_seeds[0], teacher.net, {trial.name: trial for trial in of_all})
 

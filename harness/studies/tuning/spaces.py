@@ -92,6 +92,8 @@ def check(config: Namespace, setups: Mapping[str, Setup]) -> None:
             except BadInput as fault:
                 of_option = fault.flag.rpartition(".")[2] == option
                 expected = fault.expected if of_option else f"values that fit: of {each}, expected {fault.expected}"
+                if of_option and value == each:  # it may be meant as a form
+                    expected = f"{expected}, or {EXPECTED}"
                 raise BadInput(f"{SEARCH}.{flag}", value, expected) from None
     if config.tune_optimizer and config.scheduler is not None and not _keeps_rates(config):
         expected = f"false: {config.scheduler.name} sets every rate itself, so that none can be searched"

@@ -1,8 +1,11 @@
 """How many settings train side by side: as many as memory holds, found before training."""
 
+import os
+import subprocess
 from collections.abc import Mapping, Sequence
 
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -15,8 +18,10 @@ from harness.runs.session import Session
 from harness.studies.distillation import MakeStudents, MakeTeacher
 from harness.studies.setups import Setup
 from lit_modules.distillation import Distillation
+from lit_modules.nets import any_kernel
 
 COPIES = 4  # of a parameter: itself, its gradient, two moments of an optimizer
+SMI_SECONDS = 30  # for nvidia-smi to answer
 SHARE = 0.5  # of the available memory; the rest is for what else a process needs
 
 
@@ -29,19 +34,21 @@ def in_waves(
 ) -> list[list[str]]:
     """The settings in waves, each of which fits into memory; those of a unit stay together.
 
-    On a GPU, whose memory can't be asked for before ranks are forked, all are one wave unless `--tune_wave` is given.
+    All are one wave where the device does not say how much it has free, and `--tune_wave` is not given.
     """
     most = run.config.tune_wave
     trainer = run.trainer()
-    if most is None and trainer.strategy.root_device.type == "cpu":
-        local = trainer.num_devices if launch.launched() is None else max(launch.ranks() // trainer.num_nodes, 1)
+    free = free_bytes(trainer) if most is None else None
+    if most is None and free is None:
+        notice("tuning: all settings in one wave, as the GPU's free memory is not known; fewer by --tune_wave N")
+    if free is not None:
         teacher, _ = make_teacher(run, run.config.seeds[0])
         first = {unit[0].partition("@")[0]: unit for unit in units}  # one of each row
         sizes = []
         for unit in first.values():
             module, _ = make_students(run, run.config.seeds[0], teacher.net, {name: setups[name] for name in unit})
             sizes += [student_bytes(module, name, run, trainer.world_size) for name in unit]
-        most = max(1, int(SHARE * available_bytes() / local / max(sizes)))
+        most = max(1, int(SHARE * free / max(sizes)))
     waves: list[list[str]] = [[]]
     for unit in units:
         if most is not None and waves[-1] and len(waves[-1]) + len(unit) > most:
@@ -51,6 +58,24 @@ def in_waves(
         why = "" if run.config.tune_wave else f", as one takes up to {max(sizes) / MIB:.0f} MiB of a rank's memory"
         notice(f"tuning: {sum(map(len, waves))} settings in {len(waves)} waves of at most {most}{why}")
     return waves
+
+
+def free_bytes(trainer: Trainer) -> int | None:
+    """Bytes of memory that each of the ranks may take, as their devices have it free; None if these don't say.
+
+    GPUs are asked by NVIDIA's own tool: once this process had initialised CUDA, forked ranks could not use it.
+    """
+    if trainer.strategy.root_device.type == "cpu":
+        local = trainer.num_devices if launch.launched() is None else max(launch.ranks() // trainer.num_nodes, 1)
+        return available_bytes() // local
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    try:
+        gpus = [visible.split(",")[number] if visible else str(number) for number in trainer.device_ids]
+        command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits", f"--id={','.join(gpus)}"]
+        said = subprocess.run(command, check=True, capture_output=True, encoding="utf-8", timeout=SMI_SECONDS).stdout
+        return min(map(int, said.split())) * MIB
+    except (OSError, subprocess.SubprocessError, ValueError, LookupError):  # none there, or one that answers otherwise
+        return None
 
 
 def student_bytes(module: Distillation, name: str, run: Session, ranks: int) -> int:
@@ -65,7 +90,8 @@ def student_bytes(module: Distillation, name: str, run: Session, ranks: int) -> 
             saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    step = module.step_alone(name, Batch.of(pair, 0, shared=False))
+    with any_kernel(module):  # it is a step on the CPU, wherever they train
+        step = module.step_alone(name, Batch.of(pair, 0, shared=False))
     with saved_tensors_hooks(count, lambda tensor: tensor):
         loss = step()
     own = sum(p.numel() * p.element_size() for p in module.students[name].parameters())
