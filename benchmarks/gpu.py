@@ -112,15 +112,10 @@ def kd(size: Size) -> Rows:
 
 def gpt(size: Size) -> Rows:
     """One training step."""
-    layers, width, block, rows, steps = (1, 24, 8, 4, 22) if size.quick else (6, 384, 256, 64, 80)
-    heads = 6
+    layers, heads, width, block, rows, steps = (1, 6, 24, 8, 4, 22) if size.quick else (6, 6, 384, 256, 64, 80)
 
     def of_step(milliseconds: float, mib: float) -> Facts:
-        return {
-            "ms a step": milliseconds,
-            "tokens/s": rows * block / milliseconds * 1e3,
-            "peak, MiB": mib,
-        }
+        return {"ms a step": milliseconds, "tokens/s": rows * block / milliseconds * 1e3, "peak, MiB": mib}
 
     def ours(*flags: str) -> Facts:
         sizes = {
@@ -226,15 +221,16 @@ def on_path() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(common.ROOT), *sys.path[1:]])}
 
 
-def study(experiment: str, *flags: str) -> list[Facts]:
-    """The rows of a study, as far as it comes in its part's time."""
+def study(experiment: str, *flags: str) -> Iterator[Facts]:
+    """The rows of a study, as far as it comes in its part's time; then RuntimeError if it has not come to its end."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out"
         command = [sys.executable, str(common.ROOT / "experiments" / f"{experiment}.py"), *flags, "--out", str(out)]
         failed = run(command, float(os.environ["SECONDS_OF_PART"]) - SPARE, on_path())
-        if failed:
-            print(f"{experiment}.py: {failed}", file=sys.stderr)
-        return json.loads((out / "results.json").read_text())["rows"]
+        results = out / "results.json"
+        yield from json.loads(results.read_text())["rows"] if results.exists() else ()
+    if failed:
+        raise RuntimeError(f"{experiment}.py: {failed}")
 
 
 def run(command: Sequence[str], seconds: float, env: dict[str, str]) -> str:
