@@ -4,7 +4,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from harness.reports.tables import NONE, Table, short
 from harness.runs import environment
 from harness.runs.files import write_json
 from harness.runs.quiet import quiet
+from harness.runs.speed import peak_memory
 from harness.studies.isolation import children_end_with_block
 from harness.studies.meters import Stamps
 
@@ -46,15 +46,17 @@ Rivals = dict[str, Callable[[], float]]
 
 
 class Noise(ImageData):
-    """512 images of 3 x 32 x 32 without content, the same for training and testing."""
+    """Images of 3 x 32 x 32 without content, the same for training and testing."""
 
+    count = 512
     input_shape, class_names = (3, 32, 32), tuple("0123456789")
     mean, std = (0.5,) * 3, (0.3,) * 3
 
     def read(self) -> tuple[Split, Split]:
         """Draw them."""
-        images = torch.randint(256, (512, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-        return (Split(images, torch.arange(512) % 10),) * 2
+        shape = self.count, *self.input_shape
+        images = torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        return (Split(images, torch.arange(self.count) % 10),) * 2
 
 
 # Measuring
@@ -69,8 +71,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 def peak_mib() -> float:
     """The peak memory of this process, without a loader's workers, which share most of theirs."""
-    unit = 2**20 if sys.platform == "darwin" else 2**10
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+    return peak_memory(CPU)
 
 
 class Clock(Callback):
@@ -78,17 +79,18 @@ class Clock(Callback):
 
     A record has `first`, the time of day after the first batch; `before`, the seconds until the first step; `steps`,
     the seconds of each step; `fit`, those of the whole fit; `losses`, pairs of a step and its `val/loss`; and the
-    process's `peak_mib` and `threads`. With `keep` glibc keeps freed memory in the ranks, as in the experiments.
+    process's `threads` and `peak_mib`, on a GPU that of tensors. With `keep` glibc keeps freed memory in the ranks, as
+    in the experiments.
     """
 
     def __init__(self, folder: str, keep: bool = True) -> None:
         self.folder, self.keep = folder, keep
 
-    def on_fit_start(self, *args: Any) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Set glibc and start the clock."""
         if self.keep:
             environment.keep_memory()
-        self.stamps = Stamps(CPU)
+        self.stamps = Stamps(trainer.strategy.root_device)
         self.record: dict[str, Any] = {"losses": []}
         self.stamps.mark()
 
@@ -112,18 +114,18 @@ class Clock(Callback):
         self.stamps.mark()
         before, *steps, after = self.stamps.seconds()
         self.record |= {
-            "before": before, "steps": steps, "fit": before + sum(steps) + after, "peak_mib": peak_mib(),
-            "threads": torch.get_num_threads(),
+            "before": before, "steps": steps, "fit": before + sum(steps) + after,
+            "peak_mib": peak_memory(trainer.strategy.root_device), "threads": torch.get_num_threads(),
         }  # fmt: skip
         file = Path(self.folder) / f"{type(pl_module).__name__}{trainer.global_rank}.json"
         file.write_text(json.dumps(self.record))
 
 
 def fit(module: LightningModule, data: Any, keep: bool = True, more: Sequence[Callback] = (), **settings: Any) -> Any:
-    """Rank zero's record of a fit on the CPU with more callbacks; `keep` as Clock has it."""
+    """Rank zero's record of a fit with more callbacks, on the CPU unless settings say else; `keep` as Clock has it."""
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # such as BatchNorm's in a pipeline
-        trainer = Trainer(callbacks=[Clock(folder, keep), *more], **SILENT, **settings)
+        trainer = Trainer(callbacks=[Clock(folder, keep), *more], **SILENT | settings)
         trainer.fit(module, data)
         return json.loads((Path(folder) / f"{type(module).__name__}0.json").read_text())
 

@@ -56,7 +56,8 @@ def text(path: str | Path | None) -> Text:
 
 def step_ms(net: nn.Module, loss: Callable[[], Tensor], steps: int, fused: bool = False) -> float:
     """Milliseconds of a training step."""
-    optimizer, stamps = torch.optim.AdamW(net.parameters(), RATE, (0.9, 0.99), fused=fused), Stamps(common.CPU)
+    optimizer = torch.optim.AdamW(net.parameters(), RATE, (0.9, 0.99), fused=fused)
+    stamps = Stamps(next(net.parameters()).device)
     stamps.mark()
     for _ in range(steps):
         loss().backward()

@@ -76,12 +76,14 @@ def loss_of(name: str, student: Any, teacher: Any, images: Tensor, labels: Tenso
         return loss + 0.25 * 2**2 * divergence
     if name == "student cosine":  # flattened maps; the teacher's 2048 values are pooled to the student's 1024
         wanted = F.avg_pool1d(torch.flatten(teachers_maps, 1), 2)
-        return loss + 0.25 * F.cosine_embedding_loss(torch.flatten(maps, 1), wanted, torch.ones(len(images)))
+        return loss + 0.25 * F.cosine_embedding_loss(torch.flatten(maps, 1), wanted, images.new_ones(len(images)))
     # hint: the student's maps go through a convolution that is trained with it
     return loss + 0.25 * F.mse_loss(student.regressor(maps), teachers_maps)
 
 
-def train(name: str, net: nn.Module, teacher: nn.Module | None, loader: DataLoader, epochs: int) -> None:
+def train(
+    name: str, net: nn.Module, teacher: nn.Module | None, loader: DataLoader | Sequence[Any], epochs: int
+) -> None:
     """The plain loop."""
     optimizer = torch.optim.Adam(net.parameters(), lr=0.001)
     net.train()
@@ -96,10 +98,8 @@ def train(name: str, net: nn.Module, teacher: nn.Module | None, loader: DataLoad
         print(f"{name:14}  epoch {epoch + 1}/{epochs}  loss {running_loss / len(loader):.4f}", flush=True)
 
 
-def tutorial(folder: str, count: int, epochs: int) -> Figures:
-    """The teacher's loop, then one for each student."""
-    workers: Any = {"num_workers": 2, "multiprocessing_context": "fork"}
-    loader = DataLoader(Pictures(folder, count), batch_size=128, shuffle=True, **workers)
+def loops(loader: DataLoader | Sequence[Any], epochs: int, device: torch.device = common.CPU) -> Figures:
+    """Seconds of the teacher's loop, then of one for each student, on batches that are on the device."""
     figures: Figures = {}
     teacher: nn.Module | None = None
     for name in ("teacher", *STUDENTS):
@@ -107,11 +107,18 @@ def tutorial(folder: str, count: int, epochs: int) -> Figures:
         net: DeepNN | LightNN = DeepNN() if teacher is None else LightNN()
         if name == "student hint":
             net.regressor = nn.Conv2d(16, 32, 3, padding=1)
+        net.to(device)
         told = None if name == "student ce" else teacher
         figures[name] = common.seconds(partial(train, name, net, told, loader, epochs))
         teacher = teacher or net.eval()
-    figures["all students"] = sum(figures[name] for name in STUDENTS)
-    return {**figures, "peak memory": common.peak_mib(), "threads": torch.get_num_threads()}
+    return figures | {"all students": sum(figures[name] for name in STUDENTS)}
+
+
+def tutorial(folder: str, count: int, epochs: int) -> Figures:
+    """The loops on the tutorial's own loader."""
+    workers: Any = {"num_workers": 2, "multiprocessing_context": "fork"}
+    loader = DataLoader(Pictures(folder, count), batch_size=128, shuffle=True, **workers)
+    return {**loops(loader, epochs), "peak memory": common.peak_mib(), "threads": torch.get_num_threads()}
 
 
 def bake_off(folder: str, count: int, epochs: int, *flags: str, env: Mapping[str, str] | None = None) -> list[Any]:

@@ -243,7 +243,7 @@ class ParamServer(RPCStrategy):
         for optimizer in self.optimizers:
             self._receive(optimizer)
             if self.update == "each" and self.server:
-                newest = flatten(parameters_of(optimizer)).cpu()
+                newest = flatten(parameters_of(optimizer))  # on the device, as NCCL sends no other
                 dist.broadcast(newest, self.server)
                 copy_from(newest, parameters_of(optimizer))
                 self._seen = Counter(dict.fromkeys(range(self.server), self._updates))

@@ -165,7 +165,7 @@ class RPCHybrid(RPCStrategy, SharedReplica):
         spans = list(itertools.pairwise(bounds(len(args[0]), self.num_workers)))
         if self.is_global_zero:
             output = self._forward_on_workers([tuple(x[a:b] for x in args) for a, b in spans])
-            self.broadcast(tree_map_only(Tensor, Tensor.detach, output))
+            self.broadcast(tree_map_only(Tensor, lambda x: x.detach().cpu(), output))  # pickled with its device
             return output
         noise = keyed.part(*spans[self.global_rank - 1])
 
@@ -183,7 +183,7 @@ class RPCHybrid(RPCStrategy, SharedReplica):
                 replicas.set_group(self._own_group)
 
         self._worker.serve("forward", compute)
-        return self.broadcast(None)
+        return tree_map_only(Tensor, lambda x: x.to(self.root_device), self.broadcast(None))
 
     def _forward_on_workers(self, pieces: list[tuple[Tensor, ...]]) -> Any:
         """The workers' outputs for these pieces, joined."""

@@ -2,7 +2,6 @@
 
 import os
 
-os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # the same tests everywhere, before torch looks
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two workers share two cores, and their ranks do too
 os.environ.update(KINETO_LOG_LEVEL="99", TORCH_CPP_LOG_LEVEL="ERROR")  # as the scripts set them, see harness/start.py
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # its pool of compilers hangs in a fork of its process
@@ -17,16 +16,24 @@ import pytest
 
 LOCKED = ("torchao", "onnx", "onnxruntime", "onnxscript", "safetensors")  # extras of requirements.lock
 SHARED = Path(__file__).parents[2] / "shared" / "data"
+GPU = "gpu"  # the marker of tests that need one, and the only `-m` that sees it
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Warnings are errors, but for Lightning's own: its CombinedLoader still asks torch for a LeafSpec."""
+    """Hide GPUs from all tests but those of `-m gpu`, before torch looks. Warnings are errors, but for one."""
+    if config.option.markexpr != GPU:
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # the same tests everywhere
+    # Lightning's CombinedLoader still asks torch for a LeafSpec.
     config.addinivalue_line("filterwarnings", "ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Have autograd count devices before a compiler registers more: with threads of its own no fork goes backward."""
-    if session.config.getoption("dist", "no") == "no":  # xdist's controller runs no test
+    """Have autograd count devices before a compiler registers more: with threads of its own no fork goes backward.
+
+    Of GPUs it would have threads, too.
+    """
+    option = session.config.option
+    if getattr(option, "dist", "no") == "no" and option.markexpr != GPU:  # xdist's controller runs no test
         import torch
 
         torch.ones(1, requires_grad=True).sum().backward()
@@ -37,6 +44,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Start the files with the most slow tests first, so that two workers end at about the same time."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: -slow[item.path])
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Tell what was not tested for want of GPUs."""
+    if skipped := [report for report in terminalreporter.getreports("skipped") if GPU in report.keywords]:
+        terminalreporter.write_line(f"gpu: {len(skipped)} tests skipped, as there are too few GPUs here")
+
+
+@pytest.fixture(autouse=True)
+def _gpus(request: pytest.FixtureRequest) -> None:
+    """Tests marked `gpu(n)` are skipped where torch sees fewer than n GPUs, one when it is not given.
+
+    They run in forks of this process, which never uses CUDA: see tests/gpus.py.
+    """
+    if marker := request.node.get_closest_marker(GPU):
+        import torch
+
+        wanted = marker.args[0] if marker.args else 1
+        if (found := torch.cuda.device_count()) < wanted:
+            pytest.skip(f"needs {wanted} GPUs, there are {found}")
 
 
 @pytest.fixture(scope="session")

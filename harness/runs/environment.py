@@ -39,6 +39,12 @@ def limit_threads(input_shape: Sequence[int]) -> None:
         torch.set_num_threads(1)
 
 
+def hide_gpus() -> None:
+    """Let a run on CPUs see no GPU: autograd starts a thread for each one, and after that no fork can go backward."""
+    if not torch.cuda.is_initialized():
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def keep_memory() -> None:
     """Make glibc keep freed memory: saves a fifth of every step on a CPU, costs up to a fifth of peak memory."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):  # other C libraries have none
@@ -55,5 +61,11 @@ def setting() -> dict[str, Any]:
 
 def versions(*more: str) -> dict[str, str]:
     """Versions of Python, of the packages that numbers depend on, and of more."""
-    packages = (*PACKAGES, *more)
-    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}
+    return {"python": platform.python_version()} | {name: _version(name) for name in (*PACKAGES, *more)}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # a checkout on the path, as where nothing can be installed
+        return "not installed"

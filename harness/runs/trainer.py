@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from apprentice import extras
 from apprentice.errors import BadInput
 from harness import config
+from harness.runs import environment
 from harness.runs.fit import MakeTrainer
 from harness.runs.launch import Launch, launched
 from harness.runs.progress import Show
@@ -74,13 +75,16 @@ def _trainer(
     settings = with_launcher(settings)
     try:
         with config.refusals(chosen, "trainer", REFUSALS):
-            return Trainer(**settings)
+            made = Trainer(**settings)
     except BadInput as error:
         if error.flag != "trainer":
             flag = error.flag.replace("trainer.strategy.exact", "exact")
             raise BadInput(flag, error.value, error.expected) from error
         wanted = f"what Lightning takes on this machine: {error.__cause__}"
         raise BadInput(*_at_fault(chosen, settings), wanted) from None
+    if made.strategy.root_device.type == "cpu":
+        environment.hide_gpus()
+    return made
 
 
 def _at_fault(chosen: config.Choice, settings: dict[str, Any]) -> tuple[str, Any]:

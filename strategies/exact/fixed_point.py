@@ -19,6 +19,7 @@ from apprentice import replicas
 TYPES = {torch.float32: (24, -149, 40), torch.float64: (53, -1074, 50)}
 NONE, FLAW = 0, 2**16  # in place of a parameter's highest digit: no gradient at all; one that is not finite
 CHUNK = 2**16  # numbers that stay in a core's cache from one operation to the next
+GPU_CHUNK = 2**24  # numbers at once on a GPU, whose kernels cost their launch
 
 
 class FixedPointSum:
@@ -55,7 +56,8 @@ class FixedPointSum:
             piece.as_strided(p.shape, torch.empty_like(p, device="meta").stride(), piece.storage_offset())
             for piece, p in zip(self._pieces, self.parameters, strict=True)
         ]
-        self._rounded = torch.empty(CHUNK, dtype=wide, device=device)
+        self._chunk = CHUNK if device.type == "cpu" else min(GPU_CHUNK, max(self._starts[-1], 1))
+        self._rounded = torch.empty(self._chunk, dtype=wide, device=device)
 
     @property
     def _digits(self) -> Tensor:
@@ -116,8 +118,8 @@ class FixedPointSum:
 
     def _add(self, start: int, stop: int, skip: int) -> None:
         """Add elements in units of their highest digit, which has `skip` kept digits above it."""
-        for begin in range(start, stop, CHUNK):
-            end = min(begin + CHUNK, stop)
+        for begin in range(start, stop, self._chunk):
+            end = min(begin + self._chunk, stop)
             rest, digit = self._packed[begin:end], self._rounded[: end - begin]
             *higher, last = self._digits[skip:, begin:end].unbind()
             for total in higher:
@@ -153,9 +155,9 @@ class FixedPointSum:
             sums = found[i] = torch.empty_like(self.parameters[i], device=self._vector.device, requires_grad=False)
             flat = sums.as_strided((self._sizes[i],), (1,))
             unit = math.ldexp(1.0, self._lowest + (place - self._kept + 1) * self._width)
-            digits = self._digits[:, self._starts[i] : self._starts[i + 1]].split(CHUNK, 1)
+            digits = self._digits[:, self._starts[i] : self._starts[i + 1]].split(self._chunk, 1)
             # In chunks, as float64 takes twice the memory.
-            for into, (first, *lower) in zip(flat.split(CHUNK), map(Tensor.unbind, digits), strict=True):
+            for into, (first, *lower) in zip(flat.split(self._chunk), map(Tensor.unbind, digits), strict=True):
                 total = first.double()
                 for digit in lower:
                     total.mul_(2.0**self._width).add_(digit)

@@ -1,7 +1,11 @@
 """The benchmarks run, and measure every ratio; what they find is for a quiet machine."""
 
+import importlib
 import json
+import os
+import sys
 import warnings
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from benchmarks import common, data_speed, gpt_speed, int8_speed, kd_speed, local_sgd, tune_speed, zoo_speed
+from benchmarks import common, data_speed, gpt_speed, gpu, int8_speed, kd_speed, local_sgd, tune_speed, zoo_speed
 from benchmarks.common import Found, Target
 from tests.language import written
 from tests.processes import Run
@@ -254,3 +258,49 @@ def test_a_search_is_timed_beside_its_settings(tmp_path: Path) -> None:
     assert found["ratios"]["together / alone"] == pytest.approx(seconds["together"] / seconds["alone"])
     # Two settings learn for an epoch of 461 images from one teacher.
     assert found["batches for which the teacher was not asked again"] == pytest.approx(461 / 200)
+
+
+def test_a_figure_of_a_gpu_that_fails_costs_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows(size: gpu.Size) -> gpu.Rows:
+        """Two Rows."""
+        yield "fails", lambda: {"ms": 1 / 0}
+        yield "runs", lambda: {"ms": 2.0, "kernel": None}
+
+    monkeypatch.setitem(gpu.PARTS, "precision", gpu.Part(rows, 1))
+    gpu.measure("precision", gpu.Size("cpu", True), tmp_path / "rows")
+    found = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    assert gpu.section("precision", found, "stopped after 1 s").splitlines() == [
+        "## precision: two rows", "",
+        "|  | ms | kernel | why not |", "| :-- | --: | --: | --: |",
+        "| fails | — | — | division by zero |", "| runs | 2.00 | — | — |", "",
+        "Not all was measured: stopped after 1 s",
+    ]  # fmt: skip
+    python = sys.executable, "-c"
+    assert gpu.run([*python, "print('why'); raise SystemExit(3)"], 60, dict(os.environ)) == "exit code 3: why"
+    assert gpu.run([*python, "import time; time.sleep(60)"], 0.1, dict(os.environ)) == "stopped after 0.1 s"
+    assert not gpu.run([*python, "pass"], 60, dict(os.environ))
+
+
+def test_experiments_take_the_flags_of_a_gpus_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[str, tuple[str, ...]]] = []
+    record = {"steps": [1.0] * 100, "peak_mib": 1.0}
+    records = dict.fromkeys(("LitClassifier0", "Distillation0", "LitLanguageModel0"), record)
+    monkeypatch.setattr(common, "clocked", lambda name, *flags, env: given.append((name, flags)) or records)
+    monkeypatch.setattr(gpu, "study", lambda name, *flags: given.append((name, flags)) or [])
+    for part in ("kd", "gpt", "strategies", "attention"):
+        for quick in (False, True):
+            for name, call in gpu.PARTS[part].rows(gpu.Size("cpu", quick)):
+                if ".py" in name:
+                    assert all(value > 0 for value in call().values())
+    assert Counter(name for name, _ in given) == {"kd": 4, "gpt": 6, "hardware": 2, "attention": 2}
+    for name, flags in given:
+        importlib.import_module(f"experiments.{name}").parser().parse(list(flags))
+
+
+@pytest.mark.slow
+def test_figures_of_a_gpu_can_be_had_of_a_cpu(tmp_path: Path) -> None:
+    gpu.main(["--device", "cpu", "--quick", "--parts", "precision", "--out", str(tmp_path / "gpu.md")])
+    written = (tmp_path / "gpu.md").read_text()
+    assert "why not" not in written
+    assert "Not all was measured" not in written
+    assert len([line for line in written.splitlines() if line.startswith("| ")]) == 6  # 4 rows

@@ -96,6 +96,12 @@ def trainer(command: cli.Parser, line: str) -> Trainer:
     return trainers(config.trainer, config.exact, NAMES)()
 
 
+def test_a_run_on_cpus_sees_no_gpu(command: cli.Parser, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    trainer(command, "")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
 # --trainer.strategy
 
 

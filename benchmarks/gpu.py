@@ -1,0 +1,323 @@
+"""Every figure that the docs have a place for on one GPU: one command of at most nine minutes, one file of tables.
+
+    python benchmarks/gpu.py                                 # writes gpu.md
+    python benchmarks/gpu.py --parts gpt attention --out FILE
+    python benchmarks/gpu.py --device cpu --quick            # tiny sizes, to see that it runs: figures say nothing
+
+kd: a step of the teacher, and of four students, by `experiments/kd.py` and by the tutorial's loops, whose images are on
+    the device. The loops wait for the loss in each step, as the tutorial does.
+gpt: a step of nanoGPT's net for a GPU, by `experiments/gpt.py` and bare: forward, loss, backward, clipping and fused
+    AdamW on one batch.
+precision: a step of a ResNet by precision, memory format and optimizer.
+strategies: `experiments/hardware.py` on one device: what each strategy and the exact mode add to a plain step.
+attention: kernels by `experiments/attention.py`.
+
+A part has a process of its own and so many seconds; a row that fails has its reason in the table and costs no other.
+int8 has no part: its kernels are those of processors.
+"""
+
+from harness import start
+
+if __name__ == "__main__":
+    start.script()
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+from torch.optim import Adam
+
+from apprentice.errors import reason
+from apprentice.keyed import with_seed
+from benchmarks import common, gpt_speed, kd_speed
+from harness.reports.tables import NONE, Table, short
+from harness.runs import environment
+from harness.runs.quiet import quiet
+from harness.runs.speed import peak_memory
+from lit_modules.classifier import LitClassifier
+from lit_modules.nets import ResNet
+
+Facts = dict[str, Any]
+Rows = Iterator[tuple[str, Callable[[], Facts]]]
+BATCH, SKIPPED = 128, 10  # images; first steps, which are not counted
+MIB = 2**20
+WHY = "why not"  # the column of reasons
+
+
+class Images(common.Noise):
+    """More of them: 40 batches an epoch."""
+
+    count = 40 * BATCH
+
+
+class Size(NamedTuple):
+    """How much is measured, and where."""
+
+    device: str
+    quick: bool
+
+    @property
+    def trainer(self) -> list[str]:
+        """Flags of an experiment's Trainer."""
+        accelerator = "cpu" if self.device == "cpu" else "gpu"
+        return ["--trainer.accelerator", accelerator, "--trainer.devices", "1"]
+
+
+# Parts: rows by name, and what measures each
+
+
+def kd(size: Size) -> Rows:
+    """The bake-off of four students beside the tutorial's loops."""
+    batch, count, epochs = (8, 16, 2) if size.quick else (BATCH, Images.count, 3)
+
+    def loops() -> Facts:
+        data = Images(batch, train_size=count, validation_size=0)
+        data.setup()
+        split: Any = data.split("train")
+        images, labels = (x.to(size.device) for x in split)
+        batches = list(zip(data.normalize(images).split(batch), labels.split(batch), strict=True))
+        kd_speed.loops(batches, 1, torch.device(size.device))  # to warm up
+        seconds = kd_speed.loops(batches, epochs, torch.device(size.device))
+        return of_steps(*(1e3 * seconds[name] / epochs / len(batches) for name in ("teacher", "all students")))
+
+    def ours(*flags: str) -> Facts:
+        given = ["--data", "benchmarks.gpu.Images", "--data.train_size", str(count), "--data.validation_size", "0"]
+        given += ["--data.batch_size", str(batch), "--seeds", "1", "--trainer.max_epochs", str(epochs)]
+        given += ["--data.test_size", str(batch), "--trainer.logger", "false", *size.trainer]
+        found = common.clocked("kd", *given, *flags, env=on_path())
+        teacher, students = found["LitClassifier0"], found["Distillation0"]
+        steps = (1e3 * median(each["steps"][1:]) for each in (teacher, students))
+        return of_steps(*steps) | {"peak, MiB": students["peak_mib"]}
+
+    def of_steps(teacher: float, students: float) -> Facts:
+        rate = batch / students * 1e3
+        return {"teacher, ms a step": teacher, "four students, ms a step": students, "four students, images/s": rate}
+
+    yield "the tutorial's loops, images on the device", loops
+    yield "kd.py, teacher's outputs stored", ours
+    yield "kd.py, images augmented, teacher runs", partial(ours, "--data.augment", "true")
+
+
+def gpt(size: Size) -> Rows:
+    """One training step."""
+    layers, heads, width, block, rows, steps = (1, 6, 24, 8, 4, 22) if size.quick else (6, 6, 384, 256, 64, 80)
+
+    def of_step(milliseconds: float, mib: float) -> Facts:
+        return {"ms a step": milliseconds, "tokens/s": rows * block / milliseconds * 1e3, "peak, MiB": mib}
+
+    def ours(*flags: str) -> Facts:
+        sizes = {
+            "data.block_size": block, "data.batch_size": rows, "net.num_layers": layers, "net.num_heads": heads,
+            "net.embed_dim": width, "trainer.max_steps": steps, "trainer.val_check_interval": steps + 1,
+            "trainer.limit_test_batches": 1, "trainer.logger": "false",
+        }  # fmt: skip
+        given = [*(f"--{name}={value}" for name, value in sizes.items()), *size.trainer]
+        found = common.clocked("gpt", *given, *flags, env=on_path())["LitLanguageModel0"]
+        return of_step(1e3 * median(found["steps"][gpt_speed.SKIPPED :]), found["peak_mib"])
+
+    def bare(half: bool, compiled: bool) -> Facts:
+        device = torch.device(size.device)
+        data = gpt_speed.Text(None, block, batch_size=rows)
+        data.setup()
+        net = gpt_speed.net_of(data, block, layers, heads, width).to(device)
+        batch = data.split("train").take(torch.arange(rows) * block)
+        inputs, labels = batch.inputs.to(device), batch.labels.flatten().to(device)
+        called: Any = torch.compile(net) if compiled else net
+
+        def loss() -> torch.Tensor:
+            with torch.autocast(device.type, torch.bfloat16) if half else nullcontext():
+                return F.cross_entropy(called(inputs).flatten(0, 1), labels)
+
+        return of_step(gpt_speed.step_ms(net, loss, steps, fused=True), peak_memory(device))
+
+    half = ["--trainer.precision", "bf16-mixed"]
+    yield "gpt.py, float32", ours
+    yield "gpt.py, bf16-mixed", partial(ours, *half)
+    yield "gpt.py, bf16-mixed, compiled", partial(ours, *half, "--compile", "true")
+    yield "bare, float32", partial(bare, False, False)
+    yield "bare, bfloat16", partial(bare, True, False)
+    yield "bare, bfloat16, compiled", partial(bare, True, True)
+
+
+def precision(size: Size) -> Rows:
+    """One net in several ways."""
+    depth, rows, steps = (8, 8, 2) if size.quick else (56, 512, 40)
+    warmup = 1 if size.quick else SKIPPED
+
+    def measured(precision: str, contiguous: bool = False, **options: Any) -> Facts:
+        module = LitClassifier(with_seed(0, lambda: ResNet(depth)), optimizer=partial(Adam, lr=1e-3, **options))
+        if contiguous:
+            module.to(memory_format=torch.contiguous_format)
+        settings: Facts = {"accelerator": size.device, "devices": 1, "precision": precision}
+        settings |= {"max_steps": warmup + steps, "max_epochs": -1, "limit_val_batches": 0}
+        found = common.fit(module, Images(rows, validation_size=0), **settings)
+        ms = 1e3 * median(found["steps"][warmup:])
+        return {"ms a step": ms, "images/s": rows / ms * 1e3, "peak, MiB": found["peak_mib"]}
+
+    yield "float32", partial(measured, "32-true")
+    yield "bf16-mixed", partial(measured, "bf16-mixed")
+    if size.device != "cpu":  # Lightning takes bfloat16 for it there
+        yield "16-mixed", partial(measured, "16-mixed")
+    yield "bf16-mixed, not channels_last", partial(measured, "bf16-mixed", contiguous=True)
+    yield "bf16-mixed, fused Adam", partial(measured, "bf16-mixed", fused=True)
+
+
+def strategies(size: Size) -> Rows:
+    """All strategies on one device."""
+    flags = ["--data", "benchmarks.gpu.Images", "--steps", "2" if size.quick else "60", *size.trainer]
+    flags += ["--net", "LightNN", "--data.batch_size", "8", "--data.train_size", "64"] if size.quick else []
+    flags += ["--only", "ddp", "ddp-exact"] if size.quick else []
+    for row in study("hardware", *flags):
+        facts = {
+            "ms a step": row["step_ms"], "images/s": row["images_per_second"], "over single": 1 / row["speedup"],
+            "state, MiB": row["state_bytes_per_rank"][0] / MIB, "peak, MiB": row["peak_memory_per_rank"][0] / MIB,
+            "largest difference (bits, if exact)": row["max_difference"],
+        }  # fmt: skip
+        yield row["strategy"], partial(dict, facts)
+
+
+def attention(size: Size) -> Rows:
+    """Kernels, forward and backward."""
+    flags = ["--device", size.device, "--parts", "kernels"]
+    flags += ["--quick", "true"] if size.quick else ["--dtypes", "bfloat16", "float32", "--seconds", "0.1"]
+    flags += [] if size.quick else ["--lengths", "512", "2048", "8192", "16384"]
+    for row in study("attention", *flags):
+        facts = (
+            {"kernel": row.get("kernel", NONE), "µs": row.get("microseconds"), "TFLOP/s": row["tflops_per_second"]}
+            if row["refused"] is None
+            else {WHY: row["refused"]}
+        )
+        yield row["name"], partial(dict, facts)
+
+
+class Part(NamedTuple):
+    """What a process measures, and in how many seconds."""
+
+    rows: Callable[[Size], Rows]
+    seconds: int
+
+
+PARTS = {
+    "kd": Part(kd, 90), "gpt": Part(gpt, 150), "precision": Part(precision, 70),
+    "strategies": Part(strategies, 110), "attention": Part(attention, 100),
+}  # fmt: skip
+SPARE = 15  # seconds in which a part tells what its experiment has measured before it was stopped
+
+
+def on_path() -> dict[str, str]:
+    """An environment in which an experiment finds `benchmarks`."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(common.ROOT), *sys.path[1:]])}
+
+
+def study(experiment: str, *flags: str) -> Iterator[Facts]:
+    """The rows of a study, as far as it comes in its part's time; then RuntimeError if it has not come to its end."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out"
+        command = [sys.executable, str(common.ROOT / "experiments" / f"{experiment}.py"), *flags, "--out", str(out)]
+        failed = run(command, float(os.environ["SECONDS_OF_PART"]) - SPARE, on_path())
+        results = out / "results.json"
+        yield from json.loads(results.read_text())["rows"] if results.exists() else ()
+    if failed:
+        raise RuntimeError(f"{experiment}.py: {failed}")
+
+
+def run(command: Sequence[str], seconds: float, env: dict[str, str]) -> str:
+    """Run a command in a session of its own, which ends after so many seconds; why it failed, or ""."""
+    with tempfile.TemporaryFile("w+") as told:
+        process = subprocess.Popen(command, env=env, stdout=told, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            failed = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            failed = -1
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # ranks too
+            process.wait()
+        told.seek(0)
+        last = [line.strip() for line in told if line.strip()][-1:]
+    return f"stopped after {seconds:g} s" if failed < 0 else f"exit code {failed}: {''.join(last)}" if failed else ""
+
+
+def measure(part: str, size: Size, path: Path) -> None:
+    """In a process of its own: write a line for each row of a part."""
+    with path.open("a") as file, quiet():
+        for name, call in PARTS[part].rows(size):
+            try:
+                found = call()
+            except Exception as error:  # noqa: BLE001 - it costs its row
+                found = {WHY: reason(error)}
+            file.write(json.dumps([name, found]) + "\n")
+            file.flush()
+
+
+def measured(part: str, args: argparse.Namespace) -> str:
+    """A part's section, of all rows that it has measured in its time."""
+    seconds = PARTS[part].seconds * (4 if args.quick else 1)  # on a busy processor
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows"
+        path.touch()
+        command = [sys.executable, str(Path(__file__)), "--parts", part, "--device", args.device, "--rows", str(path)]
+        env = {**on_path(), "SECONDS_OF_PART": str(seconds)}
+        failed = run([*command, *(["--quick"] if args.quick else [])], seconds, env)
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return section(part, rows, failed)
+
+
+def section(part: str, rows: Sequence[tuple[str, Facts]], failed: str = "") -> str:
+    """Markdown."""
+    columns = sorted(dict.fromkeys(name for _, facts in rows for name in facts), key=WHY.__eq__)  # the reasons last
+
+    def cell(value: Any) -> str:
+        return NONE if value is None else value if isinstance(value, str) else short(value)
+
+    body = [[name, *(cell(facts.get(column)) for column in columns)] for name, facts in rows]
+    parts = [f"## {part}: {(PARTS[part].rows.__doc__ or '').rstrip('.').lower()}"]
+    parts += [Table(["", *columns], body).markdown()] if rows else []
+    return "\n\n".join(parts + ([f"Not all was measured: {failed}"] if failed else []))
+
+
+def head(args: argparse.Namespace) -> str:
+    """What was measured, where, and when."""
+    setting = environment.setting()
+    name = "a CPU" if args.device == "cpu" else torch.cuda.get_device_name()
+    lines = [f"# Figures of {name}", f"`{' '.join(['python', 'benchmarks/gpu.py', *args.given])}`"]
+    lines += ["Sizes are tiny: these figures say nothing."] if args.quick else []
+    return "\n\n".join([*lines, *(f"{key}: {value}" for key, value in setting.items())])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, and write the file after each part."""
+    command = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    command.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    command.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    command.add_argument("--quick", action="store_true", help="tiny sizes, whose figures say nothing")
+    command.add_argument("--out", type=Path, default=Path("gpu.md"))
+    command.add_argument("--rows", type=Path, help=argparse.SUPPRESS)  # in the process of a part: where rows go
+    args = command.parse_args(argv)
+    args.given = sys.argv[1:] if argv is None else list(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        command.error("--device cuda: torch sees no GPU here")
+    if args.rows:
+        measure(args.parts[0], Size(args.device, args.quick), args.rows)
+        return
+    sections: list[str] = []
+    for part in args.parts:
+        sections.append(measured(part, args))
+        print(sections[-1], end="\n\n", flush=True)
+        args.out.write_text("\n\n".join([head(args), *sections]) + "\n")
+
+
+if __name__ == "__main__":
+    main()
