@@ -156,8 +156,13 @@ def check_modules(run: Session, trainer: Trainer, *modules: Learner) -> None:
     """Raise BadInput if the strategy can't train one of the modules."""
     if isinstance(trainer.strategy, strategies.DataParallel):
         for module in modules:
-            with cli.refusals(run.config.trainer, "trainer"):
-                trainer.strategy.check_module(module)
+            try:
+                with cli.refusals(run.config.trainer, "trainer"):
+                    trainer.strategy.check_module(module)
+            except BadInput as error:
+                if error.flag == "trainer" and error.__cause__ is not None:  # it names no option of the strategy's
+                    raise error.__cause__ from None
+                raise
 
 
 def train(

@@ -36,7 +36,7 @@ KD = "--trainer.limit_train_batches 1 --trainer.limit_val_batches 1 --trainer.li
 SHORTER = {
     "kd": f"{KD} --trainer.max_epochs 1 --seeds 1 --data.batch_size 8",
     "gpt": "--trainer.max_steps 2 --trainer.val_check_interval 2 --data.block_size 16 --data.batch_size 2"
-    " --trainer.limit_test_batches 1 --trainer.limit_val_batches 1 --net.num_layers 1",
+    " --trainer.limit_test_batches 1 --trainer.limit_val_batches 1 --net.num_layers 1 --compile false",
     "hardware": "--only ddp --steps 2 --data.train_size 24 --data.test_size 8 --data.validation_size 0 "
     "--data.batch_size 8",
     "pipeline": "--quick true --net ResNet --net.depth 8 --split_sizes 4 --repeats 1 --cut_after stage2",

@@ -53,7 +53,7 @@ STRATEGIES: dict[str, tuple[Make, int, dict[str, Any]]] = {
     "fsdp 2": (FSDP, 2, {}),
     "fsdp 3": (FSDP, 3, {}),
     "fsdp, recomputed": (FSDP, 2, {"activation_checkpointing": True}),
-    "fsdp, 1 x 2": (FSDP, 2, {"mesh": {"tensor": 2}}),
+    "tensor_parallel": (FSDP, 2, {"mesh": {"tensor": 2}}),
     "fsdp, 2 x 2": (FSDP, 4, {"mesh": {"data": 2, "tensor": 2}, "activation_checkpointing": True}),
     "hsdp": (HSDP, 4, {"shard_size": 2}),
     "ddp_zero1": (ZeRO1, 2, {}),
