@@ -5,8 +5,8 @@
 
 All train one student by cross-entropy on the embedded Digits, in batches of 128, with Adam, from the same images in
 memory: a linear classifier, whose bare step takes 0.3 to 0.6 ms, and LightNN, 2 to 5 ms. `ours` is Distillation with
-our data module and the defaults of kd.py; `lightning` a LightningModule of six lines with a DataLoader of whole batches;
-`bare` a loop of forward, loss, backward and step. Nothing writes to disk. Medians of single steps, in turn.
+our data module and the defaults of kd.py; `lightning` a LightningModule of six lines with a DataLoader of whole
+batches; `bare` a loop of forward, loss, backward and step. Nothing writes to disk. Medians of single steps, in turn.
 """
 
 import argparse
