@@ -3,7 +3,7 @@
 import copy
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -268,22 +268,28 @@ def test_a_rank_holds_its_part_of_the_state(
     assert all(rank["before"] == 0 for rank in ranks)
 
 
-@pytest.mark.slow
-def test_any_strategy_goes_on_from_any_checkpoint(tmp_path: Path) -> None:
-    def make() -> Distillation:
-        return distillation(["hint"]).double()  # a single device loads before it converts, which would round
+def goes_on(make: Callable[[], LightningModule], stages: Sequence[tuple[Any, int]], path: Path) -> None:
+    """A fit that each strategy in turn continues has the states of one on a single device, as loaded and two steps on.
 
-    fit(make(), small(), callbacks=[EverySecond(tmp_path)], **DOUBLE, max_steps=13)
-    fsdp, ddp, hsdp, one = (lambda: FSDP(timeout=60), 2), (lambda: DDP(timeout=60), 3), (HSDP, 4), (lambda: "auto", 1)
+    `stages` are what makes a strategy, and its devices; modules are float64, as a single device loads before it
+    converts, which would round.
+    """
+    fit(make(), small(), callbacks=[EverySecond(path)], **DOUBLE, max_steps=13)
     resumed: dict[str, Any] = {}
-    for stage, (strategy, devices) in enumerate([fsdp, ddp, hsdp, one, hsdp, fsdp], 1):
-        path = tmp_path / f"stage {stage}"
-        options = DOUBLE | {"strategy": strategy(), "callbacks": [EverySecond(path)], "max_steps": 2 * stage + 1}
+    for stage, (strategy, devices) in enumerate(stages, 1):
+        own = path / f"stage {stage}"
+        options = DOUBLE | {"strategy": strategy(), "callbacks": [EverySecond(own)], "max_steps": 2 * stage + 1}
         with quiet():
             trainer(devices, **options).fit(make(), small(), **resumed)
-        for step in (2 * stage - 2, 2 * stage):  # as it was loaded, and two steps later
-            assert_same(saved(tmp_path / str(step)), saved(path / str(step)), atol=CLOSE)
-        resumed = {"ckpt_path": path / str(2 * stage), "weights_only": True}
+        for step in (2 * stage - 2, 2 * stage):
+            assert_same(saved(path / str(step)), saved(own / str(step)), atol=CLOSE)
+        resumed = {"ckpt_path": own / str(2 * stage), "weights_only": True}
+
+
+@pytest.mark.slow
+def test_any_strategy_goes_on_from_any_checkpoint(tmp_path: Path) -> None:
+    fsdp, ddp, hsdp, one = (lambda: FSDP(timeout=60), 2), (lambda: DDP(timeout=60), 3), (HSDP, 4), (lambda: "auto", 1)
+    goes_on(lambda: distillation(["hint"]).double(), [fsdp, ddp, hsdp, one, hsdp, fsdp], tmp_path)
 
 
 def attributes(module: nn.Module) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from lit_modules.nets import ViT
 from lit_modules.objectives import Cosine, CrossEntropy, DeiTToken, Hinton, Objective
 from strategies import DDP, FSDP, HSDP
 from tests.processes import launch
-from tests.strategies.test_fsdp import ACCUMULATE, CLIP, CLIP_VALUES, CLOSE, DOUBLE, EverySecond, saved, small
+from tests.strategies.test_fsdp import ACCUMULATE, CLIP, CLIP_VALUES, CLOSE, DOUBLE, goes_on, small
 from tests.training import SHAPE, LinesLogger, assert_same, fit, net, trainer, weights
 
 TWO, SQUARE = {"tensor": 2}, {"data": 2, "tensor": 2}
@@ -129,21 +129,9 @@ def test_a_rank_holds_its_part_of_the_layers_that_are_cut(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_any_strategy_goes_on_from_any_checkpoint(tmp_path: Path) -> None:
-    def make() -> LightningModule:
-        return CASES["vit"]().double()  # a single device loads before it converts, which would round
-
-    fit(make(), small(), callbacks=[EverySecond(tmp_path)], **DOUBLE, max_steps=13)
     cut, square = (lambda: FSDP(timeout=60, mesh=TWO), 2), (lambda: FSDP(timeout=60, mesh=SQUARE), 4)
     ddp, fsdp, one = (lambda: DDP(timeout=60), 3), (lambda: FSDP(timeout=60), 2), (lambda: "auto", 1)
-    resumed: dict[str, Any] = {}
-    for stage, (strategy, devices) in enumerate([cut, ddp, square, one, square, fsdp], 1):
-        path = tmp_path / f"stage {stage}"
-        options = DOUBLE | {"strategy": strategy(), "callbacks": [EverySecond(path)], "max_steps": 2 * stage + 1}
-        with quiet():
-            trainer(devices, **options).fit(make(), small(), **resumed)
-        for step in (2 * stage - 2, 2 * stage):  # as it was loaded, and two steps later
-            assert_same(saved(tmp_path / str(step)), saved(path / str(step)), atol=CLOSE)
-        resumed = {"ckpt_path": path / str(2 * stage), "weights_only": True}
+    goes_on(lambda: CASES["vit"]().double(), [cut, ddp, square, one, square, fsdp], tmp_path)
 
 
 def with_a_mesh(rank: int, path: Path) -> None:
