@@ -200,5 +200,7 @@ def confusion_figure(confusion: Tensor, names: Sequence[str] | None) -> Figure:
         for row, column in itertools.product(range(classes), repeat=2):
             if count := int(confusion[row, column]):
                 colour = "white" if shares[row, column] > 0.6 else "black"
-                axes.text(column, row, str(count), ha="center", va="center", fontsize=7.5, color=colour)
+                axes.text(
+                    column, row, str(count), ha="center", va="center", fontsize=7.5, color=colour, in_layout=False
+                )
     return figure
