@@ -89,7 +89,7 @@ def kd(size: Size) -> Rows:
         images, labels = (x.to(size.device) for x in split)
         batches = list(zip(data.normalize(images).split(batch), labels.split(batch), strict=True))
         kd_speed.loops(batches, 1, torch.device(size.device))  # to warm up
-        seconds = kd_speed.loops(batches, epochs, torch.device(size.device))
+        seconds, _ = kd_speed.loops(batches, epochs, torch.device(size.device))
         return of_steps(*(1e3 * seconds[name] / epochs / len(batches) for name in ("teacher", "all students")))
 
     def ours(*flags: str) -> Facts:

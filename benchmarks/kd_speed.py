@@ -8,7 +8,8 @@ Theirs: a data set of PIL images with ToTensor and Normalize, a DataLoader with 
 with Adam 1e-3, batches of 128 and seed 42, in float32. Each side runs in processes of its own, in turn.
 
 Training is timed: theirs is the loops; ours is Lightning's fits from their start to their end, which includes storing
-the teacher's outputs, TensorBoard's files and checkpoints. Imports, decoding JPEG files and tests are left out.
+the teacher's outputs, TensorBoard's files and checkpoints. Imports, decoding JPEG files and tests are left out. Of the
+tutorial's nets it prints the test accuracies; a run of kd.py has those of ours.
 """
 
 import argparse
@@ -47,9 +48,10 @@ Figures = dict[str, float]
 class Pictures(Dataset):
     """The tutorial's: pixels in one array, PIL images and transforms when asked for, as in torchvision's CIFAR10."""
 
-    def __init__(self, folder: str, count: int) -> None:
-        data = ImageFolder(folder, train_size=count, validation_size=0)
-        images, labels = data.split("train").take(torch.arange(count))
+    def __init__(self, folder: str, count: int, part: str = "train") -> None:
+        sizes: dict[str, Any] = {f"{part}_size": count}
+        data = ImageFolder(folder, validation_size=0, **sizes)
+        images, labels = data.split(part).take(torch.arange(count))
         self.pixels, self.labels = images.permute(0, 2, 3, 1).contiguous().numpy(), labels.tolist()
         normalize = transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
         self.transform = transforms.Compose([transforms.ToTensor(), normalize])
@@ -98,9 +100,12 @@ def train(
         print(f"{name:14}  epoch {epoch + 1}/{epochs}  loss {running_loss / len(loader):.4f}", flush=True)
 
 
-def loops(loader: DataLoader | Sequence[Any], epochs: int, device: torch.device = common.CPU) -> Figures:
-    """Seconds of the teacher's loop, then of one for each student, on batches that are on the device."""
+def loops(
+    loader: DataLoader | Sequence[Any], epochs: int, device: torch.device = common.CPU
+) -> tuple[Figures, dict[str, nn.Module]]:
+    """Seconds of the teacher's loop, then of one for each student, on batches that are on the device; and the nets."""
     figures: Figures = {}
+    nets: dict[str, nn.Module] = {}
     teacher: nn.Module | None = None
     for name in ("teacher", *STUDENTS):
         torch.manual_seed(42)
@@ -110,15 +115,26 @@ def loops(loader: DataLoader | Sequence[Any], epochs: int, device: torch.device 
         net.to(device)
         told = None if name == "student ce" else teacher
         figures[name] = common.seconds(partial(train, name, net, told, loader, epochs))
-        teacher = teacher or net.eval()
-    return figures | {"all students": sum(figures[name] for name in STUDENTS)}
+        nets[name] = net.eval()
+        teacher = teacher or net
+    return figures | {"all students": sum(figures[name] for name in STUDENTS)}, nets
 
 
-def tutorial(folder: str, count: int, epochs: int) -> Figures:
-    """The loops on the tutorial's own loader."""
+@torch.no_grad()
+def accuracy(net: nn.Module, loader: DataLoader) -> float:
+    """Percent of the images that a net classifies rightly."""
+    right = [(net(images).argmax(1) == labels).float() for images, labels in loader]
+    return 100 * torch.cat(right).mean().item()
+
+
+def tutorial(folder: str, count: int, epochs: int) -> dict[str, Any]:
+    """The loops on the tutorial's own loader, and the accuracies of their nets."""
     workers: Any = {"num_workers": 2, "multiprocessing_context": "fork"}
     loader = DataLoader(Pictures(folder, count), batch_size=128, shuffle=True, **workers)
-    return {**loops(loader, epochs), "peak memory": common.peak_mib(), "threads": torch.get_num_threads()}
+    figures, nets = loops(loader, epochs)
+    figures |= {"peak memory": common.peak_mib(), "threads": torch.get_num_threads()}
+    test = DataLoader(Pictures(folder, count // 10, "test"), batch_size=128, **workers)
+    return {**figures, "accuracies": {name: round(accuracy(net, test), 2) for name, net in nets.items()}}
 
 
 def bake_off(folder: str, count: int, epochs: int, *flags: str, env: Mapping[str, str] | None = None) -> list[Any]:
@@ -158,8 +174,9 @@ def measure(args: argparse.Namespace) -> Found:
         sizes = folder, args.images, args.epochs
         sides: Any = {"tutorial": partial(common.called, tutorial), "ours": ours}
         rivals = {name: partial(side, *sizes, env=envs[name]) for name, side in sides.items()}
-        runs: dict[str, list[Figures]] = common.take_turns(rivals, args.rounds)
+        runs: dict[str, list[dict[str, Any]]] = common.take_turns(rivals, args.rounds)
     threads = {side: int(found[0].pop("threads")) for side, found in runs.items()}
+    accuracies = [found.pop("accuracies") for found in runs["tutorial"]]
     policies = {side: env.get("OMP_WAIT_POLICY", "the machine's default") for side, env in envs.items()}
     for each in [*runs["tutorial"], *runs["ours"]]:
         each["teacher and students"] = each["teacher"] + each["all students"]
@@ -167,7 +184,8 @@ def measure(args: argparse.Namespace) -> Found:
     names = {key: target.text.partition(",")[0] for key, target in TARGETS.items()}
     ratios = {key: common.over(named[f"ours, {name}"], named[f"tutorial, {name}"]) for key, name in names.items()}
     memory = {name: named.pop(name) for name in [*named] if name.endswith("memory")}
-    return Found({"s": named, "MiB": memory}, ratios, {"threads": threads, "wait_policy": policies})
+    facts = {"threads": threads, "wait_policy": policies, "accuracies": accuracies}
+    return Found({"s": named, "MiB": memory}, ratios, facts)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

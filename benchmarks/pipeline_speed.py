@@ -66,7 +66,9 @@ class Setting:
         net = with_seed(0, lambda: make(input_shape=self.shape, num_classes=classes))
         self.layers, self.steps = nets.pipeline_stages(net), args.steps
         piece = self.loader(-(-self.batch // MICROBATCHES), 1).batch.images
-        self.sizes = args.balance or common.forked(lambda _: sizes_by_cost(layer_seconds(self.layers, (piece,)), 2))[0]
+        self.sizes = (
+            args.balance or common.forked(lambda _: sizes_by_cost(layer_seconds(self.layers, (piece,)), range(2)))[0]
+        )
         print(f"layers of the stages: {self.sizes}", flush=True)
 
     def loader(self, rows: int, steps: int) -> Noise:

@@ -1,6 +1,7 @@
 """A net on one device, split over several, and pipelined: which schedule, cut and micro-batches are fastest here.
 
-    python experiments/pipeline.py --trainer.devices 2                     # all of it: 3 hours on 2 CPU cores
+    python experiments/pipeline.py --trainer.devices 2                     # all of it: hours on 2 CPU cores
+    python experiments/pipeline.py --trainer.devices 2 --repeats 3         # 77 minutes
     python experiments/pipeline.py --split_sizes 8 15 30 --repeats 3       # half an hour
     python experiments/pipeline.py --out FOLDER --resume true              # go on; measured rows are kept
     python experiments/pipeline.py --quick true                            # small sizes, to see what comes out

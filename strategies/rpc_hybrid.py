@@ -114,7 +114,7 @@ class RPCHybrid(RPCStrategy, SharedReplica):
         modules: list[nn.Module] = list(module.pipeline_stages())  # type: ignore[operator]
         if len(modules) < count:
             raise ValueError(f"devices_per_worker {count}: expected at most the {len(modules)} stages of {name}")
-        groups = stages.grouped(modules, stages.sizes_by_parameters(modules, count))
+        groups = stages.grouped(modules, stages.sizes_by_parameters(modules, range(count)))
         stages.check(module, groups)
         return groups
 

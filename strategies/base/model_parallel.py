@@ -56,7 +56,7 @@ class ModelParallel(nn.Module):
         stages = self._stages()
         if devices is not None and not 0 < len(devices) <= len(stages):
             raise ValueError(f"devices {[str(d) for d in devices]}: expected one to {len(stages)}, one for each stage")
-        self._sizes = [1] * len(stages) if devices is None else sizes_by_parameters(stages, len(devices))
+        self._sizes = [1] * len(stages) if devices is None else sizes_by_parameters(stages, range(len(devices)))
         numbers = [number for number, size in enumerate(self._sizes) for _ in range(size)]
         owners: dict[Tensor, tuple[int, str]] = {}
         parameters, buffers = self.named_parameters(remove_duplicate=False), self.named_buffers(remove_duplicate=False)

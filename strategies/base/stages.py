@@ -22,23 +22,49 @@ def chained(modules: Iterable[nn.Module], x: Any) -> Any:
     return x
 
 
-def sizes_by_cost(costs: Sequence[float], stages: int) -> list[int]:
-    """The number of modules in each stage that makes the most expensive stage cheapest; no stage is empty."""
+def sizes_by_cost(costs: Sequence[float], rank_of: Sequence[int]) -> list[int]:
+    """The number of modules in each stage, of which each belongs to a rank; no stage is empty.
+
+    The most expensive stage is as cheap as it can be. Where ranks have several stages, boundaries then move as long as
+    a step of one or two of them makes the busiest rank less busy, or as busy with a cheaper most expensive stage.
+    """
     sums = [0.0, *itertools.accumulate(costs)]
-    # best[n]: the cost of the most expensive stage if the stages so far take n modules, and their sizes
+    # best[n]: the cost of the most expensive stage if the stages so far take n modules, and where these end
     best = [(cost, [n]) for n, cost in enumerate(sums)]
-    for stage in range(2, stages + 1):
+    for stage in range(2, len(rank_of) + 1):
         before, best = best, []
         for n, total in enumerate(sums):
-            begins = range(stage - 1, n)
-            cuts = [(max(before[i][0], total - sums[i]), [*before[i][1], n - i]) for i in begins]
+            cuts = [(max(before[i][0], total - sums[i]), [*before[i][1], n]) for i in range(stage - 1, n)]
             best.append(min(cuts, default=(float("inf"), [])))
-    return best[-1][1]
+    ends = best[-1][1]
+
+    def load(ends: Sequence[int]) -> tuple[float, float]:
+        parts = [sums[end] - sums[begin] for begin, end in itertools.pairwise([0, *ends])]
+        ranks = [sum(part for part, own in zip(parts, rank_of, strict=True) if own == rank) for rank in {*rank_of}]
+        return max(ranks), max(parts)
+
+    while len({*rank_of}) < len(rank_of):
+        lightest = min(_moved(ends), key=load, default=ends)
+        if load(lightest) >= load(ends):
+            break
+        ends = lightest
+    return [end - begin for begin, end in itertools.pairwise([0, *ends])]
 
 
-def sizes_by_parameters(modules: Sequence[nn.Module], stages: int) -> list[int]:
+def _moved(ends: Sequence[int]) -> Iterator[list[int]]:
+    """All that differ in where one or two stages end, by a module or two; the last end stays."""
+    for first, second in itertools.combinations_with_replacement(range(len(ends) - 1), 2):
+        for steps in itertools.product((-1, 0, 1), repeat=2):
+            moved = [*ends]
+            for place, step in zip((first, second), steps, strict=True):
+                moved[place] += step
+            if all(begin < end for begin, end in itertools.pairwise([0, *moved])):
+                yield moved
+
+
+def sizes_by_parameters(modules: Sequence[nn.Module], rank_of: Sequence[int]) -> list[int]:
     """The same, where the cost of a module is its number of parameters."""
-    return sizes_by_cost([sum(p.numel() for p in module.parameters()) for module in modules], stages)
+    return sizes_by_cost([sum(p.numel() for p in module.parameters()) for module in modules], rank_of)
 
 
 def grouped(modules: Sequence[nn.Module], sizes: Sequence[int]) -> list[list[nn.Module]]:

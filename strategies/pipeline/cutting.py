@@ -21,8 +21,8 @@ from strategies.pipeline.states import unchanged
 REPEATS = 3  # of a measurement
 
 
-def cut(module: LightningModule, count: int, sizes: list[int] | None) -> list[list[nn.Module]]:
-    """The modules of each stage, by given sizes or by numbers of parameters.
+def cut(module: LightningModule, rank_of: Sequence[int], sizes: list[int] | None) -> list[list[nn.Module]]:
+    """The modules of each stage, which belongs to a rank, by given sizes or by numbers of parameters.
 
     Raises:
         ValueError: the module can't be cut so, or a pipeline can't train it.
@@ -36,13 +36,13 @@ def cut(module: LightningModule, count: int, sizes: list[int] | None) -> list[li
     modules: list[nn.Module] = list(module.pipeline_stages())  # type: ignore[operator]
     if strange := [type(part).__name__ for part in modules if not isinstance(part, nn.Module)]:
         raise ValueError(f"strategy pipeline: expected modules from {name}, got a {strange[0]}")
-    if len(modules) < count:
-        expected = f"expected at least {count} modules, one for each stage"
+    if len(modules) < len(rank_of):
+        expected = f"expected at least {len(rank_of)} modules, one for each stage"
         raise ValueError(f"strategy pipeline: {expected}; {name} gives {len(modules)}")
     if sizes is not None and sum(sizes) != len(modules):
         expected = f"expected numbers that add up to {len(modules)}, the modules that {name} gives"
         raise ValueError(f"balance {sizes}: {expected}")
-    groups = stages.grouped(modules, sizes or stages.sizes_by_parameters(modules, count))
+    groups = stages.grouped(modules, sizes or stages.sizes_by_parameters(modules, rank_of))
     stages.check(module, groups)
     return groups
 
@@ -91,8 +91,8 @@ def seconds(modules: Sequence[nn.Module], inputs: tuple[Tensor, ...]) -> list[fl
 
 
 def _timed(module: nn.Module, x: Any, device: torch.device) -> tuple[Any, float]:
-    # Clones of leaves, as layers may work in place.
-    x = tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.is_floating_point()).clone(), x)
+    # Clones of leaves, as layers may work in place. The batch itself needs no gradient.
+    x = tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad).clone(), x)
     synchronize = partial(torch.get_device_module(device).synchronize, device)
     synchronize()
     start = time.perf_counter()

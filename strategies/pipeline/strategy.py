@@ -177,7 +177,7 @@ class PipelineStrategy(PipelineTraining):
         groups = self._cut(module)
         if self.balance == "time" and module.trainer.training:
             costs = self._seconds(module, [*itertools.chain(*groups)])
-            groups = self._cut(module, stages.sizes_by_cost(costs, len(groups)))
+            groups = self._cut(module, stages.sizes_by_cost(costs, self.assignment.rank_of))
         self.stage_sizes = [len(group) for group in groups]
         warn_of_other_numbers(module, self.exact is None and self.assignment.num_microbatches > 1)
         self._runner = PipelineRunner(self.assignment, groups, self._group, self.root_device)
@@ -187,7 +187,7 @@ class PipelineStrategy(PipelineTraining):
         module._device = self.root_device
 
     def _cut(self, module: LightningModule, sizes: list[int] | None = None) -> list[list[nn.Module]]:
-        return cut(module, self.assignment.num_stages, sizes if isinstance(self.balance, str) else self.balance)
+        return cut(module, self.assignment.rank_of, sizes if isinstance(self.balance, str) else self.balance)
 
     def _seconds(self, module: LightningModule, layers: Sequence[nn.Module]) -> list[float]:
         """Seconds of each layer for the first micro-batch, measured on rank zero."""

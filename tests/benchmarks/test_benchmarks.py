@@ -96,6 +96,7 @@ def test_the_bake_off_is_timed_beside_the_tutorial(
     )
     assert seconds["tutorial, all students"] == pytest.approx(sum(seconds[f"tutorial, {name}"] for name in students))
     assert found["threads"] == {"tutorial": 1, "ours": 1}
+    assert [*found["accuracies"][0]] == ["teacher", *kd_speed.STUDENTS]
     assert found["wait_policy"]["ours"] == "PASSIVE"
     assert kd_speed.Pictures(str(photographs), 64).pixels.flags.c_contiguous  # PIL takes these without a copy
     assert found["hardware"]["cpu"]

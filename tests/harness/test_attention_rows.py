@@ -1,6 +1,7 @@
 """The parts of the study of attention: its rows, what they call, the tables."""
 
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -8,8 +9,8 @@ import torch
 
 from experiments import attention
 from harness.studies.attention import Case, all_cases
-from harness.studies.attention.cases import PARTS, half_padded, tutorials_lengths
-from harness.studies.attention.measure import call, fused
+from harness.studies.attention.cases import LAYERS, PARTS, half_padded, tutorials_lengths
+from harness.studies.attention.measure import block, call, fused
 from harness.studies.attention.report import kernels, refusals
 
 CPU = torch.device("cpu")
@@ -48,6 +49,7 @@ def test_operations_of_a_block() -> None:
     row = Case("blocks", "float32", 2, 4, 2, 3, block=True, causal=False, lengths=(4, 2))
     assert row.operations == 4 * 6 * (16 + 4) + 2 * 6 * 18 * 6 + 2 * 6 * 6 * 6
     assert replace(row, backward=True).operations == 3.5 * 4 * 6 * 20 + 3 * (2 * 6 * 18 * 6 + 2 * 6 * 6 * 6)
+    assert replace(row, layer="Block").projections == 3 * row.projections  # and an MLP of 4 times the width
     assert replace(row, lengths=None, causal=True).operations == 2 * 6 * 32 + (2 * 6 * 18 + 2 * 6 * 6) * 8
 
 
@@ -62,6 +64,35 @@ def test_what_is_called_has_the_gradients_of_everything(block: bool) -> None:
         assert all(x.abs().sum() > 0 for x in gradients)
         for again, x in zip(called(), gradients, strict=True):
             assert torch.equal(again, x)
+
+
+OURS = {  # of torch's parameters
+    "self_attn.": "attention.", "in_proj_": "qkv.", "out_proj": "out", "linear1": "mlp.0", "linear2": "mlp.2",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("ours", "other"), [LAYERS[:2], LAYERS[2:]])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_and_torchs_are_one_function(ours: str, other: str, bias: bool) -> None:
+    row = Case("layers", "float64", 2, 8, 2, 4, block=True, causal=False, layer=ours, bias=bias)
+    mine, torchs = block(row).double().eval(), block(replace(row, layer=other)).double().eval()
+    for parameter in mine.parameters():
+        torch.nn.init.normal_(parameter)
+    weights = mine.state_dict()
+    named = {name: reduce(lambda text, pair: text.replace(*pair), OURS.items(), name) for name in torchs.state_dict()}
+    torchs.load_state_dict({name: weights[own] for name, own in named.items()})
+    x = torch.randn(2, 8, 8, dtype=torch.float64)
+    torch.testing.assert_close(torchs(x), mine(x), rtol=1e-12, atol=1e-12)
+    with torch.no_grad():  # its fast path
+        torch.testing.assert_close(torchs(x), mine(x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_layers_are_called_with_the_gradients_of_everything(layer: str) -> None:
+    with call(
+        Case("layers", "float32", 2, 8, 2, 4, block=True, causal=False, layer=layer, backward=True), CPU
+    ) as called:
+        assert all(x.abs().sum() > 0 for x in called())
 
 
 def test_dropout_of_the_tutorials_block_is_off() -> None:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,36 @@ def test_no_other_cut_has_a_cheaper_dearest_stage() -> None:
     for _ in range(30):
         costs = [generator.choice([0.0, 1.0, 2.5, 7.0]) for _ in range(generator.randint(3, 7))]
         for count in (1, 2, 3):
-            sizes = stages.sizes_by_cost(costs, count)
+            sizes = stages.sizes_by_cost(costs, range(count))
             cuts = [(0, *inner, len(costs)) for inner in itertools.combinations(range(1, len(costs)), count - 1)]
             dearest = min(max(sum(costs[a:b]) for a, b in itertools.pairwise(cut)) for cut in cuts)
             begins = [0, *itertools.accumulate(sizes)]
             assert sum(sizes) == len(costs)
             assert min(sizes) > 0
             assert max(sum(costs[a:b]) for a, b in itertools.pairwise(begins)) == pytest.approx(dearest)
+
+
+@pytest.mark.parametrize("rank_of", [[0, 1, 1, 0], [0, 1, 0, 1]], ids=["V", "loop"])
+def test_ranks_with_several_stages_are_balanced(rank_of: list[int]) -> None:
+    generator = random.Random(1)
+
+    def busiest(ends: Sequence[int], costs: Sequence[float]) -> float:
+        loads = [0.0, 0.0]
+        for (begin, end), rank in zip(itertools.pairwise([0, *ends]), rank_of, strict=True):
+            loads[rank] += sum(costs[begin:end])
+        return max(loads)
+
+    gained = 0.0
+    for _ in range(20):
+        costs = [generator.uniform(1, 4) for _ in range(12)]
+        sizes = stages.sizes_by_cost(costs, rank_of)
+        by_stage = stages.sizes_by_cost(costs, range(4))
+        found, before = (busiest([*itertools.accumulate(each)], costs) for each in (sizes, by_stage))
+        least = min(busiest([*cut, 12], costs) for cut in itertools.combinations(range(1, 12), 3))
+        assert min(sizes) > 0
+        assert found <= min(before, 1.1 * least)
+        gained += before - found
+    assert gained > 0
 
 
 class Uneven(Linear):

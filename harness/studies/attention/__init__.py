@@ -1,5 +1,6 @@
 """The study of attention: torch's kernels by themselves, and in a block, on this machine."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
@@ -63,7 +64,8 @@ class Study(study.Study):
     def _measured(self, bench: Bench, case: Case) -> Facts | None:
         """The row; None of a case that takes too long."""
         product = self.rows.get(PRODUCTS.format(dtype=case.dtype, when=f"before {case.part}"))
-        if case.part == "blocks" and product and case.projections > 1e12 * product["tflops_per_second"] * self.longest:
+        limit = 1e12 * product["tflops_per_second"] * self.longest if product else math.inf
+        if case.part in {"blocks", "layers"} and case.projections > limit:
             why = f"at its best the machine takes longer for the projections than --longest {self.longest} s"
             self.left_out[case.name] = f"left out: {why}"
             return None

@@ -1,4 +1,4 @@
-"""The cases of the study: kernels by themselves, a block of attention, the tutorial's own shapes; and the options."""
+"""The cases of the study: kernels, a block of attention, layers beside torch's, the tutorial's shapes; the options."""
 
 import math
 import random
@@ -12,7 +12,9 @@ from apprentice.errors import BadInput
 from harness import config
 
 BACKENDS = ("auto", "math", "flash", "efficient", "cudnn")
-PARTS = ("kernels", "blocks", "tutorial", "profile")
+PARTS = ("kernels", "blocks", "layers", "tutorial", "profile")
+LAYERS = ("SelfAttention", "MultiheadAttention", "Block", "TransformerEncoderLayer")  # each beside torch's own
+WITH_MLP = LAYERS[2:]
 DTYPES = ("float32", "float16", "bfloat16")
 QUICK = {
     "lengths": [16, 32], "block_lengths": [32], "tokens": 64, "heads": 2, "head_dim": 8, "dtypes": ["float32"],
@@ -27,11 +29,11 @@ class Options(config.OneSeedOptions):
     Args:
         exact: none; nothing is trained.
         device: auto takes a GPU where there is one.
-        parts: measure just these of kernels, blocks, tutorial, profile.
+        parts: measure just these of kernels, blocks, layers, tutorial, profile.
         backends: just these kernels, such as --backends math flash; all when not given.
         dtypes: of float32, float16 and bfloat16.
         lengths: tokens of a text, for the kernels.
-        block_lengths: tokens of a text, for the block, eager and compiled.
+        block_lengths: tokens of a text, for the block and for layers, eager and compiled.
         tokens: of a batch, as near as texts of a length come to it.
         heads: of the attention.
         head_dim: width of a head.
@@ -81,6 +83,7 @@ class Case:
     heads: int  # of the attention
     head_dim: int  # width of a head
     block: bool = False  # whether it is a block with its projections, or the kernel by itself
+    layer: str = ""  # the block's class, where it is compared with torch's
     backend: str = "auto"  # which kernel
     causal: bool = True  # whether tokens see none that come later
     backward: bool = False  # whether gradients are computed, too
@@ -94,7 +97,7 @@ class Case:
     def name(self) -> str:
         """The row's name: `kernels: flash, float32, 4 x 512, forward`, or in a block `jagged eager` for the kernel."""
         layout, mode = "dense" if self.lengths is None else "jagged", "compiled" if self.compiled else "eager"
-        what = f"{layout} {mode}" if self.block else self.backend
+        what = f"{self.layer or layout} {mode}" if self.block else self.backend
         return f"{self.part}: {what}, {self.dtype}, {self.batch} x {self.length}, {self.direction}"
 
     @property
@@ -119,8 +122,8 @@ class Case:
 
     @property
     def projections(self) -> float:
-        """Operations of the block's products with its matrices: 8 T D², and twice as many backward."""
-        forward = 8 * self.width**2 * sum(self.tokens) if self.block else 0
+        """Operations of the block's products with its matrices: 8 T D², with an MLP 24 T D²; twice as many backward."""
+        forward = (24 if self.layer in WITH_MLP else 8) * self.width**2 * sum(self.tokens) if self.block else 0
         return 3 * forward if self.backward else forward
 
     @property
@@ -161,6 +164,13 @@ def all_cases(options: Namespace, device: str) -> list[Case]:
             for dtype, backward, length in product(dtypes, (False, True), options.block_lengths or block_lengths)
             for case in [sized("blocks", dtype, length, backward)]
             for texts in (None, half_padded(case.batch, length))
+            for compiled in (False, True)
+        ],
+        "layers": [
+            replace(case, block=True, causal=False, compiled=compiled, layer=layer)
+            for dtype, backward, length in product(dtypes, (False, True), options.block_lengths or block_lengths)
+            for case in [sized("layers", dtype, length, backward)]
+            for layer in LAYERS
             for compiled in (False, True)
         ],
         "tutorial": [

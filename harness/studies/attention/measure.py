@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, autograd
+from torch import Tensor, autograd, nn
 from torch.autograd import DeviceType
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
@@ -25,6 +25,7 @@ from harness.studies.attention.cases import Case
 from harness.studies.isolation import call_isolated, can_fork, children_end_with_block, silenced
 from harness.studies.meters import PeakMemory
 from lit_modules.nets.attention import SelfAttention, kernel
+from lit_modules.nets.transformer import Block
 
 Call = Callable[[], object]
 MATRICES = {"cpu": (256, 512, 1024, 2048), "cuda": (1024, 2048, 4096, 8192)}
@@ -174,9 +175,29 @@ def call(case: Case, device: torch.device) -> Iterator[Call]:
             yield (lambda: torch.autograd.grad(forward(), heads, grad)) if case.backward else forward
 
 
-def _block(case: Case, noise: Callable[..., Tensor]) -> Call:
+class MultiheadAttention(nn.MultiheadAttention):
+    """torch's module as one of tokens (B, T, D) alone."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        """(B, T, D)."""
+        return super().forward(x, x, x, need_weights=False)[0]
+
+
+def block(case: Case) -> nn.Module:
+    """The case's block of attention: ours, or torch's of the same function."""
+    width, heads, bias = case.width, case.heads, case.bias
     backend: Any = case.backend
-    module = SelfAttention(case.width, case.heads, case.causal, case.dropout, case.bias, backend)
+    if case.layer == "MultiheadAttention":
+        return MultiheadAttention(width, heads, case.dropout, bias, batch_first=True)
+    if case.layer == "TransformerEncoderLayer":
+        options = {"batch_first": True, "norm_first": True, "bias": bias}
+        return nn.TransformerEncoderLayer(width, heads, 4 * width, case.dropout, "gelu", **options)
+    attention = SelfAttention(width, heads, case.causal, case.dropout, bias, backend)
+    return Block(attention, dropout=case.dropout, bias=bias) if case.layer == "Block" else attention
+
+
+def _block(case: Case, noise: Callable[..., Tensor]) -> Call:
+    module = block(case)
     x = noise(sum(case.tokens), case.width)  # of all texts, (B · T, D)
     module = module.to(x).train(case.backward)
     if case.lengths is None:

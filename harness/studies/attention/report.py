@@ -22,6 +22,11 @@ BLOCKS = (
     "The block of self-attention with its projections, without a mask, µs a call. Half of the dense batch's tokens are "
     "padding, which jagged texts don't have; a single text is cut in half."
 )
+LAYERS = (
+    "Our layers beside torch's of the same function, without a mask, µs a call: SelfAttention and MultiheadAttention; "
+    "Block and TransformerEncoderLayer (norm first, GELU), which have an MLP, too. Forward is in eval mode without "
+    "gradients, where torch's take a path of their own."
+)
 TUTORIAL = (
     "The shapes of PyTorch's tutorial on scaled dot product attention, without a mask, and the figures it prints, in "
     "float16 on a GPU of its own."
@@ -29,8 +34,8 @@ TUTORIAL = (
 OPERATORS = "The ten operators that take longest by themselves in 25 calls of the causal block, {what}: µs a call."
 COUNTED = (
     "Operations: of attention 4 T² D forward, half of it if causal, 2.5 times as many backward (FlashAttention-2, "
-    "section 4.1); of projections 8 T D², twice as many backward. Padding is counted. Peak, MiB: what a call that is "
-    "not the first takes beyond its inputs and weights."
+    "section 4.1); of projections 8 T D², with an MLP 24 T D², twice as many backward. Padding is counted. Peak, MiB: "
+    "what a call that is not the first takes beyond its inputs and weights."
 )
 ABOVE = (
     "A share above 100 %: the kernel was faster than torch's product of matrices of that type, as where the processor "
@@ -47,7 +52,12 @@ def report(results: Facts, missing: Mapping[str, str]) -> Report:
     rows, noted, said = results["rows"], notes(results["rows"], missing), peaks(results)
     of = grouped(rows, lambda row: row["part"])
     ran = grouped((row for row in rows if row["refused"] is None), lambda row: row["part"])
-    make = {"kernels": (KERNELS, kernels), "blocks": (BLOCKS, blocks), "tutorial": (TUTORIAL, tutorial)}
+    make = {
+        "kernels": (KERNELS, kernels),
+        "blocks": (BLOCKS, blocks),
+        "layers": (LAYERS, blocks),
+        "tutorial": (TUTORIAL, tutorial),
+    }
     found = [(note, table(of[part])) for part, (note, table) in make.items() if part in ran]
     found += [(OPERATORS.format(what=what(row)), operators(row)) for row in ran.get("profile", ())]
     draw = {"kernels": draw_kernels, "blocks": draw_blocks}
@@ -100,7 +110,7 @@ def _microseconds(row: Facts | None, with_kernel: bool = False) -> str:
 
 
 def blocks(rows: Sequence[Facts]) -> Table:
-    """A line for a type, a direction and a length; a column for dense and jagged, eager and compiled."""
+    """A line for a type, a direction and a length; a column for dense and jagged or a layer, eager and compiled."""
     kinds = list(dict.fromkeys(what(row) for row in rows))
     body = []
     for line, mine in grouped(rows, _line).items():

@@ -22,8 +22,9 @@ from harness.runs.progress import Lines
 from harness.studies.hardware.cases import Case
 from harness.studies.isolation import QUIET, Stoppable, fit_isolated
 from harness.studies.meters import Overlap, PeakMemory, Stamps, sent_bytes, state_bytes
+from strategies.rpc import RPCStrategy
 
-PARITY_STEPS = 20
+COMPARED = 1, 20  # steps after which weights are compared
 Weights = Mapping[str, Tensor]
 
 
@@ -61,18 +62,21 @@ class Measure(Stoppable):
     """Every rank writes `rank<r>.json` into the folder.
 
     It holds the `seconds` of each block, bytes `sent` in all blocks, bytes of `state`, bytes of `peak` memory until the
-    blocks end, the share of communication that was `hidden`, and the number of `threads`.
+    blocks end, the share of communication that was `hidden`, and the number of `threads`. `sent` and `hidden` are None
+    for RPC.
     """
 
     def __init__(self, folder: Path, phases: Phases) -> None:
         self.folder, self.phases = folder, phases
         self.batch = 0
         self.found: dict[str, Any] = {"hidden": None}
+        self._overlap: Overlap | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start the meters with weights of this rank's own: a fork shares its parent's."""
         device = trainer.strategy.root_device
         self._stamps, self._memory = Stamps(device), PeakMemory(device)
+        self._counted = not isinstance(trainer.strategy, RPCStrategy)  # RPC also sends through shared memory
         pl_module._apply(torch.clone)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -85,10 +89,10 @@ class Measure(Stoppable):
         if 0 <= timed <= self.phases.timed and timed % self.phases.block == 0:
             self._stamps.mark()
         if timed == self.phases.timed:
-            sent = sent_bytes()
+            sent = sent_bytes() if self._counted else None
             self.found["sent"] = sent and sent - (self._sent or 0)
             self.found["peak"] = self._memory.bytes()
-            if trainer.world_size > 1:
+            if trainer.world_size > 1 and self._counted:
                 self._overlap = Overlap(trainer.strategy.root_device)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -100,22 +104,28 @@ class Measure(Stoppable):
         """Write the file."""
         if self.batch < self.phases.batches:
             return  # training has stopped itself: its figures would mislead
-        if trainer.world_size > 1:
+        if self._overlap is not None:
             self.found["hidden"] = self._overlap.share()
         self.found |= {"seconds": self._stamps.seconds(), "threads": torch.get_num_threads()}
         write_json(self.folder / f"rank{trainer.global_rank}.json", self.found)
 
 
 class _KeepWeights(Stoppable):
-    """Writes the weights after the fit, in the layout of one device, unless training has stopped itself."""
+    """Writes the weights after each of `COMPARED`, in the layout of one device, unless training has stopped itself."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.kept: dict[int, Weights] = {}
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        step = trainer.global_step
+        if step in COMPARED and step not in self.kept:
+            weights = trainer.strategy.lightning_module_state_dict()
+            self.kept[step] = {name: x.cpu().clone() for name, x in weights.items()}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        weights = trainer.strategy.lightning_module_state_dict()
-        if trainer.is_global_zero and trainer.global_step == PARITY_STEPS:
-            torch.save(weights, self.path)
+        if trainer.is_global_zero and len(self.kept) == len(COMPARED):
+            torch.save([*self.kept.values()], self.path)
 
 
 @dataclass
@@ -135,7 +145,7 @@ class Bench:
         self.limit = whole // accumulate * accumulate  # at an epoch's end a step would be taken with fewer
         if not self.limit:
             raise BadInput("trainer.accumulate_grad_batches", accumulate, f"at most {whole}, the whole batches there")
-        self._references: dict[str, Weights] = {}
+        self._references: dict[str, list[Weights]] = {}
 
     def measure(self, case: Case) -> Facts:
         """The case's row, without the speed-up."""
@@ -145,6 +155,7 @@ class Bench:
             steps = phases.batches // self.accumulate
             self._fit(case, Measure(Path(folder), phases), files, steps, limit_train_batches=self.limit)
             ranks = [json.loads(file.read_text()) for file in files]
+        first, last = self._differences(case)
         seconds = max(statistics.median(rank["seconds"]) for rank in ranks) / phases.block
         sent = [rank["sent"] for rank in ranks]
         hidden = [rank["hidden"] for rank in ranks if rank["hidden"] is not None]
@@ -159,25 +170,31 @@ class Bench:
             "peak_memory_per_rank": [rank["peak"] for rank in ranks],
             "bytes_sent_per_step": None if None in sent else statistics.mean(sent) * self.accumulate / phases.timed,
             "hidden_share": statistics.mean(hidden) if hidden else None,
-            "max_difference": self._difference(case),
+            "first_difference": first,
+            "max_difference": last,
             "threads_per_rank": ranks[0]["threads"],
         }
 
-    def _difference(self, case: Case) -> float | int:
+    def _differences(self, case: Case) -> list[float | int]:
+        """The largest difference of a weight, or the bits that differ, after each of `COMPARED`."""
         reference = case.reference or case
         if reference.name not in self._references:
             self._references[reference.name] = self._weights(reference)
-        weights = self._references[reference.name]
-        return 0.0 if reference is case else difference(self._weights(case), weights, in_bits=case.exact is not None)
+        if reference is case:
+            return [0.0] * len(COMPARED)
+        pairs = zip(self._weights(case), self._references[reference.name], strict=True)
+        return [difference(own, others, in_bits=case.exact is not None) for own, others in pairs]
 
-    def _weights(self, case: Case) -> Weights:
-        """After some steps, in the precision in which a case is compared."""
+    def _weights(self, case: Case) -> list[Weights]:
+        """After each of `COMPARED`, in the precision in which a case is compared."""
         precision = "64-true" if case.exact is None else "32-true"
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "weights.pt"
-            self._fit(case, _KeepWeights(file), [file], PARITY_STEPS, precision=precision)
-            weights: Weights = torch.load(file, weights_only=True, map_location="cpu")
-        return {name.replace("net.module.", "net.", 1) if case.split else name: x for name, x in weights.items()}
+            self._fit(case, _KeepWeights(file), [file], max(COMPARED), precision=precision)
+            kept: list[Weights] = torch.load(file, weights_only=True)
+        if not case.split:
+            return kept
+        return [{name.replace("net.module.", "net.", 1): x for name, x in weights.items()} for weights in kept]
 
     def _fit(self, case: Case, callback: Callback, files: Iterable[Path], steps: int, **settings: Any) -> None:
         trainer = case.trainer(callbacks=[callback, Lines(case.name)], **QUIET | settings | {"max_steps": steps})

@@ -1,0 +1,197 @@
+"""What a search plans before it trains: the settings that are tried, which go on, and how many train side by side."""
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from apprentice.errors import BadInput
+from experiments import kd
+from harness.reports.metrics import ACCURACY, BITS
+from harness.runs.session import Session
+from harness.studies import distillation, tuning
+from harness.studies.setups import Setup
+from harness.studies.tuning import rungs, spaces, waves
+from lit_modules.objectives.search import Choice, Linear, Log
+
+SMALL = ["--data.train_size", "150", "--data.test_size", "100", "--seeds", "[3]", "--teacher", "LightNN"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Any:
+    """Sessions of kd.py by their flags, with their folders open."""
+
+    def opened(*flags: str) -> tuple[Session, dict[str, Setup]]:
+        made = Session("kd", kd.parser(), [*SMALL, *flags, "--out", str(tmp_path / "run")])
+        made.out = tmp_path / "run"
+        made.out.mkdir(exist_ok=True)
+        return made, distillation.check(made, kd.teacher, kd.students)
+
+    return opened
+
+
+# The settings that are tried
+
+
+def test_settings_begin_with_the_given_one_and_follow_the_data_s_seed(run: Any) -> None:
+    made, setups = run("--only", "kd", "--variants.kd.temperature", "4", "--tune", "8")
+    drawn = [spaces.drawn(made.config, setups["kd"], 8, seed) for seed in (0, 0, 1)]
+    tried = [[(each.choice.init_args, each.optimizer) for each in found] for found in drawn]
+    assert tried[0] == tried[1]
+    assert tried[0][0] == tried[2][0] == (setups["kd"].choice.init_args, {})
+    assert tried[0][1:] != tried[2][1:]
+    assert [each.trial for each in drawn[0]] == [*range(8)]
+    temperatures = [options["temperature"] for options, _ in tried[0]]
+    assert temperatures[0] == 4
+    assert all(1 <= value <= 16 for value in temperatures)
+    assert len(set(temperatures)) == 8
+    rates = [optimizer["lr"] for _, optimizer in tried[0][1:]]
+    assert all(1e-4 <= rate <= 1e-2 for rate in rates)
+
+
+def test_flags_narrow_and_add_spaces(run: Any) -> None:
+    flags = [
+        "--search.kd.temperature",
+        "log(2, 3)",
+        "--search.optimizer.lr",
+        "[0.1,0.2]",
+        "--search.kd.kd_weight",
+        "0.5",
+    ]
+    made, setups = run("--only", "kd", "--tune", "4", *flags, "--search.kd.ce_weight", "linear(0,1)")
+    found = spaces.spaces(made.config, setups["kd"])
+    assert found["temperature"] == Log(2, 3)
+    assert found["kd_weight"] == Choice((0.5,))
+    assert found["ce_weight"] == Linear(0, 1)
+    assert found["optimizer.lr"] == Choice((0.1, 0.2))
+    assert "optimizer.weight_decay" in found
+    _, *drawn = spaces.drawn(made.config, setups["kd"], 4, 0)
+    assert {each.choice.init_args["kd_weight"] for each in drawn} == {0.5}
+    assert {each.optimizer["lr"] for each in drawn} <= {0.1, 0.2}
+
+
+def test_layers_are_searched_where_a_method_or_a_flag_names_them(run: Any) -> None:
+    flag = ["--search.cosine.student_layer", "[stage1,stage2]"]
+    fitnet = ["--variants.fitnet", "FitNet"]
+    made, setups = run("--only", "cosine", "fitnet", "hint", "--tune", "8", *fitnet, *flag)
+    tuning.check(made, kd.teacher, kd.students, setups)
+    tried = {
+        name: {setup.choice.init_args["student_layer"] for setup in found}
+        for name, found in tuning.trials(made, setups).items()
+    }
+    assert tried == {"cosine": {"default", "stage1", "stage2"}, "fitnet": {"stage-2", "stage-1"}, "hint": {"default"}}
+
+
+def test_settings_are_never_the_same_twice(run: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    made, setups = run(
+        "--only", "ce", "--tune", "9", "--tune_optimizer", "false", "--search.ce.label_smoothing", "[0,0.1]"
+    )
+    assert len(spaces.drawn(made.config, setups["ce"], 9, 0)) == 2
+    tuning.check(made, kd.teacher, kd.students, setups)
+    assert "ce: 2 settings, as its options have no more" in capfd.readouterr().out
+
+
+def test_every_setting_of_the_zoo_builds(run: Any) -> None:
+    made, setups = run("--zoo", "true", "--tune", "4")
+    assert len(setups) > 20
+    tuning.check(made, kd.teacher, kd.students, setups)
+
+
+def test_peers_are_tried_with_the_same_number(run: Any) -> None:
+    dml = ["--variants.a", "DML", "--variants.a.peers", "[b]", "--variants.b", "DML", "--variants.b.peers", "[a]"]
+    made, setups = run("--only", "ce", "a", "b", "--tune", "3", *dml)
+    search = tuning.Tuning(made, kd.teacher, kd.students, setups)
+    assert search.teams == [("ce",), ("a", "b")]
+    assert search.trials["a"][2].objective(made.config).peers == ["b@2"]
+    tuning.check(made, kd.teacher, kd.students, setups)
+    best = search.chosen()
+    assert search.best["a"] == search.best["b"]
+    assert best["a"].objective(made.config).peers == ["b"]
+
+
+# Which go on
+
+
+def test_rungs_are_thirds_and_half_of_the_settings_go_on() -> None:
+    assert [rungs.ends(epochs) for epochs in (1, 2, 3, 10, 240)] == [
+        [1], [1, 2], [1, 2, 3], [4, 7, 10], [80, 160, 240],
+    ]  # fmt: skip
+    scores = {0: 0.5, 1: None, 2: 0.9, 3: 0.5, 4: 0.1}
+    assert rungs.best(scores, ACCURACY, 3) == [0, 2, 3]
+    assert rungs.best(scores, ACCURACY, 4) == [0, 2, 3, 4]
+    assert rungs.best(scores, BITS, 2) == [0, 4]
+
+
+def test_memory_decides_how_many_train_side_by_side(
+    run: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    made, setups = run("--only", "ce", "kd", "--tune", "4")
+    found = tuning.trials(made, setups)
+    trials = {each.name: each for of in found.values() for each in of}
+    units = [[name] for name in trials]
+    assert waves.in_waves(made, kd.teacher, kd.students, units, trials) == [list(trials)]
+    module, _ = kd.students(made, 3, kd.teacher(made, 3)[0].net, {"ce": setups["ce"], "kd": setups["kd"]})
+    largest = max(waves.student_bytes(module, name, made, 1) for name in ("ce", "kd"))
+    size = sum(p.numel() * 4 for p in module.students["kd"].parameters())
+    assert 4 * size < largest < 100 * size
+    monkeypatch.setattr(waves, "available_bytes", lambda: math.ceil(3 * largest / waves.SHARE) + 8)
+    split = waves.in_waves(made, kd.teacher, kd.students, units, trials)
+    assert [len(wave) for wave in split] == [3, 3, 2]
+    assert "tuning: 8 settings in 3 waves of at most 3, as one takes up to " in capfd.readouterr().out
+
+
+def test_a_gpu_is_asked_for_its_memory_without_cuda(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    made, setups = run("--only", "ce", "kd", "--tune", "4")
+    found = tuning.trials(made, setups)
+    trials = {each.name: each for of in found.values() for each in of}
+    module, _ = kd.students(made, 3, kd.teacher(made, 3)[0].net, {"ce": setups["ce"], "kd": setups["kd"]})
+    largest = max(waves.student_bytes(module, name, made, 1) for name in ("ce", "kd"))
+    gpus = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cuda", 0)), device_ids=[0, 1])
+    monkeypatch.setattr(made, "trainer", lambda: SimpleNamespace(**vars(gpus), world_size=1))
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-7")
+    tool = tmp_path / "nvidia-smi"
+
+    def split() -> list[int]:
+        return [len(wave) for wave in waves.in_waves(made, kd.teacher, kd.students, [[n] for n in trials], trials)]
+
+    mebibytes = math.ceil(3 * largest / waves.SHARE / waves.MIB)
+    most = int(waves.SHARE * mebibytes * waves.MIB / largest)
+    for answer, sizes in (
+        (
+            f'[ "$3" = --id=4,GPU-7 ] && echo 80000 && echo {mebibytes}',
+            [most] * (8 // most) + [8 % most] * (8 % most > 0),
+        ),
+        ("echo '[N/A]'", [8]),
+        ("exit 9", [8]),
+    ):
+        tool.write_text(f"#!/bin/sh\n{answer}\n")
+        tool.chmod(0o755)
+        assert split() == sizes
+        unknown = "tuning: all settings in one wave, as the GPU's free memory is not known; fewer by --tune_wave N\n"
+        assert (unknown in capfd.readouterr().out) is (sizes == [8])
+    assert not torch.cuda.is_initialized()
+
+
+def test_another_wave_is_planned_until_settings_have_trained(run: Any) -> None:
+    made, setups = run("--only", "ce", "hint", "--tune", "2", "--tune_seeds", "[7]")
+
+    def resumed(wave: int | None) -> list[int]:
+        made.config.resume, made.config.tune_wave = True, wave
+        tuning.check(made, kd.teacher, kd.students, setups)
+        return [len(wave) for wave in tuning.Tuning(made, kd.teacher, kd.students, setups)._waves()]
+
+    assert [resumed(wave) for wave in (None, 1, 3, None, 2)] == [[4], [1] * 4, [3, 1], [4], [2, 2]]
+    trained = made.out / "tuning" / "seed7" / "rung1.ckpt"
+    trained.parent.mkdir()
+    trained.touch()
+    assert resumed(2) == [2, 2]
+    with pytest.raises(BadInput, match=r"^--tune_wave 1: expected 2, as the search in .* began; leave it out"):
+        resumed(1)
+    setups |= {"kd": setups["ce"]._replace(row=setups["ce"].row._replace(variant="kd"))}
+    assert resumed(1) == [2, 2, 1, 1]  # only those that came later can
