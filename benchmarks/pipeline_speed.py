@@ -39,7 +39,7 @@ from strategies import PipelineStrategy
 from strategies.base.stages import grouped, sizes_by_cost
 from strategies.pipeline.cutting import seconds as layer_seconds
 
-SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
+SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"]
 ONE_STAGE = ("GPipe", "1F1B")  # schedules of one stage a rank
 MICROBATCHES = 8  # in which schedules are compared
 BOUND = 2 * MICROBATCHES / (MICROBATCHES + 1)  # on the speed-up, by the bubble
@@ -167,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     command.add_argument("--steps", type=int, default=3, help="that are timed in each round")
     command.add_argument("--pairs", type=int, default=3, help="for cost: steps of each of the two in a round")
     command.add_argument("--schedules", nargs="+", default=SCHEDULES, help="for fits")
-    command.add_argument("--num_microbatches", nargs="+", type=int, default=[12], help="more, of the last schedule")
+    command.add_argument("--num_microbatches", nargs="+", type=int, default=[6], help="more, of the last schedule")
     command.add_argument("--balance", nargs=2, type=int, help="layers of the two stages; by time if not given")
     command.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     args = command.parse_args(argv)
