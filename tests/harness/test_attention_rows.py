@@ -89,9 +89,8 @@ def test_a_layer_and_torchs_are_one_function(ours: str, other: str, bias: bool) 
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_layers_are_called_with_the_gradients_of_everything(layer: str) -> None:
-    with call(
-        Case("layers", "float32", 2, 8, 2, 4, block=True, causal=False, layer=layer, backward=True), CPU
-    ) as called:
+    row = Case("layers", "float32", 2, 8, 2, 4, block=True, causal=False, layer=layer, backward=True)
+    with call(row, CPU) as called:
         assert all(x.abs().sum() > 0 for x in called())
 
 

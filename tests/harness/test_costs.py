@@ -140,3 +140,17 @@ def test_a_step_begins_without_gradients(make: Callable[[], Any], run: str, batc
         assert [p.grad for p in parameters] == [None] * len(parameters)
         loss.backward()
         assert all(p.grad is not None for p in parameters)
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(0.001, 11), (0.04, 8), (60, 4)])
+def test_slow_steps_are_timed_fewer_times(seconds: float, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.ones(1, requires_grad=True)
+    taken: list[Tensor] = []
+
+    def step() -> Tensor:
+        taken.append(weight.sum())
+        return taken[-1]
+
+    monkeypatch.setattr(costs.time, "perf_counter", lambda: len(taken) * seconds)
+    assert costs.milliseconds(step) == pytest.approx(1e3 * seconds)
+    assert len(taken) == steps

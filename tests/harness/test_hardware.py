@@ -122,10 +122,11 @@ def test_shares_are_shares(two: Path) -> None:
 
 
 @pytest.mark.slow
-def test_powersgd_sends_far_less(tmp_path: Path) -> None:
-    only = ["--only", "ddp", "ddp_powersgd", "--trainer.devices", "2"]
+def test_powersgd_sends_far_less_and_rpc_is_not_counted(tmp_path: Path) -> None:
+    only = ["--only", "ddp", "ddp_powersgd", "rpc_hybrid", "--trainer.devices", "2"]
     hardware.main([*LIGHT, *only, "--out", str(tmp_path / "run")])
     found = rows(tmp_path / "run")
+    assert found["rpc_hybrid"]["bytes_sent_per_step"] is found["rpc_hybrid"]["hidden_share"] is None
     assert found["ddp_powersgd"]["bytes_sent_per_step"] < found["ddp"]["bytes_sent_per_step"] / 5
     assert 1e-9 < found["ddp_powersgd"]["max_difference"] < 1
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from strategies.base import stages
+from strategies.pipeline import cutting
 from strategies.pipeline.buffers import Layout, Packing
 from strategies.pipeline.placement import StagePlacement
 from tests.pipelines import Clock, Linear, Placed, Slow, fitted, pipeline
@@ -53,6 +54,20 @@ def test_ranks_with_several_stages_are_balanced(rank_of: list[int]) -> None:
         assert found <= min(before, 1.1 * least)
         gained += before - found
     assert gained > 0
+
+
+class Asked(nn.Linear):
+    """Notes whether its inputs ask for gradients."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.asked = x.requires_grad
+        return super().forward(x)
+
+
+def test_layers_are_timed_as_in_training_where_a_batch_asks_for_no_gradient() -> None:
+    layers = [Asked(3, 3), Asked(3, 3)]
+    assert len(cutting.seconds(layers, (torch.ones(2, 3),))) == 2
+    assert [layer.asked for layer in layers] == [False, True]
 
 
 class Uneven(Linear):
