@@ -486,6 +486,7 @@ REFUSED = {
     "--trainer.enable_checkpointing true": "trainer.enable_checkpointing true: expected an option of Trainer",
     "--print_config now": "print_config now: expected no value",
     "--exact 0": "exact 0: expected the largest number of devices",
+    "--exact 4097": "exact 4097: expected the largest number of devices",
     "--trainer.strategy.timeout 5": "expected --trainer.strategy with the name of a class beside it",
     "--trainer.strategy fsdq": "expected auto, ddp, ddp_fork",
     "--trainer.strategy deepsped": "near: deepspeed",

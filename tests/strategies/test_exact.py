@@ -267,8 +267,9 @@ def test_what_can_not_be_exact_is_refused(make: Callable[[], LightningModule], m
 def test_more_devices_than_shards_are_refused_before_any_starts() -> None:
     with pytest.raises(ValueError, match="exact 2: expected at least 3, the number of devices"):
         trainer(3, strategy=DDP(exact=2))
-    with pytest.raises(ValueError, match="exact 0: expected a number of shards"):
-        DDP(exact=0)
+    for shards in (0, 4097):
+        with pytest.raises(ValueError, match=f"exact {shards}: expected a number of shards, 1 to 4096"):
+            DDP(exact=shards)
 
 
 class Nameless:

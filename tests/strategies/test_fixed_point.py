@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from apprentice import replicas
 from harness.runs.quiet import quiet
 from strategies import DDP
-from strategies.exact.fixed_point import FixedPointSum
+from strategies.exact.fixed_point import MOST, FixedPointSum
 from tests.training import assert_same, trainer, weights
 
 Grads = Sequence[Tensor | None]
@@ -110,6 +110,14 @@ def test_each_element_is_right_whatever_the_size(dtype: torch.dtype, count: int)
         check(added(parameter(grads[0]), grads), grads, dtype)
     grads = spread(dtype, count, count)
     check(added(parameter(grads[0]), grads), grads, dtype)
+
+
+@pytest.mark.parametrize("dtype", RIGHT, ids=str)
+def test_as_many_as_are_allowed(dtype: torch.dtype) -> None:
+    grads = around(dtype, 5, 0, MOST, size=3)
+    found = added(parameter(grads[0]), grads)
+    check(found, grads, dtype)
+    assert torch.equal(found, added(parameter(grads[0]), grads[::-1]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
