@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from apprentice.errors import BadInput
-from strategies.exact.fixed_point import MOST
+from strategies.exact.fixed_point import MOST_ADDENDS
 
 MOST_SEEDS = 10_000  # by their number: each is a fit of minutes, and all are listed in the run's files
 
@@ -49,8 +49,8 @@ class RunOptions:
             raise BadInput("out", self.out, "a folder")
         if not self.checkpoint_every > 0:
             raise BadInput("checkpoint_every", self.checkpoint_every, "seconds, above 0")
-        if self.exact is not None and not 1 <= self.exact <= MOST:
-            expected = f"the largest number of devices that the bits shall hold for, 1 to {MOST}"
+        if self.exact is not None and not 1 <= self.exact <= MOST_ADDENDS:
+            expected = f"the largest number of devices that the bits shall hold for, 1 to {MOST_ADDENDS}"
             raise BadInput("exact", self.exact, expected)
         if self.resume and self.out is None:
             raise BadInput("resume", "true", "--out FOLDER beside it, the run to go on with")

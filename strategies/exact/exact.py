@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from apprentice.relations import ShardedRelations
-from strategies.exact.fixed_point import MOST
+from strategies.exact.fixed_point import MOST_ADDENDS
 from strategies.exact.training import ShardedTraining
 
 
@@ -41,8 +41,8 @@ class Exact(ShardedTraining):
 
     def __init__(self, *, exact: int | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        if exact is not None and not 1 <= exact <= MOST:
-            raise ValueError(f"exact {exact}: expected a number of shards, 1 to {MOST}")
+        if exact is not None and not 1 <= exact <= MOST_ADDENDS:
+            raise ValueError(f"exact {exact}: expected a number of shards, 1 to {MOST_ADDENDS}")
         self.exact = exact
         self._sums, self._spans, self._logs = [], [], []
         self._relations = ShardedRelations(0)

@@ -17,7 +17,7 @@ from apprentice import replicas
 
 BITS = 53  # of the whole numbers that float64 holds
 RIGHT = 40  # bits of a gradient that are kept, counted from its largest element
-MOST = 2 ** (BITS - RIGHT - 1)  # addends
+MOST_ADDENDS = 2 ** (BITS - RIGHT - 1)
 LARGEST = 2.0**960  # elements below it can be rounded by an addition
 NONE, ZERO, FLAW = -(2**16), 1 - 2**16, 2**16  # for a bin: no gradient, zeros alone, one that is not finite
 CHUNK = 2**18  # numbers that stay in a processor's cache from one operation to the next
@@ -33,7 +33,7 @@ class FixedPointSum:
 
     Args:
         parameters: whose `.grad` is added, by name; complex ones raise ValueError.
-        addends: maximum number of gradients of one parameter, up to MOST.
+        addends: maximum number of gradients of one parameter, up to MOST_ADDENDS.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], addends: int) -> None:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from apprentice import replicas
 from harness.runs.quiet import quiet
 from strategies import DDP
-from strategies.exact.fixed_point import MOST, FixedPointSum
+from strategies.exact.fixed_point import MOST_ADDENDS, FixedPointSum
 from tests.training import assert_same, trainer, weights
 
 Grads = Sequence[Tensor | None]
@@ -114,7 +114,7 @@ def test_each_element_is_right_whatever_the_size(dtype: torch.dtype, count: int)
 
 @pytest.mark.parametrize("dtype", RIGHT, ids=str)
 def test_as_many_as_are_allowed(dtype: torch.dtype) -> None:
-    grads = around(dtype, 5, 0, MOST, size=3)
+    grads = around(dtype, 5, 0, MOST_ADDENDS, size=3)
     found = added(parameter(grads[0]), grads)
     check(found, grads, dtype)
     assert torch.equal(found, added(parameter(grads[0]), grads[::-1]))
