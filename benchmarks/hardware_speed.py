@@ -9,7 +9,8 @@ startup: seconds from the start of `experiments/kd.py` in a fresh interpreter un
     behind it, 8 ranks against one.
 exact: a bake-off of ten epochs (DeepNN, then LightNN as ce, kd, cosine and hint from stored outputs) on real 32 x 32
     images in batches of 128, one thread a process: `--exact 8` against none, on one process and on two. The parts of
-    whole runs of `experiments/kd.py` of two epochs are measured: their median steps and the storing make ten.
+    whole runs of `experiments/kd.py` of two epochs are measured: their median steps and the storing make ten. The
+    median step of the students is compared by itself too.
 overhead: a step of LightNN on Digits with and without the callback of `experiments/hardware.py`.
 
 Each ratio is the median over `--repeat` rounds, in which rivals take turns.
@@ -46,6 +47,8 @@ TARGETS = {
     "startup": Target("start-up of 8 ranks over that of one, s", high=1.5),
     "exact 1": Target("--exact 8 over plain, one process, s", high=1.6, aim=", better 1.3"),
     "exact 2": Target("--exact 8 over plain, two processes, s", high=1.3, aim=", better 1.1"),
+    "students 1": Target("a step of the four students, --exact 8 over plain, one process, s", high=1.4),
+    "students 2": Target("a step of the four students, --exact 8 over plain, two processes, s", high=1.2),
     "overhead": Target("a step with hardware.py's callback over one without, ms", high=1.05),
 }
 
@@ -96,8 +99,12 @@ def exact(args: argparse.Namespace) -> Found:
         rivals = {f"{name} {n}": partial(parts, folder, n, *flags) for name, n, flags in kinds}
         found = common.take_turns(rivals, args.rounds)
     runs = {f"{name}, {key}": [each[key] for each in found[name]] for name in rivals for key in found[name][0]}
-    wholes = {name: runs[f"{name}, bake-off"] for name in rivals}
-    return Found({"s": runs}, {f"exact {n}": common.over(wholes[f"exact {n}"], wholes[f"plain {n}"]) for n in (1, 2)})
+    ratios = {
+        f"{key} {n}": common.over(runs[f"exact {n}, {part}"], runs[f"plain {n}, {part}"])
+        for key, part in (("exact", "bake-off"), ("students", "students step"))
+        for n in (1, 2)
+    }
+    return Found({"s": runs}, ratios)
 
 
 def overhead(args: argparse.Namespace) -> Found:

@@ -102,7 +102,7 @@ def test_bytes_are_those_that_were_sent(two: Path) -> None:
     assert found["ddp"] == pytest.approx(DEEP, abs=LITTLE)  # 2 (n - 1) / n of the gradients
     assert found["ddp_fp16"] == pytest.approx(DEEP / 2, abs=LITTLE)
     assert found["local_sgd"] == pytest.approx(DEEP / 4, abs=LITTLE)  # it averages every fourth step
-    assert found["ddp-exact"] == pytest.approx(3 * DEEP, abs=LITTLE)  # three digits a number
+    assert found["ddp-exact"] == pytest.approx(2 * DEEP, abs=LITTLE)  # one float64 sum a number
     assert found["ddp_zero1"] == pytest.approx(1.5 * DEEP, rel=0.02)  # and half of the parameters from each rank
 
 
