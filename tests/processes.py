@@ -2,6 +2,7 @@
 
 import atexit
 import multiprocessing
+import multiprocessing.util
 import os
 import re
 import socket
@@ -28,6 +29,7 @@ class Run:
     def _run(self, function: Callable[..., Any], *args: Any) -> None:
         os.setsid()
         atexit._clear()  # the parent's
+        atexit.register(multiprocessing.util._exit_function)  # as in any program
         torch.set_num_threads(1)  # the parent has used OpenMP
         # It has counted CUDA devices too: that marks each child as unfit for CUDA, from which Lightning won't fork.
         torch.cuda._is_in_bad_fork = lambda: False
@@ -37,15 +39,22 @@ class Run:
             sys.stdout, sys.stderr = file, file if self.errors == self.log else errors
             try:
                 function(*args)
-            except SystemExit:
-                # As any program does, but not a forked call: else multiprocessing kills workers that torch would end.
-                atexit._run_exitfuncs()
-                raise
+            except SystemExit as end:
+                # Here as in any program: a forked call would kill workers that torch ends in an exit function, and what
+                # torch's handler of SIGCHLD then raises would change the exit code.
+                try:
+                    atexit._run_exitfuncs()
+                finally:
+                    self._end(end.code)
             except BaseException:  # noqa: BLE001 - it is printed, and ends the process
                 traceback.print_exc()
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(1)
+                self._end(1)
+
+    @staticmethod
+    def _end(code: Any) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code or 0)
 
     def wait(self, timeout: float = 90) -> int:
         """The exit code; fails when the process or one of its ranks does not end."""
