@@ -26,7 +26,12 @@ failed=()
 for name; do
     echo "== $name, $(date +%H:%M)"
     rm -f "$out/$name.json"
-    python "benchmarks/$name.py" --out "$out/$name.json" || failed+=("$name")
-    if [ -f "$out/$name.json" ]; then python benchmarks/page.py "$out/$name.json"; fi
+    fine=true
+    python "benchmarks/$name.py" --out "$out/$name.json" || fine=false
+    if [ -f "$out/$name.json" ]; then
+        python benchmarks/page.py "$out/$name.json"
+        ! grep -q MISSED "$out/$name.json" || fine=false
+    fi
+    $fine || failed+=("$name")
 done
 [ ${#failed[@]} = 0 ] || { echo "failed, or missed a target: ${failed[*]}" >&2; exit 1; }

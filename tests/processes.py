@@ -40,8 +40,8 @@ class Run:
             try:
                 function(*args)
             except SystemExit as end:
-                # Here as in any program: a forked call would kill workers that torch ends in an exit function, and what
-                # torch's handler of SIGCHLD then raises would change the exit code.
+                # As any program ends, whatever its exit functions raise. A forked call would return here: it kills the
+                # workers that torch ends in an exit function, and its code is 1 if torch's SIGCHLD handler then raises.
                 try:
                     atexit._run_exitfuncs()
                 finally:

@@ -53,6 +53,25 @@ def test_all_benchmarks_want_a_quiet_machine(names: list[str], most: str, refusa
     assert not [*tmp_path.iterdir()]
 
 
+def test_the_last_line_names_what_failed_or_missed_its_target(tmp_path: Path) -> None:
+    (tmp_path / "benchmarks").mkdir()
+    script = tmp_path / "benchmarks" / "all.sh"
+    script.write_bytes((common.ROOT / "benchmarks" / "all.sh").read_bytes())
+    write = "import sys\nopen(sys.argv[2], 'w').write('{}')\n"
+    programs = {
+        "page": "",
+        "good_speed": write.format(""),
+        "missed_speed": write.format("MISSED"),
+        "bad_speed": "1 / 0",
+    }
+    for name, program in programs.items():
+        (tmp_path / "benchmarks" / f"{name}.py").write_text(program)
+    environment = {**os.environ, "MOST_LOAD": "1000", "OUT": str(tmp_path / "out")}
+    done = subprocess.run(["bash", script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "failed, or missed a target: bad_speed missed_speed"
+
+
 def test_a_step_is_timed_beside_a_bare_loop() -> None:
     found = step_speed.measure(argparse.Namespace(rounds=1, steps=20))
     assert found.ratios.keys() == step_speed.TARGETS.keys()
