@@ -186,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     command.add_argument("--size", type=int, default=256, help="to which images are brought")
     command.add_argument("--batch", type=int, default=64)
     command.add_argument("--workers", type=int, default=2)
-    command.add_argument("--steps", type=int, default=12, help="of the ResNet-18, at least 3; with half of a batch")
+    command.add_argument("--steps", type=int, default=12, help="of the ResNet-18, at least 4; with half of a batch")
     command.add_argument("--large", type=int, default=100_000, help="images of the measurement of memory; 0 for none")
     common.run(command.parse_args(argv), measure, TARGETS)
 

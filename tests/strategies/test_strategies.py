@@ -28,7 +28,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 import strategies
 from harness.runs.quiet import quiet
 from lit_modules.classifier import LitClassifier
-from lit_modules.nets import DeepNN, ResNet
+from lit_modules.nets import DeepNN, LightNN, ResNet
 from strategies import DDP, DDPFP16, FSDP, DataParallel, DDPPowerSGD, DDPRing, LocalSGD, ZeRO1
 from tests.grids import mostly_slow
 from tests.training import LinesLogger, assert_same, classifier, digits, distillation, fit, trainer, weights
@@ -66,6 +66,16 @@ CASES = [
 def alone(run: str, options: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     with tempfile.TemporaryDirectory() as folder:
         return outcome(run, 1, Path(folder), **OPTIONS[options])
+
+
+@pytest.mark.parametrize("strategy", mostly_slow([DDP, DDPRing, ZeRO1, FSDP], FSDP))
+def test_nets_may_be_in_channels_last(strategy: Callable[..., DataParallel]) -> None:
+    module, last = classifier(LightNN), classifier(LightNN).to(memory_format=torch.channels_last)
+    settings = STEPS | {"max_steps": 4, "logger": False}
+    fit(module, digits(train_size=112), 1, **settings)
+    fit(last, digits(train_size=112), 2, strategy=strategy(timeout=60), **settings)
+    assert_same(weights(module), weights(last), atol=1e-9)
+    assert {p.is_contiguous(memory_format=torch.channels_last) for p in last.parameters() if p.dim() == 4} == {True}
 
 
 @pytest.mark.slow
