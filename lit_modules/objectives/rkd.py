@@ -18,10 +18,10 @@ SAME = 1e-6  # embeddings closer than this have no direction between them
 class RKD(EmbeddingObjective):
     """distance_weight * distances + angle_weight * angles + ce_weight * CE, of all pairs and triples of a global batch.
 
-    Distances: the Huber loss between |e_i - e_j| of student and teacher, each divided by its mean over the
-    pairs. Angles: that between the cosines of the angles at sample i of the triangle with j and k. Means
-    are over all pairs (i, j) and triples (i, j, k), i = j among them, as in the code released with the paper, which has
-    these weights too.
+    Distances: the Huber loss between |e_i - e_j| of student and teacher, each divided by its mean over the B (B - 1)
+    pairs of different samples, equal embeddings among them (equation 4). Angles: that between the cosines of the angles
+    at sample i of the triangle with j and k. The losses are means over all pairs (i, j) and triples (i, j, k), i = j
+    among them, as in the code released with the paper.
 
     Memory and time of the angles grow with the cube of the batch.
 
@@ -53,11 +53,12 @@ class RKD(EmbeddingObjective):
 
 
 def _distances(e: Tensor) -> Tensor:
-    """(B, B) distances between the rows of e (B, d), over the mean of those above zero; 0 on the diagonal."""
+    """(B, B) distances between the rows of e (B, d), over their mean without the diagonal; all 0 if rows are equal."""
     found = (e[:, None] - e).square().sum(-1)  # not by products of e with itself, which lose digits far from zero
     near = found < SAME**2
     distances = found.where(~near, 1.0).sqrt().where(~near, 0.0)
-    return distances / (distances.sum() / (~near).sum().clamp(min=1)).where(~near.all(), 1.0)
+    mean = distances.sum() / max(len(e) * (len(e) - 1), 1)
+    return distances / mean.where(~near.all(), 1.0)
 
 
 def _angles(e: Tensor) -> Tensor:

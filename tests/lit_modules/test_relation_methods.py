@@ -80,6 +80,22 @@ def test_equals_the_formula_and_its_gradients(name: str, formula: Callable, tole
     torch.testing.assert_close(*grads, rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("equal", [2, 8])
+def test_distances_of_equal_rows_count_in_their_mean(equal: int) -> None:
+    """Park et al., equation 4: mu divides by all pairs of different samples, B (B - 1), whatever their distance."""
+    student, teacher = outputs(1, 5, rows=16), outputs(2, 7, rows=16)
+    s, t = student.features["pooled"], teacher.features["pooled"].detach()
+    with torch.no_grad():
+        s[:equal] = s[0]
+    labels = torch.zeros(16, dtype=torch.int64)
+    ours = RKD(distance_weight=1.0, angle_weight=0.0)(student, teacher, labels)["distance"].values.mean()
+    d_s, d_t = (torch.stack([torch.stack([(a - b).norm() for b in e]) for a in e]) for e in (s, t))
+    d_s, d_t = (d / (d.sum() / (16 * 15)) for d in (d_s, d_t))
+    theirs = torch.stack([huber(x) for x in (d_s - d_t).flatten()]).mean()
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    torch.testing.assert_close(*(torch.autograd.grad(x, s)[0] for x in (ours, theirs)), rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("batch", ["duplicates", "constant", "zeros", "one row", "no row"])
 def test_degenerate_batches_are_finite(name: str, batch: str) -> None:
