@@ -252,9 +252,18 @@ class Distillation(Learner):
         self.cache = None
 
     def on_global_batch(self, means: Mapping[str, float], count: int) -> list[nn.Parameter]:
-        """Also count what the teacher computes."""
+        """Also count what the teacher computes, and check the size of the first batch."""
+        if not self.batches_done:
+            self.check_batch(count)
         self.asked += count if self.uses_teacher and self.cache is None else 0
         return super().on_global_batch(means, count)
+
+    def check_batch(self, count: int) -> None:
+        """Raise BadInput if an objective relates rows and its terms have no gradient in global batches of `count`."""
+        for objective in self._objectives.values():
+            if count < objective.fewest_related:
+                why = f"{type(objective).__name__} relates samples, and relations of fewer have no gradient"
+                raise BadInput("data.batch_size", count, f"at least {objective.fewest_related}: {why}")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Also save that count."""

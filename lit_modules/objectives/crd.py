@@ -48,6 +48,7 @@ class CRD(EmbeddingObjective):
     """
 
     search = space(crd_weight=Log(0.05, 5), temperature=Log(0.03, 0.3))
+    fewest_related = 1  # rows are related to the banks
     needs_labels = True
     bank_s: Tensor
     bank_t: Tensor

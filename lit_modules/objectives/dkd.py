@@ -53,6 +53,7 @@ class DKD(LogitObjective):
 
     def build(self, student: Outputs, teacher: Outputs | None) -> None:
         """Refuse two classes."""
+        super().build(student, teacher)
         check_classes(student, "DKD")
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102

@@ -32,6 +32,7 @@ class RKD(EmbeddingObjective):
         layers: those of EmbeddingObjective.
     """
 
+    fewest_related = 3  # the distance of two rows is its own mean, and they have no angle
     search = space(distance_weight=Log(2.5, 250), angle_weight=Log(5, 500))
 
     def __init__(
@@ -41,6 +42,11 @@ class RKD(EmbeddingObjective):
         self.distance_weight = weight("distance_weight", distance_weight)
         self.angle_weight = weight("angle_weight", angle_weight)
         self.ce_weight = weight("ce_weight", ce_weight)
+
+    def build(self, student: Outputs, teacher: Outputs | None) -> None:
+        """Refuse angles of embeddings of one value."""
+        if self.angle_weight:
+            self.check_directions(student, "angle_weight", self.angle_weight, "0")
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
         e_s, e_t = self.embeddings(student, teacher)

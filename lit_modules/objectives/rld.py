@@ -46,6 +46,7 @@ class RLD(LogitObjective):
 
     def build(self, student: Outputs, teacher: Outputs | None) -> None:
         """Refuse two classes."""
+        super().build(student, teacher)
         check_classes(student, "RLD")
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102

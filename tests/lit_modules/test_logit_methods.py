@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,9 +25,11 @@ from lit_modules.objectives import (
     Hinton,
     JensenShannon,
     LogitMSE,
+    LogitObjective,
     Objective,
     Place,
     ReverseKL,
+    Sum,
     Term,
     TfKD,
 )
@@ -271,6 +274,39 @@ def test_two_classes_have_no_others(method: Callable[[], Objective]) -> None:
     nets = [net(make, num_classes=2) for make in (DeepNN, DeepNN)]
     with pytest.raises(BadInput, match=r"^--variants\.a\.classes 2: expected at least 3: \w+ compares classes other"):
         Distillation(nets[0], {"a": (nets[1], method())}, input_shape=SHAPE, num_classes=2)
+
+
+def two_classes(objective: Objective) -> Distillation:
+    teacher, student = (net(DeepNN, num_classes=2) for _ in range(2))
+    return Distillation(teacher, {"a": (student, objective)}, input_shape=SHAPE, num_classes=2)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [CTKD, DIST, Hinton, JensenShannon, LogitMSE, ReverseKL, TTM, partial(DIST, inter_weight=0.0)],
+    ids=lambda make: getattr(make, "__name__", "intra"),
+)
+def test_two_standardised_logits_have_no_gradient_and_are_refused(make: Callable[..., LogitObjective]) -> None:
+    line = r"^--variants\.a\.standardize True: expected at least 3 classes, not 2: standardised logits of two are"
+    with pytest.raises(BadInput, match=line):
+        two_classes(make(standardize=True))
+    student, teacher = (outputs(seed, classes=2) for seed in (1, 2))
+    found = {k: t for k, t in terms(make(standardize=True), student, teacher, labels() % 2).items() if not t.is_ce}
+    loss = sum((term.values.mean() * term.weight for term in found.values()), start=torch.zeros(()))
+    assert torch.autograd.grad(loss, student.logits)[0].abs().max() < 1e-5
+
+
+def test_two_probabilities_always_correlate_and_are_refused() -> None:
+    line = r"^--variants\.a\.inter_weight 2\.0: expected 0, as there are 2 classes: two probabilities always correlate"
+    with pytest.raises(BadInput, match=line):
+        two_classes(DIST())
+    with pytest.raises(BadInput, match=r"^--variants\.a\.objectives\.1\.inter_weight 2\.0: expected 0, as "):
+        two_classes(Sum([Hinton(), DIST()]))
+    two_classes(DIST(inter_weight=0.0))
+    two_classes(DeiTToken(student_layer="classifier", class_layer="classifier", standardize=True))
+    student, teacher = (outputs(seed, classes=2) for seed in (1, 2))
+    inter = terms(DIST(), student, teacher, labels() % 2)["inter"].values.mean()
+    assert torch.autograd.grad(inter, student.logits)[0].abs().max() < 1e-6
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_modules.nets import Outputs
-from lit_modules.objectives import PKT, RKD, SP, Objective
+from apprentice.errors import BadInput
+from lit_modules.distillation import Distillation
+from lit_modules.nets import LightNN, Outputs
+from lit_modules.objectives import CC, DIST, PKT, RKD, SP, Cosine, Objective
 from lit_modules.objectives.embeddings import EmbeddingObjective
+from tests.training import SHAPE, digits, fit, net
 
 B, C = 6, 4
 METHODS: dict[str, Callable[[], EmbeddingObjective]] = {"rkd": RKD, "sp": SP, "pkt": PKT}
@@ -125,3 +128,38 @@ def test_float32_far_from_zero_keeps_its_digits(name: str) -> None:
     found, expected = at(name, *rounded)[1], at(name, *exact)[1]
     scale = {"rkd": 1e-4, "sp": 1e-3, "pkt": 1e-3}[name]
     torch.testing.assert_close(found.double(), expected, rtol=scale, atol=scale)
+
+
+@pytest.mark.parametrize("objective", [PKT(), CC(), RKD(), Cosine(student_layer="pooled", teacher_layer="pooled")])
+def test_cosines_of_one_value_have_no_gradient_and_are_refused(objective: Objective) -> None:
+    student, teacher = outputs(1, 1), outputs(2, 7)
+    with pytest.raises(BadInput, match=r"expected .* more .*value|expected 0: pooled of the student has one value"):
+        objective.build(student, teacher)
+    objective.build(outputs(1, 2), teacher)
+    if isinstance(objective, PKT):
+        return  # what its 1e-7 leaves of the gradient is large, as P_s is 0 or constant
+    terms = objective(student, teacher, torch.zeros(B, dtype=torch.int64))
+    name = "angle" if isinstance(objective, RKD) else next(iter(terms))
+    (gradient,) = torch.autograd.grad(terms[name].values.mean(), student.features["pooled"])
+    assert gradient.abs().max() < 1e-6
+
+
+@pytest.mark.parametrize(("objective", "fewest"), [(RKD(), 3), (DIST(1.0), 3), (PKT(), 2), (SP(), 2), (CC(), 2)])
+def test_relations_of_too_few_rows_have_no_gradient_and_are_refused(objective: Objective, fewest: int) -> None:
+    for rows in (fewest - 1, fewest):
+        student, teacher = outputs(1, 5, rows), outputs(2, 7, rows)
+        for found in (student, teacher):
+            found.features["default"] = found.features["pooled"]
+        terms = objective(student, teacher, torch.zeros(rows, dtype=torch.int64))
+        related = [terms["intra"]] if "intra" in terms else [term for term in terms.values() if not term.is_ce]
+        inputs = [student.logits, student.features["pooled"]]
+        loss = sum((term.values.mean() for term in related), start=torch.zeros(()))
+        gradients = torch.autograd.grad(loss, inputs, allow_unused=True)
+        slope = max(g.abs().max() for g in gradients if g is not None)
+        assert (slope > (1e-2 if isinstance(objective, DIST) else 1e-6)) == (rows == fewest)  # DIST: its 1e-8
+    students = {"a": (net(LightNN), objective)}
+    module = Distillation(net(LightNN), students, input_shape=SHAPE)
+    module.check_batch(fewest)
+    line = rf"^--data\.batch_size {fewest - 1}: expected at least {fewest}: {type(objective).__name__} relates samples"
+    with pytest.raises(BadInput, match=line):
+        fit(module, digits(batch_size=fewest - 1, train_size=12), max_epochs=1)
