@@ -90,6 +90,18 @@ def divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
     return per_sample((log_p.exp() * (log_p - log_q)).sum(-1))
 
 
+def whole_epochs_share(epoch: float, warmup: int) -> float:
+    """The share of a weight that grows in `warmup` epochs: 1 / warmup in the first, the whole in the last; 0: none."""
+    return min((int(epoch) + 1) / warmup, 1.0) if warmup else 1.0
+
+
+def checked_warmup(warmup: int) -> int:
+    """The epochs in which a weight grows, if they are none or more; raises BadInput otherwise."""
+    if warmup < 0:
+        raise BadInput("warmup", warmup, "a number of epochs, 0 or more")
+    return warmup
+
+
 def check_classes(student: Outputs, name: str, fewest: int = 3) -> None:
     """Raise BadInput if there are so few classes that the method has nothing to compare."""
     if (classes := student.logits.shape[-1]) < fewest:

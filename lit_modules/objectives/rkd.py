@@ -21,7 +21,8 @@ class RKD(EmbeddingObjective):
     Distances: the Huber loss between |e_i - e_j| of student and teacher, each divided by its mean over the B (B - 1)
     pairs of different samples, equal embeddings among them (equation 4). Angles: that between the cosines of the angles
     at sample i of the triangle with j and k. The losses are means over all pairs (i, j) and triples (i, j, k), i = j
-    among them, as in the code released with the paper.
+    among them, as in the code released with the paper. The weights are those of the comparison by Tian et al. 2020
+    (arXiv:1910.10699); the released code's for metric learning are 1 and 2.
 
     Memory and time of the angles grow with the cube of the batch.
 

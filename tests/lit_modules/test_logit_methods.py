@@ -97,13 +97,13 @@ def wttm(s: Tensor, t: Tensor, y: int) -> Tensor:
     return 4 * powers.sum() * kl(powers / powers.sum(), p(s)) + ce(s, t, y)
 
 
-def rld(s: Tensor, t: Tensor, y: int) -> Tensor:
-    top, own = p(t).max(), p(s)[y]
+def rld(s: Tensor, t: Tensor, y: int, scd: float = 1.0) -> Tensor:
+    top, own = p(t, scd).max(), p(s, scd)[y]
     confidence = kl(torch.stack([top, 1 - top]), torch.stack([own, 1 - own]))
     lower = [c for c in range(len(t)) if t[c] < t[y]]
     masked = [z[lower] for z in (t, s)]
     correlation = kl(*(p(z, 4.0) for z in masked)) if lower else 0.0
-    return confidence + 8 * 16 * correlation + ce(s, t, y)
+    return 3 / 20 * (scd**2 * confidence + 8 * 16 * correlation) + ce(s, t, y)  # the third epoch of twenty
 
 
 def tfkd(s: Tensor, t: Tensor, y: int) -> Tensor:
@@ -132,6 +132,7 @@ METHODS: dict[str, tuple[Callable[[], Objective], Loss]] = {
     "ttm": (TTM, ttm),
     "wttm": (lambda: TTM(0.2, 4.0, weighted=True), wttm),
     "rld": (RLD, rld),
+    "rld at one temperature": (lambda: RLD(scd_temperature=4.0), partial(rld, scd=4.0)),
     "mse": (lambda: LogitMSE(0.5), lambda s, t, y: 0.5 * (s - t).square().sum() / C + ce(s, t, y)),
     "tfkd": (TfKD, tfkd),
     "ctkd": (lambda: CTKD().double(), ctkd),
@@ -178,13 +179,17 @@ def test_kd_is_the_sum_of_what_dkd_decouples() -> None:
     torch.testing.assert_close(whole, terms["tckd"].values + (1 - target) * terms["nckd"].values, rtol=0, atol=1e-12)
 
 
-def test_dkd_warms_up_by_whole_epochs() -> None:
-    objective, student, teacher, y = DKD(), outputs(1), outputs(2), labels()
-    weights = []
-    for epoch in (0.0, 0.9, 1.0, 18.9, 19.0, 300.0):
+@pytest.mark.parametrize(("make", "weights"), [(DKD, {"tckd": 16, "nckd": 128}), (RLD, {"scd": 1, "mcd": 128})])
+def test_methods_warm_up_by_whole_epochs(make: Callable[..., Objective], weights: dict[str, float]) -> None:
+    objective, student, teacher, y = make(), outputs(1), outputs(2), labels()
+    shares = {0.0: 1 / 20, 0.9: 1 / 20, 1.0: 2 / 20, 18.9: 19 / 20, 19.0: 1, 300.0: 1}
+    for epoch, share in shares.items():
         objective.place = Place(epoch=epoch)
-        weights.append(objective.terms(student, teacher, y)["nckd"].weight / 16 / 8)
-    assert weights == pytest.approx([1 / 20, 1 / 20, 2 / 20, 19 / 20, 1, 1])
+        found = objective.terms(student, teacher, y)
+        assert {name: found[name].weight for name in weights} == pytest.approx(
+            {name: share * weight for name, weight in weights.items()}
+        )
+    assert make(warmup=0).terms(student, teacher, y).keys() == found.keys()
 
 
 EVERY: dict[str, Callable[..., Objective]] = {
