@@ -11,10 +11,11 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from apprentice.errors import BadInput
-from apprentice.weights import check_weights, read_weights
+from apprentice.weights import check_weights
 from harness.config.classes import imported
 from harness.runs.files import atomic, read_text, write_text
 from lit_modules.nets import giving_logits
+from lit_modules.nets.weights import load_checked, read_weights
 
 Spec = dict[str, Any]
 
@@ -94,5 +95,5 @@ def load_net(folder: str | Path, flag: str = "run", weights: Mapping[str, Tensor
     if kinds := {value.dtype for value in weights.values()} & {torch.float64, torch.bfloat16}:
         net.to(kinds.pop())
     check_weights(net.state_dict(), weights, path, flag)
-    net.load_state_dict(weights)
+    load_checked(net, weights)
     return net.eval()

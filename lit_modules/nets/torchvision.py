@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torchvision import models
 
 from apprentice.errors import BadInput, first_line
-from apprentice.weights import read_weights
 from lit_modules.nets.base import Net, Norm, Shape, cuttable, norm_layer, of_images
 from lit_modules.nets.layers import observed
 from lit_modules.nets.pretrained import load_backbone
+from lit_modules.nets.weights import read_weights
 
 WITH_AUXILIARY = {"googlenet", "inception_v3"}  # heads for training, and another normalisation inside
 # What models do between two children without a module for it.

@@ -13,12 +13,12 @@ from torchvision import models
 
 from apprentice.errors import BadInput
 from apprentice.keyed import with_seed
-from apprentice.weights import load_weights
 from experiments import kd
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import LightNN, Timm, Torchvision, giving_logits
 from lit_modules.nets import run as run_net
 from lit_modules.nets.recorded import made, plain
+from lit_modules.nets.weights import load_weights
 from tests.processes import Run
 from tests.training import digits, fit
 
