@@ -31,6 +31,7 @@ import strategies
 from apprentice.errors import BadInput
 from apprentice.keyed import fold_in
 from harness import config as cli
+from harness.runs.nets import check_options
 from harness.runs.quiet import notice
 from harness.runs.session import Session, session
 from harness.studies import tuning, zoo
@@ -168,6 +169,7 @@ def teacher(run: Session, seed: int) -> tuple[LitClassifier, dict[str, Candidate
         path = run.config.teacher_ckpt.replace("{seed}", str(seed))
         partly, averaged = run.config.teacher_ckpt_partial, run.config.teacher_ckpt_ema
         told = load_weights(candidate.net, path, "teacher_ckpt", partly, averaged)
+        check_options(path, candidate.spec, "teacher")
         for line in told:
             notice(f"seed {seed} teacher   {path}: {line}")
     if head_only := run.config.teacher_head_only:

@@ -17,12 +17,24 @@ from apprentice.keyed import with_seed
 from experiments import kd
 from harness.runs.nets import load_net, save_net, spec
 from lit_modules.distillation import Distillation
-from lit_modules.nets import LightNN, ResNet, Torchvision
+from lit_modules.nets import LightNN, ResNet, Torchvision, ViT
 from lit_modules.nets.weights import load_weights, read_weights
 from lit_modules.objectives import Hinton
 from tests.training import SHAPE, assert_same, net
 
 State = dict[str, Tensor]
+QUICK = [
+    "--data.train_size",
+    "40",
+    "--data.test_size",
+    "20",
+    "--only",
+    "kd",
+    "--seeds",
+    "1",
+    "--trainer.max_epochs",
+    "1",
+]
 
 
 def changed(state: State, pattern: str, replacement: str) -> State:
@@ -143,11 +155,25 @@ def test_two_sets_are_refused_or_said_where_nothing_chooses(tmp_path: Path) -> N
     assert load_weights(net(), file, "teacher_ckpt") == []
 
 
+def test_a_teacher_of_a_run_keeps_the_options_that_shapes_do_not_tell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options: dict[str, Any] = {"num_heads": 4, "dropout": 0.0, "embed_dim": 8, "patch_size": 4, "num_layers": 1}
+    options |= {"input_shape": [1, 8, 8], "num_classes": 10}
+    save_net(ViT(**options), spec("lit_modules.nets.ViT", options), tmp_path / "teacher")
+    flags = [*QUICK, "--teacher", "ViT", "--teacher_ckpt", str(tmp_path / "teacher" / "weights.pt")]
+    flags += ["--teacher.embed_dim", "8", "--teacher.patch_size", "4", "--teacher.num_layers", "1"]
+    with pytest.raises(SystemExit):
+        kd.main([*flags, "--teacher.num_heads", "2", "--out", str(tmp_path / "run")])
+    line = f"error: --teacher.num_heads 2: expected 4, as {tmp_path / 'teacher' / 'net.yaml'} has it\n"
+    assert capsys.readouterr().err == line
+    kd.main([*flags, "--teacher.num_heads", "4", "--teacher.dropout", "0.5", "--out", str(tmp_path / "run")])
+
+
 def test_the_command_line_loads_averaged_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain, average = (with_seed(seed, lambda: LightNN((1, 8, 8))) for seed in (1, 2))
     torch.save(two_sets(plain, average, "torchvision")[0], tmp_path / "w.pt")
-    flags = ["--data.train_size", "40", "--data.test_size", "20", "--only", "kd", "--seeds", "1"]
-    flags += ["--trainer.max_epochs", "1", "--teacher", "LightNN", "--out", str(tmp_path / "run")]
+    flags = [*QUICK, "--teacher", "LightNN", "--out", str(tmp_path / "run")]
     with pytest.raises(SystemExit):
         kd.main([*flags, "--teacher_ckpt_ema", "true"])
     assert "error: --teacher_ckpt_ema true: expected --teacher_ckpt FILE beside it" in capsys.readouterr().err
