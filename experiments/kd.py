@@ -13,6 +13,7 @@ is tested once. OUT/ holds report.html, results.json, .md and .png, and for each
 """
 
 from harness import start
+from lit_modules.nets.weights import load_weights
 
 if __name__ == "__main__":
     start.script(OMP_WAIT_POLICY="PASSIVE")  # threads that spin while they wait slow small nets down
@@ -29,8 +30,8 @@ import datamodules
 import strategies
 from apprentice.errors import BadInput
 from apprentice.keyed import fold_in
-from apprentice.weights import load_weights
 from harness import config as cli
+from harness.runs.nets import check_options
 from harness.runs.quiet import notice
 from harness.runs.session import Session, session
 from harness.studies import tuning, zoo
@@ -63,6 +64,7 @@ class Options(cli.RunOptions):
         list_layers: print the nets' layers and the shapes of their outputs, and train nothing.
         teacher_ckpt: a trained teacher, loaded, not trained; {seed} in its path is replaced by each seed.
         teacher_ckpt_partial: load what fits of teacher_ckpt, and name what doesn't; train the rest: teacher_epochs.
+        teacher_ckpt_ema: of a teacher_ckpt with two sets of weights, whether to load the moving averages.
         teacher_epochs: of a teacher that is trained, from teacher_ckpt too; default: the students', or none from there.
         teacher_continue: train on with the states of optimizer and scheduler that teacher_ckpt has beside the weights.
         teacher_head_only: train the teacher's last linear layer alone; the rest keeps the weights that it has loaded.
@@ -82,6 +84,7 @@ class Options(cli.RunOptions):
     list_layers: bool = False
     teacher_ckpt: str | None = None
     teacher_ckpt_partial: bool = False
+    teacher_ckpt_ema: bool | None = None
     teacher_epochs: int | None = None
     teacher_continue: bool = False
     teacher_head_only: bool = False
@@ -91,6 +94,7 @@ class Options(cli.RunOptions):
     newer: ClassVar[Collection[str]] = (
         *cli.RunOptions.newer, "recipe", "zoo", "metric", "teacher_ckpt_partial", "teacher_epochs", "teacher_head_only",
         "teacher_continue", "teacher_cache_dir", "save_ckpt", "tune", "tune_seeds", "tune_optimizer", "tune_wave",
+        "teacher_ckpt_ema",
     )  # fmt: skip
     fixed: ClassVar[Mapping[str, str]] = {
         "metric": "what is tested is tested once",
@@ -105,6 +109,8 @@ class Options(cli.RunOptions):
         if self.teacher_ckpt_partial and (self.teacher_ckpt is None or self.teacher_epochs is None):
             expected = "--teacher_ckpt FILE and --teacher_epochs N beside it: what is not loaded has to be trained"
             raise BadInput("teacher_ckpt_partial", "true", expected)
+        if self.teacher_ckpt_ema is not None and self.teacher_ckpt is None:
+            raise BadInput("teacher_ckpt_ema", self.teacher_ckpt_ema, "--teacher_ckpt FILE beside it")
         whole = self.teacher_ckpt is not None and not self.teacher_ckpt_partial
         if self.teacher_continue and not (whole and self.teacher_epochs):
             expected = "--teacher_ckpt FILE and --teacher_epochs N beside it, and all weights in the file"
@@ -161,7 +167,9 @@ def teacher(run: Session, seed: int) -> tuple[LitClassifier, dict[str, Candidate
     candidate = make_candidate(run, "teacher", seed, "CrossEntropy", {}, run.is_double)
     if run.config.teacher_ckpt is not None:
         path = run.config.teacher_ckpt.replace("{seed}", str(seed))
-        told = load_weights(candidate.net, path, "teacher_ckpt", run.config.teacher_ckpt_partial)
+        partly, averaged = run.config.teacher_ckpt_partial, run.config.teacher_ckpt_ema
+        told = load_weights(candidate.net, path, "teacher_ckpt", partly, averaged)
+        check_options(path, candidate.spec, "teacher")
         for line in told:
             notice(f"seed {seed} teacher   {path}: {line}")
     if head_only := run.config.teacher_head_only:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,12 +18,12 @@ from apprentice.batch import HIDDEN, Batch, Mixed
 from apprentice.errors import BadInput, naming
 from apprentice.relations import related
 from apprentice.replicas import FEWEST_ROWS
-from apprentice.weights import load_weights
 from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepared
 from lit_modules.nets import Ensemble, Outputs, any_kernel, giving_logits, run, typed
 from lit_modules.nets.ensemble import MEMBERS
 from lit_modules.nets.layers import layer, of_inputs
 from lit_modules.nets.recorded import Spec, made
+from lit_modules.nets.weights import load_weights
 from lit_modules.objectives import Objective, Place
 from lit_modules.objectives.base import condensed, of_labelled, shown, viewed, weighted_sum, wide
 from lit_modules.scores import ACCURACY, LABELLED, ClassScores, MakeScores
@@ -252,9 +253,18 @@ class Distillation(Learner):
         self.cache = None
 
     def on_global_batch(self, means: Mapping[str, float], count: int) -> list[nn.Parameter]:
-        """Also count what the teacher computes."""
+        """Also count what the teacher computes, and check the size of the first batch."""
+        if not self.batches_done:
+            self.check_batch(count)
         self.asked += count if self.uses_teacher and self.cache is None else 0
         return super().on_global_batch(means, count)
+
+    def check_batch(self, count: int) -> None:
+        """Raise BadInput if an objective relates rows and its terms have no gradient in global batches of `count`."""
+        for objective in self._objectives.values():
+            if count < objective.fewest_related:
+                why = f"{type(objective).__name__} relates samples, and relations of fewer have no gradient"
+                raise BadInput("data.batch_size", count, f"at least {objective.fewest_related}: {why}")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Also save that count."""
@@ -359,7 +369,8 @@ def _trained(teacher: nn.Module | Spec, weights: str | Path | None) -> nn.Module
     """The teacher, with weights of a file if one is given; BadInput for one that would have none."""
     net: nn.Module = giving_logits(made(teacher, "teacher"))
     if weights is not None:
-        load_weights(net, str(weights), "teacher_weights")
+        for line in load_weights(net, str(weights), "teacher_weights"):
+            warnings.warn(f"{weights}: {line}", stacklevel=3)
     elif net is not teacher and not getattr(net, "is_trained", False):
         expected = "a trained net, or beside it teacher_weights=FILE: a checkpoint has no weights of the teacher"
         raise BadInput("teacher", type(net).__name__, expected)

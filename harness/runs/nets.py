@@ -11,10 +11,11 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from apprentice.errors import BadInput
-from apprentice.weights import check_weights, read_weights
+from apprentice.weights import check_weights
 from harness.config.classes import imported
 from harness.runs.files import atomic, read_text, write_text
 from lit_modules.nets import giving_logits
+from lit_modules.nets.weights import load_checked, read_weights
 
 Spec = dict[str, Any]
 
@@ -68,6 +69,22 @@ def read_spec(folder: str | Path, flag: str = "run") -> Spec:
     raise BadInput(flag, folder, "a net's folder, as RUN/seed0/kd, with weights.pt and net.yaml")
 
 
+def check_options(weights: str | Path, net_spec: Spec, flag: str) -> None:
+    """Raise BadInput if a run's `weights.pt` is of a net with other options, such as ViT's heads, than this spec's.
+
+    Those that shapes tell, names of files, the dropout and the backend may differ.
+    """
+    folder = Path(weights).parent
+    if Path(weights).name != "weights.pt" or not (folder / "net.yaml").exists():
+        return
+    trained = read_spec(folder, flag)
+    if trained["class_path"] == net_spec["class_path"]:
+        for option, value in net_spec["init_args"].items():
+            expected = trained["init_args"].get(option, value)
+            if option not in {"backend", "dropout", "input_shape", "name", "num_classes"} and value != expected:
+                raise BadInput(f"{flag}.{option}", value, f"{expected}, as {folder / 'net.yaml'} has it")
+
+
 def _untrained(value: Any, flag: str) -> Any:
     """A net by its spec, and those by whose specs it is made; any other value as it is."""
     if isinstance(value, list):
@@ -94,5 +111,5 @@ def load_net(folder: str | Path, flag: str = "run", weights: Mapping[str, Tensor
     if kinds := {value.dtype for value in weights.values()} & {torch.float64, torch.bfloat16}:
         net.to(kinds.pop())
     check_weights(net.state_dict(), weights, path, flag)
-    net.load_state_dict(weights)
+    load_checked(net, weights)
     return net.eval()

@@ -68,6 +68,7 @@ def check(run: Session, make_teacher: MakeTeacher, make_students: MakeStudents) 
         with cli.flags_of(rows(setups.values())):
             students, _ = make_students(run, first, teacher.net, {name: setups[name] for name in names})
             check_modules(run, trainer, teacher, students)
+            students.check_batch(min(run.data.batch_size, run.data.sizes["train"]))
         return students
 
     names = zoo.fitting(run.config, run.parser, setups, made) if run.config.zoo else list(setups)

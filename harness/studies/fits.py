@@ -42,6 +42,7 @@ from lit_modules import nets
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.learner import Learner
+from lit_modules.nets.recorded import Recorded
 from lit_modules.scores import ClassMetric, ClassScores, TokenScores
 
 LONG = 60.0  # seconds of a fit whose steps may take long to time
@@ -89,7 +90,8 @@ def net_spec(run: Session, key: str) -> Spec:
     choice = cli.chosen(run.config, key)
     members = {name: [read_spec(folder, f"{key}.{name}") for folder in of] for name, of in folders(choice).items()}
     arguments = cli.arguments(choice, key, **run.data.net_arguments, **members)
-    return spec(choice.class_path, {**arguments, **getattr(imported(choice.class_path, key), "untrained", {})})
+    net_class = imported(choice.class_path, key)
+    return spec(choice.class_path, net_class.remade_by(arguments) if issubclass(net_class, Recorded) else arguments)
 
 
 def replaced(run: Session, candidate: Candidate, net: nn.Module) -> Candidate:

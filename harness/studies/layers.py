@@ -12,7 +12,7 @@ from harness.runs.launch import is_main_process
 from harness.runs.session import Session
 from harness.studies.fits import check_net, make_net
 from lit_modules import nets
-from lit_modules.nets.layers import DEFAULT_LAYER, INPUT, observed, resolved
+from lit_modules.nets.layers import DEFAULT_LAYER, INPUT, MIDDLE, observed, resolved
 
 
 def print_layers(run: Session, keys: Sequence[str]) -> None:
@@ -43,7 +43,7 @@ def _names(net: nn.Module) -> list[str]:
     """The names that any net of ours has, see `lit_modules.nets.layer`."""
     stages = [f"stage{number}" for number in range(1, len(getattr(net, "stages", ())) + 1)]
     before = [f"stage{number}.pre" for number in range(1, len(getattr(net, "preactivations", ())) + 1)]
-    return [DEFAULT_LAYER, "pooled", *stages, *before]
+    return [DEFAULT_LAYER, "pooled", MIDDLE, *stages, *before]
 
 
 def _shape(output: Any) -> str:

@@ -1,7 +1,8 @@
 """Settings with which published tables of distillation were made, by name; each can still be changed by its flag.
 
-Epochs, batch, optimizer, schedule, augmentation and the methods' weights are as published. Nothing is held out, so that
-all training images are trained on: choose no setting by the test accuracy that such a run prints.
+Epochs, batch, optimizer, schedule, augmentation and the methods' weights are as published. So are the layers, which
+methods choose by default: the nets' stages are what the tables' code compares. Nothing is held out, so that all
+training images are trained on: choose no setting by the test accuracy that such a run prints.
 """
 
 from collections.abc import Mapping
@@ -24,7 +25,8 @@ RECIPES: Mapping[Recipe, Mapping[str, Any]] = {
         "optimizer": "Adam", "optimizer.lr": 1e-3, "scheduler": None,
     },
     "repdistiller": _REPDISTILLER,
-    # Zhao et al. 2022, arXiv:2203.08679: the same schedule, and DKD for strong pairs of nets such as resnet32x4.
+    # Zhao et al. 2022, arXiv:2203.08679: the same schedule, and DKD for the nets of resnet32x4. For others beta is 6,
+    # those of VGG-13 and WRN students of WRN-40-2, or 2, ResNet-20 and 32.
     "mdistiller": {
         **_REPDISTILLER, "variants.dkd": "DKD", "variants.dkd.alpha": 1.0, "variants.dkd.beta": 8.0,
         "variants.dkd.temperature": 4.0,

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,6 @@ class Net(Recorded, nn.Module):
         head_layers: the linear layers that give the logits, if they are more than the last one after `pooled_layer`.
         is_trained: whether it is made of trained nets, and is not trained itself.
         expects: the `mean` and `std` of the images that its first weights were trained on, if they were.
-        untrained: options, with values by which it is made again to get weights of a file, where that differs.
     """
 
     feature_layer: str
@@ -49,7 +48,6 @@ class Net(Recorded, nn.Module):
     head_layers: tuple[str, ...] = ()
     is_trained: bool = False
     expects: Mapping[str, tuple[float, ...]] = MappingProxyType({})
-    untrained: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
 
 def of_images(input_shape: Sequence[int]) -> Shape:

@@ -59,7 +59,7 @@ class HuggingFace(Net):
                 load_backbone(self.model, whole.state_dict(), head, name)
             except BadInput as fault:
                 raise BadInput("pretrained", True, f"{fault.expected}, for {tuple(input_shape)} images") from None
-            self.expects = _expects(transformers, name)
+            self.expects = expected_images(transformers, name, channels)
         self.pooled_layer = f"model.{head}<"
 
     def forward(self, images: Tensor) -> Tensor:
@@ -146,10 +146,15 @@ def library(name: str, expected: str) -> Iterator[Any]:
         raise BadInput("name", name, f"{expected}; it says: {reason(error)}") from None
 
 
-def _expects(transformers: Any, name: str) -> dict[str, tuple[float, ...]]:
+def expected_images(transformers: Any, name: str, channels: int) -> dict[str, tuple[float, ...]]:
     """The mean and deviation of the images that the weights were trained on, if the model says so."""
     try:
         found, _ = transformers.ImageProcessingMixin.get_image_processor_dict(name)
     except OSError:
         return {}
-    return {name: tuple(found[f"image_{name}"]) for name in ("mean", "std") if f"image_{name}" in found}
+    if not found.get("do_normalize", True):
+        return {"mean": (0.0,) * channels, "std": (1.0,) * channels}
+    expected = {name: tuple(found[f"image_{name}"]) for name in ("mean", "std") if f"image_{name}" in found}
+    if found.get("include_top") and "std" in expected:  # EfficientNet's processor divides by the deviation twice
+        expected["std"] = tuple(value**2 for value in expected["std"])
+    return expected

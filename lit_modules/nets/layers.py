@@ -13,6 +13,7 @@ from apprentice.errors import BadInput
 from lit_modules.nets.base import Outputs, is_chain
 
 DEFAULT_LAYER = "default"
+MIDDLE = "middle"
 INPUT = "<"  # after a submodule's path: what it gets, not what it gives
 STAGE = re.compile(r"stage(-?[1-9]\d*)(\.pre)?")
 
@@ -21,13 +22,17 @@ def resolved(net: nn.Module, name: str) -> str:
     """The path of a layer: a submodule's, whose output is meant, or with `<` after it, for its input.
 
     Names that any net of ours has: "default", its feature layer; "pooled", the classifier's input; "stage1" and so on,
-    its stages, from the last "stage-1" backwards; "stage1.pre", the stage before its last ReLU. A net without such a
-    layer gives "".
+    its stages, from the last "stage-1" backwards; "middle", the one in the middle, the second of three or of four;
+    "stage1.pre", the stage before its last ReLU. A net without such a layer gives "".
     """
     known = {DEFAULT_LAYER: getattr(net, "feature_layer", ""), "pooled": getattr(net, "pooled_layer", "")}
     if name in known:
         return known[name]
-    if not (match := STAGE.fullmatch(name)) or name in dict(net.named_modules()):
+    modules = dict(net.named_modules())
+    if name == MIDDLE and name not in modules:
+        stages = getattr(net, "stages", ())
+        return stages[(len(stages) - 1) // 2] if stages else ""
+    if not (match := STAGE.fullmatch(name)) or name in modules:
         return name
     stages = getattr(net, "preactivations" if match[2] else "stages", ())
     number = int(match[1])

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 
 from apprentice.weights import check_weights
+from lit_modules.nets.weights import load_checked, named_as_in
 
 
 def load_backbone(
@@ -18,10 +19,9 @@ def load_backbone(
         BadInput: others don't fit.
     """
     own = net.state_dict()
-    other = {
-        key for key in own if key.startswith(f"{head}.") and key in weights and weights[key].shape != own[key].shape
-    }
-    known = {key: value for key, value in weights.items() if not key.startswith(tuple(unused))}
-    found = {key: own[key] if key in other else value for key, value in known.items()}
-    check_weights(own, found, name, "weights", type(net).__name__)
-    net.load_state_dict(found)
+    named = named_as_in(net, weights, unused)
+    for key, value in named.items():
+        if key.startswith(f"{head}.") and key in own and value.shape != own[key].shape:
+            named[key] = own[key]
+    check_weights(own, named, name, "weights", type(net).__name__)
+    load_checked(net, named)

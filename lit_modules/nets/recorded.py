@@ -10,8 +10,8 @@ import inspect
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from types import FrameType, MappingProxyType
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -34,13 +34,20 @@ class Recorded:
 
     Attributes:
         init_args: by name, as plain data; those that can't be are left out.
+        untrained: options, with values by which it is made again to get weights of a file, where that differs.
     """
 
     init_args: dict[str, Any]
+    untrained: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.init_args = _recorded(self, sys._getframe(1))
+
+    @classmethod
+    def remade_by(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments by which one made with these is made again, to get weights of a file."""
+        return {**arguments, **cls.untrained}
 
 
 def _recorded(recorded: Recorded, frame: FrameType | None) -> dict[str, Any]:
@@ -76,7 +83,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return {"class_path": str(value)}
     if isinstance(value, Recorded):
-        return {"class_path": path_of(type(value)), "init_args": {**value.init_args, **getattr(value, "untrained", {})}}
+        return {"class_path": path_of(type(value)), "init_args": value.remade_by(value.init_args)}
     if isinstance(value, functools.partial) and inspect.isclass(value.func):
         bound = inspect.signature(value.func).bind_partial(*value.args, **value.keywords).arguments
         return {"class_path": path_of(value.func), "init_args": plain(bound), "waits": True}

@@ -75,8 +75,8 @@ class _Split(nn.Module):
         if self.left is not None:
             left, right = self.left(x), x
         else:
-            left, right = x.chunk(2, 1)
-        return _shuffled(torch.cat([left, self.relu(self.right(right))], 1), 2)
+            left, right = x.chunk(2, 1)  # both of ReLU, so that the next one leaves the left as it is
+        return _shuffled(self.relu(torch.cat([left, self.right(right)], 1)), 2)
 
 
 class _ShuffleNet(Net):
@@ -93,6 +93,9 @@ class _ShuffleNet(Net):
         stem = nn.Conv2d(of_images(input_shape)[0], STEM, 1, bias=False)
         self.stem = nn.Sequential(stem, nn.BatchNorm2d(STEM), nn.ReLU())
         self.stage1, self.stage2, self.stage3 = (nn.Sequential(*stage) for stage in stages)
+        self.preactivations = tuple(
+            f"{stage}.{len(blocks) - 1}.relu<" for stage, blocks in zip(self.stages, stages, strict=True)
+        )
         self.last, self.head = last, head
 
     def forward(self, images: Tensor) -> Tensor:
@@ -127,15 +130,12 @@ class ShuffleNetV1(_ShuffleNet):
             stages.append([first, *(_Grouped(width, width, 1, groups) for _ in range(count - 1))])
             channels = width
         super().__init__(input_shape, stages, nn.Identity(), nn.Linear(channels, num_classes))
-        self.preactivations = tuple(
-            f"{stage}.{len(blocks) - 1}.relu<" for stage, blocks in zip(self.stages, stages, strict=True)
-        )
 
 
 class ShuffleNetV2(_ShuffleNet):
     """ShuffleNet V2; 1,355,528 parameters at width 1 for 3 x 32 x 32 images and a hundred classes.
 
-    A stage ends in a shuffle of what ReLU gave and what was never changed: `preactivations` are the stages themselves.
+    `preactivations` are the last block's channels before ReLU and shuffle, as in the code of published tables.
 
     Args:
         width: 0.5, 1.0, 1.5 or 2.0.
@@ -145,8 +145,6 @@ class ShuffleNetV2(_ShuffleNet):
     Raises:
         ValueError: another width.
     """
-
-    preactivations = _ShuffleNet.stages
 
     def __init__(self, width: float = 1.0, input_shape: Shape = (3, 32, 32), num_classes: int = 10) -> None:
         if width not in OF_WIDTH:

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from apprentice.errors import BadInput, first_line
 from apprentice.extras import need
-from apprentice.weights import read_weights
 from lit_modules.nets.base import Net, Shape, of_images
 from lit_modules.nets.pretrained import load_backbone
+from lit_modules.nets.weights import read_weights
 
 
 class Timm(Net):

@@ -3,6 +3,7 @@
 import copy
 import difflib
 import inspect
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -14,12 +15,12 @@ from torch import Tensor, nn
 from torchvision import models
 
 from apprentice.errors import BadInput, first_line
-from apprentice.weights import read_weights
 from lit_modules.nets.base import Net, Norm, Shape, cuttable, norm_layer, of_images
 from lit_modules.nets.layers import observed
 from lit_modules.nets.pretrained import load_backbone
+from lit_modules.nets.weights import read_weights
 
-WITH_AUXILIARY = {"googlenet", "inception_v3"}
+WITH_AUXILIARY = {"googlenet", "inception_v3"}  # heads for training, and another normalisation inside
 # What models do between two children without a module for it.
 GLUES: tuple[tuple[nn.Module, ...], ...] = ((), (nn.Flatten(1),), (nn.AdaptiveAvgPool2d(1), nn.Flatten(1)))
 NOT_MAPS = ("pool", "classifier", "head")  # children whose output may have four dimensions and be no map
@@ -37,6 +38,8 @@ class Torchvision(Net):
         norm: BatchNorm, where the model has it, or GroupNorm in its place.
         weights: DEFAULT or another name of torchvision's weights, downloaded once, or a file of its weights; if the
             head has another number of classes, it stays new. Default: random weights.
+        transform_input: of GoogLeNet and Inception v3: whether they bring images normalised as torchvision's to mean
+            and deviation 0.5, as torchvision's weights expect. Default: with `weights`, as torchvision has it.
 
     Raises:
         BadInput: no such model, or it can't take images of this size, gives no logits (B, classes) or has no such norm;
@@ -45,11 +48,17 @@ class Torchvision(Net):
 
     untrained = MappingProxyType({"weights": None})
 
+    @classmethod
+    def remade_by(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments without weights, but with what these changed."""
+        transforms = _transforms_input(arguments["name"], arguments["weights"], arguments.get("transform_input"))
+        return {**super().remade_by(arguments), "transform_input": transforms or None}
+
     unused_weights = ("model.aux1.", "model.aux2.", "model.AuxLogits.")  # auxiliary heads in torchvision's files
 
     def __init__(
         self, name: str = "resnet18", input_shape: Shape = (3, 32, 32), num_classes: int = 10, norm: Norm = "batch",
-        weights: str | None = None,
+        weights: str | None = None, transform_input: bool | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         known = models.list_models(module=models)
@@ -59,7 +68,9 @@ class Torchvision(Net):
         if of_images(input_shape)[0] not in {1, 3}:
             raise BadInput("name", name, f"images of 1 or 3 channels, not {input_shape[0]}")
         self.name, self.input_shape, self.num_classes = name, tuple(input_shape), num_classes
-        self.model = self._build(norm)
+        if transform_input is not None and name not in WITH_AUXILIARY:
+            raise BadInput("transform_input", transform_input, f"{' or '.join(sorted(WITH_AUXILIARY))}, not {name}")
+        self.model = self._build(norm, _transforms_input(name, weights, transform_input))
         self._name_layers()
         if weights is not None:
             self._load(weights)
@@ -80,11 +91,11 @@ class Torchvision(Net):
         head, *unused = (name.removeprefix("model.") for name in (self.pooled_layer, *self.unused_weights))
         load_backbone(self.model, state, head.removesuffix("<"), weights, unused)
 
-    def _build(self, norm: Norm) -> nn.Module:
+    def _build(self, norm: Norm, transform_input: bool) -> nn.Module:
         builder = models.get_model_builder(self.name)
         options: dict[str, Any] = {"weights": None, "num_classes": self.num_classes}
         if self.name in WITH_AUXILIARY:
-            options |= {"aux_logits": False, "init_weights": True}
+            options |= {"aux_logits": False, "init_weights": True, "transform_input": transform_input}
         if "image_size" in inspect.signature(builder).parameters or self.name.startswith("vit_"):
             options["image_size"] = self.input_shape[-1]
         if norm == "batch":
@@ -137,6 +148,11 @@ class Torchvision(Net):
             like = "a model that is a chain of its children, as resnet50 or vgg11"
             raise BadInput("name", self.name, f"{like}: {self.name} can't be cut into pipeline stages") from None
         return cuttable([_ThreeChannels(), *parts])
+
+
+def _transforms_input(name: str, weights: str | None, transform_input: bool | None) -> bool:
+    """Whether a model normalises its input anew; with weights it does by default, as torchvision's builders do."""
+    return name in WITH_AUXILIARY and (weights is not None if transform_input is None else transform_input)
 
 
 class _ThreeChannels(nn.Module):

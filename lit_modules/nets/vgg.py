@@ -6,17 +6,18 @@ from torch import Tensor, nn
 
 from lit_modules.nets.base import Mean, Net, Shape, cuttable, of_images
 
-LAYERS = {  # convolutions of each stage
+LAYERS = {  # convolutions of the stem and of each stage
     8: (1, 1, 1, 1, 1), 11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4),
 }  # fmt: skip
 WIDTHS = (64, 128, 256, 512, 512)
 
 
 class VGG(Net):
-    """Five stages of 3 x 3 convolutions with BatchNorm and ReLU, pooled, and one linear layer.
+    """A stem and four stages of 3 x 3 convolutions with BatchNorm and ReLU, pooled, and one linear layer.
 
-    VGG-13 has 9,462,180 parameters for 3 x 32 x 32 images and a hundred classes, VGG-8 3,965,028. Maps are halved after
-    each of the first three stages, after the fourth for images of 64 pixels or more, and averaged after the last.
+    VGG-13 has 9,462,180 parameters for 3 x 32 x 32 images and a hundred classes, VGG-8 3,965,028. The first maps count
+    as the stem's, as in the code of published tables, whose methods do not read them. Maps are halved after the stem,
+    after the first two stages, after the third for images of 64 pixels or more, and averaged after the last.
 
     Args:
         depth: 8, 11, 13, 16 or 19.
@@ -27,8 +28,8 @@ class VGG(Net):
         ValueError: images smaller than 8 x 8.
     """
 
-    feature_layer = "stage5"
-    stages = ("stage1", "stage2", "stage3", "stage4", "stage5")
+    feature_layer = "stage4"
+    stages = ("stage1", "stage2", "stage3", "stage4")
     pooled_layer = "head<"
 
     def __init__(
@@ -39,14 +40,14 @@ class VGG(Net):
         if min(height, width) < 8:
             raise ValueError(f"input_shape {tuple(input_shape)}: expected at least 8 x 8 pixels")
         counts = LAYERS[depth]
-        for number, (count, out_channels) in enumerate(zip(counts, WIDTHS, strict=True), 1):
+        for name, count, out_channels in zip(("stem", *self.stages), counts, WIDTHS, strict=True):
             members: list[nn.Module] = []
             for _ in range(count):
                 members += [nn.Conv2d(channels, out_channels, 3, padding=1), nn.BatchNorm2d(out_channels), nn.ReLU()]
                 channels = out_channels
-            self.add_module(f"stage{number}", nn.Sequential(*members))
+            self.add_module(name, nn.Sequential(*members))
         self.preactivations = tuple(
-            f"{stage}.{3 * count - 1}<" for stage, count in zip(self.stages, counts, strict=True)
+            f"{stage}.{3 * count - 1}<" for stage, count in zip(self.stages, counts[1:], strict=True)
         )
         self.pool, self.mean, self.head = nn.MaxPool2d(2), Mean(), nn.Linear(channels, num_classes)
         self.pooled_stages = 4 if min(height, width) >= 64 else 3
@@ -60,8 +61,8 @@ class VGG(Net):
 
     def _layers(self) -> list[nn.Module]:
         parts: list[nn.Module] = []
-        for number, stage in enumerate(self.stages):
-            parts += [self.get_submodule(stage), *[self.pool] * (number < self.pooled_stages)]
+        for number, name in enumerate(("stem", *self.stages)):
+            parts += [self.get_submodule(name), *[self.pool] * (number < self.pooled_stages)]
         return [*parts, self.mean, self.head]
 
     def forward(self, images: Tensor) -> Tensor:

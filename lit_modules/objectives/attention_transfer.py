@@ -33,6 +33,10 @@ class AttentionTransfer(MapsObjective):
         self.at_weight, self.ce_weight = weight("at_weight", at_weight), weight("ce_weight", ce_weight)
         self.squared = squared
 
+    def build(self, student: Outputs, teacher: Outputs | None) -> None:  # noqa: D102
+        super().build(student, teacher)
+        self.check_positions()
+
     def of_teacher(self, maps: Tensor) -> Tensor:
         """(b, H * W): the attention vectors of maps (b, C, H, W)."""
         return _attention(maps)

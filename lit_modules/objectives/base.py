@@ -58,6 +58,7 @@ class Objective(Recorded, nn.Module, ABC):
         relates_rows: whether a row's value depends on other rows, or a buffer changes with them. Then `forward` gets
             the outputs of all rows of the global batch, in order, the same on every rank; `adapt` and `condense` make
             them small, as they are sent. Refused if not declared.
+        fewest_related: rows of a global batch of which relations have a gradient; a run of smaller batches is refused.
         needs_labels: whether it can't do with hidden labels, such as by leaving their rows out of a term.
         peers: names of students whose outputs it reads from `place.peers`.
         search: spaces in which its options are tuned, from the paper's values; an option that is not there keeps its
@@ -70,6 +71,7 @@ class Objective(Recorded, nn.Module, ABC):
     teacher_layers: Mapping[str, str] = MappingProxyType({})
     needs: str = ""
     relates_rows: bool = False
+    fewest_related: int = 1
     needs_labels: bool = False
     peers: Sequence[str] = ()
     search: Mapping[str, Space] = space()

@@ -36,6 +36,10 @@ class CC(EmbeddingObjective):
         self.cc_weight, self.ce_weight = weight("cc_weight", cc_weight), weight("ce_weight", ce_weight)
         self.gamma = positive("gamma", gamma)
 
+    def build(self, student: Outputs, teacher: Outputs | None) -> None:
+        """Refuse embeddings of one value."""
+        self.check_directions(student, "student_layer", self.student_layer, "a layer of more values")
+
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
         k_s, k_t = (_correlations(e, self.gamma) for e in self.embeddings(student, teacher))
         cc = Term((k_s - k_t).square().mean(1), self.cc_weight)

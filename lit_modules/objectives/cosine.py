@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
+from apprentice.errors import BadInput
 from lit_modules.nets.base import Outputs
 from lit_modules.objectives.base import FeatureObjective, Term, weight
 from lit_modules.objectives.cross_entropy import ce_term
@@ -20,6 +21,9 @@ class Cosine(FeatureObjective):
         cosine_weight: weight of the cosine distance between the features.
         ce_weight: weight of the cross-entropy with the labels.
         layers: those of FeatureObjective.
+
+    Raises:
+        BadInput: in `build`, features of one value.
     """
 
     search = space(cosine_weight=Log(0.025, 25))
@@ -27,6 +31,13 @@ class Cosine(FeatureObjective):
     def __init__(self, cosine_weight: float = 0.25, ce_weight: float = 0.75, **layers: Any) -> None:
         super().__init__(**layers)
         self.cosine_weight, self.ce_weight = weight("cosine_weight", cosine_weight), weight("ce_weight", ce_weight)
+
+    def build(self, student: Outputs, teacher: Outputs | None) -> None:
+        """Refuse features of one value."""
+        for flag, features in zip(("student_layer", "teacher_layer"), self.features(student, teacher), strict=True):
+            if features.flatten(1).shape[1] < 2:
+                expected = "a layer of more than one value, whose cosine would be 1 or -1 and has no gradient"
+                raise BadInput(flag, getattr(self, flag), expected)
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
         f_s, f_t = (f.flatten(1) for f in self.features(student, teacher))

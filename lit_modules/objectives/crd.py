@@ -34,6 +34,8 @@ class CRD(EmbeddingObjective):
     classes. If N is `negatives` or less, k runs over all samples of other classes, each once; otherwise K are drawn
     with replacement, from the step and the sample alone.
 
+    Beside `Hinton` (T 4, weight 1), the weight stays 0.8.
+
     The banks take N x 256 floats, the scores of B rows 2 x B x N.
 
     Args:
@@ -48,6 +50,7 @@ class CRD(EmbeddingObjective):
     """
 
     search = space(crd_weight=Log(0.05, 5), temperature=Log(0.03, 0.3))
+    fewest_related = 1  # rows are related to the banks
     needs_labels = True
     bank_s: Tensor
     bank_t: Tensor

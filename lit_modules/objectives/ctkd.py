@@ -20,7 +20,8 @@ class CTKD(LogitObjective):
 
     T = 1 + 20 sigmoid(theta). theta gets the loss's gradient times -lambda, which grows from 0 to 1 in `warmup_epochs`
     as (1 - cos(pi * epoch / warmup_epochs)) / 2: the student's task becomes harder. The weights are those that Tian et
-    al. 2020 (arXiv:1910.10699) have for Hinton's method.
+    al. 2020 (arXiv:1910.10699) have for Hinton's method. The code released with the paper counts whole epochs from 1,
+    so that lambda is 0.02 in the first; ours grows within epochs, from 0.
 
     Args:
         kd_weight: weight of the divergence.

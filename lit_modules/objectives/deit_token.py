@@ -54,10 +54,12 @@ class DeiTToken(LogitObjective):
         self.student_layers = {"student_layer": student_layer, "class_layer": class_layer}
 
     def build(self, student: Outputs, teacher: Outputs | None) -> None:
-        """Refuse a layer that gives no logits."""
+        """Refuse a layer that gives no logits, and what LogitObjective refuses."""
         for flag, path in self.student_layers.items():
             if (found := student.features[path].shape[1:]) != (wanted := student.logits.shape[1:]):
                 raise BadInput(flag, path, f"a head that gives logits {tuple(wanted)}; this layer gives {tuple(found)}")
+        if self.kind == "soft":
+            super().build(student, teacher)
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
         assert teacher is not None

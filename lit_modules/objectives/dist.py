@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from apprentice.errors import BadInput
 from lit_modules.nets.base import Outputs
 from lit_modules.objectives.base import Term, per_sample, weight
 from lit_modules.objectives.cross_entropy import ce_term
@@ -25,6 +26,9 @@ class DIST(LogitObjective):
         intra_weight: weight of the correlation over samples.
         ce_weight: weight of the cross-entropy with the labels.
         standardize: that of LogitObjective.
+
+    Raises:
+        BadInput: in `build`, `inter_weight` and two classes, as two probabilities correlate by 1 or -1.
     """
 
     search = space(temperature=Log(1, 8), inter_weight=Log(0.2, 20), intra_weight=Log(0.2, 20))
@@ -42,6 +46,14 @@ class DIST(LogitObjective):
         self.inter_weight = weight("inter_weight", inter_weight)
         self.intra_weight = weight("intra_weight", intra_weight)
         self.ce_weight = weight("ce_weight", ce_weight)
+
+    def build(self, student: Outputs, teacher: Outputs | None) -> None:
+        """Refuse correlations of two values, which have no gradient; each token is a sample of its own."""
+        super().build(student, teacher)
+        if self.inter_weight and (classes := student.logits.shape[-1]) < 3:
+            why = "two probabilities always correlate by 1 or -1"
+            raise BadInput("inter_weight", self.inter_weight, f"0, as there are {classes} classes: {why}")
+        self.fewest_related = 3 if self.intra_weight and student.logits.dim() == 2 else 1
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
         p_s, p_t = (z.softmax(-1).flatten(0, -2) for z in self.tempered(student, teacher))  # tokens are samples

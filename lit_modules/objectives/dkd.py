@@ -3,11 +3,17 @@
 import torch
 from torch import Tensor
 
-from apprentice.errors import BadInput
 from lit_modules.nets.base import Outputs
 from lit_modules.objectives.base import Term, weight
 from lit_modules.objectives.cross_entropy import ce_term
-from lit_modules.objectives.logits import LogitObjective, check_classes, divergence, split_at_label
+from lit_modules.objectives.logits import (
+    LogitObjective,
+    check_classes,
+    checked_warmup,
+    divergence,
+    split_at_label,
+    whole_epochs_share,
+)
 from lit_modules.objectives.search import Log, space
 
 
@@ -15,8 +21,9 @@ class DKD(LogitObjective):
     """w * T^2 * (alpha * TCKD + beta * NCKD) + ce_weight * CE.
 
     TCKD is the divergence between the teacher's and the student's (p_y, 1 - p_y), y the label; NCKD that between their
-    distributions over the other classes. Hinton's divergence is TCKD + (1 - p_y) NCKD with the teacher's p_y. The paper
-    chooses beta for each pair of nets: 2 for ResNets of CIFAR, 6 for others, 8 most often.
+    distributions over the other classes. Hinton's divergence is TCKD + (1 - p_y) NCKD with the teacher's p_y. The code
+    released with the paper chooses beta for each pair of nets: 2 for ResNet-20 and 32, 6 for the students of VGG-13 and
+    WRN students, 8 for the others.
 
     Args:
         alpha: weight of TCKD.
@@ -44,15 +51,14 @@ class DKD(LogitObjective):
         standardize: bool = False,
     ) -> None:
         super().__init__(temperature, standardize)
-        if warmup < 0:
-            raise BadInput("warmup", warmup, "a number of epochs, 0 or more")
         self.alpha = weight("alpha", alpha)
         self.beta = weight("beta", beta)
         self.ce_weight = weight("ce_weight", ce_weight)
-        self.warmup = warmup
+        self.warmup = checked_warmup(warmup)
 
     def build(self, student: Outputs, teacher: Outputs | None) -> None:
         """Refuse two classes."""
+        super().build(student, teacher)
         check_classes(student, "DKD")
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
@@ -60,8 +66,7 @@ class DKD(LogitObjective):
         target = divergence(*(torch.stack(parts[:2], -1) for parts in (theirs, own)))
         # Of the label's own class both logarithms are 0: their difference counts nothing.
         others = divergence(theirs[2], own[2])
-        scale = min((int(self.place.epoch) + 1) / self.warmup, 1.0) if self.warmup else 1.0
-        scale *= self.temperature**2
+        scale = whole_epochs_share(self.place.epoch, self.warmup) * self.temperature**2
         return {
             "tckd": Term(target, scale * self.alpha, labelled=True),
             "nckd": Term(others, scale * self.beta, labelled=True),

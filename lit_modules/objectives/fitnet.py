@@ -4,6 +4,7 @@ from torch import Tensor, nn
 
 from apprentice.errors import BadInput
 from lit_modules.nets.base import Outputs
+from lit_modules.nets.layers import MIDDLE
 from lit_modules.objectives.base import FeatureObjective, Term, weight
 from lit_modules.objectives.cross_entropy import ce_term
 from lit_modules.objectives.maps import check_map
@@ -22,7 +23,8 @@ class FitNet(FeatureObjective):
     Args:
         hint_weight: weight of the squared difference, a mean over channels and positions.
         ce_weight: weight of the cross-entropy with the labels.
-        student_layer: path of the student's layer; by default the last stage but one, the second of three.
+        student_layer: path of the student's layer; by default its middle stage, the second of three or of four, as in
+            that comparison.
         teacher_layer: path of the teacher's.
 
     Raises:
@@ -32,16 +34,16 @@ class FitNet(FeatureObjective):
     # The paper takes the middle layer of each net; any two layers fit, so each is searched by itself.
     search = space(
         hint_weight=Log(1, 1000),
-        student_layer=Choice(("stage-2", "stage-1")),
-        teacher_layer=Choice(("stage-2", "stage-1")),
+        student_layer=Choice((MIDDLE, "stage-1")),
+        teacher_layer=Choice((MIDDLE, "stage-1")),
     )
 
     def __init__(
         self,
         hint_weight: float = 100.0,
         ce_weight: float = 1.0,
-        student_layer: str = "stage-2",
-        teacher_layer: str = "stage-2",
+        student_layer: str = MIDDLE,
+        teacher_layer: str = MIDDLE,
     ) -> None:
         super().__init__(student_layer, teacher_layer)
         self.hint_weight, self.ce_weight = weight("hint_weight", hint_weight), weight("ce_weight", ce_weight)

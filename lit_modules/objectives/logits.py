@@ -22,11 +22,20 @@ class LogitObjective(Objective):
         standardize: whether logits are first brought to mean 0 and deviation 1 over the classes (Sun et al. 2024,
             arXiv:2403.01427), so that the student learns their relation and not their range; the paper has T 2 and a
             weight of 9, 0.1 for the cross-entropy.
+
+    Raises:
+        BadInput: in `build`, `standardize` and two classes, whose standardised logits are the same for all samples but
+            for the sign.
     """
 
     def __init__(self, temperature: float = 1.0, standardize: bool = False) -> None:
         super().__init__()
         self.temperature, self.standardize = checked_temperature(temperature), standardize
+
+    def build(self, student: Outputs, teacher: Outputs | None) -> None:  # noqa: D102
+        if self.standardize and (classes := student.logits.shape[-1]) < 3:
+            why = "standardised logits of two are always 0.707 and -0.707, and have no gradient"
+            raise BadInput("standardize", True, f"at least 3 classes, not {classes}: {why}")
 
     def tempered(self, student: Outputs, teacher: Outputs | None) -> tuple[Tensor, Tensor]:
         """Logits over T of the student and of the teacher, (b, ..., classes)."""
@@ -79,6 +88,18 @@ def split_at_label(z: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, T
 def divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
     """(b,) of KL(p || q) from logarithms (b, ..., parts); where both are 0 it counts nothing."""
     return per_sample((log_p.exp() * (log_p - log_q)).sum(-1))
+
+
+def whole_epochs_share(epoch: float, warmup: int) -> float:
+    """The share of a weight that grows in `warmup` epochs: 1 / warmup in the first, the whole in the last; 0: none."""
+    return min((int(epoch) + 1) / warmup, 1.0) if warmup else 1.0
+
+
+def checked_warmup(warmup: int) -> int:
+    """The epochs in which a weight grows, if they are none or more; raises BadInput otherwise."""
+    if warmup < 0:
+        raise BadInput("warmup", warmup, "a number of epochs, 0 or more")
+    return warmup
 
 
 def check_classes(student: Outputs, name: str, fewest: int = 3) -> None:

@@ -30,6 +30,13 @@ class MapsObjective(StagesObjective):
                 check_map(option, path, outputs.features[path])
         self.sizes = [smaller(f_s, f_t) for f_s, f_t in super().pairs(student, teacher)]
 
+    def check_positions(self) -> None:
+        """Raise BadInput if all maps have one position: divided by its length, it is the same for all samples."""
+        if all(size == (1, 1) for size in self.sizes):
+            paths = ", ".join(self.student_layers.values())
+            expected = "layers of which one at least gives maps larger than 1 x 1, whose attention is constant"
+            raise BadInput("student_stages", f"[{paths}]", expected)
+
     def of_teacher(self, maps: Tensor) -> Tensor:
         """What is compared of a teacher's maps (b, C, H, W), without parameters."""
         return maps

@@ -45,6 +45,7 @@ class NKD(LogitObjective):
 
     def build(self, student: Outputs, teacher: Outputs | None) -> None:
         """Refuse two classes."""
+        super().build(student, teacher)
         check_classes(student, "NKD")
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102

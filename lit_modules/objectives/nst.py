@@ -34,6 +34,10 @@ class NST(MapsObjective):
         super().__init__(**layers)
         self.nst_weight, self.ce_weight = weight("nst_weight", nst_weight), weight("ce_weight", ce_weight)
 
+    def build(self, student: Outputs, teacher: Outputs | None) -> None:  # noqa: D102
+        super().build(student, teacher)
+        self.check_positions()
+
     def of_teacher(self, maps: Tensor) -> Tensor:
         """(b, C, H * W): each channel's map divided by its length."""
         return _selectivity(maps)

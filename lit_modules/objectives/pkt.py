@@ -32,6 +32,10 @@ class PKT(EmbeddingObjective):
         super().__init__(**layers)
         self.pkt_weight, self.ce_weight = weight("pkt_weight", pkt_weight), weight("ce_weight", ce_weight)
 
+    def build(self, student: Outputs, teacher: Outputs | None) -> None:
+        """Refuse embeddings of one value."""
+        self.check_directions(student, "student_layer", self.student_layer, "a layer of more values")
+
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
         p_s, p_t = (_similarities(e) for e in self.embeddings(student, teacher))
         pkt = Term((p_t * ((p_t + EPS) / (p_s + EPS)).log()).mean(1), self.pkt_weight)

@@ -18,10 +18,11 @@ SAME = 1e-6  # embeddings closer than this have no direction between them
 class RKD(EmbeddingObjective):
     """distance_weight * distances + angle_weight * angles + ce_weight * CE, of all pairs and triples of a global batch.
 
-    Distances: the Huber loss between |e_i - e_j| of student and teacher, each divided by its mean over the
-    pairs. Angles: that between the cosines of the angles at sample i of the triangle with j and k. Means
-    are over all pairs (i, j) and triples (i, j, k), i = j among them, as in the code released with the paper, which has
-    these weights too.
+    Distances: the Huber loss between |e_i - e_j| of student and teacher, each divided by its mean over the B (B - 1)
+    pairs of different samples, equal embeddings among them (equation 4). Angles: that between the cosines of the angles
+    at sample i of the triangle with j and k. The losses are means over all pairs (i, j) and triples (i, j, k), i = j
+    among them, as in the code released with the paper. The weights are those of the comparison by Tian et al. 2020
+    (arXiv:1910.10699); the released code's for metric learning are 1 and 2.
 
     Memory and time of the angles grow with the cube of the batch.
 
@@ -32,6 +33,7 @@ class RKD(EmbeddingObjective):
         layers: those of EmbeddingObjective.
     """
 
+    fewest_related = 3  # the distance of two rows is its own mean, and they have no angle
     search = space(distance_weight=Log(2.5, 250), angle_weight=Log(5, 500))
 
     def __init__(
@@ -41,6 +43,11 @@ class RKD(EmbeddingObjective):
         self.distance_weight = weight("distance_weight", distance_weight)
         self.angle_weight = weight("angle_weight", angle_weight)
         self.ce_weight = weight("ce_weight", ce_weight)
+
+    def build(self, student: Outputs, teacher: Outputs | None) -> None:
+        """Refuse angles of embeddings of one value."""
+        if self.angle_weight:
+            self.check_directions(student, "angle_weight", self.angle_weight, "0")
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
         e_s, e_t = self.embeddings(student, teacher)
@@ -53,11 +60,12 @@ class RKD(EmbeddingObjective):
 
 
 def _distances(e: Tensor) -> Tensor:
-    """(B, B) distances between the rows of e (B, d), over the mean of those above zero; 0 on the diagonal."""
+    """(B, B) distances between the rows of e (B, d), over their mean without the diagonal; all 0 if rows are equal."""
     found = (e[:, None] - e).square().sum(-1)  # not by products of e with itself, which lose digits far from zero
     near = found < SAME**2
     distances = found.where(~near, 1.0).sqrt().where(~near, 0.0)
-    return distances / (distances.sum() / (~near).sum().clamp(min=1)).where(~near.all(), 1.0)
+    mean = distances.sum() / max(len(e) * (len(e) - 1), 1)
+    return distances / mean.where(~near.all(), 1.0)
 
 
 def _angles(e: Tensor) -> Tensor:

@@ -14,8 +14,9 @@ from lit_modules.objectives.search import Log, space
 class SP(EmbeddingObjective):
     """sp_weight * sum over j of (G_s - G_t)_ij^2 / B + ce_weight * CE, G_i the row i of f f^T divided by its length.
 
-    f has a flattened map for each sample of the global batch; here of one pair of layers. The weight is that of the
-    comparison by Tian et al. 2020 (arXiv:1910.10699).
+    f has a flattened map for each sample of the global batch, of one pair of layers, by default the last stages. The
+    paper sums over several pairs; one, and the weight, are those of the comparison by Tian et al. 2020
+    (arXiv:1910.10699).
 
     Args:
         sp_weight: weight of the difference of similarities.

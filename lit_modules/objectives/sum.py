@@ -63,6 +63,7 @@ class Sum(Objective):
         for i, objective in self._parts():
             with naming(f"objectives.{i}"):
                 objective.build(student, teacher)
+        self.fewest_related = max(objective.fewest_related for _, objective in self._parts())
 
     def parts(self) -> list[nn.Module]:
         """The parts of all objectives."""

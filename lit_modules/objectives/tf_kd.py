@@ -18,7 +18,7 @@ class TfKD(Objective):
 
     u has `correct` for the label and equal shares for the others; u^T and p_s^T are softened by T, u^T in proportion to
     u^(1/T). The code released with the paper differs: softmax(u / T), which is almost uniform, a student at T 1, and a
-    mean over classes too.
+    mean over classes too. It chooses alpha and T for each net: 0.1 and 20 for ResNet-18, up to 0.95 and 40 for others.
 
     Args:
         alpha: weight of the divergence.

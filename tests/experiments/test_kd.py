@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from apprentice.errors import BadInput
-from apprentice.weights import load_weights
 from datamodules import Digits
 from experiments import hardware, kd
 from harness.runs.environment import limit_threads
 from harness.runs.nets import load_net
 from lit_modules.nets import LightNN
+from lit_modules.nets.weights import load_weights
 from tests.commands import left_by_overwriting, refused, results
 from tests.processes import Run
 from tests.training import assert_same, net

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 import datamodules
 from apprentice.errors import BadInput
-from apprentice.weights import load_weights
 from experiments import compare
 from harness.config.messages import one_line_errors
 from harness.reports.results import load_record
@@ -26,6 +25,7 @@ from harness.runs import files, folders, safepoints
 from harness.runs.nets import load_net, save_net, spec
 from harness.studies.language_model import read_vocabulary
 from lit_modules.nets import LightNN
+from lit_modules.nets.weights import load_weights
 from tests.bake_off_facts import results as bake_off
 
 SHAPE = {"input_shape": (1, 8, 8), "num_classes": 10}

@@ -19,11 +19,12 @@ from torchvision import models
 
 import strategies
 from apprentice.errors import BadInput
-from apprentice.weights import check_weights, load_weights
+from apprentice.weights import check_weights
 from experiments import kd
 from harness import config as cli
 from harness.runs.trainer import trainers
 from lit_modules.nets import Torchvision
+from lit_modules.nets.weights import load_weights
 from lit_modules.objectives import CrossEntropy
 from tests.grids import mostly_slow
 from tests.processes import Run

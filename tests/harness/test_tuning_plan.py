@@ -82,7 +82,7 @@ def test_layers_are_searched_where_a_method_or_a_flag_names_them(run: Any) -> No
         name: {setup.choice.init_args["student_layer"] for setup in found}
         for name, found in tuning.trials(made, setups).items()
     }
-    assert tried == {"cosine": {"default", "stage1", "stage2"}, "fitnet": {"stage-2", "stage-1"}, "hint": {"default"}}
+    assert tried == {"cosine": {"default", "stage1", "stage2"}, "fitnet": {"middle", "stage-1"}, "hint": {"default"}}
 
 
 def test_settings_are_never_the_same_twice(run: Any, capfd: pytest.CaptureFixture[str]) -> None:

@@ -355,6 +355,21 @@ def test_layers_without_maps_are_refused(make: Callable[..., Objective], options
     assert "\n" not in str(fault.value)
 
 
+@pytest.mark.parametrize("make", [AttentionTransfer, NST])
+def test_maps_of_one_position_have_no_gradient_and_are_refused(make: Callable[..., Objective]) -> None:
+    layers = {"student_stages": ["l0"], "teacher_stages": ["l0"]}
+    objective = make(**layers)
+    objective.choose(nn.Identity(), nn.Identity())
+    student, teacher = (Outputs(torch.zeros(3, CLASSES), {"l0": torch.rand(3, 2, 1, 1)}) for _ in range(2))
+    line = r"^--student_stages \[l0\]: expected layers of which one at least gives maps larger than 1 x 1"
+    with pytest.raises(BadInput, match=line):
+        objective.build(student, teacher)
+    f_s = student.features["l0"].requires_grad_()
+    terms = objective(student, objective.condense(teacher), torch.zeros(3, dtype=torch.int64))
+    loss = next(iter(terms.values())).values.mean()
+    assert torch.autograd.grad(loss, f_s)[0].abs().max() < 1e-6
+
+
 @pytest.mark.parametrize("make", [AttentionTransfer, NST, VID, ReviewKD])
 def test_tokens_are_refused(make: Callable[..., Objective]) -> None:
     gpt = GPT(vocab_size=7, block_size=4, num_layers=2, embed_dim=8, num_heads=2)

@@ -2,6 +2,7 @@
 
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from datamodules import Text
 from experiments import gpt, kd
 from harness.runs.nets import load_net
 from lit_modules.nets import HuggingFace, HuggingFaceLM
+from lit_modules.nets.hugging_face import expected_images
 from tests.commands import results
 from tests.processes import Run
 
@@ -124,3 +126,13 @@ def _language_models(folder: Path) -> None:
     size = ["--net.num_layers", "1", "--net.num_heads", "1", "--net.embed_dim", "8", "--data.tokenizer", name]
     gpt.main([*flags[2:6], *size, "--seeds", "1", "--trainer.max_steps", "2", "--out", str(folder / "gpt")])
     gpt.main(["--sample", "the", "--run", str(folder / "gpt")])
+
+
+@pytest.mark.parametrize(
+    ("more", "mean", "std"),
+    [({}, (0.3,), (0.2,)), ({"do_normalize": False}, (0.0,), (1.0,)), ({"include_top": True}, (0.3,), (0.2**2,))],
+)
+def test_images_are_expected_as_the_processor_makes_them(more: dict, mean: tuple, std: tuple) -> None:
+    found = {"image_mean": [0.3], "image_std": [0.2], **more}
+    library = SimpleNamespace(ImageProcessingMixin=SimpleNamespace(get_image_processor_dict=lambda _: (found, {})))
+    assert expected_images(library, "FOLDER", 1) == {"mean": mean, "std": std}

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,9 +25,11 @@ from lit_modules.objectives import (
     Hinton,
     JensenShannon,
     LogitMSE,
+    LogitObjective,
     Objective,
     Place,
     ReverseKL,
+    Sum,
     Term,
     TfKD,
 )
@@ -94,13 +97,13 @@ def wttm(s: Tensor, t: Tensor, y: int) -> Tensor:
     return 4 * powers.sum() * kl(powers / powers.sum(), p(s)) + ce(s, t, y)
 
 
-def rld(s: Tensor, t: Tensor, y: int) -> Tensor:
-    top, own = p(t).max(), p(s)[y]
+def rld(s: Tensor, t: Tensor, y: int, scd: float = 1.0) -> Tensor:
+    top, own = p(t, scd).max(), p(s, scd)[y]
     confidence = kl(torch.stack([top, 1 - top]), torch.stack([own, 1 - own]))
     lower = [c for c in range(len(t)) if t[c] < t[y]]
     masked = [z[lower] for z in (t, s)]
     correlation = kl(*(p(z, 4.0) for z in masked)) if lower else 0.0
-    return confidence + 8 * 16 * correlation + ce(s, t, y)
+    return 3 / 20 * (scd**2 * confidence + 8 * 16 * correlation) + ce(s, t, y)  # the third epoch of twenty
 
 
 def tfkd(s: Tensor, t: Tensor, y: int) -> Tensor:
@@ -129,6 +132,7 @@ METHODS: dict[str, tuple[Callable[[], Objective], Loss]] = {
     "ttm": (TTM, ttm),
     "wttm": (lambda: TTM(0.2, 4.0, weighted=True), wttm),
     "rld": (RLD, rld),
+    "rld at one temperature": (lambda: RLD(scd_temperature=4.0), partial(rld, scd=4.0)),
     "mse": (lambda: LogitMSE(0.5), lambda s, t, y: 0.5 * (s - t).square().sum() / C + ce(s, t, y)),
     "tfkd": (TfKD, tfkd),
     "ctkd": (lambda: CTKD().double(), ctkd),
@@ -175,13 +179,17 @@ def test_kd_is_the_sum_of_what_dkd_decouples() -> None:
     torch.testing.assert_close(whole, terms["tckd"].values + (1 - target) * terms["nckd"].values, rtol=0, atol=1e-12)
 
 
-def test_dkd_warms_up_by_whole_epochs() -> None:
-    objective, student, teacher, y = DKD(), outputs(1), outputs(2), labels()
-    weights = []
-    for epoch in (0.0, 0.9, 1.0, 18.9, 19.0, 300.0):
+@pytest.mark.parametrize(("make", "weights"), [(DKD, {"tckd": 16, "nckd": 128}), (RLD, {"scd": 1, "mcd": 128})])
+def test_methods_warm_up_by_whole_epochs(make: Callable[..., Objective], weights: dict[str, float]) -> None:
+    objective, student, teacher, y = make(), outputs(1), outputs(2), labels()
+    shares = {0.0: 1 / 20, 0.9: 1 / 20, 1.0: 2 / 20, 18.9: 19 / 20, 19.0: 1, 300.0: 1}
+    for epoch, share in shares.items():
         objective.place = Place(epoch=epoch)
-        weights.append(objective.terms(student, teacher, y)["nckd"].weight / 16 / 8)
-    assert weights == pytest.approx([1 / 20, 1 / 20, 2 / 20, 19 / 20, 1, 1])
+        found = objective.terms(student, teacher, y)
+        assert {name: found[name].weight for name in weights} == pytest.approx(
+            {name: share * weight for name, weight in weights.items()}
+        )
+    assert make(warmup=0).terms(student, teacher, y).keys() == found.keys()
 
 
 EVERY: dict[str, Callable[..., Objective]] = {
@@ -271,6 +279,39 @@ def test_two_classes_have_no_others(method: Callable[[], Objective]) -> None:
     nets = [net(make, num_classes=2) for make in (DeepNN, DeepNN)]
     with pytest.raises(BadInput, match=r"^--variants\.a\.classes 2: expected at least 3: \w+ compares classes other"):
         Distillation(nets[0], {"a": (nets[1], method())}, input_shape=SHAPE, num_classes=2)
+
+
+def two_classes(objective: Objective) -> Distillation:
+    teacher, student = (net(DeepNN, num_classes=2) for _ in range(2))
+    return Distillation(teacher, {"a": (student, objective)}, input_shape=SHAPE, num_classes=2)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [CTKD, DIST, Hinton, JensenShannon, LogitMSE, ReverseKL, TTM, partial(DIST, inter_weight=0.0)],
+    ids=lambda make: getattr(make, "__name__", "intra"),
+)
+def test_two_standardised_logits_have_no_gradient_and_are_refused(make: Callable[..., LogitObjective]) -> None:
+    line = r"^--variants\.a\.standardize True: expected at least 3 classes, not 2: standardised logits of two are"
+    with pytest.raises(BadInput, match=line):
+        two_classes(make(standardize=True))
+    student, teacher = (outputs(seed, classes=2) for seed in (1, 2))
+    found = {k: t for k, t in terms(make(standardize=True), student, teacher, labels() % 2).items() if not t.is_ce}
+    loss = sum((term.values.mean() * term.weight for term in found.values()), start=torch.zeros(()))
+    assert torch.autograd.grad(loss, student.logits)[0].abs().max() < 1e-5
+
+
+def test_two_probabilities_always_correlate_and_are_refused() -> None:
+    line = r"^--variants\.a\.inter_weight 2\.0: expected 0, as there are 2 classes: two probabilities always correlate"
+    with pytest.raises(BadInput, match=line):
+        two_classes(DIST())
+    with pytest.raises(BadInput, match=r"^--variants\.a\.objectives\.1\.inter_weight 2\.0: expected 0, as "):
+        two_classes(Sum([Hinton(), DIST()]))
+    two_classes(DIST(inter_weight=0.0))
+    two_classes(DeiTToken(student_layer="classifier", class_layer="classifier", standardize=True))
+    student, teacher = (outputs(seed, classes=2) for seed in (1, 2))
+    inter = terms(DIST(), student, teacher, labels() % 2)["inter"].values.mean()
+    assert torch.autograd.grad(inter, student.logits)[0].abs().max() < 1e-6
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Nets that begin with weights of others, and models that give more than logits."""
 
 import shutil
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +13,12 @@ from torchvision import models
 
 from apprentice.errors import BadInput
 from apprentice.keyed import with_seed
-from apprentice.weights import load_weights
 from experiments import kd
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import LightNN, Timm, Torchvision, giving_logits
 from lit_modules.nets import run as run_net
-from lit_modules.nets.recorded import plain
+from lit_modules.nets.recorded import made, plain
+from lit_modules.nets.weights import load_weights
 from tests.processes import Run
 from tests.training import digits, fit
 
@@ -71,6 +72,38 @@ def test_named_weights_are_downloaded_and_name_their_images(
     monkeypatch.setattr(enum, "get_state_dict", offline)
     with pytest.raises(BadInput, match=r"^--weights DEFAULT: expected weights that can be downloaded \(no network\)$"):
         Torchvision("resnet18", weights="DEFAULT")
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("googlenet", 64), pytest.param("inception_v3", 96, marks=pytest.mark.slow)]
+)
+def test_weights_bring_the_normalisation_that_torchvision_gives_them(
+    name: str, size: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    net = models.get_model(name, weights=None, init_weights=False)
+    for module in net.modules():
+        if isinstance(module, nn.Conv2d):  # whose usual first weights give nearly the same logits for any image
+            with_seed(3, partial(nn.init.kaiming_normal_, module.weight))
+    state = net.state_dict()
+    enum = models.get_model_weights(name)
+    monkeypatch.setattr(enum, "get_state_dict", lambda self, **_: state)
+    file = str(tmp_path / "w.pth")
+    torch.save(state, file)
+    theirs = models.get_model(name, weights="DEFAULT").eval()
+    images = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0))
+    files = {weights: Torchvision(name, (3, size, size), 1000, weights=weights) for weights in ("DEFAULT", file)}
+    for ours in files.values():
+        assert torch.equal(ours.eval()(images), theirs(images))
+    again = made(plain(files["DEFAULT"]))  # without the weights, which a file of its own has
+    again.load_state_dict(files["DEFAULT"].state_dict())
+    assert torch.equal(again.eval()(images), theirs(images))
+    chosen = Torchvision(name, (3, size, size), 1000, weights="DEFAULT", transform_input=False).eval()
+    assert not torch.equal(chosen(images), theirs(images))
+
+
+def test_only_some_models_normalise_their_input() -> None:
+    with pytest.raises(BadInput, match=r"^--transform_input True: expected googlenet or inception_v3, not resnet18$"):
+        Torchvision("resnet18", transform_input=True)
 
 
 def test_part_of_a_checkpoint_loads_and_the_rest_is_named(tmp_path: Path) -> None:

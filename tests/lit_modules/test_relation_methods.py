@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_modules.nets import Outputs
-from lit_modules.objectives import PKT, RKD, SP, Objective
+from apprentice.errors import BadInput
+from lit_modules.distillation import Distillation
+from lit_modules.nets import LightNN, Outputs
+from lit_modules.objectives import CC, DIST, PKT, RKD, SP, Cosine, Objective
 from lit_modules.objectives.embeddings import EmbeddingObjective
+from tests.training import SHAPE, digits, fit, net
 
 B, C = 6, 4
 METHODS: dict[str, Callable[[], EmbeddingObjective]] = {"rkd": RKD, "sp": SP, "pkt": PKT}
@@ -80,6 +83,22 @@ def test_equals_the_formula_and_its_gradients(name: str, formula: Callable, tole
     torch.testing.assert_close(*grads, rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("equal", [2, 8])
+def test_distances_of_equal_rows_count_in_their_mean(equal: int) -> None:
+    """Park et al., equation 4: mu divides by all pairs of different samples, B (B - 1), whatever their distance."""
+    student, teacher = outputs(1, 5, rows=16), outputs(2, 7, rows=16)
+    s, t = student.features["pooled"], teacher.features["pooled"].detach()
+    with torch.no_grad():
+        s[:equal] = s[0]
+    labels = torch.zeros(16, dtype=torch.int64)
+    ours = RKD(distance_weight=1.0, angle_weight=0.0)(student, teacher, labels)["distance"].values.mean()
+    d_s, d_t = (torch.stack([torch.stack([(a - b).norm() for b in e]) for a in e]) for e in (s, t))
+    d_s, d_t = (d / (d.sum() / (16 * 15)) for d in (d_s, d_t))
+    theirs = torch.stack([huber(x) for x in (d_s - d_t).flatten()]).mean()
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    torch.testing.assert_close(*(torch.autograd.grad(x, s)[0] for x in (ours, theirs)), rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("batch", ["duplicates", "constant", "zeros", "one row", "no row"])
 def test_degenerate_batches_are_finite(name: str, batch: str) -> None:
@@ -109,3 +128,38 @@ def test_float32_far_from_zero_keeps_its_digits(name: str) -> None:
     found, expected = at(name, *rounded)[1], at(name, *exact)[1]
     scale = {"rkd": 1e-4, "sp": 1e-3, "pkt": 1e-3}[name]
     torch.testing.assert_close(found.double(), expected, rtol=scale, atol=scale)
+
+
+@pytest.mark.parametrize("objective", [PKT(), CC(), RKD(), Cosine(student_layer="pooled", teacher_layer="pooled")])
+def test_cosines_of_one_value_have_no_gradient_and_are_refused(objective: Objective) -> None:
+    student, teacher = outputs(1, 1), outputs(2, 7)
+    with pytest.raises(BadInput, match=r"expected .* more .*value|expected 0: pooled of the student has one value"):
+        objective.build(student, teacher)
+    objective.build(outputs(1, 2), teacher)
+    if isinstance(objective, PKT):
+        return  # what its 1e-7 leaves of the gradient is large, as P_s is 0 or constant
+    terms = objective(student, teacher, torch.zeros(B, dtype=torch.int64))
+    name = "angle" if isinstance(objective, RKD) else next(iter(terms))
+    (gradient,) = torch.autograd.grad(terms[name].values.mean(), student.features["pooled"])
+    assert gradient.abs().max() < 1e-6
+
+
+@pytest.mark.parametrize(("objective", "fewest"), [(RKD(), 3), (DIST(1.0), 3), (PKT(), 2), (SP(), 2), (CC(), 2)])
+def test_relations_of_too_few_rows_have_no_gradient_and_are_refused(objective: Objective, fewest: int) -> None:
+    for rows in (fewest - 1, fewest):
+        student, teacher = outputs(1, 5, rows), outputs(2, 7, rows)
+        for found in (student, teacher):
+            found.features["default"] = found.features["pooled"]
+        terms = objective(student, teacher, torch.zeros(rows, dtype=torch.int64))
+        related = [terms["intra"]] if "intra" in terms else [term for term in terms.values() if not term.is_ce]
+        inputs = [student.logits, student.features["pooled"]]
+        loss = sum((term.values.mean() for term in related), start=torch.zeros(()))
+        gradients = torch.autograd.grad(loss, inputs, allow_unused=True)
+        slope = max(g.abs().max() for g in gradients if g is not None)
+        assert (slope > (1e-2 if isinstance(objective, DIST) else 1e-6)) == (rows == fewest)  # DIST: its 1e-8
+    students = {"a": (net(LightNN), objective)}
+    module = Distillation(net(LightNN), students, input_shape=SHAPE)
+    module.check_batch(fewest)
+    line = rf"^--data\.batch_size {fewest - 1}: expected at least {fewest}: {type(objective).__name__} relates samples"
+    with pytest.raises(BadInput, match=line):
+        fit(module, digits(batch_size=fewest - 1, train_size=12), max_epochs=1)
