@@ -142,7 +142,8 @@ def test_a_limited_run_says_so_and_is_not_compared_with_a_whole_one(tmp_path: Pa
     )
 
 
-def test_a_texts_run_counts_what_it_used(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("held_out", "predicted"), [("0.1", 44), ("0", 0)])
+def test_a_texts_run_counts_what_it_used(held_out: str, predicted: int, tmp_path: Path) -> None:
     flags = ["--data.path", str(written(tmp_path)), "--data.block_size", "8", "--trainer.max_steps", "2"]
     flags += [
         "--net.num_layers",
@@ -154,8 +155,10 @@ def test_a_texts_run_counts_what_it_used(tmp_path: Path) -> None:
         "--trainer.val_check_interval",
         "1",
     ]
-    gpt.main([*flags, "--trainer.limit_train_batches", "2", "--out", str(tmp_path / "run")])
-    assert results(tmp_path / "run")["data"] == {"name": "Text", "train": 2 * 12 * 8, "validation": 49, "test": 49}
+    flags += ["--trainer.limit_train_batches", "2", "--data.validation_size", held_out]
+    gpt.main([*flags, "--out", str(tmp_path / "run")])
+    sizes = {"train": 2 * 12 * 8, "validation": predicted, "test": 49}
+    assert results(tmp_path / "run")["data"] == {"name": "Text", **sizes}
 
 
 REFUSED = {

@@ -12,7 +12,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from datamodules import Digits
+from datamodules import Digits, InMemoryData, Text
 from datamodules.splits import Split
 from experiments import kd
 from harness.reports import tuning as reports
@@ -28,6 +28,7 @@ from tests.commands import refused, results
 from tests.figures import sketch
 from tests.grids import mostly_slow
 from tests.harness.test_resume import kill_at
+from tests.language import written
 from tests.processes import Run
 from tests.training import assert_same
 
@@ -144,18 +145,41 @@ class Counted(Split):
         Counted.counts += torch.bincount(chosen, minlength=len(self.labels))
         return super().take(chosen)
 
-
-class CountedDigits(Digits):
-    """Digits, whichever way its test samples are read."""
-
-    def hold(self, source: Any, places: Tensor) -> Any:
-        held = super().hold(source, places)
-        return Counted(*held) if len(places) == self.test_size else held
+    @classmethod
+    def of(cls, test: Any) -> "Counted":
+        cls.counts = torch.zeros(len(test.labels), dtype=torch.int64)
+        return cls(*test)
 
 
-def test_a_test_sample_is_read_once_for_each_fit_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class CountsTest(InMemoryData):
+    """A data set, whichever way its test samples are read."""
+
+    def setup(self, stage: str | None = None) -> None:
+        new = not self._splits
+        super().setup(stage)
+        self._splits |= {"test": Counted.of(self._splits["test"])} if new else {}
+
+
+class CountedDigits(CountsTest, Digits):
+    """Digits, of which the test images are counted."""
+
+
+class CountedText(CountsTest, Text):
+    """A text, of which the test blocks are counted."""
+
+
+OF_TEXT = [
+    "--seeds", "[3]", "--data.block_size", "16", "--teacher", "GPT", "--teacher.num_layers", "1", "--student", "GPT",
+    "--student.num_layers", "1", "--student.embed_dim", "8", "--student.num_heads", "2", "--only", "ce", "kd",
+    "--trainer.max_epochs", "3", "--trainer.limit_train_batches", "2", "--tune", "2",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("data", "flags"), [("CountedDigits", TUNED), ("CountedText", OF_TEXT)])
+def test_a_test_sample_is_read_once_for_each_fit_of_the_table(
+    data: str, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[tuple[str, set[int]]] = []
-    Counted.counts = torch.zeros(100, dtype=torch.int64)
 
     def at(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *of, **more: seen.append((name, {*Counted.counts.tolist()})) or own(*of, **more)
@@ -163,7 +187,9 @@ def test_a_test_sample_is_read_once_for_each_fit_of_the_table(tmp_path: Path, mo
     monkeypatch.setattr(tuning.Tuning, "facts", at("tuned", tuning.Tuning.facts))
     monkeypatch.setattr(distillation, "bake_off_results", at("tested", distillation.bake_off_results))
     monkeypatch.setattr(Figure, "draw", sketch)
-    kd.main([*TUNED, "--tune_seeds", "1", "--data", f"{__name__}.CountedDigits", "--out", str(tmp_path / "run")])
+    text = ["--data.path", str(written(tmp_path, 900))] if flags is OF_TEXT else []
+    chosen = ["--data", f"{__name__}.{data}", *text]
+    kd.main([*flags, "--tune_seeds", "1", *chosen, "--out", str(tmp_path / "run")])
     # The teacher is a fit, and so are the two students, of which each batch is read once for both.
     assert seen == [("tuned", {0}), ("tested", {2})]
 
