@@ -5,7 +5,7 @@ from functools import partial
 
 from harness.reports import samples, tuning
 from harness.reports.figures import Dot, metric_picture
-from harness.reports.metrics import METRICS, Metric, conclude, paired_differences
+from harness.reports.metrics import METRICS, Metric, conclude, lead, paired_differences
 from harness.reports.report import Facts, machine
 from harness.reports.results import baseline_of
 from harness.reports.settings import objectives, settings
@@ -131,6 +131,8 @@ def notes(results: Facts) -> list[str]:
     if (missing := [name for name in baselines if name not in students]) and len(students) > 1:
         differences = "no differences are given" if len(missing) == len(baselines) else "its rows have no differences"
         lines += [f"No student is called {name}, so {differences}." for name in missing]
+    if results["config"].get("zoo"):
+        lines.append(lead([entry[metric.name] for entry in students.values()], metric))
     return [line for line in lines if line]
 
 

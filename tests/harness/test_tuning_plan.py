@@ -53,7 +53,9 @@ def test_settings_begin_with_the_given_one_and_follow_the_data_s_seed(run: Any) 
 
 
 def test_every_method_tries_the_same_values_of_the_optimizer(run: Any) -> None:
-    made, setups = run("--zoo", "true", "--tune", "6", "--optimizer", "SGD", "--search.optimizer.momentum", "linear(0,1)")
+    made, setups = run(
+        "--zoo", "true", "--tune", "6", "--optimizer", "SGD", "--search.optimizer.momentum", "linear(0,1)"
+    )
     tried = {name: [each.optimizer for each in found] for name, found in tuning.trials(made, setups).items()}
     assert len(tried) > 20
     assert {name for name, found in tried.items() if found != tried["ce"]} == set()
