@@ -121,7 +121,7 @@ def notes(results: Facts) -> list[str]:
         for name, e in students.items()
         if "net" in e
     ]
-    lines += _labels(results) + _kept_teacher(results)
+    lines += _labels(results) + _kept_teacher(results) + ended_early(results)
     lines += failures(results)
     baselines = dict.fromkeys(map(baseline_of, students.values()))
     for baseline in (name for name in baselines if name in students):
@@ -150,6 +150,23 @@ def _kept_teacher(results: Facts) -> list[str]:
     """A line that says for how many epochs the teacher was trained, if the run has grown since."""
     epochs, now = results["teacher"].get("max_epochs"), results["config"].get("trainer", {}).get("max_epochs")
     return [f"teacher: of {epochs} epochs; the run grew to {now} afterwards."] if epochs not in (None, now) else []
+
+
+def ended_early(results: Facts) -> list[str]:
+    """A line that says after how many epochs nets ended that did not train for as many as planned."""
+    planned = ((results.get("config") or {}).get("trainer") or {}).get("max_epochs")
+    rows = {name: (entry, planned) for name, entry in results.get("students", {}).items()}
+    if "teacher" in results:
+        rows = {"teacher": (results["teacher"], results["teacher"].get("max_epochs")), **rows}
+    nets: dict[str, list[str]] = {}
+    for name, (entry, epochs) in rows.items():
+        trained = [each for each in entry.get("trained_epochs") or [] if each is not None]
+        if any(each != epochs for each in trained):
+            of = f" of {epochs}" if (epochs or -1) > 0 else ""
+            nets.setdefault(f"{listed([f'{each:.4g}' for each in trained])}{of} epochs", []).append(name)
+    ended = "; ".join(f"{listed(names)} after {epochs}" for epochs, names in nets.items())
+    why = "by --trainer.max_time or max_steps, or a callback"
+    return [f"Training ended early ({why}), seed by seed: {ended}."] if nets else []
 
 
 def failures(results: Facts, prefix: str = "") -> list[str]:

@@ -37,10 +37,19 @@ def test_keys_are_the_issues():
     ]
     assert found["metric"] == {"name": "test_acc", "higher_is_better": True}
     times = {"fit_seconds", "step_ms", "train_flops"}
-    assert set(found["teacher"]) == {"nets", "parameters", "max_epochs", "epochs", "test_acc", "test_correct", *times}
+    assert set(found["teacher"]) == {
+        "nets",
+        "parameters",
+        "max_epochs",
+        "epochs",
+        "trained_epochs",
+        "test_acc",
+        "test_correct",
+        *times,
+    }
     assert found["teacher"]["nets"] == 3
     keys = {"objective", "parameters", "epochs", "test_acc", "test_correct", "step_ms", "train_flops"}
-    keys |= {"delta_vs_ce", "failed"}
+    keys |= {"delta_vs_ce", "failed", "trained_epochs"}
     assert all(set(entry) == keys for entry in found["students"].values())
     assert found["students"]["kd"]["test_correct"] == list(KD)
     assert found["students"]["kd"]["test_acc"] == [correct / TEST for correct in KD]
@@ -147,6 +156,25 @@ SEEN = (
 )
 def test_verdict_says_what_the_intervals_support(differences, said):
     assert said in conclude("ce", differences)
+
+
+def test_it_is_said_after_how_many_epochs_a_limit_of_time_ended_nets():
+    rows = {
+        name: [student(count, trained_epochs=epochs) for count, epochs in zip(CE, of, strict=True)]
+        for name, of in {"ce": (3.25, 4, 10), "kd": (3.25, 4, 10), "hint": (10, 10, 10)}.items()
+    }
+    rows["bad"] = [student(0, FAILED, trained_epochs=2), *rows["hint"][1:]]
+    taught = [teacher(trained_epochs=epochs, max_epochs=20) for epochs in (20, 7.125, 20)]
+    found = bake_off_results(header(), taught, rows, [12.0] * 3)
+    assert found["students"]["ce"]["trained_epochs"] == [3.25, 4, 10]
+    assert found["teacher"]["trained_epochs"] == [20, 7.125, 20]
+    said = (
+        "Training ended early (by --trainer.max_time or max_steps, or a callback), seed by seed: teacher after 20, "
+        "7.125 and 20 of 20 epochs; ce and kd after 3.25, 4 and 10 of 10 epochs."
+    )
+    assert said in notes(found)
+    assert said in markdown(found)
+    assert "ended early" not in " ".join(notes(results()))
 
 
 def test_two_seeds_do_not_say_what_they_can_show():

@@ -108,7 +108,9 @@ def test_every_method_has_the_same_budget_and_its_best_setting_is_in_the_table(w
         assert given["optimizer.weight_decay"] == 0
     assert found["hint"]["settings"][0]["options"]["hint_weight"] == 0.25
     assert set(cost["student_epochs"].values()) == {2 * (1 + 2 + 3)}  # of two seeds
-    assert 0 < cost["teacher_samples"] < cost["teacher_samples_alone"]
+    images = results(whole)["data"]["train"]
+    assert cost["teacher_samples"] == 2 * 3 * images  # of two seeds, stored again at each of three rungs
+    assert cost["teacher_samples_alone"] == 2 * 3 * images  # stored once for each of hint's three settings; ce has none
     assert cost["teacher_epochs"] == 2 * 3  # one for each of the two seeds
     assert cost["teacher_fit_seconds"] > 0
     page = (whole / "results.md").read_text()
@@ -331,6 +333,9 @@ def test_killed_in_all_phases_it_ends_the_same(devices: int, whole: Path, tmp_pa
         assert killed.wait() == -signal.SIGKILL, (phase, killed.output)
     finished(out, "--resume", "true")
     assert_ends_as(out, whole)
+    costs = (results(each)["tuning_cost"] for each in (out, whole))
+    killed, undisturbed = ({key: cost[key] for key in ("teacher_samples", "teacher_samples_alone")} for cost in costs)
+    assert killed == undisturbed
 
 
 # What is refused
@@ -339,6 +344,7 @@ BAD = {
     "one": (["--tune", "1"], "--tune 1", "at least 2"),
     "no validation": (["--data.validation_size", "0"], "--tune 3", "a validation set"),
     "steps": (["--trainer.max_steps", "9"], "--trainer.max_epochs 3", "a number of epochs"),
+    "time": (["--trainer.max_time", "00:00:01:00"], "--trainer.max_time 00:00:01:00", "no limit of time"),
     "late validation": (["--trainer.check_val_every_n_epoch", "2"], "--trainer.check_val_every_n_epoch 2", "at most 1"),
     "seeds": (["--tune_seeds", "[3]"], "--tune_seeds 3", "not in --seeds"),
     "twice": (["--tune_seeds", "[7,7]"], "--tune_seeds [7,7]", "twice"),
