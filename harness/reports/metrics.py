@@ -121,8 +121,9 @@ def conclude(baseline: str, differences: Mapping[str, Sequence[float]], metric: 
     few, many = min(pairs[name] for name in tested), max(pairs[name] for name in tested)
     seeds = f"{few}" if few == many else f"{few} to {many}"
     together = f" Corrected for {len(tested)} comparisons (Holm); the intervals are not." if len(tested) > 1 else ""
-    spread = statistics.median(statistics.stdev(differences[name]) for name in tested)
-    return f"With {seeds} seeds, {'; '.join(said)}.{together}{_power(spread, few, len(tested), metric)}"
+    spreads = [statistics.stdev(differences[name]) for name, interval in tested.items() if interval["low"] is not None]
+    power = _power(statistics.median(spreads), few, len(tested), metric) if spreads else ""
+    return f"With {seeds} seeds, {'; '.join(said)}.{together}{power}"
 
 
 def _power(spread: float, seeds: int, comparisons: int, metric: Metric) -> str:
@@ -133,14 +134,12 @@ def _power(spread: float, seeds: int, comparisons: int, metric: Metric) -> str:
     """
     if seeds < 3:
         return ""
-    seen, low, high = (
-        min(metric.scale * detectable(each, seeds), metric.limits[1]) for each in true_spread(spread, seeds)
-    )
-    if not round(seen / 3, metric.digits):
+    differences = [metric.scale * detectable(each, seeds) for each in true_spread(spread, seeds)]
+    if not round(differences[0] / 3, metric.digits):
         return ""
+    seen, low, high = (f"{min(each, metric.limits[1]):.{metric.digits}f}" for each in differences)
     more = seeds_for(1.0, detectable(1.0, seeds) / 3)
     alone = "In a single comparison, " if comparisons > 1 else ""
-    low, seen, high = (f"{each:.{metric.digits}f}" for each in (low, seen, high))
     said = f" {alone}{seeds} seeds show a difference of about {seen} {metric.unit} in 4 of 5 cases ({low} to {high}"
     third = f"; a third of it takes {more} seeds" if more else ""
     return f"{said}, as they tell the noise no better){third}."

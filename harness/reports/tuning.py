@@ -54,7 +54,6 @@ def notes(results: Facts) -> list[str]:
     cost, config = results["tuning_cost"], results["config"]
     seeds, rows = config["tune_seeds"], list(results["tuning"])
     most = max(len(entry["settings"]) for _, entry in _found(results))
-    saved = cost["teacher_samples_alone"] - cost["teacher_samples"]
     with_seeds = f"seed{'s' * (len(seeds) > 1)} {listed([str(seed) for seed in seeds])}"
     compared = f"Settings of {listed(rows)} were compared on the validation set with {with_seeds}, not in the table"
     *early, last = results.get("tuning_rungs", [0])
@@ -66,7 +65,7 @@ def notes(results: Facts) -> list[str]:
     if epochs := cost.get("teacher_epochs", 0):  # older versions did not count them
         taught = f", and {_epochs(epochs)} of its teachers in {short(cost['teacher_fit_seconds'])} s"
     teachers = f"Teachers computed {count(cost['teacher_samples'])} samples for students"
-    saving = f"{teachers}, and would have computed {count(saved)} more for each by itself"
+    saving = f"{teachers}; for each setting by itself it would have been {count(cost['teacher_samples_alone'])}"
     best = (
         f"The validation of chosen settings is the best of {most}, so it is too good: of {most} equal settings the "
         f"best is expected {expected_maximum(most):.2f} standard deviations above their mean. Compare by the test."
