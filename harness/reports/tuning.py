@@ -39,7 +39,7 @@ def table(results: Facts) -> Table:
         f"validation, {metric.unit}" if metric.scale == 1 else "validation, %": (
             lambda row: scored(row["settings"][row["chosen"]])
         ),
-        "again, with the table's seeds": again,
+        "again, %" if metric.scale == 100 else f"again, {metric.unit}": again,
         "as given": lambda row: scored(row["settings"][0]),
         "settings": lambda row: count(len(row["settings"])),
         "student-epochs": lambda row: count(results["tuning_cost"]["student_epochs"][row["name"]]),
@@ -68,7 +68,8 @@ def notes(results: Facts) -> list[str]:
     saving = f"{teachers}; for each setting by itself it would have been {count(cost['teacher_samples_alone'])}"
     best = (
         f"The validation of chosen settings is the best of {most}, so it is too good: of {most} equal settings the "
-        f"best is expected {expected_maximum(most):.2f} standard deviations above their mean. Compare by the test."
+        f"best is expected {expected_maximum(most):.2f} standard deviations above their mean. `again` is that of the "
+        "table's seeds, which chose nothing. Methods compare by the test."
     )
     return [f"{compared}{how}.", best, f"The search took{runs} {spent}{taught}. {saving}."]
 

@@ -123,6 +123,9 @@ def test_every_method_has_the_same_budget_and_its_best_setting_is_in_the_table(w
     assert (
         f"), optimizer.lr {chosen['optimizer.lr']}, optimizer.weight_decay {chosen['optimizer.weight_decay']}\n" in page
     )
+    assert "best of 3, so it is too good: of 3 equal settings the best is expected 0.85 standard deviations" in page
+    tuned = results(whole)["students"]["hint"]["epochs"][0][-1]["val/acc"]
+    assert any(line.startswith("| hint |") and f" epochs | {100 * tuned:.2f} | " in line for line in page.split("\n"))
     assert (whole / "tuning.png").stat().st_size > 0
 
 
