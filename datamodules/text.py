@@ -16,7 +16,7 @@ from apprentice.extras import need
 from datamodules.base import InMemoryData
 from datamodules.loaders import EpochOrder
 from datamodules.memory import available_bytes
-from datamodules.splits import Split, Windows
+from datamodules.splits import Split, Windows, held_out
 
 Unit = Literal["characters", "bytes"]
 IGNORED = -100  # label of a token that is not predicted, as in torch's cross_entropy
@@ -135,16 +135,19 @@ class BlockOrder(EpochOrder):
 
 
 class Text(InMemoryData):
-    """A text whose last tenth is held out, for validation and for the test alike.
+    """A text to train on, whose end is held out: a part to validate on, then the last tenth to test on.
 
     A sample is a block of tokens; its labels are the tokens that follow each. An epoch cuts the training text into
-    blocks at an offset that depends on seed and epoch. In the held-out text each token but the first is predicted once,
-    in consecutive blocks; the last one overlaps the one before it, and labels there are -100.
+    blocks at an offset that depends on seed and epoch. In a held-out part each token but the first is predicted once,
+    in consecutive blocks; the last one overlaps the one before it, and labels there are -100. Parts share no token.
+    They are whole stretches, not blocks drawn by a key: a text repeats itself from one block to the next, so that a
+    block among those that train would say little about text that is new.
 
     Attributes:
         block_size: T.
         vocabulary: what tokens stand for; known after the text is read.
-        tokens_per_character: of the held-out text; 1 if tokens are characters.
+        tokens_per_character: of the test text, and taken for that of the validation text, too; 1 if tokens are
+            characters.
 
     Args:
         path: any text file; default: the documentation that Python ships (`pydoc_data.topics`).
@@ -153,6 +156,8 @@ class Text(InMemoryData):
         batch_size: samples in a batch over all devices together, whatever their number.
         tokenizer: tokens are those of this Hugging Face tokenizer instead, by name or folder. In `kd.py` a teacher that
             is a HuggingFaceLM brings its own.
+        validation_size: of the first nine tenths, how much of their end to validate on: a count of characters (of
+            `bytes`, where these are the tokens), or a fraction; 0 for none, as in nanoGPT.
 
     Raises:
         BadInput: a value can't be used; when read, the file is absent, empty, not UTF-8 (for characters), too short for
@@ -168,8 +173,9 @@ class Text(InMemoryData):
         vocabulary: Unit = "characters",
         batch_size: int = 12,
         tokenizer: str | None = None,
+        validation_size: int | float = 0.1,  # noqa: PYI041 - the command line must distinguish a count from a fraction
     ) -> None:
-        super().__init__(batch_size)
+        super().__init__(batch_size, validation_size=validation_size)
         if not isinstance(block_size, int) or block_size < 1:
             raise BadInput("data.block_size", block_size, "a whole number of tokens, at least 1")
         if vocabulary not in get_args(Unit):
@@ -195,12 +201,18 @@ class Text(InMemoryData):
         """Read the text, once."""
         if self._splits:
             return
-        tokens, held_out = self._parts(self._read())
-        if len(held_out) <= self.block_size:
-            expected = f"fewer tokens than the {len(held_out)} of the text's last tenth, or a longer --data.path"
+        training, validation, test = self._parts(self._read())
+        if len(test) <= self.block_size:
+            expected = f"fewer tokens than the {len(test)} of the text's last tenth, or a longer --data.path"
             raise BadInput("data.block_size", self.block_size, expected)
-        blocks = _consecutive(held_out, self.block_size)
-        self._splits = {"train": Windows(tokens, self.block_size), "validation": blocks, "test": blocks}
+        if self.validation_size and not (len(validation) > self.block_size and len(training) >= 2 * self.block_size):
+            expected = f"0, or more than a block of {self.block_size} tokens, with two blocks left to train on"
+            raise BadInput("data.validation_size", self.validation_size, expected)
+        self._splits = {
+            "train": Windows(training, self.block_size),
+            "validation": _consecutive(validation, self.block_size),
+            "test": _consecutive(test, self.block_size),
+        }
 
     def _read(self) -> bytes:
         if self.path is None:
@@ -214,27 +226,33 @@ class Text(InMemoryData):
         except OSError as error:
             raise BadInput("data.path", self.path, f"a file of text ({error.strerror})") from error
 
-    def _parts(self, content: bytes) -> tuple[Tensor, Tensor]:
-        """Tokens of the first nine tenths and of the last one, in the smallest type that holds them."""
+    def _parts(self, content: bytes) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens to train on, to validate on and to test on, in the smallest type that holds them."""
         if not content:
             raise BadInput("data.path", self.path, "a file of text; this one is empty")
         if self.unit == "bytes":
             self.vocabulary = Vocabulary()
+            begin, cut = self._cuts(len(content))
             tokens = torch.from_numpy(np.frombuffer(content, np.uint8).copy())
-            cut = len(tokens) * 9 // 10
             characters = len(content[cut:].decode(errors="replace"))
             self.tokens_per_character = (len(content) - cut) / max(characters, 1)
-            return tokens[:cut], tokens[cut:]
+            return tokens[:begin], tokens[begin:cut], tokens[cut:]
         try:
             text = content.decode()
         except UnicodeDecodeError as error:
             expected = f"text in UTF-8; byte {error.start} is not. --data.vocabulary bytes takes any file"
             raise BadInput("data.path", self.path, expected) from None
         self.vocabulary = Vocabulary(text) if self.tokenizer is None else Subwords(self.tokenizer)
-        kind, cut = torch.uint8 if len(self.vocabulary) <= 256 else torch.int32, len(text) * 9 // 10
-        training, held_out = (self.vocabulary.encode(part).to(kind) for part in (text[:cut], text[cut:]))
-        self.tokens_per_character = len(held_out) / max(len(text) - cut, 1)
-        return training, held_out
+        kind, (begin, cut) = torch.uint8 if len(self.vocabulary) <= 256 else torch.int32, self._cuts(len(text))
+        parts = text[:begin], text[begin:cut], text[cut:]
+        training, validation, test = (self.vocabulary.encode(part).to(kind) for part in parts)
+        self.tokens_per_character = len(test) / max(len(text) - cut, 1)
+        return training, validation, test
+
+    def _cuts(self, size: int) -> tuple[int, int]:
+        """Where in a text of this size the validation part begins, and the test's."""
+        cut = size * 9 // 10
+        return max(cut - held_out(self.validation_size, cut), 0), cut
 
     def has_tokens_of(self, tokenizer: str) -> bool:
         """Whether tokens are those of this Hugging Face tokenizer."""
@@ -243,9 +261,9 @@ class Text(InMemoryData):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Counts of tokens: in the training text, and predicted in the held-out text."""
-        held_out = int((self.split("test").labels != IGNORED).sum())
-        return {"train": len(cast("Windows", self.split("train")).text), "validation": held_out, "test": held_out}
+        """Counts of tokens: in the training text, and predicted in the held-out parts."""
+        predicted = {part: int((self.split(part).labels != IGNORED).sum()) for part in ("validation", "test")}
+        return {"train": len(cast("Windows", self.split("train")).text), **predicted}
 
     def used(self, trainer: Trainer) -> dict[str, int]:
         """`sizes` under a Trainer's limits; BadInput if one is less than a batch."""
@@ -269,7 +287,9 @@ class Text(InMemoryData):
 
 
 def _consecutive(tokens: Tensor, length: int) -> Split:
-    """Blocks (k, T) and labels (k, T) int64, which predict each token but the first once."""
+    """Blocks (k, T) and labels (k, T) int64, which predict each token but the first once; none of no tokens."""
+    if not len(tokens):
+        return Split(tokens.view(0, length), torch.zeros(0, length, dtype=torch.int64))
     last = len(tokens) - 1 - length
     starts = torch.tensor([*range(0, last + 1, length), *([last] if last % length else [])])
     inputs, labels = Windows(tokens, length).take(starts)

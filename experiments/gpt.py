@@ -1,11 +1,11 @@
 """A small GPT learns to write from one text: train, validate, sample.
 
     python experiments/gpt.py                                                     # Python's own documentation, embedded
-    python experiments/gpt.py --data.path input.txt --trainer.max_steps 2000      # nanoGPT's CPU recipe
+    python experiments/gpt.py --data.path input.txt --trainer.max_steps 2000      # of nanoGPT's size for a CPU
     python experiments/gpt.py --sample "ROMEO:" --run runs/gpt/RUN                # go on from a prompt
 
-Nine tenths of the text train, the last tenth validates and tests. OUT/ holds report.html, results.json and .md, and for
-each seed a TensorBoard run, the weights and the vocabulary.
+The last tenth of the text tests; of the rest nine tenths train and the end validates. OUT/ holds report.html,
+results.json and .md, and for each seed a TensorBoard run, the weights and the vocabulary.
 """
 
 from harness import start

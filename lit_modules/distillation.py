@@ -99,7 +99,8 @@ class Distillation(Learner):
         self.cache: Outputs | None = None
         self._kept = Kept(teacher_cache_dir, self.teacher, self.print) if teacher_cache_dir else None
         self._storing, self._comparing = False, False
-        self.asked = 0  # samples that the teacher has computed in training
+        self.asked = 0  # samples that the teacher has computed in training; again after a resume they count once
+        self.stored = False  # whether its outputs were stored, and so computed once for all epochs
         self._epoch, self._whole = math.inf, math.inf  # batches of an epoch, and of the whole training
         self._samples, self._labelled = samples, labelled
         with any_kernel(self):
@@ -244,7 +245,7 @@ class Distillation(Learner):
                 f"teacher's outputs are not stored: they take more than {self.teacher_cache_bytes / 2**20:g} MiB"
             )
             return
-        self.asked += data.sizes["train"]
+        self.asked, self.stored = max(self.asked, data.sizes["train"]), True
         if told := sizes(self.cache, self._objectives):
             self.print(f"teacher's outputs stored: {told}")
 
@@ -269,7 +270,7 @@ class Distillation(Learner):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Also save that count."""
         super().on_save_checkpoint(checkpoint)
-        checkpoint["learner"]["asked"] = self.asked
+        checkpoint["learner"] |= {"asked": self.asked, "stored": self.stored}
 
     def losses(
         self, outputs: tuple[Outputs | None, dict[str, Outputs]], batch: Batch

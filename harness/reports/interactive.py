@@ -59,7 +59,8 @@ def sections(results: Facts, images: Images | None = None, commands: Sequence[st
 
 _PAIRS = (
     "The mean difference of a row's student to a column's, over their common seeds. Coloured where it is beyond the "
-    "noise between seeds, corrected for all of these pairs (Holm)."
+    "noise between seeds, corrected for all of these pairs (Holm); a difference that was the same on each seed says "
+    "nothing about noise, and has no colour."
 )
 
 

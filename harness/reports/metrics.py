@@ -4,15 +4,19 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from harness.reports.tables import NONE, listed
 from harness.reports.uncertainty import (
     CONFIDENCE,
     Interval,
     detectable,
     holm,
+    lead_by_chance,
     p_value,
     paired_interval,
     seeds_for,
+    true_spread,
 )
 
 
@@ -36,6 +40,11 @@ class Metric:
     def score(self) -> str:
         """Its name where it is logged, as `val/<score>`."""
         return self.name.removeprefix("test_")
+
+    def last(self, epochs: Sequence[Mapping[str, float | None]]) -> float | None:
+        """The last score of validation in what a net logged of each epoch; None if there is none."""
+        known = (values.get(f"val/{self.score}") for values in reversed(epochs))
+        return next((value for value in known if value is not None), None)
 
     def mean(self, values: Sequence[float | None]) -> str:
         """Mean ± standard deviation over the seeds that have a value, in the metric's unit."""
@@ -112,26 +121,45 @@ def conclude(baseline: str, differences: Mapping[str, Sequence[float]], metric: 
     few, many = min(pairs[name] for name in tested), max(pairs[name] for name in tested)
     seeds = f"{few}" if few == many else f"{few} to {many}"
     together = f" Corrected for {len(tested)} comparisons (Holm); the intervals are not." if len(tested) > 1 else ""
-    spread = statistics.median(statistics.stdev(differences[name]) for name in tested)
-    return f"With {seeds} seeds, {'; '.join(said)}.{together}{_power(spread, few, len(tested), metric)}"
+    spreads = [statistics.stdev(differences[name]) for name, interval in tested.items() if interval["low"] is not None]
+    power = _power(statistics.median(spreads), few, len(tested), metric) if spreads else ""
+    return f"With {seeds} seeds, {'; '.join(said)}.{together}{power}"
 
 
 def _power(spread: float, seeds: int, comparisons: int, metric: Metric) -> str:
-    """What so many seeds can show where differences have this deviation, and what a third of that would take.
+    """What so many seeds can show where they showed differences of this deviation, and what a third of that would take.
 
-    It is not corrected for several comparisons, of which Holm's correction depends on the others' differences.
+    It is not corrected for several comparisons, of which Holm's correction depends on the others' differences. Of two
+    seeds nothing is said: they leave it open over a factor of 70.
     """
-    seen = round(metric.scale * detectable(spread, seeds), metric.digits)
-    third = round(seen / 3, metric.digits)
-    if not third:
+    if seeds < 3:
         return ""
-    more = seeds_for(spread, third / metric.scale)
+    differences = [metric.scale * detectable(each, seeds) for each in true_spread(spread, seeds)]
+    if not round(differences[0] / 3, metric.digits):
+        return ""
+    seen, low, high = (f"{min(each, metric.limits[1]):.{metric.digits}f}" for each in differences)
+    more = seeds_for(1.0, detectable(1.0, seeds) / 3)
     alone = "In a single comparison, " if comparisons > 1 else ""
-    said = f" {alone}{seeds} seeds show a difference of {seen:.{metric.digits}f} {metric.unit} in 4 of 5 cases"
-    return f"{said}; {third:.{metric.digits}f} takes about {more}." if more else f"{said}."
+    said = f" {alone}{seeds} seeds show a difference of about {seen} {metric.unit} in 4 of 5 cases ({low} to {high}"
+    third = f"; a third of it takes {more} seeds" if more else ""
+    return f"{said}, as they tell the noise no better){third}."
 
 
-def _claims(baseline: str, tested: Mapping[str, Interval], p_values: Mapping[str, float], metric: Metric) -> list[str]:
+def lead(rows: Sequence[Sequence[float | None]], metric: Metric) -> str:
+    """One line for a table sorted by the metric: how far the first of equal students is ahead; empty where unknown."""
+    whole = np.array([values for values in rows if None not in values], dtype=float)
+    if whole.ndim < 2 or min(whole.shape) < 2:
+        return ""
+    ahead = f"{metric.scale * lead_by_chance(whole):.{metric.digits}f} {metric.unit}"
+    return (
+        f"Sorted by {metric.word}: were these {len(whole)} students equal, the first would be about {ahead} better "
+        "than their mean by the noise between seeds alone."
+    )
+
+
+def _claims(
+    baseline: str, tested: Mapping[str, Interval], p_values: Mapping[str, float | None], metric: Metric
+) -> list[str]:
     groups: dict[str, list[str]] = {"better": [], "worse": [], "level": [], "flat": []}
     for name, interval in tested.items():
         groups[_kind(interval, p_values[name], metric)].append(name)
@@ -148,9 +176,10 @@ def _claims(baseline: str, tested: Mapping[str, Interval], p_values: Mapping[str
     return said
 
 
-def _kind(interval: Interval, p: float, metric: Metric) -> str:
+def _kind(interval: Interval, p: float | None, metric: Metric) -> str:
+    mean = interval["mean"] or 0.0
+    if p is None:  # few seeds and a small test set: the same number of samples each time
+        return "flat" if mean else "level"
     if p >= 1 - CONFIDENCE:
         return "level"
-    if interval["low"] == interval["high"]:  # few seeds and a small test set: the same number of samples each time
-        return "flat"
-    return "better" if ((interval["mean"] or 0.0) > 0) == metric.higher_is_better else "worse"
+    return "better" if (mean > 0) == metric.higher_is_better else "worse"

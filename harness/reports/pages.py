@@ -5,7 +5,7 @@ from functools import partial
 
 from harness.reports import samples, tuning
 from harness.reports.figures import Dot, metric_picture
-from harness.reports.metrics import METRICS, Metric, conclude, paired_differences
+from harness.reports.metrics import METRICS, Metric, conclude, lead, paired_differences
 from harness.reports.report import Facts, machine
 from harness.reports.results import baseline_of
 from harness.reports.settings import objectives, settings
@@ -121,7 +121,7 @@ def notes(results: Facts) -> list[str]:
         for name, e in students.items()
         if "net" in e
     ]
-    lines += _labels(results) + _kept_teacher(results)
+    lines += _labels(results) + _kept_teacher(results) + ended_early(results)
     lines += failures(results)
     baselines = dict.fromkeys(map(baseline_of, students.values()))
     for baseline in (name for name in baselines if name in students):
@@ -131,6 +131,8 @@ def notes(results: Facts) -> list[str]:
     if (missing := [name for name in baselines if name not in students]) and len(students) > 1:
         differences = "no differences are given" if len(missing) == len(baselines) else "its rows have no differences"
         lines += [f"No student is called {name}, so {differences}." for name in missing]
+    if results["config"].get("zoo"):
+        lines.append(lead([entry[metric.name] for entry in students.values()], metric))
     return [line for line in lines if line]
 
 
@@ -148,6 +150,23 @@ def _kept_teacher(results: Facts) -> list[str]:
     """A line that says for how many epochs the teacher was trained, if the run has grown since."""
     epochs, now = results["teacher"].get("max_epochs"), results["config"].get("trainer", {}).get("max_epochs")
     return [f"teacher: of {epochs} epochs; the run grew to {now} afterwards."] if epochs not in (None, now) else []
+
+
+def ended_early(results: Facts) -> list[str]:
+    """A line that says after how many epochs nets ended that did not train for as many as planned."""
+    planned = ((results.get("config") or {}).get("trainer") or {}).get("max_epochs")
+    rows = {name: (entry, planned) for name, entry in results.get("students", {}).items()}
+    if "teacher" in results:
+        rows = {"teacher": (results["teacher"], results["teacher"].get("max_epochs")), **rows}
+    nets: dict[str, list[str]] = {}
+    for name, (entry, epochs) in rows.items():
+        trained = [each for each in entry.get("trained_epochs") or [] if each is not None]
+        if any(each != epochs for each in trained):
+            of = f" of {epochs}" if (epochs or -1) > 0 else ""
+            nets.setdefault(f"{listed([f'{each:.4g}' for each in trained])}{of} epochs", []).append(name)
+    ended = "; ".join(f"{listed(names)} after {epochs}" for epochs, names in nets.items())
+    why = "by --trainer.max_time or max_steps, or a callback"
+    return [f"Training ended early ({why}), seed by seed: {ended}."] if nets else []
 
 
 def failures(results: Facts, prefix: str = "") -> list[str]:

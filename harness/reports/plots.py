@@ -35,7 +35,7 @@ def intervals(results: Facts) -> list[Any]:
     columns: dict[str, list[Any]] = {key: [] for key in ("name", "mean", "low", "high", "interval", "color")}
     for color, (name, values) in zip(itertools.cycle(_colors()), known.items(), strict=False):
         low, high = bounds(values, metric)
-        told = "of one seed" if len(values) == 1 else f"{low:.{metric.digits}f} to {high:.{metric.digits}f}"
+        told = f"{low:.{metric.digits}f} to {high:.{metric.digits}f}" if len({*values}) > 1 else "none without a spread"
         for key, value in zip(columns, (name, mean(values), low, high, told, color), strict=True):
             columns[key].append(value)
         plot.scatter(values, [name] * len(values), size=5, alpha=0.4, color=color)
@@ -48,14 +48,17 @@ def intervals(results: Facts) -> list[Any]:
 
 
 class Pair(dict[str, Any]):
-    """A difference of two students: `one`, `other`, `difference`, its `interval`, and Holm's `p` among all pairs."""
+    """A difference of two students: `one`, `other`, `difference`, its `interval`, and Holm's `p` among all pairs.
+
+    `p` is None where the difference was the same on each seed.
+    """
 
 
 def compared_pairs(results: Facts) -> list[Pair]:
     """All pairs of students with two common seeds or more, as `one` minus `other`, with p corrected for all of them."""
     metric, students = METRICS[results["metric"]["name"]], results["students"]
     found: dict[str, tuple[str, str, Interval]] = {}
-    raw: dict[str, float] = {}
+    raw: dict[str, float | None] = {}
     for one, other in itertools.combinations(students, 2):
         differences = paired_differences(students[one][metric.name], students[other][metric.name])
         if len(differences) > 1:
@@ -83,17 +86,19 @@ def pairs(results: Facts) -> list[Any]:
     columns: dict[str, list[Any]] = {key: [] for key in ("row", "column", "told", "p", "color", "shown", "ink")}
     for pair in found:
         for row, column, factor in ((pair["one"], pair["other"], 1), (pair["other"], pair["one"], -1)):
-            difference, beyond = factor * pair["difference"], pair["p"] < 1 - CONFIDENCE
+            difference, p = factor * pair["difference"], pair["p"]
+            beyond = p is not None and p < 1 - CONFIDENCE
             shade = RdBu11[::-1][round(5 + 5 * sign * difference / largest)]
             dark = beyond and abs(difference) > 0.6 * largest
             told = pair["interval"] if factor == 1 else f"{metric.signed(difference)}, as {column} to {row} mirrored"
-            values = row, column, told, pair["p"], shade if beyond else "#eeeeee", metric.signed(difference)
+            tested = "none, as it was the same on each seed" if p is None else f"{p:.4f}"
+            values = row, column, told, tested, shade if beyond else "#eeeeee", metric.signed(difference)
             for key, value in zip(columns, (*values, "white" if dark else "black"), strict=True):
                 columns[key].append(value)
     plot = _figure(
         width=max(340, min(WIDTH, 170 + 62 * len(names))), height=150 + LINE * len(names), x_range=names,
         y_range=names[::-1], x_axis_location="above",
-        tooltips=[("pair", "@row to @column"), (f"difference, {metric.unit}", "@told"), ("p, Holm", "@p{0.0000}")],
+        tooltips=[("pair", "@row to @column"), (f"difference, {metric.unit}", "@told"), ("p, Holm", "@p")],
     )  # fmt: skip
     source = _source(columns)
     plot.rect("column", "row", 0.96, 0.92, source=source, color="color")

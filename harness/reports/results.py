@@ -65,6 +65,7 @@ def bake_off_results(
             "max_epochs": teacher[0].get("max_epochs"),
             **{key: [facts[key] for facts in teacher] for key in (*metric.tested, "fit_seconds")},
             **_costs(teacher, teacher),
+            "trained_epochs": [facts.get("trained_epochs") for facts in teacher],
             "epochs": [facts.get("epochs") for facts in teacher],
             **samples.kept(teacher),
             **samples.of_samples(teacher),
@@ -96,6 +97,7 @@ def entry_of(rows: list[Facts], metric: Metric) -> Facts:
         "delta_vs_ce": None,
         "failed": [facts["failed"] or None for facts in rows],
         **samples.kept(rows),
+        "trained_epochs": [None if facts["failed"] else facts.get("trained_epochs") for facts in rows],
         "epochs": [facts.get("epochs") for facts in rows],  # None in records of older versions
     }
 

@@ -1,5 +1,8 @@
 """Intervals of differences over seeds and over test samples, several comparisons at once, and what can be seen at all.
 
+Values without any spread say nothing about noise, so they have neither an interval nor a p: with few seeds and a small
+test set, two nets that differ by chance often differ by the same number of samples on each seed.
+
 `scipy.special` has what is needed of `scipy.stats`, at a tenth of its import time.
 """
 
@@ -16,8 +19,8 @@ MOST_SEEDS = 10_000
 
 
 def t_interval(values: Sequence[float]) -> Interval:
-    """Mean of the values and its 95 % interval by Student's t; bounds are None for one value, all three for none."""
-    if len(values) < 2:
+    """Mean of the values and its 95 % interval by Student's t; bounds are None without a spread, all three for none."""
+    if len({*values}) < 2:
         return {"mean": values[0] if values else None, "low": None, "high": None}
     mean = statistics.mean(values)
     half = _quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
@@ -39,11 +42,11 @@ def crossed_interval(differences: np.ndarray) -> Interval:
     nonnegative linear combinations of variances", 1980), which covers 95 % where Satterthwaite's one number of degrees
     of freedom covers 92 % with 3 seeds. It is never narrower than the interval over seeds alone.
 
-    Bounds are None for fewer than 2 seeds or 2 samples.
+    Bounds are None for fewer than 2 seeds or 2 samples, and where all differences are the same.
     """
     seeds, samples = differences.shape
     mean = float(differences.mean())
-    if seeds < 2 or samples < 2:
+    if seeds < 2 or samples < 2 or differences.min() == differences.max():
         return {"mean": mean, "low": None, "high": None}
     of_seed, of_sample = differences.mean(1, keepdims=True), differences.mean(0, keepdims=True)
     rest = differences - of_seed - of_sample + mean
@@ -55,23 +58,27 @@ def crossed_interval(differences: np.ndarray) -> Interval:
     return {"mean": mean, "low": mean - half, "high": mean + half}
 
 
-def p_value(differences: Sequence[float]) -> float:
-    """Two-sided p of Student's t for paired differences, of two seeds or more."""
+def p_value(differences: Sequence[float]) -> float | None:
+    """Two-sided p of Student's t for paired differences, of two seeds or more; None if all are the same."""
     from scipy.special import stdtr
 
     rounded = [round(difference, 12) for difference in differences]
     mean, spread = statistics.mean(rounded), statistics.stdev(rounded)
     if not spread:
-        return float(not mean)
+        return None
     return 2 * float(stdtr(len(rounded) - 1, -abs(mean) / spread * math.sqrt(len(rounded))))
 
 
-def holm(p_values: Mapping[str, float]) -> dict[str, float]:
-    """The p values, adjusted so that all comparisons together err as often as one would (Holm 1979)."""
-    adjusted, worst = {}, 0.0
-    for done, (name, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
+def holm(p_values: Mapping[str, float | None]) -> dict[str, float | None]:
+    """The p values, adjusted so that all comparisons together err as often as one would (Holm 1979).
+
+    A comparison without a p counts among all, and stays without.
+    """
+    adjusted: dict[str, float | None] = dict.fromkeys(p_values)
+    worst, known = 0.0, {name: p for name, p in p_values.items() if p is not None}
+    for done, (name, p) in enumerate(sorted(known.items(), key=lambda item: item[1])):
         worst = adjusted[name] = max(worst, min(1.0, (len(p_values) - done) * p))
-    return {name: adjusted[name] for name in p_values}
+    return adjusted
 
 
 def detectable(spread: float, seeds: int) -> float:
@@ -80,6 +87,38 @@ def detectable(spread: float, seeds: int) -> float:
 
     freedom = seeds - 1
     return float(nctdtrinc(freedom, 1 - POWER, _quantile(freedom))) * spread / math.sqrt(seeds)
+
+
+def true_spread(spread: float, seeds: int) -> tuple[float, float, float]:
+    """The deviation behind one that so many seeds showed: an estimate, and the bounds of its 95 % interval.
+
+    The estimate is as often too large as too small; the deviation that was seen is mostly too small.
+    """
+    from scipy.special import chdtri
+
+    shares = 0.5, (1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2
+    middle, low, high = (spread * math.sqrt((seeds - 1) / float(chdtri(seeds - 1, share))) for share in shares)
+    return middle, low, high
+
+
+def expected_maximum(count: int) -> float:
+    """The mean of the largest of so many values that are drawn from a standard normal distribution."""
+    from scipy.special import ndtr
+
+    x = np.linspace(0.0, 10.0, 10_001)
+    return float(np.trapezoid(1 - ndtr(x) ** count - ndtr(-x) ** count, x))
+
+
+def lead_by_chance(values: np.ndarray) -> float:
+    """How far the best of these rows (rows, seeds) would lie above their mean if only noise told them apart.
+
+    The noise is what is left of the values without the means of rows and of seeds: what all rows of a seed share moves
+    no row past another. Needs two rows and two seeds.
+    """
+    rows, seeds = values.shape
+    rest = values - values.mean(1, keepdims=True) - values.mean(0) + values.mean()
+    noise = math.sqrt(float((rest**2).sum()) / ((rows - 1) * (seeds - 1)))
+    return expected_maximum(rows) * noise / math.sqrt(seeds)
 
 
 def seeds_for(spread: float, difference: float) -> int | None:

@@ -33,6 +33,7 @@ class Fit:
     """The outcome of a fit."""
 
     seconds: float | None  # of training over all sessions; None if the module was only tested
+    epochs: float | None  # after which training ended; None if the module was only tested
     scores: dict[str, float]  # what the test logged; nothing without one
     device: torch.device  # where this process has the module
     autocast: Callable[[], Any]  # makes the context of the Trainer's precision
@@ -113,9 +114,9 @@ def fit_and_test(
     if is_main_process() and path.exists():
         samples = torch.load(path)
         path.unlink()
-    seconds = state["callbacks"]["SafePoints"]["seconds"] if state else None
-    precision = testing.strategy.precision_plugin
-    return Fit(seconds, scores, testing.strategy.root_device, precision.forward_context, samples)
+    of_fit = state["callbacks"]["SafePoints"] if state else {}
+    device, forward = testing.strategy.root_device, testing.strategy.precision_plugin.forward_context
+    return Fit(of_fit.get("seconds"), of_fit.get("epochs"), scores, device, forward, samples)
 
 
 def _place_checkpoints(trainer: Trainer, checkpoint: Path) -> None:

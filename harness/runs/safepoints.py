@@ -43,12 +43,14 @@ class SafePoints(Checkpoint):
         self.path, self.every = Path(path), every
         self.finished, self._saves_on_signal = False, signals.State.deferring
         self._max_epochs: int | None = None
+        self._epochs: float | None = None  # after which training ended
         self._seconds_before, self._started, self._saved = 0.0, time.monotonic(), time.monotonic()
 
     def state_dict(self) -> dict[str, Any]:
-        """Seconds of training, with those before a resume, whether it has finished, and epochs that it is to have."""
+        """Seconds of training, with those before a resume, whether it has finished, and epochs: planned and trained."""
         seconds = self._seconds_before + time.monotonic() - self._started
-        return {"seconds": seconds, "finished": self.finished, "max_epochs": self._max_epochs}
+        of_epochs = {"max_epochs": self._max_epochs, "epochs": self._epochs}
+        return {"seconds": seconds, "finished": self.finished, **of_epochs}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Add the seconds of the session before."""
@@ -91,6 +93,8 @@ class SafePoints(Checkpoint):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the result for the process that started the ranks."""
         self.finished = True
+        batches = trainer.fit_loop.epoch_loop.batch_progress.total.completed
+        self._epochs = round(batches / trainer.num_training_batches, 3)
         trainer.save_checkpoint(self.path)
 
 

@@ -189,9 +189,10 @@ def train(
     it ends after that epoch, and only its checkpoint has the nets. `options` of the Trainer replace the user's.
 
     Returns:
-        `fit_seconds`, `max_epochs`, of a distillation `teacher_samples`, which the teacher computed, and by the
-        candidates' names `runs`: `objective`, `parameters`, test scores, `step_ms`, `train_flops`, and `failed`: None,
-        or the {"step", "term"} in which the loss stopped being finite.
+        `fit_seconds`, `max_epochs`, of a distillation `teacher_samples`, which the teacher computed, and whether they
+        were stored, and by the candidates' names `runs`: `objective`, `parameters`, test scores, `step_ms`,
+        `train_flops`, `trained_epochs`, and `failed`: None, or the {"step", "term"} in which the loss stopped being
+        finite.
 
     Raises:
         Interrupted: the user asked to stop; the checkpoint has what was trained.
@@ -217,7 +218,7 @@ def train(
     )  # fmt: skip
     facts: Facts = {"fit_seconds": fit.seconds, "max_epochs": epochs, "runs": {}}
     if isinstance(module, Distillation):
-        facts["teacher_samples"] = module.asked
+        facts |= {"teacher_samples": module.asked, "teacher_stored": module.stored}
     if is_main_process():
         module.to(fit.device)  # a fit on a GPU ends on the CPU
         for key, candidate in candidates.items():
@@ -323,6 +324,7 @@ def _facts(module: Learner, run: str, candidate: Candidate, fit: Fit, data: InMe
         "step_ms": None,
         "train_flops": None,
         "failed": failed,
+        "trained_epochs": fit.epochs,
         "epochs": course(module, run),
     }
     facts |= samples.recorded(fit.samples.get(run, {}))

@@ -11,10 +11,10 @@ from apprentice.errors import BadInput
 from datamodules import Subwords, Text, Vocabulary, vocabulary_of
 from harness.reports import html
 from harness.reports.metrics import BITS
-from harness.reports.pages import header
+from harness.reports.pages import ended_early, header
 from harness.reports.report import Facts
 from harness.reports.results import load_results, reading
-from harness.reports.tables import Table, count, short
+from harness.reports.tables import Table, count, paragraph, short
 from harness.runs.files import read_text, write_json, write_text
 from harness.runs.launch import is_main_process
 from harness.runs.nets import load_net, read_spec
@@ -54,11 +54,16 @@ def run_study(run: Session, make: Callable[[Session, int], tuple[LitLanguageMode
         "samples": dict(zip(map(str, run.config.seeds), samples, strict=True)),
     }
     shown, first = table(results), samples[0][0]
-    page = "\n\n".join([header(results), shown.markdown(), indented(first)])
+    ended = []
+    if results["config"]["trainer"].get("max_time") is not None:
+        of_seeds = {"trained_epochs": [facts["trained_epochs"] for facts in results["runs"]]}
+        ended = ended_early({**results, "students": {NAME: of_seeds}})
+    page = "\n\n".join([header(results), shown.markdown(), *ended, indented(first)])
     write_text(out / "results.md", page)
     write_text(out / "report.html", html.page(page, {}))
     write_json(out / "results.json", results)
-    print(f"{first}\n\n{shown.plain()}\n\n{out}/report.html, results.md, .json; curves: tensorboard --logdir {out}")
+    told = "\n\n".join([first, shown.plain(), *map(paragraph, ended)])
+    print(f"{told}\n\n{out}/report.html, results.md, .json; curves: tensorboard --logdir {out}")
 
 
 def table(results: Facts) -> Table:

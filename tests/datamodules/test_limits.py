@@ -142,7 +142,18 @@ def test_a_limited_run_says_so_and_is_not_compared_with_a_whole_one(tmp_path: Pa
     )
 
 
-def test_a_texts_run_counts_what_it_used(tmp_path: Path) -> None:
+def test_a_run_that_ends_in_mid_epoch_says_after_how_many(tmp_path: Path) -> None:
+    flags = [*QUICK, "--data.train_size", "100", "--trainer.max_epochs", "9", "--trainer.max_steps", "5"]
+    kd.main([*flags, "--out", str(tmp_path / "run")])
+    found = results(tmp_path / "run")
+    assert found["teacher"]["trained_epochs"] == found["students"]["ce"]["trained_epochs"] == [1.667]  # 5 of 3 batches
+    said = "seed by seed: teacher and ce after 1.667 of 9 epochs."
+    for page in ("results.md", "report.html"):
+        assert said in (tmp_path / "run" / page).read_text()
+
+
+@pytest.mark.parametrize(("held_out", "predicted"), [("0.1", 44), ("0", 0)])
+def test_a_texts_run_counts_what_it_used(held_out: str, predicted: int, tmp_path: Path) -> None:
     flags = ["--data.path", str(written(tmp_path)), "--data.block_size", "8", "--trainer.max_steps", "2"]
     flags += [
         "--net.num_layers",
@@ -154,8 +165,10 @@ def test_a_texts_run_counts_what_it_used(tmp_path: Path) -> None:
         "--trainer.val_check_interval",
         "1",
     ]
-    gpt.main([*flags, "--trainer.limit_train_batches", "2", "--out", str(tmp_path / "run")])
-    assert results(tmp_path / "run")["data"] == {"name": "Text", "train": 2 * 12 * 8, "validation": 49, "test": 49}
+    flags += ["--trainer.limit_train_batches", "2", "--data.validation_size", held_out]
+    gpt.main([*flags, "--out", str(tmp_path / "run")])
+    sizes = {"train": 2 * 12 * 8, "validation": predicted, "test": 49}
+    assert results(tmp_path / "run")["data"] == {"name": "Text", **sizes}
 
 
 REFUSED = {

@@ -18,7 +18,7 @@ def strings(data: Text, tokens: torch.Tensor) -> list[str]:
 
 
 def test_a_sample_is_a_block_and_its_labels_are_one_later(tmp_path: Path) -> None:
-    data, whole = text(tmp_path), written(tmp_path).read_text()
+    data, whole = text(tmp_path), written(tmp_path, 555).read_text()
     train = data.split("train")
     assert train.inputs.shape == train.labels.shape == (442, 8)
     assert train.inputs.untyped_storage().nbytes() == 450  # bytes, once, for both
@@ -29,24 +29,50 @@ def test_a_sample_is_a_block_and_its_labels_are_one_later(tmp_path: Path) -> Non
     assert torch.equal(taken.labels, train.labels[[3, 0, 441]].long())
     assert data.net_arguments == {"vocab_size": len(set(whole)), "block_size": 8}
     assert data.example.equal(torch.zeros(2, 8, dtype=torch.int64))
-    assert data.sizes == {"train": 450, "validation": 49, "test": 49}
+    assert data.sizes == {"train": 450, "validation": 48, "test": 55}
 
 
-@pytest.mark.parametrize("characters", [500, 491, 160, 2000])
+@pytest.mark.parametrize("characters", [500, 491, 200, 2000])
 def test_held_out_each_token_is_predicted_once(characters: int, tmp_path: Path) -> None:
     path = written(tmp_path, characters)
     data, whole = Text(path, 8), path.read_text()
-    held_out = whole[characters * 9 // 10 :]
-    batches = list(data.val_dataloader())
-    inputs, labels = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("inputs", "labels"))
-    counted = labels != -100
-    assert counted[:-1].all()
-    assert "".join(data.vocabulary.decode(row[mask]) for row, mask in zip(labels, counted, strict=True)) == held_out[1:]
-    for row, label in zip(inputs, labels, strict=True):
-        assert torch.equal(row[1:][label[:-1] != -100].long(), label[:-1][label[:-1] != -100])
-    tested = torch.cat([batch.labels for batch in data.test_dataloader()])
-    assert torch.equal(tested, labels)
-    assert data.sizes["test"] == len(held_out) - 1
+    cut = characters * 9 // 10
+    begin = cut - round(0.1 * cut)
+    for loader, part in ((data.val_dataloader(), whole[begin:cut]), (data.test_dataloader(), whole[cut:])):
+        batches = list(loader)
+        inputs, labels = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("inputs", "labels"))
+        counted = labels != -100
+        assert counted[:-1].all()
+        assert "".join(data.vocabulary.decode(row[mask]) for row, mask in zip(labels, counted, strict=True)) == part[1:]
+        for row, label in zip(inputs, labels, strict=True):
+            assert torch.equal(row[1:][label[:-1] != -100].long(), label[:-1][label[:-1] != -100])
+    assert data.sizes == {"train": begin, "validation": cut - begin - 1, "test": characters - cut - 1}
+
+
+KINDS = {"characters": {}, "bytes": {"vocabulary": "bytes"}, "a count": {"validation_size": 30}}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_token_is_in_two_parts_and_the_test_is_the_last_tenth_whatever_validates(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_text("".join(map(chr, range(0x100, 0x100 + 400))))  # no character twice
+    data, without = Text(path, 8, **KINDS[kind]), Text(path, 8, **KINDS[kind] | {"validation_size": 0})
+    content = path.read_bytes() if kind == "bytes" else path.read_text()
+    cut = len(content) * 9 // 10
+    size = KINDS[kind].get("validation_size", round(0.1 * cut))
+    blocks = [data.split(part) for part in ("validation", "test")]
+    read = [
+        data.split("train").text,
+        *(torch.cat([each.inputs[:1, 0], each.labels[each.labels >= 0]]) for each in blocks),
+    ]
+    assert [len(tokens) for tokens in read] == [cut - size, size, len(content) - cut]
+    whole = bytes(torch.cat(read).tolist()) if kind == "bytes" else data.vocabulary.decode(torch.cat(read))
+    assert whole == content
+    assert torch.equal(without.split("train").text, torch.cat(read[:2]).to(without.split("train").text.dtype))
+    for tested, other in zip(without.split("test"), data.split("test"), strict=True):
+        assert torch.equal(tested, other)
+    assert without.sizes["validation"] == 0
+    assert not list(without.val_dataloader())
 
 
 def starts(data: Text, epoch: int) -> list[list[int]]:
@@ -75,7 +101,7 @@ def test_an_epoch_cuts_the_text_into_blocks_from_a_place_of_its_own(tmp_path: Pa
 
 @pytest.mark.parametrize("characters", [90, 93, 97, 170])
 def test_every_block_of_a_short_text_fits(characters: int, tmp_path: Path) -> None:
-    data = Text(written(tmp_path, characters), 8)
+    data = Text(written(tmp_path, characters), 8, validation_size=0)
     tokens = characters * 9 // 10
     for epoch in range(12):
         places = sorted(itertools.chain(*starts(data, epoch)))
@@ -163,8 +189,10 @@ def test_the_default_is_pythons_own_documentation() -> None:
 def test_tiny_shakespeare_is_split_as_is_the_custom(data_root: Path) -> None:
     data = Text(data_root / "tinyshakespeare" / "input.txt")
     assert data.num_classes == 65
-    assert data.sizes == {"train": 1_003_854, "validation": 111_539, "test": 111_539}
+    assert data.sizes == {"train": 903_469, "validation": 100_384, "test": 111_539}
     assert data.vocabulary.decode(data.split("train").inputs[0])[:14] == "First Citizen:"
+    data = Text(data_root / "tinyshakespeare" / "input.txt", validation_size=0)
+    assert data.sizes == {"train": 1_003_854, "validation": 0, "test": 111_539}
 
 
 BAD: dict[str, tuple[bytes | None, dict[str, Any], str]] = {
@@ -179,6 +207,14 @@ BAD: dict[str, tuple[bytes | None, dict[str, Any], str]] = {
     "no block": (b"abcd" * 90, {"block_size": 0}, "--data.block_size 0: expected a whole number of tokens, at least 1"),
     "half a block": (b"abcd" * 90, {"block_size": 8.5}, "--data.block_size 8.5: expected a whole number of tokens"),
     "vocabulary": (b"abcd" * 90, {"vocabulary": "byte"}, "--data.vocabulary byte: expected characters or bytes"),
+    "no room to validate": (
+        b"abcd" * 22,
+        {},
+        "--data.validation_size 0.1: expected 0, or more than a block of 8 tokens, with two blocks left to train on",
+    ),
+    "all validates": (b"abcd" * 90, {"validation_size": 400}, "--data.validation_size 400: expected 0, or more than"),
+    "too little": (b"abcd" * 90, {"validation_size": 8}, "--data.validation_size 8: expected 0, or more than"),
+    "no share": (b"abcd" * 90, {"validation_size": 1.5}, "--data.validation_size 1.5: expected a count"),
     "no batch": (b"abcd" * 90, {"batch_size": 0}, "--data.batch_size 0: expected a whole number of at least 1"),
 }
 

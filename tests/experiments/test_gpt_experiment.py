@@ -41,7 +41,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_leaves_what_is_needed(finished: Path, tmp_path: Path) -> None:
     found = results(finished)
     assert (found["experiment"], found["seeds"]) == ("gpt", [0, 1])
-    assert found["data"] == {"name": "Text", "train": 450, "validation": 49, "test": 49}
+    assert found["data"] == {"name": "Text", "train": 405, "validation": 44, "test": 49}
     data = Text(finished.parent / "text", 16)
     data.setup()
     assert len(found["runs"]) == 2
@@ -57,7 +57,7 @@ def test_a_run_leaves_what_is_needed(finished: Path, tmp_path: Path) -> None:
     for name in ("config.yaml", "environment.json", "results.md", "seed1/gpt/weights.pt", "seed1/gpt/vocabulary.json"):
         assert (finished / name).stat().st_size > 0
     told = (finished / "results.md").read_text()
-    assert told.startswith("# gpt on Text\n\n- Data: Text: 450 train, 49 validation, 49 test tokens\n- Seeds: 0, 1\n")
+    assert told.startswith("# gpt on Text\n\n- Data: Text: 405 train, 44 validation, 49 test tokens\n- Seeds: 0, 1\n")
     assert "net GPT(num_layers=2, num_heads=2" in told
     assert "trainer.max_steps 12" in told
     assert found["samples"]["0"][0].split("\n")[0] in told

@@ -159,6 +159,21 @@ def test_all_pairs_are_corrected_together(found: dict[str, Any]) -> None:
     assert plots.pairs(made_up(1)) == []
 
 
+def test_a_pair_with_the_same_difference_on_every_seed_has_no_colour() -> None:
+    rows = {"ce": (300, 310, 320), "kd": (320, 330, 340), "hint": (200, 211, 220)}
+    three = made_up(3, **{name: [student(count) for count in counts] for name, counts in rows.items()})
+    p = {(pair["one"], pair["other"]): pair["p"] for pair in plots.compared_pairs(three)}
+    assert p["ce", "kd"] is None
+    smallest = p_value([120 / TEST, 119 / TEST, 120 / TEST])
+    assert p["kd", "hint"] == pytest.approx(3 * smallest)  # of three pairs, not of two
+    (plot,) = plots.pairs(three)
+    drawn = plot.renderers[0].data_source.data
+    cells = zip(*(drawn[key] for key in ("row", "column", "color", "p")), strict=True)
+    shown = {(row, column): (color, p) for row, column, color, p in cells}
+    assert shown["ce", "kd"] == ("#eeeeee", "none, as it was the same on each seed")
+    assert shown["hint", "ce"][0] != "#eeeeee"
+
+
 def test_curves_are_means_over_seeds_that_have_the_epoch() -> None:
     epochs = [[{"val/acc": 0.5}, {"val/acc": 0.7}], None, [{"val/acc": 0.7}, {"val/acc": None}], [{}, {}]]
     assert plots.mean_curve(epochs, "val/acc") == [pytest.approx(0.6), 0.7]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 
+import numpy as np
 import pytest
 
 from apprentice.errors import BadInput
@@ -16,7 +17,7 @@ from harness.reports.pages import markdown, notes, picture, table, text
 from harness.reports.results import bake_off_results, load_results
 from harness.reports.settings import settings
 from harness.reports.tables import Table, flops_unit, listed, short
-from harness.reports.uncertainty import paired_interval, t_interval
+from harness.reports.uncertainty import lead_by_chance, paired_interval, t_interval
 from harness.runs.files import atomic, write_bytes, write_json, write_text
 from tests.bake_off_facts import CE, FAILED, HINT, KD, TEST, header, results, student, teacher
 
@@ -36,10 +37,19 @@ def test_keys_are_the_issues():
     ]
     assert found["metric"] == {"name": "test_acc", "higher_is_better": True}
     times = {"fit_seconds", "step_ms", "train_flops"}
-    assert set(found["teacher"]) == {"nets", "parameters", "max_epochs", "epochs", "test_acc", "test_correct", *times}
+    assert set(found["teacher"]) == {
+        "nets",
+        "parameters",
+        "max_epochs",
+        "epochs",
+        "trained_epochs",
+        "test_acc",
+        "test_correct",
+        *times,
+    }
     assert found["teacher"]["nets"] == 3
     keys = {"objective", "parameters", "epochs", "test_acc", "test_correct", "step_ms", "train_flops"}
-    keys |= {"delta_vs_ce", "failed"}
+    keys |= {"delta_vs_ce", "failed", "trained_epochs"}
     assert all(set(entry) == keys for entry in found["students"].values())
     assert found["students"]["kd"]["test_correct"] == list(KD)
     assert found["students"]["kd"]["test_acc"] == [correct / TEST for correct in KD]
@@ -64,7 +74,7 @@ def test_without_ce_there_is_no_difference():
 
 
 def test_ce_differs_from_itself_by_nothing():
-    assert results()["students"]["ce"]["delta_vs_ce"] == {"mean": 0, "low": 0, "high": 0}
+    assert results()["students"]["ce"]["delta_vs_ce"] == {"mean": 0, "low": None, "high": None}
 
 
 def test_failed_seeds_are_null_and_left_out_of_the_pairs():
@@ -111,6 +121,12 @@ def test_an_entry_a_seed_is_needed():
 # Words
 
 
+SEEN = (
+    "seeds show a difference of about 3.92 points in 4 of 5 cases (1.70 to 20.51, as they tell the noise no better); "
+    "a third of it takes 9 seeds."
+)
+
+
 @pytest.mark.parametrize(
     ("differences", "said"),
     [
@@ -130,17 +146,51 @@ def test_an_entry_a_seed_is_needed():
         ({"kd": [0.02, -0.021], "t8": [0.1, -0.1]}, "Corrected for 2 comparisons (Holm); the intervals are not."),
         # p is 0.035 and 0.039: each alone differs, but not the two together
         ({"kd": [0.02, 0.03, 0.04], "t8": [0.019, 0.03, 0.04]}, "With 3 seeds, kd and t8 can't be told apart from ce."),
-        # by a deviation of 0.01, scipy's noncentral t finds 3.26 points; a third of it needs 9 or 10
-        ({"kd": [0.02, 0.03, 0.04]}, " 3 seeds show a difference of 3.26 points in 4 of 5 cases; 1.09 takes about 9."),
-        (
-            {"kd": [0.02, 0.03, 0.04], "t8": [0.02, 0.03, 0.04]},
-            " In a single comparison, 3 seeds show a difference of 3.26 points in 4 of 5 cases; 1.09 takes about 9.",
-        ),
+        # by a deviation of 0.01, scipy's noncentral t finds 3.26 points, and a third of it needs 9 or 10 seeds; three
+        # seeds that show 0.01 come from deviations of 0.52 to 6.28 times that, as often above as below 1.20 times
+        ({"kd": [0.02, 0.03, 0.04]}, f" 3 {SEEN}"),
+        ({"kd": [0.02, 0.03, 0.04], "t8": [0.02, 0.03, 0.04]}, f" In a single comparison, 3 {SEEN}"),
+        ({"kd": [0.3, 0.1, 0.2]}, " about 39.21 points in 4 of 5 cases (16.99 to 100.00, as they tell"),
         ({"kd": [0.02, -0.021], "t8": [0.1]}, "t8 had one seed to compare, so no interval"),
     ],
 )
 def test_verdict_says_what_the_intervals_support(differences, said):
     assert said in conclude("ce", differences)
+
+
+def test_it_is_said_after_how_many_epochs_a_limit_of_time_ended_nets():
+    rows = {
+        name: [student(count, trained_epochs=epochs) for count, epochs in zip(CE, of, strict=True)]
+        for name, of in {"ce": (3.25, 4, 10), "kd": (3.25, 4, 10), "hint": (10, 10, 10)}.items()
+    }
+    rows["bad"] = [student(0, FAILED, trained_epochs=2), *rows["hint"][1:]]
+    taught = [teacher(trained_epochs=epochs, max_epochs=20) for epochs in (20, 7.125, 20)]
+    found = bake_off_results(header(), taught, rows, [12.0] * 3)
+    assert found["students"]["ce"]["trained_epochs"] == [3.25, 4, 10]
+    assert found["teacher"]["trained_epochs"] == [20, 7.125, 20]
+    said = (
+        "Training ended early (by --trainer.max_time or max_steps, or a callback), seed by seed: teacher after 20, "
+        "7.125 and 20 of 20 epochs; ce and kd after 3.25, 4 and 10 of 10 epochs."
+    )
+    assert said in notes(found)
+    assert said in markdown(found)
+    assert "ended early" not in " ".join(notes(results()))
+
+
+def test_two_seeds_do_not_say_what_they_can_show():
+    assert conclude("ce", {"kd": [0.02, -0.03]}) == "With 2 seeds, kd can't be told apart from ce."
+
+
+def test_a_sorted_table_says_how_far_the_first_of_equal_ones_would_be_ahead():
+    rows = {"ce": CE, "kd": KD, "hint": HINT, "bad": (None, 300, 310)}
+    students = {name: [student(count, None if count else FAILED) for count in of] for name, of in rows.items()}
+    plain = bake_off_results(header(), [teacher()] * 3, students, [12.0] * 3)
+    ranked = {**plain, "config": {**plain["config"], "zoo": True}}
+    ahead = 100 * lead_by_chance(np.array([CE, KD, HINT]) / TEST)  # of those that all seeds have
+    said = f"Sorted by accuracy: were these 3 students equal, the first would be about {ahead:.2f} points better than "
+    assert said in " ".join(notes(ranked))
+    assert "Sorted" not in " ".join(notes(plain))
+    assert "Sorted" not in " ".join(notes({**results(1), "config": ranked["config"]}))
 
 
 def test_table_has_a_line_each():
@@ -421,4 +471,4 @@ def test_other_experiments_are_loaded_too(tmp_path):
 def test_no_warning_without_spread():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert t_interval([0.5] * 4) == {"mean": 0.5, "low": 0.5, "high": 0.5}
+        assert t_interval([0.5] * 4) == {"mean": 0.5, "low": None, "high": None}

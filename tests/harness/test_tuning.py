@@ -12,7 +12,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from datamodules import Digits
+from datamodules import Digits, InMemoryData, Text
 from datamodules.splits import Split
 from experiments import kd
 from harness.reports import tuning as reports
@@ -28,6 +28,7 @@ from tests.commands import refused, results
 from tests.figures import sketch
 from tests.grids import mostly_slow
 from tests.harness.test_resume import kill_at
+from tests.language import written
 from tests.processes import Run
 from tests.training import assert_same
 
@@ -107,7 +108,9 @@ def test_every_method_has_the_same_budget_and_its_best_setting_is_in_the_table(w
         assert given["optimizer.weight_decay"] == 0
     assert found["hint"]["settings"][0]["options"]["hint_weight"] == 0.25
     assert set(cost["student_epochs"].values()) == {2 * (1 + 2 + 3)}  # of two seeds
-    assert 0 < cost["teacher_samples"] < cost["teacher_samples_alone"]
+    images = results(whole)["data"]["train"]
+    assert cost["teacher_samples"] == 2 * 3 * images  # of two seeds, stored again at each of three rungs
+    assert cost["teacher_samples_alone"] == 2 * 3 * images  # stored once for each of hint's three settings; ce has none
     assert cost["teacher_epochs"] == 2 * 3  # one for each of the two seeds
     assert cost["teacher_fit_seconds"] > 0
     page = (whole / "results.md").read_text()
@@ -120,6 +123,9 @@ def test_every_method_has_the_same_budget_and_its_best_setting_is_in_the_table(w
     assert (
         f"), optimizer.lr {chosen['optimizer.lr']}, optimizer.weight_decay {chosen['optimizer.weight_decay']}\n" in page
     )
+    assert "best of 3, so it is too good: of 3 equal settings the best is expected 0.85 standard deviations" in page
+    tuned = results(whole)["students"]["hint"]["epochs"][0][-1]["val/acc"]
+    assert any(line.startswith("| hint |") and f" epochs | {100 * tuned:.2f} | " in line for line in page.split("\n"))
     assert (whole / "tuning.png").stat().st_size > 0
 
 
@@ -144,18 +150,41 @@ class Counted(Split):
         Counted.counts += torch.bincount(chosen, minlength=len(self.labels))
         return super().take(chosen)
 
-
-class CountedDigits(Digits):
-    """Digits, whichever way its test samples are read."""
-
-    def hold(self, source: Any, places: Tensor) -> Any:
-        held = super().hold(source, places)
-        return Counted(*held) if len(places) == self.test_size else held
+    @classmethod
+    def of(cls, test: Any) -> "Counted":
+        cls.counts = torch.zeros(len(test.labels), dtype=torch.int64)
+        return cls(*test)
 
 
-def test_a_test_sample_is_read_once_for_each_fit_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class CountsTest(InMemoryData):
+    """A data set, whichever way its test samples are read."""
+
+    def setup(self, stage: str | None = None) -> None:
+        new = not self._splits
+        super().setup(stage)
+        self._splits |= {"test": Counted.of(self._splits["test"])} if new else {}
+
+
+class CountedDigits(CountsTest, Digits):
+    """Digits, of which the test images are counted."""
+
+
+class CountedText(CountsTest, Text):
+    """A text, of which the test blocks are counted."""
+
+
+OF_TEXT = [
+    "--seeds", "[3]", "--data.block_size", "16", "--teacher", "GPT", "--teacher.num_layers", "1", "--student", "GPT",
+    "--student.num_layers", "1", "--student.embed_dim", "8", "--student.num_heads", "2", "--only", "ce", "kd",
+    "--trainer.max_epochs", "3", "--trainer.limit_train_batches", "2", "--tune", "2",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("data", "flags"), [("CountedDigits", TUNED), ("CountedText", OF_TEXT)])
+def test_a_test_sample_is_read_once_for_each_fit_of_the_table(
+    data: str, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[tuple[str, set[int]]] = []
-    Counted.counts = torch.zeros(100, dtype=torch.int64)
 
     def at(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *of, **more: seen.append((name, {*Counted.counts.tolist()})) or own(*of, **more)
@@ -163,7 +192,9 @@ def test_a_test_sample_is_read_once_for_each_fit_of_the_table(tmp_path: Path, mo
     monkeypatch.setattr(tuning.Tuning, "facts", at("tuned", tuning.Tuning.facts))
     monkeypatch.setattr(distillation, "bake_off_results", at("tested", distillation.bake_off_results))
     monkeypatch.setattr(Figure, "draw", sketch)
-    kd.main([*TUNED, "--tune_seeds", "1", "--data", f"{__name__}.CountedDigits", "--out", str(tmp_path / "run")])
+    text = ["--data.path", str(written(tmp_path, 900))] if flags is OF_TEXT else []
+    chosen = ["--data", f"{__name__}.{data}", *text]
+    kd.main([*flags, "--tune_seeds", "1", *chosen, "--out", str(tmp_path / "run")])
     # The teacher is a fit, and so are the two students, of which each batch is read once for both.
     assert seen == [("tuned", {0}), ("tested", {2})]
 
@@ -305,6 +336,9 @@ def test_killed_in_all_phases_it_ends_the_same(devices: int, whole: Path, tmp_pa
         assert killed.wait() == -signal.SIGKILL, (phase, killed.output)
     finished(out, "--resume", "true")
     assert_ends_as(out, whole)
+    costs = (results(each)["tuning_cost"] for each in (out, whole))
+    killed, undisturbed = ({key: cost[key] for key in ("teacher_samples", "teacher_samples_alone")} for cost in costs)
+    assert killed == undisturbed
 
 
 # What is refused
@@ -313,6 +347,7 @@ BAD = {
     "one": (["--tune", "1"], "--tune 1", "at least 2"),
     "no validation": (["--data.validation_size", "0"], "--tune 3", "a validation set"),
     "steps": (["--trainer.max_steps", "9"], "--trainer.max_epochs 3", "a number of epochs"),
+    "time": (["--trainer.max_time", "00:00:01:00"], "--trainer.max_time 00:00:01:00", "no limit of time"),
     "late validation": (["--trainer.check_val_every_n_epoch", "2"], "--trainer.check_val_every_n_epoch 2", "at most 1"),
     "seeds": (["--tune_seeds", "[3]"], "--tune_seeds 3", "not in --seeds"),
     "twice": (["--tune_seeds", "[7,7]"], "--tune_seeds [7,7]", "twice"),

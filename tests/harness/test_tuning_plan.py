@@ -52,6 +52,22 @@ def test_settings_begin_with_the_given_one_and_follow_the_data_s_seed(run: Any) 
     assert all(1e-4 <= rate <= 1e-2 for rate in rates)
 
 
+def test_every_method_tries_the_same_values_of_the_optimizer(run: Any) -> None:
+    made, setups = run(
+        "--zoo", "true", "--tune", "6", "--optimizer", "SGD", "--search.optimizer.momentum", "linear(0,1)"
+    )
+    tried = {name: [each.optimizer for each in found] for name, found in tuning.trials(made, setups).items()}
+    assert len(tried) > 20
+    assert {name for name, found in tried.items() if found != tried["ce"]} == set()
+    assert [sorted(values) for values in tried["ce"]] == [[], *[["lr", "momentum", "weight_decay"]] * 5]
+    own = {name: len(spaces.spaces(made.config, setup)) - 3 for name, setup in setups.items()}
+    assert {1, 2, 3} <= {*own.values()}  # whatever else a method searches
+    alone = spaces.drawn(made.config, setups["rkd"], 4, 0)
+    assert [each.choice.init_args for each in alone] == [
+        each.choice.init_args for each in tuning.trials(made, setups)["rkd"][:4]
+    ]
+
+
 def test_flags_narrow_and_add_spaces(run: Any) -> None:
     flags = [
         "--search.kd.temperature",

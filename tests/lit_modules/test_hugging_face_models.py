@@ -89,7 +89,7 @@ def _language_models(folder: Path) -> None:
     theirs.save_pretrained(name)
 
     (folder / "a.txt").write_text(WORDS * 60 + "ü\n")
-    data = Text(folder / "a.txt", 8, tokenizer=name)
+    data = Text(folder / "a.txt", 8, tokenizer=name, validation_size=0)
     assert data.num_classes == len(bpe.get_vocab()) > 256
     train, test = data.split("train"), data.split("test")
     text: Any = train

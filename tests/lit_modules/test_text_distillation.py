@@ -169,7 +169,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_leaves_loss_and_bits_in_place_of_accuracy(finished: Path) -> None:
     found = load_results(finished)
     assert found["metric"] == {"name": "test_bpc", "higher_is_better": False}
-    assert found["data"] == {"name": "Text", "train": 450, "validation": 49, "test": 49}
+    assert found["data"] == {"name": "Text", "train": 405, "validation": 44, "test": 49}
     assert list(found["students"]) == ["ce", "kd", "reverse", "js"]
     for entry in [found["teacher"], *found["students"].values()]:
         assert not {"test_acc", "test_correct"} & entry.keys()
@@ -177,7 +177,7 @@ def test_a_run_leaves_loss_and_bits_in_place_of_accuracy(finished: Path) -> None
         assert entry["train_flops"] > 0
     page = (finished / "results.md").read_text()
     assert "| test loss | bits per char | Δ to ce, bits |" in page
-    assert "- Data: Text: 450 train, 49 validation, 49 test tokens\n" in page
+    assert "- Data: Text: 405 train, 44 validation, 49 test tokens\n" in page
     assert "Bits per character: mean ± standard deviation over 2 seeds." in page
     assert (finished / "results.png").stat().st_size > 0
     kd_bits = found["students"]["kd"]["test_bpc"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from apprentice.errors import BadInput
 from harness.reports.metrics import conclude, paired_differences
-from harness.reports.pages import failures
+from harness.reports.pages import ended_early, failures
 from harness.reports.report import Facts
 from harness.reports.uncertainty import paired_interval
 from harness.studies.compare.differences import differences, objectives_of, set_to, settings_of
@@ -51,6 +51,7 @@ def compare(runs: Sequence[Run], against: str | None = None) -> Facts:
             said = f"and {first.name} differ in settings: {flags}.{'' if reason else f' {CONFOUNDED}'}"
             confounded.setdefault(said, []).append(run.name)
         rows += [_row(run, name, {} if reason else bases.get(to, {})) for name, to in wanted[run.name].items()]
+        notes += [f"{run.name}: {line}" for line in ended_early(run.results)]
         notes += failures({"seeds": run.seeds, "students": run.entries}, f"{run.name}/")
     notes += [f"{', '.join(names)} {said}" for said, names in confounded.items()]
     if bases and any(set(run.seeds) != set(first.seeds) for run in runs):

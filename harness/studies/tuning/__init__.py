@@ -101,7 +101,8 @@ class Tuning:
     def _cost(self) -> Facts:
         """Epochs of each row's students, and of the seeds' teachers, unless they were loaded.
 
-        Also samples that teachers computed for students, and would have for each setting by itself.
+        Also samples that teachers computed for students, and would have for each setting by itself: outputs that are
+        stored once for all its epochs, while the search stores them again at each rung.
         """
         epochs, asked, alone, seconds = dict.fromkeys(self.setups, 0), 0, 0, 0.0
         teachers = [load_record(self.run.out / f"seed{seed}" / "teacher.json") for seed in self.run.config.seeds]
@@ -109,11 +110,13 @@ class Tuning:
         row_of = {trial.name: row for row, found in self.trials.items() for trial in found}
         for seed in self.run.config.seeds:
             done: dict[str, int] = {}
+            stored: set[str] = set()  # settings whose teacher's outputs are
             for path in self._fits(seed):
                 record = load_record(path)
-                users = sum(asks[row_of[name]] for name in record["runs"])
+                users = {name for name in record["runs"] if asks[row_of[name]]} - stored
                 asked += record["teacher_samples"]
-                alone += record["teacher_samples"] * users
+                alone += record["teacher_samples"] * len(users)
+                stored |= users if record.get("teacher_stored") else set()
                 seconds += record["fit_seconds"]
                 done |= {name: len(facts["epochs"]) for name, facts in record["runs"].items()}
             for name, count in done.items():
@@ -240,6 +243,9 @@ def check(run: Session, make_teacher: MakeTeacher, make_students: MakeStudents, 
     if not epochs or epochs < 0 or options.get("max_steps", -1) != -1:
         expected = "a number of epochs, without --trainer.max_steps: settings are compared at a third and two thirds"
         raise BadInput("trainer.max_epochs", epochs, expected)
+    if (limit := options.get("max_time")) is not None:
+        expected = "no limit of time: settings are compared after equal epochs"
+        raise BadInput("trainer.max_time", limit, expected)
     if not every or every > rungs.ends(epochs)[0]:
         expected = f"at most {rungs.ends(epochs)[0]}, the epochs after which settings are first compared"
         raise BadInput("trainer.check_val_every_n_epoch", "null" if every is None else every, expected)

@@ -34,8 +34,7 @@ def best(scores: Mapping[int, float | None], metric: Metric, count: int) -> list
 
 def score(facts: Facts, metric: Metric) -> float | None:
     """The last score of validation in a student's record; None if it failed, or was not validated."""
-    known = (values.get(f"val/{metric.score}") for values in reversed(facts["epochs"]))
-    return None if facts["failed"] else next((value for value in known if value is not None), None)
+    return None if facts["failed"] else metric.last(facts["epochs"])
 
 
 def carry(before: Path, after: Path, runs: Sequence[str], kept: Collection[str]) -> None:

@@ -27,6 +27,7 @@ FORMS: Mapping[str, type[Log | Linear]] = {"log": Log, "linear": Linear}
 FORM = re.compile(r"(log|linear)\(([^,()]+),([^,()]+)\)")
 EXPECTED = "log(LOW, HIGH) above 0, linear(LOW, HIGH), one value, or a list of them, as [1, 2, 4]"
 POINTS_FOR_ONE = 64  # that are drawn at most for a setting that differs from those before
+DIMENSIONS = 64  # of every sequence: the scrambling of a dimension depends on how many there are
 
 
 def parsed(value: Any, flag: str) -> Space:
@@ -52,15 +53,19 @@ def _listed(value: Any) -> Sequence[Any]:
 
 
 def spaces(config: Namespace, setup: Setup) -> dict[str, Space]:
-    """By option the space of a row's settings; those of the optimizer are named `optimizer.lr` and so on."""
-    found: dict[str, Space] = dict(getattr(imported(setup.choice.class_path, VARIANTS), SEARCH, {}))
-    found |= _optimizer_spaces(config) if config.tune_optimizer else {}
-    own = f"{setup.row.variant}."
+    """By option the space of a row's settings; those of the optimizer are named `optimizer.lr` and so on.
+
+    The optimizer's come first, in the same order for every row: they get the same points whatever a method adds.
+    """
+    shared: dict[str, Space] = _optimizer_spaces(config) if config.tune_optimizer else {}
+    own: dict[str, Space] = dict(getattr(imported(setup.choice.class_path, VARIANTS), SEARCH, {}))
+    variant = f"{setup.row.variant}."
     for flag, value in config.search.items():
-        name = flag if flag.startswith(f"{OPTIMIZER}.") else flag.removeprefix(own) if flag.startswith(own) else None
-        if name is not None:
-            found[name] = parsed(value, f"{SEARCH}.{flag}")
-    return found
+        if flag.startswith(f"{OPTIMIZER}."):
+            shared[flag] = parsed(value, f"{SEARCH}.{flag}")
+        elif flag.startswith(variant):
+            own[flag.removeprefix(variant)] = parsed(value, f"{SEARCH}.{flag}")
+    return shared | own
 
 
 def _optimizer_spaces(config: Namespace) -> dict[str, Space]:
@@ -127,24 +132,25 @@ def _keeps_rates(config: Namespace) -> bool:
 
 
 @functools.lru_cache
-def _points(dimensions: int, count: int, seed: int) -> Any:
+def _points(count: int, seed: int) -> Any:
     from scipy.stats import qmc
 
-    engine = qmc.Sobol(dimensions, scramble=True, rng=seed)
+    engine = qmc.Sobol(DIMENSIONS, scramble=True, rng=seed)
     return engine.random_base2(math.ceil(math.log2(max(count, 2))))
 
 
 def drawn(config: Namespace, setup: Setup, count: int, seed: int) -> list[Setup]:
     """At most `count` settings of a row that differ: the given one, then points of the sequence keyed by `seed`.
 
-    There are fewer where the spaces have no more.
+    Of the optimizer's options all rows try the same values, setting by setting. A point that gives a setting again is
+    passed over; there are fewer settings where the spaces have no more.
     """
     own, trials = spaces(config, setup), [setup._replace(trial=0)]
     seen = [options(config, trials[0], own)]
-    for point in _points(len(own), POINTS_FOR_ONE * count, seed) if own else ():
+    for point in _points(POINTS_FOR_ONE * count, seed) if own else ():
         if len(trials) == count:
             break
-        values = {name: space.at(float(u)) for (name, space), u in zip(own.items(), point, strict=True)}
+        values = {name: space.at(float(u)) for (name, space), u in zip(own.items(), point[: len(own)], strict=True)}
         chosen, optimizer = dict(setup.choice.init_args), dict[str, Any]()
         for name, value in values.items():
             if name.startswith(f"{OPTIMIZER}."):
