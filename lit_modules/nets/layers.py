@@ -94,7 +94,7 @@ def observed(layers: Mapping[str, nn.Module], inputs: Collection[str] = ()) -> I
 
 def run(net: nn.Module, inputs: Tensor, names: Collection[str] = ()) -> Outputs:
     """The net's outputs for inputs (b, ...), with the features of these layers; if b is 0, see `without_rows`."""
-    if not len(inputs):
+    if inputs.shape[0] == 0:  # not by `len`, which torch.export takes for a constant
         return without_rows(lambda rows: run(net, rows, names), inputs)
     with observed({name: layer(net, name) for name in sorted(names)}, of_inputs(net, names)) as features:
         logits = net(inputs)
