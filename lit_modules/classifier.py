@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from apprentice.batch import HIDDEN, Batch, Mixed
 from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepared
-from lit_modules.nets import heads, pipeline_stages
+from lit_modules.nets import heads, pipeline_stages, run
 from lit_modules.nets.recorded import Spec, made
 from lit_modules.objectives.base import of_labelled, shown
 from lit_modules.objectives.cross_entropy import cross_entropy
@@ -72,7 +72,7 @@ class LitClassifier(Learner):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Logits (B, ..., classes) of inputs (B, ...)."""
-        return self.net(inputs)
+        return run(self.net, inputs).logits
 
     def losses(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Cross-entropy of logits (b, ..., classes), and values to log."""

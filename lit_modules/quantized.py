@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from apprentice.errors import BadInput, naming
 from lit_modules.distillation import Distillation
-from lit_modules.nets.layers import layer, of_inputs
+from lit_modules.nets.layers import layer, of_inputs, run
 from lit_modules.objectives import CrossEntropy, Objective
 from lit_modules.quantization.fake_quantized import FakeQuantized
 
@@ -96,7 +96,7 @@ class Quantized(Distillation):
         if NAME in self.failed:
             return {}
         with torch.autocast(inputs.device.type, enabled=False):
-            return {NAME: self._int8[0](inputs.float())}
+            return {NAME: run(self._int8[0], inputs.float()).logits}
 
     def on_validation_epoch_start(self) -> None:
         """Convert the current state; for a test, that of the best epoch."""

@@ -45,7 +45,7 @@ class FSDP(SharedReplica):
         param_dtype: rounds parameters and inputs for forward and backward; None: no rounding.
         reduce_dtype: rounds gradients for averaging; None: no rounding.
         offload: keep the shards in the CPU's memory, beside a GPU.
-        activation_checkpointing: store only a layer's inputs for backward, and recompute the layer.
+        activation_checkpointing: store only a layer's inputs and buffers for backward, and recompute the layer.
         reshard_after_forward: free a layer's parameters after forward; else only after backward.
         mesh: sizes of `data` and `tensor`, or a DeviceMesh of these dimensions. Consecutive ranks, along `tensor`,
             compute the layers of a net together, as its `tensor_parallel_plan()` says: styles of

@@ -1,8 +1,8 @@
 """What FSDP and HSDP do to a module: shard it in units, make it whole again, recompute activations."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import Context, copy_context
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextvars import copy_context
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from strategies.base.checkpoints import whole
 from strategies.tensor_parallel import order
 
 Shard = Callable[[nn.Module, bool], None]
+Place = tuple[nn.Module, str]  # a module, and the name of its buffer or attribute
 
 
 def units(module: nn.Module) -> Iterator[nn.Module]:
@@ -143,23 +144,41 @@ def _to_channels_last(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any,
 
 
 def recompute(layer: nn.Module) -> None:
-    """Store only the layer's inputs for backward; parameters, names, results and noise stay the same."""
+    """Store only the layer's inputs and buffers for backward; parameters, names, results and noise stay the same."""
 
     def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:  # of forward and of the recomputation
-        return nullcontext(), _same_conditions(layer, copy_context())
+        return nullcontext(), _StartOfForward(layer)
 
     layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=contexts)
 
 
-@contextmanager
-def _same_conditions(layer: nn.Module, context: Context) -> Iterator[None]:
-    """Restore the context variables, which key noise, and keep buffers, such as BatchNorm's, from a second update."""
-    tokens = [(variable, variable.set(value)) for variable, value in context.items()]
-    buffers = [(buffer, buffer.clone()) for buffer in layer.buffers()]
-    try:
-        yield
-    finally:
-        for buffer, value in buffers:
-            buffer.data.copy_(value)  # `data`: autograd refuses changes of buffers that it has saved
-        for variable, token in tokens:
-            variable.reset(token)
+class _StartOfForward:
+    """Inside, a layer's buffers and numbers, and the context variables, which key noise, are those of now.
+
+    Changes inside are dropped. Copies take the places of the buffers, as autograd may have saved these.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._context, modules = copy_context(), [*layer.modules()]
+        self._buffers = _copied({(m, name): buffer for m in modules for name, buffer in m._buffers.items()})
+        self._numbers = {(m, name): x for m in modules for name, x in vars(m).items() if isinstance(x, int | float)}
+
+    def __enter__(self) -> None:
+        with ExitStack() as undo:
+            for variable, value in self._context.items():
+                undo.callback(variable.reset, variable.set(value))
+            for (module, name), buffer in _copied(self._buffers).items():
+                undo.callback(module._buffers.update, {name: module._buffers[name]})
+                module._buffers[name] = buffer
+            for (module, name), number in self._numbers.items():
+                undo.callback(vars(module).update, {name: vars(module)[name]})
+                vars(module)[name] = number
+            self._undo = undo.pop_all()
+
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
+
+
+def _copied(buffers: Mapping[Place, Tensor | None]) -> dict[Place, Tensor | None]:
+    copies = {buffer: buffer.clone() for buffer in buffers.values() if buffer is not None}  # some have several places
+    return {place: None if buffer is None else copies[buffer] for place, buffer in buffers.items()}

@@ -33,6 +33,7 @@ from harness.studies import zoo
 from harness.studies.callbacks import check_callbacks
 from harness.studies.fits import (
     Candidate,
+    check_batch_size,
     check_modules,
     check_net,
     failure,
@@ -74,6 +75,7 @@ def check(run: Session, make_teacher: MakeTeacher, make_students: MakeStudents) 
     names = zoo.fitting(run.config, run.parser, setups, made) if run.config.zoo else list(setups)
     students = made(names)
     stages = {} if has_trained_teacher(run) else {"teacher": teacher}
+    check_batch_size(run, *stages.values(), students)
     check_callbacks(run, trainer, {**stages, "students": students})
     return {name: setups[name] for name in names}
 

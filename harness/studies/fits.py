@@ -1,5 +1,6 @@
 """The nets and fits of an experiment: a fit leaves its nets and a record in the run's folder and is not repeated."""
 
+import copy
 import math
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from torch import nn
 
 import strategies
 from apprentice.batch import Batch
-from apprentice.errors import BadInput
+from apprentice.errors import BadInput, reason
 from apprentice.keyed import with_seed
 from datamodules import InMemoryData, Text
 from harness import config as cli
@@ -165,6 +166,17 @@ def check_modules(run: Session, trainer: Trainer, *modules: Learner) -> None:
                 if error.flag == "trainer" and error.__cause__ is not None:  # it names no option of the strategy's
                     raise error.__cause__ from None
                 raise
+
+
+def check_batch_size(run: Session, *modules: Learner) -> None:
+    """Raise BadInput if a module can't be trained as each batch has one row, which has no variance for BatchNorm."""
+    if min(run.data.batch_size, run.used["train"]) > 1:
+        return
+    for module in modules:
+        try:
+            copy.deepcopy(module).train()(nets.typed(module, run.data.example[:1]))
+        except ValueError as error:
+            raise BadInput("data.batch_size", run.data.batch_size, f"at least 2; {reason(error)}") from None
 
 
 def train(

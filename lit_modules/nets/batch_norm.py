@@ -4,8 +4,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from apprentice import replicas
+from lit_modules.nets.stand_ins import counted
 
 
 class _Normalize(torch.autograd.Function):
@@ -15,6 +17,7 @@ class _Normalize(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, mean: Tensor, invstd: Tensor, total: Tensor) -> Tensor:
         normal = (x - _like(mean, x)) * _like(invstd, x)
         ctx.save_for_backward(normal, invstd, total)
+        ctx.is_counted = len(counted(x)) == len(x)
         ctx.total = replicas.bound_all_reduce_sum()  # bound here: backward can run in a thread without this context
         return normal
 
@@ -24,6 +27,8 @@ class _Normalize(torch.autograd.Function):
         axes = [d for d in range(grad.dim()) if d != 1]
         sums = torch.stack([grad.sum(axes), (grad * normal).sum(axes)])
         sums = ctx.total(sums) / total
+        if not ctx.is_counted:  # the statistics do not depend on these rows
+            return _like(invstd, grad) * grad, None, None, None
         return _like(invstd, grad) * (grad - _like(sums[0], grad) - normal * _like(sums[1], grad)), None, None, None
 
 
@@ -47,19 +52,35 @@ def _statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Global(nn.modules.batchnorm._BatchNorm):
-    """In training with several replicas it uses the global batch's statistics; otherwise it is torch's BatchNorm."""
+    """In training with several replicas it uses the global batch's statistics; otherwise it is torch's BatchNorm.
+
+    The only value of a channel in a global batch has no variance: it is normalised by the running statistics, which
+    stay as they are. ValueError if no batch before it gave any.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training or (replicas.count() == 1 and x.numel() > x.shape[1]):
-            return super().forward(x)  # torch refuses one value a channel, such as in a last batch of one row
+        rows = counted(x)
+        if not self.training or (replicas.count() == 1 and rows.numel() > x.shape[1]):
+            return super().forward(x)
         if x.dtype in {torch.float16, torch.bfloat16}:  # sums and counts would overflow or round
             return self.forward(x.float()).to(x.dtype)
         with torch.no_grad():
-            mean, variance, total = _statistics(x)
-            self._track(mean, variance * total / (total - 1).clamp(min=1))
+            mean, variance, total = _statistics(rows)
+        if rows.numel() <= x.shape[1] and total <= 1:  # other ranks need not wait for the GPU to know
+            return self._by_running_statistics(x, bool(total))
+        self._track(mean, variance * total / (total - 1))
         normal = _Normalize.apply(x, mean, (variance + self.eps).rsqrt(), total)
         return normal if self.weight is None else normal * _like(self.weight, x) + _like(self.bias, x)
 
+    def _by_running_statistics(self, x: Tensor, has_value: bool) -> Tensor:
+        mean, variance = self.running_mean, self.running_var
+        if mean is None or variance is None or (has_value and not self.num_batches_tracked):
+            expected = "expected more than one value a channel, or running statistics of batches before"
+            raise ValueError(f"BatchNorm: {expected}; got an input of shape {tuple(x.shape)}")
+        # Copies, as a later micro-batch may change the statistics before this one's backward.
+        return F.batch_norm(x, mean.clone(), variance.clone(), self.weight, self.bias, False, 0.0, self.eps)
+
+    @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor) -> None:
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from apprentice.errors import BadInput
 from lit_modules.nets.base import Outputs, is_chain
+from lit_modules.nets.stand_ins import without_rows
 
 DEFAULT_LAYER = "default"
 MIDDLE = "middle"
@@ -96,8 +97,10 @@ def observed(layers: Mapping[str, nn.Module], inputs: Collection[str] = ()) -> I
             handle.remove()
 
 
-def run(net: nn.Module, inputs: Tensor, names: Collection[str]) -> Outputs:
-    """The net's outputs for inputs (b, ...), with the features of these layers."""
+def run(net: nn.Module, inputs: Tensor, names: Collection[str] = ()) -> Outputs:
+    """The net's outputs for inputs (b, ...), with the features of these layers; if b is 0, see `without_rows`."""
+    if inputs.shape[0] == 0:  # not by `len`, which torch.export takes for a constant
+        return without_rows(lambda rows: run(net, rows, names), inputs)
     with observed({name: layer(net, name) for name in sorted(names)}, of_inputs(net, names)) as features:
         logits = net(inputs)
     return Outputs(logits, features)

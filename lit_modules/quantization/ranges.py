@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from apprentice import replicas
+from lit_modules.nets.stand_ins import counted
 
 
 class Range(nn.Module):
@@ -71,8 +72,8 @@ class Range(nn.Module):
 
     def _ends(self, x: Tensor) -> tuple[Tensor, Tensor]:
         ends = self.low.new_full((2,), -torch.inf)
-        if x.numel():
-            low, high = torch.aminmax(x.detach())
+        if (rows := counted(x.detach())).numel():
+            low, high = torch.aminmax(rows)
             ends = torch.stack([-low, high]).to(self.low.dtype)
         ends = replicas.all_gather(ends).amax(0)  # over the ranks
         return -ends[:1], ends[1:]

@@ -9,22 +9,29 @@ import pytest
 import torch
 
 from apprentice.errors import BadInput
+from apprentice.keyed import with_seed
 from datamodules import Text
 from experiments import gpt, kd
 from harness.runs.nets import load_net
+from lit_modules.distillation import Distillation
+from lit_modules.language_model import LitLanguageModel
 from lit_modules.nets import HuggingFace, HuggingFaceLM
 from lit_modules.nets.hugging_face import expected_images
+from lit_modules.objectives import Hinton
+from strategies import DDP, FSDP
 from tests.commands import results
 from tests.processes import Run
+from tests.training import assert_same, digits, fit, weights
 
 KD = ["--only", "kd", "--seeds", "1", "--trainer.max_epochs", "1", "--trainer.limit_train_batches", "2"]
 WORDS = "the quick brown fox jumps over the lazy dog\n"
 pytestmark = pytest.mark.extras("transformers")
 
 
-@pytest.mark.parametrize("what", ["classifiers", "language models"])
+@pytest.mark.parametrize("what", ["classifiers", "language models", "ranks without rows"])
 def test_models_from_a_folder(what: str, tmp_path: Path) -> None:
-    run = Run({"classifiers": _classifiers, "language models": _language_models}[what], tmp_path, log=tmp_path / "log")
+    checks = {"classifiers": _classifiers, "language models": _language_models, "ranks without rows": _empty_shares}
+    run = Run(checks[what], tmp_path, log=tmp_path / "log")
     assert run.wait(200) == 0, run.output
 
 
@@ -136,3 +143,39 @@ def test_images_are_expected_as_the_processor_makes_them(more: dict, mean: tuple
     found = {"image_mean": [0.3], "image_std": [0.2], **more}
     library = SimpleNamespace(ImageProcessingMixin=SimpleNamespace(get_image_processor_dict=lambda _: (found, {})))
     assert expected_images(library, "FOLDER", 1) == {"mean": mean, "std": std}
+
+
+def _empty_shares(folder: Path) -> None:
+    """A batch of two rows on three ranks trains and evaluates as on one."""
+    import transformers
+
+    warnings.simplefilter("ignore")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    images = {"image_size": 8, "patch_size": 4, "num_channels": 1, "num_labels": 10}
+    (folder / "a.txt").write_text(WORDS * 10)
+
+    def texts() -> Text:
+        return Text(folder / "a.txt", 8, batch_size=197, validation_size=0)
+
+    def gpt2() -> Any:
+        config = transformers.GPT2Config(
+            vocab_size=64, n_positions=8, n_embd=16, n_layer=1, n_head=2, embd_pdrop=0, attn_pdrop=0, resid_pdrop=0
+        )
+        return LitLanguageModel(transformers.GPT2LMHeadModel(config))
+
+    def llama() -> Any:
+        return LitLanguageModel(transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **sizes)))
+
+    def vit() -> Any:
+        config = transformers.ViTConfig(**sizes, **images, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+        teacher, student = (transformers.ViTForImageClassification(config) for _ in range(2))
+        return Distillation(teacher, {"kd": (student, Hinton())}, (1, 8, 8), teacher_cache_mb=0)
+
+    assert texts().sizes["train"] % 197 == digits().sizes["train"] % 33 == 2
+    cases = [(gpt2, texts, DDP), (llama, texts, FSDP), (vit, lambda: digits(batch_size=33), FSDP)]
+    for make, data, strategy in cases:
+        ended = []
+        for devices, options in ((1, {}), (3, {"strategy": strategy(timeout=60)})):
+            module = with_seed(0, make)
+            ended.append(weights(fit(module, data(), devices, precision="64-true", max_epochs=1, **options)))
+        assert_same(*ended, atol=1e-6)  # norms of Llama compute in float32

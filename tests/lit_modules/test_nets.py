@@ -264,11 +264,6 @@ def test_global_batch_norm_keeps_names_weights_and_one_process_bits() -> None:
         assert torch.equal(a, b)
 
 
-def test_global_batch_norm_takes_one_value_a_channel() -> None:
-    norm = globalise(nn.Sequential(nn.BatchNorm2d(3)))
-    assert torch.equal(norm(torch.randn(1, 3, 1, 1)), torch.zeros(1, 3, 1, 1))
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 def test_global_statistics_are_those_of_all_replicas_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(64, 4, 32, 32, dtype=torch.float64) * 3 + 5

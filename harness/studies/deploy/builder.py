@@ -29,7 +29,17 @@ from harness.runs.progress import progress
 from harness.runs.session import Session
 from harness.studies.callbacks import check_callbacks, drop_unsuited
 from harness.studies.deploy import formats
-from harness.studies.fits import Candidate, check_net, failure, learning, log_row, make_candidate, train, wait_for_main
+from harness.studies.fits import (
+    Candidate,
+    check_batch_size,
+    check_net,
+    failure,
+    learning,
+    log_row,
+    make_candidate,
+    train,
+    wait_for_main,
+)
 from lit_modules import nets
 from lit_modules.classifier import LitClassifier
 from lit_modules.learner import adam
@@ -210,6 +220,7 @@ class Builder:
         if self.config.run is None:
             check_net(self.run, STUDENT, trainer)
             module, flag, value = self.fresh()[0], STUDENT, self.config.student.name
+            check_batch_size(self.run, module)
             check_callbacks(self.run, trainer, {STUDENT: module})
             net = module.net
         else:

@@ -1,0 +1,126 @@
+"""Batches of fewer rows than ranks, and of one value a channel: any number of ranks trains as one, as the rule says."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from apprentice.keyed import Dropout, with_seed
+from experiments import kd
+from lit_modules.classifier import LitClassifier
+from lit_modules.distillation import Distillation
+from lit_modules.nets import ResNet, globalise
+from lit_modules.objectives import FitNet, Hinton
+from strategies import DDP, FSDP, ParamServer, ZeRO1
+from tests.commands import refused
+from tests.grids import mostly_slow
+from tests.training import SHAPE, assert_same, digits, fit, weights
+
+SHAPES = {"1d": (nn.BatchNorm1d, (4,)), "1d of texts": (nn.BatchNorm1d, (4, 1)), "2d": (nn.BatchNorm2d, (4, 1, 1))}
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_only_value_of_a_channel_is_normalised_by_the_running_statistics(
+    shape: str, momentum: float | None
+) -> None:
+    kind, size = SHAPES[shape]
+    ours, plain = globalise(kind(4, momentum=momentum).double()), kind(4, momentum=momentum).double()
+    many, one = torch.randn(5, *size, dtype=torch.float64), torch.randn(1, *size, dtype=torch.float64)
+    assert torch.equal(ours(many), plain(many))
+    first, second = one.clone().requires_grad_(), one.clone().requires_grad_()
+    output, expected = ours(first), plain.eval()(second)
+    assert torch.equal(output, expected)
+    expected.square().sum().backward()
+    assert torch.equal(ours(many), plain.train()(many))  # a later micro-batch, before the first goes backward
+    output.square().sum().backward()
+    assert torch.equal(first.grad, second.grad)
+    assert_same(weights(ours), weights(plain))
+
+
+def test_the_first_batch_needs_more_than_one_value_a_channel() -> None:
+    norm = globalise(nn.BatchNorm2d(3))
+    assert norm(torch.randn(1, 3, 1, 2)).shape == (1, 3, 1, 2)
+    for fresh in (globalise(nn.BatchNorm2d(3)), globalise(nn.BatchNorm2d(3, track_running_stats=False))):
+        with pytest.raises(ValueError, match=r"BatchNorm: expected more than one value.*\(1, 3, 1, 1\)"):
+            fresh(torch.randn(1, 3, 1, 1))
+    norm(torch.randn(0, 3, 1, 1))
+    assert norm.num_batches_tracked == 1
+
+
+class Reshaping(nn.Module):
+    """Can't take a batch without rows, as most nets of transformers; its BatchNorm gets a value a row."""
+
+    def __init__(self, norm: Callable[[nn.Module], nn.Module] = nn.utils.parametrizations.spectral_norm) -> None:
+        super().__init__()
+        self.first, self.norm, self.dropout = nn.Linear(16, 8), nn.BatchNorm1d(32), Dropout(0.5)
+        self.head = norm(nn.Linear(32, 10))
+
+    def forward(self, images: Tensor) -> Tensor:
+        quarters = self.first(images.flatten(1).view(len(images), -1, 16)).view(len(images), -1)
+        return self.head(self.dropout(self.norm(quarters).tanh()))
+
+
+def reshaping() -> LitClassifier:
+    return LitClassifier(with_seed(0, Reshaping), optimizer=partial(SGD, lr=0.1))
+
+
+def exactly() -> LitClassifier:
+    """Without the only buffers of `reshaping` that change and can't be merged."""
+    return LitClassifier(with_seed(0, lambda: Reshaping(lambda layer: layer)), optimizer=partial(SGD, lr=0.1))
+
+
+def distilled() -> Distillation:
+    students = {"kd": (with_seed(0, Reshaping), Hinton()), "fitnet": (with_seed(2, lambda: ResNet(8, SHAPE)), FitNet())}
+    teacher = with_seed(1, lambda: ResNet(8, SHAPE))
+    return Distillation(teacher, students, SHAPE, optimizer=partial(SGD, lr=0.01), teacher_cache_mb=0)
+
+
+def by_rank(make: Callable[[], Any], rows: int, devices: int = 1, **options: Any) -> dict[str, Tensor]:
+    """Weights and buffers after two epochs of batches of four, the last of `rows`, and scores of as many images."""
+    data = digits(batch_size=4, train_size=16 + rows, validation_size=0.1, test_size=10)
+    module = fit(make(), data, devices, precision="64-true", **options)
+    scores = {name: torch.as_tensor(value) for name, value in module.trainer.callback_metrics.items()}
+    return weights(module) | scores
+
+
+STRATEGIES = {
+    "ddp, 2": (2, lambda: DDP(timeout=60)),
+    "ddp, 3": (3, lambda: DDP(timeout=60)),
+    "fsdp, 3": (3, lambda: FSDP(timeout=60, activation_checkpointing=True)),
+    "zero1, 3": (3, lambda: ZeRO1(timeout=60)),
+    "param_server, 3": (3, lambda: ParamServer(timeout=60)),
+}
+CASES = [(2, reshaping), (1, distilled), (1, reshaping), (2, distilled)]
+
+
+@pytest.mark.parametrize("name", mostly_slow(STRATEGIES, "ddp, 3", "fsdp, 3"))
+@pytest.mark.parametrize(("rows", "make"), mostly_slow(CASES, *CASES[:2]))
+def test_a_last_batch_of_fewer_rows_than_ranks_trains_as_on_one(name: str, rows: int, make: Callable[[], Any]) -> None:
+    devices, strategy = STRATEGIES[name]
+    assert_same(by_rank(make, rows), by_rank(make, rows, devices, strategy=strategy()), atol=1e-9)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_exact_shards_of_such_batches_have_the_bits_of_one_rank(rows: int) -> None:
+    plain, (one, three) = by_rank(exactly, rows), (by_rank(exactly, rows, n, strategy=DDP(exact=4)) for n in (1, 3))
+    assert_same(one, three)
+    assert_same(one, plain, atol=1e-9)
+
+
+def test_a_last_batch_of_one_row_leaves_the_statistics() -> None:
+    make = partial(LitClassifier, optimizer=partial(SGD, lr=0.0))
+    data = digits(batch_size=4, train_size=17)
+    whole, without = (fit(make(with_seed(0, Reshaping)), data, limit_train_batches=n) for n in (5, 4))
+    assert_same(weights(whole.net.norm), weights(without.net.norm))
+
+
+def test_batches_of_one_row_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--teacher", "LightNN", "--student", "MobileNetV2", "--only", "kd", "--data.batch_size", "1"]
+    wanted = "BatchNorm: expected more than one value a channel, or running statistics of batches before; got an input"
+    refused(kd.main, flags, "--data.batch_size 1: expected at least 2; ", wanted, tmp_path, capsys)
