@@ -1,11 +1,8 @@
 """Random transforms of torchvision's, an image at a time, whose draws depend on seed, epoch and sample alone."""
 
 import difflib
-import importlib
 import inspect
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +10,7 @@ from torch import Tensor
 
 from apprentice import keyed
 from apprentice.errors import BadInput, reason
+from apprentice.modules import hidden_file, import_module
 
 FLAG = "data.transforms"
 
@@ -99,15 +97,14 @@ def _found(name: str) -> Callable[..., Any]:
     module_name, _, short = (
         f"torchvision.transforms.v2.{name}".rpartition(".") if "." not in name else name.rpartition(".")
     )
-    if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
     try:
-        module = importlib.import_module(module_name)
+        module = import_module(module_name)
     except Exception as error:  # whatever a user's module does
-        raise BadInput(FLAG, name, f"an import path; {reason(error)}") from error
+        raise BadInput(FLAG, name, f"an import path; {reason(error)}{hidden_file(module_name)}") from error
     found = getattr(module, short, None)
     if not inspect.isclass(found):
         classes = [other for other, value in vars(module).items() if inspect.isclass(value)]
         near = ", ".join(difflib.get_close_matches(short, classes))
-        raise BadInput(FLAG, name, f"a class of {module_name}{near and f'; near: {near}'}")
+        expected = f"a class of {module_name}{near and f'; near: {near}'}{hidden_file(module_name)}"
+        raise BadInput(FLAG, name, expected)
     return found

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import yaml
 
 from apprentice.errors import BadInput
+from apprentice.modules import working_directory_first
 from harness.config import growth, rows, training, usage
 from harness.config.choices import Resolver
 from harness.config.classes import Choice, Classes, arguments, build, imported, plain
@@ -120,6 +121,7 @@ class Parser:
             BadInput: naming the flag.
             SystemExit: after `--help` and `--print_config`.
         """
+        working_directory_first()  # jsonargparse imports functions
         layers, bare = read(sys.argv[1:] if argv is None else argv)
         if "help" in bare:
             sys.stdout.write(self._help(layers))

@@ -18,6 +18,7 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 import datamodules
 import strategies
 from apprentice.errors import BadInput
+from datamodules.transforms import Transforms
 from harness import config as cli
 from harness.config.classes import Classes
 from harness.config.messages import one_line
@@ -553,6 +554,30 @@ def test_a_class_that_can_not_be_imported(kd, mine, path, expected):
         assert expected in refused(kd, f"--teacher {path}")
     else:
         parse(kd, f"--teacher {path}")  # an objective is a module, too
+
+
+def test_the_working_directory_comes_first(kd, mine, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPT.parent)  # which has an attention.py
+    text = "import torch\nfrom lit_modules.objectives import Hinton\nclass Mine(Hinton): pass\n"
+    text += "def rate(epoch):\n    return 0.5\nclass Flip(torch.nn.Module):\n    def forward(self, image):\n"
+    write(tmp_path / "attention.py", f"{text}        return 255 - image\n")
+    try:
+        config = parse(kd, "--scheduler LambdaLR --scheduler.lr_lambda attention.rate")
+        assert kd.as_dict(config)["scheduler"]["init_args"]["lr_lambda"] == "attention.rate"
+        assert parse(kd, "--variants.mine attention.Mine").variants["mine"].class_path == "attention.Mine"
+        images = torch.zeros(1, 1, 8, 8, dtype=torch.uint8)
+        flip = Transforms(["attention.Flip"], (1, 8, 8))
+        assert (flip(images, 0, torch.tensor([0])) == 255).all()
+    finally:
+        sys.modules.pop("attention", None)
+
+
+@pytest.mark.parametrize(("file", "path"), [("json.py", "json.Mine"), ("datamodules/__init__.py", "datamodules.a.B")])
+def test_a_file_whose_name_another_module_has_is_named(kd, mine, tmp_path, file, path):
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    write(tmp_path / file, "")
+    loaded = sys.modules[file.partition("/")[0].removesuffix(".py")].__file__
+    assert refused(kd, f"--teacher {path}").endswith(f"; {file} needs another name: {loaded} has this one")
 
 
 FILES = {
