@@ -1,6 +1,7 @@
 """Random transforms of torchvision's, an image at a time, whose draws depend on seed, epoch and sample alone."""
 
 import difflib
+import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +11,6 @@ from torch import Tensor
 
 from apprentice import keyed
 from apprentice.errors import BadInput, reason
-from apprentice.modules import hidden_file, import_module
 
 FLAG = "data.transforms"
 
@@ -98,13 +98,12 @@ def _found(name: str) -> Callable[..., Any]:
         f"torchvision.transforms.v2.{name}".rpartition(".") if "." not in name else name.rpartition(".")
     )
     try:
-        module = import_module(module_name)
+        module = importlib.import_module(module_name)
     except Exception as error:  # whatever a user's module does
-        raise BadInput(FLAG, name, f"an import path; {reason(error)}{hidden_file(module_name)}") from error
+        raise BadInput(FLAG, name, f"an import path; {reason(error)}") from error
     found = getattr(module, short, None)
     if not inspect.isclass(found):
         classes = [other for other, value in vars(module).items() if inspect.isclass(value)]
         near = ", ".join(difflib.get_close_matches(short, classes))
-        expected = f"a class of {module_name}{near and f'; near: {near}'}{hidden_file(module_name)}"
-        raise BadInput(FLAG, name, expected)
+        raise BadInput(FLAG, name, f"a class of {module_name}{near and f'; near: {near}'}")
     return found

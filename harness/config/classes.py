@@ -10,8 +10,8 @@ from types import ModuleType
 from typing import Any, TypeAlias
 
 from apprentice.errors import BadInput, reason
-from apprentice.modules import hidden_file, import_module
 from harness.config.messages import REFUSAL, near
+from harness.config.modules import hidden_file, import_module
 from harness.config.signatures import options_of
 
 SHOWN = 8  # names in a message

@@ -12,11 +12,11 @@ from typing import Any, TypeAlias
 import yaml
 
 from apprentice.errors import BadInput
-from apprentice.modules import working_directory_first
 from harness.config import growth, rows, training, usage
 from harness.config.choices import Resolver
 from harness.config.classes import Choice, Classes, arguments, build, imported, plain
 from harness.config.messages import near
+from harness.config.modules import working_directory_first
 from harness.config.options import RunOptions
 from harness.config.signatures import Signature, Texts
 from harness.config.sources import INVOCATION, Given, Layer, as_given, flat, from_yaml, layer, load, read
