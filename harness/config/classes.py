@@ -178,14 +178,29 @@ def refusals(choice: Choice, key: str, kinds: tuple[type[Exception], ...] = (Exc
         raise
     except BadInput as error:
         inside = error.flag == key or error.flag.startswith(f"{key}.")
-        flag = error.flag if inside else f"{key}.{_place(choice, error.flag) or error.flag}"
+        flag = error.flag if inside else f"{key}.{_place(choice, error.flag) or error.flag}".removesuffix(".")
         raise BadInput(flag, error.value, error.expected) from error
     except kinds as error:
         message = reason(error) if isinstance(error, KeyError) else " ".join(str(error).split()) or reason(error)
         option = REFUSAL.fullmatch(message)
-        if option and (place := _place(choice, option[1])):
+        if option and (place := _refused(choice, option[1], option[2])):
             raise BadInput(f"{key}.{place}", option[2], option[3]) from error
+        if isinstance(error, ZeroDivisionError) and (place := _option_with(choice, "0")):
+            raise BadInput(f"{key}.{place}", 0, f"a number other than 0, by which {choice.name} divides") from error
         raise BadInput(key, choice.name, f"options that it takes: {message}") from error
+
+
+def _refused(choice: Choice, name: str, value: str) -> str | None:
+    """Which option was refused: a part inside may name it by another name, or by that of another option."""
+    place = _place(choice, name)
+    has_value = place is not None and str(choice.init_args.get(place)) == value
+    return place if has_value else _option_with(choice, value) or place
+
+
+def _option_with(choice: Choice, value: str) -> str | None:
+    """The only option with this value."""
+    names = [name for name, given in choice.init_args.items() if str(given) == value]
+    return names[0] if len(names) == 1 else None
 
 
 def _place(choice: Choice, name: str) -> str | None:

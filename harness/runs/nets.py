@@ -17,6 +17,7 @@ from harness.runs.files import atomic, read_text, write_text
 from lit_modules.nets import giving_logits
 
 Spec = dict[str, Any]
+SHOWN = 5  # folders of nets in a message
 
 
 def spec(net_class: str, arguments: Mapping[str, Any]) -> Spec:
@@ -65,7 +66,9 @@ def read_spec(folder: str | Path, flag: str = "run") -> Spec:
             return found
     except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError):
         pass
-    raise BadInput(flag, folder, "a net's folder, as RUN/seed0/kd, with weights.pt and net.yaml")
+    inside = sorted(str(path.parent) for pattern in ("*", "*/*") for path in Path(folder).glob(f"{pattern}/net.yaml"))
+    there = f"; there: {', '.join(inside[:SHOWN])}" if inside else ""
+    raise BadInput(flag, folder, f"a net's folder, as RUN/seed0/kd, with weights.pt and net.yaml{there}")
 
 
 def _untrained(value: Any, flag: str) -> Any:
