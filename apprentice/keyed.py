@@ -129,7 +129,7 @@ class Dropout(nn.Module):
     def __init__(self, p: float = 0.5, layer: int = 0, channels: bool = False) -> None:
         super().__init__()
         if not 0 <= p < 1:
-            raise ValueError(f"p {p}: expected 0 <= p < 1")
+            raise ValueError(f"p {p}: expected at least 0, less than 1")
         self.p, self.layer, self.channels = p, layer, channels
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102

@@ -218,7 +218,7 @@ SPARE = 15  # seconds in which a part tells what its experiment has measured bef
 
 def on_path() -> dict[str, str]:
     """An environment in which an experiment finds `benchmarks`."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(common.ROOT), *sys.path[1:]])}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(common.ROOT), *sys.path])}
 
 
 def study(experiment: str, *flags: str) -> Iterator[Facts]:

@@ -18,6 +18,7 @@ from datamodules.loaders import ChunkLoader, EpochOrder, PartitionedOrder, Train
 from datamodules.splits import Samples, Source, Subset
 from datamodules.streams import Finish, Streamed
 
+LARGEST_BATCH = 2**31 - 1  # of all devices together; a batch of more than all samples is one of all
 LIMITS = {"train": "limit_train_batches", "validation": "limit_val_batches", "test": "limit_test_batches"}
 
 
@@ -75,8 +76,8 @@ class InMemoryData(LightningDataModule):
         labelled: int | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(batch_size, int) or batch_size < 1:
-            raise BadInput("data.batch_size", batch_size, "a whole number of at least 1")
+        if not isinstance(batch_size, int) or not 1 <= batch_size <= LARGEST_BATCH:
+            raise BadInput("data.batch_size", batch_size, f"a whole number of at least 1, at most {LARGEST_BATCH:,}")
         splits.check_sizes(train_size, test_size, validation_size, subset)
         splits.check_partition(partition)
         self.batch_size, self.train_size, self.test_size = batch_size, train_size, test_size

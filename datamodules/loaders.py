@@ -176,7 +176,8 @@ class ChunkLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         device = self.split.labels.device
-        rows, index = torch.arange(self.batch_size, device=device), self.index.to(device)
+        index = self.index.to(device)
+        rows = torch.arange(min(self.batch_size, len(index)), device=device)
         starts = [(deal * self.replicas + self.rank) * self.batch_size for deal in range(len(self))]
         chunks = [index[start : start + self.batch_size] for start in starts]
         for chunk, samples in zip(chunks, reading(self.split, chunks), strict=True):

@@ -3,9 +3,7 @@
 import difflib
 import importlib
 import inspect
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -99,8 +97,6 @@ def _found(name: str) -> Callable[..., Any]:
     module_name, _, short = (
         f"torchvision.transforms.v2.{name}".rpartition(".") if "." not in name else name.rpartition(".")
     )
-    if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # whatever a user's module does

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+from pathlib import Path
 
 # Read by torch when it is loaded: its profiler logs to stderr, and so do ranks that lose another, with frames of C++.
 LOGS = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -15,10 +16,13 @@ def script(**variables: str) -> None:
     """Prepare the process for its imports, which take seconds.
 
     Ctrl-C ends them without a traceback; `session` handles signals after them. A terminal shows that they go on.
+    The script's folder is no place to import from: `attention.py` there would hide the user's own.
 
     Args:
         variables: of the environment, where the user has not set them.
     """
+    if sys.path[:1] == [str(Path(sys.argv[0]).resolve().parent)]:  # Python has put it there
+        del sys.path[0]
     for name, value in {**LOGS, **variables}.items():
         os.environ.setdefault(name, value)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's background job ignores it

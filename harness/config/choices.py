@@ -6,7 +6,7 @@ from typing import Any, Union, get_args, get_origin
 
 from apprentice.errors import BadInput
 from harness.config.classes import Choice, Chosen, Classes
-from harness.config.messages import near, words
+from harness.config.messages import near_flag, words
 from harness.config.signatures import Missing, Signature, accepts_null, kinds_of, options_of
 from harness.config.sources import Given, Layer, from_yaml, layer
 
@@ -107,7 +107,7 @@ class Resolver:
         while key and key not in self._keys:
             key, _, name = key.rpartition(".")
         if not key:
-            return f"a flag of {self._prog}{near(flag, [*plain, *self.flags], '--') or '; --help lists them'}"
+            return f"a flag of {self._prog}{near_flag(flag, [*plain, *self.flags], '--') or '; --help lists them'}"
         place = self._keys[key]
         if isinstance(place, list):
             return f"a position from 0 to {len(place) - 1} after {key}"

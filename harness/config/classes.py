@@ -1,19 +1,17 @@
 """Classes chosen by short name or import path, such as `--data MNIST`, and instances of what was chosen."""
 
 import functools
-import importlib
 import inspect
 import pkgutil
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
 
 from apprentice.errors import BadInput, reason
 from harness.config.messages import REFUSAL, near
+from harness.config.modules import hidden_file, import_module
 from harness.config.signatures import options_of
 
 SHOWN = 8  # names in a message
@@ -92,12 +90,10 @@ class Classes:
 
 
 def imported(path: str, key: str, bases: tuple[type, ...] = (object,)) -> type:
-    """The class at an import path, from the working directory too; BadInput, with near names, if it is not there."""
+    """The class at an import path, first of the working directory; BadInput, with near names, if it is not there."""
     module_name, _, name = path.rpartition(".")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
     try:
-        module = importlib.import_module(module_name)
+        module = import_module(module_name)
     except Exception as error:  # whatever a user's module does
         raise BadInput(key, path, f"an import path; {_why_not(module_name, error)}") from error
     found = getattr(module, name, None)
@@ -106,7 +102,8 @@ def imported(path: str, key: str, bases: tuple[type, ...] = (object,)) -> type:
             other for other, value in vars(module).items() if inspect.isclass(value) and issubclass(value, bases)
         ]
         fault = f"is no class of {module_name}" if found is None else "is no class"
-        raise BadInput(key, path, f"the import path of a class; {name} {fault}{near(name, classes)}")
+        more = near(name, classes) + hidden_file(module_name)
+        raise BadInput(key, path, f"the import path of a class; {name} {fault}{more}")
     if not issubclass(found, bases):
         raise BadInput(key, path, f"a class derived from {' or '.join(base.__name__ for base in bases)}")
     return found
@@ -118,8 +115,9 @@ def _why_not(module_name: str, error: Exception) -> str:
         kind = "" if isinstance(error, ModuleNotFoundError) else f"{type(error).__name__}: "
         return f"importing {module_name} failed: {kind}{error}"
     parent, _, missing = str(error.name).rpartition(".")
-    places = getattr(importlib.import_module(parent), "__path__", []) if parent else None
-    return f"there is no module {error.name}{near(missing, [found.name for found in pkgutil.iter_modules(places)])}"
+    places = getattr(import_module(parent), "__path__", []) if parent else None
+    others = near(missing, [found.name for found in pkgutil.iter_modules(places)])
+    return f"there is no module {error.name}{others}{hidden_file(module_name)}"
 
 
 def _is_choice(value: Any) -> bool:
@@ -180,14 +178,29 @@ def refusals(choice: Choice, key: str, kinds: tuple[type[Exception], ...] = (Exc
         raise
     except BadInput as error:
         inside = error.flag == key or error.flag.startswith(f"{key}.")
-        flag = error.flag if inside else f"{key}.{_place(choice, error.flag) or error.flag}"
+        flag = error.flag if inside else f"{key}.{_place(choice, error.flag) or error.flag}".removesuffix(".")
         raise BadInput(flag, error.value, error.expected) from error
     except kinds as error:
         message = reason(error) if isinstance(error, KeyError) else " ".join(str(error).split()) or reason(error)
         option = REFUSAL.fullmatch(message)
-        if option and (place := _place(choice, option[1])):
+        if option and (place := _refused(choice, option[1], option[2])):
             raise BadInput(f"{key}.{place}", option[2], option[3]) from error
+        if isinstance(error, ZeroDivisionError) and (place := _option_with(choice, "0")):
+            raise BadInput(f"{key}.{place}", 0, f"a number other than 0, by which {choice.name} divides") from error
         raise BadInput(key, choice.name, f"options that it takes: {message}") from error
+
+
+def _refused(choice: Choice, name: str, value: str) -> str | None:
+    """Which option was refused: a part inside may name it by another name, or by that of another option."""
+    place = _place(choice, name)
+    has_value = place is not None and str(choice.init_args.get(place)) == value
+    return place if has_value else _option_with(choice, value) or place
+
+
+def _option_with(choice: Choice, value: str) -> str | None:
+    """The only option with this value."""
+    names = [name for name, given in choice.init_args.items() if str(given) == value]
+    return names[0] if len(names) == 1 else None
 
 
 def _place(choice: Choice, name: str) -> str | None:

@@ -28,6 +28,21 @@ WORDS = {
     timedelta: "a time, such as 0:30:00",
 }  # fmt: skip
 ANYTHING = "a value"
+# What other programs call options of ours; with a value, if that is what is meant.
+ALSO_CALLED = {
+    "accumulate": ["accumulate_grad_batches"], "alpha": ["kd_weight"], "amp": ["precision"],
+    "arch": ["student", "net"], "bs": ["batch_size"], "checkpoint": ["teacher_ckpt"], "ckpt": ["teacher_ckpt"],
+    "clip": ["gradient_clip_val"], "cpu": ["accelerator cpu"], "cuda": ["accelerator gpu"], "dataset": ["data"],
+    "device": ["accelerator", "devices"], "early_stopping": ["callbacks EarlyStopping"], "epochs": ["max_epochs"],
+    "fp16": ["precision 16-mixed"], "gpu": ["devices"], "gpus": ["devices"], "grad_clip": ["gradient_clip_val"],
+    "iterations": ["max_steps"], "learning_rate": ["lr"], "load": ["teacher_ckpt"], "log_dir": ["out"],
+    "lr_scheduler": ["scheduler"], "model": ["student", "net"], "momentum": ["optimizer SGD --optimizer.momentum"],
+    "nodes": ["num_nodes"], "num_epochs": ["max_epochs"], "num_gpus": ["devices"],
+    "num_workers": ["data ImageFolder --data.num_workers"], "opt": ["optimizer"], "output": ["out"],
+    "output_dir": ["out"], "patience": ["callbacks EarlyStopping"], "pretrained": ["teacher_ckpt"],
+    "save_dir": ["out"], "seed": ["seeds"], "steps": ["max_steps"], "wd": ["weight_decay"],
+    "workers": ["num_workers", "data ImageFolder --data.num_workers"], "world_size": ["devices"],
+}  # fmt: skip
 # How a class refuses one of its options: its name, its value and what was expected.
 REFUSAL = re.compile(r"(\w+) (.*?): expected (.*)")
 # The last line of a forked rank's error, where it is one for users.
@@ -90,6 +105,18 @@ def near(name: Any, known: Iterable[str], prefix: str = "") -> str:
     lower = {other.lower(): other for other in known}
     found = [lower[match] for match in difflib.get_close_matches(str(name).lower(), lower, 3, 0.6)]
     return f"; near: {', '.join(prefix + match for match in found)}" if found else ""
+
+
+def near_flag(flag: str, known: Iterable[str], prefix: str = "") -> str:
+    """As `near`, and flags whose last word is this one's, or what other programs call by it."""
+    flags, name = {other.lower(): other for other in known}, flag.replace("-", "_").lower()
+    last = name.rpartition(".")[2]
+    matches = difflib.get_close_matches(name, flags, 3, 0.6) if "." in name else []
+    for meant, _, value in (entry.partition(" ") for entry in [*ALSO_CALLED.get(last, []), last]):
+        matches += [f"{other} {value}".strip() for other in flags if other.rpartition(".")[2] == meant]
+    matches = [*dict.fromkeys(matches)] or difflib.get_close_matches(name, flags, 3, 0.6)
+    shown = [prefix + flags.get(match, match) for match in matches[:3]]
+    return f"; near: {', '.join(shown)}" if shown else ""
 
 
 def words(hint: Any) -> str:

@@ -16,6 +16,7 @@ from harness.config import growth, rows, training, usage
 from harness.config.choices import Resolver
 from harness.config.classes import Choice, Classes, arguments, build, imported, plain
 from harness.config.messages import near
+from harness.config.modules import working_directory_first
 from harness.config.options import RunOptions
 from harness.config.signatures import Signature, Texts
 from harness.config.sources import INVOCATION, Given, Layer, as_given, flat, from_yaml, layer, load, read
@@ -120,6 +121,7 @@ class Parser:
             BadInput: naming the flag.
             SystemExit: after `--help` and `--print_config`.
         """
+        working_directory_first()  # jsonargparse imports functions
         layers, bare = read(sys.argv[1:] if argv is None else argv)
         if "help" in bare:
             sys.stdout.write(self._help(layers))

@@ -15,7 +15,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from apprentice.errors import BadInput
 from harness.config import yamls
-from harness.config.messages import is_open, near, words
+from harness.config.messages import is_open, near_flag, words
 
 LARGEST_FLOAT = (2 - 2**-23) * 2.0**127
 NUMBERS = "not NaN, at most 3.4e38 as float32 is, a whole one below 2**63"
@@ -27,12 +27,12 @@ class Signature:
 
     jsonargparse resolves the constructor, through `**kwargs` too, and checks, serializes and instantiates values. Each
     option is checked by itself, so that an error belongs to one flag. `skip` are arguments that are not options,
-    `types` replace types of the constructor.
+    perhaps with what to do instead; `types` replace types of the constructor.
     """
 
     def __init__(self, target: type, skip: Iterable[str] = (), types: Mapping[str, Any] | None = None) -> None:
         self.target, parameters = target, inspect.signature(target).parameters
-        self._skip = frozenset(skip)
+        self._skip, self._instead = frozenset(skip), skip if isinstance(skip, Mapping) else {}
         self.path = f"{target.__module__}.{target.__qualname__}"
         self._parser = ArgumentParser(exit_on_error=False, add_help=False)
         self._parser.add_class_arguments(target, skip={*skip}, as_group=False, fail_untyped=False)
@@ -72,10 +72,12 @@ class Signature:
 
     def alternatives(self, name: str) -> str:
         """What to take in place of an option that does not exist."""
+        if name in self._instead:
+            return self._instead[name]
         other = getattr(self.target, "replaces", None)  # Lightning's class, whose short name ours has
         if other is not None and name in options_of(other, self._skip).hints:
             return f"it left out: only Lightning's class has it, --trainer.strategy {other.__module__}.{other.__name__}"
-        known = near(name, self.hints) or f": {', '.join(self.hints) or 'it has none'}"
+        known = near_flag(name, self.hints) or f": {', '.join(self.hints) or 'it has none'}"
         return f"an option of {self.target.__name__}{known}"
 
     def plain(self, name: str, value: Any) -> Any:
@@ -99,8 +101,11 @@ def _check_yaml(value: Any, flag: str) -> None:
         if isinstance(text, str):
             try:
                 yamls.check(text)
+                yamls.check_keys(text)
             except yamls.UnboundedError as error:
                 raise BadInput(flag, value, f"a value of a bounded size, not {error.problem}") from error
+            except yamls.RepeatedKeyError as error:
+                raise BadInput(flag, value, f"each key once; {error.problem}") from error
             except yaml.YAMLError:
                 continue  # some types take such text
 

@@ -84,13 +84,21 @@ def from_yaml(value: Any, flag: str) -> Any:
         return yamls.load(value)
     except yamls.UnboundedError as error:
         raise BadInput(flag, value, f"YAML of a bounded size, not {error.problem}") from error
+    except yamls.RepeatedKeyError as error:
+        raise BadInput(flag, value, f"each key once; {error.problem}") from error
     except yaml.YAMLError as error:
         raise BadInput(flag, value, "YAML, as [First, Second] or {class_path: First}") from error
 
 
 def layer(values: Any, source: str = "", key: str = "") -> dict[str, Given]:
     """Nested settings as a layer; lists stay whole."""
-    return {flag: Given(value, source) for flag, value in flat(values, key, lists=False)}
+    found: dict[str, Given] = {}
+    for flag, value in flat(values, key, lists=False):
+        if flag in found:
+            place = f" (in {source})" if source else ""
+            raise BadInput(flag, value, f"one value; {found[flag].value} is there, too{place}")
+        found[flag] = Given(value, source)
+    return found
 
 
 def flat(value: Any, key: str = "", lists: bool = True) -> Iterator[tuple[str, Any]]:

@@ -22,18 +22,28 @@ from harness.config.signatures import options_of
 
 Names = Mapping[str, tuple[type[Strategy], Mapping[str, Any]]]  # classes by short name, with the options that it sets
 
-OWNED = frozenset({  # arguments of the Trainer that the experiment sets
-    "barebones", "default_root_dir", "enable_autolog_hparams", "enable_checkpointing", "fast_dev_run", "inference_mode",
-    "limit_predict_batches", "model_registry", "overfit_batches", "reload_dataloaders_every_n_epochs", "sync_batchnorm",
-    "use_distributed_sampler",
-})  # fmt: skip
+OWNED = {  # arguments of the Trainer that the experiment sets, and what to do instead
+    "barebones": "it left out: a run has curves and checkpoints; --trainer.logger false writes fewer files",
+    "default_root_dir": "--out FOLDER in its place",
+    "enable_autolog_hparams": "it left out: loggers always have the hyperparameters",
+    "enable_checkpointing": "it left out: a run keeps its own checkpoints; --checkpoint_every SECONDS says how often",
+    "fast_dev_run": "--trainer.max_epochs 1 --trainer.limit_train_batches 1, and 1 for limit_val_batches and "
+    "limit_test_batches, in its place: it would leave no table",
+    "inference_mode": "it left out: nets are always tested in inference mode",
+    "limit_predict_batches": "--trainer.limit_test_batches, whose predictions the run keeps",
+    "model_registry": "it left out: a run writes into --out FOLDER alone",
+    "overfit_batches": "--data.train_size N in its place: the same N samples in each epoch",
+    "reload_dataloaders_every_n_epochs": "it left out: one loader serves all epochs, each in its own order",
+    "sync_batchnorm": "it left out: BatchNorm has the global batch's statistics anyway, a shard's with --exact",
+    "use_distributed_sampler": "it left out: the data module deals samples to ranks",
+}
 GIVEN = frozenset({  # arguments of strategies that the Trainer gives, that are objects, or have a flag of their own
     "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin", "ddp_comm_state",
     "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period", "exact",
 })  # fmt: skip
 AT_LEAST = {
     "accumulate_grad_batches": 1, "check_val_every_n_epoch": 1, "gradient_clip_val": 0, "limit_val_batches": 0,
-    "log_every_n_steps": 0, "min_epochs": 0, "min_steps": 0,
+    "log_every_n_steps": 0, "min_epochs": 0, "min_steps": 0, "num_sanity_val_steps": -1,
 }  # fmt: skip
 ABOVE_ZERO = ("limit_train_batches", "limit_test_batches", "val_check_interval")
 FRACTIONS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "val_check_interval")
@@ -172,6 +182,12 @@ def check_trainer(options: Mapping[str, Any]) -> None:
             raise BadInput(f"trainer.{name}", value, "a number above 0")
         if name in FRACTIONS and isinstance(value, float) and value > 1:
             raise BadInput(f"trainer.{name}", value, "a whole number of batches, or a fraction of them, up to 1.0")
+    chosen = options.get("callbacks")
+    for place, callback in enumerate(chosen) if isinstance(chosen, list) else [("", chosen)]:
+        patience = callback.init_args.get("patience") if isinstance(callback, Choice) else None
+        if isinstance(patience, int) and patience < 0:
+            flag = f"trainer.callbacks.{place}.patience".replace("..", ".")
+            raise BadInput(flag, patience, "a number of checks without improvement, at least 0")
     if (limit := options.get("max_time")) is not None:
         with refusals(Choice("Trainer", dict(options)), "trainer.max_time"):
             seconds = callbacks.Timer(limit).time_remaining() or 0

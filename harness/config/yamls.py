@@ -17,19 +17,43 @@ class UnboundedError(yaml.MarkedYAMLError):
         super().__init__(problem=problem, problem_mark=mark)
 
 
+class RepeatedKeyError(yaml.MarkedYAMLError):
+    """A mapping with two values for one key, of which YAML's loaders take the last."""
+
+
 def load(text: str) -> Any:
     """What a text stands for, numbers as jsonargparse reads them.
 
     Raises:
-        yaml.YAMLError: it is not YAML, or unbounded.
+        yaml.YAMLError: it is not YAML, or unbounded, or a mapping has a key twice.
     """
     check(text)
+    check_keys(text)
     try:
         return get_loader("yaml")(text)
     except yaml.YAMLError:
         raise
     except Exception as error:  # such as ValueError: PyYAML converts `!!int x` with Python's int
         raise yaml.YAMLError(f"a value can't be read: {error}") from error
+
+
+def check_keys(text: str) -> None:
+    """Raise RepeatedKeyError for a bounded YAML text in which a mapping has a key twice."""
+    nodes, seen = [yaml.compose(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))], set[int]()
+    while nodes:
+        node = nodes.pop()
+        if id(node) in seen:  # an alias
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            nodes += node.value
+        elif isinstance(node, yaml.MappingNode):
+            names = set[str]()
+            for key, value in node.value:
+                if isinstance(key, yaml.ScalarNode) and key.value in names:
+                    raise RepeatedKeyError(problem=f"{key.value} is there twice", problem_mark=key.start_mark)
+                names.add(str(key.value))
+                nodes.append(value)
 
 
 def check(text: str) -> None:

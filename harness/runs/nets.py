@@ -18,6 +18,7 @@ from lit_modules.nets import giving_logits
 from lit_modules.nets.weights import load_checked, read_weights
 
 Spec = dict[str, Any]
+SHOWN = 5  # folders of nets in a message
 
 
 def spec(net_class: str, arguments: Mapping[str, Any]) -> Spec:
@@ -66,7 +67,9 @@ def read_spec(folder: str | Path, flag: str = "run") -> Spec:
             return found
     except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError):
         pass
-    raise BadInput(flag, folder, "a net's folder, as RUN/seed0/kd, with weights.pt and net.yaml")
+    inside = sorted(str(path.parent) for pattern in ("*", "*/*") for path in Path(folder).glob(f"{pattern}/net.yaml"))
+    there = f"; there: {', '.join(inside[:SHOWN])}" if inside else ""
+    raise BadInput(flag, folder, f"a net's folder, as RUN/seed0/kd, with weights.pt and net.yaml{there}")
 
 
 def check_options(weights: str | Path, net_spec: Spec, flag: str) -> None:

@@ -86,7 +86,7 @@ class SelfAttention(nn.Module):
         if num_heads < 1 or embed_dim % num_heads:
             raise ValueError(f"num_heads {num_heads}: expected a divisor of embed_dim, {embed_dim}")
         if not 0 <= dropout < 1:
-            raise ValueError(f"dropout {dropout}: expected 0 <= dropout < 1")
+            raise ValueError(f"dropout {dropout}: expected at least 0, less than 1")
         check_backend(backend)
         self.embed_dim, self.num_heads, self.causal = embed_dim, num_heads, causal
         self.dropout, self.backend = float(dropout), backend

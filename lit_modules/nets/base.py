@@ -61,8 +61,15 @@ def of_images(input_shape: Sequence[int]) -> Shape:
 def check_widths(widths: Sequence[int], count: int) -> Sequence[int]:
     """The widths; ValueError if they aren't `count` numbers of channels."""
     if len(widths) != count or min(widths) < 1:
-        raise ValueError(f"widths {list(widths)}: expected {count} numbers of channels")
+        raise ValueError(f"widths {list(widths)}: expected {count} numbers of channels, each at least 1")
     return widths
+
+
+def check_sizes(**sizes: int) -> None:
+    """ValueError for the first that is less than 1."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} {size}: expected at least 1")
 
 
 def norm_layer(norm: Norm) -> Callable[[int], nn.Module]:

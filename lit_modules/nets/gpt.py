@@ -12,7 +12,7 @@ from apprentice import keyed
 from apprentice.errors import BadInput
 from apprentice.keyed import Dropout
 from lit_modules.nets.attention import Backend, Cache, SelfAttention
-from lit_modules.nets.base import Net
+from lit_modules.nets.base import Net, check_sizes
 from lit_modules.nets.transformer import Block, tensor_parallel_plan
 
 STD = 0.02  # of GPT-2's initial weights
@@ -56,10 +56,7 @@ class GPT(Net):
         backend: Backend = "auto",
     ) -> None:
         super().__init__()
-        sizes = {"vocab_size": vocab_size, "block_size": block_size, "num_layers": num_layers, "embed_dim": embed_dim}
-        for name, value in sizes.items():
-            if value < 1:
-                raise ValueError(f"{name} {value}: expected at least 1")
+        check_sizes(vocab_size=vocab_size, block_size=block_size, num_layers=num_layers, embed_dim=embed_dim)
         self.block_size, self.tie_weights = block_size, tie_weights
         self.embedding = _Embedding(vocab_size, block_size, embed_dim, dropout)
         attention = partial(SelfAttention, embed_dim, num_heads, True, attention_dropout, bias, backend)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from apprentice.keyed import Dropout
-from lit_modules.nets.base import Net, Shape, check_widths, of_images
+from lit_modules.nets.base import Net, Shape, check_sizes, check_widths, of_images
 
 
 class _Chain(Net):
@@ -34,6 +34,7 @@ class _Plain(_Chain):
         _, height, width = of_images(input_shape)
         if min(height, width) < 4:
             raise ValueError(f"input_shape {tuple(input_shape)}: expected at least 4 x 4 pixels")
+        check_sizes(hidden=hidden)
         self.features = nn.Sequential(*features)
         pools = [number for number, module in enumerate(features) if isinstance(module, nn.MaxPool2d)]
         self.stages = tuple(f"features.{number}" for number in pools)

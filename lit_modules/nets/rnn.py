@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from apprentice.keyed import Dropout
-from lit_modules.nets.base import Net
+from lit_modules.nets.base import Net, check_sizes
 
 
 class RNNClassifier(Net):
@@ -43,6 +43,7 @@ class RNNClassifier(Net):
         super().__init__()
         if len(input_shape) != 1:
             raise ValueError(f"input_shape {tuple(input_shape)}: expected (T,), texts")
+        check_sizes(embedding_dim=embedding_dim, hidden=hidden)
         self.embedding = _Embedding(vocab_size, embedding_dim)
         self.gru = _LastState(embedding_dim, hidden)
         self.head = nn.Sequential(Dropout(dropout), nn.Linear(hidden, num_classes))

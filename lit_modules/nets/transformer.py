@@ -5,6 +5,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from apprentice.keyed import Dropout
 from lit_modules.nets.attention import Cache, SelfAttention
+from lit_modules.nets.base import check_sizes
 
 
 class Block(nn.Module):
@@ -32,8 +33,7 @@ class Block(nn.Module):
         norm_eps: float = 1e-5,
     ) -> None:
         super().__init__()
-        if mlp_ratio < 1:
-            raise ValueError(f"mlp_ratio {mlp_ratio}: expected at least 1")
+        check_sizes(mlp_ratio=mlp_ratio)
         embed_dim, hidden = attention.embed_dim, mlp_ratio * attention.embed_dim
         self.norm1 = nn.LayerNorm(embed_dim, norm_eps, bias=bias)
         self.attention = attention

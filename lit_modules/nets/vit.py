@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from apprentice.keyed import Dropout
 from lit_modules.nets.attention import Backend, Cache, SelfAttention
-from lit_modules.nets.base import Net, Shape, of_images
+from lit_modules.nets.base import Net, Shape, check_sizes, of_images
 from lit_modules.nets.transformer import Block, tensor_parallel_plan
 
 STD = 0.02  # of initial weights, as in DeiT
@@ -61,8 +61,7 @@ class ViT(Net):
         channels, height, width = of_images(input_shape)
         if patch_size < 1 or height % patch_size or width % patch_size:
             raise ValueError(f"patch_size {patch_size}: expected a divisor of the images' {height} x {width} pixels")
-        if num_layers < 1:
-            raise ValueError(f"num_layers {num_layers}: expected at least 1")
+        check_sizes(embed_dim=embed_dim, num_layers=num_layers)
         rows, columns, self.num_tokens = height // patch_size, width // patch_size, 1 + distillation_token
         self.embedding = _Embedding(channels, patch_size, self.num_tokens, rows * columns, embed_dim, dropout)
         attention = partial(SelfAttention, embed_dim, num_heads, backend=backend)

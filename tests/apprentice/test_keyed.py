@@ -86,7 +86,7 @@ def test_dropout_outside_a_step_is_torchs_and_in_eval_nothing() -> None:
 
 
 def test_dropout_refuses_what_it_cannot_key() -> None:
-    with pytest.raises(ValueError, match="0 <= p < 1"):
+    with pytest.raises(ValueError, match="at least 0, less than 1"):
         keyed.Dropout(1.0)
     with keyed.noise(0, 0, ROWS), pytest.raises(ValueError, match="got 3 rows"):
         keyed.Dropout(0.5)(torch.ones(3, 2))

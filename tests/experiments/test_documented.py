@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+import json
 import os
 import re
 import shlex
@@ -10,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ import torch
 from PIL import Image
 
 from harness import start
+from lit_modules.nets import DeepNN
 from tests.processes import Run
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +28,7 @@ NOISE = re.compile(r"Warning|WARN|\[[WIEF]\d|\[rank|INFO|site-packages|Traceback
 # On stderr there is nothing but these.
 SAID = re.compile(r"\w+: (training samples of a class|skipped in)|warning: .* draws noise from torch's generator")
 MINE = """
-from lit_modules.nets import DeepNN as MyNet
+from lit_modules.nets import DeepNN as MyNet, DeepNN as MyTeacher
 from tests.datamodules.test_adapted import Mine
 
 class MyData(Mine):
@@ -45,6 +48,23 @@ SHORTER = {
     "quantize": "--latency.repeats 1 --latency.batch_sizes 1 --trainer.max_epochs 1 --freeze_epoch 1",
 }
 FOLLOWED = ("deploy.md",)  # by tests/experiments/test_quantize.py, which looks for noise, too
+FLAGS = re.MULTILINE | re.DOTALL
+# A file's code, its name, and the command with it.
+SAVED = re.compile(
+    r"^```python\n((?:(?!```).)*)^```\n+Save it as `(\w+\.py)`[^`]*`(python [^`]*)`", re.MULTILINE | re.DOTALL
+)
+
+
+def pages() -> list[Path]:
+    """README and docs, in the order in which one reads them."""
+    first = [ROOT / "README.md", ROOT / "docs" / "getting-started.md"]
+    return [*first, *sorted({*(ROOT / "docs").glob("*.md")} - {*first})]
+
+
+def text_of_notebook(path: Path) -> str:
+    """Its Markdown cells."""
+    cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "markdown"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells)
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
@@ -53,10 +73,12 @@ def commands() -> Iterator[tuple[str, list[str]]]:
     Those of launchers are started by tests/harness/test_launch.py and test_elastic.py, CIFAR-10 is downloaded in
     tests/datamodules/test_downloaded.py.
     """
-    first = [ROOT / "README.md", ROOT / "docs" / "getting-started.md"]
-    pages = [*first, *sorted({*(ROOT / "docs").glob("*.md")} - {*first})]
-    texts = ["".join(re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)) for page in pages]
-    texts = [text for page, text in zip(pages, texts, strict=True) if page.name not in FOLLOWED]
+    texts: list[str] = []
+    for page in (page for page in pages() if page.name not in FOLLOWED):
+        text = page.read_text()
+        texts += [*re.findall(r"^```\w*\n(.*?)^```", text, FLAGS)]
+        texts += [command for _, _, command in SAVED.findall(text)]
+    texts += [text_of_notebook(path) for path in sorted((ROOT / "notebooks").glob("*.ipynb"))]
     texts += [file.read_text().split('"""')[1] for file in sorted((ROOT / "experiments").glob("*.py"))]
     for line in "\n".join(texts).replace("\\\n", " ").splitlines():
         found = re.match(r" *(?:OMP_NUM_THREADS=1 )?python experiments/(\w+)\.py(.*)", line)
@@ -65,6 +87,7 @@ def commands() -> Iterator[tuple[str, list[str]]]:
 
 
 COMMANDS = list(commands())
+FILES = {name: code for page in pages() for code, name, _ in SAVED.findall(page.read_text())}
 FIRST = {name: next(flags for other, flags in COMMANDS if other == name) for name, _ in COMMANDS}  # of each script
 # Started in a process of their own, before the others; so is quantize.py, by tests/experiments/test_quantize.py.
 FRESH = [name for name in FIRST if name not in {"compare", "quantize"}]
@@ -75,7 +98,7 @@ def shortened(name: str, flags: list[str]) -> list[str]:
     names = {"FOLDER": f"done/{name}", "runs/gpt/RUN": "done/gpt"}
     names |= dict.fromkeys(["RUN/seed0/kd", "runs/t4/seed0/kd"], "done/kd/seed0/kd")
     names |= {"runs/born1/seed{seed}/kd/weights.pt": "done/kd/seed0/kd/weights.pt"}
-    names |= dict.fromkeys(["cifar10", "photographs", *(["DIR"] if "ImageFolder" in flags else [])], "images")
+    names |= dict.fromkeys(["cifar10", "shapes", "photographs", *(["DIR"] if "ImageFolder" in flags else [])], "images")
     flags = [names.get(flag, flag).replace("../shared/data", "DIR") for flag in flags]
     return flags if name == "compare" or goes_on(flags) else last([*flags, *shlex.split(SHORTER[name])])
 
@@ -96,7 +119,8 @@ def others() -> Iterator[tuple[str, list[str]]]:
     done = [(name, shortened(name, FIRST[name])) for name in FRESH]
     for name, flags in COMMANDS:
         command = name, shortened(name, flags)
-        if command not in done and name != "quantize":  # the rest of these: tests/experiments/test_quantize.py
+        is_saved = any(flag.startswith(f"{Path(file).stem}.") for flag in flags for file in FILES)  # has its own test
+        if command not in done and name != "quantize" and not is_saved:  # of quantize: experiments/test_quantize.py
             done.append(command)
             yield command
 
@@ -125,6 +149,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> Path:
     (folder / "input.txt").write_text("To be, or not to be, that is the question.\n" * 200)
     (folder / "my.yaml").write_text("student: {class_path: LightNN}\n")
     (folder / "mypackage.py").write_text(MINE)
+    torch.save(DeepNN((3, 32, 32), 2).state_dict(), folder / "teacher.pt")
+    for name, code in FILES.items():
+        (folder / name).write_text(code)
     return folder
 
 
@@ -154,6 +181,15 @@ def test_a_fresh_process_prints_no_line_but_ours(name: str, folder: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_a_page_has_one_save_is_used(name: str, folder: Path) -> None:
+    """In a fresh process, in whose path Python has put the script's folder, with files of the same names."""
+    module = name.removesuffix(".py")
+    script, flags = next((script, flags) for script, flags in COMMANDS if any(f"{module}." in flag for flag in flags))
+    start_fresh(script, shortened(script, flags), folder)
+
+
+@pytest.mark.slow
 @pytest.mark.extras
 @pytest.mark.parametrize("number", range(len(OTHERS)))
 def test_documented_commands_print_no_line_but_ours(number: int, folder: Path) -> None:
@@ -171,3 +207,27 @@ def called(folder: Path, name: str, flags: list[str]) -> None:
     sys.path.insert(0, str(folder))
     warnings.resetwarnings()  # pytest has made them errors
     importlib.import_module(f"experiments.{name}").main(flags)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["data.md", "lightning.md"])
+def test_the_python_of_a_page_runs_as_printed(page: str, tmp_path: Path) -> None:
+    """That of other pages: test_pages.py, test_attention.py, test_pipeline.py and test_quantize.py."""
+    process = Run(run_blocks, page, tmp_path, log=tmp_path / "log")
+    assert process.wait() == 0, process.output
+
+
+def run_blocks(page: str, folder: Path) -> None:
+    """The page's blocks, one after another, on few batches; of the first one's modules there are checkpoints then."""
+    os.chdir(folder)
+    warnings.simplefilter("ignore")  # Lightning's, about workers
+    os.environ |= {f"PL_TRAINER_LIMIT_{part}_BATCHES": "1" for part in ("TRAIN", "VAL", "TEST", "PREDICT")}
+    names: dict[str, Any] = {}
+    for number, code in enumerate(re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / page).read_text(), FLAGS)):
+        exec(compile(code, page, "exec"), names)
+        if page == "lightning.md" and number == 0:
+            importlib.import_module("experiments.kd").main(
+                ["--save_ckpt", "true", "--out", "RUN", *SHORTER["kd"].split()]
+            )
+            for name, file in {"teacher": "teacher.ckpt", "module": "students.ckpt"}.items():
+                names[name].trainer.save_checkpoint(file)

@@ -18,6 +18,7 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 import datamodules
 import strategies
 from apprentice.errors import BadInput
+from datamodules.transforms import Transforms
 from harness import config as cli
 from harness.config.classes import Classes
 from harness.config.messages import one_line
@@ -445,7 +446,8 @@ REFUSED = {
     "--optimizer Muon": "Muon only supports 2D parameters",
     "--scheduler ReduceLROnPlateau": "scheduler ReduceLROnPlateau: expected one that depends on the epoch alone",
     "--scheduler MultiStepLR": "scheduler.milestones (nothing): expected a list",
-    "--scheduler StepLR --scheduler.step_size 0": "integer modulo by zero",
+    "--scheduler StepLR --scheduler.step_size 0": "scheduler.step_size 0: expected a number other than 0, by which",
+    "--scheduler CosineAnnealingLR --scheduler.T_max 0": "scheduler.T_max 0: expected a number other than 0, by which",
     "--scheduler OneCycleLR --scheduler.max_lr 1 --scheduler.total_steps 5":
         "scheduler OneCycleLR: expected options that it takes: Tried to step 6 times. The specified number of total",
     "--scheduler.gamma 0.1": "scheduler.gamma 0.1: expected --scheduler with the name of a class beside it",
@@ -483,7 +485,27 @@ REFUSED = {
     "--trainer.callbacks [Nope]": "trainer.callbacks.0 Nope: expected",
     "--trainer.callbacks EarlyStopping":
         "trainer.callbacks.monitor (nothing): expected text; EarlyStopping can't do without",
-    "--trainer.enable_checkpointing true": "trainer.enable_checkpointing true: expected an option of Trainer",
+    "--trainer.enable_checkpointing true": "expected it left out: a run keeps its own checkpoints; --checkpoint_every",
+    "--trainer.fast_dev_run true": "trainer.fast_dev_run true: expected --trainer.max_epochs 1 --trainer.limit_train",
+    "--trainer.overfit_batches 1": "trainer.overfit_batches 1: expected --data.train_size N in its place",
+    "--trainer.default_root_dir x": "trainer.default_root_dir x: expected --out FOLDER in its place",
+    "--trainer.callbacks EarlyStopping --trainer.callbacks.monitor val/acc --trainer.callbacks.patience -1":
+        "trainer.callbacks.patience -1: expected a number of checks without improvement, at least 0",
+    "--trainer.num_sanity_val_steps -5": "trainer.num_sanity_val_steps -5: expected a number, at least -1",
+    "--lr 0.1": "lr 0.1: expected a flag of kd.py; near: --optimizer.lr",
+    "--gpus 2": "near: --trainer.devices",
+    "--device cuda": "near: --trainer.accelerator, --trainer.devices",
+    "--num_workers 3": "near: --data ImageFolder --data.num_workers",
+    "--early_stopping true": "near: --trainer.callbacks EarlyStopping",
+    "--epochs 3": "near: --trainer.max_epochs",
+    "--data ImageFolder --data.root x --workers 3": "near: --data.num_workers",
+    "--batch-size 3": "near: --data.batch_size",
+    "--bs 3": "near: --data.batch_size",
+    "--learning_rate 1": "near: --optimizer.lr",
+    "--wd 1": "near: --optimizer.weight_decay",
+    "--seed 1": "near: --seeds, --data.seed",
+    "--trainer.gpus 2": "trainer.gpus 2: expected an option of Trainer; near: devices",
+    "--variants '{kd: Cosine, kd: Hint}'": "expected each key once; kd is there twice",
     "--print_config now": "print_config now: expected no value",
     "--exact 0": "exact 0: expected the largest number of devices",
     "--exact 4097": "exact 4097: expected the largest number of devices",
@@ -555,6 +577,30 @@ def test_a_class_that_can_not_be_imported(kd, mine, path, expected):
         parse(kd, f"--teacher {path}")  # an objective is a module, too
 
 
+def test_the_working_directory_comes_first(kd, mine, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPT.parent)  # which has an attention.py
+    text = "import torch\nfrom lit_modules.objectives import Hinton\nclass Mine(Hinton): pass\n"
+    text += "def rate(epoch):\n    return 0.5\nclass Flip(torch.nn.Module):\n    def forward(self, image):\n"
+    write(tmp_path / "attention.py", f"{text}        return 255 - image\n")
+    try:
+        config = parse(kd, "--scheduler LambdaLR --scheduler.lr_lambda attention.rate")
+        assert kd.as_dict(config)["scheduler"]["init_args"]["lr_lambda"] == "attention.rate"
+        assert parse(kd, "--variants.mine attention.Mine").variants["mine"].class_path == "attention.Mine"
+        images = torch.zeros(1, 1, 8, 8, dtype=torch.uint8)
+        flip = Transforms(["attention.Flip"], (1, 8, 8))
+        assert (flip(images, 0, torch.tensor([0])) == 255).all()
+    finally:
+        sys.modules.pop("attention", None)
+
+
+@pytest.mark.parametrize(("file", "path"), [("json.py", "json.Mine"), ("datamodules/__init__.py", "datamodules.a.B")])
+def test_a_file_whose_name_another_module_has_is_named(kd, mine, tmp_path, file, path):
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    write(tmp_path / file, "")
+    loaded = sys.modules[file.partition("/")[0].removesuffix(".py")].__file__
+    assert refused(kd, f"--teacher {path}").endswith(f"; {file} needs another name: {loaded} has this one")
+
+
 FILES = {
     "data: {rot: X}": "data.rot X: expected an option of Digits",
     "dta: Digits": "dta Digits: expected a flag of kd.py; near: --data",
@@ -565,6 +611,8 @@ FILES = {
     "variants: [kd]": "variants ['kd']: expected a name and a class",
     "trainer: 3": "trainer 3: expected an option",
     "seeds: {a: 1}": "seeds.a 1: expected a flag",
+    "trainer: {max_epochs: 2}\ntrainer.max_epochs: 1": "trainer.max_epochs 1: expected one value; 2 is there, too",
+    "student: {class_path: ResNet, depth: 8, init_args: {depth: 20}}": "student.depth 20: expected one value; 8 is",
 }
 
 
@@ -587,6 +635,8 @@ NINEFOLD = "".join(
     (f"only: {'[' * 60}", "YAML; line 1: more than 50 levels, one inside the other"),
     (f"only: {'[' * 100_000}", "YAML; line 1: more than 50 levels, one inside the other"),
     ("seeds: !!int x", "YAML; a value can't be read: invalid literal for int()"),
+    ("seeds: 1\ntrainer: {}\nseeds: 2", "YAML; line 3: seeds is there twice"),
+    ("trainer: {max_epochs: 1, 'max_epochs': 2}", "YAML; line 1: max_epochs is there twice"),
     ("data: [\n", "YAML; line 2"), ("a: b: c", "YAML; line 1: mapping values"), ("- data", "a YAML mapping"),
 ])  # fmt: skip
 def test_a_file_that_is_no_mapping(kd, tmp_path, text, expected):
@@ -597,6 +647,12 @@ def test_a_file_that_is_no_mapping(kd, tmp_path, text, expected):
 @pytest.mark.parametrize(("line", "expected"), [
     ("--student ResNet --student.depth 9", "--student.depth 9: expected 6n + 2"),
     ("--student Torchvision --student.name resnet81", "--student.name resnet81: expected a classification model"),
+    ("--student.dropout 2", "--student.dropout 2.0: expected at least 0, less than 1"),
+    ("--student.hidden 0", "--student.hidden 0: expected at least 1"),
+    ("--student ViT --student.embed_dim 0", "--student.embed_dim 0: expected at least 1"),
+    ("--student ViT --student.mlp_ratio -1", "--student.mlp_ratio -1: expected at least 1"),
+    ("--student lit_modules.nets.GPT --student.vocab_size 9 --student.block_size 4 --student.attention_dropout 2",
+     "--student.attention_dropout 2.0: expected at least 0, less than 1"),
 ])  # fmt: skip
 def test_what_constructors_refuse_names_the_whole_flag(kd, line, expected):
     config = parse(kd, line)

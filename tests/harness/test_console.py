@@ -146,6 +146,15 @@ def test_an_interrupt_that_a_shell_has_ignored_stays_so(monkeypatch: pytest.Monk
     assert os.environ["TORCH_CPP_LOG_LEVEL"] == "INFO"
 
 
+def test_nothing_is_imported_from_a_script_s_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(ROOT)
+    for first in (ROOT / "experiments", tmp_path):  # as Python sets it; as with -P
+        monkeypatch.setattr(sys, "path", [str(first), "others"])
+        monkeypatch.setattr(sys, "argv", [str(tmp_path / "link" / "experiments" / "kd.py")])
+        start.script()
+        assert sys.path == [*([str(tmp_path)] if first == tmp_path else []), "others"]
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "experiments").glob("*.py")), ids=lambda path: path.stem)
 def test_every_script_starts_so(path: Path) -> None:
     text = path.read_text()

@@ -256,7 +256,7 @@ def test_arguments_that_cannot_be_used() -> None:
     for arguments, told in (
         ({"embed_dim": 10, "num_heads": 3}, "num_heads 3: expected a divisor of embed_dim, 10"),
         ({"embed_dim": 4, "num_heads": 0}, "num_heads 0: expected"),
-        ({"embed_dim": 4, "num_heads": 2, "dropout": 1.0}, "dropout 1.0: expected 0 <= dropout < 1"),
+        ({"embed_dim": 4, "num_heads": 2, "dropout": 1.0}, "dropout 1.0: expected at least 0, less than 1"),
         ({"embed_dim": 4, "num_heads": 2, "backend": "fast"}, "backend fast: expected one of auto, math, flash"),
     ):
         with pytest.raises(ValueError, match=told):
