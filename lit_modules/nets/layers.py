@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from apprentice.errors import BadInput
-from lit_modules.nets.base import Outputs, is_chain
+from lit_modules.nets.base import Outputs, is_chain, typed
 
 DEFAULT_LAYER = "default"
 INPUT = "<"  # after a submodule's path: what it gets, not what it gives
@@ -92,9 +92,9 @@ def observed(layers: Mapping[str, nn.Module], inputs: Collection[str] = ()) -> I
 
 
 def run(net: nn.Module, inputs: Tensor, names: Collection[str]) -> Outputs:
-    """The net's outputs for inputs (b, ...), with the features of these layers."""
+    """The net's outputs for inputs (b, ...), floats in its type, with the features of these layers."""
     with observed({name: layer(net, name) for name in sorted(names)}, of_inputs(net, names)) as features:
-        logits = net(inputs)
+        logits = net(typed(net, inputs))
     return Outputs(logits, features)
 
 
