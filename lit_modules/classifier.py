@@ -26,7 +26,7 @@ class LitClassifier(Learner):
         net: the net, or its class and arguments, as `load_from_checkpoint` has them.
         num_classes: number of logits.
         optimizer: makes the optimizer from parameter groups.
-        scheduler: makes a learning-rate scheduler, stepped once an epoch.
+        scheduler: makes a learning-rate scheduler, as Learner steps it.
         seed: key of the dropout's noise.
         scores: makes the evaluation scores; `partial(TokenScores, ...)` if the net gives logits (B, T, classes).
         head_only: linear probing: only the net's last linear layer is trained (see `lit_modules.nets.heads`). All else

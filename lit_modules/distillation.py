@@ -46,7 +46,7 @@ class Distillation(Learner):
         input_shape: of one input, such as (C, H, W), for objectives whose parts depend on the shapes of features.
         num_classes: number of logits.
         optimizer: makes the optimizer from parameter groups, one a student.
-        scheduler: makes a learning-rate scheduler, stepped once an epoch.
+        scheduler: makes a learning-rate scheduler, as Learner steps it.
         seed: key of the dropout's noise and of the objectives' initial weights.
         teacher_cache_mb: MiB on each rank for the teacher's outputs, which are stored if inputs repeat (a data module
             without augmentation, more than one epoch); with 0, or larger outputs, the teacher runs every batch.

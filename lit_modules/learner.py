@@ -11,11 +11,11 @@ import torch
 from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
 
 from apprentice import keyed, replicas
 from apprentice.batch import Batch, is_pair
-from apprentice.errors import BadInput
+from apprentice.errors import BadInput, reason
 from apprentice.keyed import Dropout, unkeyed
 from lit_modules.loss_scale import HOPELESS, LossScales
 from lit_modules.nets import giving_logits, globalise
@@ -25,6 +25,7 @@ from lit_modules.scores import LABELLED, TOKENS, MakeScores, RunMetrics, global_
 MakeOptimizer = Callable[[Iterable], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler]
 adam = partial(Adam, lr=1e-3)  # the tutorial's optimizer
+BY_STEP = OneCycleLR, CyclicLR  # schedulers that count the optimizer's steps; all others count epochs
 
 
 class Learner(RunMetrics):
@@ -41,7 +42,8 @@ class Learner(RunMetrics):
         runs: names of the runs; "" for a module that is one run.
         scores: makes the evaluation scores of a run.
         optimizer: makes the optimizer from parameter groups, one a run.
-        scheduler: makes the learning-rate scheduler from the optimizer; stepped once an epoch.
+        scheduler: makes the learning-rate scheduler from the optimizer; stepped once an epoch, but OneCycleLR and
+            CyclicLR with each step of the optimizer.
         seed: key of all noise in training.
     """
 
@@ -164,11 +166,42 @@ class Learner(RunMetrics):
     def configure_optimizers(self) -> Any:
         """One optimizer with a group for each run."""
         self.loss_scales.take_over(getattr(self._trainer, "precision_plugin", None), self.runs)
-        groups = zip(self.runs, self.parameter_groups(), strict=True)
-        optimizer = self.make_optimizer(
-            [{"params": group, **self.optimizer_options.get(run, {})} for run, group in groups]
-        )
-        return [optimizer], [self.make_scheduler(optimizer)] if self.make_scheduler else []
+        optimizer = self._build_optimizer()
+        if self.make_scheduler is None:
+            return [optimizer], []
+        scheduler = self.make_scheduler(optimizer)
+        if not isinstance(scheduler, BY_STEP):
+            return [optimizer], [scheduler]
+        if self._trainer is not None:
+            _check_steps(scheduler, self.trainer.estimated_stepping_batches)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    def check_optimizer(self, steps: float) -> None:
+        """Raise BadInput if the optimizer can't take a parameter, or the scheduler ends before so many steps."""
+        optimizer = self._build_optimizer()
+        if self.make_scheduler is not None:
+            _check_steps(self.make_scheduler(optimizer), steps)
+
+    def _build_optimizer(self) -> Optimizer:
+        """The optimizer of the runs' parameters; BadInput names one that it can't take."""
+        groups = dict(zip(self.runs, self.parameter_groups(), strict=True))
+        try:
+            return self.make_optimizer(
+                [{"params": group, **self.optimizer_options.get(run, {})} for run, group in groups.items()]
+            )
+        except ValueError as error:
+            for path, parameter in self.named_parameters():
+                if parameter.requires_grad:
+                    self._try_optimizer(path, parameter)
+            raise error from None
+
+    def _try_optimizer(self, path: str, parameter: nn.Parameter) -> None:
+        try:
+            self.make_optimizer([parameter])
+        except ValueError as error:
+            name = getattr(getattr(self.make_optimizer, "func", self.make_optimizer), "__name__", "this one")
+            shape = f"{path} {tuple(parameter.shape)}"
+            raise BadInput("optimizer", name, f"one that takes {shape}; it says: {reason(error)}") from None
 
     def on_fit_start(self) -> None:
         """Begin with the states of `start`; a checkpoint that is resumed replaces them."""
@@ -266,6 +299,12 @@ class Learner(RunMetrics):
         state = dict(checkpoint["learner"])
         self.loss_scales.load_state_dict(state.pop("loss_scales", {}))
         vars(self).update(state)
+
+
+def _check_steps(scheduler: LRScheduler, steps: float) -> None:
+    total = getattr(scheduler, "total_steps", math.inf) if isinstance(scheduler, BY_STEP) else math.inf
+    if total < steps:
+        raise BadInput("scheduler.total_steps", total, f"at least {steps}, the optimizer's steps in this training")
 
 
 @torch.no_grad()

@@ -290,7 +290,7 @@ class RunMetrics(Recorded, ChecksBatches):
 
         The values of a batch are named `<run>/<what>`, as in `log_training`.
         """
-        found = dict.fromkeys(values)
+        found = dict.fromkeys(name for name in values if name not in {LABELLED, TOKENS})
         scores = {run: dict.fromkeys(("loss", *self.scores_of(run).names)) for run in self.runs}
         validated = [
             f"{run}/{what}".lstrip("/") for run, names in scores.items() for what in names if what != "correct"
