@@ -287,12 +287,13 @@ class Distillation(Learner):
             raise ValueError("Distillation: expected labelled=False, as the data hides labels")
         teacher = tree_map(lambda x: x[batch.index], self.cache) if self.cache else outputs[0]
         loss = self._zero_of_failed()
+        if outputs[1]:
+            self.check_labels(next(iter(outputs[1].values())).logits, batch)
         parts = counts_of(batch)
         for name, student in self.students.items():
             if name in self.failed:
                 continue
             found = outputs[1][name]
-            self.check_labels(found.logits, batch)
             total, values = self._terms(student.objective, name, teacher, outputs[1], batch)
             loss = loss + self.loss_scales.scaled(name, batch.mean(total))
             measured = self.scores_of(name).per_label(found.logits, batch.labels, values.get(CE))

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning import LightningModule
@@ -13,7 +13,13 @@ from apprentice import replicas
 from apprentice.batch import HIDDEN, IGNORED, Batch, is_pair
 from apprentice.errors import BadInput, reason
 
-Range = tuple[int, int]
+
+class Range(NamedTuple):
+    """The smallest and the largest label, but for IGNORED ones, and whether there are such."""
+
+    low: int
+    high: int
+    ignored: bool
 
 
 class ChecksBatches(LightningModule):
@@ -61,29 +67,28 @@ class ChecksBatches(LightningModule):
     def check_labels(self, logits: Tensor, batch: Batch) -> None:
         """Raise BadInput if a label is no class of these logits (b, ..., classes)."""
         labels, of_texts = batch.labels, batch.labels.dim() > 1
-        hides = batch.label_weight is not None and not of_texts
-        on_cpu = labels.device.type == "cpu"
-        if on_cpu and of_texts and self.training and batch.label_weight is None and (labels == IGNORED).any():
+        if labels.shape != logits.shape[:-1]:
+            expected = f"{tuple(logits.shape[:-1])}, a whole number for each of the logits {tuple(logits.shape)}"
+            raise BadInput("data", f"labels {tuple(labels.shape)}", expected)
+        found = range_of(labels) if labels.device.type == "cpu" else self._label_range
+        if found is None:
+            return
+        if of_texts and found.ignored and self.training and batch.label_weight is None:
             raise BadInput("data", f"labels of {IGNORED}", "a Batch with its label_weight, as some tokens do not count")
-        check_labels(logits, labels, range_of(labels) if on_cpu else self._label_range, HIDDEN * hides)
+        lowest = HIDDEN if batch.label_weight is not None and not of_texts else 0
+        if not lowest <= found.low <= found.high < logits.shape[-1] or (found.ignored and not of_texts):
+            ignored = f", or {IGNORED} for a token that does not count" if of_texts else ""
+            low = IGNORED if found.ignored and not of_texts else found.low
+            expected = f"0 to {logits.shape[-1] - 1}, the classes{ignored}"
+            raise BadInput("data", f"labels from {low} to {found.high}", expected)
 
 
 def range_of(labels: Tensor) -> Range | None:
-    """The smallest and the largest label, but for tokens that count nowhere; None of none, or of no whole numbers."""
-    if labels.dim() > 1:
-        labels = labels[labels != IGNORED]
+    """What labels there are; None if there is none."""
     if not labels.numel() or labels.is_floating_point():
         return None
-    low, high = labels.long().aminmax()
-    return int(low), int(high)
-
-
-def check_labels(logits: Tensor, labels: Tensor, given: Range | None, lowest: int) -> None:
-    """Raise BadInput for labels that are no classes of logits (b, ..., classes), given their range."""
-    if labels.shape != logits.shape[:-1]:
-        expected = f"{tuple(logits.shape[:-1])}, a whole number for each of the logits {tuple(logits.shape)}"
-        raise BadInput("data", f"labels {tuple(labels.shape)}", expected)
-    classes = logits.shape[-1]
-    if given is not None and not lowest <= given[0] <= given[1] < classes:
-        ignored = f", or {IGNORED} for a token that does not count" if labels.dim() > 1 else ""
-        raise BadInput("data", f"labels from {given[0]} to {given[1]}", f"0 to {classes - 1}, the classes{ignored}")
+    low, high = (int(x) for x in labels.aminmax())
+    ignored = low == IGNORED
+    if ignored and high > IGNORED:
+        low = int(labels.where(labels != IGNORED, high).min())
+    return Range(low, high, ignored) if high > IGNORED else Range(0, 0, ignored)

@@ -73,9 +73,9 @@ class Learner(RunMetrics):
         """The net of a run."""
         raise NotImplementedError
 
-    def setup(self, stage: str) -> None:
-        """Refuse a fit of a frozen net."""
-        for run in self.runs if stage == "fit" else ():
+    def check_trainable(self) -> None:
+        """Raise BadInput if a net is frozen."""
+        for run in self.runs:
             net = self.net_of(run)
             if not any(p.requires_grad for p in net.parameters()):
                 expected = "a net that can be trained; all of its parameters are frozen"
@@ -184,6 +184,7 @@ class Learner(RunMetrics):
 
     def _build_optimizer(self) -> Optimizer:
         """The optimizer of the runs' parameters; BadInput names one that it can't take."""
+        self.check_trainable()
         groups = dict(zip(self.runs, self.parameter_groups(), strict=True))
         try:
             return self.make_optimizer(

@@ -65,13 +65,13 @@ def check(run: Session, make_teacher: MakeTeacher, make_students: MakeStudents) 
     for seed in others if "{seed}" in (ckpt or "") else ():
         make_teacher(run, seed)
     teacher, _ = make_teacher(run, first)
+    if not has_trained_teacher(run):  # before it is frozen
+        teacher.check_optimizer(_steps(run, trainer, run.config.teacher_epochs or trainer.max_epochs or 1))
 
     def made(names: Sequence[str]) -> Distillation:
         with cli.flags_of(rows(setups.values())):
             students, _ = make_students(run, first, teacher.net, {name: setups[name] for name in names})
             check_modules(run, trainer, teacher, students)
-            if not has_trained_teacher(run):
-                teacher.check_optimizer(_steps(run, trainer, run.config.teacher_epochs or trainer.max_epochs or 1))
             students.check_optimizer(_steps(run, trainer, trainer.max_epochs or 1))
         return students
 
