@@ -7,8 +7,15 @@ import torch
 from torch import Tensor
 
 from apprentice import replicas
+from apprentice.errors import BadInput
 
 HIDDEN = -1  # in place of a label that training must not see
+IGNORED = -100  # in place of the label of a token that counts nowhere, as in torch's cross_entropy
+
+
+def counted(labels: Tensor) -> Tensor:
+    """Which labels count, those that are neither HIDDEN nor IGNORED."""
+    return labels >= 0
 
 
 class Partners(NamedTuple):
@@ -40,7 +47,8 @@ class Batch(NamedTuple):
     count: int  # type: ignore[assignment]  # rows in the global batch
     replicas: int  # number of ranks that gradients are averaged over, without parameter servers
     step: int  # number of this global batch since training began
-    label_weight: float | None = None  # None if no label is HIDDEN; else rows of the global batch for each labelled one
+    # None if all labels count; else rows of the global batch for each label that does, times T of texts (b, T).
+    label_weight: float | None = None
     mixed: Partners | Mixed | None = None  # what the samples are to be mixed with, or were
 
     @classmethod
@@ -51,12 +59,15 @@ class Batch(NamedTuple):
         """
         if isinstance(batch, cls):
             return batch
+        if not is_pair(batch):
+            raise BadInput("data", _described(batch), "batches (inputs, labels), two tensors")
         inputs, labels = batch  # type: ignore[misc]
-        size = torch.tensor([len(inputs)], device=inputs.device)
-        sizes = replicas.all_gather(size).flatten().tolist() if shared else [len(inputs)]
-        first = replicas.first_row() + sum(sizes[: replicas.rank()]) if shared else 0
+        if labels.is_floating_point():
+            raise BadInput("data", f"labels of {str(labels.dtype).removeprefix('torch.')}", "classes as whole numbers")
+        count, before, weight = _counts(labels, shared)
+        first, ranks = (replicas.first_row() + before, replicas.training_count()) if shared else (0, 1)
         rows = torch.arange(len(inputs), device=inputs.device) + first
-        return cls(inputs, labels, rows, rows, sum(sizes), replicas.training_count() if shared else 1, step)
+        return cls(inputs, labels.long(), rows, rows, count, ranks, step, weight)
 
     def part(self, start: int, stop: int) -> "Batch":
         """The rows from `start` to `stop` as a batch of their own."""
@@ -72,3 +83,33 @@ class Batch(NamedTuple):
     def mean(self, per_sample: Tensor) -> Tensor:
         """This rank's part of the global mean of a (b,) tensor; the average over the ranks is that mean, exactly."""
         return per_sample.sum() * (self.replicas / self.count)
+
+
+def is_pair(batch: object) -> bool:
+    """Whether it is a plain pair of tensors."""
+    return isinstance(batch, list | tuple) and len(batch) == 2 and all(isinstance(x, Tensor) for x in batch)
+
+
+def _described(batch: object) -> str:
+    if isinstance(batch, list | tuple):
+        return f"a batch ({', '.join(type(x).__name__ for x in batch)})"
+    keys = f" of {', '.join(map(str, batch))}" if isinstance(batch, dict) else ""
+    return f"a batch that is a {type(batch).__name__}{keys}"
+
+
+def _counts(labels: Tensor, shared: bool) -> tuple[int, int, float | None]:
+    """The rows of labels, of those of the ranks before this one, and the `label_weight` of texts (b, T).
+
+    If `shared`, all ranks' labels count, otherwise this one's.
+    """
+    of_texts = labels.dim() > 1
+    if not of_texts and (not shared or replicas.count() == 1):
+        return len(labels), 0, None
+    own = torch.tensor([len(labels), labels.shape[1] if of_texts else 1], device=labels.device)
+    own = torch.stack([*own, counted(labels).sum() if of_texts else own[0]])
+    rows, lengths, counting = (replicas.all_gather(own) if shared else own[None]).T.tolist()
+    before, count = sum(rows[: replicas.rank()]) if shared else 0, sum(rows)
+    used = {length for length, n in zip(lengths, rows, strict=True) if n}
+    if not of_texts or (len(used) < 2 and sum(counting) == count * max(used, default=0)):
+        return count, before, None
+    return count, before, labels.shape[1] * count / max(sum(counting), 1)

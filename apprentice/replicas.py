@@ -36,6 +36,11 @@ def shard(first_row: int) -> Iterator[None]:
         _first_row.reset(token)
 
 
+def is_shard() -> bool:
+    """Whether a strategy computes some rows of a global batch by themselves."""
+    return _first_row.get() is not None
+
+
 def first_row() -> int:
     """The global batch's row at which the current shard begins; 0 outside of a shard."""
     return _first_row.get() or 0

@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from apprentice import keyed
+from apprentice.batch import IGNORED
 from apprentice.errors import BadInput, reason
 from apprentice.extras import need
 from datamodules.base import InMemoryData
@@ -19,7 +20,6 @@ from datamodules.memory import available_bytes
 from datamodules.splits import Split, Windows, held_out
 
 Unit = Literal["characters", "bytes"]
-IGNORED = -100  # label of a token that is not predicted, as in torch's cross_entropy
 EVALUATED = 8192  # tokens in an evaluation batch, about
 NEEDED = 16  # bytes of memory that reading takes for each of the file's
 SHOWN = 10  # unknown characters in a message

@@ -7,13 +7,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from apprentice.batch import HIDDEN, Batch, Mixed
+from apprentice.batch import Batch, Mixed
 from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepared
 from lit_modules.nets import heads, pipeline_stages, run
 from lit_modules.nets.recorded import Spec, made
 from lit_modules.objectives.base import of_labelled, shown
 from lit_modules.objectives.cross_entropy import cross_entropy
-from lit_modules.scores import ACCURACY, LABELLED, ClassScores, MakeScores
+from lit_modules.scores import ACCURACY, ClassScores, MakeScores, counts_of
 
 
 class LitClassifier(Learner):
@@ -26,7 +26,7 @@ class LitClassifier(Learner):
         net: the net, or its class and arguments, as `load_from_checkpoint` has them.
         num_classes: number of logits.
         optimizer: makes the optimizer from parameter groups.
-        scheduler: makes a learning-rate scheduler, stepped once an epoch.
+        scheduler: makes a learning-rate scheduler, as Learner steps it.
         seed: key of the dropout's noise.
         scores: makes the evaluation scores; `partial(TokenScores, ...)` if the net gives logits (B, T, classes).
         head_only: linear probing: only the net's last linear layer is trained (see `lit_modules.nets.heads`). All else
@@ -70,20 +70,23 @@ class LitClassifier(Learner):
         """The net's trainable parameters."""
         return [[p for p in self.net.parameters() if p.requires_grad]]
 
+    def net_of(self, run: str) -> nn.Module:
+        """The net."""
+        return self.net
+
     def forward(self, inputs: Tensor) -> Tensor:
-        """Logits (B, ..., classes) of inputs (B, ...)."""
+        """Logits (B, ..., classes) of inputs (B, ...), floats in the net's type."""
         return run(self.net, inputs).logits
 
     def losses(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Cross-entropy of logits (b, ..., classes), and values to log."""
+        self.check_labels(outputs, batch)
         losses = cross_entropy(outputs, shown(batch.labels, batch.label_weight))
         if isinstance(batch.mixed, Mixed):
             losses = batch.mixed.mean(losses, cross_entropy(outputs, batch.mixed.labels))
-        parts = {"loss": losses, **self.scores_of("").per_sample(outputs, batch.labels, losses)}
-        if batch.label_weight is not None:
-            parts = {name: of_labelled(x, batch.labels, batch.label_weight) for name, x in parts.items()}
-            losses, parts[LABELLED] = parts["loss"], batch.labels != HIDDEN
-        return self.loss_scales.scaled("", batch.mean(losses)), parts
+        parts = {"loss": losses, **self.scores_of("").per_label(outputs, batch.labels, losses)}
+        parts = {name: of_labelled(x, batch.labels, batch.label_weight) for name, x in parts.items()}
+        return self.loss_scales.scaled("", batch.mean(parts["loss"])), parts | counts_of(batch)
 
     def pipeline_stages(self) -> list[nn.Module]:
         """The net's stages."""
@@ -101,6 +104,7 @@ class LitClassifier(Learner):
 
         def step() -> Tensor:
             net.zero_grad()
-            return batch.mean(cross_entropy(net(batch.inputs), batch.labels))
+            losses = cross_entropy(net(batch.inputs), shown(batch.labels, batch.label_weight))
+            return batch.mean(of_labelled(losses, batch.labels, batch.label_weight))
 
         return step

@@ -14,19 +14,19 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from apprentice import keyed, replicas
-from apprentice.batch import HIDDEN, Batch, Mixed
+from apprentice.batch import Batch, Mixed, counted
 from apprentice.errors import BadInput, naming
 from apprentice.relations import related
 from apprentice.replicas import FEWEST_ROWS
 from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepared
-from lit_modules.nets import Ensemble, Outputs, any_kernel, giving_logits, run, typed
+from lit_modules.nets import Ensemble, Outputs, any_kernel, giving_logits, in_type_of, run
 from lit_modules.nets.ensemble import MEMBERS
 from lit_modules.nets.layers import layer, of_inputs
 from lit_modules.nets.recorded import Spec, made
 from lit_modules.nets.weights import load_weights
 from lit_modules.objectives import Objective, Place
-from lit_modules.objectives.base import condensed, of_labelled, shown, viewed, weighted_sum, wide
-from lit_modules.scores import ACCURACY, LABELLED, ClassScores, MakeScores
+from lit_modules.objectives.base import condensed, masked, of_labelled, shown, viewed, weighted_sum, wide
+from lit_modules.scores import ACCURACY, ClassScores, MakeScores, counts_of
 from lit_modules.side_by_side import side_by_side
 from lit_modules.stored import Kept, outputs_by_index, sizes
 from lit_modules.student import Student
@@ -47,7 +47,7 @@ class Distillation(Learner):
         input_shape: of one input, such as (C, H, W), for objectives whose parts depend on the shapes of features.
         num_classes: number of logits.
         optimizer: makes the optimizer from parameter groups, one a student.
-        scheduler: makes a learning-rate scheduler, stepped once an epoch.
+        scheduler: makes a learning-rate scheduler, as Learner steps it.
         seed: key of the dropout's noise and of the objectives' initial weights.
         teacher_cache_mb: MiB on each rank for the teacher's outputs, which are stored if inputs repeat (a data module
             without augmentation, more than one epoch); with 0, or larger outputs, the teacher runs every batch.
@@ -95,6 +95,7 @@ class Distillation(Learner):
         self._example = torch.zeros(1, *input_shape, dtype=made(input_dtype))
         each = {name: self._student(name, *made(of, f"students.{name}")) for name, of in students.items()}
         self.students = nn.ModuleDict(each)  # type: ignore[assignment]  # it has a mapping's methods
+        self._check_parameters()
         self.teacher_cache_bytes = teacher_cache_mb * 2**20
         self.cache: Outputs | None = None
         self._kept = Kept(teacher_cache_dir, self.teacher, self.print) if teacher_cache_dir else None
@@ -121,6 +122,18 @@ class Distillation(Learner):
             wrap = partial(objective.wrap, net, self.teacher, self._example)
             return Student(prepared(keyed.with_seed(self.seed, wrap)), objective)
 
+    def _check_parameters(self) -> None:
+        """Raise BadInput if a student shares a parameter with the teacher or another student."""
+        owners = dict.fromkeys(self.teacher.parameters(), "the teacher")
+        for name, student in self.students.items():
+            for path, parameter in student.named_parameters():
+                if parameter in owners:
+                    expected = (
+                        f"a net of its own; its {path.partition('.')[2]} is also a parameter of {owners[parameter]}"
+                    )
+                    raise BadInput(f"variants.{name}", type(student.net).__name__, expected)
+            owners |= dict.fromkeys(student.parameters(), f"student {name}")
+
     @torch.no_grad()
     def _build(self, example: Tensor) -> None:
         for name, student in self.students.items():
@@ -136,11 +149,12 @@ class Distillation(Learner):
                 raise BadInput(f"{flag}.peers", unknown[0], f"students trained beside it: {others or 'there are none'}")
         teacher = None
         if self.uses_teacher:
-            teacher = run(self.teacher, typed(self.teacher, example), self._teacher_layers)
+            teacher = run(self.teacher, example, self._teacher_layers)
         for name, student in self.students.items():
             beside = {peer: self.students[peer].eval() for peer in student.objective.peers}
-            peers = {peer: other.raw(typed(other.net, example)) for peer, other in beside.items()}
-            student.build(example, teacher, self.seed, f"variants.{name}", self._samples, self._labelled, peers)
+            peers = {peer: other.raw(example) for peer, other in beside.items()}
+            known = teacher and in_type_of(teacher, student.net)
+            student.build(example, known, self.seed, f"variants.{name}", self._samples, self._labelled, peers)
             self.of_labels |= {f"{name}/{what}" for what in (*student.of_labels, ACCURACY)}
         self.students.train()  # type: ignore[attr-defined]  # it is a module
 
@@ -196,6 +210,10 @@ class Distillation(Learner):
         for name, objective in self._objectives.items():
             if name not in self.failed and run in objective.peers:
                 self._fail(name, f"peer {run}")
+
+    def net_of(self, run: str) -> nn.Module:
+        """A student's net."""
+        return self.students[run].net
 
     def parameter_groups(self) -> list[list[nn.Parameter]]:
         """Each student's parameters, including its objective's."""
@@ -276,18 +294,20 @@ class Distillation(Learner):
         self, outputs: tuple[Outputs | None, dict[str, Outputs]], batch: Batch
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The sum of the students' losses, and every term of each."""
-        if self._labelled and batch.label_weight is not None:
+        if self._labelled and batch.label_weight is not None and batch.labels.dim() == 1:
             raise ValueError("Distillation: expected labelled=False, as the data hides labels")
         teacher = tree_map(lambda x: x[batch.index], self.cache) if self.cache else outputs[0]
         loss = self._zero_of_failed()
-        parts = {} if batch.label_weight is None else {LABELLED: batch.labels != HIDDEN}
+        if outputs[1]:
+            self.check_labels(next(iter(outputs[1].values())).logits, batch)
+        parts = counts_of(batch)
         for name, student in self.students.items():
             if name in self.failed:
                 continue
             found = outputs[1][name]
             total, values = self._terms(student.objective, name, teacher, outputs[1], batch)
             loss = loss + self.loss_scales.scaled(name, batch.mean(total))
-            measured = self.scores_of(name).per_sample(found.logits, batch.labels, values.get(CE))
+            measured = self.scores_of(name).per_label(found.logits, batch.labels, values.get(CE))
             measured = {key: of_labelled(x, batch.labels, batch.label_weight) for key, x in measured.items()}
             parts |= {f"{name}/{what}": x for what, x in ({**values, "loss": total, **measured}).items() if what != CE}
         return loss, parts
@@ -295,19 +315,26 @@ class Distillation(Learner):
     def _terms(
         self, objective: Objective, name: str, teacher: Outputs | None, students: Mapping[str, Outputs], batch: Batch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The losses (b,) of a student, and the values of its terms, those of its cross-entropy again as `CE`."""
+        """The losses (b,) of a student, the values (b,) of its terms, and as `CE` its cross-entropies, one a label."""
         known = None
         if teacher is not None and objective.uses_teacher:
-            known = wide(objective.adapt_teacher(viewed(name, teacher)))
+            mine = in_type_of(viewed(name, teacher), self.students[name].net)
+            known = wide(objective.adapt_teacher(mine))
         peers = {peer: tree_map(Tensor.detach, wide(students[peer])) for peer in objective.peers}
         done = self.batches_done
         place = Place(done, done / self._epoch, done / self._whole, batch.index, batch.rows, batch.count, self._samples)
 
         def relation(whole: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-            student, teacher, labels = whole["student"], whole.get("teacher"), whole["labels"]
+            student, teacher, labels, peers = whole["student"], whole.get("teacher"), whole["labels"], whole["peers"]
+            counts = None
+            if labels.dim() > 1 and batch.label_weight is not None:
+                counts = counted(labels)
+                student, teacher = masked(student, counts), teacher and masked(teacher, counts)
+                peers = {name: masked(outputs, counts) for name, outputs in peers.items()}
             rows = torch.arange(len(labels), device=labels.device) if objective.relates_rows else batch.rows
             count = len(labels) if objective.relates_rows else batch.count
-            objective.place = place._replace(index=whole["index"], rows=rows, count=count, peers=whole["peers"])
+            of_batch = {"index": whole["index"], "rows": rows, "count": count, "peers": peers, "counted": counts}
+            objective.place = place._replace(**of_batch)
             visible = shown(labels, batch.label_weight)
             terms = objective.terms(student, teacher, visible)
             if "mixed" in whole:
@@ -318,8 +345,8 @@ class Distillation(Learner):
             if objective.relates_rows:
                 with torch.no_grad():
                     objective.after_batch(student, teacher, visible)
-            ce = [values[name] for name, term in terms.items() if term.is_ce][:1]
-            return total, values | dict(zip([CE], ce, strict=False))
+            ce = [term.values for term in terms.values() if term.is_ce]
+            return total, values | ({CE: ce[0]} if ce else {})
 
         tree: dict[str, Any] = {"student": wide(students[name]), "labels": batch.labels, "index": batch.index}
         tree |= {"peers": peers} | ({} if known is None else {"teacher": known})

@@ -67,6 +67,7 @@ class LitLanguageModel(LitClassifier):
 
     def configure_optimizers(self) -> Any:
         """AdamW with a group with weight decay and one without, and a learning rate that changes with every step."""
+        self.check_trainable()
         self.loss_scales.take_over(self.trainer.precision_plugin, self.runs)
         (parameters,) = self.parameter_groups()
         groups = [

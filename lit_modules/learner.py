@@ -11,19 +11,21 @@ import torch
 from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
 
-from apprentice import keyed
-from apprentice.batch import Batch
+from apprentice import keyed, replicas
+from apprentice.batch import Batch, is_pair
+from apprentice.errors import BadInput, reason
 from apprentice.keyed import Dropout, unkeyed
 from lit_modules.loss_scale import HOPELESS, LossScales
 from lit_modules.nets import giving_logits, globalise
 from lit_modules.nets.recorded import made
-from lit_modules.scores import LABELLED, MakeScores, RunMetrics, global_means, tags
+from lit_modules.scores import LABELLED, TOKENS, MakeScores, RunMetrics, global_means, tags
 
 MakeOptimizer = Callable[[Iterable], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler]
 adam = partial(Adam, lr=1e-3)  # the tutorial's optimizer
+BY_STEP = OneCycleLR, CyclicLR  # schedulers that count the optimizer's steps; all others count epochs
 
 
 class Learner(RunMetrics):
@@ -40,7 +42,8 @@ class Learner(RunMetrics):
         runs: names of the runs; "" for a module that is one run.
         scores: makes the evaluation scores of a run.
         optimizer: makes the optimizer from parameter groups, one a run.
-        scheduler: makes the learning-rate scheduler from the optimizer; stepped once an epoch.
+        scheduler: makes the learning-rate scheduler from the optimizer; stepped once an epoch, but OneCycleLR and
+            CyclicLR with each step of the optimizer.
         seed: key of all noise in training.
     """
 
@@ -59,10 +62,24 @@ class Learner(RunMetrics):
         self.make_optimizer, self.make_scheduler = made(optimizer, "optimizer"), made(scheduler, "scheduler")
         self.seed = seed
         self.loss_scales = LossScales()
+        self._accumulated: list[float] = []  # rows, or tokens of texts, in each batch since the last step
+        self._label_weight: float | None = None  # of the current batch, if it is a plain pair: see `apprentice.batch`
 
     def parameter_groups(self) -> list[list[nn.Parameter]]:
         """The trainable parameters of each run."""
         raise NotImplementedError
+
+    def net_of(self, run: str) -> nn.Module:
+        """The net of a run."""
+        raise NotImplementedError
+
+    def check_trainable(self) -> None:
+        """Raise BadInput if a net is frozen."""
+        for run in self.runs:
+            net = self.net_of(run)
+            if not any(p.requires_grad for p in net.parameters()):
+                expected = "a net that can be trained; all of its parameters are frozen"
+                raise BadInput(f"variants.{run}" if run else "net", type(net).__name__, expected)
 
     def losses(self, outputs: Any, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """The result of `shard_step`, given the output of `forward` for the batch's inputs."""
@@ -75,6 +92,12 @@ class Learner(RunMetrics):
         """
         raise NotImplementedError
 
+    def look_at(self, batch: Any) -> None:
+        """Also keep what the labels of a plain pair of texts weigh, for a strategy that cuts it in shards."""
+        super().look_at(batch)
+        if is_pair(batch) and not isinstance(batch, Batch):
+            self._label_weight = Batch.of(batch, 0, shared=False).label_weight if batch[1].dim() > 1 else None
+
     @property
     def batches_done(self) -> int:
         """Batches that training has completed; `global_step` counts optimizer steps, each of several batches."""
@@ -86,6 +109,7 @@ class Learner(RunMetrics):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """This rank's part of the loss of all runs."""
         batch = Batch.of(batch, self.batches_done)
+        self._label_weight = batch.label_weight
         loss, parts = self.shard_step(batch)
         self.on_global_batch(global_means(parts, batch), batch.count)
         return loss
@@ -95,14 +119,23 @@ class Learner(RunMetrics):
 
         A strategy that splits a batch calls this for each part, and `on_global_batch` once.
         """
-        batch = Batch.of(batch, self.batches_done)
-        with keyed.noise(self.seed, batch.step, batch.rows):
+        batch = self._part(batch)
+        with keyed.noise(self.seed, batch.step, batch.rows), self.naming_inputs(batch.inputs):
             outputs = self(batch.inputs)
         return self.losses(outputs, batch)
 
     def pipeline_loss(self, output: Any, batch: Any) -> Tensor:
         """The loss of some rows, given the last stage's output for them."""
-        return self.losses(output, Batch.of(batch, self.batches_done))[0]
+        return self.losses(output, self._part(batch))[0]
+
+    def _part(self, batch: Any) -> Batch:
+        """Some rows of a global batch, or all of them; a plain pair does not say what its labels weigh."""
+        if isinstance(batch, Batch):
+            return batch
+        made = Batch.of(batch, self.batches_done)
+        if not replicas.is_shard() or made.labels.dim() == 1:
+            return made
+        return made._replace(label_weight=self._label_weight)
 
     def on_global_batch(self, means: Mapping[str, float], count: int) -> list[nn.Parameter]:
         """Log a global batch of `count` rows by its means, `<run>/<what>` to value.
@@ -110,15 +143,16 @@ class Learner(RunMetrics):
         A run with a value that is not finite has failed, on all ranks alike. Returns the parameters of failed runs,
         which no longer step.
         """
-        labelled = means.get(LABELLED)
-        means = {name: value for name, value in means.items() if name != LABELLED}
+        counts = {name: value for name, value in means.items() if name in {LABELLED, TOKENS}}
+        means = {name: value for name, value in means.items() if name not in counts}
+        self._accumulated.append(count * counts.get(TOKENS, 1.0))
         for run in self.runs:
             own = {name: value for name, value in means.items() if name.rpartition("/")[0] == run}
             if run not in self.failed and (bad := [name for name, value in own.items() if not math.isfinite(value)]):
                 self._fail(run, bad[0].rpartition("/")[2])
         alive = {name: value for name, value in means.items() if name.rpartition("/")[0] not in self.failed}
         if alive:
-            self.log_training(alive, count, labelled)
+            self.log_training(alive, count, counts)
         else:
             self.trainer.should_stop = True
         return self._parameters_of(self.failed)
@@ -132,11 +166,43 @@ class Learner(RunMetrics):
     def configure_optimizers(self) -> Any:
         """One optimizer with a group for each run."""
         self.loss_scales.take_over(getattr(self._trainer, "precision_plugin", None), self.runs)
-        groups = zip(self.runs, self.parameter_groups(), strict=True)
-        optimizer = self.make_optimizer(
-            [{"params": group, **self.optimizer_options.get(run, {})} for run, group in groups]
-        )
-        return [optimizer], [self.make_scheduler(optimizer)] if self.make_scheduler else []
+        optimizer = self._build_optimizer()
+        if self.make_scheduler is None:
+            return [optimizer], []
+        scheduler = self.make_scheduler(optimizer)
+        if not isinstance(scheduler, BY_STEP):
+            return [optimizer], [scheduler]
+        if self._trainer is not None:
+            _check_steps(scheduler, self.trainer.estimated_stepping_batches)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    def check_optimizer(self, steps: float) -> None:
+        """Raise BadInput if the optimizer can't take a parameter, or the scheduler ends before so many steps."""
+        optimizer = self._build_optimizer()
+        if self.make_scheduler is not None:
+            _check_steps(self.make_scheduler(optimizer), steps)
+
+    def _build_optimizer(self) -> Optimizer:
+        """The optimizer of the runs' parameters; BadInput names one that it can't take."""
+        self.check_trainable()
+        groups = dict(zip(self.runs, self.parameter_groups(), strict=True))
+        try:
+            return self.make_optimizer(
+                [{"params": group, **self.optimizer_options.get(run, {})} for run, group in groups.items()]
+            )
+        except ValueError as error:
+            for path, parameter in self.named_parameters():
+                if parameter.requires_grad:
+                    self._try_optimizer(path, parameter)
+            raise error from None
+
+    def _try_optimizer(self, path: str, parameter: nn.Parameter) -> None:
+        try:
+            self.make_optimizer([parameter])
+        except ValueError as error:
+            name = getattr(getattr(self.make_optimizer, "func", self.make_optimizer), "__name__", "this one")
+            shape = f"{path} {tuple(parameter.shape)}"
+            raise BadInput("optimizer", name, f"one that takes {shape}; it says: {reason(error)}") from None
 
     def on_fit_start(self) -> None:
         """Begin with the states of `start`; a checkpoint that is resumed replaces them."""
@@ -163,6 +229,7 @@ class Learner(RunMetrics):
 
         Callbacks' hooks of this name run before: under 16-mixed they see scaled gradients.
         """
+        self._divide_accumulated()
         overflowed: list[str] = []
         if self.loss_scales.scalers:
             groups = zip(self.runs, self.parameter_groups(), strict=True)
@@ -175,6 +242,31 @@ class Learner(RunMetrics):
             p.grad = None
         if self.loggers and self.is_logged(self.global_step + 1):
             self._log_step(optimizer)
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        """Weigh an accumulated batch's gradients by its rows, or tokens, over those of the first."""
+        if self.trainer.accumulate_grad_batches > 1 and loss.requires_grad and any(self._accumulated):
+            weight = self._accumulated[-1] / self._first_counted
+            if weight != 1:
+                loss.register_hook(lambda gradient: gradient * weight)
+
+    @property
+    def _first_counted(self) -> float:
+        """Rows, or tokens, of the first accumulated batch that has any."""
+        return next(filter(None, self._accumulated))
+
+    def _divide_accumulated(self) -> None:
+        """Make the accumulated gradients those of the mean over all rows, or tokens, where batches differ in them.
+
+        Lightning has divided each batch's by the number of batches, of which the epoch's last step may have fewer.
+        """
+        batches, total = self.trainer.accumulate_grad_batches, sum(self._accumulated)
+        factor = batches * self._first_counted / total if total and batches > 1 else 1.0
+        self._accumulated.clear()
+        if factor != 1:
+            for p in self._parameters_of(self.runs):
+                if p.grad is not None:
+                    p.grad.mul_(factor)
 
     def _log_step(self, optimizer: Optimizer) -> None:
         """Log each run's learning rate and gradient norm, before clipping, by the names that Lightning gives them."""
@@ -192,7 +284,10 @@ class Learner(RunMetrics):
         return [p for run, group in groups if run in runs for p in group]
 
     def on_fit_end(self) -> None:
-        """Restore the Trainer's loss scale."""
+        """Restore the Trainer's loss scale; refuse data without a batch."""
+        if not self.trainer.num_training_batches and self.trainer.limit_train_batches:
+            expected = "at least one; `drop_last` leaves out a batch that is not full"
+            raise BadInput("data", "no training batch", expected)
         self.loss_scales.give_back(self.trainer.precision_plugin)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -205,6 +300,12 @@ class Learner(RunMetrics):
         state = dict(checkpoint["learner"])
         self.loss_scales.load_state_dict(state.pop("loss_scales", {}))
         vars(self).update(state)
+
+
+def _check_steps(scheduler: LRScheduler, steps: float) -> None:
+    total = getattr(scheduler, "total_steps", math.inf) if isinstance(scheduler, BY_STEP) else math.inf
+    if total < steps:
+        raise BadInput("scheduler.total_steps", total, f"at least {steps}, the optimizer's steps in this training")
 
 
 @torch.no_grad()

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import torch
-from lightning import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -14,8 +13,9 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 from torchmetrics.utilities.data import dim_zero_cat
 
 from apprentice import replicas
-from apprentice.batch import Batch
+from apprentice.batch import Batch, counted
 from apprentice.errors import BadInput
+from lit_modules.labels import ChecksBatches
 from lit_modules.nets.recorded import Recorded
 from lit_modules.objectives.base import widened
 from lit_modules.objectives.cross_entropy import cross_entropy
@@ -26,6 +26,7 @@ BAR = ("loss", ACCURACY)  # means over runs, for a progress bar
 TOP = 5
 ClassMetric = Literal["accuracy", "balanced_accuracy", "top5", "f1"]
 LABELLED = "labelled"  # name of 1 for each row with a label, else 0; given if some labels are hidden
+TOKENS = "tokens"  # name of the tokens that count in each row, of texts
 
 
 class ExactMean(Metric):
@@ -111,8 +112,8 @@ def fidelity(logits: Tensor, teacher: Tensor, labels: Tensor) -> dict[str, Tenso
     found["agreement"] = (logits.argmax(-1) == teacher.argmax(-1)).to(found["kl"].dtype)
     if labels.ndim == 1:
         return found
-    known = labels >= 0
-    return {name: (x * known).sum(1) / known.sum(1).clamp(min=1) for name, x in found.items()}
+    known = counted(labels)
+    return {name: x.where(known, 0.0).sum(1) / known.sum(1).clamp(min=1) for name, x in found.items()}
 
 
 class Scores(nn.Module):
@@ -134,8 +135,8 @@ class Scores(nn.Module):
         for metric in self.children():
             metric.reset()  # type: ignore[operator]
 
-    def per_sample(self, logits: Tensor, labels: Tensor, ce: Tensor | None = None) -> dict[str, Tensor]:
-        """Values (b,) by name, whose means training logs; `ce` are the cross-entropies (b,), if already computed."""
+    def per_label(self, logits: Tensor, labels: Tensor, ce: Tensor | None = None) -> dict[str, Tensor]:
+        """Values (b, ...) by name, whose means training logs; `ce` are the cross-entropies, if already computed."""
         raise NotImplementedError
 
     def of_sample(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -197,7 +198,7 @@ class ClassScores(Scores):
         share, whole = found[self.metric]
         return (share / whole)[whole > 0].mean()
 
-    def per_sample(self, logits: Tensor, labels: Tensor, ce: Tensor | None = None) -> dict[str, Tensor]:
+    def per_label(self, logits: Tensor, labels: Tensor, ce: Tensor | None = None) -> dict[str, Tensor]:
         """Accuracy: whether the largest logit is the label's."""
         return {"acc": logits.detach().argmax(1) == labels}
 
@@ -215,7 +216,7 @@ class TokenScores(Scores):
     """
 
     names = ("loss", "bpc", "perplexity")
-    sampled = ("bpc",)
+    sampled = ("bpc", "tokens")
 
     def __init__(self, tokens_per_character: float = 1.0) -> None:
         super().__init__()
@@ -225,23 +226,25 @@ class TokenScores(Scores):
     def update(self, logits: Tensor, labels: Tensor) -> None:
         """Add the tokens of b texts: logits (b, T, V), labels (b, T)."""
         losses = F.cross_entropy(widened(logits).flatten(0, 1), labels.flatten(), reduction="none")
-        self.loss.update(losses[labels.flatten() >= 0])
+        self.loss.update(losses[counted(labels).flatten()])
 
     def compute(self) -> dict[str, Tensor]:
         """{"loss", "bpc", "perplexity"} over all ranks."""
         loss = self.loss.compute()
         return {"loss": loss, "bpc": loss * self.bits, "perplexity": loss.exp()}
 
-    def per_sample(self, logits: Tensor, labels: Tensor, ce: Tensor | None = None) -> dict[str, Tensor]:
-        """Bits per character."""
+    def per_label(self, logits: Tensor, labels: Tensor, ce: Tensor | None = None) -> dict[str, Tensor]:
+        """Bits per character, (b, T)."""
         return {"bpc": (cross_entropy(logits, labels) if ce is None else ce).detach() * self.bits}
 
     def of_sample(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Bits per character."""
-        return self.per_sample(logits, labels)
+        """Bits per character, a mean over the tokens that count, and their number."""
+        tokens = counted(labels).sum(1)
+        bits = self.per_label(logits, labels)["bpc"].where(counted(labels), 0.0)
+        return {"bpc": bits.sum(1) / tokens.clamp(min=1), "tokens": tokens}
 
 
-class RunMetrics(Recorded, LightningModule):
+class RunMetrics(Recorded, ChecksBatches):
     """The part of a module that logs its runs, such as the students of a distillation.
 
     A run's values are logged as `<run>/<stage>/<what>`, or `<stage>/<what>` for the only run of a module.
@@ -287,7 +290,7 @@ class RunMetrics(Recorded, LightningModule):
 
         The values of a batch are named `<run>/<what>`, as in `log_training`.
         """
-        found = dict.fromkeys(values)
+        found = dict.fromkeys(name for name in values if name not in {LABELLED, TOKENS})
         scores = {run: dict.fromkeys(("loss", *self.scores_of(run).names)) for run in self.runs}
         validated = [
             f"{run}/{what}".lstrip("/") for run, names in scores.items() for what in names if what != "correct"
@@ -299,18 +302,22 @@ class RunMetrics(Recorded, LightningModule):
             "step": [*tags(found, "train"), *bar],
         }
 
-    def log_training(self, values: Mapping[str, float], count: int, labelled: float | None = None) -> None:
+    def log_training(self, values: Mapping[str, float], count: int, counts: Mapping[str, float]) -> None:
         """Log the global batch's means (`<run>/<what>` to value), and add them to the epoch's sums.
 
-        `labelled` is the fraction of its rows with labels, if some are hidden; with none, means over them are left out.
+        `counts` has the fraction LABELLED of its `count` rows, if some labels are hidden, and of texts the mean number
+        of TOKENS of a row. Means over no label, or no token, are left out.
         """
         self.samples += count
+        labelled, rows = counts.get(LABELLED), count * counts.get(TOKENS, 1.0)
         if labelled == 0:
             values = {name: value for name, value in values.items() if name not in self.of_labels}
-        counts = {"rows": 1.0} if labelled is None else {"rows": 1.0, LABELLED: labelled}
-        for name, value in {**values, **counts}.items():
-            rows = count if labelled is None or name not in self.of_labels else count * labelled
-            self.train_sums[name] = self.train_sums.get(name, 0.0) + value * rows
+        if not rows:
+            return
+        shares = {"rows": 1.0} if labelled is None else {"rows": 1.0, LABELLED: labelled}
+        for name, value in {**values, **shares}.items():
+            weight = rows if labelled is None or name not in self.of_labels else rows * labelled
+            self.train_sums[name] = self.train_sums.get(name, 0.0) + value * weight
         if self.is_logged(self.global_step + 1):
             self.log_dict(tags(values, "train"), batch_size=count)
             shown = {what: [v for k, v in values.items() if k.endswith(what)] for what in BAR}
@@ -331,7 +338,7 @@ class RunMetrics(Recorded, LightningModule):
         self.train_sums, self.validated = {}, {}
 
     def epoch_means(self) -> dict[str, float]:
-        """The means of training values in the epoch so far, over its rows or, of those `of_labels`, the labelled ones.
+        """The means of training values in the epoch so far, over its rows or tokens; `of_labels`, over labelled ones.
 
         Losses of a run that are not `of_labels` are the batches', in which its labelled terms have their full weight.
         """
@@ -357,15 +364,20 @@ class RunMetrics(Recorded, LightningModule):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Update the scores with a batch."""
         batch = Batch.of(batch, 0, shared=False)
-        for run, logits in self.predict(batch.inputs).items():
+        with self.naming_inputs(batch.inputs):
+            predicted = self.predict(batch.inputs)
+        for run, logits in predicted.items():
+            self.check_labels(logits, batch)
             self.scores_of(run).update(logits, batch.labels)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """Update the scores with a batch, and keep the values of its samples."""
         batch = Batch.of(batch, 0, shared=False)
-        teacher, found = self.beside_teacher(batch.inputs)
+        with self.naming_inputs(batch.inputs):
+            teacher, found = self.beside_teacher(batch.inputs)
         for run, logits in found.items():
             scores = self.scores_of(run)
+            self.check_labels(logits, batch)
             scores.update(logits, batch.labels)
             values = scores.of_sample(logits, batch.labels)
             if teacher is not None:
@@ -426,6 +438,15 @@ class RunMetrics(Recorded, LightningModule):
 def tags(values: Mapping[str, Any], stage: str) -> dict[str, Any]:
     """`kd/loss` -> `kd/train/loss`, `loss` -> `train/loss`."""
     return {"/".join([*name.split("/")[:-1], stage, name.split("/")[-1]]): value for name, value in values.items()}
+
+
+def counts_of(batch: Batch) -> dict[str, Tensor]:
+    """Of texts the TOKENS that count in each row, (b,); else LABELLED, if some labels are hidden."""
+    if batch.labels.dim() > 1:
+        if batch.label_weight is None:
+            return {TOKENS: batch.labels.new_full(batch.labels.shape[:1], batch.labels.shape[1])}
+        return {TOKENS: counted(batch.labels).sum(1)}
+    return {} if batch.label_weight is None else {LABELLED: counted(batch.labels)}
 
 
 def global_means(parts: Mapping[str, Tensor], batch: Batch) -> dict[str, float]:

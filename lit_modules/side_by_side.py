@@ -100,6 +100,9 @@ class Stage(nn.Module):
     def _net(self, name: str, given: Iterator[Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
         track = self.tracks[name]
         x = tuple(next(given) for _ in range(track.widths[self.number - 1] if self.number else 1))
+        first = next((p for m in track.pieces[0] for p in m.parameters()), None)
+        if self.number == 0 and first is not None and x[0].is_floating_point():
+            x = (x[0].to(first.dtype),)
         features = {path: next(given) for path, (stage, _) in track.features.items() if stage < self.number}
         here = {path: module for path, (stage, module) in track.features.items() if stage == self.number}
         with torch.set_grad_enabled(torch.is_grad_enabled() and name != TEACHER), observed(here, track.inputs) as found:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from apprentice import keyed
 from apprentice.errors import BadInput, naming, reason
-from lit_modules.nets import Outputs, globalise, run, typed
+from lit_modules.nets import Outputs, globalise, run
 from lit_modules.objectives import Objective, Place, Term
 from lit_modules.objectives.base import condensed, viewed
 
@@ -70,7 +70,7 @@ class Student(nn.Module):
             raise BadInput(flag, type(objective).__name__, "labels of all training samples; some are hidden")
         rows = torch.arange(len(example))
         objective.place = Place(index=rows, rows=rows, count=len(rows), samples=samples, peers=peers)
-        outputs = self.eval().raw(typed(self.net, example))
+        outputs = self.eval().raw(example)
         with naming(flag):
             keyed.with_seed(seed, partial(objective.build, outputs, teacher))
         globalise(objective.to(outputs.logits.dtype))
@@ -79,6 +79,8 @@ class Student(nn.Module):
             known = teacher and condensed(teacher, {"": objective})
             check_rows(objective, outputs, known, flag)
             check_gradient(objective, outputs, known, flag)
+            if known is not None and not known.logits.isfinite().all():
+                check_finite(objective, outputs, known, flag)
             if not labelled:
                 self.of_labels = check_labels(objective, outputs, known, flag)
         except BadInput:
@@ -101,7 +103,7 @@ def check_rows(objective: Objective, student: Outputs, teacher: Outputs | None, 
         first, others = keyed.with_seed(0, noise), keyed.with_seed(1, noise)
         terms = _terms(objective, *first)
         for term, (values, *_) in terms.items():
-            if not isinstance(values, Tensor) or values.shape != (b,):
+            if not isinstance(values, Tensor) or values.shape not in ((b,), student.logits.shape[:-1]):
                 given = tuple(values.shape) if isinstance(values, Tensor) else f"a {type(values).__name__}"
                 raise BadInput(
                     flag, name, f"an objective whose term {term} has a value a row, ({b},); it gives {given}"
@@ -109,7 +111,7 @@ def check_rows(objective: Objective, student: Outputs, teacher: Outputs | None, 
         for row in range(0 if objective.relates_rows else b):
             changed = _terms(objective, *tree_map(partial(_mixed, row), first, others))
             for term, (values, *_) in terms.items():
-                if not torch.isclose(changed[term].values[row], values[row], rtol=1e-5, atol=0, equal_nan=True):
+                if not changed[term].values[row].allclose(values[row], rtol=1e-5, atol=0, equal_nan=True):
                     expected = f"an objective whose term {term} has a value a row that depends on no other row"
                     raise BadInput(flag, name, f"{expected}, or one with relates_rows = True")
 
@@ -122,6 +124,21 @@ def check_gradient(objective: Objective, student: Outputs, teacher: Outputs | No
     terms = _terms(objective, student, teacher, labels)
     if not any(term.weight and term.values.requires_grad for term in terms.values()):
         expected = "an objective whose loss depends on the student's outputs, by a term with a weight"
+        raise BadInput(flag, type(objective).__name__, expected)
+
+
+@torch.enable_grad()
+def check_finite(objective: Objective, student: Outputs, teacher: Outputs, flag: str) -> None:
+    """Raise BadInput if the loss, or its gradient, is not finite for these outputs, such as of a teacher with -inf."""
+    objective = copy.deepcopy(objective)
+    student = tree_map_only(Tensor, lambda x: x.detach().requires_grad_(x.is_floating_point()), student)
+    labels = torch.zeros(student.logits.shape[:-1], dtype=torch.int64)
+    terms = objective.terms(objective.adapt(student), objective.adapt_teacher(viewed("", teacher)), labels)
+    loss = sum((term.values.sum() * term.weight for term in terms.values()), start=torch.zeros(()))
+    leaves = [x for x in (student.logits, *student.features.values(), *objective.parameters()) if x.requires_grad]
+    gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+    if not all(x.isfinite().all() for x in (loss, *gradients) if x is not None):
+        expected = "a teacher with finite logits; for zeros it gives others, with which this loss is not finite"
         raise BadInput(flag, type(objective).__name__, expected)
 
 

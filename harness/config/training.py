@@ -144,7 +144,7 @@ def _public_path(found: type) -> str:
 
 def check_optimizer(optimizer: Choice, scheduler: Choice | None, epochs: int) -> None:
     """Take steps, and a few epochs' changes of the rate, on a dummy net; BadInput if that fails or is not finite."""
-    net = nn.Linear(2, 2)
+    net = nn.Linear(2, 2, bias=False)  # of two dimensions, which Muon needs
     for parameter in net.parameters():
         parameter.grad = torch.ones_like(parameter)
     with warnings.catch_warnings():

@@ -2,8 +2,9 @@
 
 `test_right`: a bit for each sample. `test_predicted`: its class. Of a teacher `test_labels`, and `test_places` in the
 data set, unless they are counted from 0. All are in base64; before whole numbers stands their type, as in `u1:`,
-without which they have four bytes each, as older versions wrote them. Of texts `test_sample_bpc`: a list of numbers.
-Means over the samples are `test_ece`, and of students `test_kl` and `test_agreement`.
+without which they have four bytes each, as older versions wrote them. Of texts `test_sample_bpc`: a list of numbers,
+each the mean over a text's own tokens that count; a text without one has none. Means over the samples, or over the
+tokens of texts, are `test_ece`, and of students `test_kl` and `test_agreement`.
 """
 
 import base64
@@ -36,10 +37,10 @@ def recorded(values: Mapping[str, Tensor]) -> Facts:
         facts["test_predicted"], facts["test_labels"] = classes(found["predicted"]), classes(found["label"])
         facts["test_ece"] = calibration_error(found["confidence"], found["right"])
     if "bpc" in found:
-        facts["test_sample_bpc"] = [round(value, DIGITS) for value in found["bpc"].tolist()]
+        facts["test_sample_bpc"] = [round(value, DIGITS) for value in found["bpc"][found["tokens"] > 0].tolist()]
     for name in ("kl", "agreement"):
         if name in found:
-            mean = float(found[name].mean())
+            mean = float(np.average(found[name], weights=found.get("tokens")))
             facts[f"test_{name}"] = mean if np.isfinite(mean) else None
     if (found["place"] != np.arange(len(found["place"]))).any():
         facts["test_places"] = classes(found["place"])

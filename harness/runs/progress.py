@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from lit_modules.scores import RunMetrics
+from lit_modules.scores import RunMetrics, tags
 
 TAGS = ("val/balanced_accuracy", "val/top5", "val/f1", "val/acc", "val/bpc", "val/loss", "train/acc", "train/loss")
 SILENCE = 9.0  # seconds without a line, at most, where batches are shorter
@@ -78,12 +78,12 @@ class Lines(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the line of the steps so far."""
         if trainer.max_epochs == -1 and not trainer.sanity_checking:
-            self._say(trainer, self._scores(trainer))
+            self._say(trainer, self._scores(trainer, pl_module))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the epoch's line."""
         if trainer.max_epochs != -1:
-            self._say(trainer, self._scores(trainer))
+            self._say(trainer, self._scores(trainer, pl_module))
 
     def _break_silence(self, trainer: Trainer, what: str, index: int, total: float) -> None:
         now = time.monotonic()
@@ -100,8 +100,8 @@ class Lines(Callback):
             return f"step {_of(trainer.global_step, trainer.max_steps)}"
         return f"epoch {_of(trainer.current_epoch + 1, trainer.max_epochs or -1)}"
 
-    def _scores(self, trainer: Trainer) -> str:
-        tag, found = scores(trainer)
+    def _scores(self, trainer: Trainer, module: LightningModule) -> str:
+        tag, found = scores(trainer, module)
         shown = "  ".join(f"{name} {value:.4f}".strip() for name, value in found.items())
         return f"{time.monotonic() - self._began:.1f} s  {tag} {shown}"
 
@@ -159,8 +159,8 @@ class Display(Lines):
             self._live.stop()
             self._live = None
 
-    def _scores(self, trainer: Trainer) -> str:
-        tag, found = scores(trainer)  # in little room: four students fit into 80 columns
+    def _scores(self, trainer: Trainer, module: LightningModule) -> str:
+        tag, found = scores(trainer, module)  # in little room: four students fit into 80 columns
         return f"{tag} " + " ".join(f"{name} {value:.3f}".strip() for name, value in found.items())
 
     def _print(self, line: str) -> None:
@@ -184,7 +184,7 @@ class Display(Lines):
 
     def _table(self, trainer: Trainer, module: RunMetrics, room: int) -> Table:
         """Each run's mean training loss in this epoch so far, and its last score."""
-        tag, found = scores(trainer)
+        tag, found = scores(trainer, module)
         shown, means = module.runs[: max(room, 1)], module.epoch_means()
         table = Table.grid(padding=(0, 2))
         table.add_row("", "train/loss", tag if found else "")
@@ -197,9 +197,14 @@ class Display(Lines):
         return table
 
 
-def scores(trainer: Trainer) -> tuple[str, dict[str, float]]:
-    """What is shown of each run, the first of `TAGS` that was logged, and its values by run."""
-    values = trainer.callback_metrics
+def scores(trainer: Trainer, module: LightningModule) -> tuple[str, dict[str, float]]:
+    """What is shown of each run, the first of `TAGS` that was logged, and its values by run.
+
+    Those of training are means over the epoch so far, not the last batch's.
+    """
+    values: dict[str, Any] = dict(trainer.callback_metrics)
+    if isinstance(module, RunMetrics):
+        values |= tags(module.epoch_means(), "train")
     tag = next((tag for tag in TAGS if any(name.endswith(tag) for name in values)), TAGS[-1])
     return tag, {name.removesuffix(tag).rstrip("/"): float(v) for name, v in values.items() if name.endswith(tag)}
 

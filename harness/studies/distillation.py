@@ -6,6 +6,7 @@ have as many epochs.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch import Trainer
 from torch import nn
 
 from apprentice.errors import BadInput
@@ -64,12 +66,15 @@ def check(run: Session, make_teacher: MakeTeacher, make_students: MakeStudents) 
     for seed in others if "{seed}" in (ckpt or "") else ():
         make_teacher(run, seed)
     teacher, _ = make_teacher(run, first)
+    if not has_trained_teacher(run):  # before it is frozen
+        teacher.check_optimizer(_steps(run, trainer, run.config.teacher_epochs or trainer.max_epochs or 1))
 
     def made(names: Sequence[str]) -> Distillation:
         with cli.flags_of(rows(setups.values())):
             students, _ = make_students(run, first, teacher.net, {name: setups[name] for name in names})
             check_modules(run, trainer, teacher, students)
             students.check_batch(min(run.data.batch_size, run.data.sizes["train"]))
+            students.check_optimizer(_steps(run, trainer, trainer.max_epochs or 1))
         return students
 
     names = zoo.fitting(run.config, run.parser, setups, made) if run.config.zoo else list(setups)
@@ -78,6 +83,13 @@ def check(run: Session, make_teacher: MakeTeacher, make_students: MakeStudents) 
     check_batch_size(run, *stages.values(), students)
     check_callbacks(run, trainer, {**stages, "students": students})
     return {name: setups[name] for name in names}
+
+
+def _steps(run: Session, trainer: Trainer, epochs: int) -> float:
+    """The optimizer's steps in a fit of so many epochs, -1 for no limit, under the Trainer's limit."""
+    an_epoch = math.ceil(run.data.train_batches(trainer) / trainer.accumulate_grad_batches)
+    limits = (steps for steps in (an_epoch * epochs, trainer.max_steps) if steps >= 0)
+    return min(limits, default=math.inf)
 
 
 def has_trained_teacher(run: Session) -> bool:

@@ -1,7 +1,16 @@
 """Nets: pure torch, without trainer, rank or device. A new net is a file here and a line below."""
 
 from lit_modules.nets.attention import Cache, SelfAttention, any_kernel
-from lit_modules.nets.base import Net, Outputs, check_fits, check_same_start, giving_logits, pipeline_stages, typed
+from lit_modules.nets.base import (
+    Net,
+    Outputs,
+    check_fits,
+    check_same_start,
+    giving_logits,
+    in_type_of,
+    pipeline_stages,
+    typed,
+)
 from lit_modules.nets.batch_norm import globalise
 from lit_modules.nets.ensemble import Ensemble
 from lit_modules.nets.gpt import GPT

@@ -31,7 +31,7 @@ class Cache:
     `torch.no_grad()`.
 
     Raises:
-        ValueError: it is full, or gradients are on.
+        ValueError: it is full, holds another number of texts, or gradients are on.
     """
 
     def __init__(self, max_length: int) -> None:
@@ -46,6 +46,8 @@ class Cache:
         end = self.length + keys.shape[2]
         if end > self.max_length:
             raise ValueError(f"max_length {self.max_length}: expected at least {end}, the tokens to be cached")
+        if self._keys is not None and len(keys) != len(self._keys):
+            raise ValueError(f"{len(keys)} texts: expected the {len(self._keys)} whose tokens are cached")
         if self._keys is None or self._values is None:
             shape = (*keys.shape[:2], self.max_length, keys.shape[3])
             self._keys, self._values = keys.new_empty(shape), values.new_empty(shape)

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from apprentice.errors import BadInput, reason
 from apprentice.keyed import with_seed
@@ -96,6 +97,13 @@ class Mean(nn.Module):
 def typed(net: nn.Module, inputs: Tensor) -> Tensor:
     """The inputs; floats get the type of the net's parameters."""
     return inputs.to(next(net.parameters()).dtype) if inputs.is_floating_point() else inputs
+
+
+def in_type_of(outputs: Outputs, net: nn.Module) -> Outputs:
+    """Another net's outputs; float64 becomes float32 unless this net's parameters are float64."""
+    if next(net.parameters()).dtype == torch.float64:
+        return outputs
+    return tree_map(lambda x: x.float() if x.dtype == torch.float64 else x, outputs)
 
 
 def giving_logits(net: nn.Module) -> nn.Module:

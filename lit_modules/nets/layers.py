@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from apprentice.errors import BadInput
-from lit_modules.nets.base import Outputs, is_chain
+from lit_modules.nets.base import Outputs, is_chain, typed
 from lit_modules.nets.stand_ins import without_rows
 
 DEFAULT_LAYER = "default"
@@ -98,11 +98,14 @@ def observed(layers: Mapping[str, nn.Module], inputs: Collection[str] = ()) -> I
 
 
 def run(net: nn.Module, inputs: Tensor, names: Collection[str] = ()) -> Outputs:
-    """The net's outputs for inputs (b, ...), with the features of these layers; if b is 0, see `without_rows`."""
+    """The net's outputs for inputs (b, ...), floats in its type, with the features of these layers.
+
+    If b is 0, see `without_rows`.
+    """
     if inputs.shape[0] == 0:  # not by `len`, which torch.export takes for a constant
         return without_rows(lambda rows: run(net, rows, names), inputs)
     with observed({name: layer(net, name) for name in sorted(names)}, of_inputs(net, names)) as features:
-        logits = net(inputs)
+        logits = net(typed(net, inputs))
     return Outputs(logits, features)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from apprentice.batch import HIDDEN
+from apprentice.batch import counted
 from apprentice.errors import BadInput
 from lit_modules.nets.base import Outputs
 from lit_modules.nets.ensemble import MEMBERS
@@ -22,9 +22,9 @@ TEMPERATURES = 1e-18, 1e18  # losses are multiplied by the square
 
 
 class Term(NamedTuple):
-    """One part of a loss: per-sample values (b,) and the weight of their mean."""
+    """One part of a loss: a value a row, (b,), or of texts a value a token, (b, T), and the weight of their mean."""
 
-    values: Tensor
+    values: Tensor  # of a text as a whole, (b,), each counts as often as the text has tokens with a label
     weight: float
     is_ce: bool = False  # whether the values are the cross-entropies of the student's logits with the labels
     labelled: bool = False  # whether they need labels: then the mean is over the labelled samples alone
@@ -41,6 +41,7 @@ class Place(NamedTuple):
     count: int = 0  # type: ignore[assignment]  # rows in the global batch
     samples: int | None = None  # in the training set, if `index` is known; also in `build`
     peers: Mapping[str, Outputs] = MappingProxyType({})  # outputs of the students in `peers`, without gradients
+    counted: Tensor | None = None  # type: ignore[assignment]  # (b, T) bool, which tokens count; None if all do
 
 
 class Objective(Recorded, nn.Module, ABC):
@@ -186,9 +187,10 @@ def condensed(raw: Outputs, objectives: Mapping[str, Objective]) -> Outputs:
 def weighted_sum(
     terms: Mapping[str, Term], labels: Tensor, label_weight: float | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss (b,), and each term's values (b,); if labels are hidden, those of labelled terms as `of_labelled`."""
+    """The loss (b,), and each term's values (b,): of texts, and of labelled terms, as `of_labelled`."""
+    of_tokens = labels.dim() > 1
     values = {
-        name: of_labelled(term.values, labels, label_weight) if term.labelled else term.values
+        name: of_labelled(term.values, labels, label_weight if term.labelled or of_tokens else None)
         for name, term in terms.items()
     }
     total = sum((values[name] * term.weight for name, term in terms.items()), start=torch.zeros(()))
@@ -196,13 +198,32 @@ def weighted_sum(
 
 
 def of_labelled(values: Tensor, labels: Tensor, label_weight: float | None) -> Tensor:
-    """(b,) values whose mean over a global batch is that of its labelled rows, or zero; see `Batch.label_weight`."""
-    return values if label_weight is None else (values * label_weight).where(labels != HIDDEN, 0.0)
+    """(b,) values whose mean over a global batch is that of its labels that count, or zero; see `Batch.label_weight`.
+
+    Values (b,) or, of texts, (b, T) for each token; labels (b,) or (b, T).
+    """
+    if label_weight is not None:
+        counts = counted(labels)
+        if values.dim() < counts.dim():
+            label_weight, counts = label_weight * counts.to(values.dtype).mean(1), counts.any(1)
+        values = (values * label_weight).where(counts, 0.0)
+    return values.mean(1) if values.dim() > 1 else values
 
 
 def shown(labels: Tensor, label_weight: float | None) -> Tensor:
-    """The labels, 0 where hidden."""
-    return labels if label_weight is None else labels.where(labels != HIDDEN, 0)
+    """The labels, 0 where they do not count."""
+    return labels if label_weight is None else labels.where(counted(labels), 0)
+
+
+def masked(outputs: Outputs, counts: Tensor) -> Outputs:
+    """The outputs, zero for tokens that do not count, (b, T) bool: logits, and features (b, T, ...)."""
+    whole = {path: x for path, x in outputs.features.items() if x.shape[:2] != counts.shape}
+    features = {path: _masked(x, counts) for path, x in outputs.features.items() if path not in whole}
+    return Outputs(_masked(outputs.logits, counts), whole | features)
+
+
+def _masked(x: Tensor, counts: Tensor) -> Tensor:
+    return x.where(counts.view(*counts.shape, *[1] * (x.dim() - 2)), 0.0)
 
 
 def widened(x: Tensor) -> Tensor:
@@ -215,14 +236,10 @@ def wide(outputs: Outputs) -> Outputs:
     return Outputs(widened(outputs.logits), {path: widened(x) for path, x in outputs.features.items()})
 
 
-def per_sample(values: Tensor) -> Tensor:
-    """(b,) of values (b,), or of values (b, T) for each token: their mean over a sample."""
-    return values.flatten(1).mean(1) if values.dim() > 1 else values
-
-
 def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """(b,) of KL(p || q) = sum of p (log p - log q) from log-probabilities (b, ..., classes); for tokens the mean."""
-    return per_sample(F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1))
+    """(b, ...) of KL(p || q) = sum of p (log p - log q) from log-probabilities (b, ..., classes); 0 log 0 is 0."""
+    log_p = log_p.clamp(min=torch.finfo(log_p.dtype).min)
+    return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
 
 
 def checked_temperature(value: float) -> float:

@@ -5,7 +5,7 @@ from torch.nn import functional as F
 
 from apprentice.errors import BadInput
 from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Objective, Term, per_sample, widened
+from lit_modules.objectives.base import Objective, Term, widened
 from lit_modules.objectives.search import Linear, space
 
 
@@ -39,7 +39,6 @@ def ce_term(student: Outputs, labels: Tensor, weight: float) -> Term:
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """(b,) cross-entropies of logits (b, classes) with labels (b,); for (b, T, classes) and (b, T) means over T."""
+    """(b, ...) cross-entropies of logits (b, ..., classes) with labels (b, ...); 0 where a label is -100."""
     z, y = widened(logits).flatten(0, -2), labels.flatten()
-    losses = F.cross_entropy(z, y, reduction="none", label_smoothing=label_smoothing)
-    return per_sample(losses.view_as(labels))
+    return F.cross_entropy(z, y, reduction="none", label_smoothing=label_smoothing).view_as(labels)

@@ -54,8 +54,9 @@ class CTKD(LogitObjective):
         harder = (1 - math.cos(math.pi * min(self.place.epoch / self.warmup_epochs, 1.0))) / 2
         t = (1 + harder) * t.detach() - harder * t  # T, with its gradient reversed
         log_s, log_t = (F.log_softmax(tempered(x, t, self.standardize), -1) for x in (student, teacher))
+        soft = kl(log_t, log_s)
         return {
-            "kd": Term(kl(log_t, log_s) * t.square(), self.kd_weight),
+            "kd": Term(soft * t.square().view(-1, *[1] * (soft.dim() - 1)), self.kd_weight),
             "ce": ce_term(student, labels, self.ce_weight),
         }
 

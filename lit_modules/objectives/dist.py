@@ -5,7 +5,7 @@ from torch import Tensor
 
 from apprentice.errors import BadInput
 from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Term, per_sample, weight
+from lit_modules.objectives.base import Term, weight
 from lit_modules.objectives.cross_entropy import ce_term
 from lit_modules.objectives.logits import LogitObjective
 from lit_modules.objectives.search import Log, space
@@ -58,10 +58,12 @@ class DIST(LogitObjective):
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
         p_s, p_t = (z.softmax(-1).flatten(0, -2) for z in self.tempered(student, teacher))  # tokens are samples
         inter = (1 - _correlation(p_s, p_t)).view(labels.shape)
+        if (counts := self.place.counted) is not None:
+            p_s, p_t = (p[counts.flatten()] for p in (p_s, p_t))
         intra = (1 - _correlation(p_s.T, p_t.T).mean()).expand(len(labels))
         square = self.temperature**2
         return {
-            "inter": Term(per_sample(inter), self.inter_weight * square),
+            "inter": Term(inter, self.inter_weight * square),
             "intra": Term(intra, self.intra_weight * square),
             "ce": ce_term(student, labels, self.ce_weight),
         }
@@ -71,5 +73,5 @@ def _correlation(a: Tensor, b: Tensor) -> Tensor:
     """(n,) of the rows of a and b, (n, m); 0, without gradient, where one of them is constant up to rounding."""
     a, b = (x - x.mean(1, keepdim=True) for x in (a, b))
     lengths = a.norm(dim=1), b.norm(dim=1)
-    varies = torch.minimum(*lengths) > 16 * torch.finfo(a.dtype).eps
-    return ((a * b).sum(1) / (lengths[0] * lengths[1] + EPS)).where(varies, 0.0)
+    constant = torch.minimum(*lengths) <= 16 * torch.finfo(a.dtype).eps
+    return ((a * b).sum(1) / (lengths[0] * lengths[1] + EPS)).where(~constant, 0.0)

@@ -4,7 +4,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Term, kl, per_sample, weight
+from lit_modules.objectives.base import Term, kl, weight
 from lit_modules.objectives.cross_entropy import ce_term
 from lit_modules.objectives.logits import LogitObjective
 from lit_modules.objectives.search import Log, space
@@ -36,6 +36,6 @@ class Hinton(LogitObjective):
         log_s, log_t = (F.log_softmax(z, -1) for z in self.tempered(student, teacher))
         soft = kl(log_t, log_s)
         if self.teacher_entropy:
-            soft = soft - per_sample((log_t.exp() * log_t).sum(-1))
+            soft = soft - (log_t.exp() * log_t).sum(-1)
         kd = Term(soft * self.temperature**2, self.kd_weight)
         return {"kd": kd, "ce": ce_term(student, labels, self.ce_weight)}

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Term, per_sample, weight
+from lit_modules.objectives.base import Term, weight
 from lit_modules.objectives.cross_entropy import ce_term
 from lit_modules.objectives.logits import LogitObjective
 from lit_modules.objectives.search import Log, space
@@ -26,5 +26,5 @@ class LogitMSE(LogitObjective):
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
         z_s, z_t = self.tempered(student, teacher)
-        mse = Term(per_sample((z_s - z_t).square().mean(-1)), self.mse_weight)
+        mse = Term((z_s - z_t).square().mean(-1), self.mse_weight)
         return {"mse": mse, "ce": ce_term(student, labels, self.ce_weight)}

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from apprentice.errors import BadInput
 from lit_modules.nets.base import Outputs
 from lit_modules.nets.ensemble import MEMBERS
-from lit_modules.objectives.base import Objective, checked_temperature, per_sample
+from lit_modules.objectives.base import Objective, checked_temperature
 
 EPS = 1e-7
 
@@ -63,8 +63,8 @@ def standardized(z: Tensor) -> Tensor:
     """
     centred = z - z.mean(-1, keepdim=True)
     variance = centred.square().sum(-1, keepdim=True) / max(z.shape[-1] - 1, 1)
-    spread = variance.sqrt() > EPS + 8 * torch.finfo(z.dtype).eps * z.abs().amax(-1, keepdim=True)
-    return (centred / (EPS + variance.where(spread, 1.0).sqrt())).where(spread, 0.0)
+    equal = variance.sqrt() <= EPS + 8 * torch.finfo(z.dtype).eps * z.abs().amax(-1, keepdim=True)
+    return (centred / (EPS + variance.where(~equal, 1.0).sqrt())).where(~equal, 0.0)  # NaN where one is not finite
 
 
 def of_label(values: Tensor, labels: Tensor) -> Tensor:
@@ -86,8 +86,8 @@ def split_at_label(z: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, T
 
 
 def divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """(b,) of KL(p || q) from logarithms (b, ..., parts); where both are 0 it counts nothing."""
-    return per_sample((log_p.exp() * (log_p - log_q)).sum(-1))
+    """(b, ...) of KL(p || q) from logarithms (b, ..., parts); where both are 0 it counts nothing."""
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
 def whole_epochs_share(epoch: float, warmup: int) -> float:

@@ -4,7 +4,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Term, checked_temperature, per_sample, weight
+from lit_modules.objectives.base import Term, checked_temperature, weight
 from lit_modules.objectives.cross_entropy import ce_term
 from lit_modules.objectives.logits import LogitObjective, check_classes, of_label, split_at_label, tempered
 from lit_modules.objectives.search import Log, space
@@ -51,9 +51,9 @@ class NKD(LogitObjective):
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
         assert teacher is not None
         log_s, log_t = (F.log_softmax(tempered(x, 1.0, self.standardize), -1) for x in (student, teacher))
-        target = per_sample(-of_label(log_t, labels).exp() * of_label(log_s, labels))
+        target = -of_label(log_t, labels).exp() * of_label(log_s, labels)
         (*_, own, _), (*_, theirs, others) = (split_at_label(z, labels) for z in self.tempered(student, teacher))
-        rest = per_sample(-(theirs.exp() * own).where(others, 0.0).sum(-1))
+        rest = -(theirs.exp() * own).where(others, 0.0).sum(-1)
         return {
             "target": Term(target, self.target_weight, labelled=True),
             "others": Term(rest, self.gamma * self.temperature**2, labelled=True),

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Term, checked_temperature, per_sample, weight
+from lit_modules.objectives.base import Term, checked_temperature, weight
 from lit_modules.objectives.cross_entropy import ce_term
 from lit_modules.objectives.logits import (
     LogitObjective,
@@ -74,7 +74,7 @@ class RLD(LogitObjective):
         some = lower.any(-1, keepdim=True)
         masked = (F.log_softmax(z.masked_fill(~lower & some, -torch.inf), -1) for z in self.tempered(student, teacher))
         log_s, log_t = (z.where(lower, 0.0) for z in masked)
-        correlation = per_sample((log_t.exp() * (log_t - log_s)).where(lower, 0.0).sum(-1))
+        correlation = (log_t.exp() * (log_t - log_s)).where(lower, 0.0).sum(-1)
         share = whole_epochs_share(self.place.epoch, self.warmup)
         return {
             "scd": Term(confidence, share * self.alpha * self.scd_temperature**2, labelled=True),

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from apprentice.errors import BadInput
 from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Objective, Term, checked_temperature, per_sample, weight
+from lit_modules.objectives.base import Objective, Term, checked_temperature, weight
 from lit_modules.objectives.cross_entropy import ce_term
 from lit_modules.objectives.logits import of_label
 from lit_modules.objectives.search import Linear, Log, space
@@ -46,5 +46,5 @@ class TfKD(Objective):
         own = of_label(log_p, labels)
         entropy = math.exp(high) * high + count * math.exp(low) * low
         values = entropy - math.exp(high) * own - math.exp(low) * (log_p.sum(-1) - own)
-        regularised = Term(per_sample(values), self.alpha, labelled=True)
+        regularised = Term(values, self.alpha, labelled=True)
         return {"tfkd": regularised, "ce": ce_term(student, labels, 1 - self.alpha)}

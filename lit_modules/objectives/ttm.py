@@ -5,7 +5,7 @@ from torch.nn import functional as F
 
 from apprentice.errors import BadInput
 from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Term, per_sample, weight
+from lit_modules.objectives.base import Term, weight
 from lit_modules.objectives.cross_entropy import ce_term
 from lit_modules.objectives.logits import LogitObjective
 from lit_modules.objectives.search import Log, space
@@ -48,4 +48,4 @@ class TTM(LogitObjective):
         size = powers.logsumexp(-1, keepdim=True)  # logarithm of the sum of the powers
         q = powers - size
         values = (q.exp() * (q - own)).sum(-1) * (size.exp().squeeze(-1) if self.weighted else 1.0)
-        return {"ttm": Term(per_sample(values), self.ttm_weight), "ce": ce_term(student, labels, self.ce_weight)}
+        return {"ttm": Term(values, self.ttm_weight), "ce": ce_term(student, labels, self.ce_weight)}

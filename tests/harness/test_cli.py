@@ -443,7 +443,6 @@ REFUSED = {
     "--optimizer.lr fast": "optimizer.lr fast: expected a number",
     "--optimizer sgd": "near: SGD",
     "--optimizer LBFGS": "optimizer LBFGS: expected one that steps each student by itself",
-    "--optimizer Muon": "Muon only supports 2D parameters",
     "--scheduler ReduceLROnPlateau": "scheduler ReduceLROnPlateau: expected one that depends on the epoch alone",
     "--scheduler MultiStepLR": "scheduler.milestones (nothing): expected a list",
     "--scheduler StepLR --scheduler.step_size 0": "scheduler.step_size 0: expected a number other than 0, by which",

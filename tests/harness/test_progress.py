@@ -19,7 +19,7 @@ from harness.studies.remaining import Plan, remaining
 from strategies import NAMES
 from tests.processes import Run
 from tests.terminal import on_terminal
-from tests.training import classifier, digits
+from tests.training import classifier, digits, fit
 
 SMALL = ["--seeds", "1", "--trainer.max_epochs", "3"]
 
@@ -81,6 +81,16 @@ def test_the_time_of_the_whole_run_is_estimated(tmp_path: Path, monkeypatch: pyt
     assert told(grown, 0, "students") == ", 0:00:26 of the run"  # this fit's epochs take 0.4 s, a teacher's 6 s
     record(1, "teacher", None, None)  # a loaded one
     assert told({**plan, (1, "teacher"): None}, 1, "students") is None
+
+
+@pytest.mark.parametrize("every", [1, 2, 50])
+def test_an_epochs_line_without_validation_has_its_mean(every: int, capsys: pytest.CaptureFixture[str]) -> None:
+    data, module = digits(batch_size=37), classifier()
+    fit(module, data, callbacks=[Lines("x")], max_epochs=3, log_every_n_steps=every)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("x  epoch")]
+    expected = [f"train/acc {epoch['train/acc']:.4f}" for epoch in module.epochs]  # type: ignore[union-attr, index]
+    assert [line.rpartition("  ")[2] for line in lines] == expected
+    assert len(expected) == 3
 
 
 def tell() -> None:

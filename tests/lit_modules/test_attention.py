@@ -159,6 +159,12 @@ def test_a_cache_refuses_what_it_cannot_serve() -> None:
             attention(False)(x, Cache(3))
         with pytest.raises(ValueError, match="texts of one length"):
             net(jagged([x[0]]), Cache(3))
+        cache = Cache(5)
+        net(noise(2, 3, D), cache)
+        for texts in (1, 3):
+            with pytest.raises(ValueError, match=f"^{texts} texts: expected the 2 whose tokens are cached$"):
+                net(noise(texts, 1, D), cache)
+        assert cache.length == 3
 
 
 # Compiled

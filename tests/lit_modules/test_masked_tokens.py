@@ -1,0 +1,296 @@
+"""Tokens without a label, -100, count nowhere: losses, scores and values of samples are those of the other tokens."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from apprentice.batch import IGNORED, Batch
+from apprentice.errors import BadInput
+from harness.reports import samples
+from lit_modules.classifier import LitClassifier
+from lit_modules.distillation import Distillation
+from lit_modules.language_model import LitLanguageModel
+from lit_modules.nets import Outputs
+from lit_modules.objectives import (
+    CC,
+    CTKD,
+    DIST,
+    DKD,
+    DML,
+    NKD,
+    PKT,
+    RKD,
+    RLD,
+    SP,
+    TTM,
+    Cosine,
+    CrossEntropy,
+    Hinton,
+    JensenShannon,
+    LogitMSE,
+    Objective,
+    ReverseKL,
+    Sum,
+    TfKD,
+)
+from lit_modules.scores import TokenScores, fidelity
+from strategies import DDP, PipelineStrategy
+from tests.grids import mostly_slow
+from tests.language import gpt
+from tests.training import LinesLogger, assert_same, fit, trainer, weights
+
+B, T, V = 5, 8, 11
+SHAPES: dict[str, Any] = {"input_shape": (T,), "num_classes": V, "scores": TokenScores, "input_dtype": torch.int64}
+
+
+def texts(rows: int = B, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Tokens and labels (rows, T): the first row counts whole, the second not at all, the others in part."""
+    g = torch.Generator().manual_seed(seed)
+    tokens, labels = (torch.randint(V, (rows, T), generator=g) for _ in range(2))
+    counts = torch.rand(rows, T, generator=g) < torch.rand(rows, 1, generator=g)
+    counts[0], counts[1], counts[2, 0] = True, False, True
+    return tokens, labels.where(counts, IGNORED)
+
+
+def module(**objectives: Objective) -> Distillation:
+    students: Any = {
+        name: (gpt(V, T, num_layers=1, tie_weights=False), objective) for name, objective in objectives.items()
+    }
+    return Distillation(gpt(V, T, seed=1, tie_weights=False), students, **SHAPES).double().eval()
+
+
+def step(made: Distillation, tokens: Tensor, labels: Tensor, teacher: Outputs | None = None) -> tuple[Tensor, Any]:
+    batch = Batch.of((tokens, labels), 0)
+    outputs = made._ask_teacher(tokens), made(tokens)[1]
+    return made.losses((teacher or outputs[0], outputs[1]), batch)
+
+
+OBJECTIVES: dict[str, Callable[[], Objective]] = {
+    "ce": CrossEntropy,
+    "smooth": lambda: CrossEntropy(0.1),
+    "kd": Hinton,
+    "entropy": lambda: Hinton(teacher_entropy=True),
+    "standardized": lambda: Hinton(standardize=True),
+    "reverse": ReverseKL,
+    "js": JensenShannon,
+    "mse": LogitMSE,
+    "dkd": lambda: DKD(warmup=0),
+    "nkd": NKD,
+    "rld": RLD,
+    "ttm": TTM,
+    "tfkd": TfKD,
+    "ctkd": CTKD,
+    "dist": DIST,
+    "sum": lambda: Sum([Hinton(), LogitMSE()], [1.0, 0.5]),
+}
+WHOLE: dict[str, Callable[[], Objective]] = {"cosine": Cosine, "sp": SP, "pkt": PKT, "rkd": RKD, "cc": CC}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_loss_is_that_of_the_tokens_that_count(name: str) -> None:
+    """As rows of their own, (n, V), in which there is nothing else."""
+    made, (tokens, labels) = module(a=OBJECTIVES[name]()), texts()
+    teacher, students = made._ask_teacher(tokens), made(tokens)[1]
+    loss, parts = made.losses((teacher, students), Batch.of((tokens, labels), 0))
+    counts, count = labels != IGNORED, int((labels != IGNORED).sum())
+    rows = torch.arange(count)
+
+    def chosen(outputs: Outputs) -> Outputs:
+        features = {
+            path: x.repeat_interleave(T)[counts.flatten()] for path, x in outputs.features.items() if x.dim() == 1
+        }
+        return Outputs(outputs.logits[counts], features)
+
+    flat = Batch(tokens[counts], labels[counts], rows, rows, count, 1, 0)
+    made.scores = torch.nn.ModuleList([TokenScores()])
+    expected, theirs = made.losses((chosen(teacher), {"a": chosen(students["a"])}), flat)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    batch = Batch.of((tokens, labels), 0)
+    for what, values in theirs.items():
+        torch.testing.assert_close(batch.mean(parts[what]).double(), flat.mean(values).double(), rtol=1e-12, atol=1e-12)
+
+
+def test_cross_entropy_and_hintons_term_are_the_formulas() -> None:
+    made, (tokens, labels) = module(a=Hinton(temperature=2.0)), texts()
+    loss, parts = step(made, tokens, labels)
+    student, teacher = made.students["a"].net(tokens), made.teacher(tokens)
+    ce, kd, count = torch.zeros(()), torch.zeros(()), 0
+    for row in range(B):
+        for t in range(T):
+            if labels[row, t] != IGNORED:
+                p, q = (teacher[row, t] / 2).softmax(0), (student[row, t] / 2).softmax(0)
+                ce, kd = ce - student[row, t].log_softmax(0)[labels[row, t]], kd + 4 * (p * (p / q).log()).sum()
+                count += 1
+    torch.testing.assert_close(loss, (0.75 * ce + 0.25 * kd) / count, rtol=1e-12, atol=1e-12)
+    for what, expected in {"a/ce": ce, "a/kd": kd, "a/bpc": ce / math.log(2)}.items():
+        torch.testing.assert_close(parts[what].mean(), expected / count, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_is_compared_of_a_whole_text_has_no_masked_token(name: str) -> None:
+    """Other outputs for them change no loss and get no gradient."""
+    made, (tokens, labels) = module(a=WHOLE[name]()), texts()
+    teacher, students = made._ask_teacher(tokens), made(tokens)[1]["a"]
+    counts, found = labels != IGNORED, []
+    for noise in (0.0, 3.0):
+        noisy = [
+            Outputs(
+                *(
+                    (x + noise * torch.randn_like(x) * ~counts[..., None]).detach()
+                    for x in (z.logits, *z.features.values())
+                )
+            )
+            for z in (teacher, students)
+        ]
+        other, own = (
+            Outputs(z.logits, dict.fromkeys(kept.features, z.features))
+            for z, kept in zip(noisy, (teacher, students), strict=True)
+        )
+        leaves = [own.logits.requires_grad_(), *(x.requires_grad_() for x in own.features.values())]
+        loss = made.losses((other, {"a": own}), Batch.of((tokens, labels), 0))[0]
+        gradients = torch.autograd.grad(loss, leaves)
+        assert all((g[~counts] == 0).all() for g in gradients)
+        found.append((loss, *(g[counts] for g in gradients)))
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12)
+
+
+def test_texts_weigh_what_they_have_of_tokens() -> None:
+    made, (tokens, labels) = module(a=Cosine(ce_weight=0.0, cosine_weight=1.0)), texts()
+    teacher, students = made._ask_teacher(tokens), made(tokens)[1]["a"]
+    counts, total = labels != IGNORED, torch.zeros(())
+    (f_s,), (f_t,) = students.features.values(), teacher.features.values()
+    for row in range(B):
+        if counts[row].any():
+            distance = 1 - F.cosine_similarity(f_s[row][counts[row]].flatten(), f_t[row][counts[row]].flatten(), 0)
+            total = total + distance * counts[row].sum() / counts.sum()
+    torch.testing.assert_close(step(made, tokens, labels)[0], total, rtol=1e-9, atol=1e-9)
+
+
+def test_mutual_learning_reads_no_masked_token() -> None:
+    made, (tokens, labels) = module(a=DML(["b"]), b=DML(["a"])), texts()
+    with torch.no_grad():
+        made.students["b"].net.head.weight.add_(torch.randn(V, 12, dtype=torch.float64))
+    _, parts = step(made, tokens, labels)
+    counts = labels != IGNORED
+    own, peer = (made.students[name].net(tokens)[counts].log_softmax(-1) for name in ("a", "b"))
+    torch.testing.assert_close(parts["a/mutual"].mean(), (peer.exp() * (peer - own)).sum(-1).mean())
+
+
+def test_a_batch_in_which_nothing_counts_trains_nothing() -> None:
+    made, (tokens, _) = module(a=Sum([Hinton(), Cosine(), JensenShannon()])).train(), texts()
+    loss, parts = step(made, tokens, torch.full((B, T), IGNORED))
+    loss.backward()
+    assert loss == 0
+    assert all((values == 0).all() for values in parts.values())
+    assert all(p.grad is None or (p.grad == 0).all() for p in made.students.parameters())
+
+
+def test_values_of_samples_are_means_over_their_own_tokens() -> None:
+    made, (tokens, labels) = module(a=Hinton()), texts()
+    student, teacher = made.students["a"].net(tokens), made.teacher(tokens)
+    found = TokenScores(1.5).of_sample(student, labels) | fidelity(student, teacher, labels)
+    for row in range(B):
+        kept = labels[row] != IGNORED
+        assert found["tokens"][row] == kept.sum()
+        if kept.any():
+            bits = 1.5 * F.cross_entropy(student[row][kept], labels[row][kept]) / math.log(2)
+            torch.testing.assert_close(found["bpc"][row], bits)
+
+
+# Training
+
+ROWS = 30  # in batches of 12 and, last, of 6
+
+
+class Masked(LightningDataModule):
+    """Plain pairs, the validation's those of training."""
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+
+    def train_dataloader(self) -> DataLoader:
+        samples, place = TensorDataset(*texts(ROWS, 3)), self.trainer.distributed_sampler_kwargs
+        sampler = DistributedSampler(samples, **{"num_replicas": 1, "rank": 0} | (place or {}), shuffle=False)
+        return DataLoader(samples, self.batch_size, sampler=sampler)
+
+    val_dataloader = test_dataloader = train_dataloader
+
+
+def trained(kind: str, size: int, devices: int = 1, **options: Any) -> LightningModule:
+    made: LightningModule
+    if kind == "lm":
+        made = LitLanguageModel(gpt(V, T, tie_weights=False), warmup_steps=2)
+    else:
+        names = ("dist",) if kind == "dist" else ("ce", "kd")
+        students: Any = {name: (gpt(V, T, num_layers=1, tie_weights=False), OBJECTIVES[name]()) for name in names}
+        made = Distillation(gpt(V, T, seed=1, tie_weights=False), students, **SHAPES)
+    return fit(made, Masked(size), devices, **{"precision": "64-true", "use_distributed_sampler": False} | options)  # type: ignore[arg-type]
+
+
+CASES: dict[str, tuple[int, int, Callable[[], Any], dict[str, Any]]] = {
+    "ddp 2": (6, 2, lambda: DDP(timeout=60), {}),
+    "ddp 3": (4, 3, lambda: DDP(timeout=60), {}),
+    "exact": (12, 3, lambda: DDP(timeout=60, exact=3), {}),
+    "pipeline": (12, 2, lambda: PipelineStrategy(timeout=60), {}),
+    "exact pipeline": (12, 2, lambda: PipelineStrategy(timeout=60, exact=3), {}),
+    "accumulated": (4, 1, lambda: "auto", {"accumulate_grad_batches": 3}),
+    "accumulated, ddp 2": (2, 2, lambda: DDP(timeout=60), {"accumulate_grad_batches": 3}),
+    "accumulated, exact": (4, 2, lambda: DDP(timeout=60, exact=2), {"accumulate_grad_batches": 3}),
+}
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, dict[str, Tensor]]:
+    return {kind: weights(trained(kind, 12)) for kind in ("lm", "kd", "dist")}
+
+
+@pytest.mark.parametrize("kind", ["lm", "kd"])
+@pytest.mark.parametrize("case", mostly_slow(CASES, "ddp 3", "exact", "accumulated"))
+def test_any_number_of_processes_and_of_micro_batches_is_one(case: str, kind: str, alone: dict[str, Any]) -> None:
+    size, devices, strategy, options = CASES[case]
+    assert_same(alone[kind], weights(trained(kind, size, devices, strategy=strategy(), **options)), 1e-9)
+
+
+@pytest.mark.parametrize("case", mostly_slow(["ddp 2", "exact"], "exact"))
+def test_related_tokens_are_those_that_count_on_all_processes(case: str, alone: dict[str, Any]) -> None:
+    size, devices, strategy, options = CASES[case]
+    assert_same(alone["dist"], weights(trained("dist", size, devices, strategy=strategy(), **options)), 1e-9)
+
+
+def test_an_epochs_figures_are_means_over_its_tokens(tmp_path: Any) -> None:
+    def still(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.0)
+
+    logger, net = LinesLogger(tmp_path / "lines"), gpt(V, T, tie_weights=False)
+    made = LitClassifier(net, V, optimizer=still, scores=TokenScores)
+    fit(made, Masked(4), logger=logger, log_every_n_steps=1, max_epochs=1)  # type: ignore[arg-type]
+    tokens, labels = texts(ROWS, 3)
+    expected = F.cross_entropy(net(tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORED).item()
+    for tag in ("train/loss_epoch", "val/loss"):
+        assert logger.values(tag) == pytest.approx([expected], abs=1e-6)
+    batches = zip(tokens.split(4), labels.split(4), strict=True)
+    each = [F.cross_entropy(net(x).flatten(0, 1), y.flatten()).item() for x, y in batches]
+    assert logger.values("train/loss") == pytest.approx(each, abs=1e-6)
+
+
+def test_a_batch_with_ignored_tokens_says_what_its_labels_weigh() -> None:
+    tokens, labels = texts(4)
+    batch = Batch(tokens, labels, torch.arange(4), torch.arange(4), 4, 1, 0)
+    loader: Any = DataLoader([batch], batch_size=None, collate_fn=lambda x: x)  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match=r"^--data labels of -100: expected a Batch with its label_weight"):
+        trainer(limit_val_batches=0).fit(LitLanguageModel(gpt(V, T, tie_weights=False)), loader, loader)
+
+
+def test_a_record_has_the_texts_that_have_tokens() -> None:
+    values = {"place": torch.arange(3), "bpc": torch.tensor([2.0, 0.0, 4.0]), "tokens": torch.tensor([3.0, 0.0, 1.0])}
+    facts = samples.recorded(values | {"kl": torch.tensor([1.0, 0.0, 3.0])})
+    assert facts == {"test_sample_bpc": [2.0, 4.0], "test_kl": 1.5}
