@@ -34,6 +34,7 @@ from harness import config as cli
 from harness.runs.quiet import notice
 from harness.runs.session import Session, session
 from harness.studies import tuning, zoo
+from harness.studies.classes import classes_beside, match_classes
 from harness.studies.continued import go_on
 from harness.studies.distillation import begin, check, run_study
 from harness.studies.fits import Candidate, learning, make_candidate, replaced
@@ -164,6 +165,9 @@ def teacher(run: Session, seed: int) -> tuple[LitClassifier, dict[str, Candidate
         told = load_weights(candidate.net, path, "teacher_ckpt", run.config.teacher_ckpt_partial)
         for line in told:
             notice(f"seed {seed} teacher   {path}: {line}")
+        candidate.net.class_names = classes_beside(path) or (None if run.config.teacher_ckpt_partial else ())
+        options = {"trained": bool(run.config.teacher_epochs), "may_move": not run.config.teacher_continue}
+        match_classes(run, candidate.net, "teacher_ckpt", path, **options)
     if head_only := run.config.teacher_head_only:
         nets.heads(candidate.net, "teacher")  # or it is refused by its flag
     options = {**learning(run.config, run.data), "seed": seed, "head_only": head_only}

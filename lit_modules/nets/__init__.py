@@ -3,6 +3,7 @@
 from lit_modules.nets.attention import Cache, SelfAttention, any_kernel
 from lit_modules.nets.base import Net, Outputs, check_fits, check_same_start, giving_logits, pipeline_stages, typed
 from lit_modules.nets.batch_norm import globalise
+from lit_modules.nets.classes import class_order, classes_of, reorder_classes
 from lit_modules.nets.ensemble import Ensemble
 from lit_modules.nets.gpt import GPT
 from lit_modules.nets.hugging_face import HuggingFace, HuggingFaceLM

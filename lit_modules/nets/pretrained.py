@@ -9,8 +9,8 @@ from apprentice.weights import check_weights
 
 def load_backbone(
     net: nn.Module, weights: Mapping[str, Tensor], head: str, name: str, unused: Sequence[str] = ()
-) -> None:
-    """Load a net's weights, but not those of its head, a child, that have another shape.
+) -> bool:
+    """Load a net's weights, but not those of its head, a child, that have another shape; whether it has its head now.
 
     `unused` begin the keys that the net ignores; `name` is what `--weights` was given.
 
@@ -25,3 +25,4 @@ def load_backbone(
     found = {key: own[key] if key in other else value for key, value in known.items()}
     check_weights(own, found, name, "weights", type(net).__name__)
     net.load_state_dict(found)
+    return not other
