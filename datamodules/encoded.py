@@ -109,7 +109,7 @@ class Encoded:
 def upright(image: Image.Image) -> Image.Image:
     """The image, read, and turned by its EXIF orientation; no other tag is looked at, as many are broken."""
     image.load()
-    turn = TURNS.get(image.getexif().get(ExifTags.Base.Orientation))
+    turn = TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
     return image.copy() if turn is None else image.transpose(turn)
 
 

@@ -59,7 +59,8 @@ class HuggingFaceImages(StoredImages):
     """Images of a data set of the Hugging Face hub by its name, or of a local folder; needs the extra `datasets`.
 
     With a split `validation` (`valid`, `val`, `dev`) beside `train` and `test`, it is validated on. Without a labelled
-    `test` it is tested on, and training images are held out for validation. A line says so.
+    `test` it is tested on, and training images are held out for validation. A line says so. Splits may number classes
+    in orders of their own: those of `train` count, by name.
 
     Args:
         path: the data set's name, a folder of files that `load_dataset` reads, or one that `save_to_disk` wrote.
@@ -70,8 +71,8 @@ class HuggingFaceImages(StoredImages):
 
     Raises:
         Missing: datasets is not installed.
-        BadInput: the data set can't be loaded, has no such column or split or a sample without a label, or as in
-            StoredImages.
+        BadInput: the data set can't be loaded, has no such column or split, labels that are no classes, or a sample
+            without a class of `train`'s, or as in StoredImages.
     """
 
     def __init__(
@@ -103,18 +104,17 @@ class HuggingFaceImages(StoredImages):
         found = self._load()
         image, label = self._columns(found["train"].features)
         own = next((name for name in VALIDATION if name in found), None)
-        used = [name for name in ("train", "test", own) if name in found]
-        classes, values = zip(*(self._labels(found[name], label, name) for name in used), strict=True)
-        self.class_names = classes[0]
+        used = [name for name in ("train", "test", own) if name is not None and name in found]
+        labels = {name: self._labels(found[name], label, name) for name in used}
+        self.class_names, _ = labels["train"]
         if len(self.class_names) < 2:
             raise BadInput("data.label", label, f"at least 2 classes; there are {len(self.class_names)}")
         self._check_files(label)
-        names = dict(zip(used, values, strict=True))
-        sets = {}
+        names, sets = {name: rows for name, (_, rows) in labels.items()}, {}
         for part, split in self._parts(names, own).items():
-            labels = self._numbers(names[split], split)
-            data, rows = self._bytes(found[split], image), np.arange(len(labels))
-            sets[part] = Rows(labels, self.image_size, "", (0, 0), data, image, split, rows)
+            numbers = self._numbers(names[split], split)
+            data, rows = self._bytes(found[split], image), np.arange(len(numbers))
+            sets[part] = Rows(numbers, self.image_size, "", (0, 0), data, image, split, rows)
         return self.usable(sets, Counter(), self.path)
 
     def _load(self) -> Any:
@@ -158,8 +158,8 @@ class HuggingFaceImages(StoredImages):
         if not str(kind).startswith(("int", "uint", "string", "large_string", "bool")):
             expected = f"a column with one class of each image, as ClassLabel, whole numbers or texts; in {split}"
             raise BadInput("data.label", label, f"{expected} it is of {kind}")
-        known = {value for value in values if value is not None}
-        return tuple(map(str, sorted(known))), [None if value is None else str(value) for value in values]
+        ordered = sorted({value for value in values if value is not None})
+        return tuple(map(str, ordered)), [None if value is None else str(value) for value in values]
 
     def _check_files(self, label: str) -> None:
         """Raise BadInput if a Parquet file has classes of its own: `load_dataset` reads all with those of the first."""

@@ -165,9 +165,10 @@ def teacher(run: Session, seed: int) -> tuple[LitClassifier, dict[str, Candidate
         told = load_weights(candidate.net, path, "teacher_ckpt", run.config.teacher_ckpt_partial)
         for line in told:
             notice(f"seed {seed} teacher   {path}: {line}")
-        candidate.net.class_names = classes_beside(path) or (None if run.config.teacher_ckpt_partial else ())
-        options = {"trained": bool(run.config.teacher_epochs), "may_move": not run.config.teacher_continue}
-        match_classes(run, candidate.net, "teacher_ckpt", path, **options)
+        names: Any = classes_beside(path) or (None if run.config.teacher_ckpt_partial else ())
+        candidate.net.class_names = names
+        trained, may_move = bool(run.config.teacher_epochs), not run.config.teacher_continue
+        match_classes(run, candidate.net, "teacher_ckpt", path, trained, may_move)
     if head_only := run.config.teacher_head_only:
         nets.heads(candidate.net, "teacher")  # or it is refused by its flag
     options = {**learning(run.config, run.data), "seed": seed, "head_only": head_only}

@@ -62,7 +62,8 @@ class Distillation(Learner):
 
     Raises:
         BadInput: an objective refuses its nets, gives other than one value a row for a term, or relates rows without
-            `relates_rows`; a name, a layer or a peer can't be used.
+            `relates_rows`; a name, a layer or a peer can't be used. When a Trainer begins: the teacher's classes, by
+            their names, are not those of the data, or in another order.
     """
 
     students: Mapping[str, Student]

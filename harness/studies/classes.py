@@ -40,6 +40,7 @@ def match_classes(
                 expected = f"a net with the data's order of classes; its first is {known[0]}, and not {wanted[0]}"
                 raise BadInput(key, value, expected)
             reorder_classes(member, order.places, run.data.example, key)
+            run.tell(f"{key} {value}: its logits are put into the order of the data's classes")
         member.class_names = wanted  # type: ignore[assignment]
 
 

@@ -50,7 +50,7 @@ def named_labels(labels: dict[int, str]) -> tuple[str, ...]:
 
 def members_of(net: nn.Module) -> list[nn.Module]:
     """The nets whose classes count: the net, or the members of an ensemble."""
-    return [*net.members.nets] if isinstance(net, Ensemble) else [net]  # type: ignore[list-item, union-attr, operator]
+    return [*net.members.nets] if isinstance(net, Ensemble) else [net]
 
 
 def check_classes(net: nn.Module, wanted: Names, flag: str) -> None:
