@@ -130,6 +130,12 @@ def test_a_teacher_of_our_runs_answers_by_the_names_of_the_data(
     assert moved.class_names == Sorted.class_names
     assert "name no classes" not in "".join(capsys.readouterr())
     refused(kd.main, [*flags(Fruit, tmp_path / "no")[:-2], *loaded], "--teacher_ckpt", "it has zero", tmp_path, capsys)
+    further = [*loaded, "--teacher_epochs", "1"]
+    begun = [*flags(Sorted, tmp_path / "no")[:-2], *further, "--teacher_continue", "true"]
+    refused(kd.main, begun, "--teacher_ckpt", "its first is zero, and not eight", tmp_path, capsys)
+    kd.main(flags(Fruit, tmp_path / "fruit", *further))
+    told = "it has zero, and the data has apple; its head begins with the weights of other classes\n"
+    assert capsys.readouterr().out.count(told) == 1
     shutil.copy(folder / "weights.pt", tmp_path / "alone.pt")
     kd.main(flags(Sorted, tmp_path / "alone", "--teacher_ckpt", str(tmp_path / "alone.pt")))
     told = f"teacher_ckpt {tmp_path}/alone.pt: its weights name no classes: they are taken for eight; five; four; nine"
