@@ -1,26 +1,33 @@
 """Any LightningDataModule of (inputs, labels), read so that the suite's promises hold for it too."""
 
-import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DistributedSampler
 
-from apprentice.batch import Batch
 from apprentice.errors import BadInput
-from apprentice.keyed import fold_in, with_seed
 from datamodules.base import LIMITS, InMemoryData
-from datamodules.loaders import EpochOrder, no_loaders
+from datamodules.loaders import no_loaders
+from datamodules.shared_loaders import (
+    DealtLoader,
+    Loader,
+    SharedLoader,
+    class_names_of,
+    fetched,
+    is_indexed,
+    pair_of,
+    places_of_batches,
+    read_rows,
+)
 from datamodules.splits import Split
-from datamodules.streams import quiet_worker
 
-Loader: TypeAlias = Any  # a DataLoader, or what else gives batches (inputs, labels) and has a length
+IMAGES = 4  # dimensions of a batch of images
 PARTS = {"train": "train_dataloader", "validation": "val_dataloader", "test": "test_dataloader"}
 
 
@@ -39,7 +46,8 @@ class Adapted(InMemoryData):
         num_classes: the number of classes; default: its attribute `num_classes`, or that of its hyperparameters.
 
     Raises:
-        BadInput: the number of classes is not known, or a loader does not give (inputs, labels).
+        BadInput: the number of classes is not known; a loader gives no batch, or not (inputs, labels) with a class for
+            each sample, or images that are no floats or of several sizes; data sets number their classes in two ways.
     """
 
     def __init__(self, data: LightningDataModule, num_classes: int | None = None) -> None:
@@ -67,23 +75,24 @@ class Adapted(InMemoryData):
             raise BadInput("data", self.name, f"a data module with {PARTS[missing]}()")
         self._loaders = {part: self._loader(hook) for part, hook in parts.items()}
         for part, loader in self._loaders.items():
-            if not _indexed(loader):
+            if not is_indexed(loader):
                 whole = f"{parts[part]}() gives no DataLoader of an indexed data set, so each device reads all of it"
                 self.say(f"{whole}; whether runs repeat, and resume within an epoch, depends on its order")
-        first = next(_read(self._loaders["train"], self.seed, [(0, torch.arange)]))
-        inputs, labels = self._hooked(first.inputs, first.labels)
+        self._check_class_names()
+        firsts = {part: self._first(part, parts[part]) for part in self._loaders}
+        inputs, labels = firsts["train"]
         self.batch_size, self._dtype = len(labels), inputs.dtype
         self.input_shape = tuple(inputs.shape[1:])
         known = getattr(self.data, "num_classes", self.data.hparams.get("num_classes"))
         classes = self._classes or known
         if not isinstance(classes, int) or classes < 2:
-            raise BadInput("num_classes", classes, f"the number of classes, at least 2; {self.name} does not say")
-        if not 0 <= int(labels.min()) <= int(labels.max()) < classes:
-            found = f"the first batch has {int(labels.min())} to {int(labels.max())}"
-            raise BadInput("num_classes", classes, f"labels from 0 to {classes - 1}; {found}")
+            unknown = f"; {self.name} does not say" if classes is None else ", each with a logit"
+            raise BadInput("num_classes", classes, f"the number of classes, at least 2{unknown}")
         names = getattr(self.data, "class_names", None) or getattr(self.data, "classes", None)
         usable = isinstance(names, Sequence) and len(names) == classes
         self.class_names = tuple(map(str, names if usable else range(classes)))  # type: ignore[arg-type]
+        for part, (inputs, labels) in firsts.items():
+            self._check(inputs, labels, "the first batch" + f" of {parts[part]}()" * (part != "train"))
 
     def _loader(self, hook: str) -> Loader:
         loader = getattr(self.data, hook)()
@@ -100,9 +109,39 @@ class Adapted(InMemoryData):
             raise BadInput("data", self.name, expected)
         return loader
 
+    def _check_class_names(self) -> None:
+        """Raise BadInput if the data sets of two loaders number their classes, by name, in two ways."""
+        names = {part: class_names_of(loader) for part, loader in self._loaders.items()}
+        for part, own in names.items():
+            if own and names["train"] and own != names["train"]:
+                expected = f"data sets with the same classes in the same order; {part} has {', '.join(own)}"
+                raise BadInput("data", self.name, f"{expected} and train {', '.join(names['train'])}")
+
+    def _first(self, part: str, hook: str) -> tuple[Tensor, Tensor]:
+        """The first batch of a part, after the hooks; BadInput if there is none, or of images that are no floats."""
+        if not len(self._loaders[part]):
+            expected = f"a batch or more from {hook}(), which gives none; drop_last leaves out all of a small set"
+            raise BadInput("data", self.name, expected)
+        first = next(read_rows(self._loaders[part], self.seed, [(0, torch.arange)]))
+        inputs, labels = self._hooked(first.inputs, first.labels)
+        if inputs.dim() == IMAGES and not inputs.is_floating_point():
+            kind = str(inputs.dtype).removeprefix("torch.")
+            raise BadInput("data", self.name, f"images of floats, as ToTensor makes them; {hook}() gives {kind}")
+        return inputs, labels
+
+    def _check(self, inputs: Tensor, labels: Tensor, where: str) -> None:
+        """Raise BadInput if a batch has labels that are no class, or images of another size than the first."""
+        least, most = (int(labels.min()), int(labels.max())) if len(labels) else (0, 0)
+        if not 0 <= least <= most < self.num_classes:
+            expected = f"labels from 0 to {self.num_classes - 1}; {where} has {least} to {most}"
+            raise BadInput("num_classes", self.num_classes, expected)
+        if inputs.dim() == IMAGES and tuple(inputs.shape[1:]) != self.input_shape:
+            told = f"{where} has {tuple(inputs.shape[1:])}, and the first of training {self.input_shape}"
+            raise BadInput("data", self.name, f"images of one size; {told}")
+
     def _hooked(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """A pair as the data module's hooks make it."""
-        return _pair(self.data.on_after_batch_transfer(self.data.on_before_batch_transfer((inputs, labels), 0), 0))
+        return pair_of(self.data.on_after_batch_transfer(self.data.on_before_batch_transfer((inputs, labels), 0), 0))
 
     def _batch_size(self, part: str) -> int:
         return getattr(self._loaders[part], "batch_size", None) or self.batch_size
@@ -115,27 +154,27 @@ class Adapted(InMemoryData):
             return 0
         loader = self._loaders[part]
         most = len(loader) * self._batch_size(part)
-        return min(len(loader.sampler), most) if _indexed(loader) and loader.batch_size else most
+        return min(len(loader.sampler), most) if is_indexed(loader) and loader.batch_size else most
 
     @property
     def places(self) -> int:
         """Places that a training batch's `index` counts."""
         self.sizes  # noqa: B018 - set up
         loader = self._loaders["train"]
-        return len(loader.dataset) if _indexed(loader) else self.sizes["train"]
+        return len(loader.dataset) if is_indexed(loader) else self.sizes["train"]
 
     def samples(self, part: str, chosen: Tensor, dtype: torch.dtype | None = None) -> Split:
         """The samples at these (k,) places in the order of a loader as it is for `seed`, normalised."""
         self.sizes  # noqa: B018 - set up
         loader, read = self._loaders[part], list[tuple[Tensor, Tensor]]()
-        if _indexed(loader):
-            order = torch.tensor([place for batch in _batches(loader, self.seed) for place in batch])
-            read = [_pair(next(_fetched(loader, self.seed, [order[chosen].tolist()])))]
+        if is_indexed(loader):
+            order = torch.tensor([place for batch in places_of_batches(loader, self.seed) for place in batch])
+            read = [pair_of(next(fetched(loader, self.seed, [order[chosen].tolist()])))]
             chosen = torch.arange(len(chosen))
         else:
             batches = iter(loader)
             while sum(len(labels) for _, labels in read) <= int(chosen.max()):
-                read.append(_pair(next(batches)))
+                read.append(pair_of(next(batches)))
         inputs, labels = (torch.cat(each)[chosen] for each in zip(*read, strict=True))
         inputs, labels = self._hooked(inputs, labels)
         return Split(self.normalize(inputs, dtype), labels)
@@ -182,13 +221,15 @@ class Adapted(InMemoryData):
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Lightning's hook: as the data module does."""
-        inputs, labels = _pair(self.data.on_before_batch_transfer((batch.inputs, batch.labels), dataloader_idx))
+        inputs, labels = pair_of(self.data.on_before_batch_transfer((batch.inputs, batch.labels), dataloader_idx))
         return batch._replace(inputs=inputs, labels=labels)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Lightning's hook, on the device: as the data module does; floats get the module's type."""
         pair = self.data.on_after_batch_transfer((batch.inputs, batch.labels), dataloader_idx)
-        inputs, labels = _pair(pair)
+        inputs, labels = pair_of(pair)
+        if labels.is_cpu:  # on a GPU this would wait for it
+            self._check(inputs, labels, "a batch")
         return super().on_after_batch_transfer(batch._replace(inputs=inputs, labels=labels), dataloader_idx)
 
     def teardown(self, stage: str) -> None:
@@ -202,143 +243,3 @@ class Adapted(InMemoryData):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The data module's."""
         self.data.load_state_dict(state_dict)
-
-
-class SharedLoader:
-    """A rank's rows of each of a loader's batches, in the order of an epoch."""
-
-    def __init__(self, loader: Loader, order: EpochOrder, rank: int, replicas: int) -> None:
-        self.loader, self.sampler, self.rank, self.replicas = loader, order, rank, replicas
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __iter__(self) -> Iterator[Batch]:
-        epoch, start = self.sampler.epoch, self.sampler.start()
-
-        def share(count: int) -> Tensor:
-            return self.sampler.share(0, count, self.rank, self.replicas)
-
-        parts = _read(self.loader, self.sampler.key, [(number, share) for number in range(start, len(self))])
-        for step, part in enumerate(parts, epoch * len(self) + start):
-            yield Batch(part.inputs, part.labels, part.index, part.rows, part.count, self.replicas, step)
-
-    # Without these two Lightning warns when it resumes in mid-epoch.
-    def state_dict(self) -> dict:
-        """Empty, as the order follows from seed and epoch."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        """Nothing to do."""
-
-
-class DealtLoader:
-    """The first `kept` of a loader's batches, dealt to the ranks in turn: batch c goes to rank c % replicas.
-
-    Every rank gets the same number of batches, the last perhaps empty. A batch stands for itself, as in `ChunkLoader`.
-    """
-
-    def __init__(self, loader: Loader, kept: int, rank: int, replicas: int, key: int) -> None:
-        self.loader, self.kept, self.rank, self.replicas, self.key = loader, kept, rank, replicas, key
-
-    def __len__(self) -> int:
-        return math.ceil(self.kept / self.replicas)
-
-    def __iter__(self) -> Iterator[Batch]:
-        numbers = range(self.rank, len(self) * self.replicas, self.replicas)
-        wanted = [(number, torch.arange) if number < self.kept else (self.kept - 1, _none) for number in numbers]
-        for part in _read(self.loader, self.key, wanted):
-            yield Batch(part.inputs, part.labels, part.index, part.rows, max(len(part.rows), 1), 1, 0)
-
-
-Rows: TypeAlias = Callable[[int], Tensor]  # of a batch of so many, those that are wanted
-
-
-class Part(NamedTuple):
-    """Some rows of a batch of `count`."""
-
-    inputs: Tensor
-    labels: Tensor
-    index: Tensor  # type: ignore[assignment]  # shadows tuple.index
-    rows: Tensor
-    count: int  # type: ignore[assignment]
-
-
-def _none(_: int) -> Tensor:
-    return torch.arange(0)
-
-
-def _read(loader: Loader, key: int, wanted: Sequence[tuple[int, Rows]]) -> Iterator[Part]:
-    """The wanted rows of the batches of these numbers, which don't decrease."""
-    if not _indexed(loader):
-        batches, first, found, at = iter(loader), 0, (torch.empty(0), torch.empty(0)), -1
-        for number, choose in wanted:
-            while at < number:
-                first += len(found[1])
-                found, at = _pair(next(batches)), at + 1
-            rows, count = choose(len(found[1])), len(found[1])
-            yield Part(found[0][rows], found[1][rows], rows + first, rows, count)
-        return
-    wholes = _batches(loader, key)
-    chosen = [choose(len(wholes[number])) for number, choose in wanted]
-    places = [torch.tensor(wholes[number]) for number, _ in wanted]
-    # A data set may not be able to give no samples: for their shape, one is read.
-    lists = [(whole[rows] if len(rows) else whole[:1]).tolist() for whole, rows in zip(places, chosen, strict=True)]
-    for whole, rows, batch in zip(places, chosen, _fetched(loader, key, lists), strict=True):
-        inputs, labels = _pair(batch)
-        yield Part(inputs[: len(rows)], labels[: len(rows)], whole[rows], rows, len(whole))
-
-
-def _indexed(loader: Loader) -> bool:
-    """Whether its batches are lists of places in a data set."""
-    return (
-        isinstance(loader, DataLoader)
-        and loader.batch_sampler is not None
-        and not isinstance(loader.dataset, IterableDataset)
-    )
-
-
-def _batches(loader: DataLoader, key: int) -> list[list[int]]:
-    """The places of all batches of an epoch, as its sampler draws them from global generators, or from its own."""
-    own = getattr(loader.sampler, "generator", None)
-    if own is not None:
-        own.manual_seed(key)
-    return with_seed(key, lambda: list(loader.batch_sampler))  # type: ignore[arg-type]
-
-
-def _fetched(loader: DataLoader, key: int, batches: list[list[int]]) -> Iterator[Any]:
-    """These batches, by the loader's workers."""
-    changed = copy.copy(loader)
-    # A DataLoader lets none of these be assigned.
-    vars(changed).update(
-        dataset=_Keyed(loader.dataset, key), batch_sampler=batches, generator=torch.Generator(), _iterator=None,
-        worker_init_fn=loader.worker_init_fn or quiet_worker,
-    )  # fmt: skip
-    return iter(changed)
-
-
-class _Keyed(Dataset):
-    """A data set in which what a sample draws depends on the key and its place alone."""
-
-    def __init__(self, dataset: Dataset, key: int) -> None:
-        self.dataset, self.key = dataset, key
-
-    def __getitem__(self, place: int) -> Any:
-        return with_seed(fold_in(self.key, place), lambda: self.dataset[place])
-
-
-def _pair(batch: Any) -> tuple[Tensor, Tensor]:
-    """The (inputs (n, ...), labels (n,) int64) of a batch; BadInput if it is none."""
-    inputs, labels = batch if isinstance(batch, list | tuple) and len(batch) == 2 else (batch, None)
-    if not isinstance(inputs, Tensor) or not isinstance(labels, Tensor) or labels.dim() != 1 or _fractions(labels):
-        kinds = ", ".join(map(_kind, batch)) if isinstance(batch, list | tuple) else _kind(batch)
-        raise BadInput("data", kinds, "batches of two tensors, inputs (n, ...) and labels (n,) of whole numbers")
-    return inputs, labels.long()
-
-
-def _fractions(labels: Tensor) -> bool:
-    return labels.is_floating_point() or labels.is_complex()
-
-
-def _kind(found: Any) -> str:
-    return f"{tuple(found.shape)} {found.dtype}" if isinstance(found, Tensor) else type(found).__name__

@@ -13,15 +13,19 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image
 from torch import Tensor
 from torch.utils.data import get_worker_info
 from torchvision.transforms import functional as transforms
 
-from apprentice.errors import BadInput
+from apprentice.errors import BadInput, reason
 from datamodules.splits import Split
 
-UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError)
+TURNS = {  # that bring an image upright, by its EXIF orientation
+    2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}  # fmt: skip
 SILENCE = 5.0  # seconds of decoding without a line
 LARGE = 128 * 128  # pixels from which two threads decode faster than one; at 32 x 32 they take twice as long
 T = TypeVar("T")
@@ -38,7 +42,7 @@ class Encoded:
     flag: ClassVar[str]  # the option that says where they are
     labels: Tensor
     image_size: int | None
-    first: str  # the name of an image
+    first: str  # the name of an image; "" until `of_size`
     size: tuple[int, int]  # its (H, W) when taken, and so of all
 
     def name(self, place: int) -> str:
@@ -56,6 +60,18 @@ class Encoded:
     def part(self, chosen: Tensor) -> Any:
         """The images at these (k,) places."""
         return replace(self, labels=self.labels[chosen])
+
+    def of_size(self, first: str, size: tuple[int, int]) -> Any:
+        """The same images, all of the (H, W) that the one named `first` has."""
+        return replace(self, first=first, size=size)
+
+    def first_size(self) -> tuple[int, int]:
+        """(H, W) of the first image when taken."""
+        if self.image_size is not None:
+            return self.image_size, self.image_size
+        with self.opened(0) as image:
+            turned = upright(image)
+        return turned.height, turned.width
 
     def take(self, chosen: Tensor) -> Split:
         """Decode the chosen ones to (k, 3, H, W) uint8; BadInput names one that can't be read, or of another size."""
@@ -79,8 +95,8 @@ class Encoded:
     def decoded(self, place: int) -> Image.Image:
         """One image, upright and in RGB; with an image size, short side resized and centre cropped."""
         with self.opened(place) as image:
-            upright, form = ImageOps.exif_transpose(image), image.format
-        colours = in_rgb(upright, form, self.flag, self.name(place))
+            turned, form = upright(image), image.format
+        colours = in_rgb(turned, form, self.flag, self.name(place))
         if self.image_size is None or colours.size == (self.image_size, self.image_size):
             return colours
         return transforms.center_crop(transforms.resize(colours, self.image_size), [self.image_size])
@@ -90,13 +106,11 @@ class Encoded:
             return image.width * image.height > LARGE
 
 
-def size_of(image: AbstractContextManager[Image.Image], image_size: int | None) -> tuple[int, int]:
-    """(H, W) of an image when taken."""
-    if image_size is not None:
-        return image_size, image_size
-    with image as found:
-        upright = ImageOps.exif_transpose(found)
-    return upright.height, upright.width
+def upright(image: Image.Image) -> Image.Image:
+    """The image, read, and turned by its EXIF orientation; no other tag is looked at, as many are broken."""
+    image.load()
+    turn = TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+    return image.copy() if turn is None else image.transpose(turn)
 
 
 @dataclass(frozen=True)
@@ -117,10 +131,13 @@ class Files(Encoded):
         return readable(path, self.flag, str(path))
 
     def made_of(self) -> Iterator[bytes]:
-        """Names, sizes and times."""
+        """Names, sizes and times; a link that leads nowhere has none, and is named when its image is wanted."""
         for place, name in enumerate(self.names):
-            found = self._path(place).stat()
-            yield b"%b\0%d %d\n" % (name, found.st_size, found.st_mtime_ns)
+            file, size, time_ns = self._path(place), 0, 0
+            if file.exists():
+                found = file.stat()
+                size, time_ns = found.st_size, found.st_mtime_ns
+            yield b"%b\0%d %d\n" % (name, size, time_ns)
 
     def part(self, chosen: Tensor) -> "Files":
         """The files at these (k,) places."""
@@ -146,8 +163,10 @@ def readable(file: Any, flag: str, name: str) -> Iterator[Image.Image]:
     try:
         with Image.open(file) as image:
             yield image
-    except UNREADABLE as error:
-        raise Damaged(flag, name, f"an image that can be read ({error})") from error
+    except (BadInput, MemoryError):
+        raise
+    except Exception as error:  # whatever a decoder makes of bytes that are no image
+        raise Damaged(flag, name, f"an image that can be read ({reason(error)})") from error
 
 
 def in_rgb(image: Image.Image, form: str | None, flag: str, name: str) -> Image.Image:

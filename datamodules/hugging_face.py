@@ -1,6 +1,7 @@
 """Images of a data set of the Hugging Face hub, or of a local one."""
 
 import io
+import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -15,10 +16,11 @@ from torch import Tensor
 
 from apprentice.errors import BadInput, reason
 from apprentice.extras import need
-from datamodules.encoded import Encoded, readable, size_of
+from datamodules.encoded import Damaged, Encoded, readable
 from datamodules.stored_images import StoredImages
 
 VALIDATION = ("validation", "valid", "val", "dev")  # names of a split for validation
+HIDDEN = (None, -1)  # labels of images whose class is not told
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class Rows(Encoded):
     def opened(self, place: int) -> AbstractContextManager[Image.Image]:
         """From its bytes, or as a file."""
         found = self.data[int(self.places[place])][self.column]
+        if found is None:
+            raise Damaged(self.flag, self.name(place), "an image; there is none")
         file = found["path"] if found["bytes"] is None else io.BytesIO(found["bytes"])
         return readable(file, self.flag, self.name(place))
 
@@ -55,7 +59,8 @@ class HuggingFaceImages(StoredImages):
     """Images of a data set of the Hugging Face hub by its name, or of a local folder; needs the extra `datasets`.
 
     With a split `validation` (`valid`, `val`, `dev`) beside `train` and `test`, it is validated on. Without a labelled
-    `test` it is tested on, and training images are held out for validation. A line says so.
+    `test` it is tested on, and training images are held out for validation. A line says so. Splits may number classes
+    in orders of their own: those of `train` count, by name.
 
     Args:
         path: the data set's name, a folder of files that `load_dataset` reads, or one that `save_to_disk` wrote.
@@ -66,8 +71,8 @@ class HuggingFaceImages(StoredImages):
 
     Raises:
         Missing: datasets is not installed.
-        BadInput: the data set can't be loaded, has no such column or split or a sample without a label, or as in
-            StoredImages.
+        BadInput: the data set can't be loaded, has no such column or split, labels that are no classes, or a sample
+            without a class of `train`'s, or as in StoredImages.
     """
 
     def __init__(
@@ -98,25 +103,19 @@ class HuggingFaceImages(StoredImages):
         """Open the splits without decoding an image."""
         found = self._load()
         image, label = self._columns(found["train"].features)
-        numbers = {part: found[part].select_columns([label])[:][label] for part in found}
-        names = getattr(found["train"].features[label], "names", None)
-        if names is None:
-            known = sorted(set(numbers["train"]))
-            places = {value: place for place, value in enumerate(known)}
-            numbers = {part: [places.get(value, -1) for value in each] for part, each in numbers.items()}
-            names = list(map(str, known))
-        self.class_names = tuple(names)
-        if len(names) < 2:
-            raise BadInput("data.label", label, f"at least 2 classes; there are {len(names)}")
-        sets = self._parts({part: torch.tensor(each) for part, each in numbers.items()})
-        first = Rows(torch.zeros(1), self.image_size, "", (0, 0), self._bytes(found["train"], image), image, "train",
-                     np.zeros(1, np.int64))  # fmt: skip
-        size = size_of(first.opened(0), self.image_size)
-        made = {}
-        for part, (split, labels) in sets.items():
-            data, rows = self._bytes(found[split], image), np.arange(len(labels))
-            made[part] = Rows(labels, self.image_size, "train[0]", size, data, image, split, rows)
-        return self.usable(made, Counter(), self.path)
+        own = next((name for name in VALIDATION if name in found), None)
+        used = [name for name in ("train", "test", own) if name is not None and name in found]
+        labels = {name: self._labels(found[name], label, name) for name in used}
+        self.class_names, _ = labels["train"]
+        if len(self.class_names) < 2:
+            raise BadInput("data.label", label, f"at least 2 classes; there are {len(self.class_names)}")
+        self._check_files(label)
+        names, sets = {name: rows for name, (_, rows) in labels.items()}, {}
+        for part, split in self._parts(names, own).items():
+            numbers = self._numbers(names[split], split)
+            data, rows = self._bytes(found[split], image), np.arange(len(numbers))
+            sets[part] = Rows(numbers, self.image_size, "", (0, 0), data, image, split, rows)
+        return self.usable(sets, Counter(), self.path)
 
     def _load(self) -> Any:
         """The splits by name."""
@@ -147,21 +146,50 @@ class HuggingFaceImages(StoredImages):
             raise BadInput("data.image", image, f"a column of images; it is of {kinds[image]}")
         return image, label
 
-    def _parts(self, labels: dict[str, Tensor]) -> dict[str, tuple[str, Tensor]]:
-        """For train, test and perhaps validation the split, and its labels."""
-        own = next((name for name in VALIDATION if name in labels), None)
-        labelled = "test" in labels and bool((labels["test"] >= 0).all())
-        parts = {"train": "train", "test": "test"} | ({"validation": own} if own else {})
-        if not labelled:
-            missing = "has no labels" if "test" in labels else "is not there"
-            if own is None:
-                raise BadInput("data.path", self.path, f"a split test with labels; it {missing}")
-            self.say(f"the split test {missing}: tests on {own}, validates on images held out from train")
-            parts = {"train": "train", "test": own}
-        for split in parts.values():
-            if bool((labels[split] < 0).any()):
-                raise BadInput("data.path", self.path, f"a label of the training set's classes for all of {split}")
-        return {part: (split, labels[split]) for part, split in parts.items()}
+    def _labels(self, data: Any, label: str, split: str) -> tuple[tuple[str, ...], list[str | None]]:
+        """The names of a split's classes, in its order, and of each row's class; None for a hidden one."""
+        if label not in data.features:
+            return (), [None] * len(data)
+        feature, values = data.features[label], data.select_columns([label])[:][label]
+        if (names := getattr(feature, "names", None)) is not None:
+            known = dict(enumerate(names))  # some readers don't look whether a label is one of them
+            return tuple(names), [None if value in HIDDEN else known.get(value, str(value)) for value in values]
+        kind = getattr(feature, "dtype", None) if type(feature).__name__ == "Value" else type(feature).__name__
+        if not str(kind).startswith(("int", "uint", "string", "large_string", "bool")):
+            expected = f"a column with one class of each image, as ClassLabel, whole numbers or texts; in {split}"
+            raise BadInput("data.label", label, f"{expected} it is of {kind}")
+        ordered = sorted({value for value in values if value is not None})
+        return tuple(map(str, ordered)), [None if value is None else str(value) for value in values]
+
+    def _check_files(self, label: str) -> None:
+        """Raise BadInput if a Parquet file has classes of its own: `load_dataset` reads all with those of the first."""
+        import pyarrow.parquet
+
+        for file in sorted(Path(self.path).rglob("*.parquet")) if self.config is None else ():
+            told = json.loads((pyarrow.parquet.read_schema(file).metadata or {}).get(b"huggingface", b"{}"))
+            names = told.get("info", {}).get("features", {}).get(label, {}).get("names", self.class_names)
+            if tuple(names) != self.class_names:
+                listed = f"the classes {', '.join(self.class_names)} in this order, as in train"
+                raise BadInput("data.path", file, f"{listed}; `save_to_disk` keeps those of each split")
+
+    def _numbers(self, names: list[str | None], split: str) -> Tensor:
+        """(n,) int64, the places of a split's classes in those of the training set, whose names count."""
+        numbers = {name: number for number, name in enumerate(self.class_names)}
+        if (row := next((row for row, name in enumerate(names) if name not in numbers), None)) is not None:
+            found = f"{split}[{row}] has {'no label' if names[row] is None else names[row]}"
+            raise BadInput("data.path", self.path, f"a label of the training set's classes for all of {split}; {found}")
+        return torch.tensor([numbers[str(name)] for name in names])
+
+    def _parts(self, names: dict[str, list[str | None]], own: str | None) -> dict[str, str]:
+        """The split of train, of test and, if it has one, of validation; `own` is one for that."""
+        hidden = {None, "-1"} - {*self.class_names}
+        if not set(names.get("test", ())) <= hidden:
+            return {"train": "train", "test": "test"} | ({"validation": own} if own else {})
+        missing = "has no labels" if "test" in names else "is not there"
+        if own is None:
+            raise BadInput("data.path", self.path, f"a split test with labels; it {missing}")
+        self.say(f"the split test {missing}: tests on {own}, validates on images held out from train")
+        return {"train": "train", "test": own}
 
     def _bytes(self, data: Any, image: str) -> Any:
         """The split without decoding."""

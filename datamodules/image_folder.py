@@ -11,7 +11,7 @@ import torch
 from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
 
 from apprentice.errors import BadInput
-from datamodules.encoded import Encoded, Files, readable, size_of
+from datamodules.encoded import Encoded, Files
 from datamodules.stored_images import StoredImages
 
 VALIDATION = ("val", "valid", "validation")  # names of a folder for validation
@@ -57,10 +57,7 @@ class ImageFolder(StoredImages):
         self.class_names = tuple(sorted(names["train"]))
         if len(self.class_names) < 2:
             raise BadInput("data.root", self.root, f"at least 2 classes; there is one, {self.class_names[0]}")
-        first = found["train"][0][0]
-        size = size_of(readable(first, Files.flag, str(first)), self.image_size)
-        sets = {part: self._files(samples, str(first), size) for part, samples in found.items()}
-        return self.usable(sets, skipped, self.root)
+        return self.usable({part: self._files(samples) for part, samples in found.items()}, skipped, self.root)
 
     def _folders(self) -> dict[str, str]:
         """The folder of each part: of train and test, and of validation if it has one of its own."""
@@ -102,11 +99,11 @@ class ImageFolder(StoredImages):
             raise BadInput("data.root", folder / ANNOTATIONS, "a table of file names and classes, cut by tabs")
         return sorted(((folder / "images" / row[0], row[1]) for row in rows), key=lambda sample: (sample[1], sample[0]))
 
-    def _files(self, samples: list[tuple[Path, str]], first: str, size: tuple[int, int]) -> Files:
+    def _files(self, samples: list[tuple[Path, str]]) -> Files:
         numbers = {name: label for label, name in enumerate(self.class_names)}
         names = np.array([os.fsencode(path.relative_to(self.root)) for path, _ in samples])
         labels = torch.tensor([numbers[name] for _, name in samples])
-        return Files(labels, self.image_size, first, size, self.root, names)
+        return Files(labels, self.image_size, "", (0, 0), self.root, names)
 
 
 def _hidden(path: Path) -> bool:

@@ -77,20 +77,24 @@ class StoredImages(ImageData):
     def usable(self, sets: Sets, skipped: Counter[str], place: object) -> tuple[Encoded, ...]:
         """What `read` returns of these sets: with `on_error` skip, those that can be read; tells what was skipped."""
         if self.on_error == "skip":
-            sets = {part: self._without_damaged(images, skipped) for part, images in sets.items()}
-        self.input_shape = (3, *sets["train"].size)
+            sets = {part: self._without_damaged(part, images, skipped) for part, images in sets.items()}
+        first, size = sets["train"].name(0), sets["train"].first_size()
+        sets = {part: images.of_size(first, size) for part, images in sets.items()}
+        self.input_shape = (3, *size)
         if skipped:
             counts = ", ".join(f"{count} {kind}" for kind, count in sorted(skipped.items()))
             self.say(f"skipped in {place}: {counts}")
         return tuple(sets.values())
 
-    def _without_damaged(self, images: Encoded, skipped: Counter[str]) -> Encoded:
-        """The images that can be read; every one is."""
+    def _without_damaged(self, part: str, images: Encoded, skipped: Counter[str]) -> Encoded:
+        """The images that can be read; every one is. BadInput if none can."""
         places = torch.arange(len(images.labels))
         checked = reading(Streamed(_Checked(images), self.num_workers), places.split(CHECKED))
         whole = torch.cat([split.inputs for split in checked])
         if damaged := int((~whole).sum()):
             skipped.update({"damaged": damaged})
+        if damaged == len(whole):
+            raise BadInput("data.on_error", self.on_error, f"images of {part} that can be read; none of {damaged} can")
         return images.part(whole.nonzero().flatten())
 
     def check_fits(self, count: int) -> None:

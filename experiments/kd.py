@@ -35,6 +35,7 @@ from harness.runs.nets import check_options
 from harness.runs.quiet import notice
 from harness.runs.session import Session, session
 from harness.studies import tuning, zoo
+from harness.studies.classes import classes_beside, match_classes
 from harness.studies.continued import go_on
 from harness.studies.distillation import begin, check, run_study
 from harness.studies.fits import Candidate, learning, make_candidate, replaced
@@ -172,6 +173,10 @@ def teacher(run: Session, seed: int) -> tuple[LitClassifier, dict[str, Candidate
         check_options(path, candidate.spec, "teacher")
         for line in told:
             notice(f"seed {seed} teacher   {path}: {line}")
+        names: Any = classes_beside(path) or (None if run.config.teacher_ckpt_partial else ())
+        candidate.net.class_names = names
+        trained, may_move = bool(run.config.teacher_epochs), not run.config.teacher_continue
+        match_classes(run, candidate.net, "teacher_ckpt", path, trained, may_move)
     if head_only := run.config.teacher_head_only:
         nets.heads(candidate.net, "teacher")  # or it is refused by its flag
     options = {**learning(run.config, run.data), "seed": seed, "head_only": head_only}

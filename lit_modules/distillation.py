@@ -20,6 +20,7 @@ from apprentice.relations import related
 from apprentice.replicas import FEWEST_ROWS
 from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepared
 from lit_modules.nets import Ensemble, Outputs, any_kernel, giving_logits, in_type_of, run
+from lit_modules.nets.classes import check_classes
 from lit_modules.nets.ensemble import MEMBERS
 from lit_modules.nets.layers import layer, of_inputs
 from lit_modules.nets.recorded import Spec, made
@@ -62,7 +63,8 @@ class Distillation(Learner):
 
     Raises:
         BadInput: an objective refuses its nets, gives other than one value a row for a term, or relates rows without
-            `relates_rows`; a name, a layer or a peer can't be used.
+            `relates_rows`; a name, a layer or a peer can't be used. When a Trainer begins: the teacher's classes, by
+            their names, are not those of the data, or in another order.
     """
 
     students: Mapping[str, Student]
@@ -116,6 +118,11 @@ class Distillation(Learner):
         ]
         self.register_state_dict_post_hook(_remove_teacher)
         self.register_load_state_dict_post_hook(_allow_missing_teacher)
+
+    def setup(self, stage: str) -> None:
+        """Raise BadInput if the teacher has other classes than the data, by their names, or in another order."""
+        names = getattr(getattr(self.trainer, "datamodule", None), "class_names", ())
+        check_classes(self.teacher, names, "teacher")
 
     def _student(self, name: str, net: nn.Module, objective: Objective) -> Student:
         with naming(f"variants.{name}"):

@@ -1,6 +1,6 @@
 """Trained nets as files: `weights.pt`, a bare state dict, and `net.yaml`, the class and its arguments."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,10 @@ def spec(net_class: str, arguments: Mapping[str, Any]) -> Spec:
     return {"class_path": net_class, "init_args": plain}
 
 
-def save_net(net: nn.Module, net_spec: Spec, folder: Path) -> None:
-    """Write `weights.pt`, on the CPU, and `net.yaml` into the folder."""
+def save_net(net: nn.Module, net_spec: Spec, folder: Path, classes: Sequence[str] = ()) -> None:
+    """Write `weights.pt`, on the CPU, and `net.yaml` into the folder; `classes` are the names of those it knows."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_spec(net_spec, folder)
+    write_spec({**net_spec, "classes": [*classes]} if classes else net_spec, folder)
     weights = {key: value.detach().cpu().contiguous() for key, value in net.state_dict().items()}
     with atomic(folder / "weights.pt") as temporary:
         torch.save(weights, temporary)
@@ -63,9 +63,10 @@ def read_spec(folder: str | Path, flag: str = "run") -> Spec:
     """What a folder's `net.yaml` holds; BadInput if there is no such file, or it holds something else."""
     try:
         found = yaml.safe_load(read_text(Path(folder) / "net.yaml"))
+        found.pop("classes", None)
         if set(found) == {"class_path", "init_args"} and isinstance(found["init_args"], dict):
             return found
-    except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError):
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError):
         pass
     inside = sorted(str(path.parent) for pattern in ("*", "*/*") for path in Path(folder).glob(f"{pattern}/net.yaml"))
     there = f"; there: {', '.join(inside[:SHOWN])}" if inside else ""
@@ -86,6 +87,15 @@ def check_options(weights: str | Path, net_spec: Spec, flag: str) -> None:
             expected = trained["init_args"].get(option, value)
             if option not in {"backend", "dropout", "input_shape", "name", "num_classes"} and value != expected:
                 raise BadInput(f"{flag}.{option}", value, f"{expected}, as {folder / 'net.yaml'} has it")
+
+
+def read_classes(folder: str | Path) -> tuple[str, ...]:
+    """The names of the classes in a folder's `net.yaml`; none if there is no such file, or it has none."""
+    try:
+        found = yaml.safe_load(read_text(Path(folder) / "net.yaml"))["classes"]
+        return tuple(map(str, found)) if isinstance(found, list) else ()
+    except (OSError, ValueError, TypeError, LookupError, RecursionError, yaml.YAMLError):
+        return ()
 
 
 def _untrained(value: Any, flag: str) -> Any:
@@ -115,4 +125,6 @@ def load_net(folder: str | Path, flag: str = "run", weights: Mapping[str, Tensor
         net.to(kinds.pop())
     check_weights(net.state_dict(), weights, path, flag)
     load_checked(net, weights)
+    if getattr(net, "class_names", None) is None:  # a user's net may have its own
+        net.class_names = read_classes(folder)  # type: ignore[assignment]
     return net.eval()

@@ -36,6 +36,7 @@ class Session:
     def __init__(self, name: str, parser: cli.Parser, argv: Sequence[str] | None = None) -> None:
         self.name, self.parser, self.argv = name, parser, sys.argv[1:] if argv is None else list(argv)
         self.config: Namespace = parser.parse(self.argv)
+        self._told: set[str] = set()
 
     @cached_property
     def trainer(self) -> MakeTrainer:
@@ -72,6 +73,12 @@ class Session:
         self.data.check_replicas(sampler.get("num_replicas", 1), self.config.exact)
         self.used = self.data.used(trainer)
         return trainer
+
+    def tell(self, line: str) -> None:
+        """Print a notice, once."""
+        if line not in self._told:
+            self._told.add(line)
+            notice(line)
 
     def announce(self) -> None:
         """Tell the user what will run, and where it is written."""

@@ -38,6 +38,7 @@ from harness.runs.session import Session
 from harness.runs.tensorboard import log_run
 from harness.studies import costs
 from harness.studies.callbacks import drop_unsuited
+from harness.studies.classes import match_classes
 from harness.studies.remaining import Plan, remaining
 from lit_modules import nets
 from lit_modules.classifier import LitClassifier
@@ -83,6 +84,8 @@ def make_candidate(
 ) -> Candidate:
     """The net chosen under a key as a candidate of a fit, with the options of its objective."""
     net = make_net(run.config, key, seed, run.data.net_arguments, double)
+    is_trained = isinstance(net, nets.Ensemble)
+    match_classes(run, net, key, cli.chosen(run.config, key).name, trained=not is_trained)
     return Candidate(net, net_spec(run, key), objective, options)
 
 
@@ -238,7 +241,7 @@ def train(
                 notice(f"seed {seed} {name:8}  timing a step of {key}")
             facts["runs"][key] = found = _facts(module, key if key in module.runs else "", candidate, fit, run.data)
             if until is None:
-                save_net(candidate.net, candidate.spec, folder / key)
+                save_net(candidate.net, candidate.spec, folder / key, getattr(run.data, "class_names", ()))
             if run.tensorboard:
                 log_row(run, seed, candidate, found, folder / key)
         write_json(record, facts)

@@ -12,6 +12,7 @@ from lit_modules.nets.base import (
     typed,
 )
 from lit_modules.nets.batch_norm import globalise
+from lit_modules.nets.classes import class_order, classes_of, reorder_classes
 from lit_modules.nets.ensemble import Ensemble
 from lit_modules.nets.gpt import GPT
 from lit_modules.nets.hugging_face import HuggingFace, HuggingFaceLM

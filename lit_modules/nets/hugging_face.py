@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from apprentice.errors import BadInput, reason
 from apprentice.extras import need
 from lit_modules.nets.base import Net, Shape, of_images
+from lit_modules.nets.classes import classes_of
 from lit_modules.nets.pretrained import load_backbone
 
 SAFE: dict[str, Any] = {"trust_remote_code": False}  # it would ask on a terminal
@@ -56,10 +57,11 @@ class HuggingFace(Net):
             if lacks := [key for key in missing if not key.startswith(f"{head}.")]:
                 raise BadInput("name", name, f"a model with all its weights; it has no {lacks[0]}")
             try:
-                load_backbone(self.model, whole.state_dict(), head, name)
+                has_head = load_backbone(self.model, whole.state_dict(), head, name) and not missing
             except BadInput as fault:
                 raise BadInput("pretrained", True, f"{fault.expected}, for {tuple(input_shape)} images") from None
             self.expects = expected_images(transformers, name, channels)
+            self.class_names = classes_of(whole) if has_head else None
         self.pooled_layer = f"model.{head}<"
 
     def forward(self, images: Tensor) -> Tensor:

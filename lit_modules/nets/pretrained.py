@@ -10,8 +10,8 @@ from lit_modules.nets.weights import load_checked, named_as_in
 
 def load_backbone(
     net: nn.Module, weights: Mapping[str, Tensor], head: str, name: str, unused: Sequence[str] = ()
-) -> None:
-    """Load a net's weights, but not those of its head, a child, that have another shape.
+) -> bool:
+    """Load a net's weights, but not those of its head, a child, that have another shape; whether it has its head now.
 
     `unused` begin the keys that the net ignores; `name` is what `--weights` was given.
 
@@ -19,9 +19,10 @@ def load_backbone(
         BadInput: others don't fit.
     """
     own = net.state_dict()
-    named = named_as_in(net, weights, unused)
+    named, other = named_as_in(net, weights, unused), False
     for key, value in named.items():
         if key.startswith(f"{head}.") and key in own and value.shape != own[key].shape:
-            named[key] = own[key]
+            named[key], other = own[key], True
     check_weights(own, named, name, "weights", type(net).__name__)
     load_checked(net, named)
+    return not other

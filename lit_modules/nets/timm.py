@@ -60,7 +60,10 @@ class Timm(Net):
         if weights is not None:
             if not Path(weights).exists():
                 raise BadInput("weights", weights, "a file of weights; there is none")
-            load_backbone(self.model, read_weights(weights, "weights"), head, weights)
+            has_head = load_backbone(self.model, read_weights(weights, "weights"), head, weights)
+            self.class_names = () if has_head else None
+        elif pretrained and num_classes == usual["num_classes"]:
+            self.class_names = _class_names(timm.data, self.model)
         if pretrained:
             self.expects = {name: tuple(usual[name]) for name in ("mean", "std")}
         self.pooled_layer = f"model.{head}<"
@@ -71,3 +74,12 @@ class Timm(Net):
         """Logits (B, classes) of images (B, C, H, W)."""
         logits: Tensor = self.model(images)
         return logits
+
+
+def _class_names(data: Any, model: nn.Module) -> tuple[str, ...]:
+    """WordNet's numbers and the names of the classes of ImageNet's that timm's weights know; none of other classes."""
+    subset = data.infer_imagenet_subset(model)
+    if subset is None:
+        return tuple(model.pretrained_cfg.get("label_names") or ())  # type: ignore[union-attr, operator]
+    info = data.ImageNetInfo(subset)
+    return tuple(map(", ".join, zip(info.label_names(), info.label_descriptions(), strict=True)))

@@ -89,7 +89,8 @@ class Torchvision(Net):
         else:
             raise BadInput("weights", weights, f"{', '.join(known)}, or a file of weights")
         head, *unused = (name.removeprefix("model.") for name in (self.pooled_layer, *self.unused_weights))
-        load_backbone(self.model, state, head.removesuffix("<"), weights, unused)
+        if load_backbone(self.model, state, head.removesuffix("<"), weights, unused):
+            self.class_names = tuple(known[weights].meta["categories"]) if weights in known else ()
 
     def _build(self, norm: Norm, transform_input: bool) -> nn.Module:
         builder = models.get_model_builder(self.name)

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
     IterableDataset,
+    Subset,
     TensorDataset,
     WeightedRandomSampler,
     random_split,
@@ -234,7 +236,21 @@ def pairs(inputs: Any, labels: Any) -> DataLoader:
     return DataLoader(TensorDataset(inputs, labels), batch_size=4)
 
 
+def samples(*values: tuple[Any, Any], batch_size: int = 4, **options: Any) -> DataLoader:
+    return DataLoader(values, batch_size=batch_size, **options)  # type: ignore[arg-type]
+
+
+def named(*names: str) -> DataLoader:
+    """A loader of a part of a data set whose classes have these names."""
+    data = TensorDataset(*USUAL)
+    data.classes = list(names)  # type: ignore[attr-defined]
+    return DataLoader(Subset(data, range(8)), batch_size=4)
+
+
 USUAL = torch.zeros(8, 1, 8, 8), torch.arange(8) % 3
+IMAGE, LARGER, BOXES = torch.zeros(1, 8, 8), torch.zeros(1, 8, 9), {"boxes": torch.zeros(2, 4)}
+MORE_BOXES = {"boxes": torch.zeros(3, 4)}
+A_CLASS = "labels (n,) of whole numbers, a class for each sample"
 
 
 @pytest.mark.parametrize(
@@ -254,12 +270,75 @@ USUAL = torch.zeros(8, 1, 8, 8), torch.arange(8) % 3
             "--data Mine: expected a loader without a DistributedSampler from train_dataloader()",
         ),
         (LightningDataModule(), "--data LightningDataModule: expected a data module with train_dataloader()"),
+        (of(pairs(*USUAL), num_classes=1), "--num_classes 1: expected the number of classes, at least 2, each with a"),
+        (of(samples((IMAGE, 0), (LARGER, 1))), "samples that can be joined, of one size; they can't: stack expects"),
+        (of(samples((IMAGE, 0), (LARGER, 1), num_workers=1)), "they can't: stack expects each tensor to be equal size"),
+        (
+            of(samples((IMAGE, BOXES), (IMAGE, MORE_BOXES))),
+            "samples that can be joined, of one size; they can't: stack",
+        ),
+        (of(samples((IMAGE, BOXES))), A_CLASS),
+        (of(samples((IMAGE, IMAGE))), A_CLASS),
+        (of(samples((IMAGE, torch.tensor([0, 1])))), A_CLASS),
+        (of(samples((IMAGE, 0.5))), A_CLASS),
+        (of(samples((Image.new("L", (8, 8)), 0))), "they can't: default_collate: batch must contain tensors"),
+        (of(samples((IMAGE.byte(), 0))), "images of floats, as ToTensor makes them; train_dataloader() gives uint8"),
+        (of(samples((IMAGE, 0), drop_last=True)), "--data Mine: expected a batch or more from train_dataloader()"),
+        (
+            of(samples((LARGER, 0))),
+            "first batch of val_dataloader() has (1, 8, 8), and the first of training (1, 8, 9)",
+        ),
+        (
+            of(named(*"abc"), test_dataloader=lambda: named(*"bac")),
+            "data sets with the same classes in the same order; test has b, a, c and train a, b, c",
+        ),
     ],
-    ids=["classes", "labels", "two", "length", "floats", "dict", "sampler", "none"],
+    ids=[
+        "classes",
+        "labels",
+        "two",
+        "length",
+        "floats",
+        "dict",
+        "sampler",
+        "none",
+        "logit",
+        "sizes",
+        "worker",
+        "boxes",
+        "box",
+        "map",
+        "several",
+        "regression",
+        "picture",
+        "uint8",
+        "dropped",
+        "validation",
+        "names",
+    ],
 )
 def test_what_can_not_be_used_is_refused(data: LightningDataModule, message: str) -> None:
-    with pytest.raises(BadInput, match=re.escape(message)):
+    with pytest.raises(BadInput, match=re.escape(message)) as error:
         Adapted(data).setup()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("late", "message"),
+    [
+        ((IMAGE, 3), "--num_classes 3: expected labels from 0 to 2; a batch has 3 to 3"),
+        ((IMAGE, -100), "--num_classes 3: expected labels from 0 to 2; a batch has -100 to -100"),
+        ((LARGER, 0), "--data Mine: expected images of one size; a batch has (1, 8, 9), and the first of training"),
+    ],
+    ids=["above", "below", "size"],
+)
+@pytest.mark.parametrize("part", ["train", "val", "test"])
+def test_a_later_batch_that_can_not_be_used_is_refused(part: str, late: Any, message: str) -> None:
+    data = of(samples((IMAGE, 0), (IMAGE, 1), batch_size=1), val_dataloader=lambda: samples((IMAGE, 0)))
+    setattr(data, f"{part}_dataloader", lambda: samples((IMAGE, 0), late, batch_size=1))
+    runner, module = trainer(max_epochs=1), LitClassifier(LightNN((1, 8, 8), 3), 3)
+    with pytest.raises(BadInput, match=f"^{re.escape(message)}"):
+        runner.test(module, Adapted(data), verbose=False) if part == "test" else runner.fit(module, Adapted(data))
 
 
 def test_what_does_not_hold_is_told(capsys: pytest.CaptureFixture[str]) -> None:

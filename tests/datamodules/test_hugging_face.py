@@ -35,16 +35,18 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     datasets.disable_progress_bars()
 
     def make(kind: str = "saved", counts: dict[str, int] = COUNTS, label: Any = None, **columns: Any) -> Path:
-        features = datasets.Features(
-            {"picture": datasets.Image(), "kind": label or datasets.ClassLabel(names=["a", "b"])}
-        )
-        splits = {}
+        """`kind` is its name; `label` the labels' type, or that of each split; `columns` are labels by split."""
+        usual, splits = datasets.ClassLabel(names=["a", "b"]), {}
         for part, count in counts.items():
-            found = {"picture": [Image.fromarray(image) for image in pixels(part, count)]}
+            own = label.get(part, usual) if isinstance(label, dict) else label or usual
+            features = datasets.Features({"picture": datasets.Image(), "kind": own})
+            found: Any = {"picture": [Image.fromarray(image) for image in pixels(part, count)]}
+            for place in columns.get("lost", ()):
+                found["picture"][place] = None
             found["kind"] = columns.get(part, [i % 2 for i in range(count)])
             splits[part] = datasets.Dataset.from_dict(found, features=features)
         folder = tmp_path / kind
-        if kind == "saved":
+        if kind.startswith("saved"):
             datasets.DatasetDict(splits).save_to_disk(folder)
         else:
             folder.mkdir()
@@ -92,6 +94,91 @@ def test_splits_and_labels_of_other_kinds(made: Any, capsys: pytest.CaptureFixtu
     with pytest.raises(BadInput, match="a label of the training set's classes for all of val"):
         HuggingFaceImages(str(made("third", **lacking))).setup()
     assert torch.equal(data.split("train").inputs[0].movedim(0, -1), torch.from_numpy(pixels("train", 6)[0]))
+
+
+SMALL = {"train": 6, "validation": 2, "test": 3}
+
+
+@pytest.mark.parametrize("part", ["test", "validation"])
+def test_classes_of_splits_are_matched_by_name(made: Any, part: str) -> None:
+    """Another order, a class that the split lacks, and names in place of numbers: the labels are the same."""
+    import datasets
+
+    words = ["dog", "cat", "dog"][: SMALL[part]]
+    for number, names in enumerate((["dog", "cat"], ["cat", "dog"], ["bird", "dog", "cat"])):
+        labels = {part: datasets.ClassLabel(names=names), "train": datasets.ClassLabel(names=["bird", "cat", "dog"])}
+        labels = dict.fromkeys(SMALL, labels["train"]) | labels
+        columns = {"train": [0, 1, 2] * 2, part: [names.index(word) for word in words]}
+        data = HuggingFaceImages(str(made(f"saved{number}", SMALL, labels, **columns)))
+        assert data.split(part).labels.tolist() == [2, 1, 2][: SMALL[part]]
+        assert data.class_names == ("bird", "cat", "dog")
+    labels[part] = datasets.Value("string")
+    assert (
+        HuggingFaceImages(str(made("saved words", SMALL, labels, **columns | {part: words}))).split(part).labels[0] == 2
+    )
+    labels = dict.fromkeys(SMALL, datasets.Value("string")) | {part: datasets.ClassLabel(names=["c", "b"])}
+    columns = {split: ["a"] * count for split, count in SMALL.items()}
+    columns |= {"train": [*"bacbac"], part: [0, 1, 0][: SMALL[part]]}
+    data = HuggingFaceImages(str(made("saved mixed", SMALL, labels, **columns)), label="kind")
+    assert data.split(part).labels.tolist() == [2, 1, 2][: SMALL[part]]
+
+
+def test_parquet_files_with_classes_of_their_own_are_refused(made: Any) -> None:
+    """The library reads all of them with the names of the first."""
+    import datasets
+
+    labels = {"train": datasets.ClassLabel(names=["cat", "dog"]), "test": datasets.ClassLabel(names=["dog", "cat"])}
+    path = made("files", {"train": 4, "test": 2}, labels)
+    expected = f"--data.path {path / 'test.parquet'}: expected the classes cat, dog in this order, as in train"
+    with pytest.raises(BadInput, match=f"^{expected}") as error:
+        HuggingFaceImages(str(path)).setup()
+    assert "\n" not in str(error.value)
+
+
+def test_a_class_that_train_lacks_and_labels_that_are_no_classes_are_refused(
+    made: Any,
+) -> None:
+    import datasets
+
+    def refusal(kind: str, label: Any, **columns: Any) -> str:
+        counts = {"train": 4, "test": 2}
+        if not isinstance(label, dict) and label is not None:
+            columns = {split: [columns["value"]] * count for split, count in counts.items()}
+        with pytest.raises(BadInput) as error:
+            HuggingFaceImages(str(made(kind, counts, label, **columns)), label="kind").setup()
+        return str(error.value).partition(": expected ")[2]
+
+    class_lists = {"train": datasets.ClassLabel(names=["a", "b"]), "test": datasets.ClassLabel(names=["a", "b", "c"])}
+    expected = "a label of the training set's classes for all of"
+    assert refusal("saved more", class_lists, test=[0, 2]) == f"{expected} test; test[1] has c"
+    assert (
+        refusal("saved numbers", class_lists | {"test": datasets.Value("int64")}, test=[0, 1])
+        == f"{expected} test; test[0] has 0"
+    )
+    assert refusal("saved some", None, test=[0, None]) == f"{expected} test; test[1] has no label"
+    assert refusal("saved none", None, train=[0, 1, None, 1]) == f"{expected} train; train[2] has no label"
+    assert refusal("saved hidden", None, test=[None, None]) == "a split test with labels; it has no labels"
+    kinds = {
+        "float64": (datasets.Value("float64"), 0.5),
+        "List": (datasets.List(datasets.Value("int64")), [1, 0]),
+        "dict": ({"boxes": datasets.List(datasets.Value("float32"))}, {"boxes": [1.0]}),
+        "Image": (datasets.Image(), Image.new("L", (12, 10))),
+    }
+    for kind, (feature, value) in kinds.items():
+        label = {"train": feature, "test": feature} if kind == "dict" else feature
+        columns = {"train": [value] * 4, "test": [value] * 2} if kind == "dict" else {"value": value}
+        told = "a column with one class of each image, as ClassLabel, whole numbers or texts; in train it is of"
+        assert refusal(f"saved {kind}", label, **columns) == f"{told} {kind}"
+
+
+def test_a_picture_that_is_none_is_named_or_skipped(made: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(made("saved", {"train": 7, "test": 4}, lost=[0, 3]))
+    with pytest.raises(BadInput, match=r"^--data\.path train\[0\]: expected an image; there is none$"):
+        HuggingFaceImages(path, cache="none").setup()
+    data = HuggingFaceImages(path, on_error="skip", validation_size=0, num_workers=0)
+    assert data.sizes == {"train": 5, "validation": 0, "test": 2}
+    assert data.input_shape == (3, 10, 12)
+    assert capsys.readouterr().err.splitlines()[0].endswith(": 4 damaged")
 
 
 def test_faults_are_one_line(made: Any, tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 import os
 import shutil
+import struct
 from pathlib import Path
+from typing import Any
 
 import jsonargparse
 import numpy as np
@@ -168,6 +170,62 @@ def test_images_are_upright(root: Path, orientation: int, name: str) -> None:
     data = ImageFolder(root, validation_size=0)
     first = data.split("train").inputs[0, 0].int()
     assert (first - torch.from_numpy(ramp.astype(np.int32))).abs().max() <= (0 if name == "0.png" else 2)
+
+
+def exif(*entries: tuple[int, int, int, bytes]) -> bytes:
+    """EXIF of tags, each with its type, count and value."""
+    body = b"".join(struct.pack(">HHI", tag, kind, count) + value for tag, kind, count, value in sorted(entries))
+    return b"Exif\0\0MM\0*\0\0\0\x08" + struct.pack(">H", len(entries)) + body + b"\0\0\0\0"
+
+
+BYTE, ASCII = 1, 2
+BAD_TAGS = {
+    "resolution in a byte": (ExifTags.Base.XResolution, BYTE, 1, b"\7\0\0\0"),
+    "resolution in a text": (ExifTags.Base.XResolution, ASCII, 4, b"abc\0"),
+    "width in a text": (ExifTags.Base.ImageWidth, ASCII, 4, b"abc\0"),
+}
+
+
+@pytest.mark.parametrize("orientation", [1, 6])
+@pytest.mark.parametrize("tag", BAD_TAGS.values(), ids=BAD_TAGS)
+def test_the_orientation_is_read_whatever_other_tags_hold(
+    root: Path, tag: tuple[int, int, int, bytes], orientation: int
+) -> None:
+    path = root / "train" / "cat" / "0.jpg"
+    picture(path, 0)
+    stored = np.asarray(Image.open(path))
+    turned = exif((ExifTags.Base.Orientation, 3, 1, struct.pack(">HH", orientation, 0)), tag)
+    path.write_bytes(
+        path.read_bytes()[:2] + b"\xff\xe1" + struct.pack(">H", len(turned) + 2) + turned + path.read_bytes()[2:]
+    )
+    files = encoded.Files(torch.zeros(1), None, "", (0, 0), path.parent, np.array([b"0.jpg"]))
+    expected = np.rot90(stored, -1) if orientation == 6 else stored
+    assert np.array_equal(np.asarray(files.decoded(0)), expected)
+    assert files.first_size() == expected.shape[:2]
+
+
+def test_a_first_picture_that_can_not_be_read_is_skipped(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "train" / "cat" / "0.png").write_bytes(b"no image")
+    data = ImageFolder(root, on_error="skip", validation_size=0, num_workers=0)
+    assert data.sizes["train"] == 11
+    assert data.input_shape == (3, 10, 12)
+    assert "1 damaged" in capsys.readouterr().err
+    for path in (root / "test").glob("*/*.png"):
+        path.write_bytes(b"no image")
+    expected = "--data.on_error skip: expected images of test that can be read; none of 6 can"
+    assert refusal(ImageFolder(root, on_error="skip", num_workers=0)) == expected
+
+
+@pytest.mark.parametrize("cache", ["memory", "disk", "none"])
+def test_a_link_that_leads_nowhere_is_named_where_it_is_read(root: Path, cache: Any) -> None:
+    link = root / "train" / "dog" / "9.png"
+    link.symlink_to(root / "nowhere.png")
+    data = ImageFolder(root, cache=cache, cache_dir=root / "decoded", validation_size=0, num_workers=0)
+    with pytest.raises(BadInput, match=f"^--data.root {link}: expected an image that can be read") as error:
+        data.split("train").take(torch.arange(13))
+    assert "\n" not in str(error.value)
+    data = ImageFolder(root, cache=cache, cache_dir=root / "skipped", on_error="skip", num_workers=0)
+    assert sum(data.sizes.values()) == 18
 
 
 def test_folders_within_a_class_are_searched_and_what_is_skipped_is_told(

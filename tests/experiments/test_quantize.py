@@ -336,6 +336,10 @@ def test_weights_that_do_not_fit_are_refused(student: Path, tmp_path: Path, caps
     larger = {"depth": 8, "input_shape": [1, 16, 16], "num_classes": 10}  # it could take others, too
     save_net(ResNet(**larger), {"class_path": "lit_modules.nets.ResNet", "init_args": larger}, other)
     refused(quantize.main, flags, f"--run {other}", "(1, 8, 8), as this data has them", tmp_path, capsys)
+    backwards = {**yaml.safe_load(spec), "classes": [*"9876543210"]}
+    (other / "weights.pt").write_bytes(whole)
+    (other / "net.yaml").write_text(yaml.safe_dump(backwards))
+    refused(quantize.main, flags, f"--run {other}", "its first is 9, and not 0", tmp_path, capsys)
     (other / "net.yaml").write_text(yaml.safe_dump({"class_path": "lit_modules.nets.ResNet", "init_args": [21]}))
     refused(quantize.main, flags, f"--run {other}", "with weights.pt and net.yaml", tmp_path, capsys)
 

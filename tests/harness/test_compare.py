@@ -112,12 +112,13 @@ def test_failed_seeds_are_left_out_and_named(runs):
     [
         ({"data": {**header()["data"], "train": 900}}, "other data (train 900, not 1257)"),
         ({"data": {**header()["data"], "name": "MNIST"}}, "other data (name MNIST, not Digits)"),
+        ({"classes": ["cat", "fish"]}, "other data (of other classes)"),
         ({"config": header(seed=1)["config"]}, "other data (data.seed 1, not 0)"),
         ({"seeds": [7, 8, 9]}, "no seed in common (7, 8 and 9)"),
     ],
 )
 def test_what_is_not_comparable_says_why(runs, changes, said):
-    found, notes = rows(runs("t4"), runs("t8", **changes))
+    found, notes = rows(runs("t4", classes=["cat", "dog"]), runs("t8", **changes))
     assert found["t8/kd"]["delta"] == {"mean": None, "low": None, "high": None}
     assert found["t4/kd"]["delta"]["mean"] is not None
     assert any(note.startswith("t8 is not compared with t4/ce: ") and said in note for note in notes)

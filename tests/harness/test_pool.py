@@ -68,6 +68,12 @@ def test_what_differs_otherwise_is_refused(runs: Path, tmp_path: Path, capsys: p
     assert "differs from" in said
     assert "trainer.max_epochs is 2, not 1" in said
     assert "not ['ce', 'hint']" in refusal("--pool", runs / "a", tmp_path / "other", capsys=capsys)
+    found = json.loads((runs / "b" / "results.json").read_text())
+    found["classes"].reverse()
+    (tmp_path / "order").mkdir()
+    (tmp_path / "order" / "results.json").write_text(json.dumps(found))
+    said = refusal("--pool", runs / "a", tmp_path / "order", capsys=capsys)
+    assert "in its seeds alone; classes is ['9', '8'," in said
     out = refusal("--pool", runs / "a", runs / "b", "--out", runs / "whole", capsys=capsys)
     assert out.endswith("expected a folder without a run of its own\n")
 

@@ -10,9 +10,10 @@ import torch
 
 from apprentice.errors import BadInput
 from apprentice.keyed import with_seed
-from datamodules import Text
+from datamodules import Digits, Text
 from experiments import gpt, kd
 from harness.runs.nets import load_net
+from lit_modules import nets
 from lit_modules.distillation import Distillation
 from lit_modules.language_model import LitLanguageModel
 from lit_modules.nets import HuggingFace, HuggingFaceLM
@@ -33,6 +34,12 @@ def test_models_from_a_folder(what: str, tmp_path: Path) -> None:
     checks = {"classifiers": _classifiers, "language models": _language_models, "ranks without rows": _empty_shares}
     run = Run(checks[what], tmp_path, log=tmp_path / "log")
     assert run.wait(200) == 0, run.output
+
+
+class Words(Digits):
+    """The digits, with names."""
+
+    class_names = tuple(f"digit {number}" for number in range(10))
 
 
 def _refusal(make: Any, *args: Any, **options: Any) -> str:
@@ -61,6 +68,17 @@ def _classifiers(folder: Path) -> None:
         assert other(images).shape == (3, 3)
         body = {key: value for key, value in theirs.state_dict().items() if not key.startswith("classifier")}
         assert all(torch.equal(other.model.state_dict()[key], value) for key, value in body.items())
+    labels = [f"digit {number}" for number in range(10)][::-1]
+    theirs = transformers.AutoModelForImageClassification.from_pretrained(folder / "vit").eval()
+    theirs.config.id2label, theirs.config.label2id = dict(enumerate(labels)), {x: i for i, x in enumerate(labels)}
+    theirs.save_pretrained(folder / "named")
+    known = {
+        count: HuggingFace(str(folder / "named"), (1, 8, 8), count, pretrained=True).class_names for count in (10, 3)
+    }
+    assert known == {10: tuple(labels), 3: None}
+    assert HuggingFace(str(folder / "named"), (1, 8, 8)).class_names is None
+    assert ours.class_names == ()
+    assert nets.classes_of(theirs) == tuple(labels)
     preprocessor = {"image_processor_type": "ViTImageProcessor", "image_mean": [0.3], "image_std": [0.2]}
     (folder / "vit" / "preprocessor_config.json").write_text(str(preprocessor).replace("'", '"'))
     vit = str(folder / "vit")
@@ -74,6 +92,12 @@ def _classifiers(folder: Path) -> None:
     )
     flags = [*KD, "--teacher", "HuggingFace", "--teacher.name", vit, "--teacher.pretrained", "true"]
     flags += ["--data.mean", "[0.3]", "--data.std", "[0.2]", "--student", "HuggingFace", "--student.name"]
+    named = [flag.replace(vit, str(folder / "named")) for flag in flags]
+    (folder / "named" / "preprocessor_config.json").write_text(str(preprocessor).replace("'", '"'))
+    words = ["--data", f"{__name__}.Words", "--optimizer.lr", "0"]
+    kd.main([*named, str(folder / "resnet"), *words, "--out", str(folder / "words")])
+    found, expected = load_net(folder / "words" / "seed0" / "teacher")(images), theirs(images).logits.flip(1)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)  # a matrix product may depend on the order of rows
     kd.main([*flags, str(folder / "resnet"), "--out", str(folder / "run")])
     assert set(results(folder / "run")["students"]) == {"kd"}
     for name in ("teacher", "kd"):

@@ -18,6 +18,7 @@ from lit_modules.classifier import LitClassifier
 from lit_modules.nets import LightNN, Timm, Torchvision, giving_logits
 from lit_modules.nets import run as run_net
 from lit_modules.nets.recorded import made, plain
+from lit_modules.nets.timm import _class_names
 from lit_modules.nets.weights import load_weights
 from tests.processes import Run
 from tests.training import digits, fit
@@ -37,6 +38,7 @@ def test_weights_of_a_file_give_torchvisions_own_logits(resnet: tuple[nn.Module,
     net = Torchvision("resnet18", (3, 64, 64), num_classes=1000, weights=str(path)).eval()
     image = torch.linspace(-2, 2, 3 * 64 * 64).reshape(1, 3, 64, 64)
     torch.testing.assert_close(net(image), model(image), rtol=0, atol=1e-6)
+    assert net.class_names == ()  # a file does not say
 
 
 def test_a_head_of_another_size_stays_new(resnet: tuple[nn.Module, Path]) -> None:
@@ -44,6 +46,7 @@ def test_a_head_of_another_size_stays_new(resnet: tuple[nn.Module, Path]) -> Non
     net = with_seed(0, lambda: Torchvision("resnet18", num_classes=10, weights=str(path)))
     fresh = with_seed(0, lambda: Torchvision("resnet18", num_classes=10))
     assert torch.equal(net.model.fc.weight, fresh.model.fc.weight)
+    assert (net.class_names, fresh.class_names) == (None, None)
     assert torch.equal(net.model.layer4[1].conv2.weight, model.layer4[1].conv2.weight)
     assert plain(net)["init_args"]["weights"] is None  # a file of its own weights stands in for them
 
@@ -65,6 +68,10 @@ def test_named_weights_are_downloaded_and_name_their_images(
     monkeypatch.setattr(enum, "get_state_dict", lambda self, **_: resnet[0].state_dict())
     net = Torchvision("resnet18", weights="DEFAULT")
     assert net.expects == {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+    assert net.class_names is None
+    whole = Torchvision("resnet18", num_classes=1000, weights="DEFAULT")
+    assert whole.class_names is not None
+    assert whole.class_names[:2] == ("tench", "goldfish")
 
     def offline(self: Any, **_: Any) -> Any:
         raise OSError("no network")
@@ -184,6 +191,9 @@ def _timm(folder: Path) -> None:
     torch.save(theirs.state_dict(), folder / "w.pth")
     again = Timm("resnet10t", (3, 32, 32), 7, weights=str(folder / "w.pth"))
     assert torch.equal(again.model.conv1[0].weight, theirs.conv1[0].weight)
+    assert again.class_names is None
+    names = _class_names(timm.data, timm.create_model("resnet10t"))
+    assert (names[0], len(names)) == ("n01440764, tench, Tinca tinca", 1000)
     vit = Timm("vit_tiny_patch16_224", (1, 32, 32), 4)
     assert vit(torch.rand(2, 1, 32, 32)).shape == (2, 4)
     with pytest.raises(BadInput, match=r"^--name resnet10: expected a model of timm, as .*resnet10t"):

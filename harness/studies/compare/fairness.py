@@ -27,6 +27,9 @@ def why_not_comparable(first: Run, run: Run) -> str:
     other = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
     if other:
         return f"other data ({', '.join(f'{key} {ours.get(key)}, not {theirs.get(key)}' for key in other)})"
+    classes = [sorted(each.results.get("classes") or ()) for each in (run, first)]
+    if all(classes) and classes[0] != classes[1]:  # in another order they are the same
+        return "other data (of other classes)"
     if not set(run.seeds) & set(first.seeds):
         return f"no seed in common ({listed([str(seed) for seed in run.seeds])})"
     return ""

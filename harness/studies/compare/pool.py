@@ -69,6 +69,7 @@ def _differs(first: Run, run: Run) -> str:
             **each.results["data"],
             **each.results["versions"],
             **each.settings,
+            "classes": each.results.get("classes"),
             "students": " ".join(each.entries),
             "the choice of settings": {name: of["chosen"] for name, of in each.results.get("tuning", {}).items()},
         }

@@ -28,6 +28,7 @@ from harness.runs.nets import Spec, load_net, read_spec
 from harness.runs.progress import progress
 from harness.runs.session import Session
 from harness.studies.callbacks import check_callbacks, drop_unsuited
+from harness.studies.classes import match_classes
 from harness.studies.deploy import formats
 from harness.studies.fits import (
     Candidate,
@@ -163,6 +164,7 @@ class Builder:
         wanted = tuple(self.data.input_shape)
         if (made := tuple(spec["init_args"].get("input_shape", wanted))) != wanted:
             raise BadInput(flag, folder, f"a net for inputs {wanted}, as this data has them; it is for {made}")
+        match_classes(self.run, net, flag, folder, may_move=flag == "teacher")  # what is exported stays as it is
         with of_net(flag, folder):
             nets.check_fits(net, self.data.example, (self.data.num_classes,), flag)
         return net, spec

@@ -1,0 +1,184 @@
+"""Batches of other people's loaders: in an order that the seed fixes, and of each the rows of a rank."""
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+
+from apprentice.batch import Batch
+from apprentice.errors import BadInput, reason
+from apprentice.keyed import fold_in, with_seed
+from datamodules.loaders import EpochOrder
+from datamodules.streams import quiet_worker
+
+Loader: TypeAlias = Any  # a DataLoader, or what else gives batches (inputs, labels) and has a length
+
+
+class SharedLoader:
+    """A rank's rows of each of a loader's batches, in the order of an epoch."""
+
+    def __init__(self, loader: Loader, order: EpochOrder, rank: int, replicas: int) -> None:
+        self.loader, self.sampler, self.rank, self.replicas = loader, order, rank, replicas
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Batch]:
+        epoch, start = self.sampler.epoch, self.sampler.start()
+
+        def share(count: int) -> Tensor:
+            return self.sampler.share(0, count, self.rank, self.replicas)
+
+        parts = read_rows(self.loader, self.sampler.key, [(number, share) for number in range(start, len(self))])
+        for step, part in enumerate(parts, epoch * len(self) + start):
+            yield Batch(part.inputs, part.labels, part.index, part.rows, part.count, self.replicas, step)
+
+    # Without these two Lightning warns when it resumes in mid-epoch.
+    def state_dict(self) -> dict:
+        """Empty, as the order follows from seed and epoch."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Nothing to do."""
+
+
+class DealtLoader:
+    """The first `kept` of a loader's batches, dealt to the ranks in turn: batch c goes to rank c % replicas.
+
+    Every rank gets the same number of batches, the last perhaps empty. A batch stands for itself, as in `ChunkLoader`.
+    """
+
+    def __init__(self, loader: Loader, kept: int, rank: int, replicas: int, key: int) -> None:
+        self.loader, self.kept, self.rank, self.replicas, self.key = loader, kept, rank, replicas, key
+
+    def __len__(self) -> int:
+        return math.ceil(self.kept / self.replicas)
+
+    def __iter__(self) -> Iterator[Batch]:
+        numbers = range(self.rank, len(self) * self.replicas, self.replicas)
+        wanted = [(number, torch.arange) if number < self.kept else (self.kept - 1, _none) for number in numbers]
+        for part in read_rows(self.loader, self.key, wanted):
+            yield Batch(part.inputs, part.labels, part.index, part.rows, max(len(part.rows), 1), 1, 0)
+
+
+Rows: TypeAlias = Callable[[int], Tensor]  # of a batch of so many, those that are wanted
+
+
+class Part(NamedTuple):
+    """Some rows of a batch of `count`."""
+
+    inputs: Tensor
+    labels: Tensor
+    index: Tensor  # type: ignore[assignment]  # shadows tuple.index
+    rows: Tensor
+    count: int  # type: ignore[assignment]
+
+
+def _none(_: int) -> Tensor:
+    return torch.arange(0)
+
+
+def read_rows(loader: Loader, key: int, wanted: Sequence[tuple[int, Rows]]) -> Iterator[Part]:
+    """The wanted rows of the batches of these numbers, which don't decrease."""
+    if not is_indexed(loader):
+        batches, first, found, at = iter(loader), 0, (torch.empty(0), torch.empty(0)), -1
+        for number, choose in wanted:
+            while at < number:
+                first += len(found[1])
+                found, at = pair_of(next(batches)), at + 1
+            rows, count = choose(len(found[1])), len(found[1])
+            yield Part(found[0][rows], found[1][rows], rows + first, rows, count)
+        return
+    wholes = places_of_batches(loader, key)
+    chosen = [choose(len(wholes[number])) for number, choose in wanted]
+    places = [torch.tensor(wholes[number]) for number, _ in wanted]
+    # A data set may not be able to give no samples: for their shape, one is read.
+    lists = [(whole[rows] if len(rows) else whole[:1]).tolist() for whole, rows in zip(places, chosen, strict=True)]
+    for whole, rows, batch in zip(places, chosen, fetched(loader, key, lists), strict=True):
+        inputs, labels = pair_of(batch)
+        yield Part(inputs[: len(rows)], labels[: len(rows)], whole[rows], rows, len(whole))
+
+
+def is_indexed(loader: Loader) -> bool:
+    """Whether its batches are lists of places in a data set."""
+    return (
+        isinstance(loader, DataLoader)
+        and loader.batch_sampler is not None
+        and not isinstance(loader.dataset, IterableDataset)
+    )
+
+
+def class_names_of(loader: Loader) -> tuple[str, ...]:
+    """Names of the classes of a loader's data set, as torchvision's have them; none if it does not say."""
+    found = getattr(loader, "dataset", None)
+    while isinstance(found, Subset):
+        found = found.dataset
+    names = getattr(found, "classes", None)
+    return tuple(map(str, names)) if isinstance(names, list | tuple) else ()
+
+
+def places_of_batches(loader: DataLoader, key: int) -> list[list[int]]:
+    """The places of all batches of an epoch, as its sampler draws them from global generators, or from its own."""
+    own = getattr(loader.sampler, "generator", None)
+    if own is not None:
+        own.manual_seed(key)
+    return with_seed(key, lambda: list(loader.batch_sampler))  # type: ignore[arg-type]
+
+
+def fetched(loader: DataLoader, key: int, batches: list[list[int]]) -> Iterator[Any]:
+    """These batches, by the loader's workers."""
+    changed = copy.copy(loader)
+    # A DataLoader lets none of these be assigned.
+    vars(changed).update(
+        dataset=_Keyed(loader.dataset, key), batch_sampler=batches, generator=torch.Generator(), _iterator=None,
+        worker_init_fn=loader.worker_init_fn or quiet_worker, collate_fn=_Collated(loader.collate_fn),
+    )  # fmt: skip
+    for batch in changed:
+        if isinstance(batch, BadInput):
+            raise batch
+        yield batch
+
+
+class _Collated:
+    """Joins samples; a fault is handed over, as an exception in a worker would lose what it says."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: list[Any]) -> Any:
+        try:
+            return self.collate(samples)
+        except Exception as error:  # noqa: BLE001 - whatever a collate_fn makes of samples that differ
+            return BadInput("data", "a batch", f"samples that can be joined, of one size; they can't: {reason(error)}")
+
+
+class _Keyed(Dataset):
+    """A data set in which what a sample draws depends on the key and its place alone."""
+
+    def __init__(self, dataset: Dataset, key: int) -> None:
+        self.dataset, self.key = dataset, key
+
+    def __getitem__(self, place: int) -> Any:
+        return with_seed(fold_in(self.key, place), lambda: self.dataset[place])
+
+
+def pair_of(batch: Any) -> tuple[Tensor, Tensor]:
+    """The (inputs (n, ...), labels (n,) int64) of a batch; BadInput if it is none."""
+    inputs, labels = batch if isinstance(batch, list | tuple) and len(batch) == 2 else (batch, None)
+    if not isinstance(inputs, Tensor) or not isinstance(labels, Tensor) or labels.dim() != 1 or _fractions(labels):
+        kinds = ", ".join(map(_kind, batch)) if isinstance(batch, list | tuple) else _kind(batch)
+        expected = "batches of two tensors, inputs (n, ...) and labels (n,) of whole numbers, a class for each sample"
+        raise BadInput("data", kinds, expected)
+    return inputs, labels.long()
+
+
+def _fractions(labels: Tensor) -> bool:
+    return labels.is_floating_point() or labels.is_complex()
+
+
+def _kind(found: Any) -> str:
+    return f"{tuple(found.shape)} {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
