@@ -13,7 +13,9 @@ from torch import Tensor
 from apprentice import keyed
 from apprentice.errors import BadInput, reason
 from apprentice.extras import need
+from datamodules import fingerprints
 from datamodules.base import InMemoryData
+from datamodules.fingerprints import Fingerprint
 from datamodules.loaders import EpochOrder
 from datamodules.memory import available_bytes
 from datamodules.splits import Split, Windows
@@ -201,6 +203,12 @@ class Text(InMemoryData):
             raise BadInput("data.block_size", self.block_size, expected)
         blocks = _consecutive(held_out, self.block_size)
         self._splits = {"train": Windows(tokens, self.block_size), "validation": blocks, "test": blocks}
+        self._held_out = held_out
+
+    def fingerprint(self) -> Fingerprint:
+        """Of the tokens, whatever the blocks into which they are cut."""
+        training, held_out = cast("Windows", self.split("train")).text, fingerprints.of_tensors(self._held_out)
+        return {"train": fingerprints.of_tensors(training), "validation": held_out, "test": held_out}
 
     def _read(self) -> bytes:
         if self.path is None:

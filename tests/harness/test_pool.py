@@ -69,7 +69,7 @@ def test_what_differs_otherwise_is_refused(runs: Path, tmp_path: Path, capsys: p
     assert "trainer.max_epochs is 2, not 1" in said
     assert "not ['ce', 'hint']" in refusal("--pool", runs / "a", tmp_path / "other", capsys=capsys)
     out = refusal("--pool", runs / "a", runs / "b", "--out", runs / "whole", capsys=capsys)
-    assert out.endswith("expected a folder without a run of its own\n")
+    assert out.endswith("expected a folder without a run or another table; this one holds config.yaml\n")
 
 
 @pytest.mark.slow
