@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from apprentice.errors import BadInput
+from apprentice.keyed import with_seed
 from datamodules.base import LIMITS, InMemoryData
+from datamodules.fingerprints import Fingerprint
 from datamodules.loaders import no_loaders
 from datamodules.shared_loaders import (
     DealtLoader,
@@ -28,6 +31,7 @@ from datamodules.shared_loaders import (
 from datamodules.splits import Split
 
 IMAGES = 4  # dimensions of a batch of images
+READ = 32  # samples of a part that are read for a fingerprint
 PARTS = {"train": "train_dataloader", "validation": "val_dataloader", "test": "test_dataloader"}
 
 
@@ -65,8 +69,8 @@ class Adapted(InMemoryData):
         """Set the data module up, and read the first training batch; later calls, also in forked ranks, do nothing."""
         if self._loaders:
             return
-        for each in ("fit", "test"):
-            self.data.setup(each)
+        for part in ("fit", "test"):  # seeded: a split without a generator is the same in each process and resume
+            with_seed(self.seed, partial(self.data.setup, part))
         parts = {part: hook for part, hook in PARTS.items() if is_overridden(hook, self.data, LightningDataModule)}
         if "test" not in parts and "validation" in parts:
             parts = {"train": parts.get("train", ""), "test": parts["validation"]}
@@ -144,7 +148,7 @@ class Adapted(InMemoryData):
         return pair_of(self.data.on_after_batch_transfer(self.data.on_before_batch_transfer((inputs, labels), 0), 0))
 
     def _batch_size(self, part: str) -> int:
-        return getattr(self._loaders[part], "batch_size", None) or self.batch_size
+        return getattr(self._loaders.get(part), "batch_size", None) or self.batch_size
 
     def _count(self, part: str) -> int:
         if not self._loaders:
@@ -178,6 +182,27 @@ class Adapted(InMemoryData):
         inputs, labels = (torch.cat(each)[chosen] for each in zip(*read, strict=True))
         inputs, labels = self._hooked(inputs, labels)
         return Split(self.normalize(inputs, dtype), labels)
+
+    def fingerprint(self) -> Fingerprint:
+        """What the data module's own `fingerprint()` says, a text, if it has one.
+
+        Otherwise of each part how many samples there are, and of `READ` samples labels and means of inputs. What
+        differs when it is read again, as an augmentation by a generator of the data set's own, does not count.
+        """
+        if callable(own := getattr(self.data, "fingerprint", None)):
+            return {"all": own()}
+        return {part: {"samples": count, **self._few(part, count)} for part, count in self.sizes.items() if count}
+
+    def _few(self, part: str, count: int) -> dict[str, list[float] | None]:
+        few = min(READ, count)
+        places = torch.arange(few) * (count // few if is_indexed(self._loaders[part]) else 1)  # or all before are read
+        once, again = (with_seed(self.seed, lambda: self.samples(part, places)) for _ in range(2))
+        means, others = (found.inputs.double().flatten(1).mean(1).tolist() for found in (once, again))
+        labels = once.labels.tolist()
+        return {
+            "labels": labels if labels == again.labels.tolist() else None,
+            "means": means if means == others else None,
+        }
 
     @property
     def train_inputs_repeat(self) -> bool:

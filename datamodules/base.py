@@ -13,7 +13,8 @@ from torch import Tensor
 from apprentice import keyed
 from apprentice.batch import Batch
 from apprentice.errors import BadInput
-from datamodules import splits
+from datamodules import fingerprints, splits
+from datamodules.fingerprints import Fingerprint
 from datamodules.loaders import ChunkLoader, EpochOrder, PartitionedOrder, TrainLoader, no_loaders
 from datamodules.splits import Samples, Source, Subset
 from datamodules.streams import Finish, Streamed
@@ -144,6 +145,10 @@ class InMemoryData(LightningDataModule):
         """The samples of `train`, `validation` or `test` at these (k,) places, normalised."""
         inputs, labels = self.split(part).take(chosen)
         return splits.Split(self.normalize(inputs, dtype), labels)
+
+    def fingerprint(self) -> Fingerprint:
+        """What tells the samples of each part from others, for a run that goes on; the same in a copy of the data."""
+        return {part: fingerprints.of_samples(self.split(part)) for part in LIMITS}
 
     @property
     def places(self) -> int:

@@ -58,10 +58,15 @@ class Downloaded(ImageData):
         """Download and extract, unless that is done; Lightning calls this in one process of each machine."""
         if self._splits or self._open("test") is not None:
             return
+        files = self.origin().files
+        absent = [folder for folder in (files, *files.parents) if not folder.exists()]
         try:
-            targets = [self.origin().files, *(path for path, _ in self.origin().archives)]
+            targets = [files, *(path for path, _ in self.origin().archives)]
             fetch(lambda: self.source(self.root, train=False, download=True), targets)
         except FETCHING as error:
+            for folder in absent:
+                with contextlib.suppress(OSError):  # it is not there, or holds what has come so far
+                    folder.rmdir()
             raise BadInput("data.root", self.root, self._remedy(error)) from error
 
     def read(self) -> tuple[Split, Split]:

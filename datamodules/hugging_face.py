@@ -50,6 +50,26 @@ class Rows(Encoded):
         yield f"{self.data._fingerprint} {self.column}".encode()
         yield self.places.tobytes()
 
+    def all_names(self) -> bytes:
+        """Of the split: rows have none."""
+        return self.split.encode()
+
+    def byte_sizes(self) -> np.ndarray:
+        """(n,) int64; of images that are in the table without reading them."""
+        import pyarrow.compute
+
+        cells = self.data.with_format("arrow")[:][self.column]
+        paths, stored = (pyarrow.compute.struct_field(cells, name) for name in ("path", "bytes"))
+        sizes = pyarrow.compute.fill_null(pyarrow.compute.binary_length(stored), -1).to_numpy()[self.places]
+        for place in (sizes < 0).nonzero()[0].tolist():
+            sizes[place] = Path(paths[int(self.places[place])].as_py()).stat().st_size
+        return sizes.astype(np.int64)
+
+    def content(self, place: int) -> bytes:
+        """Its bytes, or its file's."""
+        found = self.data[int(self.places[place])][self.column]
+        return found["bytes"] if found["bytes"] is not None else Path(found["path"]).read_bytes()
+
     def part(self, chosen: Tensor) -> "Rows":
         """The images at these (k,) places."""
         return replace(super().part(chosen), places=self.places[chosen.numpy()])

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from apprentice.errors import BadInput
-from datamodules import memory
+from datamodules import fingerprints, memory
+from datamodules.base import LIMITS
 from datamodules.decoded import Decoded
 from datamodules.encoded import Damaged, Encoded
+from datamodules.fingerprints import Fingerprint
 from datamodules.images import IMAGENET, ImageData
 from datamodules.splits import Samples, Source, Split
 from datamodules.streams import Streamed, reading
@@ -69,6 +71,7 @@ class StoredImages(ImageData):
             raise BadInput("data.num_workers", num_workers, "a number of processes: 0, 1, 2, …")
         self.image_size, self.cache, self.num_workers, self.on_error = image_size, cache, num_workers, on_error
         self.cache_dir = None if cache_dir is None else Path(cache_dir).expanduser()
+        self._encoded: list[Encoded] = []  # of train, validation and test
 
     def beside(self) -> Path:
         """The folder of the images, which by default has that of the cache."""
@@ -114,13 +117,19 @@ class StoredImages(ImageData):
     def hold(self, source: Source, places: Tensor) -> Samples | Streamed:
         """Decoded images in memory or on disk, or encoded ones that are read while training."""
         images = cast("Encoded", source)
+        self._encoded.append(images.part(places))
         if self.cache == "none":
-            return Streamed(images.part(places), self.num_workers)
+            return Streamed(self._encoded[-1], self.num_workers)
         if self.cache == "disk":
             folder = self.cache_dir or self.beside() / ".apprentice"
             return Streamed(Decoded(images, places, folder, self.num_workers), self.num_workers or 0)
         decoded = images.take(places)
         return Streamed(decoded, self.num_workers) if self.num_workers else decoded
+
+    def fingerprint(self) -> Fingerprint:
+        """Of the images as they are stored: decoded ones are pixels of this machine's libraries."""
+        self.split("train")
+        return {part: fingerprints.of_images(images) for part, images in zip(LIMITS, self._encoded, strict=True)}
 
 
 class _Checked(NamedTuple):

@@ -14,7 +14,9 @@ from apprentice import keyed
 from apprentice.batch import IGNORED
 from apprentice.errors import BadInput, reason
 from apprentice.extras import need
+from datamodules import fingerprints
 from datamodules.base import InMemoryData
+from datamodules.fingerprints import Fingerprint
 from datamodules.loaders import EpochOrder
 from datamodules.memory import available_bytes
 from datamodules.splits import Split, Windows, held_out
@@ -213,6 +215,11 @@ class Text(InMemoryData):
             "validation": _consecutive(validation, self.block_size),
             "test": _consecutive(test, self.block_size),
         }
+        self._tokens = {"train": training, "validation": validation, "test": test}
+
+    def fingerprint(self) -> Fingerprint:
+        """Of the tokens, whatever the blocks into which they are cut."""
+        return {part: fingerprints.of_tensors(tokens) for part, tokens in self._tokens.items()}
 
     def _read(self) -> bytes:
         if self.path is None:

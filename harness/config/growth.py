@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from apprentice.errors import BadInput
-from harness.config.sources import free
+from harness.config.sources import PLACES, free
 
 NOTHING = "(nothing)"
 
@@ -21,7 +21,7 @@ def check_same(
     """Raise BadInput for the first setting that differs and has to stay."""
     for flag in dict.fromkeys([*after, *before]):
         was, now = before.get(flag, NOTHING), after.get(flag, NOTHING)
-        if (was == now and type(was) is type(now)) or free(flag):  # 1 batch is not 1.0 of all
+        if (was == now and type(was) is type(now)) or free(flag) or flag in PLACES:  # 1 batch is not 1.0 of all
             continue
         if flag in grows and _more(flag, was, now):
             continue

@@ -51,6 +51,13 @@ FROM_RANK = re.compile(
     r"([\w.]*\.)?(?P<kind>BadInput|MisconfigurationException|ValueError|\w+(?=: --)"
     r"|(OS|Permission|FileNotFound|Timeout|Connection)Error): (?P<text>.*)"
 )
+# What torch, numpy and Python say where memory ends, and how much they wanted.
+OUT_OF_MEMORY = re.compile(
+    r"^[\w.]*Error: .*(out of memory|can't allocate memory|Unable to allocate|CUBLAS_STATUS_ALLOC).*$|^MemoryError.*",
+    re.MULTILINE,
+)
+WANTED = re.compile(r"allocate (memory: you tried to allocate )?(\d[\d.,]* \w+)")
+GOES_ON = "--out FOLDER --resume true goes on from its checkpoint, if it left one"
 # In which torchrun, Open MPI, SLURM and MPICH say which rank of its machine a process is.
 LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", "MPI_LOCALRANKID")
 
@@ -78,11 +85,8 @@ def one_line(error: Exception, parser: "Parser | None" = None) -> str | None:
     if isinstance(error, OSError):
         place = f": {error.filename}" if error.filename else ""
         return f"{FULL}{place}; {KEPT}" if error.errno == errno.ENOSPC else f"{error.strerror or error}{place}"
-    if isinstance(error, ProcessExitedException):
-        how = f"was killed by {error.signal_name}" if error.signal_name else f"ended with exit code {error.exit_code}"
-        return f"rank {error.error_index} {how}; --out FOLDER --resume true goes on from its checkpoint, if it left one"
-    if (worker := WORKER.search(str(error))) and isinstance(error, RuntimeError | ProcessRaisedException):
-        return f"{worker[0]}; with fewer --data.num_workers it takes less memory; --out FOLDER --resume true goes on"
+    if lost := _lost(error):
+        return f"{lost}; {GOES_ON}"
     if isinstance(error, ProcessRaisedException):
         found = FROM_RANK.fullmatch(str(error).strip().splitlines()[-1])
         text = found and f"{'--trainer: ' if found['kind'] == MISCONFIGURED else ''}{found['text']}"
@@ -90,6 +94,25 @@ def one_line(error: Exception, parser: "Parser | None" = None) -> str | None:
     torch_save = isinstance(error, RuntimeError) and "inline_container" in str(error)
     trainer = f"--trainer: {error}" if type(error).__name__ == MISCONFIGURED else None
     return f"{FULL}, or it can't be written; {KEPT}" if torch_save else trainer
+
+
+def _lost(error: Exception) -> str | None:
+    """Which process died or had too little memory, and what helps."""
+    if isinstance(error, ProcessExitedException):
+        how = f"was killed by {error.signal_name}" if error.signal_name else f"ended with exit code {error.exit_code}"
+        return f"rank {error.error_index} {how}"
+    if not isinstance(error, RuntimeError | MemoryError | ProcessRaisedException):
+        return None
+    if worker := WORKER.search(str(error)):
+        return f"{worker[0]}; with fewer --data.num_workers it takes less memory"
+    who, told = "this process", f"{type(error).__name__}: {error}"
+    if isinstance(error, ProcessRaisedException):
+        who, told = f"rank {error.error_index}", str(error)
+    if not (said := OUT_OF_MEMORY.search(told)):
+        return None
+    wanted = WANTED.search(said[0])
+    more = f" for {wanted[2]} more" if wanted else ""
+    return f"{who} had no memory{more}; with more --trainer.devices each needs less"
 
 
 def _refused_option(message: str, parser: "Parser | None", for_users: bool) -> str | None:

@@ -19,7 +19,7 @@ from harness.config.messages import near
 from harness.config.modules import working_directory_first
 from harness.config.options import RunOptions
 from harness.config.signatures import Signature, Texts
-from harness.config.sources import INVOCATION, Given, Layer, as_given, flat, from_yaml, layer, load, read
+from harness.config.sources import INVOCATION, Given, Layer, as_given, flat, free, from_yaml, layer, load, read
 
 Bases: TypeAlias = type | tuple[type, ...]
 
@@ -141,6 +141,8 @@ class Parser:
             self._check(config)
             if run is not None:
                 self._check_same(run.parent, self._config(start), config)
+            elif config.resume:
+                self._check_described(config.out, early)
         if "print_config" in bare:
             sys.stdout.write(self.dump(config))
             raise SystemExit(0)
@@ -304,6 +306,13 @@ class Parser:
             what = f"{missing[0]} is missing" if missing else "its last line is cut off"
             raise BadInput("out", path, f"all settings of the run; {what}")
         return layer(saved, str(path))
+
+    def _check_described(self, out: str, given: Layer) -> None:
+        """Raise BadInput where there is no run to go on with, and no setting describes a new one."""
+        options: Any = self.options.target
+        if all(free(flag) or flag in options.grows for flag in given):
+            expected = "the folder of a run to go on with; there is no config.yaml in it, and no setting for a new run"
+            raise BadInput("out", out, expected)
 
     def _check_same(self, folder: Path, saved: Namespace, config: Namespace) -> None:
         """Raise BadInput if a setting differs on which the results of that run depend and by which it can't grow."""

@@ -1,6 +1,7 @@
 """What was given, by flag: the command line and YAML files, one layer each."""
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,8 @@ FREE = INVOCATION | {
     "trainer.devices", "trainer.strategy", "trainer.accelerator", "trainer.num_nodes", "trainer.logger",
     "trainer.log_every_n_steps", "trainer.enable_progress_bar", "trainer.enable_model_summary", "trainer.profiler",
 }  # fmt: skip
+
+PLACES = ("data.root", "data.path")  # where data lie: a run that goes on knows its samples by their fingerprint
 
 
 class Given(NamedTuple):
@@ -52,13 +55,24 @@ def read(argv: Sequence[str]) -> tuple[list[Layer], set[str]]:
             raise BadInput(flag, os.fsencode(wrong[0]), "text in UTF-8, as the run's files are")
         if bool(values) is (flag in BARE) and flag not in OF_LAUNCHERS:
             raise BadInput(flag, " ".join(values) or "(nothing)", "no value" if values else "a value")
+    pairs = [(flag, [at_home(value) for value in values]) for flag, values in pairs]
     given = {
         flag.replace(".init_args", "").removesuffix(".class_path"): Given(values if len(values) > 1 else values[0])
         for flag, values in pairs
         if flag not in {*BARE, *OF_LAUNCHERS, "config"}
     }
     files = [path for flag, values in pairs if flag == "config" for path in values]
-    return [*(layer(load(path), path) for path in files), given], {flag for flag, _ in pairs if flag in BARE}
+    layers = [{flag: Given(at_home(value), path) for flag, (value, _) in layer(load(path)).items()} for path in files]
+    return [*layers, given], {flag for flag, _ in pairs if flag in BARE}
+
+
+def at_home(value: Any) -> Any:
+    """A path that begins with `~/`, or a list of them, below the home: a shell leaves `--out=~/x` and `[~/x]` alone."""
+    if isinstance(value, list):
+        return [at_home(entry) for entry in value]
+    if not isinstance(value, str):
+        return value
+    return re.sub(r"(?<=[\[, ])~(?=/)" if value.startswith("[") else r"^~(?=/|$)", lambda _: str(Path.home()), value)
 
 
 def load(path: str | Path, flag: str = "config") -> dict[str, Any]:

@@ -16,6 +16,7 @@ from harness.runs.files import recorded, recording, remove_recorded, write_text
 
 # Files of runs that have no record of their files: a folder with one of these is not taken for a new one.
 RUN_FILES = ("config.yaml", "environment.json", "results.*", "seed[0-9]*/*.json", "seed[0-9]*/*.ckpt")
+LOCK = ".lock"
 JOB = ".job"  # the torchrun job that opened the folder last
 
 
@@ -69,23 +70,27 @@ def opened(out: Path, resume: bool = False, overwrite: bool = False, job: str = 
     with ExitStack() as stack:
         with launch.main_first("folder"):
             if launch.is_main_process():
-                stack.callback(_locked(out).release)
                 _check_seeds(out)
-                found = _holds(out) if resume else []
+                goes_on = resume or _is_restart(out, job)
+                if not goes_on and not (out / LOCK).exists():  # a folder of another's stays as it is
+                    _check_free(out, overwrite)
+                stack.callback(_locked(out).release)
+                found = run_files(out) if resume else []
                 if found and not (out / "config.yaml").exists():
                     missing = f"config.yaml in {out}, which holds {found[0]} of a run with unknown settings"
                     raise BadInput("resume", "true", missing)
                 if resume and not found:
                     sys.stderr.write(f"{out} holds no run to go on with: a new one starts\n")
-                if not (resume or _is_restart(out, job)):
-                    _clear(out, overwrite)
+                if not goes_on:
+                    _check_free(out, overwrite)
+                    remove_recorded(out)
                 write_text(out / JOB, job)
         with recording(out):
             yield out
 
 
 def _locked(out: Path) -> FileLock:
-    lock, pid = FileLock(out / ".lock"), out / ".pid"
+    lock, pid = FileLock(out / LOCK), out / ".pid"
     try:
         out.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=3)  # ranks of a killed run may need a moment to end
@@ -110,14 +115,15 @@ def _check_seeds(out: Path) -> None:
             )
 
 
-def _holds(out: Path) -> list[str]:
+def run_files(out: Path) -> list[str]:
     """Names of the files that a run has left in a folder; none in a new one."""
     known = [path for pattern in RUN_FILES for path in sorted(out.glob(pattern))]
     return list(dict.fromkeys(path.relative_to(out).as_posix() for path in [*recorded(out), *known]))
 
 
-def _clear(out: Path, overwrite: bool) -> None:
-    found = _holds(out)
+def _check_free(out: Path, overwrite: bool) -> None:
+    """Raise BadInput if the folder holds a run that is not to be overwritten, or a file that may be another's."""
+    found = run_files(out)
     if found and not overwrite:
         raise BadInput("out", out, f"a new folder, as this one holds {found[0]}; or --resume true, --overwrite true")
     ours = {path.relative_to(out).as_posix() for path in recorded(out)}
@@ -125,4 +131,3 @@ def _clear(out: Path, overwrite: bool) -> None:
         more = f" and {len(others) - 1} more are" if len(others) > 1 else " is"
         advice = f"{out / others[0]}{more} in no record: delete that by hand, or take another --out"
         raise BadInput("overwrite", "true", f"a folder whose files a run has recorded; {advice}")
-    remove_recorded(out)

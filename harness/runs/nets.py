@@ -1,5 +1,6 @@
 """Trained nets as files: `weights.pt`, a bare state dict, and `net.yaml`, the class and its arguments."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from lit_modules.nets.weights import load_checked, read_weights
 
 Spec = dict[str, Any]
 SHOWN = 5  # folders of nets in a message
+NET_FILES = ("weights.pt", "net.yaml")
 
 
 def spec(net_class: str, arguments: Mapping[str, Any]) -> Spec:
@@ -96,6 +98,24 @@ def read_classes(folder: str | Path) -> tuple[str, ...]:
         return tuple(map(str, found)) if isinstance(found, list) else ()
     except (OSError, ValueError, TypeError, LookupError, RecursionError, yaml.YAMLError):
         return ()
+
+
+def check_finished(out: Path) -> None:
+    """Raise BadInput if a run's folder lacks a net of a fit that has a record, by which it is finished."""
+    for record in sorted([*out.glob("seed[0-9]*/*.json"), *out.glob("tuning/seed[0-9]*/teacher.json")]):
+        for name in _names_in(record):
+            for path in (record.parent / name / file for file in NET_FILES):
+                if not path.exists():
+                    expected = f"the nets of finished fits; without it, delete {record}, and they are trained again"
+                    raise BadInput("out", path, expected)
+
+
+def _names_in(record: Path) -> list[str]:
+    """The nets of a fit's record; none if it is damaged, which is told where it is read."""
+    try:
+        return list(json.loads(read_text(record))["runs"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
 
 
 def _untrained(value: Any, flag: str) -> Any:

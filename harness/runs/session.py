@@ -20,7 +20,7 @@ from datamodules.adapted import Adapted
 from harness import config as cli
 from harness.config.sources import INVOCATION, flat
 from harness.console import console
-from harness.runs import calls, environment, folders, launch, loggers, signals
+from harness.runs import calls, environment, folders, launch, loggers, nets, samples, signals
 from harness.runs.files import recorded, write_json, write_text
 from harness.runs.fit import MakeTrainer
 from harness.runs.quiet import notice, quiet
@@ -48,6 +48,16 @@ class Session:
         """The data module, set up, after joining the ranks that a launcher started."""
         launch.join(self.trainer())
         return load_data(self.config)
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether the data are used: studies of devices do without."""
+        return "data" in vars(self)
+
+    @cached_property
+    def samples(self) -> dict[str, Any]:
+        """What data.json says of the data."""
+        return samples.facts(self.data)
 
     @property
     def tensorboard(self) -> bool:
@@ -87,10 +97,11 @@ class Session:
 
     @contextmanager
     def folder(self) -> Iterator[Path]:
-        """Open and lock the run's folder, `--out` or a new one; on Interrupted, print the command that resumes.
+        """Open and lock the run's folder, `--out` or a new one; where a signal ends it, print the command that resumes.
 
         Raises:
-            BadInput: the folder can't be used (`folders.opened`), or is to be replaced by a run that reads its files.
+            BadInput: the folder can't be used (`folders.opened`), is to be replaced by a run that reads its files, or
+                holds a run that lacks a finished net or began with other data.
         """
         config, job = self.config, launch.torchrun_job(self.argv)
         self.out = Path(config.out) if config.out else folders.new_folder(self.name, job)
@@ -99,24 +110,28 @@ class Session:
         with folders.opened(self.out, config.resume, config.overwrite, job):
             if not config.out:
                 notice(f"writes to {self.out}")
-            try:
-                yield self.out
-            except signals.Interrupted:
-                again = f"python experiments/{self.parser.prog} --out {self.out} --resume true"
+            with launch.main_first("finished"):
                 if launch.is_main_process():
-                    sys.stderr.write(f"stopped; go on with: {again}\n")
-                raise
+                    nets.check_finished(self.out)
+                    if self.reads_data:
+                        samples.check(self.out, self.samples)
+            again = f"python experiments/{self.parser.prog} --out {self.out} --resume true"
+            with signals.advised(f"stopped; go on with: {again}\n" if launch.is_main_process() else ""):
+                yield self.out
 
     def describe(self) -> None:
-        """Write config.yaml and environment.json into the run's folder."""
+        """Write config.yaml, environment.json and data.json into the run's folder."""
         if launch.is_main_process():
             write_text(self.out / "config.yaml", self.parser.dump(self.config, INVOCATION))
             write_json(self.out / calls.FILE, calls.facts(self.out, self.parser.prog, self.argv))
+            if self.reads_data and not (self.out / samples.FILE).exists():
+                write_json(self.out / samples.FILE, self.samples)
 
     def header(self) -> dict[str, Any]:
         """How results.json begins."""
         return {
             "experiment": self.name, "data": {"name": self.data.name, **self.used},
+            "fingerprint": self.samples["fingerprint"],
             "hardware": environment.hardware(), "versions": environment.versions(),
             "commits": calls.commits(self.out), "config": self.parser.as_dict(self.config),
             "seeds": list(self.config.seeds),

@@ -1,11 +1,16 @@
-"""Ctrl-C, SIGTERM and SIGHUP: a fit finishes its batch, saves and stops; anything else stops at once."""
+"""Ctrl-C, SIGTERM and SIGHUP: a fit finishes its batch, saves and stops; anything else ends the process at once.
+
+A handler raises nothing: an exception is lost where it comes in a callback of a weak reference or of C, in `__del__` or
+in somebody's `except`. Files are written whole or not at all, so a process may end anywhere.
+"""
 
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from harness.console import leave
@@ -26,6 +31,7 @@ class State:
     by_user = False  # not only forwarded by our parent process
     deferring = False  # a fit that saves on a signal runs or is being started
     owner = 0  # the process that handles signals, not a rank that it forked
+    advice = ""  # the line that says how a run goes on, while there is one
 
 
 def stop_if_requested() -> None:
@@ -39,14 +45,26 @@ def _handle(signum: int, _frame: Any) -> None:
         leave()  # a line printed to a terminal that is gone would end the fit before it saves
     again = State.requested is not None and State.by_user
     State.requested, State.by_user = signum, signum != FORWARDED
+    if not State.deferring or again:
+        _end(128 + signum)
     for child in multiprocessing.active_children():
-        if child.pid is not None and not again:
+        if child.pid is not None:
             os.kill(child.pid, FORWARDED)
-    if State.deferring and not again:
-        return
-    if os.getpid() != State.owner:
-        os._exit(128 + signum)  # a forked rank; its parent prints the message
-    raise Interrupted(128 + signum)
+
+
+def _end(code: int) -> None:
+    """End this process and those that it started, after the line on how the run goes on."""
+    is_rank = os.getpid() != State.owner  # a forked one; its parent prints the line
+    if hasattr(sys, "ps1") and not is_rank:
+        raise Interrupted(code)  # in a notebook, which shall live on
+    for child in multiprocessing.active_children():
+        child.kill()
+    if not is_rank:
+        with suppress(Exception):  # the signal came in a write, or nobody reads
+            sys.stdout.flush()
+        with suppress(OSError):
+            os.write(2, State.advice.encode())
+    os._exit(code)
 
 
 def _forwarded(_signum: int, _frame: Any) -> None:
@@ -76,6 +94,19 @@ def handled() -> Iterator[None]:
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
+
+
+@contextmanager
+def advised(line: str) -> Iterator[None]:
+    """Print the line where a signal ends the block."""
+    State.advice = line
+    try:
+        yield
+    except Interrupted:
+        sys.stderr.write(line)
+        raise
+    finally:
+        State.advice = ""
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """TensorBoard: a logger with a folder for each run, the layout of charts, and rows of the HPARAMS tab."""
 
-import itertools
 import time
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import ScalarEvent
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from tensorboard.plugins.custom_scalar.metadata import CONFIG_SUMMARY_TAG
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import custom_scalars
@@ -31,6 +33,8 @@ COURSE = {
     "train/lr-.*": "learning rate", "train/grad_2.0_norm_total": "gradient norm, before clipping",
     "train/samples_per_sec": "samples a second", "train/peak_memory_mib": "peak memory, MiB",
 }  # fmt: skip
+
+FIRST = 4  # events of a file: its version, perhaps a purge with another version, and the charts
 
 
 class RunsLogger(Logger):
@@ -70,7 +74,7 @@ class RunsLogger(Logger):
     def _writer(self, run: str) -> SummaryWriter:
         if run not in self._writers:
             self._writers[run] = writer = _summary_writer(self.root / run, self.part, self.purge_step)
-            if not self.part and not self.purge_step:
+            if not self.part and not _has_layout(self.root / run):
                 writer.add_custom_scalars(layout(self.score))
         return self._writers[run]
 
@@ -123,6 +127,12 @@ def _summary_writer(folder: Path, part: str = "", purge_step: int = 0) -> Summar
     writer = SummaryWriter(str(folder), purge_step=purge_step or None, filename_suffix=part)
     files.record(writer._get_file_writer().event_writer._file_name)
     return writer
+
+
+def _has_layout(folder: Path) -> bool:
+    """Whether a session before has written the charts: a run has none where it was stopped before its first value."""
+    events = (islice(EventFileLoader(str(file)).Load(), FIRST) for file in folder.glob("events.out.tfevents.*"))
+    return any(value.tag == CONFIG_SUMMARY_TAG for event in chain(*events) for value in event.summary.value)
 
 
 def layout(score: str) -> dict[str, dict[str, list[Any]]]:
@@ -197,7 +207,7 @@ def confusion_figure(confusion: Tensor, names: Sequence[str] | None) -> Figure:
         axes.set_xticks(range(classes), labels, rotation=0 if max(map(len, labels)) < 3 else 90, fontsize=size)
         axes.set_yticks(range(classes), labels, fontsize=size)
     if counted:
-        for row, column in itertools.product(range(classes), repeat=2):
+        for row, column in product(range(classes), repeat=2):
             if count := int(confusion[row, column]):
                 colour = "white" if shares[row, column] > 0.6 else "black"
                 axes.text(

@@ -105,9 +105,8 @@ def call_isolated(function: Callable[[], object], threads: int) -> None:
         function()
         return
     process = start_processes(call, nprocs=1, join=False, start_method="fork")
-    while not process.join(timeout=0.1):
-        if not signals.State.deferring:
-            signals.stop_if_requested()  # an exception that a signal raises inside a fork is lost
+    while not process.join():
+        pass
 
 
 def fit_isolated(trainer: Trainer, fit: Callable[[], object], threads: int) -> None:

@@ -26,7 +26,7 @@ from apprentice.batch import Batch
 from apprentice.errors import BadInput
 from apprentice.keyed import with_seed
 from datamodules.adapted import Adapted
-from experiments import kd
+from experiments import hardware, kd
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import LightNN
 from strategies import DDP
@@ -354,6 +354,35 @@ def test_what_does_not_hold_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().err.splitlines()
     assert told[0] == "NoTest: it has no test_dataloader(): tests on val_dataloader(), validates on nothing"
     assert told[1].startswith("NoTest: train_dataloader() gives no DataLoader of an indexed data set, so each device")
+
+
+class NoValidation(LightningDataModule):
+    """Trains and tests."""
+
+    num_classes = 3
+
+    def train_dataloader(self) -> Any:
+        return pairs(torch.rand(40, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 3)
+
+    def test_dataloader(self) -> Any:
+        return pairs(*USUAL)
+
+
+class NoTest(NoValidation):
+    """Trains and validates."""
+
+    val_dataloader = NoValidation.test_dataloader
+    test_dataloader = LightningDataModule.test_dataloader
+
+
+@pytest.mark.parametrize("kind", [NoValidation, NoTest])
+def test_the_studies_take_one_that_lacks_a_loader(kind: type, tmp_path: Path) -> None:
+    data = ["--data", f"{__name__}.{kind.__name__}"]
+    kd.main([*data, "--teacher", "LightNN", "--only", "ce", "kd", "--trainer.max_epochs", "1", "--seeds", "1",
+             "--out", str(tmp_path / "kd")])  # fmt: skip
+    assert results(tmp_path / "kd")["data"] == {"name": kind.__name__, "train": 40, "validation": 0, "test": 8}
+    one_step = ["--net", "LightNN", "--only", "ddp", "--steps", "1"]
+    hardware.main([*data, *one_step, "--out", str(tmp_path / "hardware")])
 
 
 def test_the_study_takes_it_by_its_import_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -260,8 +260,9 @@ def test_without_name_resolution_the_line_says_what_helps(
         raise socket.gaierror(-3, "Temporary failure in name resolution")
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    data = kind(tmp_path)
+    data = kind(tmp_path / "missing" / "data")
     message = refusal(data)
+    assert not any(tmp_path.iterdir())
     assert "Temporary failure in name resolution" in message
     for text in (*data.origin().addresses, *(path.name for path, _ in data.origin().archives), "--data Digits"):
         assert text in message

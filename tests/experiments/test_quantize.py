@@ -149,6 +149,17 @@ def test_a_finished_run_is_told_again(run: Path, tmp_path: Path) -> None:
     assert left_by_overwriting(out, tmp_path) == set()
 
 
+def test_a_format_whose_file_was_deleted_is_not_done(tmp_path: Path) -> None:
+    study = Study.__new__(Study)
+    study.out = tmp_path
+    row = {"format": "bfloat16", "files": ["bfloat16/model.pt2", "bfloat16/weights.safetensors"]}
+    (tmp_path / "bfloat16").mkdir()
+    for file in row["files"]:
+        assert not study._has_files(row)
+        (tmp_path / file).touch()
+    assert study._has_files(row)
+
+
 def resume(run: Path, out: Path) -> None:
     os.chdir(run)
     quantize.main(["--out", str(out), "--resume", "true"])

@@ -3,12 +3,14 @@
 import errno
 import importlib.util
 import pickle
+import re
 import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -134,7 +136,7 @@ LINES = {
     "--data.class_path MNIST --data.init_args.train_size 100": {"data": "MNIST", "data.train_size": 100},
     "--seeds 3": {"seeds": [0, 1, 2]},
     "--seeds 5 7": {"seeds": [5, 7]},
-    "--resume true --out nowhere": {"resume": True},
+    "--resume true --out nowhere --data Digits": {"resume": True},
     "--trainer.logger false --trainer.callbacks LearningRateMonitor": {
         "trainer.logger": False, "trainer.callbacks": "LearningRateMonitor"},
     "--trainer.callbacks [LearningRateMonitor] --trainer.callbacks.0.logging_interval step": {
@@ -151,6 +153,19 @@ def test_lines(kd, line, expected):
     found = {flag: settings[flag] for flag in expected}
     short = {flag: value.rpartition(".")[2] if isinstance(value, str) else value for flag, value in found.items()}
     assert short == expected
+
+
+def test_a_path_at_home_is_found_where_a_shell_leaves_it(kd, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = parse(kd, "--out=~/x --teacher_ckpt=~/a~/t.pt --teacher Ensemble --teacher.members [~/a,~/b]")
+    assert (config.out, config.teacher_ckpt) == (f"{tmp_path}/x", f"{tmp_path}/a~/t.pt")
+    assert config.teacher.init_args["members"] == [f"{tmp_path}/a", f"{tmp_path}/b"]
+    write(
+        tmp_path / "config.yaml", "out: ~/y\ntrainer: {max_epochs: 3}\nteacher: {class_path: Ensemble, members: [~/c]}"
+    )
+    config = parse(kd, "--config=~/config.yaml")
+    assert (config.out, config.teacher.init_args["members"]) == (f"{tmp_path}/y", [f"{tmp_path}/c"])
+    assert config.trainer.init_args["max_epochs"] == 3
 
 
 @pytest.mark.parametrize("option", ["limit_train_batches", "limit_val_batches", "limit_test_batches"])
@@ -458,6 +473,7 @@ REFUSED = {
     "--teacher math.sin.Net": "there is no module math.sin",
     "--checkpoint_every 0": "checkpoint_every 0: expected seconds, above 0",
     "--teacher_cache_mb -1": "teacher_cache_mb -1: expected",
+    "--out -x": "out -x: expected a folder, or ./-x",
     "--resume true": "resume true: expected --out FOLDER beside it",
     "--resume true --overwrite true --out x": "overwrite true: expected either this or --resume true",
     "--config missing.yaml": "config missing.yaml: expected a YAML file that can be read (No such file or directory)",
@@ -783,9 +799,14 @@ def test_resuming_does_not_ask_what_the_defaults_are_now(kd, run):
     )
 
 
-def test_resuming_where_there_is_no_run_starts(kd, tmp_path):
-    assert parse(kd, f"--out {tmp_path} --resume true --seeds 1").seeds == [0]
-    assert parse(kd, f"--out {tmp_path / 'missing'} --resume true --seeds 1").seeds == [0]
+def test_resuming_where_there_is_no_run_starts_the_one_that_is_described(kd, tmp_path):
+    for out in (tmp_path, tmp_path / "missing"):
+        assert parse(kd, f"--out {out} --resume true --seeds 1 --data Digits").seeds == [0]
+        for line in ("", "--seeds 5", "--trainer.devices 2 --checkpoint_every 5"):  # of a run that was to go on
+            assert refused(kd, f"--out {out} --resume true {line}") == (
+                f"out {out}: expected the folder of a run to go on with; there is no config.yaml in it, and no setting "
+                "for a new run"
+            )
 
 
 def test_resuming_from_damaged_settings(kd, run):
@@ -817,6 +838,9 @@ def raiser(error):
 GO_ON = "--out FOLDER --resume true goes on from its checkpoint, if it left one"
 
 
+LESS = "with more --trainer.devices each needs less"
+
+
 def raised(line):
     """As torch.multiprocessing hands on what a rank raised."""
     return ProcessRaisedException(f"\n\n-- Process 1 terminated with the following error:\n...\n{line}\n", 1, 4321)
@@ -835,6 +859,12 @@ def raised(line):
     (raised("ConnectionError: rank 1 has gone"), "error: rank 1 has gone\n"),
     (ProcessExitedException("", 1, 4321, -9, "SIGKILL"), f"error: rank 1 was killed by SIGKILL; {GO_ON}\n"),
     (ProcessExitedException("", 1, 4321, 3), f"error: rank 1 ended with exit code 3; {GO_ON}\n"),
+    (raised("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has"),
+     f"error: rank 1 had no memory for 2.00 GiB more; {LESS}; {GO_ON}\n"),
+    (raised("RuntimeError: CUDA error: out of memory\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1"),
+     f"error: rank 1 had no memory; {LESS}; {GO_ON}\n"),
+    (raised("MemoryError"), f"error: rank 1 had no memory; {LESS}; {GO_ON}\n"),
+    (MemoryError(), f"error: this process had no memory; {LESS}; {GO_ON}\n"),
 ])  # fmt: skip
 def test_one_line(capsys, error, expected):
     assert told(capsys, raiser(error)) == expected
@@ -873,6 +903,14 @@ def test_what_the_data_does_not_give_is_an_option_of_nets(kd, line, tmp_path):
 ])  # fmt: skip
 def test_what_the_data_gives_is_no_option_of_nets(kd, line, flag):
     assert refused(kd, line).startswith(f"{flag}: expected an option of")
+
+
+@pytest.mark.parametrize("allocate", [lambda: torch.empty(10**15), lambda: np.empty(10**15)], ids=["torch", "numpy"])
+def test_too_little_memory_is_told(capsys, allocate):
+    assert re.fullmatch(
+        rf"error: this process had no memory for (4000000000000000 bytes|7.11 PiB) more; {LESS}; {GO_ON}\n",
+        told(capsys, allocate),
+    )
 
 
 def test_a_full_disk_under_torch_save(capsys):

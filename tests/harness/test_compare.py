@@ -566,6 +566,19 @@ def test_default_folder(runs, main, capsys):
     assert Path("runs/compare/a_t4-b_t4/compare.md").is_file()
 
 
+def test_a_run_is_never_overwritten(runs, main, capsys):
+    one, other = Path(runs("one")), runs("other")
+    (one / "report.html").write_text("mine")
+    said = refused(main, capsys, str(one), other, "--out", str(one))
+    assert said == (
+        f"error: --out {one}: expected a folder without a run or another table; this one holds results.json\n"
+    )
+    assert {path.name for path in one.iterdir()} == {"report.html", "results.json"}
+    assert (one / "report.html").read_text() == "mine"
+    for _ in range(2):  # its own table may be written again
+        main([str(one), other, "--out", "table"])
+
+
 def test_many_runs_get_a_short_folder(runs, main, capsys):
     main([runs(f"a-long-name-for-a-run-{i}") for i in range(6)])
     name = capsys.readouterr().out.strip().rsplit("/", 1)[-1]

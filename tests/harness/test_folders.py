@@ -100,6 +100,7 @@ def test_what_may_be_a_runs_and_is_in_no_record_is_not_touched(name: str, record
     ):
         pass
     assert files(out) == before
+    assert recorded or [path.name for path in out.iterdir()] == [name.partition("/")[0]]
 
 
 def test_a_new_folder_may_hold_files_of_the_users(tmp_path: Path) -> None:

@@ -155,6 +155,31 @@ def test_more_seeds_and_students_are_what_they_would_have_been(steps: str, run: 
     assert kept(run) == again
 
 
+@pytest.mark.parametrize("more", [[], MORE_SEEDS], ids=["resumed", "seeds"])
+@pytest.mark.parametrize("lost", ["teacher/weights.pt", "ce/weights.pt", "hint/net.yaml"])
+def test_a_net_that_is_missing_is_noticed(
+    lost: str, more: list[str], run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run / "seed3" / lost
+    path.unlink()
+    before = kept(run)
+    with pytest.raises(SystemExit) as stop:
+        grown(run, *more)
+    assert stop.value.code == 2
+    record = run / "seed3" / ("teacher.json" if "teacher" in lost else "students.json")
+    expected = f"the nets of finished fits; without it, delete {record}, and they are trained again"
+    assert capsys.readouterr().err == f"error: --out {path}: expected {expected}\n"
+    assert kept(run) == before
+
+
+def test_nets_that_are_missing_are_trained_again_to_the_same(run: Path, begun: Path) -> None:
+    shutil.rmtree(run / "seed3/teacher")
+    (run / "seed3/teacher.json").unlink()
+    grown(run)
+    assert_same(weights(run), weights(begun))
+    assert timeless(results(run)) == timeless(results(begun))
+
+
 # Epochs
 
 

@@ -75,7 +75,7 @@ def test_what_differs_otherwise_is_refused(runs: Path, tmp_path: Path, capsys: p
     said = refusal("--pool", runs / "a", tmp_path / "order", capsys=capsys)
     assert "in its seeds alone; classes is ['9', '8'," in said
     out = refusal("--pool", runs / "a", runs / "b", "--out", runs / "whole", capsys=capsys)
-    assert out.endswith("expected a folder without a run of its own\n")
+    assert out.endswith("expected a folder without a run or another table; this one holds config.yaml\n")
 
 
 @pytest.mark.slow

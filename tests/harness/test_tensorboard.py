@@ -13,7 +13,7 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from experiments import gpt, kd
-from harness.runs.tensorboard import BANDS, confusion_figure
+from harness.runs.tensorboard import BANDS, RunsLogger, confusion_figure
 
 STUDENTS = ("ce", "kd")
 
@@ -61,6 +61,15 @@ def shown(folder: Path) -> list[str]:
     experiment = hparams(folder, "experiment")
     ordered = sorted(experiment.hparam_infos, key=lambda info: (not info.differs, info.name))
     return [info.name for info in ordered[:5]] + [info.name.tag for info in experiment.metric_infos[:5]]
+
+
+def test_charts_survive_a_stop_before_the_first_value(tmp_path: Path) -> None:
+    for step, values in {0: {"train/lr-Adam": 0.1}, 3: {"ce/val/acc": 0.5}, 5: {"ce/val/acc": 0.6}}.items():
+        logger = RunsLogger(tmp_path, ["ce"], "students", purge_step=step)
+        logger.log_metrics(values, step + 1)
+        logger.finalize("stopped")
+    assert charts(tmp_path / "ce") == charts(tmp_path / "students")
+    assert [event.step for event in events(tmp_path / "ce").Scalars("val/acc")] == [4, 6]
 
 
 def test_the_score_comes_first_then_what_differs_and_the_cost_last(out: Path) -> None:

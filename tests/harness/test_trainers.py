@@ -247,6 +247,13 @@ class Stumbles(Dies):
         raise KeyError("a mistake of ours")
 
 
+class Grows(Dies):
+    """Wants more memory than there is."""
+
+    def die(self) -> None:
+        torch.empty(10**15)
+
+
 class Refuses(Dies):
     """Finds only then that an option can't be used."""
 
@@ -256,6 +263,7 @@ class Refuses(Dies):
 
 ENDS = {
     "Dies": (2, "error: rank 1 was killed by SIGKILL; --out FOLDER --resume true goes on from"),
+    "Grows": (2, "error: rank 1 had no memory for 4000000000000000 bytes more; with more --trainer.devices each needs"),
     "Stumbles": (1, "KeyError: 'a mistake of ours'"),
     "Refuses": (2, "error: --data.batch_size 64: expected another"),
 }

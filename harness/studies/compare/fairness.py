@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from harness.config.sources import free
+from datamodules.fingerprints import differing
+from harness.config.sources import PLACES, free
 from harness.reports.report import Facts
 from harness.reports.settings import is_off
 from harness.reports.tables import listed
@@ -24,15 +25,28 @@ def why_not_comparable(first: Run, run: Run) -> str:
     limits = [(part, each.settings.get(f"trainer.{flag}")) for part, flag in LIMITS.items() for each in (first, run)]
     limited = {part for part, limit in limits if repr(limit) not in {"None", "1.0"}}  # 1 is one batch, 1.0 all
     ours, theirs = _samples(run, limited), _samples(first, limited)
-    other = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
+    keys = {*ours, *theirs} - known_places(first, run)
+    other = [key for key in sorted(keys) if ours.get(key) != theirs.get(key)]
     if other:
         return f"other data ({', '.join(f'{key} {ours.get(key)}, not {theirs.get(key)}' for key in other)})"
     classes = [sorted(each.results.get("classes") or ()) for each in (run, first)]
     if all(classes) and classes[0] != classes[1]:  # in another order they are the same
         return "other data (of other classes)"
+    if parts := [part for part in other_samples(first, run) if part not in limited]:
+        return f"other data (other samples in {listed(parts)})"
     if not set(run.seeds) & set(first.seeds):
         return f"no seed in common ({listed([str(seed) for seed in run.seeds])})"
     return ""
+
+
+def other_samples(first: Run, run: Run) -> list[str]:
+    """The parts of the data whose samples differ; none where an older version has kept no fingerprint."""
+    return differing(first.results["fingerprint"], run.results["fingerprint"]) if known_places(first, run) else []
+
+
+def known_places(first: Run, run: Run) -> set[str]:
+    """The settings that say where the data lie, if fingerprints tell whether they are the same."""
+    return set(PLACES) if first.results.get("fingerprint") and run.results.get("fingerprint") else set()
 
 
 def _samples(run: Run, limited: set[str]) -> Facts:

@@ -13,6 +13,7 @@ from harness.reports.pages import cost_axis, costs, starred
 from harness.reports.report import Facts, Part
 from harness.reports.tables import NONE, Table, columns, count, paragraph, short
 from harness.runs.files import write_bytes, write_json, write_text
+from harness.runs.folders import run_files
 from harness.studies.compare.differences import lines_of
 
 DIFFER = {
@@ -139,12 +140,19 @@ def folder_name(runs: Sequence[str]) -> str:
     return joined if len(joined) <= 80 else f"{joined[:70]}-{zlib.crc32(joined.encode()):08x}"
 
 
+def check_folder(folder: Path, others: Sequence[str]) -> None:
+    """Raise BadInput if a folder has one of these files, of a run or of a table of another kind."""
+    if taken := [name for name in others if (folder / name).exists()]:
+        raise BadInput("out", folder, f"a folder without a run or another table; this one holds {taken[0]}")
+
+
 def save(comparison: Facts, out: str | Path | None = None, commands: Sequence[str] = ()) -> Path:
     """Write report.html, compare.md, .png and .json, and return their folder: `out`, or one under runs/compare/.
 
     `commands` made the runs and this comparison.
     """
     folder = Path(out) if out else Path("runs", "compare", folder_name([run["name"] for run in comparison["runs"]]))
+    check_folder(folder, run_files(folder))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         text, png = markdown(comparison), picture(comparison)

@@ -8,10 +8,13 @@ from harness.config.sources import free
 from harness.reports.interactive import save_results
 from harness.reports.report import Facts, machine
 from harness.reports.results import bake_off_results, load_record, reading
+from harness.runs.folders import run_files
 from harness.runs.quiet import notice
-from harness.studies.compare.page import folder_name
+from harness.studies.compare.fairness import known_places, other_samples
+from harness.studies.compare.page import check_folder, folder_name
 from harness.studies.compare.runs import Run
 
+HEAD = ("experiment", "data", "fingerprint", "hardware", "versions", "config")
 MORE, COST = ("classes", "tuning", "tuning_rungs"), ("tuning_cost",)
 
 
@@ -34,7 +37,7 @@ def pool(runs: Sequence[Run]) -> Facts:
         raise BadInput("RUN", of_seed[twice].name, f"each seed once; {twice} is in another run, too")
     seeds = sorted(of_seed)
     fits = {seed: _fits(of_seed[seed], seed) for seed in seeds}
-    head = {key: first.results[key] for key in ("experiment", "data", "hardware", "versions", "config")}
+    head = {key: first.results[key] for key in HEAD if key in first.results}
     commits = dict.fromkeys(commit for run in runs for commit in run.results.get("commits", ()))
     ran = {run.name: machine(run.results).get("Commit", "unknown") for run in runs}
     if len({*ran.values()}) > 1:
@@ -75,7 +78,11 @@ def _differs(first: Run, run: Run) -> str:
         }
         for each in (run, first)
     )
-    keys = [key for key in {**theirs, **ours} if ours.get(key) != theirs.get(key)]
+    if parts := other_samples(first, run):
+        return f"{', '.join(parts)}: the samples are others"
+    keys = [
+        key for key in {**theirs, **ours} if ours.get(key) != theirs.get(key) and key not in known_places(first, run)
+    ]
     other = [key for key in keys if key != "seeds" and not key.startswith("seeds.") and not free(key)]
     return f"{other[0]} is {ours.get(other[0])}, not {theirs.get(other[0])}" if other else ""
 
@@ -98,8 +105,8 @@ def save(results: Facts, out: str | Path | None = None, commands: Sequence[str] 
     `commands` made the runs and pooled them.
     """
     folder = Path(out or Path("runs", "pool", folder_name(results["pooled"])))
-    if (folder / "config.yaml").exists():
-        raise BadInput("out", folder, "a folder without a run of its own")
+    ours = ("results.json", "results.md", "results.png")  # of an earlier pool
+    check_folder(folder, ["compare.json", *(name for name in run_files(folder) if name not in ours)])
     try:
         folder.mkdir(parents=True, exist_ok=True)
         save_results(folder, results, commands=commands)

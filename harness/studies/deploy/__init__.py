@@ -46,6 +46,7 @@ class Study(study.Study):
         super().__init__(run, threads=latency.used)
         self.latency = latency
         self.header["data"] = {"name": run.data.name, **run.used}
+        self.header["fingerprint"] = run.samples["fingerprint"]
         self.header["versions"] = environment.versions(*EXTRA[1:], *formats.EXTRA[1:])
 
     def run(self, spec: Spec, images: Tensor, labels: Tensor, make: Callable[[], Mapping[str, nn.Module]]) -> None:
@@ -55,12 +56,18 @@ class Study(study.Study):
         (N,). `make` makes the net of each format, in eval mode on the CPU; all take these images and give logits.
         """
         self.spec, self.images, self.labels = spec, images, labels
-        done = [row["latency_ms"] and len(row["files"]) == len(FILES[name]) for name, row in self.rows.items()]
+        done = [row["latency_ms"] and self._has_files(row) for row in self.rows.values()]
         if len(done) < len(FILES) or not all(done):
             self._measure(make())
         self.header["failed"] = self.failed
         notes = [f"{file} is left out: {fault}" for file, fault in self.failed.items()]
         self.finish(report(self.write(FILES), notes))
+
+    def _has_files(self, row: Facts) -> bool:
+        """Whether all files of a format were written and are there."""
+        return len(row["files"]) == len(FILES[row["format"]]) and all(
+            (self.out / file).exists() for file in row["files"]
+        )
 
     def _measure(self, nets: Mapping[str, nn.Module]) -> None:
         logits = {name: logits_of(net, self.images) for name, net in nets.items()}

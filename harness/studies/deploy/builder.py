@@ -21,6 +21,7 @@ from apprentice.weights import read_saved
 from harness import config as cli
 from harness.config import sources
 from harness.config.classes import imported
+from harness.runs import samples
 from harness.runs.files import atomic
 from harness.runs.fit import fit_and_test
 from harness.runs.launch import is_main_process
@@ -227,10 +228,19 @@ class Builder:
             net = module.net
         else:
             (net, _), flag, value = self.read(self.config.run, "run"), "run", self.config.run
+            self._check_samples()
         with of_net(flag, value, "net"):
             aware = self.aware(net)
             captured(copy.deepcopy(net).eval(), self.data.example.float())
         check_callbacks(self.run, self.run.trainer(check_val_every_n_epoch=self.config.evaluate_every), {NAME: aware})
+
+    def _check_samples(self) -> None:
+        """Raise BadInput if the data are set as those of the student's run, and have other samples now."""
+        folder = Path(self.config.run).resolve().parent.parent
+        settings = folder / "config.yaml"
+        known = sources.load(settings, "run").get("data") if settings.is_file() else None
+        if known == self.run.parser.as_dict(self.config)["data"]:
+            samples.check(folder, self.run.samples, "train a student of these")
 
     def formats(self, net: nn.Module, int8: nn.Module) -> dict[str, nn.Module]:
         """The net of each format, in eval mode on the CPU."""

@@ -1,0 +1,118 @@
+"""A run goes on with the samples with which it began, wherever they lie now; others are refused before any training."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+
+from experiments import compare, kd, quantize
+from tests.commands import results
+from tests.datamodules.test_image_folder import picture
+from tests.figures import sketch
+
+FLAGS = [
+    "--data", "ImageFolder", "--teacher", "LightNN", "--only", "ce", "--trainer.max_epochs", "1", "--seeds", "1",
+    "--trainer.logger", "false",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with pictures, and a finished run of theirs."""
+    folder = tmp_path_factory.mktemp("begun")
+    for part, count in (("train", 10), ("test", 4)):
+        for number in range(2 * count):
+            picture(folder / "set" / part / "ab"[number % 2] / f"{number}.bmp", number, (8, 8))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Figure, "draw", sketch)
+        kd.main([*FLAGS, "--data.root", str(folder / "set"), "--out", str(folder / "run")])
+    return folder
+
+
+@pytest.fixture
+def folder(begun: Path, tmp_path: Path) -> Path:
+    """A copy of both, with other times, at another place."""
+    return Path(shutil.copytree(begun, tmp_path / "copy", copy_function=shutil.copyfile))
+
+
+def stopped(main: Callable[[list[str]], None], flags: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        main(flags)
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    return error
+
+
+def files(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name[0] != "."}
+
+
+def test_a_copy_elsewhere_is_the_same_data(folder: Path) -> None:
+    before = results(folder / "run")
+    flags = ["--out", str(folder / "run"), "--resume", "true", "--data.root", str(folder / "set"), "--seeds", "2"]
+    kd.main(flags)
+    after = results(folder / "run")
+    assert after["students"]["ce"]["test_acc"][0] == before["students"]["ce"]["test_acc"][0]
+    assert (
+        after["fingerprint"]
+        == before["fingerprint"]
+        == json.loads((folder / "run/data.json").read_text())["fingerprint"]
+    )
+    assert after["config"]["data"]["init_args"]["root"] == str(folder / "set")
+
+
+MORE = {
+    "resumed": [],
+    "seeds": ["--seeds", "2"],
+    "students": ["--only", "ce", "hint"],
+    "epochs": ["--trainer.max_epochs", "2"],
+}
+
+
+@pytest.mark.parametrize("more", MORE)
+def test_other_data_are_refused(folder: Path, more: str, capsys: pytest.CaptureFixture[str]) -> None:
+    picture(folder / "set/train/a/new.bmp", 50, (8, 8))
+    picture(folder / "set/test/b/1.bmp", 51, (8, 8))
+    before = files(folder / "run")
+    flags = ["--out", str(folder / "run"), "--resume", "true", "--data.root", str(folder / "set"), *MORE[more]]
+    assert stopped(kd.main, flags, capsys) == (
+        f"error: --data ImageFolder: expected the samples with which the run in {folder / 'run'} began; others are in "
+        "train (18 then, 19 now), validation (2 then and now), test (8 then and now): take another --out\n"
+    )
+    assert files(folder / "run") == before
+
+
+def test_runs_of_other_data_are_not_one_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture(folder / "set/test/b/1.bmp", 51, (8, 8))
+    flags = [*FLAGS, "--data.root", str(folder / "set"), "--out", str(folder / "other")]
+    kd.main([*flags, "--seeds", "[0,1]"])
+    pair = [str(folder / "run"), str(folder / "other")]
+    capsys.readouterr()
+    compare.main([*pair, "--out", str(folder / "compared")])
+    assert "other is not compared with run/ce: other data (other samples in test)." in capsys.readouterr().out.replace(
+        "\n", " "
+    )
+    kd.main([*flags, "--seeds", "[1]", "--overwrite", "true"])
+    told = stopped(compare.main, ["--pool", *pair, "--out", str(folder / "pooled")], capsys)
+    assert told.endswith("differs from run in its seeds alone; test: the samples are others\n")
+
+
+@pytest.mark.extras
+def test_a_student_is_quantised_on_the_samples_of_its_run(
+    begun: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = folder / "run/config.yaml"
+    settings.write_text(settings.read_text().replace(str(begun), str(folder)))
+    picture(folder / "set/train/a/new.bmp", 50, (8, 8))
+    flags = ["--run", str(folder / "run/seed0/ce"), "--out", str(folder / "int8")]
+    said = stopped(quantize.main, flags, capsys)
+    assert said.startswith(
+        f"error: --data ImageFolder: expected the samples with which the run in {folder / 'run'} began"
+    )
+    assert said.endswith("train (18 then, 19 now), validation (2 then and now): train a student of these\n")
+    assert not (folder / "int8").exists()

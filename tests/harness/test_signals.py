@@ -1,0 +1,90 @@
+"""A signal ends a run wherever it comes, also where an exception would be lost."""
+
+import os
+import signal
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from experiments import kd
+from harness.runs import nets, signals
+from tests.processes import Run
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0)  # the handler comes now
+
+
+class Referred:
+    """May be referred to."""
+
+
+class Deleted:
+    """Is told when it goes."""
+
+    def __del__(self) -> None:
+        stop()
+
+
+def in_a_weak_reference() -> None:
+    referred = Referred()
+    kept = weakref.ref(referred, lambda _: stop())
+    del referred
+    assert kept() is None
+
+
+def in_a_finalizer() -> None:
+    Deleted()
+
+
+def in_an_except() -> None:
+    with suppress(BaseException):  # as somebody's code has it
+        stop()
+
+
+PLACES = [in_a_weak_reference, in_a_finalizer, in_an_except]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_no_signal_is_lost(place: Callable[[], None], tmp_path: Path) -> None:
+    def main() -> None:
+        with signals.handled(), signals.advised("go on so\n"):
+            print("before")
+            place()
+            print("after")
+
+    run = Run(main, log=tmp_path / "log")
+    assert run.wait() == 128 + signal.SIGTERM, run.output
+    assert run.output == "before\ngo on so\n"
+
+
+def test_a_run_says_how_it_goes_on(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+
+    def main() -> None:
+        nets.save_net.__globals__["write_spec"] = lambda *_: in_a_weak_reference()
+        kd.main(["--seeds", "1", "--trainer.max_epochs", "1", "--teacher", "LightNN", "--out", str(out)])
+
+    run = Run(main, log=tmp_path / "log")
+    assert run.wait() == 128 + signal.SIGTERM, run.output
+    assert run.output.endswith(f"stopped; go on with: python experiments/kd.py --out {out} --resume true\n")
+    assert (out / "seed0" / "teacher.ckpt").exists()
+    assert not (out / "seed0" / "teacher.json").exists()
+
+
+def test_a_notebook_lives_on(tmp_path: Path) -> None:
+    def main() -> None:
+        sys.ps1 = ">>> "
+        with pytest.raises(signals.Interrupted), signals.handled():
+            stop()
+        print("alive")
+
+    run = Run(main, log=tmp_path / "log")
+    assert run.wait() == 0, run.output
+    assert run.output == "alive\n"
