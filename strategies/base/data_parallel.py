@@ -22,7 +22,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from strategies.base import failures, missing_ranks, rendezvous
+from strategies.base import failures, gradients, missing_ranks, rendezvous
 from strategies.base.fit_state import DeferredOptimizers
 from strategies.base.launchers import ForkLauncher, ScriptLauncher
 
@@ -221,6 +221,13 @@ class DataParallel(DeferredOptimizers):
         if whole and reduce_op in {"mean", "avg", dist.ReduceOp.AVG} and dist.is_initialized():
             return super().reduce(tensor.clone(), group, "sum").double() / dist.get_world_size(group)
         return super().reduce(tensor, group, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """(ranks, *shape): the tensors of all ranks of a group, by default of all; with `sync_grads` differentiable."""
+        if not dist.is_initialized():
+            return tensor
+        with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
+            return gradients.gather(tensor, group)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 - Lightning's name
         """Whether all, or any, of the ranks decide so, whatever `reduce` is over."""
