@@ -23,7 +23,7 @@ pytestmark = pytest.mark.extras("transformers")
 @pytest.mark.parametrize("what", ["classifiers", "language models"])
 def test_models_from_a_folder(what: str, tmp_path: Path) -> None:
     run = Run({"classifiers": _classifiers, "language models": _language_models}[what], tmp_path, log=tmp_path / "log")
-    assert run.wait(200) == 0, run.output
+    assert run.wait() == 0, run.output
 
 
 def _refusal(make: Any, *args: Any, **options: Any) -> str:
