@@ -72,6 +72,7 @@ class Replicated(AveragesGradients):
         **kwargs: DistributedDataParallel's other options, and DataParallel's.
     """
 
+    _saves_alone = True
     _one_device = False  # whether a rank needs its parameters on one device
 
     def __init__(

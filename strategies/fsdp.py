@@ -1,7 +1,7 @@
 """Fully sharded data parallelism: each rank keeps a part of parameters, gradients and optimizer state."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, cast
 
@@ -24,12 +24,20 @@ from torch.optim import Optimizer
 from apprentice import replicas
 from strategies import tensor_parallel
 from strategies.base import checkpoints
-from strategies.base.gradients import parameters_of
+from strategies.base.gradients import NORM, parameters_of
 from strategies.base.shared_replica import SharedReplica
 from strategies.sharding import Sharding, recompute
 from strategies.tensor_parallel import DATA, TENSOR
 
 Half = Literal["bf16", "fp16"]
+# What torch says where a loss or a hook needs what a rank has a part of, and what we say.
+EXPECTED = {
+    "mixed torch.Tensor and DTensor": "expected reshard_after_forward False and a loss that uses parameters after "
+    "forward only, as each rank has a part of them before",
+    "for storage of size 0": "expected reshard_after_forward False, as the loss uses gradients of gradients, for which "
+    "layers are no longer whole",
+    "data is not allocated yet": f"{NORM}, as each rank has a part of a gradient",
+}
 DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -46,7 +54,8 @@ class FSDP(SharedReplica):
         reduce_dtype: rounds gradients for averaging; None: no rounding.
         offload: keep the shards in the CPU's memory, beside a GPU.
         activation_checkpointing: store only a layer's inputs and buffers for backward, and recompute the layer.
-        reshard_after_forward: free a layer's parameters after forward; else only after backward.
+        reshard_after_forward: free a layer's parameters after forward; else only before the optimizer's step, as a loss
+            wants that uses parameters or gradients of gradients, such as an L1 or a gradient penalty.
         mesh: sizes of `data` and `tensor`, or a DeviceMesh of these dimensions. Consecutive ranks, along `tensor`,
             compute the layers of a net together, as its `tensor_parallel_plan()` says: styles of
             `torch.distributed.tensor.parallel` by the path of a layer. Each rank's part is sharded along `data`. A size
@@ -76,6 +85,38 @@ class FSDP(SharedReplica):
         self.mesh = mesh
         self._tensor_mesh: DeviceMesh | None = None
         self._sharding: Sharding | None = None
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Raise ValueError with what was expected where torch's error speaks of its own parts."""
+        try:
+            yield
+        except RuntimeError as error:
+            expected = next((text for sign, text in EXPECTED.items() if sign in str(error)), None)
+            if expected is None:
+                raise
+            raise ValueError(f"strategy {type(self).__name__}: {type(self._module).__name__}: {expected}") from error
+
+    def _sharded(self) -> list[FSDPModule]:
+        return [module for module in self._module.modules() if isinstance(module, FSDPModule)]
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute gradients."""
+        with self._explained():
+            return super().backward(*args, **kwargs)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Step the shards, after parameters that were kept whole for backward are freed."""
+
+        def freed() -> Any:
+            loss = closure()
+            if not self.reshard_after_forward:
+                for module in self._sharded():
+                    module.reshard()
+            return loss
+
+        with self._explained():
+            return super().optimizer_step(optimizer, freed, model, **kwargs)
 
     @property
     def _tensor_size(self) -> int:
@@ -143,6 +184,8 @@ class FSDP(SharedReplica):
             self._sharding = Sharding(self._module, self._shard, self._cut)
         except ValueError as error:
             raise MisconfigurationException(str(error)) from error
+        for module in self._sharded():
+            module.set_reshard_after_backward(self.reshard_after_forward, recurse=False)
 
     def _make_mesh(self) -> DeviceMesh:
         """The ranks that shard a parameter, and those that compute a replica with this one."""
@@ -185,13 +228,12 @@ class FSDP(SharedReplica):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Accumulate gradients without averaging inside the block."""
-        sharded = [module for module in self._module.modules() if isinstance(module, FSDPModule)]
-        for module in sharded:
+        for module in self._sharded():
             module.set_requires_gradient_sync(False, recurse=False)
         try:
             yield
         finally:
-            for module in sharded:
+            for module in self._sharded():
                 module.set_requires_gradient_sync(True, recurse=False)
 
     def gradient_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor | None:

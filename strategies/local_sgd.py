@@ -28,6 +28,7 @@ class LocalSGD(Replicated):
     """
 
     _one_device = True
+    _saves_alone = False
     _relates_rows = False
 
     def __init__(self, *, period: int = 4, warmup_steps: int = 0, **kwargs: Any) -> None:

@@ -146,14 +146,25 @@ class ParamServer(RPCStrategy):
             expected = "expected a training_step that takes a batch without rows, as the server's are"
             raise ValueError(f"strategy param_server: {expected}: {error}") from error
 
+    def _is_of_workers(self, group: Any) -> bool:
+        """Whether a collective is over the workers: in training, unless another group is named."""
+        return self.server > 0 and self._trainer.training and (group is None or group is dist.group.WORLD)
+
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the ranks, in training over the workers."""
-        named = not (group is None or group is dist.group.WORLD)
-        if named or not self.server or not self._trainer.training:
+        if not self._is_of_workers(group):
             return super().reduce(tensor, group, reduce_op)
         value = tensor if self._serves else super().reduce(tensor, self._workers, reduce_op)
         value = self.broadcast(move_data_to_device(value, torch.device("cpu")))  # pickled with its device
         return move_data_to_device(value, self.root_device)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather from the ranks, in training from the workers; the server gets the values."""
+        if not self._is_of_workers(group):
+            return super().all_gather(tensor, group, sync_grads)
+        gathered = None if self._serves else super().all_gather(tensor, self._workers, sync_grads)
+        values = self.broadcast(None if gathered is None else gathered.detach().cpu())  # pickled with its device
+        return values.to(self.root_device) if gathered is None else gathered
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Push gradients to the server, step there, and receive parameters."""

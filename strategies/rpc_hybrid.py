@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from apprentice import keyed, replicas
 from strategies.base import stages
-from strategies.base.gradients import pack, parameters_of, unpack
+from strategies.base.gradients import NO_GRADIENT, pack, parameters_of, unpack
 from strategies.base.model_parallel import PLAIN, devices_of
 from strategies.base.shared_replica import SharedReplica
 from strategies.exact.shards import bounds
@@ -205,7 +205,13 @@ class RPCHybrid(RPCStrategy, SharedReplica):
             self._autograd.close()
             self._context = self._autograd.enter_context(autograd.context())
         self._forwards = 0
-        output = super().training_step(*args, **kwargs)
+        try:
+            output = super().training_step(*args, **kwargs)
+        except RuntimeError as error:
+            if not NO_GRADIENT.search(str(error)):
+                raise
+            expected = "expected no gradient of forward's output before backward, as the workers have computed it"
+            raise ValueError(f"strategy rpc_hybrid: {expected}") from error
         if not self._forwards:
             raise ValueError(f"{type(self._module).__name__}.training_step: expected a call of forward")
         return output

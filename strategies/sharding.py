@@ -76,6 +76,9 @@ class Sharding:
             if p.requires_grad and p not in inside:
                 place = "inside a child that is called, or a module that `sharded_modules` names"
                 raise ValueError(f"{name} can't be sharded: expected a trainable parameter {place}")
+        names = {p: name for name, p in module.named_parameters()}
+        if scalars := [names[p] for unit in found for p in unit.parameters() if not p.dim()]:
+            raise ValueError(f"{scalars[0]} can't be sharded: expected a tensor of one number, not a scalar")
         for unit in found:
             for name, p in unit.named_parameters():
                 if self._is_shared(p, unit):

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import waiting
+
 LOCKED = ("torchao", "onnx", "onnxruntime", "onnxscript", "safetensors")  # extras of requirements.lock
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 GPU = "gpu"  # the marker of tests that need one, and the only `-m` that sees it
@@ -21,6 +23,7 @@ GPU = "gpu"  # the marker of tests that need one, and the only `-m` that sees it
 
 def pytest_configure(config: pytest.Config) -> None:
     """Hide GPUs from all tests but those of `-m gpu`, before torch looks. Warnings are errors, but for one."""
+    waiting.heed_interrupts()
     if config.option.markexpr != GPU:
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # the same tests everywhere
     # Lightning's CombinedLoader still asks torch for a LeafSpec.

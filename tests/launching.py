@@ -16,6 +16,7 @@ from lightning.pytorch import Callback
 
 from experiments import kd
 from harness.runs import signals
+from tests import waiting
 from tests.processes import Run
 from tests.training import assert_same
 
@@ -116,22 +117,22 @@ class Command:
                 start_new_session=True, cwd=log.parent,
             )  # fmt: skip
 
-    def wait(self, timeout: float) -> int:
-        """The exit code; fails when it does not end in time, or leaves processes behind."""
-        try:
-            code = self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            code = None
-        deadline = time.monotonic() + 10
-        while (left := self.processes()) and code is not None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        for pid in left:
+    def wait(self, idle: float = 90) -> int:
+        """The exit code; fails when it does not end and is idle for so many seconds, or leaves processes behind."""
+        ended = waiting.wait(lambda: self.process.poll() is not None, self.processes, idle)
+        left = [] if ended and waiting.wait(lambda: not self.processes(), self.processes, 10) else self.processes()
+        self.end()
+        code = self.process.returncode
+        assert ended, f"idle for {idle} s:\n{self.output}"
+        assert not left, f"left behind: {left}\n{self.output}"
+        return code
+
+    def end(self) -> None:
+        """Kill it with what it has started."""
+        for pid in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
-        assert code is not None, f"still running after {timeout} s:\n{self.output}"
-        assert not left, f"left behind: {left}\n{self.output}"
-        return code
 
     def processes(self) -> list[int]:
         """Those of its processes that are alive."""
@@ -187,21 +188,17 @@ def by_hand(size: int, numbers: Sequence[int] | None = None, **variables: Any) -
     return [{"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, **variables} for rank in numbers or range(size)]
 
 
-def until(happens: Callable[[], bool], *runs: Any, seconds: float = 120) -> None:
-    """Wait for something that these runs do; fails, and ends them, when it takes too long."""
-    deadline = time.monotonic() + seconds
-    while not happens():
-        if time.monotonic() > deadline:
-            for run in runs:
-                with contextlib.suppress(AssertionError):
-                    run.wait(0.1)
-            raise AssertionError("".join(run.output for run in runs))
-        time.sleep(0.05)
+def until(happens: Callable[[], bool], *runs: Run | Command, idle: float = 90) -> None:
+    """Wait for something that these runs do; fails, and ends them, when all are idle for so many seconds."""
+    if not waiting.wait(happens, lambda: [pid for run in runs for pid in run.processes()], idle):
+        for run in runs:
+            run.end()
+        raise AssertionError("".join(run.output for run in runs))
 
 
-def ended(runs: Sequence[Run], timeout: float = 60) -> str:
+def ended(runs: Sequence[Run], idle: float = 90) -> str:
     """What ranks have said that ended well."""
-    codes = [run.wait(timeout) for run in runs]
+    codes = [run.wait(idle) for run in runs]
     said = "".join(run.output for run in runs)
     assert set(codes) == {0}, said
     return said

@@ -1,19 +1,21 @@
 """Runs an experiment's main in a process forked from this warm interpreter, and sees that nothing is left of it."""
 
 import atexit
+import contextlib
 import multiprocessing
 import multiprocessing.util
 import os
 import re
 import socket
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests import waiting
 
 CONTEXT: Any = multiprocessing.get_context("fork")
 
@@ -56,22 +58,30 @@ class Run:
         sys.stderr.flush()
         os._exit(code or 0)
 
-    def wait(self, timeout: float = 90) -> int:
-        """The exit code; fails when the process or one of its ranks does not end."""
-        self.process.join(timeout)
-        alive = self.process.is_alive()
+    def processes(self) -> list[int]:
+        """Those of its session that are alive."""
+        return session(self.process.pid)
+
+    def wait(self, idle: float = 90) -> int:
+        """The exit code; fails when the process or one of its ranks does not end and is idle for so many seconds."""
+        alive = not waiting.wait(lambda: self.process.exitcode is not None, self.processes, idle)
         left = [] if alive else self._left()
         for pid in [self.process.pid, *left] if alive else left:
             os.kill(pid, 9)
-        assert not alive, f"still running after {timeout} s:\n{self.output}"
+        assert not alive, f"idle for {idle} s:\n{self.output}"
         assert not left, f"left behind: {left}\n{self.output}"
         return self.process.exitcode
 
-    def _left(self, patience: float = 10) -> list[int]:
-        deadline = time.monotonic() + patience
-        while (found := session(self.process.pid)) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return found
+    def end(self) -> None:
+        """Kill it with its ranks."""
+        for pid in {self.process.pid, *self.processes()}:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, 9)
+        self.process.join()
+
+    def _left(self) -> list[int]:
+        waiting.wait(lambda: not self.processes(), self.processes, 10)
+        return self.processes()
 
     @property
     def output(self) -> str:

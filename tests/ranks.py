@@ -2,7 +2,6 @@
 
 import os
 import tempfile
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -13,8 +12,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
 from strategies import ring
-
-LIMIT = 60  # seconds
+from tests import waiting
 
 
 def ranks(size: int, function: Callable[..., None], *args: Any, backend: str = "ring", timeout: float = 20) -> None:
@@ -25,15 +23,14 @@ def ranks(size: int, function: Callable[..., None], *args: Any, backend: str = "
         function: the same for all.
         *args: its arguments.
         backend: of the group.
-        timeout: seconds, of the group; the ranks have a minute.
+        timeout: seconds, of the group.
     """
     with tempfile.TemporaryDirectory() as folder:
         call = (size, backend, timeout, str(Path(folder) / "store"), function, args)
         context: Any = start_processes(_rank, args=call, nprocs=size, join=False, start_method="fork")
-        deadline = time.monotonic() + LIMIT
         try:
-            while not context.join(max(deadline - time.monotonic(), 0.1)):
-                assert time.monotonic() < deadline, f"ranks still run after {LIMIT} s"
+            ended = waiting.wait(lambda: context.join(0.02), lambda: [process.pid for process in context.processes])
+            assert ended, "the ranks are idle"
         finally:
             for process in context.processes:
                 process.kill()

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, BasePredictionWriter
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
@@ -296,6 +298,67 @@ class Late(Classifier):
     def configure_model(self) -> None:
         if self.net is None:
             self.net = mlp()
+
+
+class Normed(Classifier):
+    """Logs the norms of its gradients, as Lightning's documentation does."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self, norm_type=2))
+
+
+class Gathered(Classifier):
+    """Its loss is of the outputs for all rows of the global batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.pipeline_loss(self(batch[0]), batch)
+        self.log("train_loss", loss, sync_dist=True)
+        return loss
+
+    def pipeline_loss(self, output: Tensor, batch: Any) -> Tensor:
+        return super().pipeline_loss(output, batch) + self.all_gather(output, sync_grads=True).square().mean()
+
+    def tensor_parallel_plan(self) -> dict[str, Any]:
+        return {"net.0": ColwiseParallel(), "net.2": RowwiseParallel()}
+
+
+class Penalized(Classifier):
+    """A gradient penalty, as a WGAN's critic has."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0].clone().requires_grad_()
+        logits = self(x)
+        (gradient,) = torch.autograd.grad(logits.sum(), x, create_graph=True)
+        loss = F.cross_entropy(logits, batch[1]) + (gradient.norm(dim=1) - 1).square().mean()
+        self.log("train_loss", loss, sync_dist=True)
+        return loss
+
+
+class Lasso(Classifier):
+    """An L1 term over all parameters."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + 0.01 * torch.stack([p.abs().sum() for p in self.parameters()]).sum()
+
+
+class Temperature(nn.Module):
+    """Divides by a number that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / self.temperature
+
+
+class Tempered(Classifier):
+    """Its temperature is a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp().append(Temperature())
 
 
 class Writer(BasePredictionWriter):

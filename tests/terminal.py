@@ -7,13 +7,16 @@ import select
 import struct
 import sys
 import termios
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pyte
 import torch
+
+from tests import waiting
+from tests.processes import session
 
 
 @dataclass
@@ -27,7 +30,7 @@ class Seen:
 
 
 def on_terminal(
-    function: Callable[..., Any], *args: Any, columns: int = 80, rows: int = 24, timeout: float = 90, **env: str
+    function: Callable[..., Any], *args: Any, columns: int = 80, rows: int = 24, idle: float = 90, **env: str
 ) -> Seen:
     """What the call shows; `env` replaces variables of the environment. NO_COLOR is unset unless given."""
     child, terminal = pty.fork()
@@ -47,15 +50,13 @@ def on_terminal(
         finally:
             sys.stdout.flush()
             os._exit(code)
-    return _watched(child, terminal, columns or 80, rows or 24, timeout)
+    return _watched(child, terminal, columns or 80, rows or 24, idle)
 
 
-def _watched(child: int, terminal: int, columns: int, rows: int, timeout: float) -> Seen:
+def _watched(child: int, terminal: int, columns: int, rows: int, idle: float) -> Seen:
     screen = pyte.HistoryScreen(columns, rows, history=10_000)
-    stream, seen, deadline = pyte.ByteStream(screen), Seen(), time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        if not select.select([terminal], [], [], 1.0)[0]:
-            continue
+    stream, seen = pyte.ByteStream(screen), Seen()
+    while waiting.wait(lambda: select.select([terminal], [], [], 0)[0], partial(session, child), idle):
         try:
             content = os.read(terminal, 65536)
         except OSError:  # the process has ended

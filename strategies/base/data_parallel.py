@@ -18,10 +18,11 @@ from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from strategies.base import missing_ranks, rendezvous
+from strategies.base import failures, gradients, missing_ranks, rendezvous
 from strategies.base.fit_state import DeferredOptimizers
 from strategies.base.launchers import ForkLauncher, ScriptLauncher
 
@@ -58,6 +59,9 @@ class DataParallel(DeferredOptimizers):
 
     cluster_environment: ClusterEnvironment
     _timeout: timedelta
+    _saves_alone = False  # whether rank zero holds all that is in a checkpoint, without the other ranks
+    _missing: BaseException | None = None  # names ranks that stopped responding before this one left the group
+    _hooks: failures.Hooks | None = None  # set aside, as they must not be called here
     _relates_rows = True  # whether a step has the whole global batch, whose rows a loss may relate
 
     def __init__(
@@ -218,6 +222,13 @@ class DataParallel(DeferredOptimizers):
             return super().reduce(tensor.clone(), group, "sum").double() / dist.get_world_size(group)
         return super().reduce(tensor, group, reduce_op)
 
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """(ranks, *shape): the tensors of all ranks of a group, by default of all; with `sync_grads` differentiable."""
+        if not dist.is_initialized():
+            return tensor
+        with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
+            return gradients.gather(tensor, group)
+
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 - Lightning's name
         """Whether all, or any, of the ranks decide so, whatever `reduce` is over."""
         votes = super().reduce(torch.tensor(int(decision), device=self.root_device), None, "sum")
@@ -237,17 +248,56 @@ class DataParallel(DeferredOptimizers):
         for buffer in self._module.buffers() if dist.is_initialized() else []:
             dist.broadcast(buffer, rank)
 
+    def saves_alone(self, trainer: Trainer) -> bool:
+        """Whether this rank saves a checkpoint of a failed fit, whatever has become of the others."""
+        here = self.is_global_zero and (self._saves_alone or self.world_size == 1)
+        return here and trainer.state.fn == TrainerFn.FITTING and failures.may_save(trainer)
+
+    def prepare_exception_hooks(self, trainer: Trainer, exception: BaseException) -> None:
+        """Before Lightning calls `on_exception`: let a rank save by itself, or with all others, or not at all."""
+        if not dist.is_initialized() or self.world_size == 1 or not failures.may_save(trainer):
+            return
+        if self._saves_alone:
+            try:
+                self._raise_for_missing(exception)
+            except (TimeoutError, ConnectionError, SystemExit) as missing:
+                self._missing = missing
+            failures.leave()
+        elif not failures.is_everywhere(trainer, exception):
+            self._hooks = failures.Hooks.set_aside(trainer, callbacks_only=True)
+            kind = type(self).__name__
+            exception.add_note(f"on_exception of callbacks was not called: {kind} saves with all ranks or not at all")
+
+    def set_hooks_aside(self, trainer: Trainer) -> None:
+        """Keep Lightning from calling hooks of an exception, which the ranks have called, in this process."""
+        self._hooks = failures.Hooks.set_aside(trainer)
+
+    def teardown(self) -> None:
+        """Give hooks that were set aside back to the Trainer."""
+        super().teardown()
+        if self._hooks is not None:
+            self._hooks.restore()
+        self._hooks = None
+
     def on_exception(self, exception: BaseException) -> None:
         """Name the ranks that stopped responding, if a collective has failed: see `raise_for_missing`."""
         super().on_exception(exception)
+        missing, self._missing = self._missing, None
         try:
-            first_only = isinstance(self._launcher, ScriptLauncher)
-            missing_ranks.raise_for_missing(exception, self._timeout_seconds, first_only)
+            if missing is not None:
+                raise missing
+            self._raise_for_missing(exception)
         except (TimeoutError, ConnectionError, SystemExit):
             self._kill_children()
-            if self.lightning_module is not None:
-                self.teardown()  # Lightning's next call, had this error not come in between
+            if self.lightning_module is not None:  # Lightning's next calls, had this error not come in between
+                for logger in self._trainer.loggers:
+                    logger.finalize("failed")
+                self.teardown()
             raise
+
+    def _raise_for_missing(self, exception: BaseException) -> None:
+        first_only = isinstance(self._launcher, ScriptLauncher)
+        missing_ranks.raise_for_missing(exception, self._timeout_seconds, first_only)
 
     def _kill_children(self) -> None:
         if isinstance(self._launcher, ScriptLauncher):

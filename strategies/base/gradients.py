@@ -1,5 +1,6 @@
 """Gradients and parameters in flat vectors, which one collective carries; and gradients that Lightning takes over."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apprentice import replicas
+
+# Parts of what autograd says where other ranks have computed a net's output.
+NO_GRADIENT = re.compile("does not require grad|not have been used in the graph")
+NORM = "expected trainer.strategy.gradient_norm(parameters) in place of grad_norm"
 
 
 def parameters_of(*optimizers: Optimizer) -> list[nn.Parameter]:
@@ -88,6 +93,28 @@ class Buckets:
                 if mean is not None:
                     p.grad = torch.empty_like(p) if p.grad is None else p.grad
                     p.grad.copy_(mean)
+
+
+def gather(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """(ranks, *x.shape): `x` of every rank of a group; the gradient of each is the sum over the ranks."""
+    return _Gather.apply(x, group)
+
+
+class _Gather(torch.autograd.Function):
+    """torch's own takes the ranks of its backward for those of the world, whatever the group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.stack(parts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        total = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total[dist.get_rank(ctx.group)], None
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -26,12 +27,15 @@ from strategies.base import fit_state
 if TYPE_CHECKING:
     from strategies.base.data_parallel import DataParallel
 
+INTERRUPT_TIME = 30.0  # seconds in which interrupted ranks call their hooks
+
 
 class ForkLauncher(_MultiProcessingLauncher):
     """Lightning's launcher, safe for OpenMP and float64; ranks end with their parent, and return their state."""
 
     _strategy: "DataParallel"
     _result: Path  # rank zero's `fit_state`, in a file
+    _saving = False  # whether this rank calls the hooks of an exception
 
     def launch(self, function: Callable, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Run `function` in every rank and return rank zero's results."""
@@ -45,6 +49,11 @@ class ForkLauncher(_MultiProcessingLauncher):
         fit_state.prepare_logs(trainer)
         port = os.environ.get("MASTER_PORT")
         self._strategy.bind()
+        self.procs = []
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        forwards = in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        if forwards:
+            signal.signal(signal.SIGTERM, self._forward_sigterm)
         try:
             with (
                 tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
@@ -54,13 +63,23 @@ class ForkLauncher(_MultiProcessingLauncher):
                 results = super().launch(function, *args, trainer=trainer, **kwargs)
                 self._restore(trainer, function, args, kwargs)
                 return results
+        except BaseException as exception:
+            if self.procs:  # the ranks have called the hooks that Lightning is about to call here, on an untrained net
+                self._strategy.set_hooks_aside(trainer)
+            if isinstance(exception, KeyboardInterrupt):
+                self._interrupt_ranks()
+            raise
         finally:  # the next fit takes another port
+            if forwards:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
             self._strategy.close_socket()
             os.environ.pop("MASTER_PORT", None)
             if port is not None:
                 os.environ["MASTER_PORT"] = port
 
     def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
+        if signal.getsignal(signal.SIGTERM) == self._forward_sigterm:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         _prctl_pr_set_pdeathsig(signal.SIGKILL)  # Linux kills it when its parent dies
         if process_idx:
             self._strategy.close_socket()  # so that nobody answers when rank 0 has died
@@ -71,13 +90,41 @@ class ForkLauncher(_MultiProcessingLauncher):
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         if inductor := sys.modules.get("torch._inductor.config"):  # has read the variable already
             inductor.compile_threads = 1  # type: ignore[attr-defined]
-        # SIGTERM, such as after another rank's death, ends it at once: Lightning's handler would call the others.
-        args[0]._signal_connector._sigterm_notifier_fn = lambda *_: os._exit(128 + signal.SIGTERM)
+        # Lightning's handler would call other ranks.
+        args[0]._signal_connector._sigterm_notifier_fn = lambda *_: self._handle_sigterm(args[0])
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, _interrupt_once)
         try:
             super()._wrapping_function(process_idx, args[0], partial(_run, *args[:2]), *args[2:], **kwargs)
-        except Exception as exception:
-            self._strategy.on_exception(exception)  # Lightning calls it in the parent alone
+        except BaseException as exception:
+            self._call_exception_hooks(args[0], exception)
             raise
+
+    def _call_exception_hooks(self, trainer: Trainer, exception: BaseException) -> None:
+        """Call what Lightning calls in a process that starts no ranks; in the parent it would find no trained net."""
+        self._saving = True
+        self._strategy.prepare_exception_hooks(trainer, exception)
+        call._interrupt(trainer, exception)
+        if trainer.received_sigterm:  # the rank that has failed first says why
+            os._exit(128 + signal.SIGTERM)
+
+    def _handle_sigterm(self, trainer: Trainer) -> None:
+        """End at once, as another rank or the run shall end; a rank that saves alone fails and saves first."""
+        if self._saving or self._strategy.saves_alone(trainer):
+            trainer._signal_connector.received_sigterm = True  # the fit ends at a collective, or with this batch
+        else:
+            os._exit(128 + signal.SIGTERM)
+
+    def _forward_sigterm(self, *_: Any) -> None:
+        """Let the ranks end, and the one that saves alone save, where SIGTERM would end this process and kill them."""
+        self.kill(signal.SIGTERM)
+
+    def _interrupt_ranks(self) -> None:
+        """Forward an interrupt to the ranks, which have it already if it came from a terminal, and wait for them."""
+        self.kill(signal.SIGINT)
+        for process in self.procs:
+            process.join(INTERRUPT_TIME)
+        self.kill(signal.SIGKILL)
 
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
         state = fit_state.collected(trainer)
@@ -111,6 +158,12 @@ class ForkLauncher(_MultiProcessingLauncher):
             self._strategy.create_optimizers = partial(fit_state.make_optimizers, trainer, state)
 
 
+def _interrupt_once(*_: Any) -> None:
+    """Raise KeyboardInterrupt, and ignore further ones while hooks save a checkpoint."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
 def _check_shared_memory() -> None:
     """Raise OSError with its place where semaphores, by which ranks talk to their parent, can't be created."""
     try:
@@ -125,6 +178,14 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     def __init__(self, strategy: "DataParallel") -> None:
         super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
         self._strategy = strategy
+
+    def launch(self, function: Callable, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Run `function` here, as in every rank; after an exception Lightning's hooks find what this rank holds."""
+        try:
+            return super().launch(function, *args, trainer=trainer, **kwargs)
+        except BaseException as exception:
+            self._strategy.prepare_exception_hooks(trainer, exception)
+            raise
 
     def _call_children_scripts(self) -> None:
         self._strategy.bind()

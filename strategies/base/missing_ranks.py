@@ -35,19 +35,26 @@ def raise_for_missing(exception: BaseException, timeout: float, first_only: bool
 
 def _missing() -> list[int]:
     """The ranks that don't respond; only rank 0 if the store, which it serves, does not answer either."""
-    found = [0]
+    responses = exchange("present", "", RESPONSE_TIME)
+    return [0] if responses is None else [rank for rank in range(dist.get_world_size()) if rank not in responses]
+
+
+def exchange(key: str, value: str, seconds: float) -> dict[int, str] | None:
+    """The values of the ranks that come here within so many seconds, by rank; None if the store does not answer."""
+    result: list[dict[int, str]] = []
 
     def ask() -> None:
-        store, deadline = _get_default_store(), time.monotonic() + RESPONSE_TIME
-        silent = list(range(dist.get_world_size()))
+        store, deadline, responses = _get_default_store(), time.monotonic() + seconds, dict[int, str]()
         with contextlib.suppress(dist.DistNetworkError):  # the store has gone, and rank 0 with it
-            store.set(f"present/{dist.get_rank()}", "")
-            while silent and time.monotonic() < deadline:
-                silent = [rank for rank in silent if not store.check([f"present/{rank}"])]
+            store.set(f"{key}/{dist.get_rank()}", value)
+            while len(responses) < dist.get_world_size() and time.monotonic() < deadline:
+                absent = [rank for rank in range(dist.get_world_size()) if rank not in responses]
+                here = [rank for rank in absent if store.check([f"{key}/{rank}"])]
+                responses |= {rank: store.get(f"{key}/{rank}").decode() for rank in here}
                 time.sleep(0.05)
-            found[:] = silent
+            result.append(dict(sorted(responses.items())))
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
-    thread.join(RESPONSE_TIME + 2)
-    return list(found)
+    thread.join(seconds + 2)
+    return result[0] if result else None

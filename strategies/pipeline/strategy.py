@@ -1,7 +1,7 @@
 """Pipeline parallelism: each rank holds some layers, and several micro-batches are in the pipeline at a time."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -17,7 +17,7 @@ from torch.optim import LBFGS, Optimizer
 
 from apprentice import keyed, replicas
 from strategies.base import checkpoints, stages
-from strategies.base.gradients import parameters_of
+from strategies.base.gradients import NORM, parameters_of
 from strategies.exact.shard_logging import shard_logger_of
 from strategies.exact.shards import Shard, part, rows
 from strategies.pipeline.cutting import StageAssignment, cut, seconds, warn_of_other_numbers
@@ -210,6 +210,28 @@ class PipelineStrategy(PipelineTraining):
 
     # Gradients of all stages
 
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Step this rank's stages; hooks find meta tensors for other ranks' gradients, which have no norm."""
+        others = [p for p in parameters_of(optimizer) if p.is_meta and p.requires_grad]
+
+        def with_stand_ins() -> Any:
+            loss = closure()
+            for p in others:
+                p.grad = torch.empty_like(p)
+            return loss
+
+        try:
+            loss = self.precision_plugin._wrap_closure(self._module, optimizer, with_stand_ins)
+        except RuntimeError as error:
+            if "on meta tensors" not in str(error):
+                raise
+            expected = f"{NORM}, as each rank has the gradients of its stages"
+            raise ValueError(f"strategy pipeline: {self._name}: {expected}") from error
+        for p in others:
+            p.grad = None
+        optimizer.step(**kwargs)
+        return loss
+
     def gradient_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         """The norm over all stages, () float64, with the bits of one device; collective."""
         return torch.linalg.vector_norm(self._norms(parameters, torch.float64))
@@ -218,7 +240,7 @@ class PipelineStrategy(PipelineTraining):
         """Norms of the gradients of all stages in the order of the parameters, float64, computed in `dtype`."""
         norms = torch.zeros(2, len(parameters), dtype=torch.float64, device=self.root_device)
         for i, p in enumerate(parameters):
-            if p.grad is not None:
+            if p.grad is not None and not p.is_meta:
                 norms[:, i] = torch.stack([torch.linalg.vector_norm(p.grad, dtype=dtype).double(), norms.new_ones(())])
         dist.all_reduce(norms, group=self._group)
         return norms[0, norms[1] > 0]

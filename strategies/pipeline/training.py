@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from apprentice import keyed, replicas
-from strategies.base.gradients import averaged, handed_over, set_aside
+from strategies.base.gradients import NO_GRADIENT, averaged, handed_over, set_aside
 from strategies.base.shared_replica import SharedReplica
 from strategies.exact import Exact
 from strategies.exact.collectives import allow_collectives, refuse_collectives
@@ -28,6 +28,8 @@ from strategies.pipeline.states import RankRandomState
 
 TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 5e-2}  # between two ways to add up one loss; else 1e-3
 ONE_CALL = "expected one call of forward"
+NO_PARAMETERS = "expected a loss that uses no parameters, of which each rank has some"
+NO_DERIVATIVE = "expected no gradient of forward's output before backward, as other ranks have computed it"
 
 
 @dataclass
@@ -99,7 +101,11 @@ class PipelineTraining(SharedReplica, Exact):
         except _StepEnds:
             pass
         except (RuntimeError, NotImplementedError) as error:
-            if call.inputs or "meta" not in str(error):
+            meta, gradient = "meta" in str(error), NO_GRADIENT.search(str(error))
+            if call.inputs and (meta or gradient):
+                expected = NO_PARAMETERS if meta else NO_DERIVATIVE
+                raise ValueError(f"{self._name}.training_step: {expected}") from error
+            if call.inputs or not meta:
                 raise
             raise ValueError(f"{none}: {error}") from error  # the step called a layer of another rank
         finally:
@@ -120,10 +126,15 @@ class PipelineTraining(SharedReplica, Exact):
         loss = output["loss"] if isinstance(output, Mapping) else output
         if loss is None:
             return None
+        self._check_loss(loss)
         if not self._losses_match:
             self._compare_losses(loss.item(), loss.dtype)
         loss = handed_over(loss.detach(), averaged(gradients))
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
+
+    def _check_loss(self, loss: Tensor) -> None:
+        if loss.is_meta:
+            raise ValueError(f"{self._name}.training_step: {NO_PARAMETERS}")
 
     def _train_batch(self, batch: Any, inputs: tuple[Tensor, ...]) -> Any:
         size = rows(batch)
@@ -241,6 +252,7 @@ class PipelineTraining(SharedReplica, Exact):
             known = self._rows_of(output, shard, shards)
             with self._isolated_shard(shard), self._answering(partial(_answer, known)), context():
                 loss = logger.step(shard.batch, *args, **kwargs)
+            self._check_loss(loss)
             return row_of(loss, logger, taken[number])
 
         results = {shard.number: row(number, shard) for number, shard in enumerate(shards)}

@@ -15,6 +15,7 @@ import datamodules.decoded
 from apprentice.errors import BadInput
 from datamodules import ImageFolder
 from datamodules.encoded import Files
+from tests import waiting
 from tests.datamodules.test_image_folder import picture
 from tests.training import assert_same
 
@@ -161,14 +162,15 @@ def test_processes_that_fill_it_at_once_share_the_work(root: Path, tmp_path: Pat
     fork, barrier = multiprocessing.get_context("fork"), multiprocessing.get_context("fork").Barrier(3)
 
     def run(rank: int) -> None:
-        barrier.wait(30)
+        barrier.wait(waiting.LIMIT)
         torch.save(contents(root), tmp_path / f"{rank}.pt")
 
     processes = [fork.Process(target=run, args=(rank,)) for rank in range(3)]
     for process in processes:
         process.start()
-    for process in processes:
-        process.join(60)
+    waiting.wait(
+        lambda: all(process.exitcode is not None for process in processes), lambda: [p.pid for p in processes if p.pid]
+    )
     assert [process.exitcode for process in processes] == [0, 0, 0]
     for rank in range(3):
         assert_same(torch.load(tmp_path / f"{rank}.pt"), in_memory(root))

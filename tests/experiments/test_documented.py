@@ -20,6 +20,7 @@ from PIL import Image
 
 from harness import start
 from lit_modules.nets import DeepNN
+from tests import waiting
 from tests.processes import Run
 
 ROOT = Path(__file__).parents[2]
@@ -168,7 +169,7 @@ def start_fresh(name: str, flags: list[str], folder: Path) -> None:
     log, errors = folder / f"{name}.out", folder / f"{name}.err"
     with log.open("w") as out, errors.open("w") as err:
         command = [sys.executable, str(ROOT / "experiments" / f"{name}.py"), *flags]
-        code = subprocess.call(command, cwd=folder, env=environment, stdout=out, stderr=err, timeout=280)
+        code = subprocess.call(command, cwd=folder, env=environment, stdout=out, stderr=err, timeout=waiting.LIMIT)
     assert_ours(code, log.read_text(), errors.read_text())
 
 
@@ -199,7 +200,7 @@ def test_documented_commands_print_no_line_but_ours(number: int, folder: Path) -
     quiet = name in {"kd", "gpt"} and not goes_on(flags) and not own_logger  # a fresh process has written TensorBoard's
     more = ["--trainer.logger", "false"] if quiet else []
     process = Run(called, folder, name, [*flags, *more], log=log, errors=errors)
-    assert_ours(process.wait(280), log.read_text(), errors.read_text())
+    assert_ours(process.wait(), log.read_text(), errors.read_text())
 
 
 def called(folder: Path, name: str, flags: list[str]) -> None:

@@ -22,6 +22,7 @@ from harness.runs.environment import limit_threads
 from harness.runs.nets import load_net
 from lit_modules.nets import LightNN
 from lit_modules.nets.weights import load_weights
+from tests import waiting
 from tests.commands import left_by_overwriting, refused, results
 from tests.processes import Run
 from tests.training import assert_same, net
@@ -196,7 +197,7 @@ def test_under_torchrun_the_ranks_share_one_run(tmp_path: Path) -> None:
     launched = subprocess.run(
         [*command, str(Path(kd.__file__)), *flags, "2"],
         cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=200, check=False,
+        capture_output=True, text=True, timeout=waiting.LIMIT, check=False,
     )  # fmt: skip
     assert launched.returncode == 0, launched.stderr
     (out,) = (tmp_path / "runs" / "kd").iterdir()

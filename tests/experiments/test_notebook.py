@@ -9,6 +9,8 @@ from typing import Any
 import nbformat
 import pytest
 
+from tests import waiting
+
 FOLDER = Path(__file__).parents[2] / "notebooks"
 
 
@@ -97,7 +99,7 @@ def test_it_shows_what_it_says(name: str) -> None:
 
     notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
     place = {"metadata": {"path": str(FOLDER)}}
-    NotebookClient(notebook, timeout=200, kernel_name="python3", resources=place).execute()
+    NotebookClient(notebook, timeout=int(waiting.LIMIT), kernel_name="python3", resources=place).execute()
     outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
     said = "".join(output.text for output in outputs if output.output_type == "stream")
     assert [output.text for output in outputs if output.get("name") == "stderr"] == []

@@ -17,6 +17,7 @@ from harness.studies.attention import Bench, Case, measure
 from harness.studies.meters import LINUX
 from lit_modules.nets import SelfAttention
 from tests.commands import left_by_overwriting, refused, refused_elsewhere, results
+from tests.launching import until
 from tests.processes import Run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -281,9 +282,7 @@ def slow(flags: list[str]) -> None:
 def test_a_signal_ends_the_run_and_keeps_its_rows(tmp_path: Path) -> None:
     out = tmp_path / "run"
     run = Run(slow, [*ONLY, "--out", str(out)], log=tmp_path / "log")
-    deadline = time.monotonic() + 60
-    while not ((out / "results.json").exists() and len(rows(out)) == 2) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    until(lambda: (out / "results.json").exists() and len(rows(out)) == 2, run)
     os.killpg(run.process.pid, signal.SIGINT)
     assert run.wait() == 128 + signal.SIGINT, run.output
     assert "--resume true" in run.output

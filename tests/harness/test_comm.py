@@ -19,6 +19,7 @@ from harness.studies.comm.operations import OPERATIONS, Member
 from harness.studies.comm.report import every, picture, table, words
 from strategies import ring
 from tests.commands import left_by_overwriting, refused, refused_elsewhere, results
+from tests.launching import until
 from tests.processes import Run
 from tests.ranks import ranks
 
@@ -218,9 +219,7 @@ def slow(flags: list[str]) -> None:
 def test_a_signal_ends_the_run_and_keeps_its_rows(tmp_path: Path) -> None:
     out = tmp_path / "run"
     run = Run(slow, [*ONLY, "--only", "scatter", "gather", "--out", str(out)], log=tmp_path / "log")
-    deadline = time.monotonic() + 60
-    while not ((out / "results.json").exists() and len(rows(out)) == 2) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    until(lambda: (out / "results.json").exists() and len(rows(out)) == 2, run)
     os.killpg(run.process.pid, signal.SIGINT)
     assert run.wait() == 128 + signal.SIGINT, run.output
     assert "--resume true" in run.output

@@ -22,6 +22,7 @@ from harness.studies.meters import PeakMemory, hidden_share, sent_bytes, state_b
 from lit_modules.nets import ViT
 from strategies import DDP
 from tests.commands import left_by_overwriting, refused, refused_elsewhere, results
+from tests.launching import until
 from tests.processes import Run
 from tests.training import classifier, net
 
@@ -238,9 +239,7 @@ def test_a_signal_ends_the_run_and_keeps_its_rows(tmp_path: Path) -> None:
     out = tmp_path / "run"
     flags = [*LIGHT, "--trainer.devices", "2", "--only", "ddp", "ddp_zero1", "--steps", "100000", "--out", str(out)]
     run = Run(_slow_after_single, flags, log=tmp_path / "log")
-    deadline = time.monotonic() + 60
-    while "in the second row" not in (run.output if run.log.exists() else "") and time.monotonic() < deadline:
-        time.sleep(0.05)
+    until(lambda: run.log.exists() and "in the second row" in run.output, run)
     os.killpg(run.process.pid, signal.SIGINT)
     assert run.wait() == 128 + signal.SIGINT, run.output
     assert "--resume true" in run.output

@@ -40,7 +40,7 @@ def test_the_old_launch_module(alone: dict[str, bytes], tmp_path: Path) -> None:
     launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.launch", "--nproc_per_node", "1"]
     port = ["--master_port", str(free_port())]
     run = Command(*launch, *port, ROOT / "experiments" / "kd.py", *EXACT, "--out", "run", log=tmp_path / "log")
-    assert run.wait(150) == 0, run.output
+    assert run.wait() == 0, run.output
     assert weights(tmp_path / "run") == alone
 
 
@@ -91,7 +91,7 @@ def test_the_script_for_slurm(alone: dict[str, bytes], tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     given = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "1234567"}
-    assert Command("bash", ROOT / "docs" / "slurm.sbatch", *EXACT, log=tmp_path / "log", **given).wait(30) == 0
+    assert Command("bash", ROOT / "docs" / "slurm.sbatch", *EXACT, log=tmp_path / "log", **given).wait() == 0
     address, port, option, python, script, *argv = (tmp_path / "told").read_text().splitlines()
     assert (address, port, option, python, script) == (
         "n1", str(15000 + 1234567 % 15000), "--kill-on-bad-exit=1", "python", "experiments/kd.py",
@@ -128,7 +128,7 @@ def test_the_script_for_slurm_that_starts_torchrun(alone: dict[str, bytes], tmp_
     given |= {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": str(job), "SLURM_NNODES": "2", "SLURM_LOCALID": "0"}
     given |= {"SLURM_CPUS_PER_TASK": "1", "SLURM_GPUS_ON_NODE": "1", "SLURM_JOB_NAME": "kd"}
     run = Command("bash", ROOT / "docs" / "slurm_torchrun.sbatch", *EXACT, log=tmp_path / "log", **given)
-    assert run.wait(200) == 0, run.output
+    assert run.wait() == 0, run.output
     assert weights(tmp_path / "run") == alone
 
 
@@ -154,7 +154,7 @@ def test_mpirun(mpi: str, alone: dict[str, bytes], tmp_path: Path) -> None:
     start = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable]
     path = os.pathsep.join(filter(None, [str(ROOT), mpi]))
     run = Command(*start, ROOT / "experiments" / "kd.py", *EXACT, log=tmp_path / "log", PYTHONPATH=path)
-    assert run.wait(150) == 0, run.output
+    assert run.wait() == 0, run.output
     (out,) = (tmp_path / "runs" / "kd").iterdir()
     assert weights(out) == alone
 
@@ -227,21 +227,19 @@ def test_runs_that_start_at_once_never_meet_on_a_port(alone: dict[str, bytes], t
 # What can't be
 
 
-def told(runs: list[Run], out: Path) -> list[str]:
+def told(runs: list[Run], out: Path, idle: float = 30) -> list[str]:
     """The lines of ranks that ended because of bad input, with nothing trained."""
-    assert {run.wait(30) for run in runs} == {2}, "".join(run.output for run in runs)
+    assert {run.wait(idle) for run in runs} == {2}, "".join(run.output for run in runs)
     assert not list(out.glob("seed*"))
     return "".join(run.said for run in runs).splitlines()
 
 
 def test_an_address_that_nobody_answers(tmp_path: Path) -> None:
     method, out = f"tcp://127.0.0.1:{free_port()}", tmp_path / "run"
-    begun = time.monotonic()
-    lines = told(ranks(by_hand(2, [1], LOCAL_RANK=0), [*TINY, *MEET, method, "--out", out], tmp_path / "log"), out)
+    lines = told(ranks(by_hand(2, [1], LOCAL_RANK=0), [*TINY, *MEET, method, "--out", out], tmp_path / "log"), out, 15)
     told_by = "--trainer.strategy.init_method"
     expected = "expected rank 0 to answer there within 2 s (--trainer.strategy.timeout); nobody did"
     assert lines == [f"error: {told_by} {method}: {expected}"]
-    assert time.monotonic() - begun < 15
     bare = [*TINY, *MEET[:-1], "--out", out]
     given = by_hand(2, [1], LOCAL_RANK=0, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
     (line,) = told(ranks(given, bare, tmp_path / "log2"), out)
@@ -265,8 +263,17 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
 
 def test_a_world_that_never_gets_complete(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    lines = told(ranks(by_hand(3, [0, 2]), [*TINY, *MEET, f"file://{tmp_path}/f", "--out", out], tmp_path / "log"), out)
-    assert lines == ["error: --trainer.strategy.timeout 2: expected 3 ranks within that time; rank 1 has not come"]
+    argv = [
+        *TINY,
+        *MEET,
+        f"file://{tmp_path}/f",
+        "--trainer.strategy.timeout",
+        "10",
+        "--out",
+        out,
+    ]  # the two may start late
+    lines = told(ranks(by_hand(3, [0, 2]), argv, tmp_path / "log"), out)
+    assert lines == ["error: --trainer.strategy.timeout 10: expected 3 ranks within that time; rank 1 has not come"]
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -274,7 +281,7 @@ def test_a_rank_that_is_there_twice(size: int, tmp_path: Path) -> None:
     out = tmp_path / "run"
     given = [{"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"} for rank in (0, 1, 1)]
     runs = ranks(given, [*TINY, *MEET, f"file://{tmp_path}/f", "--out", out], tmp_path / "log")
-    codes = [run.wait(60) for run in runs]
+    codes = [run.wait() for run in runs]
     said = f"error: rank 1: expected each of the {size} ranks once; this one was started twice\n"
     outputs = [run.said for run in runs]
     if codes == [2, 2, 2]:  # before the others had met

@@ -4,7 +4,6 @@ import ctypes
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -78,9 +77,7 @@ def test_two_nodes_train_as_one_and_the_end_of_one_is_soon_that_of_both(nodes: l
 
     running = [node(0), node(1)]
     until((tmp_path / "Left").exists, *running)
-    begun = time.monotonic()
-    assert running[0].wait(60) == 1, running[0].output
-    assert time.monotonic() - begun < 30
+    assert running[0].wait(30) == 1, running[0].output
     running[1].wait(10)
     lines = [line for line in running[0].output.splitlines() if line.startswith("error: ")]
     assert lines == ["error: rank 1 has gone; its own message, if there is one, is above"]
@@ -96,9 +93,7 @@ def test_a_wire_that_is_cut_ends_the_run_within_the_timeout(nodes: list[str], tm
     running = ranks(by_hand(), argv, tmp_path / "log", inside(nodes))
     until(lambda: "epoch" in running[0].output, *running)
     assert ip("-n", nodes[0], "link", "set", "wire", "down").returncode == 0
-    begun = time.monotonic()
-    assert [run.wait(40) for run in running] == [2, 2], "".join(run.output for run in running)
-    assert time.monotonic() - begun < 30
+    assert [run.wait(30) for run in running] == [2, 2], "".join(run.output for run in running)
     for run, other in zip(running, (1, 0), strict=True):
         (line,) = [line for line in run.output.splitlines() if line.startswith("error: ")]
         assert line.startswith(f"error: --trainer.strategy.timeout 4: rank {other} kept the others waiting")

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import statistics
-import time
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from harness.studies.pipeline import Bench, Case, Cases, Cut, Noise, Task
 from harness.studies.pipeline.cases import bubble_bound
 from harness.studies.pipeline.report import idle, table
 from tests.commands import left_by_overwriting, refused, refused_elsewhere, results
+from tests.launching import until
 from tests.processes import Run
 from tests.training import trainer
 
@@ -210,9 +210,7 @@ def test_a_signal_ends_the_run_and_keeps_its_rows(tmp_path: Path) -> None:
     out = tmp_path / "run"
     flags = [*QUICK, "--split_sizes", "4", "--out", str(out)]
     run = Run(_slow_when_split, flags, log=tmp_path / "log")
-    deadline = time.monotonic() + 60
-    while "in the pipeline" not in (run.output if run.log.exists() else "") and time.monotonic() < deadline:
-        time.sleep(0.05)
+    until(lambda: run.log.exists() and "in the pipeline" in run.output, run)
     os.killpg(run.process.pid, signal.SIGINT)
     assert run.wait() == 128 + signal.SIGINT, run.output
     assert "--resume true" in run.output

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from experiments import compare, kd
+from tests import waiting
 
 ROOT = Path(__file__).parents[2]
 FLAGS = ["--data.train_size", "60", "--data.test_size", "50", "--teacher", "LightNN", "--only", "ce", "hint"]
@@ -83,6 +84,6 @@ def test_jobs_of_an_array_have_a_seed_each(tmp_path: Path) -> None:
     for job in ("0", "4"):
         given = {**os.environ, "SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": job, "OUT": str(tmp_path / "9")}
         command = ["bash", str(ROOT / "docs" / "slurm_seeds.sbatch"), *FLAGS]
-        subprocess.run(command, cwd=ROOT, env=given, check=True, timeout=120, stdout=subprocess.DEVNULL)
+        subprocess.run(command, cwd=ROOT, env=given, check=True, timeout=waiting.LIMIT, stdout=subprocess.DEVNULL)
     compare.main(["--pool", *map(str, sorted((tmp_path / "9").iterdir())), "--out", str(tmp_path / "all")])
     assert json.loads((tmp_path / "all" / "results.json").read_text())["seeds"] == [0, 4]

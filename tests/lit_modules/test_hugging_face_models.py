@@ -33,7 +33,7 @@ pytestmark = pytest.mark.extras("transformers")
 def test_models_from_a_folder(what: str, tmp_path: Path) -> None:
     checks = {"classifiers": _classifiers, "language models": _language_models, "ranks without rows": _empty_shares}
     run = Run(checks[what], tmp_path, log=tmp_path / "log")
-    assert run.wait(200) == 0, run.output
+    assert run.wait() == 0, run.output
 
 
 class Words(Digits):

@@ -174,7 +174,7 @@ class Many(nn.Module):
 @pytest.mark.extras("timm")
 def test_a_model_of_timm_by_name(tmp_path: Path) -> None:
     run = Run(_timm, tmp_path, log=tmp_path / "log")
-    assert run.wait(120) == 0, run.output
+    assert run.wait() == 0, run.output
 
 
 def _timm(folder: Path) -> None:

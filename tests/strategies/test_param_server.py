@@ -169,10 +169,8 @@ def start(at: At, log: Path, **options: Any) -> Run:
 @pytest.mark.parametrize("rank", mostly_slow([0, 1, 2], 1))
 @pytest.mark.parametrize("does", [bug, killed])
 def test_a_rank_that_dies_in_mid_step_ends_the_run(does: Callable[[], Any], rank: int, tmp_path: Path) -> None:
-    begun = time.monotonic()
     run = start(At(rank, does), tmp_path / "log")
     assert run.wait(30) != 0
-    assert time.monotonic() - begun < 30
     told = "LookupError: a bug in a step" if does is bug else f"rank {rank} was killed by SIGKILL"
     assert told in run.output
     errors = [line for line in run.output.splitlines() if line.startswith("error: ")]
@@ -188,10 +186,8 @@ def left_alone(rank: int, path: Path, dies: int = 0) -> None:
 
 @pytest.mark.parametrize("dies", mostly_slow([0, 1], 1))
 def test_who_is_left_of_ranks_that_torchrun_started_ends_with_one_line(dies: int, tmp_path: Path) -> None:
-    begun = time.monotonic()
     runs = launch(partial(left_alone, dies=dies), tmp_path)
     assert [run.wait(30) for run in runs] == [-9 if rank == dies else 2 for rank in range(2)]
-    assert time.monotonic() - begun < 30
     (line,) = [line for line in runs[1 - dies].output.splitlines() if line.startswith("error: ")]
     assert line == f"error: rank {dies} has gone; its own message, if there is one, is above"
 

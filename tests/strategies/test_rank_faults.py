@@ -69,10 +69,8 @@ PAIRS = [(bug, DDP, None), (killed, DDP, None), (killed, PipelineStrategy, None)
 def test_a_rank_that_dies_ends_the_run(
     does: Callable[[], Any], strategy: type[DataParallel], exact: int | None, tmp_path: Path
 ) -> None:
-    begun = time.monotonic()
     run = start(does, tmp_path / "log", strategy=strategy(timeout=100, **({"exact": exact} if exact else {})))
     assert run.wait(30) != 0
-    assert time.monotonic() - begun < 30
     told = "LookupError: a bug of rank 1's" if does is bug else "rank 1 was killed by SIGKILL"
     assert told in run.output
     others = [word for word in ("Connection closed", "has gone", "kept the others") if word in run.output]

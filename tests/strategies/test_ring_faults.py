@@ -14,6 +14,7 @@ import torch.distributed as dist
 from strategies import ring
 from strategies.base import missing_ranks
 from strategies.ring.queue import Collective, Queue
+from tests import waiting
 from tests.ranks import ranks
 
 
@@ -87,7 +88,7 @@ def test_what_it_can_not_do_is_said(size: int) -> None:
 
 def test_importing_registers_nothing_and_registering_twice_is_once() -> None:
     code = "import strategies, torch.distributed as dist; assert 'ring' not in dist.Backend.backend_list"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=waiting.LIMIT)
     ranks(1, registered_twice)
 
 

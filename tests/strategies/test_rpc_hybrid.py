@@ -1,6 +1,5 @@
 """A master that drives workers by RPC gets the numbers of one process, whatever is in a worker."""
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -158,10 +157,8 @@ def start(log: Path, module: Callable[[], Any], **options: Any) -> Run:
 @pytest.mark.parametrize("rank", [1, 2])
 @pytest.mark.parametrize("does", [bug, killed])
 def test_a_worker_that_fails_in_mid_step_ends_the_run(does: Callable[[], Any], rank: int, tmp_path: Path) -> None:
-    begun = time.monotonic()
     run = start(tmp_path / "log", lambda: LitClassifier(Failing(rank, does)))
     assert run.wait(30) != 0
-    assert time.monotonic() - begun < 30
     if does is killed:
         errors = [line for line in run.output.splitlines() if line.startswith("error: ")]
         assert len(errors) == 1
@@ -189,7 +186,7 @@ def two_fits(rank: int, path: Path) -> None:
 
 def test_ranks_that_torchrun_started_fit_more_than_once(tmp_path: Path) -> None:
     for run in launch(two_fits, tmp_path):
-        assert run.wait(60) == 0, run.output
+        assert run.wait() == 0, run.output
     right = weights(fit(classifier(), digits(), 1, precision="64-true"))
     for rank in range(2):
         assert_same(torch.load(tmp_path / f"{rank}.pt"), right, atol=1e-9)

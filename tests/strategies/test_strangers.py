@@ -39,11 +39,16 @@ from tests.strangers import (
     Backbone,
     Classifier,
     Finetuning,
+    Gathered,
+    Lasso,
     Late,
     Measured,
+    Normed,
+    Penalized,
     Scheduled,
     SemiSupervised,
     Streamed,
+    Tempered,
     Tied,
     Unequal,
     Writer,
@@ -103,6 +108,9 @@ SETUPS = {
     "ddp_powersgd": setup(DDPPowerSGD, 2, start_step=1000),
     "fsdp": setup(FSDP, 2),
     "hsdp": setup(HSDP, 2),
+    "fsdp, whole": setup(FSDP, 2, reshard_after_forward=False),
+    "fsdp on a mesh": setup(FSDP, 4, 2, mesh={"tensor": 2}),
+    "pipelines": setup(PipelineStrategy, 4, 2, data_parallel_size=2),
     "param_server": setup(ParamServer, 3, 2),
     "rpc_hybrid": setup(RPCHybrid, 3, 1),
     "pipeline": setup(PipelineStrategy, 2, 1),
@@ -258,6 +266,11 @@ CASES = {
     ),
     "predictions": Case(plain(Classifier), labelled, run=predicted),
     "configure_model": Case(plain(Late), labelled, run=fitted_and_more),
+    "norms": Case(plain(Normed), labelled),
+    "gathered outputs": Case(plain(Gathered), labelled),
+    "gradient penalty": Case(plain(Penalized), labelled),
+    "L1": Case(plain(Lasso), labelled),
+    "a scalar": Case(plain(Tempered), labelled),
 }
 
 EXACT = ("ddp exact", "ddp_zero1 exact", "pipeline exact")
@@ -280,6 +293,19 @@ REFUSED = {
     **refused([*PIPELINES, *SHARDED], "SWA", "callbacks StochasticWeightAveraging: expected none that averages"),
     **refused(PIPELINES, "frozen layers", "callbacks Finetuning: expected none"),
     **refused(SHARDED, "tied weights", "weight of Embedding can't be sharded: another module has it too"),
+    **refused(SHARDED, "norms", "expected trainer.strategy.gradient_norm.* in place of grad_norm, as each rank has a"),
+    **refused(
+        PIPELINES, "norms", "expected trainer.strategy.gradient_norm.* in place of grad_norm, as each rank has the"
+    ),
+    **refused(EXACT, "gathered outputs", "expected a .* without collectives"),
+    **refused(
+        SHARDED, "gradient penalty", "Penalized: expected reshard_after_forward False, as the loss uses gradients"
+    ),
+    **refused(PIPELINES, "gradient penalty", "Penalized.training_step: expected no gradient of forward's output"),
+    **refused(["rpc_hybrid"], "gradient penalty", "strategy rpc_hybrid: expected no gradient of forward's output"),
+    **refused(SHARDED, "L1", "Lasso: expected reshard_after_forward False and a loss that uses parameters"),
+    **refused(PIPELINES, "L1", "Lasso.training_step: expected a loss that uses no parameters"),
+    **refused(SHARDED, "a scalar", "net.5.temperature can't be sharded: expected a tensor of one number, not a scalar"),
     **refused(PIPELINES, "tied weights", "a weight belongs to one stage; embedding.weight is in stages 0 and 1"),
 }
 
@@ -333,11 +359,14 @@ FIRST = {
     "ddp_allreduce": ["frozen layers"],
     "local_sgd": ["SWA"],
     "ddp_powersgd": ["manual optimization"],
-    "fsdp": ["EMA"],
+    "fsdp": ["EMA", "norms", "gradient penalty", "L1", "a scalar"],
+    "fsdp, whole": ["gradient penalty", "L1"],
+    "fsdp on a mesh": ["gathered outputs"],
+    "pipelines": ["gathered outputs"],
     "hsdp": ["tied weights"],
-    "param_server": ["several loaders"],
+    "param_server": ["several loaders", "gathered outputs"],
     "rpc_hybrid": ["predictions"],
-    "pipeline": ["metrics", "frozen layers"],
+    "pipeline": ["metrics", "frozen layers", "norms", "L1"],
     "model_parallel": ["a step's schedule"],
     "ddp exact": ["top-k and resume", "manual optimization"],
     "ddp_zero1 exact": ["EMA"],
@@ -350,12 +379,20 @@ def test_numbers_of_one_device(strategy: str, case: str, tmp_path: Path) -> None
     check(case, strategy, tmp_path)
 
 
-ALIKE = {"ddp on 3", "ddp_powersgd", "hsdp", "model_parallel"}  # each has another beside it in the grid
+ALIKE = {
+    "ddp on 3",
+    "ddp_powersgd",
+    "hsdp",
+    "fsdp, whole",
+    "fsdp on a mesh",
+    "pipelines",
+    "model_parallel",
+}  # each has another beside it in the grid
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", [name for name in SETUPS if name not in ALIKE])
 @pytest.mark.parametrize("case", CASES)
 def test_every_case_under_every_strategy(case: str, strategy: str, tmp_path: Path) -> None:
-    if case not in FIRST[strategy]:
+    if case not in FIRST[strategy] and (case, strategy) != ("norms", "param_server"):  # whose workers have no gradients
         check(case, strategy, tmp_path)

@@ -1,0 +1,163 @@
+"""A fit that fails: hooks run in the ranks that have trained, so that a crash checkpoint holds what they had."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+
+import strategies
+from harness.runs.quiet import quiet
+from strategies import DDP, FSDP, DataParallel, ParamServer, PipelineStrategy, ZeRO1
+from tests.grids import mostly_slow
+from tests.processes import Run, launch
+from tests.strategies.test_second_launch import NAMES, WHOLE, Data, Regression
+from tests.training import LinesLogger, assert_same, trainer, weights
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Using `DistributedSampler`", "ignore:Checkpoint directory", "ignore:.*ckpt_path"
+)
+SAVES: dict[str, Any] = {"enable_checkpointing": True}
+STEP = 3  # of six
+EXACT = {"ddp", "ddp_zero1", "ddp_ring", "ddp_allreduce", "fsdp", "hsdp", "param_server", "pipeline", "model_parallel"}
+
+
+class Crash(Callback):
+    """Fails when so many steps are done, on one rank or on all; or a signal comes to the rank or to its parent."""
+
+    def __init__(self, rank: int | None = None, signum: int | None = None, to_parent: bool = False) -> None:
+        self.rank, self.signum, self.to_parent = rank, signum, to_parent
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == STEP and self.rank in {None, trainer.global_rank}:
+            if self.signum is None:
+                raise LookupError("a bug")
+            os.kill(os.getppid() if self.to_parent else os.getpid(), self.signum)
+            if self.to_parent:  # until the signal comes back
+                while not trainer.received_sigterm:
+                    time.sleep(0.01)
+
+
+class Hooks(Callback):
+    """Remembers in files which processes have called it, and the exception."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        (self.folder / f"{trainer.global_rank}.hook").open("a").write(f"{os.getpid()} {exception!r}\n")
+
+
+class Finalized(LinesLogger):
+    """Remembers who has finalized it."""
+
+    def finalize(self, status: str) -> None:
+        self.path.with_suffix(".finalized").open("a").write(f"{os.getpid()} {status}\n")
+
+
+def running(strategy: Any, **options: Any) -> Trainer:
+    return trainer(2 if strategy else 1, strategy=strategy or "auto", max_epochs=6, precision="64-true", **options)
+
+
+def fit(strategy: Any, rows: int, callbacks: list[Callback] | None = None, **options: Any) -> Regression:
+    module = Regression()
+    with quiet():
+        running(strategy, callbacks=callbacks or []).fit(module, Data(rows), **options)
+    return module
+
+
+def saving(folder: Path) -> list[Callback]:
+    return [OnExceptionCheckpoint(folder), ModelCheckpoint(folder, "kept", save_top_k=0, save_on_exception=True)]
+
+
+def crash(name: str, folder: Path, fault: Crash) -> None:
+    """A fit that fails, whose hooks are called in its ranks."""
+    make, options = strategies.NAMES[name]
+    callbacks = [fault, *saving(folder), Hooks(folder)]
+    logger = Finalized(folder / "lines")
+    here = running(make(timeout=60, **options), callbacks=callbacks, logger=logger, **SAVES)
+    with quiet(), pytest.raises(Exception, match=r"a bug|SIGKILL|exit code 143"):
+        here.fit(Regression(), Data(16 if name in WHOLE else 8))
+    assert {*callbacks} <= {*here.callbacks}
+    assert len(here.loggers) == 1
+    for path in [*folder.glob("*.hook"), *folder.glob("*.finalized")]:
+        assert f"{os.getpid()} " not in path.read_text()
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, torch.Tensor]:
+    return weights(fit(None, 16))
+
+
+def check(folder: Path, name: str, right: dict[str, torch.Tensor], late: int = 0) -> None:
+    """Crash checkpoints have all steps, and a fit that resumes from one ends like the undisturbed one.
+
+    `late` is how many steps may be done after the fault.
+    """
+    found = {path.name: torch.load(path, weights_only=False) for path in folder.glob("*.ckpt")}
+    assert found.keys() == {"on_exception.ckpt", "kept.ckpt"}
+    for state in found.values():
+        steps = state["global_step"]
+        assert steps in {STEP, STEP + late}
+        assert {int(values["step"]) for values in state["optimizer_states"][0]["state"].values()} == {steps}
+    if name in EXACT:
+        make, options = strategies.NAMES[name]
+        rows = 16 if name in WHOLE else 8
+        again = fit(make(timeout=60, **options), rows, ckpt_path=folder / "on_exception.ckpt", weights_only=False)
+        assert_same(weights(again), right, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", mostly_slow(NAMES, "ddp", "ddp_zero1", "fsdp", "pipeline", "param_server"))
+def test_a_crash_of_all_ranks_keeps_the_steps(name: str, tmp_path: Path, undisturbed: dict[str, torch.Tensor]) -> None:
+    crash(name, tmp_path, Crash())
+    assert len(list(tmp_path.glob("*.hook"))) == 2
+    check(tmp_path, name, undisturbed)
+
+
+@pytest.mark.parametrize(("rank", "signum"), [(0, None), (1, None), (1, signal.SIGKILL)])
+@pytest.mark.parametrize("name", mostly_slow(["ddp", "ddp_allreduce", "ddp_ring"], "ddp"))
+def test_a_crash_of_one_rank_keeps_the_steps(
+    name: str, rank: int, signum: int | None, tmp_path: Path, undisturbed: dict[str, torch.Tensor]
+) -> None:
+    crash(name, tmp_path, Crash(rank, signum))
+    check(tmp_path, name, undisturbed)
+
+
+@pytest.mark.parametrize("strategy", mostly_slow([ZeRO1, FSDP, PipelineStrategy, ParamServer], ZeRO1))
+def test_what_no_rank_has_all_of_is_not_saved_by_one(strategy: type[DataParallel], tmp_path: Path) -> None:
+    here = running(strategy(timeout=60), callbacks=[Crash(rank=1), OnExceptionCheckpoint(tmp_path)], **SAVES)
+    line = f"on_exception of callbacks was not called: {strategy.__name__} saves with all ranks or not at all"
+    with quiet(), pytest.raises(Exception, match=f"(?s)LookupError: a bug.*{line}"):
+        here.fit(Regression(), Data(8))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_parent_alone_reaches_the_ranks(
+    signum: int, tmp_path: Path, undisturbed: dict[str, torch.Tensor]
+) -> None:
+    def main() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever has started the tests may ignore it
+        crash("ddp", tmp_path, Crash(0, signum, to_parent=True))
+
+    run = Run(main, log=tmp_path / "log")
+    assert run.wait() == (1 if signum == signal.SIGINT else 0), run.output
+    check(tmp_path, "ddp", undisturbed, late=1)
+
+
+def test_a_rank_of_a_launcher_that_fails_alone_waits_for_nobody(
+    tmp_path: Path, undisturbed: dict[str, torch.Tensor]
+) -> None:
+    def main(rank: int, folder: Path) -> None:
+        with quiet():
+            running(DDP(timeout=60), callbacks=[Crash(rank=0), *saving(folder)], **SAVES).fit(Regression(), Data(8))
+
+    runs = launch(main, tmp_path)
+    assert all(run.wait() for run in runs)
+    assert "LookupError: a bug" in runs[0].output
+    check(tmp_path, "ddp", undisturbed)
