@@ -13,7 +13,6 @@ is tested once. OUT/ holds report.html, results.json, .md and .png, and for each
 """
 
 from harness import start
-from lit_modules.nets.weights import load_weights
 
 if __name__ == "__main__":
     start.script(OMP_WAIT_POLICY="PASSIVE")  # threads that spin while they wait slow small nets down
@@ -45,6 +44,7 @@ from harness.studies.setups import Setup
 from lit_modules import nets, objectives
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
+from lit_modules.nets.weights import load_weights
 from lit_modules.scores import ClassMetric
 
 

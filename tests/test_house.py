@@ -88,6 +88,15 @@ def folders_imported() -> dict[str, dict[str, set[str]]]:
     return found
 
 
+def test_a_script_prepares_its_process_before_anything_heavy_is_loaded() -> None:
+    for path in (ROOT / "experiments").glob("[a-z]*.py"):
+        body = ast.parse(path.read_text()).body
+        prepared = next(place for place, node in enumerate(body) if isinstance(node, ast.If))
+        assert "start.script" in ast.unparse(body[prepared]), path
+        imports = [ast.unparse(node) for node in body[:prepared] if isinstance(node, ast.Import | ast.ImportFrom)]
+        assert imports == ["from harness import start"], path
+
+
 def test_no_folders_import_each_other_in_a_circle() -> None:
     graph = folders_imported()
 
