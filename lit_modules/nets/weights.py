@@ -2,8 +2,8 @@
 
 import copy
 import re
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import takewhile
 from typing import Any
@@ -118,10 +118,10 @@ def named_as_in(net: nn.Module, weights: Mapping[str, Tensor], unused: Sequence[
     weights = {key: x for key, x in weights.items() if key.rpartition(".")[2] not in COUNTERS - _last_names(own)}
     names, weights = {_unwrapped(key, own): key for key in own}, {_unwrapped(k, weights): x for k, x in weights.items()}
     wrapper = _prefix(names)
-    extra = _prefix(weights).removesuffix(wrapper)
-    weights = {key.removeprefix(extra): value for key, value in weights.items()}
-    if not any(key.startswith(wrapper) for key in weights):  # weights of the bare net
-        weights = {wrapper + key: value for key, value in weights.items()}
+    extra = _prefix_in(weights, {name.removeprefix(wrapper) for name in names})
+    weights = {
+        wrapper + key.removeprefix(extra) if key.startswith(extra) else key: value for key, value in weights.items()
+    }
     weights = {names.get(key, key): value for key, value in weights.items() if not key.startswith(tuple(unused))}
     weights = {key if key in own else OLD_DENSENET.sub(r"\1\2", key): value for key, value in weights.items()}
     for key in own.keys() - weights.keys():
@@ -151,6 +151,15 @@ def _last_names(keys: Iterable[str]) -> set[str]:
 
 
 def _prefix(keys: Iterable[str]) -> str:
-    """The modules that all keys begin with, such as `module.`, or `net.` of a LightningModule around its net."""
+    """The modules that all keys begin with, such as the `model.` of a net around another one."""
     parts = zip(*(key.split(".")[:-1] for key in keys), strict=False)
     return "".join(f"{part[0]}." for part in takewhile(lambda part: len(set(part)) == 1, parts))
+
+
+def _prefix_in(keys: Iterable[str], names: Collection[str]) -> str:
+    """What stands before most of the names in the keys, such as `net.` of a LightningModule around its net."""
+    counts = Counter[str]()
+    for key in keys:
+        starts = [0, *(match.end() for match in re.finditer(r"\.", key))]
+        counts.update(key[:start] for start in starts if key[start:] in names)
+    return max(counts, key=lambda prefix: counts[prefix], default="")

@@ -59,6 +59,16 @@ def test_a_net_takes_what_torch_loads_strictly(form: str, tmp_path: Path) -> Non
     assert_same(source.state_dict(), target.state_dict())
 
 
+def test_what_a_lightning_module_has_beside_its_net_is_named(tmp_path: Path) -> None:
+    source, target = (net(ResNet, seed, depth=8) for seed in (1, 2))
+    state = {"criterion.weight": torch.ones(10)} | changed(source.state_dict(), "^", "model.")
+    torch.save({"state_dict": state}, tmp_path / "w.pt")
+    with pytest.raises(BadInput, match=r"weights that fit ResNet; unknown: criterion\.weight$"):
+        load_weights(target, str(tmp_path / "w.pt"), "teacher_ckpt")
+    assert load_weights(target, str(tmp_path / "w.pt"), "teacher_ckpt", partly=True) == ["not loaded: criterion.weight"]
+    assert_same(source.state_dict(), target.state_dict())
+
+
 def densenet(state: State) -> State:
     return changed(state, r"(denselayer\d+\.(?:norm|conv))([12]\.)", r"\1.\2")
 
