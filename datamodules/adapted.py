@@ -116,9 +116,9 @@ class Adapted(InMemoryData):
     def _check_class_names(self) -> None:
         """Raise BadInput if the data sets of two loaders number their classes, by name, in two ways."""
         names = {part: class_names_of(loader) for part, loader in self._loaders.items()}
-        for part, own in names.items():
-            if own and names["train"] and own != names["train"]:
-                expected = f"data sets with the same classes in the same order; {part} has {', '.join(own)}"
+        for part, classes in names.items():
+            if classes and names["train"] and classes != names["train"]:
+                expected = f"data sets with the same classes in the same order; {part} has {', '.join(classes)}"
                 raise BadInput("data", self.name, f"{expected} and train {', '.join(names['train'])}")
 
     def _first(self, part: str, hook: str) -> tuple[Tensor, Tensor]:
@@ -140,8 +140,8 @@ class Adapted(InMemoryData):
             expected = f"labels from 0 to {self.num_classes - 1}; {where} has {least} to {most}"
             raise BadInput("num_classes", self.num_classes, expected)
         if inputs.dim() == IMAGES and tuple(inputs.shape[1:]) != self.input_shape:
-            told = f"{where} has {tuple(inputs.shape[1:])}, and the first of training {self.input_shape}"
-            raise BadInput("data", self.name, f"images of one size; {told}")
+            sizes = f"{where} has {tuple(inputs.shape[1:])}, and the first of training {self.input_shape}"
+            raise BadInput("data", self.name, f"images of one size; {sizes}")
 
     def _hooked(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """A pair as the data module's hooks make it."""

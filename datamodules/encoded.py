@@ -148,8 +148,8 @@ class Files(Encoded):
         for place, name in enumerate(self.names):
             file, size, time_ns = self._path(place), 0, 0
             if file.exists():
-                found = file.stat()
-                size, time_ns = found.st_size, found.st_mtime_ns
+                status = file.stat()
+                size, time_ns = status.st_size, status.st_mtime_ns
             yield b"%b\0%d %d\n" % (name, size, time_ns)
 
     def all_names(self) -> bytes:

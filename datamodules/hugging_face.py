@@ -123,15 +123,15 @@ class HuggingFaceImages(StoredImages):
         """Open the splits without decoding an image."""
         found = self._load()
         image, label = self._columns(found["train"].features)
-        own = next((name for name in VALIDATION if name in found), None)
-        used = [name for name in ("train", "test", own) if name is not None and name in found]
+        validation = next((name for name in VALIDATION if name in found), None)
+        used = [name for name in ("train", "test", validation) if name is not None and name in found]
         labels = {name: self._labels(found[name], label, name) for name in used}
         self.class_names, _ = labels["train"]
         if len(self.class_names) < 2:
             raise BadInput("data.label", label, f"at least 2 classes; there are {len(self.class_names)}")
         self._check_files(label)
         names, sets = {name: rows for name, (_, rows) in labels.items()}, {}
-        for part, split in self._parts(names, own).items():
+        for part, split in self._parts(names, validation).items():
             numbers = self._numbers(names[split], split)
             data, rows = self._bytes(found[split], image), np.arange(len(numbers))
             sets[part] = Rows(numbers, self.image_size, "", (0, 0), data, image, split, rows)
@@ -186,8 +186,8 @@ class HuggingFaceImages(StoredImages):
         import pyarrow.parquet
 
         for file in sorted(Path(self.path).rglob("*.parquet")) if self.config is None else ():
-            told = json.loads((pyarrow.parquet.read_schema(file).metadata or {}).get(b"huggingface", b"{}"))
-            names = told.get("info", {}).get("features", {}).get(label, {}).get("names", self.class_names)
+            metadata = json.loads((pyarrow.parquet.read_schema(file).metadata or {}).get(b"huggingface", b"{}"))
+            names = metadata.get("info", {}).get("features", {}).get(label, {}).get("names", self.class_names)
             if tuple(names) != self.class_names:
                 listed = f"the classes {', '.join(self.class_names)} in this order, as in train"
                 raise BadInput("data.path", file, f"{listed}; `save_to_disk` keeps those of each split")
@@ -196,20 +196,20 @@ class HuggingFaceImages(StoredImages):
         """(n,) int64, the places of a split's classes in those of the training set, whose names count."""
         numbers = {name: number for number, name in enumerate(self.class_names)}
         if (row := next((row for row, name in enumerate(names) if name not in numbers), None)) is not None:
-            found = f"{split}[{row}] has {'no label' if names[row] is None else names[row]}"
-            raise BadInput("data.path", self.path, f"a label of the training set's classes for all of {split}; {found}")
+            fault = f"{split}[{row}] has {'no label' if names[row] is None else names[row]}"
+            raise BadInput("data.path", self.path, f"a label of the training set's classes for all of {split}; {fault}")
         return torch.tensor([numbers[str(name)] for name in names])
 
-    def _parts(self, names: dict[str, list[str | None]], own: str | None) -> dict[str, str]:
-        """The split of train, of test and, if it has one, of validation; `own` is one for that."""
+    def _parts(self, names: dict[str, list[str | None]], validation: str | None) -> dict[str, str]:
+        """The split of train, of test and, if it has one, of validation; `validation` is one for that."""
         hidden = {None, "-1"} - {*self.class_names}
         if not set(names.get("test", ())) <= hidden:
-            return {"train": "train", "test": "test"} | ({"validation": own} if own else {})
+            return {"train": "train", "test": "test"} | ({"validation": validation} if validation else {})
         missing = "has no labels" if "test" in names else "is not there"
-        if own is None:
+        if validation is None:
             raise BadInput("data.path", self.path, f"a split test with labels; it {missing}")
-        self.say(f"the split test {missing}: tests on {own}, validates on images held out from train")
-        return {"train": "train", "test": own}
+        self.say(f"the split test {missing}: tests on {validation}, validates on images held out from train")
+        return {"train": "train", "test": validation}
 
     def _bytes(self, data: Any, image: str) -> Any:
         """The split without decoding."""

@@ -114,10 +114,10 @@ def is_indexed(loader: Loader) -> bool:
 
 def class_names_of(loader: Loader) -> tuple[str, ...]:
     """Names of the classes of a loader's data set, as torchvision's have them; none if it does not say."""
-    found = getattr(loader, "dataset", None)
-    while isinstance(found, Subset):
-        found = found.dataset
-    names = getattr(found, "classes", None)
+    dataset = getattr(loader, "dataset", None)
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    names = getattr(dataset, "classes", None)
     return tuple(map(str, names)) if isinstance(names, list | tuple) else ()
 
 

@@ -94,8 +94,8 @@ def check_options(weights: str | Path, net_spec: Spec, flag: str) -> None:
 def read_classes(folder: str | Path) -> tuple[str, ...]:
     """The names of the classes in a folder's `net.yaml`; none if there is no such file, or it has none."""
     try:
-        found = yaml.safe_load(read_text(Path(folder) / "net.yaml"))["classes"]
-        return tuple(map(str, found)) if isinstance(found, list) else ()
+        names = yaml.safe_load(read_text(Path(folder) / "net.yaml"))["classes"]
+        return tuple(map(str, names)) if isinstance(names, list) else ()
     except (OSError, ValueError, TypeError, LookupError, RecursionError, yaml.YAMLError):
         return ()
 

@@ -33,8 +33,8 @@ def match_classes(
                 raise
             run.tell(f"{fault}; its head begins with the weights of other classes")
             continue
-        if order.told and (known or named(wanted)):  # if neither has names, there is nothing to tell
-            run.tell(f"{key} {value}: {order.told}, in this order")
+        if order.note and (known or named(wanted)):  # if neither has names, there is nothing to tell
+            run.tell(f"{key} {value}: {order.note}, in this order")
         if order.moves:
             if not may_move:
                 expected = f"a net with the data's order of classes; its first is {known[0]}, and not {wanted[0]}"

@@ -23,7 +23,7 @@ class ClassOrder(NamedTuple):
     """For each class of the data its place in a net's logits, and what a user should know of it; "" for nothing."""
 
     places: list[int]
-    told: str
+    note: str
 
     @property
     def moves(self) -> bool:
@@ -44,7 +44,7 @@ def classes_of(net: nn.Module) -> tuple[str, ...] | None:
 
 def named_labels(labels: dict[int, str]) -> tuple[str, ...]:
     """The names in a transformers configuration; none of LABEL_0 and so on, which stand for no names."""
-    names = tuple(str(labels[number]) for number in sorted(labels))
+    names = tuple(str(labels[number]) for number in sorted(labels, key=int))
     return () if names == tuple(f"LABEL_{number}" for number in range(len(names))) else names
 
 
@@ -67,7 +67,7 @@ def class_order(known: Names, wanted: Names, flag: str, value: object) -> ClassO
     """Where a net that knows `known` classes has the `wanted` ones, by their names.
 
     Names are equal but for case, spaces and underscores; one may list synonyms behind commas. Names that only the net
-    or only the data has, numbers for instance, are taken in their order, and told.
+    or only the data has, numbers for instance, are taken in their order, with a note.
 
     Raises:
         BadInput: the net has other classes, or another number of them.
@@ -82,13 +82,13 @@ def class_order(known: Names, wanted: Names, flag: str, value: object) -> ClassO
         return ClassOrder([place for place in places if place is not None], "")
     order, lost = [*range(len(wanted))], [number for number, place in enumerate(places) if place is None]
     few = len(lost) <= SPELLED * len(wanted) and all(place in {None, number} for number, place in enumerate(places))
-    if _kind(known) != _kind(wanted) or few:
+    if lost and (few or _kind(known) != _kind(wanted)):
         both = [_listed([names[number] for number in lost]) for names in (known, wanted)]
         return ClassOrder(order, "its classes {} are taken for {}".format(*both))
     strange = [name for name, names in zip(known, theirs, strict=True) if not any(names & other for other in ours)]
-    found = f"it has {strange[0]}" if strange else "several of its classes have one name"
+    fault = f"it has {strange[0]}" if strange else "several of its classes have one name"
     missing = f", and the data has {wanted[lost[0]]}" if lost else ""
-    raise BadInput(flag, value, f"a net of the data's classes; {found}{missing}")
+    raise BadInput(flag, value, f"a net of the data's classes; {fault}{missing}")
 
 
 @torch.no_grad()
@@ -99,9 +99,9 @@ def reorder_classes(net: nn.Module, places: Sequence[int], example: Tensor, flag
         BadInput: the net does not end in a linear layer (`heads`), or does more with its logits.
     """
     was = [(module, module.training) for module in net.modules()]
-    inputs = typed(
-        net.eval(), with_seed(0, lambda: torch.rand_like(example)) if example.is_floating_point() else example
-    )
+    if example.is_floating_point():  # zeros may hide what the head does
+        example = with_seed(0, lambda: torch.rand_like(example))
+    inputs = typed(net.eval(), example)
     before = net(inputs)
     for head in heads(net, flag):
         for parameter in head.parameters():
@@ -110,9 +110,8 @@ def reorder_classes(net: nn.Module, places: Sequence[int], example: Tensor, flag
     for module, mode in was:
         module.training = mode
     if not torch.allclose(after, before[..., places], 1e-3, 1e-4):
-        raise BadInput(
-            flag, type(net).__name__, "a net whose last layer gives its logits; their order can't be changed"
-        )
+        expected = "a net whose last layer gives its logits; their order can't be changed"
+        raise BadInput(flag, type(net).__name__, expected)
 
 
 def _synonyms(name: str) -> set[str]:

@@ -67,8 +67,8 @@ class Fruit(Named):
 def test_places_follow_the_names(known: list[str], wanted: list[str], places: list[int], told: str) -> None:
     order = class_order(known, wanted, "teacher", "X")
     assert (order.places, order.moves) == (places, places != sorted(places))
-    assert order.told.startswith(told)
-    assert bool(order.told) == bool(told)
+    assert order.note.startswith(told)
+    assert bool(order.note) == bool(told)
 
 
 @pytest.mark.parametrize(
