@@ -66,7 +66,7 @@ def _spread(size: int, count: int) -> Tensor:
 
 
 def _buffer(values: Tensor) -> memoryview:
-    return memoryview(values.contiguous().view(-1).view(torch.uint8).numpy())
+    return values.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def _hash(parts: Iterable[bytes | memoryview]) -> str:
