@@ -16,6 +16,7 @@ from datamodules.streams import Streamed
 READ = 2**28  # bytes of files that are read whole: a second or less
 SAMPLED = 1024  # files, or streamed samples, that are read of a larger set
 ROUNDING = 1e-4  # relative, of a mean: kernels of another processor may round a user's transforms otherwise
+TIMES = "times"
 
 Fingerprint = Mapping[str, Any]  # of each part, as JSON has it
 
@@ -33,16 +34,17 @@ def of_tensors(*tensors: Tensor) -> str:
     return _hash([shapes.encode(), *map(_buffer, tensors)])
 
 
-def of_images(images: Encoded) -> str:
+def of_images(images: Encoded) -> str | dict[str, str]:
     """Of names, labels, sizes and content of files; of a set larger than `READ`, the content of `SAMPLED` of them.
 
-    Times don't count: a copy of the same files has others, and a changed file may have the old one. So a change of few
-    files of a large set is not noticed if names and sizes are the same.
+    Such a set has a fingerprint of the files' times beside that. These tell less: a copy of the same files has others.
     """
-    sizes = images.byte_sizes()
-    count = len(sizes) if sizes.sum() <= READ else min(SAMPLED, len(sizes))
-    content = (images.content(place) for place in _spread(len(sizes), count).tolist())
-    return _hash(itertools.chain([images.all_names(), sizes.tobytes(), _buffer(images.labels)], content))
+    sizes, times = images.sizes_and_times().T
+    is_small = sizes.sum() <= READ
+    places = _spread(len(sizes), len(sizes) if is_small else SAMPLED).tolist()
+    described = [images.all_names(), sizes.tobytes(), _buffer(images.labels)]
+    files = _hash(itertools.chain(described, map(images.content, places)))
+    return files if is_small else {"files": files, TIMES: _hash([times.tobytes()])}
 
 
 def differing(before: Fingerprint, now: Fingerprint) -> list[str]:
@@ -50,9 +52,16 @@ def differing(before: Fingerprint, now: Fingerprint) -> list[str]:
     return [part for part in {**before, **now} if not _same(before.get(part), now.get(part))]
 
 
+def touched(before: Fingerprint, now: Fingerprint) -> list[str]:
+    """The parts whose files have other times, if not all of their content was read."""
+    found = (fingerprint.items() for fingerprint in (before, now))
+    one, other = ({part: of[TIMES] for part, of in each if isinstance(of, dict) and TIMES in of} for each in found)
+    return [part for part in one if part in other and one[part] != other[part]]
+
+
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
+        return one.keys() == other.keys() and all(key == TIMES or _same(one[key], other[key]) for key in one)
     if isinstance(one, Sequence) and isinstance(other, Sequence) and not isinstance(one, str):
         return len(one) == len(other) and all(map(_same, one, other))
     if isinstance(one, float) and isinstance(other, float):
@@ -66,7 +75,7 @@ def _spread(size: int, count: int) -> Tensor:
 
 
 def _buffer(values: Tensor) -> memoryview:
-    return memoryview(values.contiguous().view(-1).view(torch.uint8).numpy())
+    return values.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def _hash(parts: Iterable[bytes | memoryview]) -> str:

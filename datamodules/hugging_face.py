@@ -54,16 +54,18 @@ class Rows(Encoded):
         """Of the split: rows have none."""
         return self.split.encode()
 
-    def byte_sizes(self) -> np.ndarray:
-        """(n,) int64; of images that are in the table without reading them."""
+    def sizes_and_times(self) -> np.ndarray:
+        """(n, 2) int64; of images that are in the table without reading them."""
         import pyarrow.compute
 
         cells = self.data.with_format("arrow")[:][self.column]
         paths, stored = (pyarrow.compute.struct_field(cells, name) for name in ("path", "bytes"))
         sizes = pyarrow.compute.fill_null(pyarrow.compute.binary_length(stored), -1).to_numpy()[self.places]
+        found = np.stack([sizes, np.zeros_like(sizes)], 1).astype(np.int64)
         for place in (sizes < 0).nonzero()[0].tolist():
-            sizes[place] = Path(paths[int(self.places[place])].as_py()).stat().st_size
-        return sizes.astype(np.int64)
+            stat = Path(paths[int(self.places[place])].as_py()).stat()
+            found[place] = stat.st_size, stat.st_mtime_ns
+        return found
 
     def content(self, place: int) -> bytes:
         """Its bytes, or its file's."""

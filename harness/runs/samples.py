@@ -7,8 +7,9 @@ from typing import Any
 
 from apprentice.errors import BadInput
 from datamodules import InMemoryData
-from datamodules.fingerprints import differing
+from datamodules.fingerprints import SAMPLED, differing, touched
 from harness.runs.files import read_text
+from harness.runs.quiet import notice
 
 FILE = "data.json"
 
@@ -25,7 +26,7 @@ def check(out: Path, now: Mapping[str, Any], advice: str = "take another --out")
         return
     try:
         before = json.loads(read_text(path))
-        parts = differing(before["fingerprint"], now["fingerprint"])
+        parts, others = (find(before["fingerprint"], now["fingerprint"]) for find in (differing, touched))
         counts = {part: (before["samples"].get(part), now["samples"].get(part)) for part in parts}
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise BadInput("out", path, f"the record of the run's data ({type(error).__name__}: {error})") from error
@@ -33,6 +34,9 @@ def check(out: Path, now: Mapping[str, Any], advice: str = "take another --out")
         told = ", ".join(f"{part} ({_counts(*pair)})" for part, pair in counts.items())
         expected = f"the samples with which the run in {out} began; others are in {told}: {advice}"
         raise BadInput("data", now["name"], expected)
+    if others:
+        same = f"names and sizes are the same, and the content of {SAMPLED} files of each"
+        notice(f"{now['name']}: files of {', '.join(others)} have other times than when the run began; {same}")
 
 
 def _counts(before: Any, now: Any) -> str:

@@ -4,6 +4,7 @@ A handler raises nothing: an exception is lost where it comes in a callback of a
 in somebody's `except`. Files are written whole or not at all, so a process may end anywhere.
 """
 
+import atexit
 import multiprocessing
 import os
 import signal
@@ -17,6 +18,7 @@ from harness.console import leave
 
 SAVED = 75  # exit code of a rank that stopped after saving (EX_TEMPFAIL: try again later)
 SIGHUP = getattr(signal, "SIGHUP", None)  # the terminal was closed; Windows has none
+PATIENCE = 2.0  # seconds for exit functions, which take folders for temporary files away
 FORWARDED = getattr(signal, "SIGUSR1", signal.SIGINT)  # from a process to its ranks; Windows has no SIGUSR1
 
 
@@ -31,6 +33,7 @@ class State:
     by_user = False  # not only forwarded by our parent process
     deferring = False  # a fit that saves on a signal runs or is being started
     owner = 0  # the process that handles signals, not a rank that it forked
+    ending = False  # its exit functions run
     advice = ""  # the line that says how a run goes on, while there is one
 
 
@@ -54,16 +57,22 @@ def _handle(signum: int, _frame: Any) -> None:
 
 def _end(code: int) -> None:
     """End this process and those that it started, after the line on how the run goes on."""
-    is_rank = os.getpid() != State.owner  # a forked one; its parent prints the line
+    is_rank = os.getpid() != State.owner  # a forked one; its parent prints the line, and takes its folders away
     if hasattr(sys, "ps1") and not is_rank:
         raise Interrupted(code)  # in a notebook, which shall live on
     for child in multiprocessing.active_children():
         child.kill()
-    if not is_rank:
+    if not is_rank and not State.ending:
+        State.ending = True
+        timer = threading.Timer(PATIENCE, os._exit, [code])
+        timer.daemon = True
+        timer.start()
         with suppress(Exception):  # the signal came in a write, or nobody reads
             sys.stdout.flush()
         with suppress(OSError):
             os.write(2, State.advice.encode())
+        with suppress(BaseException):  # whatever exit functions raise
+            atexit._run_exitfuncs()
     os._exit(code)
 
 

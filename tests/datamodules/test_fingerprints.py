@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 from apprentice.keyed import fold_in, with_seed
 from datamodules import Digits, ImageFolder, InMemoryData, LabelledText, Text, fingerprints
 from datamodules.adapted import Adapted
-from datamodules.fingerprints import Fingerprint, differing
+from datamodules.fingerprints import Fingerprint, differing, touched
 from datamodules.splits import Split
 from tests.datamodules.test_adapted import Mine, Plain
 from tests.datamodules.test_hugging_face import made  # noqa: F401 - a fixture
@@ -63,7 +63,10 @@ def test_a_changed_folder_is_another(
     before = of_folder(root)
     copied = shutil.copytree(root, tmp_path / "copy", copy_function=shutil.copyfile)  # with other times
     for options in ({}, {"cache": "none"}, {"cache": "disk"}, {"num_workers": 0}):
-        assert differing(before, of_folder(copied, **options)) == []
+        again = of_folder(copied, **options)
+        assert differing(before, again) == []
+        assert touched(before, again) == (["train", "test"] if large else [])
+    assert touched(before, of_folder(root)) == []
     act, parts = CHANGES[change]
     act(root)
     assert differing(before, of_folder(root)) == parts

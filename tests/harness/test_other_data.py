@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
+from datamodules import ImageFolder, fingerprints
 from experiments import compare, kd, quantize
+from harness.runs import samples
+from harness.runs.files import write_json
 from tests.commands import results
 from tests.datamodules.test_image_folder import picture
 from tests.figures import sketch
@@ -85,6 +88,21 @@ def test_other_data_are_refused(folder: Path, more: str, capsys: pytest.CaptureF
         "train (18 then, 19 now), validation (2 then and now), test (8 then and now): take another --out\n"
     )
     assert files(folder / "run") == before
+
+
+def test_other_times_of_a_large_set_are_told(
+    begun: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fingerprints, "READ", 10)
+    before, now = (samples.facts(ImageFolder(place / "set")) for place in (begun, folder))
+    write_json(tmp_path / samples.FILE, before)
+    samples.check(tmp_path, before)
+    assert capsys.readouterr().out == ""
+    samples.check(tmp_path, now)
+    assert capsys.readouterr().out == (
+        "ImageFolder: files of train, validation, test have other times than when the run began; names and sizes are "
+        "the same, and the content of 1024 files of each\n"
+    )
 
 
 def test_runs_of_other_data_are_not_one_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

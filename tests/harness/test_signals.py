@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import tempfile
 import time
 import weakref
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 
 from experiments import kd
 from harness.runs import nets, signals
-from tests.processes import Run
+from tests.processes import CONTEXT, Run
 
 
 def stop() -> None:
@@ -88,3 +89,18 @@ def test_a_notebook_lives_on(tmp_path: Path) -> None:
     run = Run(main, log=tmp_path / "log")
     assert run.wait() == 0, run.output
     assert run.output == "alive\n"
+
+
+def test_nothing_is_left_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+
+    def main() -> None:
+        weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]  # a fork's exit functions are cleared
+        with signals.handled(), tempfile.TemporaryDirectory():
+            CONTEXT.Process(target=time.sleep, args=[300]).start()
+            stop()
+
+    run = Run(main, log=tmp_path / "log")
+    assert run.wait() == 128 + signal.SIGTERM, run.output  # no process is left, too
+    assert not any((tmp_path / "temporary").iterdir())

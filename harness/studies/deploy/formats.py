@@ -1,5 +1,6 @@
 """The files of a net, written, read again in a fresh process, and compared: safetensors, torch.export and ONNX."""
 
+import atexit
 import io
 import json
 import subprocess
@@ -118,12 +119,17 @@ def _ask(files: Sequence[Path], images: Path, more: Mapping[str, object]) -> dic
             job = Path(folder) / "job.json"
             job.write_text(json.dumps({"images": str(images), "files": places, **more}))
             command = [sys.executable, "-I", answer.__file__, str(job)]
-            try:
-                run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
-                last = ["", *filter(str.strip, run.stderr.splitlines())][-1]
-                end = f"ended with exit code {run.returncode}: {_line(last)}"
-            except subprocess.TimeoutExpired:
-                end = LATE
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            atexit.register(process.kill)  # a signal may end this process now
+            with process:
+                try:
+                    said = process.communicate(timeout=SECONDS)[1]
+                    last = ["", *filter(str.strip, said.splitlines())][-1]
+                    end = f"ended with exit code {process.returncode}: {_line(last)}"
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    end = LATE
+            atexit.unregister(process.kill)
             for path, out in outputs.items():
                 if out.exists():
                     found[path] = torch.from_numpy(np.load(out))
