@@ -56,7 +56,12 @@ class _Global(nn.modules.batchnorm._BatchNorm):
 
     The only value of a channel in a global batch has no variance: it is normalised by the running statistics, which
     stay as they are. ValueError if no batch before it gave any.
+
+    Attributes:
+        gathers: whether all replicas have to compute it together, also those without rows.
     """
+
+    gathers = True
 
     def forward(self, x: Tensor) -> Tensor:
         rows = counted(x)
