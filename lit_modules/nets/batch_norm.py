@@ -110,8 +110,30 @@ GLOBAL: dict[type[nn.Module], type[_Global]] = {
 
 
 def globalise(net: nn.Module) -> nn.Module:
-    """Make every BatchNorm inside `net` use the global batch; parameters, buffers and their names stay the same."""
+    """Make every BatchNorm inside `net` use the global batch; parameters, buffers and their names stay the same.
+
+    Other people's subclasses of BatchNorm stay as they are, but for timm's with an activation: see `of_own_rows`.
+    """
     for module in net.modules():
-        if (kind := type(module)) in GLOBAL:
+        if _is_timms(module):
+            module.register_forward_hook(_activate)
+            module.__class__ = _Global2d
+        elif (kind := type(module)) in GLOBAL:
             module.__class__ = GLOBAL[kind]  # in place, for weights that are shared with other modules
     return net
+
+
+def of_own_rows(net: nn.Module) -> list[str]:
+    """Names of the BatchNorm layers in training mode that see no rows of other ranks."""
+    over_ranks = (_Global, nn.SyncBatchNorm)
+    layers = [(name, m) for name, m in net.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    return [name for name, layer in layers if layer.training and not isinstance(layer, over_ranks)]
+
+
+def _is_timms(module: nn.Module) -> bool:
+    return type(module).__name__ == "BatchNormAct2d"  # known by its name: importing timm is slow
+
+
+def _activate(norm: Any, _inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    activated: Tensor = norm.act(norm.drop(output))
+    return activated
