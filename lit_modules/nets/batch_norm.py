@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from apprentice import replicas
 from lit_modules.nets.stand_ins import counted
@@ -72,9 +71,10 @@ class _Global(nn.modules.batchnorm._BatchNorm):
         with torch.no_grad():
             mean, variance, total = _statistics(rows)
         if rows.numel() <= x.shape[1] and total <= 1:  # other ranks need not wait for the GPU to know
-            return self._by_running_statistics(x, bool(total))
-        self._track(mean, variance * total / (total - 1))
-        normal = _Normalize.apply(x, mean, (variance + self.eps).rsqrt(), total)
+            normal = self._by_running_statistics(x, bool(total))
+        else:
+            self._track(mean, variance * total / (total - 1))
+            normal = _Normalize.apply(x, mean, (variance + self.eps).rsqrt(), total)
         return normal if self.weight is None else normal * _like(self.weight, x) + _like(self.bias, x)
 
     def _by_running_statistics(self, x: Tensor, has_value: bool) -> Tensor:
@@ -82,8 +82,7 @@ class _Global(nn.modules.batchnorm._BatchNorm):
         if mean is None or variance is None or (has_value and not self.num_batches_tracked):
             expected = "expected more than one value a channel, or running statistics of batches before"
             raise ValueError(f"BatchNorm: {expected}; got an input of shape {tuple(x.shape)}")
-        # Copies, as a later micro-batch may change the statistics before this one's backward.
-        return F.batch_norm(x, mean.clone(), variance.clone(), self.weight, self.bias, False, 0.0, self.eps)
+        return (x - _like(mean, x)) * _like((variance + self.eps).rsqrt(), x)
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor) -> None:
