@@ -19,6 +19,7 @@ from apprentice.errors import BadInput, reason
 from apprentice.keyed import Dropout, unkeyed
 from lit_modules.loss_scale import HOPELESS, LossScales
 from lit_modules.nets import giving_logits, globalise
+from lit_modules.nets.batch_norm import of_own_rows
 from lit_modules.nets.recorded import made
 from lit_modules.scores import LABELLED, TOKENS, MakeScores, RunMetrics, global_means, tags
 
@@ -319,7 +320,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor | None:
 
 
 def prepared(net: nn.Module) -> nn.Module:
-    """The net with BatchNorm over the global batch; warns of layers whose noise is torch's and not keyed."""
+    """The net with BatchNorm over the global batch; warns of layers whose noise or statistics are a rank's own."""
     keyed_layers = [m for m in net.modules() if isinstance(m, Dropout)]
     if len({m.layer for m in keyed_layers}) < len(keyed_layers):
         for number, module in enumerate(keyed_layers):
@@ -328,4 +329,7 @@ def prepared(net: nn.Module) -> nn.Module:
         listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         advice = "without --exact numbers move with the device count and a resume; apprentice.keyed.Dropout's do not"
         rank_zero_warn(f"{type(net).__name__} draws noise from torch's generator in {listed}: {advice}")
-    return globalise(giving_logits(net))
+    if names := of_own_rows(globalise(net)):
+        advice = "numbers move with the device count; those of torch's BatchNorm do not"
+        rank_zero_warn(f"{type(net).__name__} has a BatchNorm of its own in {names[0]}: {advice}")
+    return giving_logits(net)

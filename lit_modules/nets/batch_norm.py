@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from apprentice import replicas
 from lit_modules.nets.stand_ins import counted
@@ -56,7 +55,12 @@ class _Global(nn.modules.batchnorm._BatchNorm):
 
     The only value of a channel in a global batch has no variance: it is normalised by the running statistics, which
     stay as they are. ValueError if no batch before it gave any.
+
+    Attributes:
+        gathers: whether all replicas have to compute it together, also those without rows.
     """
+
+    gathers = True
 
     def forward(self, x: Tensor) -> Tensor:
         rows = counted(x)
@@ -67,9 +71,10 @@ class _Global(nn.modules.batchnorm._BatchNorm):
         with torch.no_grad():
             mean, variance, total = _statistics(rows)
         if rows.numel() <= x.shape[1] and total <= 1:  # other ranks need not wait for the GPU to know
-            return self._by_running_statistics(x, bool(total))
-        self._track(mean, variance * total / (total - 1))
-        normal = _Normalize.apply(x, mean, (variance + self.eps).rsqrt(), total)
+            normal = self._by_running_statistics(x, bool(total))
+        else:
+            self._track(mean, variance * total / (total - 1))
+            normal = _Normalize.apply(x, mean, (variance + self.eps).rsqrt(), total)
         return normal if self.weight is None else normal * _like(self.weight, x) + _like(self.bias, x)
 
     def _by_running_statistics(self, x: Tensor, has_value: bool) -> Tensor:
@@ -77,8 +82,7 @@ class _Global(nn.modules.batchnorm._BatchNorm):
         if mean is None or variance is None or (has_value and not self.num_batches_tracked):
             expected = "expected more than one value a channel, or running statistics of batches before"
             raise ValueError(f"BatchNorm: {expected}; got an input of shape {tuple(x.shape)}")
-        # Copies, as a later micro-batch may change the statistics before this one's backward.
-        return F.batch_norm(x, mean.clone(), variance.clone(), self.weight, self.bias, False, 0.0, self.eps)
+        return (x - _like(mean, x)) * _like((variance + self.eps).rsqrt(), x)
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor) -> None:
@@ -105,8 +109,30 @@ GLOBAL: dict[type[nn.Module], type[_Global]] = {
 
 
 def globalise(net: nn.Module) -> nn.Module:
-    """Make every BatchNorm inside `net` use the global batch; parameters, buffers and their names stay the same."""
+    """Make every BatchNorm inside `net` use the global batch; parameters, buffers and their names stay the same.
+
+    Other people's subclasses of BatchNorm stay as they are, but for timm's with an activation: see `of_own_rows`.
+    """
     for module in net.modules():
-        if (kind := type(module)) in GLOBAL:
+        if _is_timms(module):
+            module.register_forward_hook(_activate)
+            module.__class__ = _Global2d
+        elif (kind := type(module)) in GLOBAL:
             module.__class__ = GLOBAL[kind]  # in place, for weights that are shared with other modules
     return net
+
+
+def of_own_rows(net: nn.Module) -> list[str]:
+    """Names of the BatchNorm layers in training mode that see no rows of other ranks."""
+    over_ranks = (_Global, nn.SyncBatchNorm)
+    layers = [(name, m) for name, m in net.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    return [name for name, layer in layers if layer.training and not isinstance(layer, over_ranks)]
+
+
+def _is_timms(module: nn.Module) -> bool:
+    return type(module).__name__ == "BatchNormAct2d"  # known by its name: importing timm is slow
+
+
+def _activate(norm: Any, _inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    activated: Tensor = norm.act(norm.drop(output))
+    return activated

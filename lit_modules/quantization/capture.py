@@ -43,8 +43,12 @@ def captured(net: nn.Module, example: Tensor, layers: Sequence[str] = ()) -> Gra
     """The net's operations on inputs like `example` (b, ...) with any number of rows, in the net's current mode.
 
     The graph returns a tuple: logits (b, classes), and the layers' outputs. Dropout of any kind is `aten.dropout`.
-    BadInput if torch.export can't capture the net, it draws other noise, or a BatchNorm has no statistics.
+    BadInput if torch.export can't capture the net, it draws other noise, or a BatchNorm has no statistics or
+    does more than that.
     """
+    norms = {path: m for path, m in net.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
+    if more := [path for path, norm in norms.items() if [*norm.children()]]:  # as timm's, with an activation
+        raise BadInput("net", type(net).__name__, f"a net with torch's BatchNorm; {more[0]} does more")
     # Autograd counts devices at the first backward, and export registers one more: with threads for it, no fork of this
     # process could run a backward.
     with torch.enable_grad():

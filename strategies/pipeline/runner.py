@@ -42,19 +42,23 @@ class _StageModule(nn.Module):
         super().__init__()
         self.stage, self.runner, self.received, self.sent = stage, runner, received, sent
         self.layers = nn.ModuleList(runner.own[stage])
+        self.gathers = any(getattr(m, "gathers", False) for m in self.layers.modules())  # as others may have rows
         self.number = 0  # of the current micro-batch
 
     def forward(self, buffer: Tensor | None = None) -> Tensor:
         step, device = self.runner.step, self.runner.device
         piece = step.microbatches[self.number]
         source = torch.zeros(1, dtype=UNIT, device=device, requires_grad=True) if buffer is None else buffer
-        if not piece.rows:
+        if not piece.rows and (piece.loss is None or not self.gathers):
             return _Tied.apply(self.zeros(device), source)
         x = piece.inputs if self.received is None else self.received.unpack(source, piece.rows)
         with piece.context():
             y = chained(self.layers, x)
             step.after_forward(self.stage, self.number)
-            if self.sent is None:
+            if not piece.rows and self.sent is None:
+                sums = [x.double().sum() for x in tree_leaves(y) if isinstance(x, Tensor) and x.requires_grad]
+                out = sum(sums, start=self.zeros(device))  # of no rows: 0, with the stage behind it
+            elif self.sent is None:
                 assert piece.loss is not None
                 output = checked(y, self.layers[-1], piece.rows)
                 step.outputs[self.number] = tree_map_only(Tensor, Tensor.detach, output)

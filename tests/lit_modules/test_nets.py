@@ -10,6 +10,7 @@ from torch import nn
 from apprentice import replicas
 from apprentice.errors import BadInput
 from apprentice.keyed import noise, with_seed
+from lit_modules.classifier import LitClassifier
 from lit_modules.nets import (
     VGG,
     DeepNN,
@@ -280,6 +281,34 @@ def test_global_statistics_are_those_of_all_replicas_rows(dtype: torch.dtype, mo
     torch.testing.assert_close(ours(x.to(dtype)).double(), expected, rtol=0, atol=atol)
     torch.testing.assert_close(ours[0].running_var, plain.running_var, rtol=0, atol=atol)
     torch.testing.assert_close(ours[0].running_mean, plain.running_mean, rtol=0, atol=atol)
+
+
+class BatchNormAct2d(nn.BatchNorm2d):
+    """As timm's of this name."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.drop, self.act = nn.Identity(), nn.SiLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.drop(super().forward(x)))
+
+
+def test_batch_norm_with_an_activation_uses_all_replicas_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(4, 2, 3, 3, dtype=torch.float64)
+    plain, ours = BatchNormAct2d(2).double(), globalise(nn.Sequential(BatchNormAct2d(2).double()))
+    expected = plain(torch.cat([x, x]))[:4]
+    monkeypatch.setattr(replicas, "count", lambda: 2)  # the other rank has the same rows
+    monkeypatch.setattr(replicas, "all_gather", lambda y: torch.stack([y, y]))
+    torch.testing.assert_close(globalise(ours)(x), expected, rtol=0, atol=1e-9)
+    torch.testing.assert_close(ours[0].running_var, plain.running_var, rtol=0, atol=1e-9)
+
+
+def test_batch_norm_of_other_people_is_named() -> None:
+    class Mine(nn.BatchNorm2d): ...
+
+    with pytest.warns(UserWarning, match=r"Sequential has a BatchNorm of its own in 1: "):
+        LitClassifier(nn.Sequential(nn.BatchNorm2d(2), Mine(2)))
 
 
 def in_stages(net: nn.Module, x: torch.Tensor, paths: set[str]) -> Outputs:

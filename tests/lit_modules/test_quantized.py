@@ -261,6 +261,10 @@ def test_what_can_not_be_trained_is_refused() -> None:
             Quantized(Noisy(drop), input_shape=SHAPE)
     with pytest.raises(BadInput, match=r"--net Noisy: expected a net that has BatchNorm with .*; drop has none"):
         Quantized(Noisy(nn.BatchNorm1d(32, track_running_stats=False)), input_shape=SHAPE)
+    activated = nn.BatchNorm1d(32)
+    activated.act = nn.SiLU()
+    with pytest.raises(BadInput, match=r"--net Noisy: expected a net with torch's BatchNorm; drop does more"):
+        Quantized(Noisy(activated), input_shape=SHAPE)
     with pytest.raises(BadInput, match="--objective Hinton: expected CrossEntropy, or a teacher"):
         Quantized(net(), Hinton(), None, SHAPE)
     with pytest.raises(BadInput, match=r"^--objective Formula: expected an objective whose term x has a value a row"):
