@@ -91,7 +91,9 @@ class Mean(nn.Module):
 
 def typed(net: nn.Module, inputs: Tensor) -> Tensor:
     """The inputs; floats get the type of the net's parameters."""
-    return inputs.to(next(net.parameters()).dtype) if inputs.is_floating_point() else inputs
+    dtype = next(net.parameters()).dtype
+    # A conversion to the same type would be captured in a graph, which then takes no other.
+    return inputs.to(dtype) if inputs.is_floating_point() and inputs.dtype != dtype else inputs
 
 
 def in_type_of(outputs: Outputs, net: nn.Module) -> Outputs:
