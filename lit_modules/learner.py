@@ -14,9 +14,10 @@ from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
 
 from apprentice import keyed, replicas
-from apprentice.batch import Batch, is_pair
+from apprentice.batch import Batch
 from apprentice.errors import BadInput, reason
 from apprentice.keyed import Dropout, unkeyed
+from lit_modules.labels import checked, is_pair
 from lit_modules.loss_scale import HOPELESS, LossScales
 from lit_modules.nets import giving_logits, globalise
 from lit_modules.nets.recorded import made
@@ -95,7 +96,7 @@ class Learner(RunMetrics):
     def look_at(self, batch: Any) -> None:
         """Also keep what the labels of a plain pair of texts weigh, for a strategy that cuts it in shards."""
         super().look_at(batch)
-        if is_pair(batch) and not isinstance(batch, Batch):
+        if is_pair(batch):
             self._label_weight = Batch.of(batch, 0, shared=False).label_weight if batch[1].dim() > 1 else None
 
     @property
@@ -108,7 +109,7 @@ class Learner(RunMetrics):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """This rank's part of the loss of all runs."""
-        batch = Batch.of(batch, self.batches_done)
+        batch = Batch.of(checked(batch), self.batches_done)
         self._label_weight = batch.label_weight
         loss, parts = self.shard_step(batch)
         self.on_global_batch(global_means(parts, batch), batch.count)
@@ -132,7 +133,7 @@ class Learner(RunMetrics):
         """Some rows of a global batch, or all of them; a plain pair does not say what its labels weigh."""
         if isinstance(batch, Batch):
             return batch
-        made = Batch.of(batch, self.batches_done)
+        made = Batch.of(checked(batch), self.batches_done)
         if not replicas.is_shard() or made.labels.dim() == 1:
             return made
         return made._replace(label_weight=self._label_weight)

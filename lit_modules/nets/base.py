@@ -98,6 +98,8 @@ def typed(net: nn.Module, inputs: Tensor) -> Tensor:
 
 def in_type_of(outputs: Outputs, net: nn.Module) -> Outputs:
     """Another net's outputs; float64 becomes float32 unless this net's parameters are float64."""
+    if all(x.dtype != torch.float64 for x in (outputs.logits, *outputs.features.values())):
+        return outputs
     if next(net.parameters()).dtype == torch.float64:
         return outputs
     return tree_map(lambda x: x.float() if x.dtype == torch.float64 else x, outputs)
