@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from apprentice import replicas
-from apprentice.errors import BadInput
 
 HIDDEN = -1  # in place of a label that training must not see
 IGNORED = -100  # in place of the label of a token that counts nowhere, as in torch's cross_entropy
@@ -59,11 +58,7 @@ class Batch(NamedTuple):
         """
         if isinstance(batch, cls):
             return batch
-        if not is_pair(batch):
-            raise BadInput("data", _described(batch), "batches (inputs, labels), two tensors")
         inputs, labels = batch  # type: ignore[misc]
-        if labels.is_floating_point():
-            raise BadInput("data", f"labels of {str(labels.dtype).removeprefix('torch.')}", "classes as whole numbers")
         count, before, weight = _counts(labels, shared)
         first, ranks = (replicas.first_row() + before, replicas.training_count()) if shared else (0, 1)
         rows = torch.arange(len(inputs), device=inputs.device) + first
@@ -83,18 +78,6 @@ class Batch(NamedTuple):
     def mean(self, per_sample: Tensor) -> Tensor:
         """This rank's part of the global mean of a (b,) tensor; the average over the ranks is that mean, exactly."""
         return per_sample.sum() * (self.replicas / self.count)
-
-
-def is_pair(batch: object) -> bool:
-    """Whether it is a plain pair of tensors."""
-    return isinstance(batch, list | tuple) and len(batch) == 2 and all(isinstance(x, Tensor) for x in batch)
-
-
-def _described(batch: object) -> str:
-    if isinstance(batch, list | tuple):
-        return f"a batch ({', '.join(type(x).__name__ for x in batch)})"
-    keys = f" of {', '.join(map(str, batch))}" if isinstance(batch, dict) else ""
-    return f"a batch that is a {type(batch).__name__}{keys}"
 
 
 def _counts(labels: Tensor, shared: bool) -> tuple[int, int, float | None]:

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from apprentice import replicas
-from apprentice.batch import HIDDEN, IGNORED, Batch, is_pair
+from apprentice.batch import HIDDEN, IGNORED, Batch
 from apprentice.errors import BadInput, reason
 
 
@@ -46,8 +46,9 @@ class ChecksBatches(LightningModule):
         A data module of ours has checked its own; what a hook changes on the GPU is not checked.
         """
         self._label_range = None
-        changed = is_overridden("on_after_batch_transfer", getattr(self.trainer, "datamodule", None) or self)
-        if self.device.type != "cpu" and is_pair(batch) and not isinstance(batch, Batch) and not changed:
+        if self.device.type == "cpu" or not is_pair(batch):
+            return
+        if not is_overridden("on_after_batch_transfer", getattr(self.trainer, "datamodule", None) or self):
             self._label_range = range_of(batch[1])
 
     @contextmanager
@@ -92,3 +93,32 @@ def range_of(labels: Tensor) -> Range | None:
     if ignored and high > IGNORED:
         low = int(labels.where(labels != IGNORED, high).min())
     return Range(low, high, ignored) if high > IGNORED else Range(0, 0, ignored)
+
+
+def checked(batch: Any) -> Any:
+    """A `Batch`, or a plain pair of tensors of which labels are whole numbers; BadInput for another thing."""
+    if isinstance(batch, Batch):
+        return batch
+    if not is_pair(batch):
+        raise BadInput("data", _described(batch), "batches (inputs, labels), two tensors")
+    if batch[1].is_floating_point():
+        dtype = str(batch[1].dtype).removeprefix("torch.")
+        raise BadInput("data", f"labels of {dtype}", "classes as whole numbers")
+    return batch
+
+
+def is_pair(batch: Any) -> bool:
+    """Whether it is a plain pair of tensors."""
+    return (
+        not isinstance(batch, Batch)
+        and isinstance(batch, list | tuple)
+        and len(batch) == 2
+        and all(isinstance(x, Tensor) for x in batch)
+    )
+
+
+def _described(batch: object) -> str:
+    if isinstance(batch, list | tuple):
+        return f"a batch ({', '.join(type(x).__name__ for x in batch)})"
+    keys = f" of {', '.join(map(str, batch))}" if isinstance(batch, dict) else ""
+    return f"a batch that is a {type(batch).__name__}{keys}"

@@ -14,9 +14,10 @@ from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
 
 from apprentice import keyed, replicas
-from apprentice.batch import Batch, is_pair
+from apprentice.batch import Batch
 from apprentice.errors import BadInput, reason
 from apprentice.keyed import Dropout, unkeyed
+from lit_modules.labels import checked, is_pair
 from lit_modules.loss_scale import HOPELESS, LossScales
 from lit_modules.nets import giving_logits, globalise
 from lit_modules.nets.batch_norm import of_own_rows
@@ -63,7 +64,7 @@ class Learner(RunMetrics):
         self.make_optimizer, self.make_scheduler = made(optimizer, "optimizer"), made(scheduler, "scheduler")
         self.seed = seed
         self.loss_scales = LossScales()
-        self._accumulated: list[float] = []  # rows, or tokens of texts, in each batch since the last step
+        self._accumulated: list[float] = []  # of texts, the tokens that count in each batch since the last step
         self._label_weight: float | None = None  # of the current batch, if it is a plain pair: see `apprentice.batch`
 
     def parameter_groups(self) -> list[list[nn.Parameter]]:
@@ -96,7 +97,7 @@ class Learner(RunMetrics):
     def look_at(self, batch: Any) -> None:
         """Also keep what the labels of a plain pair of texts weigh, for a strategy that cuts it in shards."""
         super().look_at(batch)
-        if is_pair(batch) and not isinstance(batch, Batch):
+        if is_pair(batch):
             self._label_weight = Batch.of(batch, 0, shared=False).label_weight if batch[1].dim() > 1 else None
 
     @property
@@ -109,7 +110,7 @@ class Learner(RunMetrics):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """This rank's part of the loss of all runs."""
-        batch = Batch.of(batch, self.batches_done)
+        batch = Batch.of(checked(batch), self.batches_done)
         self._label_weight = batch.label_weight
         loss, parts = self.shard_step(batch)
         self.on_global_batch(global_means(parts, batch), batch.count)
@@ -133,7 +134,7 @@ class Learner(RunMetrics):
         """Some rows of a global batch, or all of them; a plain pair does not say what its labels weigh."""
         if isinstance(batch, Batch):
             return batch
-        made = Batch.of(batch, self.batches_done)
+        made = Batch.of(checked(batch), self.batches_done)
         if not replicas.is_shard() or made.labels.dim() == 1:
             return made
         return made._replace(label_weight=self._label_weight)
@@ -146,7 +147,7 @@ class Learner(RunMetrics):
         """
         counts = {name: value for name, value in means.items() if name in {LABELLED, TOKENS}}
         means = {name: value for name, value in means.items() if name not in counts}
-        self._accumulated.append(count * counts.get(TOKENS, 1.0))
+        self._accumulated += [count * counts[TOKENS]] if TOKENS in counts else []
         for run in self.runs:
             own = {name: value for name, value in means.items() if name.rpartition("/")[0] == run}
             if run not in self.failed and (bad := [name for name, value in own.items() if not math.isfinite(value)]):
@@ -245,7 +246,7 @@ class Learner(RunMetrics):
             self._log_step(optimizer)
 
     def on_before_backward(self, loss: Tensor) -> None:
-        """Weigh an accumulated batch's gradients by its rows, or tokens, over those of the first."""
+        """Weigh the gradients of an accumulated batch of texts by its tokens, over those of the first batch."""
         if self.trainer.accumulate_grad_batches > 1 and loss.requires_grad and any(self._accumulated):
             weight = self._accumulated[-1] / self._first_counted
             if weight != 1:
@@ -253,13 +254,14 @@ class Learner(RunMetrics):
 
     @property
     def _first_counted(self) -> float:
-        """Rows, or tokens, of the first accumulated batch that has any."""
+        """Tokens of the first accumulated batch that has any."""
         return next(filter(None, self._accumulated))
 
     def _divide_accumulated(self) -> None:
-        """Make the accumulated gradients those of the mean over all rows, or tokens, where batches differ in them.
+        """Make the accumulated gradients of texts those of the mean over all of their tokens.
 
         Lightning has divided each batch's by the number of batches, of which the epoch's last step may have fewer.
+        Those of samples stay so, as in torch's usual loop.
         """
         batches, total = self.trainer.accumulate_grad_batches, sum(self._accumulated)
         factor = batches * self._first_counted / total if total and batches > 1 else 1.0
@@ -286,10 +288,10 @@ class Learner(RunMetrics):
 
     def on_fit_end(self) -> None:
         """Restore the Trainer's loss scale; refuse data without a batch."""
+        self.loss_scales.give_back(self.trainer.precision_plugin)
         if not self.trainer.num_training_batches and self.trainer.limit_train_batches:
             expected = "at least one; `drop_last` leaves out a batch that is not full"
             raise BadInput("data", "no training batch", expected)
-        self.loss_scales.give_back(self.trainer.precision_plugin)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the running sums of an interrupted epoch, the failed runs and the loss scales."""

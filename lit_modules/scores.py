@@ -15,7 +15,7 @@ from torchmetrics.utilities.data import dim_zero_cat
 from apprentice import replicas
 from apprentice.batch import Batch, counted
 from apprentice.errors import BadInput
-from lit_modules.labels import ChecksBatches
+from lit_modules.labels import ChecksBatches, checked
 from lit_modules.nets.recorded import Recorded
 from lit_modules.objectives.base import widened
 from lit_modules.objectives.cross_entropy import cross_entropy
@@ -363,7 +363,7 @@ class RunMetrics(Recorded, ChecksBatches):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Update the scores with a batch."""
-        batch = Batch.of(batch, 0, shared=False)
+        batch = Batch.of(checked(batch), 0, shared=False)
         with self.naming_inputs(batch.inputs):
             predicted = self.predict(batch.inputs)
         for run, logits in predicted.items():
@@ -372,7 +372,7 @@ class RunMetrics(Recorded, ChecksBatches):
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """Update the scores with a batch, and keep the values of its samples."""
-        batch = Batch.of(batch, 0, shared=False)
+        batch = Batch.of(checked(batch), 0, shared=False)
         with self.naming_inputs(batch.inputs):
             teacher, found = self.beside_teacher(batch.inputs)
         for run, logits in found.items():

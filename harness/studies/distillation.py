@@ -67,14 +67,14 @@ def check(run: Session, make_teacher: MakeTeacher, make_students: MakeStudents) 
         make_teacher(run, seed)
     teacher, _ = make_teacher(run, first)
     if not has_trained_teacher(run):  # before it is frozen
-        teacher.check_optimizer(_steps(run, trainer, run.config.teacher_epochs or trainer.max_epochs or 1))
+        teacher.check_optimizer(_steps(run, trainer, run.config.teacher_epochs))
 
     def made(names: Sequence[str]) -> Distillation:
         with cli.flags_of(rows(setups.values())):
             students, _ = make_students(run, first, teacher.net, {name: setups[name] for name in names})
             check_modules(run, trainer, teacher, students)
             students.check_batch(min(run.data.batch_size, run.data.sizes["train"]))
-            students.check_optimizer(_steps(run, trainer, trainer.max_epochs or 1))
+            students.check_optimizer(_steps(run, trainer))
         return students
 
     names = zoo.fitting(run.config, run.parser, setups, made) if run.config.zoo else list(setups)
@@ -85,10 +85,13 @@ def check(run: Session, make_teacher: MakeTeacher, make_students: MakeStudents) 
     return {name: setups[name] for name in names}
 
 
-def _steps(run: Session, trainer: Trainer, epochs: int) -> float:
-    """The optimizer's steps in a fit of so many epochs, -1 for no limit, under the Trainer's limit."""
-    an_epoch = math.ceil(run.data.train_batches(trainer) / trainer.accumulate_grad_batches)
-    limits = (steps for steps in (an_epoch * epochs, trainer.max_steps) if steps >= 0)
+def _steps(run: Session, trainer: Trainer, epochs: int | None = None) -> float:
+    """The optimizer's steps in a fit of so many epochs, by default the Trainer's, of which -1 is no limit."""
+    options = run.config.trainer.init_args
+    an_epoch = math.ceil(run.data.train_batches(trainer) / options["accumulate_grad_batches"])
+    limits = (
+        steps for steps in (an_epoch * (epochs or options["max_epochs"] or -1), options["max_steps"]) if steps >= 0
+    )
     return min(limits, default=math.inf)
 
 

@@ -99,11 +99,15 @@ class Mean(nn.Module):
 
 def typed(net: nn.Module, inputs: Tensor) -> Tensor:
     """The inputs; floats get the type of the net's parameters."""
-    return inputs.to(next(net.parameters()).dtype) if inputs.is_floating_point() else inputs
+    dtype = next(net.parameters()).dtype
+    # A conversion to the same type would be captured in a graph, which then takes no other.
+    return inputs.to(dtype) if inputs.is_floating_point() and inputs.dtype != dtype else inputs
 
 
 def in_type_of(outputs: Outputs, net: nn.Module) -> Outputs:
     """Another net's outputs; float64 becomes float32 unless this net's parameters are float64."""
+    if all(x.dtype != torch.float64 for x in (outputs.logits, *outputs.features.values())):
+        return outputs
     if next(net.parameters()).dtype == torch.float64:
         return outputs
     return tree_map(lambda x: x.float() if x.dtype == torch.float64 else x, outputs)

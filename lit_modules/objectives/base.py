@@ -41,7 +41,7 @@ class Place(NamedTuple):
     count: int = 0  # type: ignore[assignment]  # rows in the global batch
     samples: int | None = None  # in the training set, if `index` is known; also in `build`
     peers: Mapping[str, Outputs] = MappingProxyType({})  # outputs of the students in `peers`, without gradients
-    counted: Tensor | None = None  # type: ignore[assignment]  # (b, T) bool, which tokens count; None if all do
+    counted: Tensor | None = None  # (b, T) bool, which tokens count; None if all do
 
 
 class Objective(Recorded, nn.Module, ABC):
@@ -203,10 +203,10 @@ def of_labelled(values: Tensor, labels: Tensor, label_weight: float | None) -> T
     Values (b,) or, of texts, (b, T) for each token; labels (b,) or (b, T).
     """
     if label_weight is not None:
-        counts = counted(labels)
-        if values.dim() < counts.dim():
-            label_weight, counts = label_weight * counts.to(values.dtype).mean(1), counts.any(1)
-        values = (values * label_weight).where(counts, 0.0)
+        counts, values = counted(labels), values * label_weight
+        if values.dim() < counts.dim():  # of whole texts
+            values, counts = values * counts.to(values.dtype).mean(1), counts.any(1)
+        values = values.where(counts, 0.0)
     return values.mean(1) if values.dim() > 1 else values
 
 

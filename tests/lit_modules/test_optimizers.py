@@ -13,12 +13,10 @@ from torch.optim import SGD, Muon
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, StepLR
 
 from apprentice.errors import BadInput
-from apprentice.keyed import with_seed
 from experiments import kd
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.objectives import CrossEntropy, Hinton
-from strategies import DDP
 from tests.commands import refused
 from tests.training import SHAPE, assert_same, digits, fit, net, trainer, weights
 
@@ -138,17 +136,3 @@ def test_the_command_says_so_before_it_trains(
 ) -> None:
     small = ["--data.train_size", "200", "--trainer.max_epochs", "9", "--seeds", "1"]
     refused(kd.main, [*small, *flags], begins, says, tmp_path, capsys)
-
-
-@pytest.mark.parametrize("exact", [None, 4])
-def test_accumulated_batches_are_one_batch_whatever_their_sizes(exact: int | None) -> None:
-    """Of 36, 36 and 29 rows: eight of 12 and one of 5, so that the last step has two of 12 and one of 5."""
-
-    def fitted(size: int, **options: Any) -> dict[str, torch.Tensor]:
-        module = LitClassifier(with_seed(0, matrices), optimizer=sgd)
-        strategy = DDP(timeout=60, exact=exact) if exact else "auto"
-        return weights(fit(module, digits(batch_size=size), precision="64-true", strategy=strategy, **options))
-
-    assert_same(fitted(36), fitted(12, accumulate_grad_batches=3), 1e-12)
-    whole, parts = (fitted(size, accumulate_grad_batches=n) for size, n in ((72, 1), (36, 2)))
-    assert_same(whole, parts, 1e-12)  # the epoch's last step has one batch
