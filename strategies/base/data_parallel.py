@@ -260,7 +260,7 @@ class DataParallel(DeferredOptimizers):
         if self._saves_alone:
             try:
                 self._raise_for_missing(exception)
-            except (TimeoutError, ConnectionError, SystemExit) as missing:
+            except (TimeoutError, ConnectionError, ValueError, SystemExit) as missing:
                 self._missing = missing
             failures.leave()
         elif not failures.is_everywhere(trainer, exception):
@@ -287,17 +287,20 @@ class DataParallel(DeferredOptimizers):
             if missing is not None:
                 raise missing
             self._raise_for_missing(exception)
-        except (TimeoutError, ConnectionError, SystemExit):
+        except (TimeoutError, ConnectionError, ValueError, SystemExit):
             self._kill_children()
             if self.lightning_module is not None:  # Lightning's next calls, had this error not come in between
-                for logger in self._trainer.loggers:
+                trainer = self.lightning_module._trainer
+                for logger in trainer.loggers if trainer is not None else []:
                     logger.finalize("failed")
                 self.teardown()
             raise
 
     def _raise_for_missing(self, exception: BaseException) -> None:
         first_only = isinstance(self._launcher, ScriptLauncher)
-        missing_ranks.raise_for_missing(exception, self._timeout_seconds, first_only)
+        trainer = self.lightning_module and self.lightning_module._trainer  # None in the process that forked the ranks
+        stop = trainer is not None and trainer.should_stop
+        missing_ranks.raise_for_missing(exception, self._timeout_seconds, first_only, stop)
 
     def _kill_children(self) -> None:
         if isinstance(self._launcher, ScriptLauncher):
