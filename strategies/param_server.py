@@ -163,7 +163,7 @@ class ParamServer(RPCStrategy):
         if not self._is_of_workers(group):
             return super().all_gather(tensor, group, sync_grads)
         gathered = None if self._serves else super().all_gather(tensor, self._workers, sync_grads)
-        values = self.broadcast(None if gathered is None else gathered.detach().cpu())  # pickled with its device
+        values: Any = self.broadcast(None if gathered is None else gathered.detach().cpu())  # pickled with its device
         return values.to(self.root_device) if gathered is None else gathered
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:

@@ -257,13 +257,16 @@ class DataParallel(DeferredOptimizers):
         """Before Lightning calls `on_exception`: let a rank save by itself, or with all others, or not at all."""
         if not dist.is_initialized() or self.world_size == 1 or not failures.may_save(trainer):
             return
+        ends = isinstance(self._launcher, ForkLauncher)  # a rank that was not forked may fit again, with the others
+        if not (ends and self._saves_alone) and failures.is_everywhere(trainer, exception):
+            return
         if self._saves_alone:
             try:
                 self._raise_for_missing(exception)
             except (TimeoutError, ConnectionError, ValueError, SystemExit) as missing:
                 self._missing = missing
             failures.leave()
-        elif not failures.is_everywhere(trainer, exception):
+        else:
             self._hooks = failures.Hooks.set_aside(trainer, callbacks_only=True)
             kind = type(self).__name__
             exception.add_note(f"on_exception of callbacks was not called: {kind} saves with all ranks or not at all")
@@ -298,7 +301,7 @@ class DataParallel(DeferredOptimizers):
 
     def _raise_for_missing(self, exception: BaseException) -> None:
         first_only = isinstance(self._launcher, ScriptLauncher)
-        trainer = self.lightning_module and self.lightning_module._trainer  # None in the process that forked the ranks
+        trainer: Any = getattr(self.lightning_module, "_trainer", None)  # None in the process that forked the ranks
         stop = trainer is not None and trainer.should_stop
         missing_ranks.raise_for_missing(exception, self._timeout_seconds, first_only, stop)
 
