@@ -80,7 +80,7 @@ class Session:
         """Tell the user what will run, and where it is written."""
         where = self.config.out or f"a new folder in runs/{self.name}"
         notice(f"{self.name}: {self.parser.summary(self.config)}; writes to {where}")
-        devices = self.config.trainer.init_args["devices"]
+        devices = self.config.trainer.init_args["devices"] if "trainer" in self.config else "auto"
         if isinstance(devices, int) and devices > CROWD * cores() and launch.launched() is None:
             fits = f"each fit starts {devices} processes, which takes a while on {cores()} cores"
             notice(f"--trainer.devices {devices}: {fits}")
