@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from apprentice import replicas
-from strategies.base import checkpoints
+from strategies.base import checkpoints, missing_ranks
 from strategies.base.gradients import copy_from, flatten, pack, parameters_of, unpack
 from strategies.rpc import CallQueue, RPCStrategy, receiver, wait
 
@@ -141,7 +141,7 @@ class ParamServer(RPCStrategy):
         try:
             return super().training_step(*args, **kwargs)
         except Exception as error:
-            if not (self.server and self._serves):
+            if not (self.server and self._serves) or missing_ranks.SIGNS.search(str(error)):
                 raise
             expected = "expected a training_step that takes a batch without rows, as the server's are"
             raise ValueError(f"strategy param_server: {expected}: {error}") from error
@@ -163,7 +163,7 @@ class ParamServer(RPCStrategy):
         if not self._is_of_workers(group):
             return super().all_gather(tensor, group, sync_grads)
         gathered = None if self._serves else super().all_gather(tensor, self._workers, sync_grads)
-        values = self.broadcast(None if gathered is None else gathered.detach().cpu())  # pickled with its device
+        values: Any = self.broadcast(None if gathered is None else gathered.detach().cpu())  # pickled with its device
         return values.to(self.root_device) if gathered is None else gathered
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:

@@ -59,8 +59,9 @@ class Run:
         os._exit(code or 0)
 
     def processes(self) -> list[int]:
-        """Those of its session that are alive."""
-        return session(self.process.pid)
+        """It, and those of its session, that are alive."""
+        itself = [self.process.pid] if self.process.exitcode is None else []  # it may not lead a session yet
+        return [*{*itself, *session(self.process.pid)}]
 
     def wait(self, idle: float = 90) -> int:
         """The exit code; fails when the process or one of its ranks does not end and is idle for so many seconds."""

@@ -23,15 +23,17 @@ def cpu_seconds(pids: Iterable[int]) -> float:
 
 
 def wait(happens: Callable[[], object], pids: Callable[[], Iterable[int]], idle: float = 60.0) -> bool:
-    """Whether it happens before the processes have been idle for so many seconds."""
+    """Whether it happens before the processes have ended, or been idle for so many seconds."""
     begun = worked = looked = time.monotonic()
     used = cpu_seconds(pids())
     while not happens():
         now = time.monotonic()
         if now - looked > min(0.5, idle / 4):
-            looked, before, used_now = now, used, cpu_seconds(pids())
-            if abs(used_now - before) >= SHARE * idle:
-                worked, used = now, used_now
+            looked, alive = now, list(pids())
+            if abs(cpu_seconds(alive) - used) >= SHARE * idle:
+                worked, used = now, cpu_seconds(alive)
+            if not alive:
+                return bool(happens())
         if now - worked > idle or now - begun > LIMIT:
             return bool(happens())
         time.sleep(0.02)

@@ -17,6 +17,7 @@ import strategies
 from apprentice.errors import BadInput
 from datamodules import InMemoryData
 from datamodules.adapted import Adapted
+from datamodules.streams import cores
 from harness import config as cli
 from harness.config.sources import INVOCATION, flat
 from harness.console import console
@@ -25,6 +26,8 @@ from harness.runs.files import recorded, write_json, write_text
 from harness.runs.fit import MakeTrainer
 from harness.runs.quiet import notice, quiet
 from harness.runs.trainer import trainers
+
+CROWD = 4  # processes a core, beyond which their start takes so long that we say so
 
 
 class Session:
@@ -94,6 +97,10 @@ class Session:
         """Tell the user what will run, and where it is written."""
         where = self.config.out or f"a new folder in runs/{self.name}"
         notice(f"{self.name}: {self.parser.summary(self.config)}; writes to {where}")
+        devices = self.config.trainer.init_args["devices"] if "trainer" in self.config else "auto"
+        if isinstance(devices, int) and devices > CROWD * cores() and launch.launched() is None:
+            fits = f"each fit starts {devices} processes, which takes a while on {cores()} cores"
+            notice(f"--trainer.devices {devices}: {fits}")
 
     @contextmanager
     def folder(self) -> Iterator[Path]:

@@ -257,13 +257,16 @@ class DataParallel(DeferredOptimizers):
         """Before Lightning calls `on_exception`: let a rank save by itself, or with all others, or not at all."""
         if not dist.is_initialized() or self.world_size == 1 or not failures.may_save(trainer):
             return
+        ends = isinstance(self._launcher, ForkLauncher)  # a rank that was not forked may fit again, with the others
+        if not (ends and self._saves_alone) and failures.is_everywhere(trainer, exception):
+            return
         if self._saves_alone:
             try:
                 self._raise_for_missing(exception)
-            except (TimeoutError, ConnectionError, SystemExit) as missing:
+            except (TimeoutError, ConnectionError, ValueError, SystemExit) as missing:
                 self._missing = missing
             failures.leave()
-        elif not failures.is_everywhere(trainer, exception):
+        else:
             self._hooks = failures.Hooks.set_aside(trainer, callbacks_only=True)
             kind = type(self).__name__
             exception.add_note(f"on_exception of callbacks was not called: {kind} saves with all ranks or not at all")
@@ -287,17 +290,20 @@ class DataParallel(DeferredOptimizers):
             if missing is not None:
                 raise missing
             self._raise_for_missing(exception)
-        except (TimeoutError, ConnectionError, SystemExit):
+        except (TimeoutError, ConnectionError, ValueError, SystemExit):
             self._kill_children()
             if self.lightning_module is not None:  # Lightning's next calls, had this error not come in between
-                for logger in self._trainer.loggers:
+                trainer = self.lightning_module._trainer
+                for logger in trainer.loggers if trainer is not None else []:
                     logger.finalize("failed")
                 self.teardown()
             raise
 
     def _raise_for_missing(self, exception: BaseException) -> None:
         first_only = isinstance(self._launcher, ScriptLauncher)
-        missing_ranks.raise_for_missing(exception, self._timeout_seconds, first_only)
+        trainer: Any = getattr(self.lightning_module, "_trainer", None)  # None in the process that forked the ranks
+        stop = trainer is not None and trainer.should_stop
+        missing_ranks.raise_for_missing(exception, self._timeout_seconds, first_only, stop)
 
     def _kill_children(self) -> None:
         if isinstance(self._launcher, ScriptLauncher):

@@ -183,6 +183,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         """Run `function` here, as in every rank; after an exception Lightning's hooks find what this rank holds."""
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
+        except _TunerExitException:  # no failure
+            raise
         except BaseException as exception:
             self._strategy.prepare_exception_hooks(trainer, exception)
             raise

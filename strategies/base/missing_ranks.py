@@ -8,20 +8,30 @@ import time
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+STOP = "should_stop"
 RESPONSE_TIME = 3.0  # seconds in which a rank that is there responds; a launcher ends us sooner after a rank's death
 # "timeout caused": gloo closed a connection because another operation timed out
 SIGNS = re.compile("[Tt]imed out|timeout caused|Connection (closed|reset)|Broken pipe|Watchdog|connectFullMesh")
 
 
-def raise_for_missing(exception: BaseException, timeout: float, first_only: bool = False) -> None:
+def raise_for_missing(
+    exception: BaseException, timeout: float, first_only: bool = False, should_stop: bool = False
+) -> None:
     """Raise an error that names the ranks that don't respond, if `exception` came from a collective.
 
-    TimeoutError: they did not come within `timeout` seconds; ConnectionError: they have gone; SystemExit, with
-    `first_only`: another rank reports that, as all write to one terminal.
+    TimeoutError: they did not come within `timeout` seconds; ConnectionError: they have gone; ValueError: all respond,
+    and on some of them training `should_stop`; SystemExit, with `first_only`: another rank reports that, as all write
+    to one terminal.
     """
     text = str(exception)
     collective = isinstance(exception, RuntimeError) and SIGNS.search(text)
-    if not collective or not dist.is_initialized() or dist.get_world_size() == 1 or not (missing := _missing()):
+    if not collective or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    responses = exchange("present", STOP * should_stop, RESPONSE_TIME)
+    # Rank 0 serves the store.
+    missing = [0] if responses is None else [rank for rank in range(dist.get_world_size()) if rank not in responses]
+    if responses is not None and not missing:
+        _raise_for_stopped([rank for rank, value in responses.items() if value == STOP])
         return
     if first_only and any(rank not in missing for rank in range(dist.get_rank())):
         raise SystemExit(2)
@@ -33,10 +43,12 @@ def raise_for_missing(exception: BaseException, timeout: float, first_only: bool
     raise ConnectionError(f"{names} {has} gone; {its} own message, if there is one, is above") from exception
 
 
-def _missing() -> list[int]:
-    """The ranks that don't respond; only rank 0 if the store, which it serves, does not answer either."""
-    responses = exchange("present", "", RESPONSE_TIME)
-    return [0] if responses is None else [rank for rank in range(dist.get_world_size()) if rank not in responses]
+def _raise_for_stopped(stopped: list[int]) -> None:
+    """Raise ValueError if some ranks have left the training loop, and others wait for them in it."""
+    if 0 < len(stopped) < dist.get_world_size():
+        names = f"rank {stopped[0]}" if len(stopped) == 1 else f"ranks {', '.join(map(str, stopped))}"
+        expected = "expected it on all ranks after the same step, or on none"
+        raise ValueError(f"trainer.should_stop: {expected}; it is set on {names} alone")
 
 
 def exchange(key: str, value: str, seconds: float) -> dict[int, str] | None:

@@ -1,7 +1,7 @@
 """Pipeline parallelism: each rank holds some layers, and several micro-batches are in the pipeline at a time."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -232,9 +232,9 @@ class PipelineStrategy(PipelineTraining):
         optimizer.step(**kwargs)
         return loss
 
-    def gradient_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+    def gradient_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """The norm over all stages, () float64, with the bits of one device; collective."""
-        return torch.linalg.vector_norm(self._norms(parameters, torch.float64))
+        return torch.linalg.vector_norm(self._norms(list(parameters), torch.float64))
 
     def _norms(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None = None) -> Tensor:
         """Norms of the gradients of all stages in the order of the parameters, float64, computed in `dtype`."""
@@ -281,6 +281,13 @@ class PipelineStrategy(PipelineTraining):
         self._interrupted = True
         super().on_exception(exception)
 
+    def _restore(self, placement: StagePlacement) -> None:
+        try:
+            placement.restore(gather=not self._interrupted)
+        except RuntimeError:  # other ranks don't come: meta tensors would hide that behind an error of their own
+            placement.restore(gather=False)
+            raise
+
     def teardown(self) -> None:
         """Make the module whole again on every rank."""
         placement, self._placement = self._placement, None
@@ -288,7 +295,7 @@ class PipelineStrategy(PipelineTraining):
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
         try:
             if placement is not None:
-                placement.restore(gather=not self._interrupted)
+                self._restore(placement)
             self._set_metrics_group(None)
         finally:
             replicas.set_group(None)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from apprentice import extras
 from experiments import kd
 from harness.runs import launch as launches
+from harness.runs import session
 from harness.runs.trainer import with_launcher
 from strategies.base import rendezvous
 from tests.launching import ROOT, TINY, Command, by_hand, ended, free_port, ranks, weights
@@ -191,6 +192,16 @@ def first_by_turns(folder: Path) -> None:
 def test_rank_zero_goes_first_each_time(tmp_path: Path) -> None:
     process_group(2, first_by_turns, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
+
+
+@pytest.mark.parametrize(("devices", "says"), [("64", True), ("8", False), ("auto", False)])
+def test_many_processes_on_few_cores_are_announced(
+    devices: str, says: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(session, "cores", lambda: 2)
+    session.Session("kd", kd.parser(), [*TINY, "--trainer.devices", devices]).announce()
+    line = "--trainer.devices 64: each fit starts 64 processes, which takes a while on 2 cores"
+    assert capsys.readouterr().out.splitlines()[1:] == [line] * says
 
 
 # Where ranks meet

@@ -158,6 +158,18 @@ def test_a_rank_of_a_launcher_that_fails_alone_waits_for_nobody(
             running(DDP(timeout=60), callbacks=[Crash(rank=0), *saving(folder)], **SAVES).fit(Regression(), Data(8))
 
     runs = launch(main, tmp_path)
-    assert all(run.wait() for run in runs)
+    assert all(run.wait(30) for run in runs)
     assert "LookupError: a bug" in runs[0].output
     check(tmp_path, "ddp", undisturbed)
+
+
+def test_ranks_of_a_launcher_that_fail_together_fit_again(tmp_path: Path) -> None:
+    def main(rank: int, folder: Path) -> None:
+        here = running(DDP(timeout=60), callbacks=[Crash(), *saving(folder)], **SAVES)
+        with quiet():
+            with pytest.raises(LookupError):
+                here.fit(Regression(), Data(8))
+            here.validate(Regression(), Data(8), verbose=False)
+
+    runs = launch(main, tmp_path)
+    assert [run.wait() for run in runs] == [0, 0], "".join(run.output for run in runs)

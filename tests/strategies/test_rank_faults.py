@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 
 from harness import config
-from strategies import DDP, FSDP, AllReduce, DataParallel, DDPRing, PipelineStrategy, ZeRO1
+from strategies import DDP, FSDP, AllReduce, DataParallel, DDPRing, ParamServer, PipelineStrategy, ZeRO1
 from strategies.base import missing_ranks
 from tests.grids import mostly_slow
 from tests.processes import Run
@@ -84,6 +84,23 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
     lines = [line for line in run.output.splitlines() if line.startswith("error: ")]
     expected = "expected every rank to come within that time"
     assert lines == [f"error: --trainer.strategy.timeout 3: rank 1 kept the others waiting; {expected}"]
+
+
+@pytest.mark.parametrize("strategy", mostly_slow([DDP, FSDP, PipelineStrategy, ParamServer], DDP))
+def test_a_rank_that_stops_alone_is_named(strategy: type[DataParallel], tmp_path: Path) -> None:
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.should_stop = trainer.should_stop or (trainer.global_step, trainer.global_rank) == (2, 1)
+
+    def main() -> None:
+        with config.one_line_errors():
+            fit(classifier(), digits(), 2, callbacks=[Stop()], max_epochs=3, strategy=strategy(timeout=5))
+
+    run = Run(main, log=tmp_path / "log")
+    assert run.wait(40) != 0
+    expected = "expected it on all ranks after the same step, or on none"
+    assert f"trainer.should_stop: {expected}; it is set on rank 1 alone" in run.output
+    assert "not attached" not in run.output
 
 
 def test_a_sub_process_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
