@@ -134,4 +134,4 @@ def as_given(given: Layer) -> Iterator[None]:
             value = given[flag].value
             value = " ".join(map(str, value)) if isinstance(value, list) and not source else value
         place = f" (in {source})" if source else ""
-        raise BadInput(error.flag, "''" if value == "" else value, f"{error.expected}{place}") from error
+        raise BadInput(error.flag, value, f"{error.expected}{place}") from error
