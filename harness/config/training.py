@@ -144,6 +144,8 @@ def _public_path(found: type) -> str:
 
 def check_optimizer(optimizer: Choice, scheduler: Choice | None, epochs: int) -> None:
     """Take steps, and a few epochs' changes of the rate, on a dummy net; BadInput if that fails or is not finite."""
+    if optimizer.init_args.get("lr") == 0 and scheduler is None:
+        raise BadInput("optimizer.lr", 0, "a number above 0; with this one nothing is trained")
     net = nn.Linear(2, 2)
     for parameter in net.parameters():
         parameter.grad = torch.ones_like(parameter)
