@@ -94,9 +94,11 @@ def layer(values: Any, source: str = "", key: str = "") -> dict[str, Given]:
     """Nested settings as a layer; lists stay whole."""
     found: dict[str, Given] = {}
     for flag, value in flat(values, key, lists=False):
+        place = f" (in {source})" if source else ""
         if flag in found:
-            place = f" (in {source})" if source else ""
             raise BadInput(flag, value, f"one value; {found[flag].value} is there, too{place}")
+        if isinstance(value, str) and "\0" in value:  # which no path can have
+            raise BadInput(flag, repr(value), f"text without NUL{place}")
         found[flag] = Given(value, source)
     return found
 

@@ -625,6 +625,7 @@ FILES = {
     "variants: [kd]": "variants ['kd']: expected a name and a class",
     "trainer: 3": "trainer 3: expected an option",
     "seeds: {a: 1}": "seeds.a 1: expected a flag",
+    'out: "a\\0b"': "out 'a\\x00b': expected text without NUL",
     "config: other.yaml": "config other.yaml: expected it on the command line alone",
     "help: true": "help True: expected it on the command line alone",
     "trainer: {max_epochs: 2}\ntrainer.max_epochs: 1": "trainer.max_epochs 1: expected one value; 2 is there, too",
