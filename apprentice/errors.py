@@ -34,7 +34,7 @@ def naming(flag: str) -> Iterator[None]:
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+    return text or "''" if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def first_line(error: Exception) -> str:

@@ -30,6 +30,7 @@ import strategies
 from apprentice.errors import BadInput
 from apprentice.keyed import fold_in
 from harness import config as cli
+from harness.runs.files import can_be_written
 from harness.runs.nets import check_options
 from harness.runs.quiet import notice
 from harness.runs.session import Session, session
@@ -118,8 +119,8 @@ class Options(cli.RunOptions):
             raise BadInput("teacher_continue", "true", expected)
         if self.teacher_cache_mb < 0:
             raise BadInput("teacher_cache_mb", self.teacher_cache_mb, "a number of megabytes, 0 or more")
-        if self.teacher_cache_dir and Path(self.teacher_cache_dir).is_file():
-            raise BadInput("teacher_cache_dir", self.teacher_cache_dir, "a folder; this is a file")
+        if self.teacher_cache_dir is not None and not can_be_written(Path(self.teacher_cache_dir)):
+            raise BadInput("teacher_cache_dir", self.teacher_cache_dir, "a folder that can be written")
 
     def _check_tuning(self) -> None:
         own = {name: getattr(self, name) for name in ("tune_seeds", "tune_optimizer", "tune_wave")}

@@ -31,7 +31,7 @@ from apprentice import extras
 from apprentice.errors import BadInput
 from harness import config as cli
 from harness.runs.launch import is_main_process
-from harness.runs.nets import read_spec
+from harness.runs.nets import nets_in
 from harness.runs.session import session
 from harness.studies.deploy import Latency, Options, Study, formats
 from harness.studies.deploy.builder import Builder, data_of_run, images_of
@@ -82,8 +82,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         run.announce()
         config = run.config
         if config.data is None:
-            read_spec(config.run)  # which names the nets in a run's folder
-            raise BadInput("run", config.run, "a folder in its run's, with config.yaml; or --data, what it learnt from")
+            expected = "a net's folder in its run's, with config.yaml; or --data, what it learnt from"
+            raise BadInput("run", config.run, f"{expected}{nets_in(config.run)}")
         extras.need(*EXTRA)
         extras.need(*formats.EXTRA)
         need_compiler()

@@ -90,7 +90,7 @@ class Distillation(Learner):
     ) -> None:
         super().__init__(students, scores or partial(ClassScores, num_classes), optimizer, scheduler, seed)
         for name in students:
-            if hasattr(nn.ModuleDict, name) or "." in name:
+            if hasattr(nn.ModuleDict(), name) or "." in name:
                 raise BadInput("variants", name, "a name without dots that is no attribute of torch's ModuleDict")
         self.optimizer_options = dict(optimizer_options)  # the default can't be copied or pickled
         self.teacher = _trained(teacher, teacher_weights).requires_grad_(False).eval()

@@ -8,7 +8,9 @@ from apprentice.errors import BadInput
 from harness.config.classes import Choice, Chosen, Classes
 from harness.config.messages import near_flag, words
 from harness.config.signatures import Missing, Signature, accepts_null, kinds_of, options_of
-from harness.config.sources import Given, Layer, from_yaml, layer
+from harness.config.sources import BARE, Given, Layer, from_yaml, layer
+
+OF_A_CALL = frozenset({"config", *BARE})  # which a file can't hold
 
 
 class Resolver:
@@ -92,7 +94,7 @@ class Resolver:
 
     def check_complete(self, plain: Sequence[str]) -> None:
         """Raise BadInput for the first flag that is neither an option of a choice nor plain, or that is missing."""
-        known = {*self.flags, *plain}
+        known = {*self.flags, *plain} - OF_A_CALL
         for flag, given in self.given.items():
             if flag not in known:
                 raise BadInput(flag, given.value, self._expected(flag, plain))
@@ -101,6 +103,8 @@ class Resolver:
 
     def _expected(self, flag: str, plain: Sequence[str]) -> str:
         """What would have been right in place of a flag that does not exist."""
+        if flag in OF_A_CALL:
+            return "it on the command line alone"
         if flag.endswith(".init_args"):
             return "a mapping of options"
         key, _, name = flag.rpartition(".")

@@ -187,6 +187,8 @@ def refusals(choice: Choice, key: str, kinds: tuple[type[Exception], ...] = (Exc
             raise BadInput(f"{key}.{place}", option[2], option[3]) from error
         if isinstance(error, ZeroDivisionError) and (place := _option_with(choice, "0")):
             raise BadInput(f"{key}.{place}", 0, f"a number other than 0, by which {choice.name} divides") from error
+        if "can't allocate memory" in message:  # by torch
+            raise BadInput(key, choice.name, "options with which it fits in memory") from error
         raise BadInput(key, choice.name, f"options that it takes: {message}") from error
 
 

@@ -260,8 +260,8 @@ class Parser:
         for name in names:
             whole = f"{key}.{name}"
             flag = whole if whole in given else next(flag for flag in given if flag.startswith(f"{whole}."))
-            if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or name == "teacher":
-                expected = f"a name of letters, digits, _ and - after --{key}, other than teacher"
+            if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or rows.is_reserved(name):
+                expected = f"a name of letters, digits, _ and - after --{key}, other than {rows.RESERVED}"
                 raise BadInput(flag, given[flag].value, expected)
             if flag != whole:
                 known = [other for other in names if f"{key}.{other}" in given]

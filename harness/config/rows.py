@@ -1,14 +1,18 @@
 """The rows of a comparison: each method of `--variants` for each net of `--students`, and which of them are wanted."""
 
+import re
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
+from torch import nn
+
 from apprentice.errors import BadInput
 from harness.config.messages import near
 
 T = TypeVar("T")
+RESERVED = "teacher, students, checkpoints and attributes of torch's ModuleDict"  # names that no row may have
 STUDENT, STUDENTS, VARIANTS = "student", "students", "variants"  # keys of the command line
 
 
@@ -27,6 +31,11 @@ class Row(NamedTuple):
     def net(self) -> str:
         """Where its net is chosen on the command line."""
         return f"{STUDENTS}.{self.student}" if self.student else STUDENT
+
+
+def is_reserved(name: str) -> bool:
+    """Whether a run has a fit or folder of this name, or torch's container of the rows an attribute."""
+    return bool(re.fullmatch(r"teacher|students(-\d+)?|checkpoints", name)) or hasattr(nn.ModuleDict(), name)
 
 
 def pick(variants: Mapping[str, T], only: Sequence[str] | None, flag: str = "only") -> dict[str, T]:

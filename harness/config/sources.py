@@ -108,9 +108,11 @@ def layer(values: Any, source: str = "", key: str = "") -> dict[str, Given]:
     """Nested settings as a layer; lists stay whole."""
     found: dict[str, Given] = {}
     for flag, value in flat(values, key, lists=False):
+        place = f" (in {source})" if source else ""
         if flag in found:
-            place = f" (in {source})" if source else ""
             raise BadInput(flag, value, f"one value; {found[flag].value} is there, too{place}")
+        if isinstance(value, str) and "\0" in value:  # which no path can have
+            raise BadInput(flag, repr(value), f"text without NUL{place}")
         found[flag] = Given(value, source)
     return found
 
@@ -148,4 +150,4 @@ def as_given(given: Layer) -> Iterator[None]:
             value = given[flag].value
             value = " ".join(map(str, value)) if isinstance(value, list) and not source else value
         place = f" (in {source})" if source else ""
-        raise BadInput(error.flag, "''" if value == "" else value, f"{error.expected}{place}") from error
+        raise BadInput(error.flag, value, f"{error.expected}{place}") from error

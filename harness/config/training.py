@@ -144,6 +144,8 @@ def _public_path(found: type) -> str:
 
 def check_optimizer(optimizer: Choice, scheduler: Choice | None, epochs: int) -> None:
     """Take steps, and a few epochs' changes of the rate, on a dummy net; BadInput if that fails or is not finite."""
+    if optimizer.init_args.get("lr") == 0 and scheduler is None:
+        raise BadInput("optimizer.lr", 0, "a number above 0; with this one nothing is trained")
     net = nn.Linear(2, 2, bias=False)  # of two dimensions, which Muon needs
     for parameter in net.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -159,10 +161,13 @@ def check_optimizer(optimizer: Choice, scheduler: Choice | None, epochs: int) ->
         if scheduler is not None:
             with refusals(scheduler, "scheduler"):
                 rates = factory(scheduler, "scheduler")(steps)
+                tried = [*rates.get_last_lr()]
                 for _ in range(min(epochs, TRIED_EPOCHS)):
                     rates.step()
-            if not all(math.isfinite(rate) for rate in rates.get_last_lr()):
-                raise BadInput(*_infinite(scheduler, "scheduler"), "options that give finite learning rates")
+                    tried += rates.get_last_lr()
+            lowest = -1e-6 * max(tried)  # rounding
+            if not all(math.isfinite(rate) and rate >= lowest for rate in tried):
+                raise BadInput(*_infinite(scheduler, "scheduler"), "options that give finite learning rates, 0 or more")
 
 
 def _infinite(choice: Choice, key: str) -> tuple[str, Any]:
@@ -193,6 +198,9 @@ def check_trainer(options: Mapping[str, Any]) -> None:
             seconds = callbacks.Timer(limit).time_remaining() or 0
         if seconds < 1:
             raise BadInput("trainer.max_time", limit, "a time of at least a second, as 00:01:30:00")
+    ends = any(options.get(name) is not None for name in ("max_time", "callbacks"))
+    if numbers.get("max_epochs") == -1 and numbers.get("max_steps", -1) == -1 and not ends:
+        raise BadInput("trainer.max_epochs", -1, "--trainer.max_steps or --trainer.max_time beside it")
     for what in ("epochs", "steps"):
         least, most = numbers.get(f"min_{what}", 0), numbers.get(f"max_{what}", -1)
         if most < 1 and most != -1:

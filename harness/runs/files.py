@@ -37,6 +37,12 @@ def atomic(path: str | Path) -> Iterator[Path]:
         _sync(path.parent)
 
 
+def can_be_written(folder: Path) -> bool:
+    """Whether files can be written into the folder, or into a new one of this name."""
+    nearest = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
+
+
 def read_text(path: str | Path) -> str:
     """The text of a regular file, in UTF-8; OSError or ValueError if there is none."""
     if Path(path).exists() and not Path(path).is_file():  # reading a pipe would wait for its writer

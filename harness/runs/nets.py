@@ -70,9 +70,14 @@ def read_spec(folder: str | Path, flag: str = "run") -> Spec:
             return found
     except (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError):
         pass
-    inside = sorted(str(path.parent) for pattern in ("*", "*/*") for path in Path(folder).glob(f"{pattern}/net.yaml"))
-    there = f"; there: {', '.join(inside[:SHOWN])}" if inside else ""
-    raise BadInput(flag, folder, f"a net's folder, as RUN/seed0/kd, with weights.pt and net.yaml{there}")
+    expected = f"a net's folder, as RUN/seed0/kd, with weights.pt and net.yaml{nets_in(folder)}"
+    raise BadInput(flag, folder, expected)
+
+
+def nets_in(folder: str | Path) -> str:
+    """The folders of nets in a run's folder or one of its seeds', as the end of a message."""
+    nets = [str(path.parent) for pattern in ("*", "*/*") for path in Path(folder).glob(f"{pattern}/net.yaml")]
+    return f"; there: {', '.join(sorted(nets)[:SHOWN])}" if nets else ""
 
 
 def check_options(weights: str | Path, net_spec: Spec, flag: str) -> None:

@@ -170,6 +170,8 @@ def load_data(config: Namespace) -> InMemoryData:
     data = cli.build(config.data, "data")
     if not isinstance(data, InMemoryData):
         data = Adapted(data, config.num_classes)
+    elif config.num_classes is not None:
+        raise BadInput("num_classes", config.num_classes, f"it left out: {config.data.name} knows its classes")
     with launch.main_first("data"):
         data.prepare_data()
         data.setup()

@@ -54,6 +54,14 @@ def test_ranks_see_together_the_batches_of_one_process(replicas: int, sizes: dic
             assert max(len(share.rows) for share in shares) - min(len(share.rows) for share in shares) <= 1
 
 
+def test_a_batch_of_more_than_all_samples_is_one_of_all() -> None:
+    data = digits(batch_size=2**31 - 1)
+    for loader, size in ((data.train_dataloader(), 101), (data.val_dataloader(), 41), (data.test_dataloader(), 97)):
+        (batch,) = loader
+        assert (batch.count, len(batch.labels)) == (size, size)
+        assert sorted(batch.index.tolist()) == list(range(size))
+
+
 def test_an_epoch_visits_each_sample_once_with_its_label_and_its_step() -> None:
     data = digits()
     train, loader = data.split("train"), data.train_dataloader()

@@ -374,14 +374,20 @@ BAD = {
     "layer": (["--variants.hint.teacher_layer", "conv9"], "--variants.hint.teacher_layer conv9", "features.0"),
     "too many images": (["--data.train_size", "5000"], "--data.train_size 5000", "1306"),
     "no folder": (["--data", "ImageFolder", "--data.root", "/nowhere"], "--data.root /nowhere", "train"),
+    "classes that are known": (["--num_classes", "5"], "--num_classes 5", "left out: Digits knows its classes"),
+    "no such extra": (["--student", "Timm"], "--student timm", "it installed; the extra [timm] brings it: pip install"),
+    "a name of the run's": (["--variants.students", "Hinton"], "--variants.students Hinton", "other than teacher, st"),
+    "huge batch": (["--data.batch_size", "1000000000000"], "--data.batch_size 1000000000000", "2,147,483,647"),
+    "no size": (["--student.hidden", "0"], "--student.hidden 0", "at least 1"),
     "negative rate": (["--optimizer.lr", "-1"], "--optimizer Adam", "learning rate"),
 }
 
 
 @pytest.mark.parametrize("kind", BAD)
 def test_bad_input_is_one_line_before_anything_is_trained(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(sys.modules, "timm", None)
     flags, begins, says = BAD[kind]
     base = [] if "--teacher" in flags or kind == "maps" else QUICK[:2]
     refused(kd.main, [*base, *flags], begins, says, tmp_path, capsys)

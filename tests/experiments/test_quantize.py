@@ -321,6 +321,15 @@ def test_a_student_is_quantised_on_the_data_of_its_run(
     (student.parent.parent / "config.yaml").unlink()
 
 
+def test_a_run_s_folder_in_place_of_a_net_s_names_the_nets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("kd", "teacher"):
+        (tmp_path / "run" / "seed0" / name).mkdir(parents=True)
+        (tmp_path / "run" / "seed0" / name / "net.yaml").write_text("")
+    run = tmp_path / "run"
+    said = f"; or --data, what it learnt from; there: {run}/seed0/kd, {run}/seed0/teacher\n"
+    refused(quantize.main, ["--run", str(run)], f"--run {run}: expected a net's folder", said, tmp_path, capsys)
+
+
 def parsed(flags: list[str]) -> Any:
     return quantize.parser(data_of_run(flags, "Digits", ImageData)).parse(flags)
 

@@ -171,6 +171,7 @@ BAD = {
     "type": (["--dtypes", "float64"], "--dtypes float64", "bfloat16"),
     "no GPU": (["--device", "cuda"], "--device cuda", "no GPU"),
     "length": (["--lengths", "1"], "--lengths 1", "at least 2"),
+    "too long": (["--lengths", "99999999999"], "--lengths 99999999999", "at most 1048576"),
     "twice": (["--block_lengths", "8", "8"], "--block_lengths 8 8", "twice"),
     "tokens": (["--tokens", "0"], "--tokens 0", "at least 1"),
     "heads": (["--heads", "0"], "--heads 0", "at least 1"),

@@ -15,6 +15,7 @@ BACKENDS = ("auto", "math", "flash", "efficient", "cudnn")
 PARTS = ("kernels", "blocks", "layers", "tutorial", "profile")
 LAYERS = ("SelfAttention", "MultiheadAttention", "Block", "TransformerEncoderLayer")  # each beside torch's own
 WITH_MLP = LAYERS[2:]
+LONGEST = 2**20  # tokens
 DTYPES = ("float32", "float16", "bfloat16")
 QUICK = {
     "lengths": [16, 32], "block_lengths": [32], "tokens": 64, "heads": 2, "head_dim": 8, "dtypes": ["float32"],
@@ -68,8 +69,10 @@ class Options(config.OneSeedOptions):
                 raise BadInput(name, getattr(self, name), "seconds, above 0")
         for name in ("lengths", "block_lengths"):
             sizes = getattr(self, name)
-            if sizes is not None and (not sizes or len(set(sizes)) < len(sizes) or min(sizes) < 2):
-                raise BadInput(name, sizes, "numbers of tokens, at least 2, none of them twice")
+            if sizes is not None and (
+                not sizes or len(set(sizes)) < len(sizes) or min(sizes) < 2 or max(sizes) > LONGEST
+            ):
+                raise BadInput(name, sizes, f"numbers of tokens, at least 2, at most {LONGEST}, none of them twice")
 
 
 @dataclass(frozen=True)
