@@ -97,11 +97,23 @@ def test_the_script_for_slurm(alone: dict[str, bytes], tmp_path: Path) -> None:
     assert (address, port, option, python, script) == (
         "n1", str(15000 + 1234567 % 15000), "--kill-on-bad-exit=1", "python", "experiments/kd.py",
     )  # fmt: skip
-    assert argv == ["--out", "runs/kd/slurm-1234567", "--resume", "true", *EXACT]
+    assert argv == ["--out", "runs/kd/slurm-1234567", *EXACT]
     argv[1] = str(tmp_path / "run")
     given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     ended(ranks([slurm(rank, **given) for rank in range(2)], argv, tmp_path / "ranks"))
     assert weights(tmp_path / "run") == alone
+
+
+def test_a_requeued_job_for_slurm_goes_on(tmp_path: Path) -> None:
+    for name, text in {"srun": SRUN, "scontrol": "#!/bin/bash\necho n1\n"}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    given = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_ID": "7"}
+    (tmp_path / "runs" / "kd" / "slurm-7").mkdir(parents=True)
+    (tmp_path / "runs" / "kd" / "slurm-7" / "config.yaml").touch()
+    for more, out in (({}, "runs/kd/slurm-7"), ({"OUT": "runs/other"}, "runs/other")):
+        assert Command("bash", ROOT / "docs" / "slurm.sbatch", log=tmp_path / "log", **given, **more).wait() == 0
+        assert (tmp_path / "told").read_text().splitlines()[-4:] == ["--out", out, "--resume", "true"]
 
 
 def is_free(port: int) -> bool:
