@@ -54,7 +54,7 @@ class FSDP(SharedReplica):
         reduce_dtype: rounds gradients for averaging; None: no rounding.
         offload: keep the shards in the CPU's memory, beside a GPU.
         activation_checkpointing: store only a layer's inputs and buffers for backward, and recompute the layer.
-        reshard_after_forward: free a layer's parameters after forward; else only before the optimizer's step, as a loss
+        reshard_after_forward: free a layer's parameters after forward; else after backward of the whole loss, as one
             wants that uses parameters or gradients of gradients, such as an L1 or a gradient penalty.
         mesh: sizes of `data` and `tensor`, or a DeviceMesh of these dimensions. Consecutive ranks, along `tensor`,
             compute the layers of a net together, as its `tensor_parallel_plan()` says: styles of
@@ -100,23 +100,23 @@ class FSDP(SharedReplica):
     def _sharded(self) -> list[FSDPModule]:
         return [module for module in self._module.modules() if isinstance(module, FSDPModule)]
 
-    def backward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute gradients."""
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute gradients, and free parameters that were kept whole for that."""
+        self.pre_backward(closure_loss)
+        loss = self.precision_plugin.pre_backward(closure_loss, self._module)
         with self._explained():
-            return super().backward(*args, **kwargs)
+            self.precision_plugin.backward(loss, self._module, optimizer, *args, **kwargs)
+        if not self.reshard_after_forward:
+            for module in self._sharded():
+                module.reshard()
+        loss = self.precision_plugin.post_backward(loss, self._module)
+        self.post_backward(loss)
+        return loss
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Step the shards, after parameters that were kept whole for backward are freed."""
-
-        def freed() -> Any:
-            loss = closure()
-            if not self.reshard_after_forward:
-                for module in self._sharded():
-                    module.reshard()
-            return loss
-
+        """Step the shards."""
         with self._explained():
-            return super().optimizer_step(optimizer, freed, model, **kwargs)
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @property
     def _tensor_size(self) -> int:
