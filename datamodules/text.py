@@ -219,6 +219,7 @@ class Text(InMemoryData):
 
     def fingerprint(self) -> Fingerprint:
         """Of the tokens, whatever the blocks into which they are cut."""
+        self.setup()
         return {part: fingerprints.of_tensors(tokens) for part, tokens in self._tokens.items()}
 
     def _read(self) -> bytes:

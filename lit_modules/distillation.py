@@ -119,8 +119,9 @@ class Distillation(Learner):
         self.register_state_dict_post_hook(_remove_teacher)
         self.register_load_state_dict_post_hook(_allow_missing_teacher)
 
-    def setup(self, stage: str) -> None:
+    def on_fit_start(self) -> None:
         """Raise BadInput if the teacher has other classes than the data, by their names, or in another order."""
+        super().on_fit_start()
         names = getattr(getattr(self.trainer, "datamodule", None), "class_names", ())
         check_classes(self.teacher, names, "teacher")
 

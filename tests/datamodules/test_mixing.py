@@ -1,5 +1,6 @@
 """Mixup and CutMix: pixels and losses by their formulas, the same on any number of devices."""
 
+import copy
 from functools import cache
 from typing import Any
 
@@ -106,7 +107,8 @@ def test_losses_are_those_of_soft_labels() -> None:
     soft = F.one_hot(batch.labels, 10).double() * batch.mixed.share[:, None]
     soft += F.one_hot(batch.mixed.labels, 10) * (1 - batch.mixed.share[:, None])
     teacher, student = net(DeepNN, seed=1).double().eval(), net().double().eval()
-    students = {"ce": (student, CrossEntropy()), "kd": (student, Hinton(temperature=3.0, kd_weight=0.6, ce_weight=0.4))}
+    kd = Hinton(temperature=3.0, kd_weight=0.6, ce_weight=0.4)
+    students = {"ce": (student, CrossEntropy()), "kd": (copy.deepcopy(student), kd)}
     module = Distillation(teacher, students, input_shape=SHAPE).eval()
     logits = student(batch.inputs)
     ce = -(soft * logits.log_softmax(1)).sum(1).mean()
