@@ -9,7 +9,8 @@
 The experiment of PyTorch's tutorial on scaled dot product attention, as a study: kernels by themselves, forward and
 backward; a block of self-attention, dense and jagged, eager and compiled; our layers beside torch's; the tutorial's own
 shapes beside the figures it prints; a profile of the causal block. What the machine can't run is listed with torch's
-reason. OUT/ holds results.json and .md, kernels.png, blocks.png, and Chrome traces of the block, eager and compiled.
+reason. OUT/ holds report.html, results.json and .md, kernels.png, blocks.png, and Chrome traces of the block, eager and
+compiled.
 """
 
 from harness import start

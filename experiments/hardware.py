@@ -5,7 +5,7 @@
 
 Each row is a short fit of its own, measured from inside its ranks: images/s, state and peak memory a rank, bytes sent a
 step, the share of communication that is hidden, and how far the weights end from those of one process. OUT/ holds
-results.json, .md and .png.
+report.html, results.json, .md and .png.
 """
 
 from harness import start

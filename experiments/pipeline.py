@@ -9,8 +9,8 @@
 
 The experiment of PyTorch's tutorial "Single-Machine Model Parallel Best Practices": ResNet-50 on noise, cut as there,
 after layer2, and where the layers' times say. Each row is a fit of its own, timed inside its ranks, with one thread a
-rank on a CPU. OUT/ holds results.json, .md and .png, timeline.png, and its events. It ends with what to take for this
-net on this machine.
+rank on a CPU. OUT/ holds report.html, results.json, .md and .png, timeline.png, and its events. It ends with what to
+take for this net on this machine.
 """
 
 from harness import start

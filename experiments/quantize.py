@@ -6,8 +6,8 @@
 
 The student in float32, in bfloat16, in int8 after training and in int8 by quantisation-aware training. Each is
 written as safetensors, torch.export's format and ONNX, as far as these can hold it, and each file is read again in a
-fresh process and compared on the whole test set. OUT/ holds the files, the table (results.json, .md, .png), and a
-TensorBoard run. Needs the extras: pip install --no-build-isolation -e '.[quant,export]'
+fresh process and compared on the whole test set. OUT/ holds the files, the table (report.html, results.json, .md,
+.png), and a TensorBoard run. Needs the extras: pip install --no-build-isolation -e '.[quant,export]'
 """
 
 from harness import start

@@ -19,7 +19,16 @@ from apprentice.errors import BadInput, naming
 from apprentice.relations import related
 from apprentice.replicas import FEWEST_ROWS
 from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepared
-from lit_modules.nets import Ensemble, Outputs, any_kernel, giving_logits, in_type_of, run
+from lit_modules.nets import (
+    Ensemble,
+    Outputs,
+    any_kernel,
+    giving_logits,
+    globalise,
+    has_no_running_statistics,
+    in_type_of,
+    run,
+)
 from lit_modules.nets.classes import check_classes
 from lit_modules.nets.ensemble import MEMBERS
 from lit_modules.nets.layers import layer, of_inputs
@@ -39,8 +48,9 @@ class Distillation(Learner):
     """Distils a frozen teacher into students, which share only batches, noise and the teacher's outputs.
 
     Students have disjoint parameters, so the sum of their losses has the gradients of each alone. The teacher is always
-    in eval mode, runs once a batch whatever the number of students, and is neither optimised nor saved. A student whose
-    loss is no longer finite keeps its parameters and is named in `failed`; the others continue.
+    in eval mode, runs once a batch whatever the number of students, and is neither optimised nor saved. Its BatchNorm
+    layers without running statistics use those of the global batch in training. A student whose loss is no longer
+    finite keeps its parameters and is named in `failed`; the others continue.
 
     Args:
         teacher: a trained net, inputs (b, ...) -> logits (b, classes), or its class and arguments.
@@ -51,7 +61,8 @@ class Distillation(Learner):
         scheduler: makes a learning-rate scheduler, as Learner steps it.
         seed: key of the dropout's noise and of the objectives' initial weights.
         teacher_cache_mb: MiB on each rank for the teacher's outputs, which are stored if inputs repeat (a data module
-            without augmentation, more than one epoch); with 0, or larger outputs, the teacher runs every batch.
+            without augmentation, more than one epoch); with 0, larger outputs, or a teacher whose outputs for a sample
+            depend on its batch, the teacher runs every batch.
         teacher_cache_dir: a folder that keeps them for other runs with the same teacher and data.
         scores: makes the evaluation scores of a student; `partial(TokenScores, ...)` if nets give logits
             (b, T, classes), a distribution for each token.
@@ -94,6 +105,9 @@ class Distillation(Learner):
                 raise BadInput("variants", name, "a name without dots that is no attribute of torch's ModuleDict")
         self.optimizer_options = dict(optimizer_options)  # the default can't be copied or pickled
         self.teacher = _trained(teacher, teacher_weights).requires_grad_(False).eval()
+        self._batch_norms = {  # of the teacher, those by which its outputs for a sample depend on the batch
+            name: globalise(m) for name, m in self.teacher.named_modules() if has_no_running_statistics(m)
+        }
         self._example = torch.zeros(1, *input_shape, dtype=made(input_dtype))
         each = {name: self._student(name, *made(of, f"students.{name}")) for name, of in students.items()}
         self.students = nn.ModuleDict(each)  # type: ignore[assignment]  # it has a mapping's methods
@@ -108,6 +122,7 @@ class Distillation(Learner):
         self._samples, self._labelled = samples, labelled
         with any_kernel(self):
             self._build(self._example.expand(3, *input_shape))
+        self.train()
         self.to(memory_format=torch.channels_last)
         # What objectives keep is the same on every rank; DDP would send it before each forward.
         self._ddp_params_and_buffers_to_ignore = [
@@ -164,7 +179,6 @@ class Distillation(Learner):
             known = teacher and in_type_of(teacher, student.net)
             student.build(example, known, self.seed, f"variants.{name}", self._samples, self._labelled, peers)
             self.of_labels |= {f"{name}/{what}" for what in (*student.of_labels, ACCURACY)}
-        self.students.train()  # type: ignore[attr-defined]  # it is a module
 
     @property
     def _objectives(self) -> dict[str, Objective]:
@@ -208,6 +222,8 @@ class Distillation(Learner):
         """Set the students' mode; the teacher and failed students stay in eval mode."""
         super().train(mode)
         self.teacher.eval()
+        for norm in self._batch_norms.values():
+            norm.train(mode)  # with the global batch's statistics; chunks of an evaluation stand for themselves
         for name in self.failed:
             self.students[name].eval()
         return self
@@ -252,6 +268,10 @@ class Distillation(Learner):
         data: Any = getattr(trainer, "datamodule", None)
         repeats = getattr(data, "train_inputs_repeat", False)
         if not (repeats and self.uses_teacher and self.teacher_cache_bytes and self._whole > self._epoch):
+            return
+        if self._batch_norms:
+            name = next(iter(self._batch_norms)) or type(self.teacher).__name__
+            self.print(f"teacher's outputs are not stored: they depend on the batch, by its statistics in {name}")
             return
 
         def chunks() -> Iterator[Batch]:

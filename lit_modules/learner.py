@@ -19,7 +19,7 @@ from apprentice.errors import BadInput, reason
 from apprentice.keyed import Dropout, unkeyed
 from lit_modules.labels import checked, is_pair
 from lit_modules.loss_scale import HOPELESS, LossScales
-from lit_modules.nets import giving_logits, globalise
+from lit_modules.nets import giving_logits, globalise, has_no_running_statistics
 from lit_modules.nets.batch_norm import of_own_rows
 from lit_modules.nets.recorded import made
 from lit_modules.scores import LABELLED, TOKENS, MakeScores, RunMetrics, global_means, tags
@@ -322,7 +322,10 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor | None:
 
 
 def prepared(net: nn.Module) -> nn.Module:
-    """The net with BatchNorm over the global batch; warns of layers whose noise or statistics are a rank's own."""
+    """The net with BatchNorm over the global batch.
+
+    Warns of layers whose noise or statistics are a rank's own, and of BatchNorm without running statistics.
+    """
     keyed_layers = [m for m in net.modules() if isinstance(m, Dropout)]
     if len({m.layer for m in keyed_layers}) < len(keyed_layers):
         for number, module in enumerate(keyed_layers):
@@ -331,6 +334,9 @@ def prepared(net: nn.Module) -> nn.Module:
         listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         advice = "without --exact numbers move with the device count and a resume; apprentice.keyed.Dropout's do not"
         rank_zero_warn(f"{type(net).__name__} draws noise from torch's generator in {listed}: {advice}")
+    if names := [name for name, module in net.named_modules() if has_no_running_statistics(module)]:
+        keeps = f"{type(net).__name__} keeps no running statistics in {names[0] or 'itself'}"
+        rank_zero_warn(f"{keeps}: its scores for a sample depend on those that are evaluated with it")
     if names := of_own_rows(globalise(net)):
         advice = "numbers move with the device count; those of torch's BatchNorm do not"
         rank_zero_warn(f"{type(net).__name__} has a BatchNorm of its own in {names[0]}: {advice}")

@@ -11,7 +11,7 @@ from lit_modules.nets.base import (
     pipeline_stages,
     typed,
 )
-from lit_modules.nets.batch_norm import globalise
+from lit_modules.nets.batch_norm import globalise, has_no_running_statistics
 from lit_modules.nets.classes import class_order, classes_of, reorder_classes
 from lit_modules.nets.ensemble import Ensemble
 from lit_modules.nets.gpt import GPT

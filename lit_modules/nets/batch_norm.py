@@ -79,6 +79,8 @@ class _Global(nn.modules.batchnorm._BatchNorm):
 
     def _by_running_statistics(self, x: Tensor, has_value: bool) -> Tensor:
         mean, variance = self.running_mean, self.running_var
+        if has_no_running_statistics(self) and not has_value:  # stand-ins alone, which count nowhere
+            mean, variance = x.new_zeros(x.shape[1]), x.new_ones(x.shape[1])
         if mean is None or variance is None or (has_value and not self.num_batches_tracked):
             expected = "expected more than one value a channel, or running statistics of batches before"
             raise ValueError(f"BatchNorm: {expected}; got an input of shape {tuple(x.shape)}")
@@ -106,6 +108,12 @@ class _Global3d(_Global, nn.BatchNorm3d): ...
 GLOBAL: dict[type[nn.Module], type[_Global]] = {
     nn.BatchNorm1d: _Global1d, nn.BatchNorm2d: _Global2d, nn.BatchNorm3d: _Global3d,
 }  # fmt: skip
+
+
+def has_no_running_statistics(module: nn.Module) -> bool:
+    """Whether it is a BatchNorm that takes the batch's statistics in eval mode, too."""
+    batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+    return batch_norm and module.running_mean is None and module.running_var is None
 
 
 def globalise(net: nn.Module) -> nn.Module:

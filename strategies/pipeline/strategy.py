@@ -223,7 +223,7 @@ class PipelineStrategy(PipelineTraining):
         try:
             loss = self.precision_plugin._wrap_closure(self._module, optimizer, with_stand_ins)
         except RuntimeError as error:
-            if "on meta tensors" not in str(error):
+            if "meta tensor" not in str(error):
                 raise
             expected = f"{NORM}, as each rank has the gradients of its stages"
             raise ValueError(f"strategy pipeline: {self._name}: {expected}") from error

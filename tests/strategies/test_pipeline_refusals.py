@@ -70,6 +70,11 @@ class Other(Linear):
         return 2 * super().pipeline_loss(output, batch)
 
 
+class Clipped(Linear):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+
+
 class Broken(Linear):
     def __init__(self) -> None:
         super().__init__()
@@ -134,6 +139,7 @@ def test_modules_that_can_not_be_cut_are_refused_before_ranks_start(
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
+        (Clipped, {}, "Clipped: expected trainer.strategy.gradient_norm.parameters. in place of grad_norm"),
         (Twice, {}, "Twice.training_step: expected one call of forward, got a second"),
         (Twice, {"exact": 8}, "Twice.training_step: expected one call of forward, got a second"),
         (Never, {}, "Never.training_step: expected one call of forward, got none"),
