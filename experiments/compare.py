@@ -7,7 +7,7 @@
 Runs of kd.py, of gpt.py or of quantize.py; those of gpt.py also with those of kd.py on texts. A row for each student,
 language model or format: the test metric over seeds, and the paired difference to the first run's `ce` (its language
 model, its float32) with its 95 % interval, where both runs had the same data and have seeds in common. No verdict is
-given where runs differ in other settings than those of the methods. Reads only the runs' results.json; takes seconds.
+given where runs differ in other settings than those of the methods. Reads the runs' records, no data; takes seconds.
 With --pool, runs of kd.py that differ in their seeds alone become one run with all of these seeds.
 """
 

@@ -1,4 +1,4 @@
-"""The house stands as ARCHITECTURE describes it: one-way imports that change nothing, and papers that are in order."""
+"""The house stands as CONTRIBUTING.md says: one-way imports that change nothing, and papers that are in order."""
 
 import ast
 import json
