@@ -62,7 +62,9 @@ def read(argv: Sequence[str]) -> tuple[list[Layer], set[str]]:
         if flag not in {*BARE, *OF_LAUNCHERS, "config"}
     }
     files = [path for flag, values in pairs if flag == "config" for path in values]
-    layers = [{flag: Given(at_home(value), path) for flag, (value, _) in layer(load(path)).items()} for path in files]
+    layers = [
+        {flag: Given(at_home(value), path) for flag, (value, _) in layer(load(path), path).items()} for path in files
+    ]
     return [*layers, given], {flag for flag, _ in pairs if flag in BARE}
 
 

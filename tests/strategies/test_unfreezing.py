@@ -260,5 +260,6 @@ def test_a_server_logs_on_its_own_device() -> None:
     fitting, here = SimpleNamespace(training=True), torch.device("meta")
     server: Any = SimpleNamespace(_trainer=fitting, server=1, _serves=True, root_device=here)
     server.broadcast = lambda value: received.append(value) or value
+    server._is_of_workers = partial(ParamServer._is_of_workers, server)
     assert ParamServer.reduce(server, torch.ones(2)).device == here
     assert received[0].device == torch.device("cpu")
