@@ -1,5 +1,6 @@
 """Parameters that are frozen and unfrozen while a fit runs: all ranks go on with the same gradients."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
