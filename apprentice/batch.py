@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from apprentice import replicas
+from apprentice.errors import BadInput
 
 HIDDEN = -1  # in place of a label that training must not see
 IGNORED = -100  # in place of the label of a token that counts nowhere, as in torch's cross_entropy
@@ -55,11 +56,14 @@ class Batch(NamedTuple):
         """The batch itself, or one made of a plain (inputs, labels) pair from any DataLoader.
 
         With `shared`, the pairs of all ranks form one global batch; otherwise each rank's pair is a batch of its own.
+        Raises BadInput if the global batch has no rows.
         """
         if isinstance(batch, cls):
             return batch
         inputs, labels = batch  # type: ignore[misc]
         count, before, weight = _counts(labels, shared)
+        if shared and not count:
+            raise BadInput("data", "a batch of 0 rows", "at least one row on some rank")
         first, ranks = (replicas.first_row() + before, replicas.training_count()) if shared else (0, 1)
         rows = torch.arange(len(inputs), device=inputs.device) + first
         return cls(inputs, labels.long(), rows, rows, count, ranks, step, weight)

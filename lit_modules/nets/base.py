@@ -98,8 +98,8 @@ class Mean(nn.Module):
 
 
 def typed(net: nn.Module, inputs: Tensor) -> Tensor:
-    """The inputs; floats get the type of the net's parameters."""
-    dtype = next(net.parameters()).dtype
+    """The inputs; floats get the type of the net's parameters, if it has some."""
+    dtype = next((p.dtype for p in net.parameters()), inputs.dtype)
     # A conversion to the same type would be captured in a graph, which then takes no other.
     return inputs.to(dtype) if inputs.is_floating_point() and inputs.dtype != dtype else inputs
 
@@ -108,7 +108,7 @@ def in_type_of(outputs: Outputs, net: nn.Module) -> Outputs:
     """Another net's outputs; float64 becomes float32 unless this net's parameters are float64."""
     if all(x.dtype != torch.float64 for x in (outputs.logits, *outputs.features.values())):
         return outputs
-    if next(net.parameters()).dtype == torch.float64:
+    if any(p.dtype == torch.float64 for p in net.parameters()):
         return outputs
     return tree_map(lambda x: x.float() if x.dtype == torch.float64 else x, outputs)
 

@@ -22,7 +22,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
-from strategies.base import fit_state
+from strategies.base import fit_state, missing_ranks
 
 if TYPE_CHECKING:
     from strategies.base.data_parallel import DataParallel
@@ -127,6 +127,8 @@ class ForkLauncher(_MultiProcessingLauncher):
         self.kill(signal.SIGKILL)
 
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
+        if trainer.should_stop:
+            missing_ranks.leave_stopped()
         state = fit_state.collected(trainer)
         if self._strategy.local_rank:
             return None

@@ -43,6 +43,12 @@ def raise_for_missing(
     raise ConnectionError(f"{names} {has} gone; {its} own message, if there is one, is above") from exception
 
 
+def leave_stopped() -> None:
+    """Let ranks that still train learn from `raise_for_missing` that this one has ended by `should_stop`."""
+    if dist.is_initialized():
+        _get_default_store().set(f"present/{dist.get_rank()}", STOP)
+
+
 def _raise_for_stopped(stopped: list[int]) -> None:
     """Raise ValueError if some ranks have left the training loop, and others wait for them in it."""
     if 0 < len(stopped) < dist.get_world_size():

@@ -91,10 +91,15 @@ BAD: dict[str, tuple[Callable[[], DataLoader], str]] = {
     ),
     "uint8": (lambda: loader((255 * IMAGES).byte()), "inputs (1, 8, 8) of uint8: expected inputs that the nets take"),
     "all dropped": (lambda: loader(batch_size=ROWS + 1, drop_last=True), "no training batch: expected at least one"),
+    "all None": (lambda: loader(collate_fn=lambda _: None), "no training batch: expected batches (inputs, labels)"),
+    "no rows": (
+        lambda: DataLoader([(IMAGES[:n], LABELS[:n]) for n in (SIZE, 0)], batch_size=None),  # type: ignore[arg-type]
+        "a batch of 0 rows: expected at least one row",
+    ),
 }
 
 
-@pytest.mark.filterwarnings("ignore:Total length of")
+@pytest.mark.filterwarnings("ignore:Total length of", "ignore:train_dataloader yielded None")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", BAD)
 def test_a_batch_that_cannot_be_used_is_one_line(name: str, kind: str) -> None:
@@ -178,6 +183,10 @@ def test_a_teacher_computes_in_its_own_type(dtype: torch.dtype, where: str) -> N
 def module(*nets: nn.Module, teacher: nn.Module | None = None) -> Distillation:
     students: Any = {name: (each, Hinton()) for name, each in zip("ab", nets, strict=False)}
     return Distillation(teacher or net(DeepNN, seed=1), students, input_shape=SHAPE)
+
+
+def test_a_teacher_needs_no_parameters() -> None:
+    fitted(module(net(), teacher=nn.Sequential(nn.Flatten(), nn.AdaptiveAvgPool1d(10))), loader())
 
 
 def test_students_and_teacher_share_no_parameter() -> None:

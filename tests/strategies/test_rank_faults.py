@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from lightning.pytorch import Callback
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 from harness import config
+from harness.runs.quiet import quiet
 from strategies import DDP, FSDP, AllReduce, DataParallel, DDPRing, ParamServer, PipelineStrategy, ZeRO1
 from strategies.base import missing_ranks
 from tests.grids import mostly_slow
@@ -86,15 +88,36 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
     assert lines == [f"error: --trainer.strategy.timeout 3: rank 1 kept the others waiting; {expected}"]
 
 
-@pytest.mark.parametrize("strategy", mostly_slow([DDP, FSDP, PipelineStrategy, ParamServer], DDP))
-def test_a_rank_that_stops_alone_is_named(strategy: type[DataParallel], tmp_path: Path) -> None:
-    class Stop(Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            trainer.should_stop = trainer.should_stop or (trainer.global_step, trainer.global_rank) == (2, 1)
+class StopsAlone(Callback):
+    """Stops training on rank 1 after its second step."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        trainer.should_stop = trainer.should_stop or (trainer.global_step, trainer.global_rank) == (2, 1)
+
+
+def stops_alone(strategy: DataParallel) -> None:
+    fit(classifier(), digits(), 2, callbacks=[StopsAlone()], max_epochs=3, strategy=strategy)
+
+
+def stops_alone_and_leaves(strategy: DataParallel) -> None:
+    """A plain module's ranks have no collective after the last step, so one leaves while the other trains."""
+    with quiet():
+        trainer(2, callbacks=[StopsAlone()], limit_val_batches=0, strategy=strategy).fit(BoringModel())
+
+
+STOPS: dict[str, tuple[Callable[[DataParallel], None], type[DataParallel]]] = {
+    **{strategy.__name__: (stops_alone, strategy) for strategy in (DDP, FSDP, PipelineStrategy, ParamServer)},
+    "leaves": (stops_alone_and_leaves, DDP),
+}
+
+
+@pytest.mark.parametrize("name", mostly_slow(STOPS, "DDP", "leaves"))
+def test_a_rank_that_stops_alone_is_named(name: str, tmp_path: Path) -> None:
+    does, strategy = STOPS[name]
 
     def main() -> None:
         with config.one_line_errors():
-            fit(classifier(), digits(), 2, callbacks=[Stop()], max_epochs=3, strategy=strategy(timeout=5))
+            does(strategy(timeout=5))
 
     run = Run(main, log=tmp_path / "log")
     assert run.wait(40) != 0
