@@ -149,6 +149,8 @@ def _labels(results: Facts) -> list[str]:
 def _kept_teacher(results: Facts) -> list[str]:
     """A line that says for how many epochs the teacher was trained, if the run has grown since."""
     epochs, now = results["teacher"].get("max_epochs"), results["config"].get("trainer", {}).get("max_epochs")
+    if results["config"].get("teacher_epochs") is not None:
+        return []
     return [f"teacher: of {epochs} epochs; the run grew to {now} afterwards."] if epochs not in (None, now) else []
 
 

@@ -109,6 +109,7 @@ def test_a_teacher_with_a_new_head_is_probed_and_resumed(tmp_path: Path, monkeyp
     kept = {key: value for key, value in other.state_dict().items() if not key.startswith("classifier.3.")}
     assert_same({key: whole[key] for key in kept}, kept)
     assert "teacher_head_only True" in (tmp_path / "whole" / "results.md").read_text()
+    assert "the run grew" not in (tmp_path / "whole" / "results.md").read_text()
 
 
 def stop_in_second_epoch(module: LitClassifier) -> None:
