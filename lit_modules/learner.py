@@ -292,7 +292,7 @@ class Learner(RunMetrics):
         if not self.trainer.num_training_batches and self.trainer.limit_train_batches:
             expected = "at least one; `drop_last` leaves out a batch that is not full"
             raise BadInput("data", "no training batch", expected)
-        batches = self.trainer.fit_loop.epoch_loop.batch_progress.total
+        batches: Any = self.trainer.fit_loop.epoch_loop.batch_progress.total
         if batches.completed and not batches.started:  # Lightning passes over a batch that is None
             raise BadInput("data", "no training batch", "batches (inputs, labels); each is None")
 
