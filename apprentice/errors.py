@@ -20,8 +20,8 @@ class BadInput(ValueError):  # noqa: N818 - it names the fault, and users read i
         super().__init__(flag, value, expected)
 
     def __str__(self) -> str:
-        flag = f"--{_short(self.flag)} " if self.flag else ""
-        return f"{flag}{_short(str(self.value))}: expected {self.expected}"
+        flag = f"--{shorten(self.flag)} " if self.flag else ""
+        return f"{flag}{shorten(str(self.value))}: expected {self.expected}"
 
 
 @contextmanager
@@ -33,7 +33,8 @@ def naming(flag: str) -> Iterator[None]:
         raise BadInput(f"{flag}.{fault.flag}".removesuffix("."), fault.value, fault.expected) from None
 
 
-def _short(text: str) -> str:
+def shorten(text: str) -> str:
+    """The text as a message shows it: at most `SHOWN` characters, and quotes in place of nothing."""
     return text or "''" if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 

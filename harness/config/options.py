@@ -46,7 +46,8 @@ class RunOptions:
         if not seeds or len(set(seeds)) < len(seeds) or not all(0 <= seed < 2**63 for seed in seeds):
             raise BadInput("seeds", seeds, "seeds of 0 or more, none of them twice")
         if self.out is not None and (not self.out.strip() or self.out.startswith("-")):
-            raise BadInput("out", self.out, f"a folder{f', or ./{self.out}' if self.out.strip() else ''}")
+            dash = "; ./ before a name that begins with -" if self.out.strip() else ""
+            raise BadInput("out", self.out, f"a folder{dash}")
         if not self.checkpoint_every > 0:
             raise BadInput("checkpoint_every", self.checkpoint_every, "seconds, above 0")
         if self.exact is not None and not 1 <= self.exact <= MOST_ADDENDS:

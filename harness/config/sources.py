@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import yaml
 
-from apprentice.errors import BadInput
+from apprentice.errors import BadInput, shorten
 from harness.config import yamls
 
 BARE = ("help", "print_config")  # flags without a value
@@ -112,7 +112,7 @@ def layer(values: Any, source: str = "", key: str = "") -> dict[str, Given]:
     for flag, value in flat(values, key, lists=False):
         place = f" (in {source})" if source else ""
         if flag in found:
-            raise BadInput(flag, value, f"one value; {found[flag].value} is there, too{place}")
+            raise BadInput(flag, value, f"one value; {shorten(str(found[flag].value))} is there, too{place}")
         if isinstance(value, str) and "\0" in value:  # which no path can have
             raise BadInput(flag, repr(value), f"text without NUL{place}")
         found[flag] = Given(value, source)

@@ -481,7 +481,7 @@ REFUSED = {
     "--teacher math.sin.Net": "there is no module math.sin",
     "--checkpoint_every 0": "checkpoint_every 0: expected seconds, above 0",
     "--teacher_cache_mb -1": "teacher_cache_mb -1: expected",
-    "--out -x": "out -x: expected a folder, or ./-x",
+    "--out -x": "out -x: expected a folder; ./ before a name that begins with -",
     "--resume true": "resume true: expected --out FOLDER beside it",
     "--resume true --overwrite true --out x": "overwrite true: expected either this or --resume true",
     "--config missing.yaml": "config missing.yaml: expected a YAML file that can be read (No such file or directory)",
