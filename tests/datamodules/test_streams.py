@@ -26,6 +26,7 @@ from lit_modules.classifier import LitClassifier
 from lit_modules.nets import LightNN
 from tests.datamodules.test_image_folder import picture
 from tests.datamodules.test_resume import Saver
+from tests.grids import mostly_slow
 from tests.harness.test_resume import kill_at
 from tests.processes import Run
 from tests.training import assert_same, fit, trainer, weights
@@ -148,7 +149,7 @@ def test_a_damaged_image_stops_the_fit_by_its_path(damaged: Path, workers: int) 
         fit(module(), folder(damaged, cache="none", num_workers=workers, validation_size=0))
 
 
-@pytest.mark.parametrize("cache", ["memory", "none"])
+@pytest.mark.parametrize("cache", mostly_slow(["memory", "none"], "none"))
 def test_damaged_images_are_skipped_and_counted_on_request(
     damaged: Path, cache: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -88,6 +88,7 @@ class Awkward(torch.nn.Module):
         return images.flip(1) if torch.compiler.is_compiling() and not self.breaks else images * 2
 
 
+@pytest.mark.slow
 def test_what_is_not_compiled_as_it_is_told_is_not_timed(tmp_path: Path) -> None:
     run = Run(timed, log=tmp_path / "log")
     assert run.wait() == 0, run.output

@@ -284,6 +284,7 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
     assert second == f"error: MASTER_PORT {port}: {expected}"
 
 
+@pytest.mark.slow
 def test_a_world_that_never_gets_complete(tmp_path: Path) -> None:
     out = tmp_path / "run"
     argv = [

@@ -76,7 +76,8 @@ def test_a_run_has_its_report(one: Path) -> None:
     assert page.count('src="data:image/png') == 2  # results.png, and the most confused images
 
 
-@pytest.mark.parametrize("devices", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [2, 3])
 def test_several_processes_keep_the_same_samples(devices: int, one: Path, tmp_path: Path) -> None:
     for name, exact in (("plain", []), ("exact", ["--exact", "3"])):
         runs = [

@@ -112,7 +112,7 @@ def check(folder: Path, name: str, right: dict[str, torch.Tensor], late: int = 0
         assert_same(weights(again), right, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", mostly_slow(NAMES, "ddp", "ddp_zero1", "fsdp", "pipeline", "param_server"))
+@pytest.mark.parametrize("name", mostly_slow(NAMES, "ddp", "fsdp"))
 def test_a_crash_of_all_ranks_keeps_the_steps(name: str, tmp_path: Path, undisturbed: dict[str, torch.Tensor]) -> None:
     crash(name, tmp_path, Crash())
     assert len(list(tmp_path.glob("*.hook"))) == 2
@@ -137,7 +137,7 @@ def test_what_no_rank_has_all_of_is_not_saved_by_one(strategy: type[DataParallel
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", mostly_slow([signal.SIGINT, signal.SIGTERM], signal.SIGINT))
 def test_a_signal_to_the_parent_alone_reaches_the_ranks(
     signum: int, tmp_path: Path, undisturbed: dict[str, torch.Tensor]
 ) -> None:
@@ -163,6 +163,7 @@ def test_a_rank_of_a_launcher_that_fails_alone_waits_for_nobody(
     check(tmp_path, "ddp", undisturbed)
 
 
+@pytest.mark.slow
 def test_ranks_of_a_launcher_that_fail_together_fit_again(tmp_path: Path) -> None:
     def main(rank: int, folder: Path) -> None:
         here = running(DDP(timeout=60), callbacks=[Crash(), *saving(folder)], **SAVES)

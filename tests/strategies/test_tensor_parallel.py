@@ -85,7 +85,7 @@ def outcome(
         pytest.param("vit", 2, 1, {}, marks=pytest.mark.slow),
         pytest.param("vit", 2, 4, CLIP_VALUES, marks=pytest.mark.slow),
         pytest.param("students", 1, 2, CLIP, marks=pytest.mark.slow),
-        ("students", 2, 2, CLIP),
+        pytest.param("students", 2, 2, CLIP, marks=pytest.mark.slow),
         pytest.param("pair", 1, 3, CLIP, marks=pytest.mark.slow),
     ],
 )
