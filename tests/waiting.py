@@ -8,6 +8,9 @@ from pathlib import Path
 LIMIT = 900.0  # seconds, however much they work
 SHARE = 0.02  # of a CPU, which processes use that do more than look whether something has happened
 TICKS = 100  # a second, in /proc
+LEAVING = (
+    10.0  # seconds that a process may take to give its memory back: it has no environment any more, nor a code yet
+)
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
@@ -32,8 +35,7 @@ def wait(happens: Callable[[], object], pids: Callable[[], Iterable[int]], idle:
             looked, alive = now, list(pids())
             if abs(cpu_seconds(alive) - used) >= SHARE * idle:
                 worked, used = now, cpu_seconds(alive)
-            if not alive:
-                return bool(happens())
+            idle = idle if alive else min(idle, now - worked + LEAVING)
         if now - worked > idle or now - begun > LIMIT:
             return bool(happens())
         time.sleep(0.02)
