@@ -25,7 +25,7 @@ from torch.multiprocessing.spawn import start_processes
 
 from datamodules import ImageData
 from datamodules.splits import Split
-from harness.config.messages import one_line_errors
+from harness.cli.messages import one_line_errors
 from harness.reports.tables import NONE, Table, short
 from harness.runs import environment
 from harness.runs.files import write_json

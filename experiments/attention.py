@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import torch
 
 from apprentice.errors import BadInput
-from harness import config as cli
+from harness import cli
 from harness.runs.session import session
 from harness.studies.attention import Bench, Options, Study, all_cases
 from harness.studies.isolation import one_thread

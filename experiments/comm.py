@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 import strategies
 from apprentice.errors import BadInput
-from harness import config as cli
+from harness import cli
 from harness.runs.session import session
 from harness.studies.comm import Backend, Bench, Options, Study, all_cases
 from harness.studies.isolation import DURATION, default_devices, one_thread, probe

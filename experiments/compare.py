@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from apprentice.errors import BadInput
-from harness.config.sources import at_home
+from harness.cli.sources import at_home
 from harness.console import console
 from harness.reports import pages
 from harness.runs import calls

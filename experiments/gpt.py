@@ -23,7 +23,7 @@ from torch import nn
 import datamodules
 import strategies
 from apprentice.errors import BadInput
-from harness import config as cli
+from harness import cli
 from harness.runs.session import Session, session
 from harness.studies.callbacks import check_callbacks
 from harness.studies.fits import Candidate, check_modules, check_net, make_candidate

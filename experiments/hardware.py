@@ -25,7 +25,7 @@ from torch import nn
 import datamodules
 import strategies
 from apprentice.errors import BadInput
-from harness import config as cli
+from harness import cli
 from harness.runs.session import load_data, session
 from harness.studies.fits import learning, make_net
 from harness.studies.hardware import Bench, Cases, Study

@@ -29,7 +29,7 @@ import datamodules
 import strategies
 from apprentice.errors import BadInput
 from apprentice.keyed import fold_in
-from harness import config as cli
+from harness import cli
 from harness.runs.files import can_be_written
 from harness.runs.nets import check_options
 from harness.runs.quiet import notice

@@ -27,7 +27,7 @@ from torch import nn
 
 import strategies
 from apprentice.errors import BadInput
-from harness import config as cli
+from harness import cli
 from harness.runs.session import session
 from harness.studies.fits import make_net
 from harness.studies.isolation import default_devices, one_thread

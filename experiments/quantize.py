@@ -29,7 +29,7 @@ import datamodules
 import strategies
 from apprentice import extras
 from apprentice.errors import BadInput
-from harness import config as cli
+from harness import cli
 from harness.runs.launch import is_main_process
 from harness.runs.nets import nets_in
 from harness.runs.session import session

@@ -35,7 +35,7 @@ def test_a_process_that_gives_its_memory_back_is_waited_for() -> None:
     """The kernel no longer shows its environment, by which tests know it, and has no code for it yet."""
     process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1.5,))
     process.start()
-    assert waiting.wait(lambda: process.exitcode is not None, lambda: [], idle=60)
+    assert waiting.wait(lambda: process.exitcode is not None, list, idle=60)
 
 
 def test_an_ignored_interrupt_is_heeded() -> None:

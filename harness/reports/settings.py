@@ -20,7 +20,7 @@ NEUTRAL = {
 
 def settings(config: Facts) -> list[str]:
     """All settings that results may depend on, and the devices, as `name value`; what is null or false is left out."""
-    from harness.config.sources import free  # with which Lightning is loaded
+    from harness.cli.sources import free  # with which Lightning is loaded
 
     flags = {**config, **{f"trainer.{name}": value for name, value in (config.get("trainer") or {}).items()}}
     names = [*(name for name in FIRST if name in flags), *(name for name in flags if name not in FIRST)]

@@ -7,9 +7,9 @@ from typing import Any
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
-from harness import config as cli
-from harness.config.classes import imported
-from harness.config.signatures import options_of
+from harness import cli
+from harness.cli.classes import imported
+from harness.cli.signatures import options_of
 
 # TensorBoard ticks five settings and five metrics, settings first, in the order of their names if all are said to
 # differ. So the score is a setting too, and four settings say in words what all the others are.

@@ -7,9 +7,9 @@ from typing import Any
 
 from lightning.pytorch.loggers import Logger
 
-from harness import config
-from harness.config.classes import imported
-from harness.config.signatures import options_of
+from harness import cli
+from harness.cli.classes import imported
+from harness.cli.signatures import options_of
 
 NAMES = ("run_name", "name")  # what constructors call a run's name
 
@@ -26,12 +26,12 @@ def chosen(value: Any, run: str) -> list[Logger]:
     return [] if isinstance(value, bool) else [_made(value, key, run)]
 
 
-def _made(choice: config.Choice, key: str, run: str) -> Logger:
+def _made(choice: cli.Choice, key: str, run: str) -> Logger:
     options = options_of(imported(choice.class_path, key))
     name = next((name for name in NAMES if name in options.hints), None)
     if name is not None and choice.init_args[name] == options.defaults[name]:
         choice = replace(choice, init_args={**choice.init_args, name: run})
-    made: Logger = config.build(choice, key)
+    made: Logger = cli.build(choice, key)
     return made
 
 

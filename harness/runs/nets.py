@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from apprentice.errors import BadInput
 from apprentice.weights import check_weights
-from harness.config.classes import imported
+from harness.cli.classes import imported
 from harness.runs.files import atomic, read_text, write_text
 from lit_modules.nets import giving_logits
 from lit_modules.nets.weights import load_checked, read_weights

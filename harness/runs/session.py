@@ -18,8 +18,8 @@ from apprentice.errors import BadInput
 from datamodules import InMemoryData
 from datamodules.adapted import Adapted
 from datamodules.streams import cores
-from harness import config as cli
-from harness.config.sources import INVOCATION, flat
+from harness import cli
+from harness.cli.sources import INVOCATION, flat
 from harness.console import console
 from harness.runs import calls, environment, folders, launch, loggers, nets, samples, signals
 from harness.runs.files import recorded, write_json, write_text

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from apprentice import extras
 from apprentice.errors import BadInput
-from harness import config
+from harness import cli
 from harness.runs import environment
 from harness.runs.fit import MakeTrainer
 from harness.runs.launch import Launch, launched
@@ -27,19 +27,19 @@ from harness.runs.progress import Show
 REFUSALS = (ValueError, TypeError, RuntimeError, ImportError, MisconfigurationException)  # of options by the Trainer
 
 
-def trainers(chosen: config.Choice, exact: int | None, strategies: config.Names) -> MakeTrainer:
+def trainers(chosen: cli.Choice, exact: int | None, strategies: cli.Names) -> MakeTrainer:
     """What makes Trainers; it takes their arguments by keyword, `callbacks` and `plugins` on top of the user's.
 
     It also takes `show`, of type `progress.Show`. A user who chooses a progress bar of Lightning's gets that instead.
 
-    `chosen` and `strategies` are of `config.Parser`; the strategy named ddp serves `--exact` where none is chosen.
+    `chosen` and `strategies` are of `cli.Parser`; the strategy named ddp serves `--exact` where none is chosen.
 
     Raises:
         BadInput: a strategy or precision that does not support `--exact`; when called, what Lightning refuses.
     """
     if exact is None:
         return partial(_trainer, chosen)
-    strategy, family = chosen.init_args["strategy"], config.Strategies(names=strategies)
+    strategy, family = chosen.init_args["strategy"], cli.Strategies(names=strategies)
     if strategy == "auto":
         strategy = family.choose("ddp")
     if not family.exact(strategy):
@@ -52,14 +52,14 @@ def trainers(chosen: config.Choice, exact: int | None, strategies: config.Names)
 
 
 def _trainer(
-    chosen: config.Choice,
+    chosen: cli.Choice,
     callbacks: Sequence[Any] = (),
     plugins: Sequence[Any] = (),
     show: Show | None = None,
     **own: Any,
 ) -> Trainer:
     chosen = replace(chosen, init_args={**chosen.init_args, "logger": False})  # those of a fit are given
-    settings = config.arguments(chosen, "trainer")
+    settings = cli.arguments(chosen, "trainer")
     settings |= {name: settings[name] or 0 for name in ("enable_model_summary", "num_sanity_val_steps")} | own
     if settings["accelerator"] == "auto" and torch.backends.mps.is_available():
         settings["accelerator"] = "cpu"  # evaluation adds in float64, which Apple's GPUs don't have
@@ -74,7 +74,7 @@ def _trainer(
         settings["callbacks"].append(show(asked is None))
     settings = with_launcher(settings)
     try:
-        with config.refusals(chosen, "trainer", REFUSALS):
+        with cli.refusals(chosen, "trainer", REFUSALS):
             made = Trainer(**settings)
     except BadInput as error:
         if error.flag != "trainer":
@@ -87,7 +87,7 @@ def _trainer(
     return made
 
 
-def _at_fault(chosen: config.Choice, settings: dict[str, Any]) -> tuple[str, Any]:
+def _at_fault(chosen: cli.Choice, settings: dict[str, Any]) -> tuple[str, Any]:
     """The first option, with its value, without which the Trainer could be made; else the machine's."""
     defaults = inspect.signature(Trainer).parameters
     for name, value in chosen.init_args.items():

@@ -19,9 +19,9 @@ from torch import nn
 
 from apprentice.errors import BadInput
 from datamodules import InMemoryData
-from harness import config as cli
-from harness.config.classes import imported
-from harness.config.sources import load
+from harness import cli
+from harness.cli.classes import imported
+from harness.cli.sources import load
 from harness.reports.interactive import save_results
 from harness.reports.pages import text
 from harness.reports.report import Facts

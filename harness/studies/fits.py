@@ -21,8 +21,8 @@ from apprentice.batch import Batch
 from apprentice.errors import BadInput, reason
 from apprentice.keyed import with_seed
 from datamodules import InMemoryData, Text
-from harness import config as cli
-from harness.config.classes import imported
+from harness import cli
+from harness.cli.classes import imported
 from harness.reports import means, samples
 from harness.reports.metrics import BITS, OF_CLASSES, Metric
 from harness.reports.report import Facts

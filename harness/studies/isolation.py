@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder, EarlyStopping, Learning
 from torch.multiprocessing.spawn import start_processes
 
 from apprentice.errors import BadInput
-from harness import config
+from harness import cli
 from harness.runs import environment, signals
 from harness.runs.fit import MakeTrainer
 from harness.runs.trainer import trainers
@@ -137,12 +137,12 @@ def default_devices() -> int | str:
     return "auto" if torch.cuda.is_available() else 2
 
 
-def with_strategy(trainer: config.Choice, strategy: Any, exact: int | None = None, one: bool = False) -> MakeTrainer:
+def with_strategy(trainer: cli.Choice, strategy: Any, exact: int | None = None, one: bool = False) -> MakeTrainer:
     """Makes Trainers with the user's settings and this strategy; `one`: on the first device alone.
 
     Ranks are forked if the strategy may choose: on GPUs it would start this script again in each.
     """
-    if isinstance(strategy, config.Choice) and strategy.init_args.get("start_method") == "auto" and can_fork():
+    if isinstance(strategy, cli.Choice) and strategy.init_args.get("start_method") == "auto" and can_fork():
         strategy = replace(strategy, init_args=strategy.init_args | {"start_method": "fork"})
     settings = {**trainer.init_args, "strategy": strategy}
     if one:
@@ -150,12 +150,12 @@ def with_strategy(trainer: config.Choice, strategy: Any, exact: int | None = Non
         settings["devices"] = chosen[:1] if isinstance(chosen, list) else 1
 
     def make(**kwargs: Any) -> Trainer:
-        return trainers(config.Choice(trainer.class_path, settings), exact, NAMES)(**kwargs)
+        return trainers(cli.Choice(trainer.class_path, settings), exact, NAMES)(**kwargs)
 
     return make
 
 
-def probe(trainer: config.Choice, strategy: Any, left_out: Mapping[str, str]) -> Trainer:
+def probe(trainer: cli.Choice, strategy: Any, left_out: Mapping[str, str]) -> Trainer:
     """A Trainer with this strategy; BadInput if it has options to be `left_out`, or ranks that are not forked here."""
     others = {
         **dict.fromkeys(EVALUATION, "rows are trained only"),

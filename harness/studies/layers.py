@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness import config as cli
+from harness import cli
 from harness.reports.tables import NONE, columns
 from harness.runs.launch import is_main_process
 from harness.runs.session import Session

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from harness import config as cli
-from harness.config.rows import VARIANTS
+from harness import cli
+from harness.cli.rows import VARIANTS
 from lit_modules.objectives import Objective
 
 

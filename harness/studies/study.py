@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar
 
 from apprentice.errors import BadInput
-from harness.config.messages import one_line
+from harness.cli.messages import one_line
 from harness.reports.report import Facts, Report
 from harness.reports.results import reading
 from harness.runs import calls, environment, signals

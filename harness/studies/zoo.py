@@ -4,10 +4,10 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 
 from apprentice.errors import BadInput, reason
-from harness import config as cli
-from harness.config.classes import Classes, imported
-from harness.config.messages import one_line
-from harness.config.signatures import Missing, options_of
+from harness import cli
+from harness.cli.classes import Classes, imported
+from harness.cli.messages import one_line
+from harness.cli.signatures import Missing, options_of
 from harness.reports.tables import listed
 from harness.runs.quiet import notice
 from harness.studies.setups import Setup

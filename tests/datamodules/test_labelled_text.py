@@ -11,7 +11,7 @@ from apprentice.errors import BadInput
 from apprentice.keyed import with_seed
 from datamodules import LabelledText, Shakespeare
 from experiments import kd
-from harness import config as cli
+from harness import cli
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.nets import RNNClassifier

@@ -15,7 +15,7 @@ import yaml
 from apprentice import extras
 from datamodules import ImageData
 from experiments import kd, quantize
-from harness.config.sources import INVOCATION
+from harness.cli.sources import INVOCATION
 from harness.runs.nets import save_net
 from harness.studies.deploy import Study, formats, latency
 from harness.studies.deploy.builder import data_of_run

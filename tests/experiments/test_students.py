@@ -12,7 +12,7 @@ import yaml
 
 from apprentice.errors import BadInput
 from experiments import compare, kd
-from harness import config as cli
+from harness import cli
 from harness.reports.figures import _spread
 from harness.reports.pages import notes, picture, table
 from harness.reports.results import bake_off_results

@@ -21,10 +21,10 @@ import datamodules
 import strategies
 from apprentice.errors import BadInput
 from datamodules.transforms import Transforms
-from harness import config as cli
-from harness.config.classes import Classes
-from harness.config.messages import one_line
-from harness.config.sources import INVOCATION
+from harness import cli
+from harness.cli.classes import Classes
+from harness.cli.messages import one_line
+from harness.cli.sources import INVOCATION
 from harness.runs.trainer import trainers
 from lit_modules import nets, objectives
 
@@ -147,7 +147,7 @@ LINES = {
 
 @pytest.mark.parametrize(("line", "expected"), LINES.items(), ids=list(LINES))
 def test_lines(kd, line, expected):
-    from harness.config.sources import flat
+    from harness.cli.sources import flat
 
     settings = dict(flat(kd.as_dict(parse(kd, line))))
     found = {flag: settings[flag] for flag in expected}

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 
 from apprentice.errors import BadInput
 from experiments import hardware
-from harness import config as cli
+from harness import cli
 from harness.studies.hardware import Bench
 from harness.studies.hardware.cases import Cases
 from harness.studies.hardware.measure import Phases, difference

@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
 
 from experiments import kd
+from harness import cli
 from harness.runs import progress
 from harness.runs.progress import Display, Lines, is_live
 from harness.runs.quiet import quiet
@@ -119,10 +120,9 @@ class Trainers:
     """Trainers as the experiments make them, with some flags."""
 
     def __init__(self, *flags: str) -> None:
-        from harness import config
         from harness.runs.trainer import trainers
 
-        parser = config.Parser("x.py")
+        parser = cli.Parser("x.py")
         parser.add_trainer(NAMES, accelerator="cpu", max_epochs=1, logger=False)
         self.make = trainers(parser.parse(list(flags)).trainer, None, NAMES)
 

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from experiments import attention, comm, gpt, hardware, kd, pipeline, quantize
-from harness import config as cli
-from harness.config.sources import flat
+from harness import cli
+from harness.cli.sources import flat
 
 EXPERIMENTS = (kd, gpt, quantize, hardware, pipeline, comm, attention)
 DEEP = "[" * 100_000

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import datamodules
 from apprentice.errors import BadInput
 from experiments import compare
-from harness.config.messages import one_line_errors
+from harness.cli.messages import one_line_errors
 from harness.reports.results import load_record
 from harness.runs import files, folders, safepoints
 from harness.runs.nets import load_net, save_net, spec

@@ -21,7 +21,7 @@ import strategies
 from apprentice.errors import BadInput
 from apprentice.weights import check_weights
 from experiments import kd
-from harness import config as cli
+from harness import cli
 from harness.runs.trainer import trainers
 from lit_modules.nets import Torchvision
 from lit_modules.nets.weights import load_weights

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from apprentice.errors import BadInput
-from harness.config.signatures import options_of
+from harness.cli.signatures import options_of
 from harness.studies import zoo
 from lit_modules import objectives
 from lit_modules.distillation import Distillation

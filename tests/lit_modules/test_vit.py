@@ -18,7 +18,7 @@ import strategies
 from apprentice.errors import BadInput
 from apprentice.keyed import noise, with_seed
 from experiments import kd
-from harness.config.messages import one_line
+from harness.cli.messages import one_line
 from harness.runs.nets import load_net
 from harness.runs.session import Session
 from harness.studies import distillation

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from apprentice.keyed import with_seed
-from harness import config
+from harness import cli
 from harness.runs.quiet import quiet
 from strategies import DDP, DataParallel, ParamServer
 from tests.grids import mostly_slow
@@ -160,7 +160,7 @@ def killed() -> None:
 
 def start(at: At, log: Path, **options: Any) -> Run:
     def main() -> None:
-        with config.one_line_errors():
+        with cli.one_line_errors():
             fit(classifier(), digits(), 3, callbacks=[at], max_epochs=3, strategy=ParamServer(timeout=100, **options))
 
     return Run(main, log=log)
@@ -179,7 +179,7 @@ def test_a_rank_that_dies_in_mid_step_ends_the_run(does: Callable[[], Any], rank
 
 
 def left_alone(rank: int, path: Path, dies: int = 0) -> None:
-    with config.one_line_errors():
+    with cli.one_line_errors():
         options: dict[str, Any] = {"callbacks": [At(dies, killed)], "strategy": ParamServer(timeout=100)}
         fit(classifier(), digits(), 2, max_epochs=3, **options)
 

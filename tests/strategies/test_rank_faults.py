@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from harness import config
+from harness import cli
 from harness.runs.quiet import quiet
 from strategies import DDP, FSDP, AllReduce, DataParallel, DDPRing, ParamServer, PipelineStrategy, ZeRO1
 from strategies.base import missing_ranks
@@ -47,7 +47,7 @@ def stopped() -> None:
 
 def start(does: Callable[[], Any], log: Path, devices: int = 3, **options: Any) -> Run:
     def main() -> None:
-        with config.one_line_errors():
+        with cli.one_line_errors():
             fit(classifier(), digits(), devices, callbacks=[At(does)], max_epochs=3, **options)
 
     return Run(main, log=log)
@@ -116,7 +116,7 @@ def test_a_rank_that_stops_alone_is_named(name: str, tmp_path: Path) -> None:
     does, strategy = STOPS[name]
 
     def main() -> None:
-        with config.one_line_errors():
+        with cli.one_line_errors():
             does(strategy(timeout=5))
 
     run = Run(main, log=tmp_path / "log")

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from apprentice.keyed import with_seed
-from harness import config
+from harness import cli
 from harness.runs.quiet import quiet
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import LightNN
@@ -148,7 +148,7 @@ def bug() -> None:
 
 def start(log: Path, module: Callable[[], Any], **options: Any) -> Run:
     def main() -> None:
-        with config.one_line_errors():
+        with cli.one_line_errors():
             fit(module(), digits(), 3, max_epochs=3, strategy=RPCHybrid(timeout=100), **options)
 
     return Run(main, log=log)

@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any, ClassVar, Literal
 
 from apprentice.errors import BadInput
-from harness import config
+from harness import cli
 
 BACKENDS = ("auto", "math", "flash", "efficient", "cudnn")
 PARTS = ("kernels", "blocks", "layers", "tutorial", "profile")
@@ -24,7 +24,7 @@ QUICK = {
 
 
 @dataclass
-class Options(config.OneSeedOptions):
+class Options(cli.OneSeedOptions):
     """Options of the study; sizes that are not given fit the device.
 
     Args:
@@ -145,9 +145,9 @@ SIZES = {
 def all_cases(options: Namespace, device: str) -> list[Case]:
     """All cases for a kind of device, cpu or cuda, in the order of the tables."""
     lengths, block_lengths, tokens, tutorials_dtype = SIZES[device]
-    parts = config.pick(dict.fromkeys(PARTS), options.parts, "parts")
-    backends = config.pick(dict.fromkeys(BACKENDS), options.backends, "backends")
-    dtypes = config.pick(dict.fromkeys(DTYPES), options.dtypes, "dtypes")
+    parts = cli.pick(dict.fromkeys(PARTS), options.parts, "parts")
+    backends = cli.pick(dict.fromkeys(BACKENDS), options.backends, "backends")
+    dtypes = cli.pick(dict.fromkeys(DTYPES), options.dtypes, "dtypes")
 
     def sized(part: str, dtype: str, length: int, backward: bool) -> Case:
         batch = max((options.tokens or tokens) // length, 1)

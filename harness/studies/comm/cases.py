@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from apprentice.errors import BadInput
-from harness import config
+from harness import cli
 from harness.studies.comm.operations import ITEM, OPERATIONS, Operation
 from strategies.base.data_parallel import LONGEST
 
@@ -15,7 +15,7 @@ LARGEST = 2**32  # bytes: a rank has a few buffers of each size
 
 
 @dataclass
-class Options(config.OneSeedOptions):
+class Options(cli.OneSeedOptions):
     """Options of the study.
 
     Args:
@@ -94,7 +94,7 @@ def all_cases(
     return [
         Case(backend, name, group, ranks, count)
         for backend in backends
-        for name, operation in config.pick(OPERATIONS, operations).items()
+        for name, operation in cli.pick(OPERATIONS, operations).items()
         if operation.reduces_all or not backend.only_all_reduce
         for group, ranks in groups.items()
         for count in dict.fromkeys(-(-size // (ITEM * len(ranks))) * len(ranks) * operation.sized for size in sizes)

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from harness.config.sources import INVOCATION, free
+from harness.cli.sources import INVOCATION, free
 from harness.reports.report import Facts
 from harness.reports.settings import objectives, settings, shown
 from harness.reports.tables import NONE, listed

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from datamodules.fingerprints import differing
-from harness.config.sources import PLACES, free
+from harness.cli.sources import PLACES, free
 from harness.reports.report import Facts
 from harness.reports.settings import is_off
 from harness.reports.tables import listed

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from apprentice.errors import BadInput
-from harness.config.sources import free
+from harness.cli.sources import free
 from harness.reports.interactive import save_results
 from harness.reports.report import Facts, machine
 from harness.reports.results import bake_off_results, load_record, reading

@@ -7,7 +7,7 @@ from typing import Any
 
 import datamodules
 from apprentice.errors import BadInput
-from harness.config.sources import flat
+from harness.cli.sources import flat
 from harness.reports.metrics import ACCURACY, BITS, METRICS, OF_CLASSES, Metric
 from harness.reports.report import Facts
 from harness.reports.results import BASELINE, entry_of, load_results, reading

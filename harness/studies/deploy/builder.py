@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from apprentice import keyed
 from apprentice.errors import BadInput
 from apprentice.weights import read_saved
-from harness import config as cli
-from harness.config import sources
-from harness.config.classes import imported
+from harness import cli
+from harness.cli import sources
+from harness.cli.classes import imported
 from harness.runs import samples
 from harness.runs.files import atomic
 from harness.runs.fit import fit_and_test

@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 
 from apprentice.errors import BadInput
-from harness import config
+from harness import cli
 from harness.runs.fit import MakeTrainer
 from harness.studies.isolation import DURATION, TIMEOUT, probe, with_strategy
 from strategies import FSDP, NAMES
@@ -35,8 +35,8 @@ class Cases:
     `exact` is the number of shards of the exact cases; None takes 8, or the number of devices if that is more.
     """
 
-    def __init__(self, trainer: config.Choice, exact: int | None) -> None:
-        self._trainer, self._family = trainer, config.Strategies(names=NAMES)
+    def __init__(self, trainer: cli.Choice, exact: int | None) -> None:
+        self._trainer, self._family = trainer, cli.Strategies(names=NAMES)
         made = probe(trainer, "auto", dict.fromkeys(DURATION, "--steps says how long a row is measured"))
         self.devices = made.num_devices
         if exact is not None and exact < self.devices:
@@ -57,7 +57,7 @@ class Cases:
 
     def picked(self, only: Sequence[str] | None) -> tuple[list[Case], dict[str, str]]:
         """The cases to measure, one process first; and why others, not asked for by name, are skipped."""
-        wanted = config.pick(self.known, only)
+        wanted = cli.pick(self.known, only)
         for case in wanted.values():
             if case.unfit and (only is not None or case.name == self._given):
                 flag = "trainer.strategy" if only is None else "only"
@@ -82,7 +82,7 @@ class Cases:
             raise BadInput("only", asked[0], f"a strategy that can train this net: {unsuited[asked[0]]}")
         return [case for case in cases if case.name not in unsuited], unsuited
 
-    def _choices(self) -> dict[str, config.Choice]:
+    def _choices(self) -> dict[str, cli.Choice]:
         """One choice for each strategy, under the first of its names: others only start ranks in another way."""
         kinds: dict[Any, str] = {}
         for name, (strategy, sets) in NAMES.items():
@@ -92,13 +92,13 @@ class Cases:
         given = self._trainer.init_args["strategy"]
         if given == "auto":
             return found
-        if not isinstance(given, config.Choice):
+        if not isinstance(given, cli.Choice):
             expected = f"auto, or one of {', '.join(NAMES)}, or the import path of a class"
             raise BadInput("trainer.strategy", given, f"{expected}, whose options are then used in its row")
         self._given = self._family.label(given)
         return {**found, self._given: given}
 
-    def _case(self, name: str, choice: config.Choice, reference: Case) -> Case:
+    def _case(self, name: str, choice: cli.Choice, reference: Case) -> Case:
         make, group = with_strategy(self._trainer, choice, reference.exact), choice.init_args.get("shard_size")
         unfit = ""
         try:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from apprentice.errors import BadInput
-from harness import config
+from harness import cli
 from harness.runs.fit import MakeTrainer
 from harness.studies.isolation import DURATION, TIMEOUT, probe, with_strategy
 
@@ -21,7 +21,7 @@ TUTORIALS_CUT = "model.layer2"
 
 
 @dataclass
-class Options(config.OneSeedOptions):
+class Options(cli.OneSeedOptions):
     """Options of the study; sizes are the tutorial's.
 
     Args:
@@ -174,12 +174,12 @@ class Cases:
         return name if size == self._batch_size else f"{name}, split size {size}"
 
 
-def _checked(trainer: config.Choice) -> config.Choice:
+def _checked(trainer: cli.Choice) -> cli.Choice:
     """The Trainer's pipeline strategy."""
     strategy, accumulate = trainer.init_args["strategy"], trainer.init_args["accumulate_grad_batches"]
     wanted = {"schedule", "num_microbatches", "data_parallel_size", "stages_per_rank", "balance"}
-    if not isinstance(strategy, config.Choice) or not wanted <= set(strategy.init_args):
-        given = strategy.class_path if isinstance(strategy, config.Choice) else strategy
+    if not isinstance(strategy, cli.Choice) or not wanted <= set(strategy.init_args):
+        given = strategy.class_path if isinstance(strategy, cli.Choice) else strategy
         raise BadInput("trainer.strategy", given, "pipeline: it is what is measured; one device needs none")
     if accumulate != 1:
         raise BadInput("trainer.accumulate_grad_batches", accumulate, "1: a step is timed")

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from apprentice.errors import BadInput
-from harness.config.classes import Choice
+from harness.cli.classes import Choice
 from harness.reports.metrics import Metric
 from harness.reports.report import Facts
 from harness.reports.results import load_record, reading

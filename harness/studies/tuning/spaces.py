@@ -11,12 +11,12 @@ import yaml
 from torch import nn
 
 from apprentice.errors import BadInput
-from harness import config as cli
-from harness.config.classes import imported
-from harness.config.messages import near
-from harness.config.rows import VARIANTS
-from harness.config.signatures import options_of
-from harness.config.sources import from_yaml
+from harness import cli
+from harness.cli.classes import imported
+from harness.cli.messages import near
+from harness.cli.rows import VARIANTS
+from harness.cli.signatures import options_of
+from harness.cli.sources import from_yaml
 from harness.studies.setups import Setup
 from lit_modules.objectives.search import Choice, Linear, Log, Space
 

@@ -19,7 +19,7 @@ from apprentice.errors import BadInput
 from harness.console import is_unread
 
 if TYPE_CHECKING:
-    from harness.config.parser import Parser
+    from harness.cli.parser import Parser
 
 MISCONFIGURED = "MisconfigurationException"  # of Lightning
 FULL, KEPT = "no space left on the disk", "what was finished is kept"

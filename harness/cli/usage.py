@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from harness.config.classes import Classes
-from harness.config.signatures import Missing, Signature, Texts
+from harness.cli.classes import Classes
+from harness.cli.signatures import Missing, Signature, Texts
 
 if TYPE_CHECKING:
-    from harness.config.parser import Parser
+    from harness.cli.parser import Parser
 
 WIDTH, COLUMN = 118, 36
 TRAINER = "described at https://lightning.ai/docs/pytorch/stable/common/trainer.html"

@@ -10,9 +10,9 @@ from types import ModuleType
 from typing import Any, TypeAlias
 
 from apprentice.errors import BadInput, reason
-from harness.config.messages import REFUSAL, near
-from harness.config.modules import hidden_file, import_module
-from harness.config.signatures import options_of
+from harness.cli.messages import REFUSAL, near
+from harness.cli.modules import hidden_file, import_module
+from harness.cli.signatures import options_of
 
 SHOWN = 8  # names in a message
 

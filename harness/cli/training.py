@@ -16,9 +16,9 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from apprentice.errors import BadInput
-from harness.config.classes import Choice, Chosen, Classes, factory, imported, refusals
-from harness.config.messages import near
-from harness.config.signatures import options_of
+from harness.cli.classes import Choice, Chosen, Classes, factory, imported, refusals
+from harness.cli.messages import near
+from harness.cli.signatures import options_of
 
 Names = Mapping[str, tuple[type[Strategy], Mapping[str, Any]]]  # classes by short name, with the options that it sets
 

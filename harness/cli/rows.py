@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import nn
 
 from apprentice.errors import BadInput
-from harness.config.messages import near
+from harness.cli.messages import near
 
 T = TypeVar("T")
 RESERVED = "teacher, students, checkpoints and attributes of torch's ModuleDict"  # names that no row may have

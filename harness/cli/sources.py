@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import yaml
 
 from apprentice.errors import BadInput, shorten
-from harness.config import yamls
+from harness.cli import yamls
 
 BARE = ("help", "print_config")  # flags without a value
 OF_LAUNCHERS = ("local-rank", "local_rank")  # from torch.distributed.launch; the environment has it too

@@ -3,12 +3,12 @@
 First the classes are found that flags and files choose; then jsonargparse reads the options of each one's constructor.
 """
 
-from harness.config.classes import Choice, arguments, build, factory, refusals
-from harness.config.messages import one_line_errors
-from harness.config.options import MOST_SEEDS, OneSeedOptions, RunOptions
-from harness.config.parser import Parser
-from harness.config.rows import Row, chosen, flags_of, pick, rows
-from harness.config.training import Names, Strategies
+from harness.cli.classes import Choice, arguments, build, factory, refusals
+from harness.cli.messages import one_line_errors
+from harness.cli.options import MOST_SEEDS, OneSeedOptions, RunOptions
+from harness.cli.parser import Parser
+from harness.cli.rows import Row, chosen, flags_of, pick, rows
+from harness.cli.training import Names, Strategies
 
 __all__ = [
     "MOST_SEEDS", "Choice", "Names", "OneSeedOptions", "Parser", "Row", "RunOptions", "Strategies", "arguments",

@@ -12,14 +12,14 @@ from typing import Any, TypeAlias
 import yaml
 
 from apprentice.errors import BadInput
-from harness.config import growth, rows, training, usage
-from harness.config.choices import Resolver
-from harness.config.classes import Choice, Classes, arguments, build, imported, plain
-from harness.config.messages import near
-from harness.config.modules import working_directory_first
-from harness.config.options import RunOptions
-from harness.config.signatures import Signature, Texts
-from harness.config.sources import INVOCATION, Given, Layer, as_given, flat, free, from_yaml, layer, load, read
+from harness.cli import growth, rows, training, usage
+from harness.cli.choices import Resolver
+from harness.cli.classes import Choice, Classes, arguments, build, imported, plain
+from harness.cli.messages import near
+from harness.cli.modules import working_directory_first
+from harness.cli.options import RunOptions
+from harness.cli.signatures import Signature, Texts
+from harness.cli.sources import INVOCATION, Given, Layer, as_given, flat, free, from_yaml, layer, load, read
 
 Bases: TypeAlias = type | tuple[type, ...]
 

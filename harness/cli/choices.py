@@ -5,10 +5,10 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
 from apprentice.errors import BadInput
-from harness.config.classes import Choice, Chosen, Classes
-from harness.config.messages import near_flag, words
-from harness.config.signatures import Missing, Signature, accepts_null, kinds_of, options_of
-from harness.config.sources import BARE, Given, Layer, from_yaml, layer
+from harness.cli.classes import Choice, Chosen, Classes
+from harness.cli.messages import near_flag, words
+from harness.cli.signatures import Missing, Signature, accepts_null, kinds_of, options_of
+from harness.cli.sources import BARE, Given, Layer, from_yaml, layer
 
 OF_A_CALL = frozenset({"config", *BARE})  # which a file can't hold
 

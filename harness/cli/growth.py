@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from apprentice.errors import BadInput
-from harness.config.sources import PLACES, free
+from harness.cli.sources import PLACES, free
 
 NOTHING = "(nothing)"
 
