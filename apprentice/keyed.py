@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.dropout import _DropoutNd
 
+from apprentice.errors import BadInput
+
 T = TypeVar("T")
 Ints = TypeVar("Ints", int, Tensor)
 MASK = 0xFFFFFFFF
@@ -123,13 +125,14 @@ class Dropout(nn.Module):
         channels: drop whole channels of maps (B, C, H, W), as `nn.Dropout2d` does.
 
     Raises:
-        ValueError: `p` is not in [0, 1), or the input has another number of rows than the context.
+        BadInput: `p` is not in [0, 1).
+        ValueError: the input has another number of rows than the context.
     """
 
     def __init__(self, p: float = 0.5, layer: int = 0, channels: bool = False) -> None:
         super().__init__()
         if not 0 <= p < 1:
-            raise ValueError(f"p {p}: expected at least 0, less than 1")
+            raise BadInput("p", p, "at least 0, less than 1")
         self.p, self.layer, self.channels = p, layer, channels
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102

@@ -65,7 +65,9 @@ class Quantized(Distillation):
         try:
             super().__init__(teacher or nn.Identity(), {NAME: (fake, objective)}, input_shape, **options)
         except BadInput as fault:  # the flag is that of one objective, not of variants
-            raise BadInput(fault.flag.replace(f"variants.{NAME}", "objective"), fault.value, fault.expected) from None
+            raise BadInput(
+                fault.argument.replace(f"variants.{NAME}", "objective"), fault.value, fault.expected
+            ) from None
         self.freeze_epoch = freeze_epoch
         self.best: dict[str, Tensor] = {}  # epoch and correct answers, () int64; the net's state under net.<name>
         self._int8: list[nn.Module] = []

@@ -77,8 +77,8 @@ def _trainer(
         with cli.refusals(chosen, "trainer", REFUSALS):
             made = Trainer(**settings)
     except BadInput as error:
-        if error.flag != "trainer":
-            flag = error.flag.replace("trainer.strategy.exact", "exact")
+        if error.argument != "trainer":
+            flag = error.argument.replace("trainer.strategy.exact", "exact")
             raise BadInput(flag, error.value, error.expected) from error
         wanted = f"what Lightning takes on this machine: {error.__cause__}"
         raise BadInput(*_at_fault(chosen, settings), wanted) from None

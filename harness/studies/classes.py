@@ -5,6 +5,7 @@ from pathlib import Path
 from torch import nn
 
 from apprentice.errors import BadInput
+from harness.cli.messages import with_flag
 from harness.runs.nets import read_classes
 from harness.runs.session import Session
 from lit_modules.nets.classes import class_order, classes_of, members_of, named, reorder_classes
@@ -31,7 +32,7 @@ def match_classes(
         except BadInput as fault:
             if not trained:
                 raise
-            run.tell(f"{fault}; its head begins with the weights of other classes")
+            run.tell(f"{with_flag(fault)}; its head begins with the weights of other classes")
             continue
         if order.note and (known or named(wanted)):  # if neither has names, there is nothing to tell
             run.tell(f"{key} {value}: {order.note}, in this order")

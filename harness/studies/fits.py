@@ -166,7 +166,7 @@ def check_modules(run: Session, trainer: Trainer, *modules: Learner) -> None:
                 with cli.refusals(run.config.trainer, "trainer"):
                     trainer.strategy.check_module(module)
             except BadInput as error:
-                if error.flag == "trainer" and error.__cause__ is not None:  # it names no option of the strategy's
+                if error.argument == "trainer" and error.__cause__ is not None:  # it names no option of the strategy's
                     raise error.__cause__ from None
                 raise
 

@@ -31,7 +31,7 @@ class Cache:
     `torch.no_grad()`.
 
     Raises:
-        ValueError: it is full, holds another number of texts, or gradients are on.
+        BadInput: it is full, holds another number of texts, or gradients are on.
     """
 
     def __init__(self, max_length: int) -> None:
@@ -42,12 +42,12 @@ class Cache:
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add keys and values (B, heads, t, D / heads); returns those of all tokens, (B, heads, length, D / heads)."""
         if keys.requires_grad:
-            raise ValueError("a cache holds no gradients: expected a call under torch.no_grad()")
+            raise BadInput("", "a cache holds no gradients", "a call under torch.no_grad()")
         end = self.length + keys.shape[2]
         if end > self.max_length:
-            raise ValueError(f"max_length {self.max_length}: expected at least {end}, the tokens to be cached")
+            raise BadInput("max_length", self.max_length, f"at least {end}, the tokens to be cached")
         if self._keys is not None and len(keys) != len(self._keys):
-            raise ValueError(f"{len(keys)} texts: expected the {len(self._keys)} whose tokens are cached")
+            raise BadInput("", f"{len(keys)} texts", f"the {len(self._keys)} whose tokens are cached")
         if self._keys is None or self._values is None:
             shape = (*keys.shape[:2], self.max_length, keys.shape[3])
             self._keys, self._values = keys.new_empty(shape), values.new_empty(shape)
@@ -72,7 +72,7 @@ class SelfAttention(nn.Module):
         backend: the kernel; `auto` leaves the choice to torch, any other is used or refused, never replaced.
 
     Raises:
-        ValueError: `num_heads` does not divide `embed_dim`, `dropout` is not in [0, 1), or the backend is unknown.
+        BadInput: `num_heads` does not divide `embed_dim`, `dropout` is not in [0, 1), or the backend is unknown.
     """
 
     def __init__(
@@ -86,9 +86,9 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         if num_heads < 1 or embed_dim % num_heads:
-            raise ValueError(f"num_heads {num_heads}: expected a divisor of embed_dim, {embed_dim}")
+            raise BadInput("num_heads", num_heads, f"a divisor of embed_dim, {embed_dim}")
         if not 0 <= dropout < 1:
-            raise ValueError(f"dropout {dropout}: expected at least 0, less than 1")
+            raise BadInput("dropout", dropout, "at least 0, less than 1")
         check_backend(backend)
         self.embed_dim, self.num_heads, self.causal = embed_dim, num_heads, causal
         self.dropout, self.backend = float(dropout), backend
@@ -103,17 +103,16 @@ class SelfAttention(nn.Module):
         With a cache, x are the tokens after the cached ones, and attend to these too.
 
         Raises:
-            BadInput: the backend has no kernel for this input; the message has torch's reasons.
-            ValueError: a cache is full, or given for attention that is not causal, jagged texts or with gradients on; a
-                nested tensor is strided.
+            BadInput: the backend has no kernel for this input, with torch's reasons; the cache is full, or passed to
+                attention that is not causal, with jagged texts or gradients; a nested tensor is strided.
         """
         if x.is_nested and x.layout != torch.jagged:
-            raise ValueError("nested tensors: expected torch.nested.nested_tensor(texts, layout=torch.jagged)")
+            raise BadInput("", "nested tensors", "torch.nested.nested_tensor(texts, layout=torch.jagged)")
         query, key, value = self._heads(x)
         mask, causal = None, self.causal
         if cache is not None:
             if not self.causal or x.is_nested:
-                raise ValueError("a cache serves causal attention over texts of one length (B, T, D)")
+                raise BadInput("cache", "a Cache", "None, but for causal attention over texts of one length (B, T, D)")
             past = cache.length
             key, value = cache.append(key, value)
             if past:  # query t attends to keys up to past + t; torch's `is_causal` would count from the first
@@ -155,9 +154,9 @@ def any_kernel(module: nn.Module) -> Iterator[None]:
 
 
 def check_backend(backend: str) -> None:
-    """Raise ValueError for an unknown backend."""
+    """Raise BadInput for an unknown backend."""
     if backend not in get_args(Backend):
-        raise ValueError(f"backend {backend}: expected one of {', '.join(get_args(Backend))}")
+        raise BadInput("backend", backend, f"one of {', '.join(get_args(Backend))}")
 
 
 @contextmanager

@@ -55,32 +55,32 @@ class Net(Recorded, nn.Module):
 
 
 def of_images(input_shape: Sequence[int]) -> Shape:
-    """The shape, if it is that of images; raises ValueError otherwise."""
+    """Return the shape (C, H, W) of images; raise BadInput if it is not one."""
     if len(input_shape) != 3:
-        raise ValueError(f"input_shape {tuple(input_shape)}: expected (C, H, W), images")
+        raise BadInput("input_shape", tuple(input_shape), "(C, H, W), images")
     channels, height, width = input_shape
     return channels, height, width
 
 
 def check_widths(widths: Sequence[int], count: int) -> Sequence[int]:
-    """The widths; ValueError if they aren't `count` numbers of channels."""
+    """Return the widths; raise BadInput if they aren't `count` numbers of channels."""
     if len(widths) != count or min(widths) < 1:
-        raise ValueError(f"widths {list(widths)}: expected {count} numbers of channels, each at least 1")
+        raise BadInput("widths", list(widths), f"{count} numbers of channels, each at least 1")
     return widths
 
 
 def check_sizes(**sizes: int) -> None:
-    """ValueError for the first that is less than 1."""
+    """Raise BadInput for the first size that is less than 1."""
     for name, size in sizes.items():
         if size < 1:
-            raise ValueError(f"{name} {size}: expected at least 1")
+            raise BadInput(name, size, "at least 1")
 
 
 def norm_layer(norm: Norm) -> Callable[[int], nn.Module]:
-    """A function from a number of channels to their norm; ValueError if there is no norm of this name."""
+    """Return a function from a number of channels to their norm; raise BadInput for an unknown name."""
     makers: dict[str, Callable[[int], nn.Module]] = {"batch": nn.BatchNorm2d, "group": group_norm}
     if norm not in makers:
-        raise ValueError(f"norm {norm}: expected {' or '.join(makers)}")
+        raise BadInput("norm", norm, " or ".join(makers))
     return makers[norm]
 
 
@@ -176,7 +176,7 @@ def check_fits(
             with torch.set_grad_enabled(mode):
                 found = with_seed(0, partial(tried.train(mode), typed(tried, example)))
         except BadInput as fault:
-            raise BadInput(f"{flag}.{fault.flag}", fault.value, fault.expected) from None
+            raise BadInput(f"{flag}.{fault.argument}", fault.value, fault.expected) from None
         except Exception as error:  # noqa: BLE001 - whatever a user's net does
             wanted = f"a net that takes inputs {shape}, as this data has them"
             raise BadInput(flag, name, f"{wanted}; it says: {reason(error)}") from None

@@ -2,6 +2,7 @@
 
 from torch import Tensor, nn
 
+from apprentice.errors import BadInput
 from lit_modules.nets.base import Mean, Net, Shape, cuttable, of_images
 
 BLOCKS = ((1, 16, 1, 1), (6, 24, 2, 1), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
@@ -42,7 +43,7 @@ class MobileNetV2(Net):
         num_classes: number of logits.
 
     Raises:
-        ValueError: `width` leaves a stage without channels.
+        BadInput: `width` leaves a stage without channels.
     """
 
     feature_layer = "blocks.6"
@@ -53,7 +54,7 @@ class MobileNetV2(Net):
     def __init__(self, width: float = 0.5, input_shape: Shape = (3, 32, 32), num_classes: int = 10) -> None:
         super().__init__()
         if not 1 / 16 <= width <= 16:
-            raise ValueError(f"width {width}: expected 1/16 or more, at most 16")
+            raise BadInput("width", width, "1/16 or more, at most 16")
         channels, last = int(32 * width), max(LAST, int(LAST * width))
         self.stem = nn.Sequential(*_convolved(of_images(input_shape)[0], channels, 3, stride=2), nn.ReLU())
         self.blocks = nn.Sequential()

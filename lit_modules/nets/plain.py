@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from apprentice.errors import BadInput
 from apprentice.keyed import Dropout
 from lit_modules.nets.base import Net, Shape, check_sizes, check_widths, of_images
 
@@ -33,7 +34,7 @@ class _Plain(_Chain):
         super().__init__()
         _, height, width = of_images(input_shape)
         if min(height, width) < 4:
-            raise ValueError(f"input_shape {tuple(input_shape)}: expected at least 4 x 4 pixels")
+            raise BadInput("input_shape", tuple(input_shape), "at least 4 x 4 pixels")
         check_sizes(hidden=hidden)
         self.features = nn.Sequential(*features)
         pools = [number for number, module in enumerate(features) if isinstance(module, nn.MaxPool2d)]
@@ -53,7 +54,7 @@ class _Small(_Chain):
         super().__init__()
         _, height, width = of_images(input_shape)
         if min(height, width) < 16:
-            raise ValueError(f"input_shape {tuple(input_shape)}: expected at least 16 x 16 pixels")
+            raise BadInput("input_shape", tuple(input_shape), "at least 16 x 16 pixels")
         self.features = nn.Sequential(*features)
         self.stages, self.preactivations = relus, tuple(f"{relu}<" for relu in relus)
         self.positions = (((height - 4) // 2 - 4) // 2) * (((width - 4) // 2 - 4) // 2)

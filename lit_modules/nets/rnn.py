@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from apprentice.errors import BadInput
 from apprentice.keyed import Dropout
 from lit_modules.nets.base import Net, check_sizes
 
@@ -24,7 +25,7 @@ class RNNClassifier(Net):
         num_classes: number of logits.
 
     Raises:
-        ValueError: the inputs are not text.
+        BadInput: the inputs are not text.
     """
 
     feature_layer = "gru"
@@ -42,7 +43,7 @@ class RNNClassifier(Net):
     ) -> None:
         super().__init__()
         if len(input_shape) != 1:
-            raise ValueError(f"input_shape {tuple(input_shape)}: expected (T,), texts")
+            raise BadInput("input_shape", tuple(input_shape), "(T,), texts")
         check_sizes(embedding_dim=embedding_dim, hidden=hidden)
         self.embedding = _Embedding(vocab_size, embedding_dim)
         self.gru = _LastState(embedding_dim, hidden)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from apprentice.errors import BadInput
 from lit_modules.nets.base import Mean, Net, Shape, of_images
 
 STEM = 24
@@ -118,12 +119,12 @@ class ShuffleNetV1(_ShuffleNet):
         num_classes: number of logits.
 
     Raises:
-        ValueError: another number of groups.
+        BadInput: another number of groups.
     """
 
     def __init__(self, groups: int = 3, input_shape: Shape = (3, 32, 32), num_classes: int = 10) -> None:
         if groups not in OF_GROUPS:
-            raise ValueError(f"groups {groups}: expected {', '.join(map(str, OF_GROUPS))}")
+            raise BadInput("groups", groups, ", ".join(map(str, OF_GROUPS)))
         channels, stages = STEM, []
         for count, width in zip((4, 8, 4), OF_GROUPS[groups], strict=True):
             first = _Grouped(channels, width, 2, groups)
@@ -143,12 +144,12 @@ class ShuffleNetV2(_ShuffleNet):
         num_classes: number of logits.
 
     Raises:
-        ValueError: another width.
+        BadInput: another width.
     """
 
     def __init__(self, width: float = 1.0, input_shape: Shape = (3, 32, 32), num_classes: int = 10) -> None:
         if width not in OF_WIDTH:
-            raise ValueError(f"width {width}: expected {', '.join(map(str, OF_WIDTH))}")
+            raise BadInput("width", width, ", ".join(map(str, OF_WIDTH)))
         channels, stages, widths = STEM, [], OF_WIDTH[width]
         for count, wide in zip((4, 8, 4), widths, strict=False):
             stages.append([_Split(channels, wide, 2), *(_Split(wide, wide, 1) for _ in range(count - 1))])

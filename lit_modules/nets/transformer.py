@@ -20,7 +20,7 @@ class Block(nn.Module):
         norm_eps: epsilon of the norms.
 
     Raises:
-        ValueError: `mlp_ratio` is below 1.
+        BadInput: `mlp_ratio` is below 1.
     """
 
     def __init__(

@@ -4,6 +4,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from apprentice.errors import BadInput
 from lit_modules.nets.base import Mean, Net, Shape, cuttable, of_images
 
 LAYERS = {  # convolutions of the stem and of each stage
@@ -25,7 +26,7 @@ class VGG(Net):
         num_classes: number of logits.
 
     Raises:
-        ValueError: images smaller than 8 x 8.
+        BadInput: images smaller than 8 x 8.
     """
 
     feature_layer = "stage4"
@@ -38,7 +39,7 @@ class VGG(Net):
         super().__init__()
         channels, height, width = of_images(input_shape)
         if min(height, width) < 8:
-            raise ValueError(f"input_shape {tuple(input_shape)}: expected at least 8 x 8 pixels")
+            raise BadInput("input_shape", tuple(input_shape), "at least 8 x 8 pixels")
         counts = LAYERS[depth]
         for name, count, out_channels in zip(("stem", *self.stages), counts, WIDTHS, strict=True):
             members: list[nn.Module] = []

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from apprentice.errors import BadInput
 from apprentice.keyed import Dropout
 from lit_modules.nets.attention import Backend, Cache, SelfAttention
 from lit_modules.nets.base import Net, Shape, check_sizes, of_images
@@ -39,7 +40,7 @@ class ViT(Net):
         num_classes: number of logits.
 
     Raises:
-        ValueError: patch size or number of heads doesn't divide its width, or there is no block.
+        BadInput: patch size or number of heads doesn't divide its width, or there is no block.
     """
 
     pooled_layer = "head<"
@@ -60,7 +61,7 @@ class ViT(Net):
         super().__init__()
         channels, height, width = of_images(input_shape)
         if patch_size < 1 or height % patch_size or width % patch_size:
-            raise ValueError(f"patch_size {patch_size}: expected a divisor of the images' {height} x {width} pixels")
+            raise BadInput("patch_size", patch_size, f"a divisor of the images' {height} x {width} pixels")
         check_sizes(embed_dim=embed_dim, num_layers=num_layers)
         rows, columns, self.num_tokens = height // patch_size, width // patch_size, 1 + distillation_token
         self.embedding = _Embedding(channels, patch_size, self.num_tokens, rows * columns, embed_dim, dropout)

@@ -28,7 +28,7 @@ class SimKD(FeatureObjective):
         try:
             return ReusedClassifier(net, teacher, tuple(example.shape[1:]))
         except BadInput as fault:
-            raise BadInput("", "SimKD", f"as {fault.flag} {fault.expected}; it is {fault.value}") from None
+            raise BadInput("", "SimKD", f"as {fault.argument} {fault.expected}; it is {fault.value}") from None
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
         f_s, f_t = self.features(student, teacher)

@@ -293,9 +293,9 @@ def test_tiny_imagenets_labels_are_read_from_its_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"cache": "ram"}, "--data.cache ram: expected memory or disk or none"),
-        ({"on_error": "ignore"}, "--data.on_error ignore: expected stop or skip"),
-        ({"num_workers": -1}, "--data.num_workers -1: expected a number of processes: 0, 1, 2, …"),
+        ({"cache": "ram"}, "data.cache ram: expected memory or disk or none"),
+        ({"on_error": "ignore"}, "data.on_error ignore: expected stop or skip"),
+        ({"num_workers": -1}, "data.num_workers -1: expected a number of processes: 0, 1, 2, …"),
     ],
     ids=str,
 )

@@ -32,9 +32,9 @@ def test_what_is_said_of_a_net_is_one_line(capsys: pytest.CaptureFixture[str]) -
     said = "--run FOLDER: expected a net that can be quantised; it says: KeyError: 'a graph'"
     with pytest.raises(BadInput, match=said), of_net("run", "FOLDER", "net"):
         raise KeyError(sys.stderr.write("a whole graph\n") and "a graph")
-    with pytest.raises(BadInput, match="--run FOLDER: expected another"), of_net("run", "FOLDER", "net"):
+    with pytest.raises(BadInput, match="run FOLDER: expected another"), of_net("run", "FOLDER", "net"):
         raise BadInput("net", "LightNN", "another")
-    with pytest.raises(BadInput, match="--objective Hint: expected another"), of_net("run", "FOLDER", "net"):
+    with pytest.raises(BadInput, match="objective Hint: expected another"), of_net("run", "FOLDER", "net"):
         raise BadInput("objective", "Hint", "another")
     assert capsys.readouterr().err == "noted\n"
 

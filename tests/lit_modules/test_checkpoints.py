@@ -78,7 +78,7 @@ def test_a_distillation_loads_with_a_teacher_or_its_weights(tmp_path: Path) -> N
         assert_same(weights(found), weights(module))
         assert_same(weights(found.teacher), weights(teacher))
         assert found.students["kd"].objective.temperature == 3.0
-    with pytest.raises(BadInput, match=r"^--teacher DeepNN: expected a trained net, or beside it teacher_weights=FILE"):
+    with pytest.raises(BadInput, match=r"^teacher DeepNN: expected a trained net, or beside it teacher_weights=FILE"):
         Distillation.load_from_checkpoint(path)
 
 
@@ -95,7 +95,7 @@ def test_a_net_of_anyones_is_given_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["os.system", "builtins.eval", "nowhere.Net", "torch.nope", "Net", ""])
 def test_a_checkpoint_makes_nothing_but_parts_of_modules(path: str) -> None:
-    with pytest.raises(BadInput, match=r"^--net .*: expected (the import path|a net, an objective)"):
+    with pytest.raises(BadInput, match=r"^net .*: expected (the import path|a net, an objective)"):
         made({"class_path": path, "init_args": {}})
 
 

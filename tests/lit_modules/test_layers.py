@@ -62,7 +62,7 @@ def test_a_net_without_the_layer_says_which_it_has() -> None:
     assert resolved(nn.Sequential(nn.Linear(1, 1)), "stage1") == ""
     for name in ("stage4", "stage-4", "nothing", "nothing<", ""):
         shown = name or "''"
-        with pytest.raises(BadInput, match=rf"^--layer {shown}: expected a layer of ResNet .*; it has stem, "):
+        with pytest.raises(BadInput, match=rf"^layer {shown}: expected a layer of ResNet .*; it has stem, "):
             run(ResNet(8), torch.rand(1, 3, 32, 32), {name})
 
 

@@ -391,12 +391,12 @@ def test_no_stage_begins_in_place() -> None:
 
 
 def test_what_cannot_be_cut_is_named() -> None:
-    with pytest.raises(BadInput, match=r"^--name vit_b_16: expected .*resnet50.*vit_b_16 can't be cut"):
+    with pytest.raises(BadInput, match=r"^name vit_b_16: expected .*resnet50.*vit_b_16 can't be cut"):
         pipeline_stages(Torchvision("vit_b_16"))
-    with pytest.raises(BadInput, match=r"^--net Bilinear: expected .*pipeline_stages"):
+    with pytest.raises(BadInput, match=r"^net Bilinear: expected .*pipeline_stages"):
         pipeline_stages(nn.Bilinear(2, 2, 2))
     net = Torchvision("resnet18")
-    with pytest.raises(BadInput, match=r"^--layer model: expected a layer of Torchvision inside a pipeline stage"):
+    with pytest.raises(BadInput, match=r"^layer model: expected a layer of Torchvision inside a pipeline stage"):
         stage_of(net, pipeline_stages(net), "model")
 
 
@@ -411,7 +411,7 @@ def test_group_norm_takes_the_place_of_every_batch_norm() -> None:
         assert [name for name, m in group.named_modules() if isinstance(m, nn.GroupNorm)] == norms
         assert parameters(batch) == parameters(group)
     for name in ("vgg11_bn", "vit_b_16"):
-        with pytest.raises(BadInput, match=rf"^--norm group: expected batch for {name}"):
+        with pytest.raises(BadInput, match=rf"^norm group: expected batch for {name}"):
             Torchvision(name, norm="group")
     with pytest.raises(ValueError, match=r"^norm layer: expected batch or group"):
         ResNet(8, norm="layer")
@@ -474,7 +474,7 @@ def test_whether_a_net_fits_is_seen_in_training_too_and_changes_nothing() -> Non
     assert all(torch.equal(value, net.state_dict()[name]) for name, value in before[0].items())
     assert [m.training for m in net.modules()] == before[1]
     assert torch.equal(torch.get_rng_state(), before[2])
-    with pytest.raises(BadInput, match=r"^--student _Noisy: expected a net that gives logits \(3,\).*; it gives tuple"):
+    with pytest.raises(BadInput, match=r"^student _Noisy: expected a net that gives logits \(3,\).*; it gives tuple"):
         check_fits(_Noisy(pair=True), example, (3,), "student")
     check_fits(_Noisy(pair=True), example, (3,), trained=False)
 
@@ -485,7 +485,7 @@ def test_a_net_that_fails_without_a_message_is_refused_in_one_line() -> None:
 
     net = LightNN()
     net.forward = forward  # type: ignore[method-assign,assignment]
-    with pytest.raises(BadInput, match=r"^--net LightNN: expected a net that takes inputs .*; it says: ValueError$"):
+    with pytest.raises(BadInput, match=r"^net LightNN: expected a net that takes inputs .*; it says: ValueError$"):
         check_fits(net, torch.zeros(2, 3, 32, 32), (10,))
 
 
@@ -495,5 +495,5 @@ def test_shapes_can_be_learned_where_another_device_s_kernel_is_missing() -> Non
     with any_kernel(net):
         assert net(images).shape == (2, 10)
     assert {m.backend for m in net.modules() if isinstance(m, SelfAttention)} == {"cudnn"}
-    with pytest.raises(BadInput, match=r"^--backend cudnn: expected a kernel that serves"):
+    with pytest.raises(BadInput, match=r"^backend cudnn: expected a kernel that serves"):
         net(images)

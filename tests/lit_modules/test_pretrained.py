@@ -52,12 +52,12 @@ def test_a_head_of_another_size_stays_new(resnet: tuple[nn.Module, Path]) -> Non
 
 
 def test_weights_that_are_not_there_are_refused(resnet: tuple[nn.Module, Path], tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"^--weights nope: expected IMAGENET1K_V1, DEFAULT, or a file of weights$"):
+    with pytest.raises(BadInput, match=r"^weights nope: expected IMAGENET1K_V1, DEFAULT, or a file of weights$"):
         Torchvision("resnet18", weights="nope")
     with pytest.raises(BadInput, match=r"weights that fit ResNet; missing: "):
         Torchvision("resnet34", weights=str(resnet[1]))
     (tmp_path / "x.pth").write_text("no weights")
-    with pytest.raises(BadInput, match=r"^--weights .*x\.pth: expected a file of weights; "):
+    with pytest.raises(BadInput, match=r"^weights .*x\.pth: expected a file of weights; "):
         Torchvision("resnet18", weights=str(tmp_path / "x.pth"))
 
 
@@ -77,7 +77,7 @@ def test_named_weights_are_downloaded_and_name_their_images(
         raise OSError("no network")
 
     monkeypatch.setattr(enum, "get_state_dict", offline)
-    with pytest.raises(BadInput, match=r"^--weights DEFAULT: expected weights that can be downloaded \(no network\)$"):
+    with pytest.raises(BadInput, match=r"^weights DEFAULT: expected weights that can be downloaded \(no network\)$"):
         Torchvision("resnet18", weights="DEFAULT")
 
 
@@ -109,7 +109,7 @@ def test_weights_bring_the_normalisation_that_torchvision_gives_them(
 
 
 def test_only_some_models_normalise_their_input() -> None:
-    with pytest.raises(BadInput, match=r"^--transform_input True: expected googlenet or inception_v3, not resnet18$"):
+    with pytest.raises(BadInput, match=r"^transform_input True: expected googlenet or inception_v3, not resnet18$"):
         Torchvision("resnet18", transform_input=True)
 
 
@@ -196,7 +196,7 @@ def _timm(folder: Path) -> None:
     assert (names[0], len(names)) == ("n01440764, tench, Tinca tinca", 1000)
     vit = Timm("vit_tiny_patch16_224", (1, 32, 32), 4)
     assert vit(torch.rand(2, 1, 32, 32)).shape == (2, 4)
-    with pytest.raises(BadInput, match=r"^--name resnet10: expected a model of timm, as .*resnet10t"):
+    with pytest.raises(BadInput, match=r"^name resnet10: expected a model of timm, as .*resnet10t"):
         Timm("resnet10")
     kd.main([*KD, "--student", "Timm", "--student.name", "resnet10t", "--out", str(folder / "run")])
 

@@ -250,26 +250,26 @@ class Templates(nn.Module):
 
 
 def test_what_can_not_be_trained_is_refused() -> None:
-    with pytest.raises(BadInput, match=r"--net Templates: expected a net with layers that torchao quantises"):
+    with pytest.raises(BadInput, match=r"net Templates: expected a net with layers that torchao quantises"):
         Quantized(Templates(), input_shape=SHAPE)
-    with pytest.raises(BadInput, match=r"--net Templates: expected a net with layers that torchao quantises"):
+    with pytest.raises(BadInput, match=r"net Templates: expected a net with layers that torchao quantises"):
         post_training(Templates(), [torch.zeros(2, *SHAPE)])
-    with pytest.raises(BadInput, match=r"--net Branching: expected a net that torch.export can capture .*; it says: "):
+    with pytest.raises(BadInput, match=r"net Branching: expected a net that torch.export can capture .*; it says: "):
         Quantized(Branching(), input_shape=SHAPE)
     for drop, where in ((nn.functional.dropout, "its forward"), (nn.RReLU(), "drop")):
-        with pytest.raises(BadInput, match=rf"--net Noisy: expected a net that draws noise in .*; {where} calls aten"):
+        with pytest.raises(BadInput, match=rf"net Noisy: expected a net that draws noise in .*; {where} calls aten"):
             Quantized(Noisy(drop), input_shape=SHAPE)
-    with pytest.raises(BadInput, match=r"--net Noisy: expected a net that has BatchNorm with .*; drop has none"):
+    with pytest.raises(BadInput, match=r"net Noisy: expected a net that has BatchNorm with .*; drop has none"):
         Quantized(Noisy(nn.BatchNorm1d(32, track_running_stats=False)), input_shape=SHAPE)
     activated = nn.BatchNorm1d(32)
     activated.act = nn.SiLU()
-    with pytest.raises(BadInput, match=r"--net Noisy: expected a net with torch's BatchNorm; drop does more"):
+    with pytest.raises(BadInput, match=r"net Noisy: expected a net with torch's BatchNorm; drop does more"):
         Quantized(Noisy(activated), input_shape=SHAPE)
-    with pytest.raises(BadInput, match="--objective Hinton: expected CrossEntropy, or a teacher"):
+    with pytest.raises(BadInput, match="objective Hinton: expected CrossEntropy, or a teacher"):
         Quantized(net(), Hinton(), None, SHAPE)
-    with pytest.raises(BadInput, match=r"^--objective Formula: expected an objective whose term x has a value a row"):
+    with pytest.raises(BadInput, match=r"^objective Formula: expected an objective whose term x has a value a row"):
         Quantized(net(), Formula(lambda s, t, y: s.logits.sum()), net(DeepNN), SHAPE)
-    with pytest.raises(BadInput, match="--freeze_epoch 0"):
+    with pytest.raises(BadInput, match="freeze_epoch 0"):
         Quantized(net(), input_shape=SHAPE, freeze_epoch=0)
 
 

@@ -324,7 +324,7 @@ def test_the_kernels_of_another_device_are_not_asked_for_here() -> None:
         distillation.check(run, kd.teacher, kd.students)
 
     check("cuda")
-    with pytest.raises(BadInput, match=r"^--teacher\.backend efficient: expected a kernel"):
+    with pytest.raises(BadInput, match=r"^teacher\.backend efficient: expected a kernel"):
         check("cpu")
 
 

@@ -116,7 +116,7 @@ def of_net(flag: str, value: object, *more: str) -> Iterator[None]:
             yield
         sys.stderr.write(output.getvalue())
     except BadInput as fault:
-        if fault.flag.partition(".")[0] not in {flag, *more}:
+        if fault.argument.partition(".")[0] not in {flag, *more}:
             raise
         raise BadInput(flag, value, fault.expected) from None
     except Exception as error:
