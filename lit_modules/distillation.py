@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from apprentice import keyed, replicas
-from apprentice.batch import Batch, Mixed, counted
+from apprentice.batch import Batch, Mixed, label_mask
 from apprentice.errors import BadInput, naming
-from apprentice.relations import related
+from apprentice.relations import relate
 from apprentice.replicas import FEWEST_ROWS
 from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepared
 from lit_modules.nets import (
@@ -356,7 +356,7 @@ class Distillation(Learner):
             student, teacher, labels, peers = whole["student"], whole.get("teacher"), whole["labels"], whole["peers"]
             counts = None
             if labels.dim() > 1 and batch.label_weight is not None:
-                counts = counted(labels)
+                counts = label_mask(labels)
                 student, teacher = masked(student, counts), teacher and masked(teacher, counts)
                 peers = {name: masked(outputs, counts) for name, outputs in peers.items()}
             rows = torch.arange(len(labels), device=labels.device) if objective.relates_rows else batch.rows
@@ -379,7 +379,7 @@ class Distillation(Learner):
         tree: dict[str, Any] = {"student": wide(students[name]), "labels": batch.labels, "index": batch.index}
         tree |= {"peers": peers} | ({} if known is None else {"teacher": known})
         tree |= {"mixed": batch.mixed} if isinstance(batch.mixed, Mixed) else {}
-        return related(relation, tree, batch.rows, batch.count) if objective.relates_rows else relation(tree)
+        return relate(relation, tree, batch.rows, batch.count) if objective.relates_rows else relation(tree)
 
     def predict(self, inputs: Tensor) -> dict[str, Tensor]:
         """The logits of all students that have not failed."""

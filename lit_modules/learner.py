@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
 from apprentice import keyed, replicas
 from apprentice.batch import Batch
 from apprentice.errors import BadInput, reason
-from apprentice.keyed import Dropout, unkeyed
+from apprentice.keyed import Dropout, find_unkeyed_layers
 from lit_modules.labels import checked, is_pair
 from lit_modules.loss_scale import HOPELESS, LossScales
 from lit_modules.nets import giving_logits, globalise, has_no_running_statistics
@@ -333,7 +333,7 @@ def prepared(net: nn.Module) -> nn.Module:
     if len({m.layer for m in keyed_layers}) < len(keyed_layers):
         for number, module in enumerate(keyed_layers):
             module.layer = number  # otherwise two layers of one width would draw one mask
-    if names := unkeyed(net):
+    if names := find_unkeyed_layers(net):
         listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         advice = "without --exact numbers move with the device count and a resume; apprentice.keyed.Dropout's do not"
         rank_zero_warn(f"{type(net).__name__} draws noise from torch's generator in {listed}: {advice}")

@@ -13,7 +13,7 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 from torchmetrics.utilities.data import dim_zero_cat
 
 from apprentice import replicas
-from apprentice.batch import Batch, counted
+from apprentice.batch import Batch, label_mask
 from apprentice.errors import BadInput
 from lit_modules.labels import ChecksBatches, checked
 from lit_modules.nets.recorded import Recorded
@@ -112,7 +112,7 @@ def fidelity(logits: Tensor, teacher: Tensor, labels: Tensor) -> dict[str, Tenso
     found["agreement"] = (logits.argmax(-1) == teacher.argmax(-1)).to(found["kl"].dtype)
     if labels.ndim == 1:
         return found
-    known = counted(labels)
+    known = label_mask(labels)
     return {name: x.where(known, 0.0).sum(1) / known.sum(1).clamp(min=1) for name, x in found.items()}
 
 
@@ -226,7 +226,7 @@ class TokenScores(Scores):
     def update(self, logits: Tensor, labels: Tensor) -> None:
         """Add the tokens of b texts: logits (b, T, V), labels (b, T)."""
         losses = F.cross_entropy(widened(logits).flatten(0, 1), labels.flatten(), reduction="none")
-        self.loss.update(losses[counted(labels).flatten()])
+        self.loss.update(losses[label_mask(labels).flatten()])
 
     def compute(self) -> dict[str, Tensor]:
         """{"loss", "bpc", "perplexity"} over all ranks."""
@@ -239,8 +239,8 @@ class TokenScores(Scores):
 
     def of_sample(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Bits per character, a mean over the tokens that count, and their number."""
-        tokens = counted(labels).sum(1)
-        bits = self.per_label(logits, labels)["bpc"].where(counted(labels), 0.0)
+        tokens = label_mask(labels).sum(1)
+        bits = self.per_label(logits, labels)["bpc"].where(label_mask(labels), 0.0)
         return {"bpc": bits.sum(1) / tokens.clamp(min=1), "tokens": tokens}
 
 
@@ -445,8 +445,8 @@ def counts_of(batch: Batch) -> dict[str, Tensor]:
     if batch.labels.dim() > 1:
         if batch.label_weight is None:
             return {TOKENS: batch.labels.new_full(batch.labels.shape[:1], batch.labels.shape[1])}
-        return {TOKENS: counted(batch.labels).sum(1)}
-    return {} if batch.label_weight is None else {LABELLED: counted(batch.labels)}
+        return {TOKENS: label_mask(batch.labels).sum(1)}
+    return {} if batch.label_weight is None else {LABELLED: label_mask(batch.labels)}
 
 
 def global_means(parts: Mapping[str, Tensor], batch: Batch) -> dict[str, float]:

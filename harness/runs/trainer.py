@@ -131,7 +131,7 @@ def _mpi(size: int) -> "MPI":
         return MPI()
     except (ImportError, RuntimeError) as error:  # no mpi4py, or no MPI library for it
         why = "which is not there" if isinstance(error, ModuleNotFoundError) else f"and a library for it ({error})"
-        expected = f"mpi4py, {why}; the extra [mpi] brings it: {extras.install('mpi')}"
+        expected = f"mpi4py, {why}; the extra [mpi] brings it: {extras.install_command('mpi')}"
         raise BadInput("", f"mpirun -n {size}", expected) from None
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from apprentice import replicas
-from lit_modules.nets.stand_ins import counted
+from lit_modules.nets.stand_ins import drop_stand_ins
 
 
 class _Normalize(torch.autograd.Function):
@@ -16,7 +16,7 @@ class _Normalize(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, mean: Tensor, invstd: Tensor, total: Tensor) -> Tensor:
         normal = (x - _like(mean, x)) * _like(invstd, x)
         ctx.save_for_backward(normal, invstd, total)
-        ctx.is_counted = len(counted(x)) == len(x)
+        ctx.is_counted = len(drop_stand_ins(x)) == len(x)
         ctx.total = replicas.bound_all_reduce_sum()  # bound here: backward can run in a thread without this context
         return normal
 
@@ -63,7 +63,7 @@ class _Global(nn.modules.batchnorm._BatchNorm):
     gathers = True
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = counted(x)
+        rows = drop_stand_ins(x)
         if not self.training or (replicas.count() == 1 and rows.numel() > x.shape[1]):
             return super().forward(x)
         if x.dtype in {torch.float16, torch.bfloat16}:  # sums and counts would overflow or round

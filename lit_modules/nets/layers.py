@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from apprentice.errors import BadInput
 from lit_modules.nets.base import Outputs, is_chain, typed
-from lit_modules.nets.stand_ins import without_rows
+from lit_modules.nets.stand_ins import run_without_rows
 
 DEFAULT_LAYER = "default"
 MIDDLE = "middle"
@@ -100,10 +100,10 @@ def observed(layers: Mapping[str, nn.Module], inputs: Collection[str] = ()) -> I
 def run(net: nn.Module, inputs: Tensor, names: Collection[str] = ()) -> Outputs:
     """The net's outputs for inputs (b, ...), floats in its type, with the features of these layers.
 
-    If b is 0, see `without_rows`.
+    If b is 0, see `run_without_rows`.
     """
     if inputs.shape[0] == 0:  # not by `len`, which torch.export takes for a constant
-        return without_rows(lambda rows: run(net, rows, names), inputs)
+        return run_without_rows(lambda rows: run(net, rows, names), inputs)
     with observed({name: layer(net, name) for name in sorted(names)}, of_inputs(net, names)) as features:
         logits = net(typed(net, inputs))
     return Outputs(logits, features)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from apprentice.errors import BadInput
-from apprentice.weights import check_weights, listed, read_saved
+from apprentice.weights import check_weights, list_keys, read_saved
 
 SETS = ("state_dict", "model_state_dict", "model", "net")  # what the weights are called in a checkpoint
 # What their moving averages are called, beside them.
@@ -98,7 +98,7 @@ def load_weights(net: nn.Module, path: str, flag: str, partly: bool = False, ave
     check_weights(own, weights, path, flag, type(net).__name__)
     load_checked(net, weights)
     which = [f"of two sets of weights {sets[0]} is loaded, not {sets[1]}"] if sets else []
-    return [*which, *(f"{what}: {listed(keys)}" for what, keys in left_out.items() if keys)]
+    return [*which, *(f"{what}: {list_keys(keys)}" for what, keys in left_out.items() if keys)]
 
 
 def load_checked(net: nn.Module, weights: Mapping[str, Tensor]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from apprentice.batch import counted
+from apprentice.batch import label_mask
 from apprentice.errors import BadInput
 from lit_modules.nets.base import Outputs
 from lit_modules.nets.ensemble import MEMBERS
@@ -203,7 +203,7 @@ def of_labelled(values: Tensor, labels: Tensor, label_weight: float | None) -> T
     Values (b,) or, of texts, (b, T) for each token; labels (b,) or (b, T).
     """
     if label_weight is not None:
-        counts, values = counted(labels), values * label_weight
+        counts, values = label_mask(labels), values * label_weight
         if values.dim() < counts.dim():  # of whole texts
             values, counts = values * counts.to(values.dtype).mean(1), counts.any(1)
         values = values.where(counts, 0.0)
@@ -212,7 +212,7 @@ def of_labelled(values: Tensor, labels: Tensor, label_weight: float | None) -> T
 
 def shown(labels: Tensor, label_weight: float | None) -> Tensor:
     """The labels, 0 where they do not count."""
-    return labels if label_weight is None else labels.where(counted(labels), 0)
+    return labels if label_weight is None else labels.where(label_mask(labels), 0)
 
 
 def masked(outputs: Outputs, counts: Tensor) -> Outputs:

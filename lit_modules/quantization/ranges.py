@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from apprentice import replicas
-from lit_modules.nets.stand_ins import counted
+from lit_modules.nets.stand_ins import drop_stand_ins
 
 
 class Range(nn.Module):
@@ -72,7 +72,7 @@ class Range(nn.Module):
 
     def _ends(self, x: Tensor) -> tuple[Tensor, Tensor]:
         ends = self.low.new_full((2,), -torch.inf)
-        if (rows := counted(x.detach())).numel():
+        if (rows := drop_stand_ins(x.detach())).numel():
             low, high = torch.aminmax(rows)
             ends = torch.stack([-low, high]).to(self.low.dtype)
         ends = replicas.all_gather(ends).amax(0)  # over the ranks

@@ -182,7 +182,7 @@ def test_mpirun_without_mpi4py_names_the_extra(tmp_path: Path) -> None:
     (line,) = "".join(run.said for run in runs).splitlines()  # one of the machine's ranks tells
     assert line.startswith("error: mpirun -n 2: expected mpi4py")
     assert "the extra [mpi]" in line
-    assert extras.install("mpi") in line
+    assert extras.install_command("mpi") in line
 
 
 @pytest.mark.parametrize("given", [["--local-rank", "1"], ["--local_rank", "1"], ["--local_rank=1"]])
