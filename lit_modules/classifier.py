@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from apprentice.batch import Batch, Mixed
 from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepared
 from lit_modules.nets import heads, pipeline_stages, run
-from lit_modules.nets.recorded import Spec, made
+from lit_modules.nets.recorded import Spec, rebuild
 from lit_modules.objectives.base import of_labelled, shown
 from lit_modules.objectives.cross_entropy import cross_entropy
 from lit_modules.scores import ACCURACY, ClassScores, MakeScores, counts_of
@@ -50,7 +50,7 @@ class LitClassifier(Learner):
     ) -> None:
         super().__init__([""], scores or partial(ClassScores, num_classes), optimizer, scheduler, seed)
         self.of_labels = {"loss", ACCURACY}
-        self.net = prepared(made(net)).to(memory_format=torch.channels_last)
+        self.net = prepared(rebuild(net)).to(memory_format=torch.channels_last)
         self.head_only = head_only
         if head_only:
             trained = heads(self.net)

@@ -23,16 +23,16 @@ from lit_modules.nets import (
     Ensemble,
     Outputs,
     any_kernel,
-    giving_logits,
     globalise,
     has_no_running_statistics,
-    in_type_of,
+    match_dtype,
     run,
+    unwrap_logits,
 )
 from lit_modules.nets.classes import check_classes
 from lit_modules.nets.ensemble import MEMBERS
-from lit_modules.nets.layers import layer, of_inputs
-from lit_modules.nets.recorded import Spec, made
+from lit_modules.nets.layers import input_names, layer
+from lit_modules.nets.recorded import Spec, rebuild
 from lit_modules.nets.weights import load_weights
 from lit_modules.objectives import Objective, Place
 from lit_modules.objectives.base import condensed, masked, of_labelled, shown, viewed, weighted_sum, wide
@@ -108,8 +108,8 @@ class Distillation(Learner):
         self._batch_norms = {  # of the teacher, those by which its outputs for a sample depend on the batch
             name: globalise(m) for name, m in self.teacher.named_modules() if has_no_running_statistics(m)
         }
-        self._example = torch.zeros(1, *input_shape, dtype=made(input_dtype))
-        each = {name: self._student(name, *made(of, f"students.{name}")) for name, of in students.items()}
+        self._example = torch.zeros(1, *input_shape, dtype=rebuild(input_dtype))
+        each = {name: self._student(name, *rebuild(of, f"students.{name}")) for name, of in students.items()}
         self.students = nn.ModuleDict(each)  # type: ignore[assignment]  # it has a mapping's methods
         self._check_parameters()
         self.teacher_cache_bytes = teacher_cache_mb * 2**20
@@ -176,7 +176,7 @@ class Distillation(Learner):
         for name, student in self.students.items():
             beside = {peer: self.students[peer].eval() for peer in student.objective.peers}
             peers = {peer: other.raw(example) for peer, other in beside.items()}
-            known = teacher and in_type_of(teacher, student.net)
+            known = teacher and match_dtype(teacher, student.net)
             student.build(example, known, self.seed, f"variants.{name}", self._samples, self._labelled, peers)
             self.of_labels |= {f"{name}/{what}" for what in (*student.of_labels, ACCURACY)}
 
@@ -212,7 +212,7 @@ class Distillation(Learner):
         """The layers whose outputs, or inputs where that is true, objectives read, for strategies that cut layers."""
         nets = [(self.teacher, self._teacher_layers)]
         nets += [(s.net, {*s.objective.student_layers.values()}) for s in self.students.values()]
-        return [(layer(net, name), name in of_inputs(net, names)) for net, names in nets for name in names]
+        return [(layer(net, name), name in input_names(net, names)) for net, names in nets for name in names]
 
     def _ask_teacher(self, inputs: Tensor) -> Outputs:
         with torch.no_grad():
@@ -346,7 +346,7 @@ class Distillation(Learner):
         """The losses (b,) of a student, the values (b,) of its terms, and as `CE` its cross-entropies, one a label."""
         known = None
         if teacher is not None and objective.uses_teacher:
-            mine = in_type_of(viewed(name, teacher), self.students[name].net)
+            mine = match_dtype(viewed(name, teacher), self.students[name].net)
             known = wide(objective.adapt_teacher(mine))
         peers = {peer: tree_map(Tensor.detach, wide(students[peer])) for peer in objective.peers}
         done = self.batches_done
@@ -423,7 +423,7 @@ class Distillation(Learner):
 
 def _trained(teacher: nn.Module | Spec, weights: str | Path | None) -> nn.Module:
     """The teacher, with weights of a file if one is given; BadInput for one that would have none."""
-    net: nn.Module = giving_logits(made(teacher, "teacher"))
+    net: nn.Module = unwrap_logits(rebuild(teacher, "teacher"))
     if weights is not None:
         for line in load_weights(net, str(weights), "teacher_weights"):
             warnings.warn(f"{weights}: {line}", stacklevel=3)

@@ -19,9 +19,9 @@ from apprentice.errors import BadInput, reason
 from apprentice.keyed import Dropout, find_unkeyed_layers
 from lit_modules.labels import checked, is_pair
 from lit_modules.loss_scale import HOPELESS, LossScales
-from lit_modules.nets import giving_logits, globalise, has_no_running_statistics
-from lit_modules.nets.batch_norm import of_own_rows
-from lit_modules.nets.recorded import made
+from lit_modules.nets import globalise, has_no_running_statistics, unwrap_logits
+from lit_modules.nets.batch_norm import find_local_batch_norms
+from lit_modules.nets.recorded import rebuild
 from lit_modules.scores import LABELLED, TOKENS, MakeScores, RunMetrics, global_means, tags
 
 MakeOptimizer = Callable[[Iterable], Optimizer]
@@ -60,8 +60,8 @@ class Learner(RunMetrics):
         scheduler: MakeScheduler | None = None,
         seed: int = 0,
     ) -> None:
-        super().__init__(runs, made(scores))
-        self.make_optimizer, self.make_scheduler = made(optimizer, "optimizer"), made(scheduler, "scheduler")
+        super().__init__(runs, rebuild(scores))
+        self.make_optimizer, self.make_scheduler = rebuild(optimizer, "optimizer"), rebuild(scheduler, "scheduler")
         self.seed = seed
         self.loss_scales = LossScales()
         self._accumulated: list[float] = []  # of texts, the tokens that count in each batch since the last step
@@ -340,7 +340,7 @@ def prepared(net: nn.Module) -> nn.Module:
     if names := [name for name, module in net.named_modules() if has_no_running_statistics(module)]:
         keeps = f"{type(net).__name__} keeps no running statistics in {names[0] or 'itself'}"
         rank_zero_warn(f"{keeps}: its scores for a sample depend on those that are evaluated with it")
-    if names := of_own_rows(globalise(net)):
+    if names := find_local_batch_norms(globalise(net)):
         advice = "numbers move with the device count; those of torch's BatchNorm do not"
         rank_zero_warn(f"{type(net).__name__} has a BatchNorm of its own in {names[0]}: {advice}")
-    return giving_logits(net)
+    return unwrap_logits(net)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from apprentice.errors import BadInput
-from lit_modules.nets import Outputs, any_kernel, pipeline_stages, stage_of, typed
-from lit_modules.nets.layers import observed, of_inputs
+from lit_modules.nets import Outputs, any_kernel, cast_inputs, find_stage, pipeline_stages
+from lit_modules.nets.layers import input_names, observe
 from lit_modules.objectives.base import condensed
 from lit_modules.student import Student
 
@@ -51,11 +51,11 @@ def side_by_side(
 def _track(net: nn.Module, layers: Mapping[str, str], modules: list[nn.Module], count: int, example: Tensor) -> Track:
     slots = [number * count // len(modules) for number in range(len(modules))]
     pieces = [[m for m, slot in zip(modules, slots, strict=True) if slot == stage] for stage in range(count)]
-    found = {path: stage_of(net, modules, path, layers[path]) for path in sorted(layers)}
+    found = {path: find_stage(net, modules, path, layers[path]) for path in sorted(layers)}
     features = {path: (slots[number], module) for path, (number, module) in found.items()}
     modes = {m: m.training for m in net.modules()}
     widths: list[int] = []
-    x: tuple[Tensor, ...] = (typed(net, example),)
+    x: tuple[Tensor, ...] = (cast_inputs(net, example),)
     with torch.no_grad(), any_kernel(net):
         net.eval()
         for piece in pieces:
@@ -64,7 +64,7 @@ def _track(net: nn.Module, layers: Mapping[str, str], modules: list[nn.Module], 
             widths.append(len(x))
     for module, mode in modes.items():
         module.training = mode
-    return Track(pieces, features, of_inputs(net, layers), widths)
+    return Track(pieces, features, input_names(net, layers), widths)
 
 
 def _tuple(x: Any) -> tuple[Tensor, ...]:
@@ -105,7 +105,7 @@ class Stage(nn.Module):
             x = (x[0].to(first.dtype),)
         features = {path: next(given) for path, (stage, _) in track.features.items() if stage < self.number}
         here = {path: module for path, (stage, module) in track.features.items() if stage == self.number}
-        with torch.set_grad_enabled(torch.is_grad_enabled() and name != TEACHER), observed(here, track.inputs) as found:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and name != TEACHER), observe(here, track.inputs) as found:
             for module in track.pieces[self.number]:
                 x = _tuple(module(*x))
         features |= found

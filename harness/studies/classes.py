@@ -8,7 +8,7 @@ from apprentice.errors import BadInput
 from harness.cli.messages import with_flag
 from harness.runs.nets import read_classes
 from harness.runs.session import Session
-from lit_modules.nets.classes import class_order, classes_of, members_of, named, reorder_classes
+from lit_modules.nets.classes import are_named, class_order, classes_of, members_of, reorder_classes
 
 
 def match_classes(
@@ -34,7 +34,7 @@ def match_classes(
                 raise
             run.tell(f"{with_flag(fault)}; its head begins with the weights of other classes")
             continue
-        if order.note and (known or named(wanted)):  # if neither has names, there is nothing to tell
+        if order.note and (known or are_named(wanted)):  # if neither has names, there is nothing to tell
             run.tell(f"{key} {value}: {order.note}, in this order")
         if order.moves:
             if not may_move:

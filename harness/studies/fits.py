@@ -69,7 +69,7 @@ def make_net(config: Namespace, key: str, seed: int, given: Mapping[str, Any], d
     """The net chosen under a key, its first weights from the seed alone; `given` are arguments that the data fixes."""
     choice = cli.chosen(config, key)
     members = {name: [load_net(folder, f"{key}.{name}") for folder in of] for name, of in folders(choice).items()}
-    net: nn.Module = nets.giving_logits(with_seed(seed, lambda: cli.build(choice, key, **given, **members)))
+    net: nn.Module = nets.unwrap_logits(with_seed(seed, lambda: cli.build(choice, key, **given, **members)))
     return net.double() if double else net
 
 
@@ -95,7 +95,9 @@ def net_spec(run: Session, key: str) -> Spec:
     members = {name: [read_spec(folder, f"{key}.{name}") for folder in of] for name, of in folders(choice).items()}
     arguments = cli.arguments(choice, key, **run.data.net_arguments, **members)
     net_class = imported(choice.class_path, key)
-    return spec(choice.class_path, net_class.remade_by(arguments) if issubclass(net_class, Recorded) else arguments)
+    return spec(
+        choice.class_path, net_class.rebuild_arguments(arguments) if issubclass(net_class, Recorded) else arguments
+    )
 
 
 def replaced(run: Session, candidate: Candidate, net: nn.Module) -> Candidate:
@@ -177,7 +179,7 @@ def check_batch_size(run: Session, *modules: Learner) -> None:
         return
     for module in modules:
         try:
-            copy.deepcopy(module).train()(nets.typed(module, run.data.example[:1]))
+            copy.deepcopy(module).train()(nets.cast_inputs(module, run.data.example[:1]))
         except ValueError as error:
             raise BadInput("data.batch_size", run.data.batch_size, f"at least 2; {reason(error)}") from None
 

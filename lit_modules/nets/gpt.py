@@ -93,7 +93,7 @@ class GPT(Net):
         return [self.embedding, *self.blocks, self.norm, self.head]
 
     def tensor_parallel_plan(self) -> dict[str, ParallelStyle]:
-        """How several ranks compute the blocks together, by the paths of layers."""
+        """Return how several ranks compute the blocks together, by the paths of layers."""
         return tensor_parallel_plan()
 
     @torch.no_grad()
@@ -108,7 +108,7 @@ class GPT(Net):
     ) -> Tensor:
         """Continue prompts, at most up to the block size.
 
-        Draws depend on seed, row and position alone: other rows change a row by rounding only.
+        Draws depend on seed, row and position alone, so other rows change a row by rounding only.
 
         Args:
             tokens: (B, t) int64, the prompts, 1 to `block_size` tokens.
@@ -148,7 +148,7 @@ class GPT(Net):
         return text
 
     def _last(self, tokens: Tensor, caches: Sequence[Cache | None]) -> Tensor:
-        """Logits (B, V) after the last of tokens (B, T), which follow any cached ones."""
+        """Compute logits (B, V) after the last of tokens (B, T), which follow any cached ones."""
         x = self.embedding(tokens, 0 if caches[0] is None else caches[0].length)
         for block, cache in zip(self.blocks, caches, strict=True):
             x = block(x, cache)
@@ -172,7 +172,7 @@ class _Embedding(nn.Module):
 
 
 def _sample(logits: Tensor, temperature: float, top_k: int | None, key: int) -> Tensor:
-    """(B,) tokens drawn from softmax(logits / temperature) of logits (B, V), by the Gumbel-max trick."""
+    """Draw tokens (B,) from softmax(logits / temperature) of logits (B, V), by the Gumbel-max trick."""
     if temperature == 0:
         return logits.argmax(1)
     rows, count = logits.shape

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from apprentice.errors import BadInput
-from lit_modules.nets.base import Mean, Net, Norm, Shape, check_widths, norm_layer, of_images
+from lit_modules.nets.base import Mean, Net, Norm, Shape, check_widths, image_shape, norm_layer
 
 Normed = Callable[[int], nn.Module]
 Shortcut = Literal["pad", "conv"]
@@ -80,7 +80,7 @@ class ResNet(Net):
         if shortcut == "pad" and sorted(widths) != list(widths):
             raise BadInput("widths", list(widths), "them to grow, or shortcut conv")
         self.stem = nn.Sequential(
-            nn.Conv2d(of_images(input_shape)[0], stem, 3, padding=1, bias=False), normed(stem), nn.ReLU()
+            nn.Conv2d(image_shape(input_shape)[0], stem, 3, padding=1, bias=False), normed(stem), nn.ReLU()
         )
         self.stage1 = self._stage(stem, first, blocks, 1, normed, shortcut)
         self.stage2 = self._stage(first, second, blocks, 2, normed, shortcut)

@@ -54,7 +54,7 @@ class RNNClassifier(Net):
         return self.head(self.gru(*self.embedding(tokens)))
 
     def pipeline_stages(self) -> list[nn.Module]:
-        """Embedding, GRU and head; the first gives the second a tuple."""
+        """Embedding, GRU and head; the embedding's output is a tuple."""
         return [self.embedding, self.gru, self.head]
 
 
@@ -64,7 +64,7 @@ class _Embedding(nn.Module):
         self.table = nn.Embedding(vocab_size, embedding_dim)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, T) -> (B, T, D), and the texts' lengths (B,)."""
+        """(B, T) -> (B, T, D), and the lengths (B,) of the texts."""
         ends = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
         return self.table(tokens.long()), ((tokens != 0) * ends).amax(1)
 

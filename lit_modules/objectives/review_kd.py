@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lit_modules.nets.base import Outputs
-from lit_modules.nets.layers import resolved
+from lit_modules.nets.layers import resolve
 from lit_modules.objectives.base import Term, weight
 from lit_modules.objectives.cross_entropy import ce_term
 from lit_modules.objectives.maps import Size, check_map, pooled
@@ -55,8 +55,8 @@ class ReviewKD(StagesObjective):
         super().choose(student, teacher)
         own, other = list(self.student_layers.values()), list(self.teacher_layers.values())
         if not self.given["teacher_stages"]:
-            other = [f"{path}.pre" if resolved(teacher, f"{path}.pre") else path for path in other]
-        if not any(self.given.values()) and all(resolved(net, "pooled") for net in (student, teacher)):
+            other = [f"{path}.pre" if resolve(teacher, f"{path}.pre") else path for path in other]
+        if not any(self.given.values()) and all(resolve(net, "pooled") for net in (student, teacher)):
             own, other = [*own, "pooled"], [*other, "pooled"]
         self.student_layers = {f"student_stages.{number}": path for number, path in enumerate(own)}
         self.teacher_layers = {f"teacher_stages.{number}": path for number, path in enumerate(other)}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from apprentice import replicas
-from lit_modules.nets.layers import layer, resolved
+from lit_modules.nets.layers import layer, resolve
 from lit_modules.quantization import graphs
 from lit_modules.quantization.ranges import Range
 
@@ -36,7 +36,7 @@ class FakeQuantized(nn.Module):
         self.frozen = False
         for name in layers:
             layer(net, name)
-        paths = list(dict.fromkeys(resolved(net, name) for name in layers))
+        paths = list(dict.fromkeys(resolve(net, name) for name in layers))
         net = copy.deepcopy(net)
         template = graphs.trainable_graph(net, example, paths)
         graph = graphs.with_modules(copy.deepcopy(template), net)

@@ -29,7 +29,7 @@ needs_extras = pytest.mark.extras
 def test_what_is_said_of_a_net_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with of_net("run", "FOLDER", "net"):
         sys.stderr.write("noted\n")
-    said = "--run FOLDER: expected a net that can be quantised; it says: KeyError: 'a graph'"
+    said = "run FOLDER: expected a net that can be quantised; it says: KeyError: 'a graph'"
     with pytest.raises(BadInput, match=said), of_net("run", "FOLDER", "net"):
         raise KeyError(sys.stderr.write("a whole graph\n") and "a graph")
     with pytest.raises(BadInput, match="run FOLDER: expected another"), of_net("run", "FOLDER", "net"):

@@ -219,7 +219,7 @@ REFUSED = {
 def test_refused(command: cli.Parser, line: str, said: str) -> None:
     with pytest.raises(BadInput) as caught:
         trainer(command, line)
-    assert said in str(caught.value)
+    assert said in f"--{caught.value}"
 
 
 # Ranks that fail

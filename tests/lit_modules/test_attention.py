@@ -18,7 +18,7 @@ from apprentice.keyed import with_seed
 from harness.runs.quiet import quiet
 from harness.studies import costs
 from lit_modules.nets import Cache, SelfAttention
-from lit_modules.nets.attention import Backend, kernel
+from lit_modules.nets.attention import Backend, use_kernel
 
 HERE: list[Backend] = ["auto", "math", "flash"]  # on a CPU
 D, HEADS = 12, 3
@@ -226,7 +226,7 @@ def test_what_a_kernel_cannot_serve_is_refused_with_torchs_reason(kind: str) -> 
 def test_other_errors_pass() -> None:
     x = noise(1, HEADS, 4, 4)
     call = x, x[..., :2], x
-    with pytest.raises(RuntimeError, match="size"), kernel("math", *call):
+    with pytest.raises(RuntimeError, match="size"), use_kernel("math", *call):
         F.scaled_dot_product_attention(*call)
 
 

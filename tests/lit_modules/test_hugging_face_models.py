@@ -17,7 +17,7 @@ from lit_modules import nets
 from lit_modules.distillation import Distillation
 from lit_modules.language_model import LitLanguageModel
 from lit_modules.nets import HuggingFace, HuggingFaceLM
-from lit_modules.nets.hugging_face import expected_images
+from lit_modules.nets.hugging_face import read_normalization
 from lit_modules.objectives import Hinton
 from strategies import DDP, FSDP
 from tests.commands import results
@@ -162,7 +162,7 @@ def _language_models(folder: Path) -> None:
 def test_images_are_expected_as_the_processor_makes_them(more: dict, mean: tuple, std: tuple) -> None:
     found = {"image_mean": [0.3], "image_std": [0.2], **more}
     library = SimpleNamespace(ImageProcessingMixin=SimpleNamespace(get_image_processor_dict=lambda _: (found, {})))
-    assert expected_images(library, "FOLDER", 1) == {"mean": mean, "std": std}
+    assert read_normalization(library, "FOLDER", 1) == {"mean": mean, "std": std}
 
 
 def _empty_shares(folder: Path) -> None:

@@ -30,14 +30,14 @@ from lit_modules.nets import (
     any_kernel,
     check_fits,
     check_same_start,
+    find_stage,
     globalise,
     pipeline_stages,
     run,
-    stage_of,
 )
 from lit_modules.nets.base import group_norm
-from lit_modules.nets.layers import layer, resolved
-from lit_modules.nets.torchvision import chain
+from lit_modules.nets.layers import layer, resolve
+from lit_modules.nets.torchvision import split_chain
 from lit_modules.objectives import NST, VID, AttentionTransfer, FitNet
 
 
@@ -172,7 +172,7 @@ def test_stages_are_the_maps_that_published_tables_compare(name: str) -> None:
     names = [f"stage{number}" for number in range(1, len(net.stages) + 1)]
     found = run(net, torch.zeros(1, 3, 32, 32), [*names, "middle", "default"]).features
     assert [tuple(found[stage].shape[1:3]) for stage in names] == maps
-    assert resolved(net, "middle") == resolved(net, "stage2")
+    assert resolve(net, "middle") == resolve(net, "stage2")
     assert torch.equal(found["default"], found[names[-1]])
     with pytest.raises(BadInput):
         layer(net, f"stage{len(maps) + 1}")
@@ -312,9 +312,9 @@ def test_batch_norm_of_other_people_is_named() -> None:
 
 
 def in_stages(net: nn.Module, x: torch.Tensor, paths: set[str]) -> Outputs:
-    """The net run stage by stage, with features caught where `stage_of` says."""
+    """The net run stage by stage, with features caught where `find_stage` says."""
     stages = pipeline_stages(net)
-    places = {path: stage_of(net, stages, path) for path in paths}
+    places = {path: find_stage(net, stages, path) for path in paths}
     features: dict[str, torch.Tensor] = {}
     for number, stage in enumerate(stages):
         here = [(path, module) for path, (place, module) in places.items() if place == number]
@@ -397,7 +397,7 @@ def test_what_cannot_be_cut_is_named() -> None:
         pipeline_stages(nn.Bilinear(2, 2, 2))
     net = Torchvision("resnet18")
     with pytest.raises(BadInput, match=r"^layer model: expected a layer of Torchvision inside a pipeline stage"):
-        stage_of(net, pipeline_stages(net), "model")
+        find_stage(net, pipeline_stages(net), "model")
 
 
 def test_group_norm_has_at_most_32_groups_of_at_least_8_channels() -> None:
@@ -450,7 +450,7 @@ class _Odd(nn.Module):
 @pytest.mark.parametrize("way", ["residual", "twice", "after"])
 def test_a_model_that_is_no_chain_of_its_children_is_found_out(way: str) -> None:
     with pytest.raises(ValueError, match=r"a child is called twice|an unknown operation between"):
-        with_seed(0, lambda: chain(_Odd(way), torch.randn(8, 4)))
+        with_seed(0, lambda: split_chain(_Odd(way), torch.randn(8, 4)))
 
 
 class _Noisy(nn.Module):

@@ -24,7 +24,7 @@ from harness.runs.files import atomic, write_json
 from harness.studies.attention.cases import Case
 from harness.studies.isolation import call_isolated, can_fork, children_end_with_block, silenced
 from harness.studies.meters import PeakMemory
-from lit_modules.nets.attention import SelfAttention, kernel
+from lit_modules.nets.attention import SelfAttention, use_kernel
 from lit_modules.nets.transformer import Block
 
 Call = Callable[[], object]
@@ -170,7 +170,7 @@ def call(case: Case, device: torch.device) -> Iterator[Call]:
         # Queries, keys, values, and the gradient of what comes out: (B, heads, T, D / heads)
         *drawn, grad = (noise(case.batch, case.heads, case.length, case.head_dim) for _ in range(4))
         heads = query, key, value = [x.requires_grad_(case.backward) for x in drawn]
-        with kernel(case.backend, *heads, None, 0.0, case.causal):
+        with use_kernel(case.backend, *heads, None, 0.0, case.causal):
             forward = partial(F.scaled_dot_product_attention, query, key, value, is_causal=case.causal)
             yield (lambda: torch.autograd.grad(forward(), heads, grad)) if case.backward else forward
 
