@@ -11,7 +11,7 @@ from apprentice.batch import Batch, Mixed
 from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepared
 from lit_modules.nets import heads, pipeline_stages, run
 from lit_modules.nets.recorded import Spec, rebuild
-from lit_modules.objectives.base import of_labelled, shown
+from lit_modules.objectives.base import average_labelled, fill_uncounted
 from lit_modules.objectives.cross_entropy import cross_entropy
 from lit_modules.scores import ACCURACY, ClassScores, MakeScores, counts_of
 
@@ -81,11 +81,11 @@ class LitClassifier(Learner):
     def losses(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Cross-entropy of logits (b, ..., classes), and values to log."""
         self.check_labels(outputs, batch)
-        losses = cross_entropy(outputs, shown(batch.labels, batch.label_weight))
+        losses = cross_entropy(outputs, fill_uncounted(batch.labels, batch.label_weight))
         if isinstance(batch.mixed, Mixed):
             losses = batch.mixed.mean(losses, cross_entropy(outputs, batch.mixed.labels))
         parts = {"loss": losses, **self.scores_of("").per_label(outputs, batch.labels, losses)}
-        parts = {name: of_labelled(x, batch.labels, batch.label_weight) for name, x in parts.items()}
+        parts = {name: average_labelled(x, batch.labels, batch.label_weight) for name, x in parts.items()}
         return self.loss_scales.scaled("", batch.mean(parts["loss"])), parts | counts_of(batch)
 
     def pipeline_stages(self) -> list[nn.Module]:
@@ -104,7 +104,7 @@ class LitClassifier(Learner):
 
         def step() -> Tensor:
             net.zero_grad()
-            losses = cross_entropy(net(batch.inputs), shown(batch.labels, batch.label_weight))
-            return batch.mean(of_labelled(losses, batch.labels, batch.label_weight))
+            losses = cross_entropy(net(batch.inputs), fill_uncounted(batch.labels, batch.label_weight))
+            return batch.mean(average_labelled(losses, batch.labels, batch.label_weight))
 
         return step

@@ -35,7 +35,15 @@ from lit_modules.nets.layers import input_names, layer
 from lit_modules.nets.recorded import Spec, rebuild
 from lit_modules.nets.weights import load_weights
 from lit_modules.objectives import Objective, Place
-from lit_modules.objectives.base import condensed, masked, of_labelled, shown, viewed, weighted_sum, wide
+from lit_modules.objectives.base import (
+    average_labelled,
+    condense_teacher,
+    fill_uncounted,
+    mask_tokens,
+    select_view,
+    weighted_sum,
+    widen_outputs,
+)
 from lit_modules.scores import ACCURACY, ClassScores, MakeScores, counts_of
 from lit_modules.side_by_side import side_by_side
 from lit_modules.stored import Kept, outputs_by_index, sizes
@@ -216,7 +224,7 @@ class Distillation(Learner):
 
     def _ask_teacher(self, inputs: Tensor) -> Outputs:
         with torch.no_grad():
-            return condensed(run(self.teacher, inputs, self._teacher_layers), self._objectives)
+            return condense_teacher(run(self.teacher, inputs, self._teacher_layers), self._objectives)
 
     def train(self, mode: bool = True) -> "Distillation":
         """Set the students' mode; the teacher and failed students stay in eval mode."""
@@ -336,7 +344,7 @@ class Distillation(Learner):
             total, values = self._terms(student.objective, name, teacher, outputs[1], batch)
             loss = loss + self.loss_scales.scaled(name, batch.mean(total))
             measured = self.scores_of(name).per_label(found.logits, batch.labels, values.get(CE))
-            measured = {key: of_labelled(x, batch.labels, batch.label_weight) for key, x in measured.items()}
+            measured = {key: average_labelled(x, batch.labels, batch.label_weight) for key, x in measured.items()}
             parts |= {f"{name}/{what}": x for what, x in ({**values, "loss": total, **measured}).items() if what != CE}
         return loss, parts
 
@@ -346,9 +354,9 @@ class Distillation(Learner):
         """The losses (b,) of a student, the values (b,) of its terms, and as `CE` its cross-entropies, one a label."""
         known = None
         if teacher is not None and objective.uses_teacher:
-            mine = match_dtype(viewed(name, teacher), self.students[name].net)
-            known = wide(objective.adapt_teacher(mine))
-        peers = {peer: tree_map(Tensor.detach, wide(students[peer])) for peer in objective.peers}
+            mine = match_dtype(select_view(name, teacher), self.students[name].net)
+            known = widen_outputs(objective.adapt_teacher(mine))
+        peers = {peer: tree_map(Tensor.detach, widen_outputs(students[peer])) for peer in objective.peers}
         done = self.batches_done
         place = Place(done, done / self._epoch, done / self._whole, batch.index, batch.rows, batch.count, self._samples)
 
@@ -357,13 +365,13 @@ class Distillation(Learner):
             counts = None
             if labels.dim() > 1 and batch.label_weight is not None:
                 counts = label_mask(labels)
-                student, teacher = masked(student, counts), teacher and masked(teacher, counts)
-                peers = {name: masked(outputs, counts) for name, outputs in peers.items()}
+                student, teacher = mask_tokens(student, counts), teacher and mask_tokens(teacher, counts)
+                peers = {name: mask_tokens(outputs, counts) for name, outputs in peers.items()}
             rows = torch.arange(len(labels), device=labels.device) if objective.relates_rows else batch.rows
             count = len(labels) if objective.relates_rows else batch.count
             of_batch = {"index": whole["index"], "rows": rows, "count": count, "peers": peers, "counted": counts}
             objective.place = place._replace(**of_batch)
-            visible = shown(labels, batch.label_weight)
+            visible = fill_uncounted(labels, batch.label_weight)
             terms = objective.terms(student, teacher, visible)
             if "mixed" in whole:
                 second = objective.terms(student, teacher, whole["mixed"].labels)
@@ -376,7 +384,7 @@ class Distillation(Learner):
             ce = [term.values for term in terms.values() if term.is_ce]
             return total, values | ({CE: ce[0]} if ce else {})
 
-        tree: dict[str, Any] = {"student": wide(students[name]), "labels": batch.labels, "index": batch.index}
+        tree: dict[str, Any] = {"student": widen_outputs(students[name]), "labels": batch.labels, "index": batch.index}
         tree |= {"peers": peers} | ({} if known is None else {"teacher": known})
         tree |= {"mixed": batch.mixed} if isinstance(batch.mixed, Mixed) else {}
         return relate(relation, tree, batch.rows, batch.count) if objective.relates_rows else relation(tree)

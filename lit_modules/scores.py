@@ -17,7 +17,7 @@ from apprentice.batch import Batch, label_mask
 from apprentice.errors import BadInput
 from lit_modules.labels import ChecksBatches, checked
 from lit_modules.nets.recorded import Recorded
-from lit_modules.objectives.base import widened
+from lit_modules.objectives.base import widen
 from lit_modules.objectives.cross_entropy import cross_entropy
 
 UNIT = 2.0**32
@@ -107,7 +107,7 @@ def fidelity(logits: Tensor, teacher: Tensor, labels: Tensor) -> dict[str, Tenso
     Logits (b, ..., classes). Of texts they are means over the tokens that have a label. (Stanton et al., "Does
     Knowledge Distillation Really Work?", 2021.)
     """
-    own, other = (F.log_softmax(widened(x), -1) for x in (logits, teacher))
+    own, other = (F.log_softmax(widen(x), -1) for x in (logits, teacher))
     found = {"kl": F.kl_div(own, other, reduction="none", log_target=True).sum(-1)}
     found["agreement"] = (logits.argmax(-1) == teacher.argmax(-1)).to(found["kl"].dtype)
     if labels.ndim == 1:
@@ -204,7 +204,7 @@ class ClassScores(Scores):
 
     def of_sample(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Whether it is right, the class that is predicted, that class's probability, and the label."""
-        predicted, confidence = logits.argmax(1), widened(logits).softmax(1).amax(1)
+        predicted, confidence = logits.argmax(1), widen(logits).softmax(1).amax(1)
         return {"right": predicted == labels, "predicted": predicted, "confidence": confidence, "label": labels}
 
 
@@ -225,7 +225,7 @@ class TokenScores(Scores):
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
         """Add the tokens of b texts: logits (b, T, V), labels (b, T)."""
-        losses = F.cross_entropy(widened(logits).flatten(0, 1), labels.flatten(), reduction="none")
+        losses = F.cross_entropy(widen(logits).flatten(0, 1), labels.flatten(), reduction="none")
         self.loss.update(losses[label_mask(labels).flatten()])
 
     def compute(self) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from apprentice.errors import BadInput
 from lit_modules.nets import Outputs, any_kernel, cast_inputs, find_stage, pipeline_stages
 from lit_modules.nets.layers import input_names, observe
-from lit_modules.objectives.base import condensed
+from lit_modules.objectives.base import condense_teacher
 from lit_modules.student import Student
 
 TEACHER = ""  # no student has this name
@@ -94,7 +94,7 @@ class Stage(nn.Module):
         outputs = {name: Outputs(state[0], features) for name, (state, features) in found.items()}
         teacher_outputs = outputs.pop(TEACHER, None)
         if teacher_outputs is not None:
-            teacher_outputs = condensed(teacher_outputs, self.objectives)  # type: ignore[arg-type]  # it has a mapping's methods
+            teacher_outputs = condense_teacher(teacher_outputs, self.objectives)  # type: ignore[arg-type]  # it has a mapping's methods
         return teacher_outputs, {name: self.objectives[name].adapt(out) for name, out in outputs.items()}  # type: ignore[operator]
 
     def _net(self, name: str, given: Iterator[Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:

@@ -14,7 +14,7 @@ from apprentice import keyed
 from apprentice.errors import BadInput, naming, reason
 from lit_modules.nets import Outputs, globalise, run
 from lit_modules.objectives import Objective, Place, Term
-from lit_modules.objectives.base import condensed, viewed
+from lit_modules.objectives.base import condense_teacher, select_view
 
 LAST_EPOCH = 1e6  # objectives are tested as at the end of training, when weights that grow have their full size
 RANGES = (0, 1), (-10, 10)  # of outputs: the first has finite roots and logarithms, the second confident softmaxes
@@ -76,7 +76,7 @@ class Student(nn.Module):
         globalise(objective.to(outputs.logits.dtype))
         objective.place = objective.place._replace(epoch=LAST_EPOCH, progress=1.0)
         try:
-            known = teacher and condensed(teacher, {"": objective})
+            known = teacher and condense_teacher(teacher, {"": objective})
             check_rows(objective, outputs, known, flag)
             check_gradient(objective, outputs, known, flag)
             if known is not None and not known.logits.isfinite().all():
@@ -133,7 +133,7 @@ def check_finite(objective: Objective, student: Outputs, teacher: Outputs, flag:
     objective = copy.deepcopy(objective)
     student = tree_map_only(Tensor, lambda x: x.detach().requires_grad_(x.is_floating_point()), student)
     labels = torch.zeros(student.logits.shape[:-1], dtype=torch.int64)
-    terms = objective.terms(objective.adapt(student), objective.adapt_teacher(viewed("", teacher)), labels)
+    terms = objective.terms(objective.adapt(student), objective.adapt_teacher(select_view("", teacher)), labels)
     loss = sum((term.values.sum() * term.weight for term in terms.values()), start=torch.zeros(()))
     leaves = [x for x in (student.logits, *student.features.values(), *objective.parameters()) if x.requires_grad]
     gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
@@ -158,7 +158,7 @@ def check_labels(objective: Objective, student: Outputs, teacher: Outputs | None
 def _terms(objective: Objective, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
     """Terms that are equal in each call, even if the objective keeps state or draws noise; its parameters are fixed."""
     objective = copy.deepcopy(objective).eval().requires_grad_(False)
-    known = teacher and objective.adapt_teacher(viewed("", teacher))
+    known = teacher and objective.adapt_teacher(select_view("", teacher))
     return keyed.with_seed(0, lambda: objective.terms(objective.adapt(student), known, labels))
 
 

@@ -24,6 +24,10 @@ class Outputs(NamedTuple):
     logits: Tensor
     features: dict[str, Tensor]
 
+    def with_features(self, features: Mapping[str, Tensor]) -> "Outputs":
+        """Return these outputs with features added or replaced."""
+        return self._replace(features={**self.features, **features})
+
 
 class Net(Recorded, nn.Module):
     """A classifier of inputs (B, ...), such as images (B, C, H, W), whose `forward` gives logits (B, classes).

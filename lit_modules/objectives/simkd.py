@@ -24,7 +24,7 @@ class SimKD(FeatureObjective):
         super().__init__()
 
     def wrap(self, net: nn.Module, teacher: nn.Module, example: Tensor) -> nn.Module:
-        """The net with a projector and the teacher's classifier."""
+        """Wrap the net's layers, a projector and the teacher's classifier into a `ReusedClassifier`."""
         try:
             return ReusedClassifier(net, teacher, tuple(example.shape[1:]))
         except BadInput as fault:

@@ -17,7 +17,7 @@ from apprentice.keyed import with_seed
 from lit_modules.distillation import Distillation
 from lit_modules.nets import GPT, DeepNN, Outputs, ResNet, ViT, globalise, run
 from lit_modules.objectives import CC, NST, VID, AttentionTransfer, CrossEntropy, FitNet, Objective, Place, ReviewKD
-from lit_modules.objectives.base import Term, condensed, viewed
+from lit_modules.objectives.base import Term, condense_teacher, select_view
 from strategies import DDP
 from tests.training import SHAPE, LinesLogger, assert_same, digits, fit, net, weights
 
@@ -223,7 +223,7 @@ def built(make: Callable[[], Objective], student: Outputs, teacher: Outputs) -> 
 
 
 def terms(objective: Objective, student: Outputs, teacher: Outputs, rows: int = B) -> dict[str, Term]:
-    known = viewed("", condensed(teacher, {"": objective}))
+    known = select_view("", condense_teacher(teacher, {"": objective}))
     return objective.terms(objective.adapt(student), known, torch.arange(rows) % CLASSES)
 
 
@@ -327,7 +327,7 @@ def test_attention_is_cached_in_5_kb_an_image() -> None:
     objective.choose(small, small)
     raw = run(small.eval(), torch.zeros(1, 3, 32, 32), set(objective.teacher_layers.values()))
     objective.build(raw, raw)
-    cached = condensed(raw, {"at": objective}).features
+    cached = condense_teacher(raw, {"at": objective}).features
     assert sum(x.nbytes for x in raw.features.values()) == 4 * (16 * 32**2 + 32 * 16**2 + 64 * 8**2)  # 114,688
     assert sum(x.nbytes for x in cached.values()) == 4 * (32**2 + 16**2 + 8**2)  # 5,376
 

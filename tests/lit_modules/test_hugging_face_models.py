@@ -136,9 +136,7 @@ def _language_models(folder: Path) -> None:
     student = ["--student", "HuggingFaceLM", "--student.name", name, "--student.pretrained", "true"]
     with pytest.raises(SystemExit):
         kd.main([*KD, *chars, *student, "--out", str(folder / "chars")])
-    assert _refusal(Text, folder / "a.txt", 8, "bytes", tokenizer=name).startswith(
-        "--data.vocabulary bytes: expected it"
-    )
+    assert _refusal(Text, folder / "a.txt", 8, "bytes", tokenizer=name).startswith("data.vocabulary bytes: expected it")
 
     flags = ["--data", "Text", "--data.path", str(folder / "a.txt"), "--data.block_size", "8", "--student", "GPT"]
     flags += ["--student.num_layers", "1", "--student.num_heads", "1", "--student.embed_dim", "8"]

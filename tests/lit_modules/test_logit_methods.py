@@ -33,7 +33,7 @@ from lit_modules.objectives import (
     Term,
     TfKD,
 )
-from lit_modules.objectives.logits import standardized, tempered
+from lit_modules.objectives.logits import temper, zscore
 from tests.training import SHAPE, net
 
 B, C = 6, 5
@@ -239,7 +239,7 @@ def test_standardised_logits_may_be_moved_and_scaled(name: str) -> None:
     first, second = (terms(EVERY[name](standardize=True), student, t, y) for t in (teacher, moved))
     for term in first:
         torch.testing.assert_close(first[term].values, second[term].values, rtol=1e-5, atol=1e-7)
-    assert standardized(torch.full((2, 4), 5.0)).tolist() == [[0.0] * 4] * 2
+    assert zscore(torch.full((2, 4), 5.0)).tolist() == [[0.0] * 4] * 2
 
 
 @pytest.mark.parametrize("name", [name for name in EVERY if name != "mse"])  # whose logits may not be moved
@@ -250,7 +250,7 @@ def test_an_ensemble_is_the_mean_of_its_distributions(name: str, standardize: bo
     alone, thrice = (terms(EVERY[name](standardize=standardize), student, t, y) for t in (Outputs(members[0], {}), one))
     for term in alone:
         torch.testing.assert_close(alone[term].values, thrice[term].values, rtol=0, atol=1e-10)
-    mixed = tempered(Outputs(members[0], {"members": torch.stack(members, 1)}), 4.0)
+    mixed = temper(Outputs(members[0], {"members": torch.stack(members, 1)}), 4.0)
     expected = sum((z / 4).softmax(1) for z in members) / 3
     torch.testing.assert_close(mixed.softmax(1), expected, rtol=0, atol=1e-14)
     assert mixed.logsumexp(1).abs().max() < 1e-14
