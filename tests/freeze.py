@@ -38,6 +38,10 @@ GPT = (
     "--trainer.max_steps 8 --trainer.val_check_interval 4 --trainer.log_every_n_steps 1 --data.block_size 16 "
     "--model.warmup_steps 3 --data.path text --out run"
 )
+QUANTIZE = (
+    "quantize --data.train_size 150 --data.test_size 50 --trainer.max_epochs 1 --freeze_epoch 1 "
+    "--latency.repeats 1 --latency.batch_sizes 1 --out run"
+)
 EXACT = {"kd": f"{KD} --exact 8", "gpt": f"{GPT} --exact 8"}
 # What gives equal bits under --exact. "torchrun N" is a launcher, the others are flags.
 WAYS = [
@@ -58,10 +62,7 @@ RESULTS = {
     "compare": [f"{KD} --seeds 2 {FLOAT64} --only ce kd --out t2",
                 f"{KD} --seeds 2 {FLOAT64} --only ce kd --variants.kd.temperature 8 --out t8",
                 "compare t2 t8 --out run"],
-    "quantize": [
-        "quantize --data.train_size 150 --data.test_size 50 --trainer.max_epochs 1 --freeze_epoch 1 --out run "
-         "--latency.repeats 1 --latency.batch_sizes 1"
-    ],
+    "quantize": [QUANTIZE],
 }  # fmt: skip
 MACHINE_BOUND = {"kd-float32", "quantize"}  # their last digits are those of a processor and of a version of torch
 TIMES = re.compile(r".*(seconds|step_ms|latency_ms|images_per_second)")
