@@ -21,7 +21,7 @@ from benchmarks import common
 from benchmarks.common import Found, Runs, Target
 from harness.studies.deploy import Latency, formats
 from lit_modules.nets import ResNet
-from lit_modules.quantization import post_training
+from lit_modules.quantization import quantize_post_training
 
 SHAPE = (3, 32, 32)
 INFO = Path("/proc/cpuinfo")
@@ -36,7 +36,7 @@ def both(depth: int, batch_size: int) -> tuple[dict[str, nn.Module], Tensor]:
     """The net in float32 and int8, and images (batch_size, 3, 32, 32) of noise."""
     net = with_seed(0, lambda: ResNet(depth, SHAPE)).eval()
     images = torch.randn(batch_size, *SHAPE, generator=torch.Generator().manual_seed(0))
-    return {"float32": net, "int8": post_training(net, [images])}, images
+    return {"float32": net, "int8": quantize_post_training(net, [images])}, images
 
 
 def onnx_bytes(net: nn.Module, images: Tensor) -> int:

@@ -24,7 +24,7 @@ from harness.studies.deploy import logits_of
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import DeepNN, LightNN, ResNet, ViT
 from lit_modules.objectives import CrossEntropy, Hint, Hinton
-from lit_modules.quantization import EXTRA, FakeQuantized, post_training
+from lit_modules.quantization import EXTRA, FakeQuantized, quantize_post_training
 from lit_modules.quantization.ranges import Range
 from lit_modules.quantized import Quantized
 from tests.grids import mostly_slow
@@ -116,7 +116,7 @@ def test_int8_computes_what_training_has_simulated(make: Any, left: int) -> None
     assert len(stored) == len(layers)
     assert {value.dtype for value in stored} == {torch.int8}
     assert sum("batch_norm" in str(node.target) for node in int8.graph.nodes) == left
-    after = post_training(student.eval(), [inputs(100)])
+    after = quantize_post_training(student.eval(), [inputs(100)])
     assert torch.int8 in {value.dtype for value in after.state_dict().values()}
 
 
@@ -253,7 +253,7 @@ def test_what_can_not_be_trained_is_refused() -> None:
     with pytest.raises(BadInput, match=r"net Templates: expected a net with layers that torchao quantises"):
         Quantized(Templates(), input_shape=SHAPE)
     with pytest.raises(BadInput, match=r"net Templates: expected a net with layers that torchao quantises"):
-        post_training(Templates(), [torch.zeros(2, *SHAPE)])
+        quantize_post_training(Templates(), [torch.zeros(2, *SHAPE)])
     with pytest.raises(BadInput, match=r"net Branching: expected a net that torch.export can capture .*; it says: "):
         Quantized(Branching(), input_shape=SHAPE)
     for drop, where in ((nn.functional.dropout, "its forward"), (nn.RReLU(), "drop")):
@@ -331,7 +331,7 @@ def test_int8_is_as_good_as_float_on_mnist(make: Any, data_root: Path) -> None:
     calibration = data.normalize(data.split("train").take(torch.arange(256))[0], torch.float32)
     nets = {
         "float32": student.eval(),
-        "int8-ptq": post_training(student, calibration.split(128)),
+        "int8-ptq": quantize_post_training(student, calibration.split(128)),
         "int8-qat": aware.net.int8(aware.best_state()),
     }
     images, labels = data.split("test").take(torch.arange(2000))

@@ -44,8 +44,8 @@ from harness.studies.fits import (
 from lit_modules import nets
 from lit_modules.classifier import LitClassifier
 from lit_modules.learner import adam
-from lit_modules.quantization import post_training
-from lit_modules.quantization.capture import captured
+from lit_modules.quantization import quantize_post_training
+from lit_modules.quantization.capture import capture
 from lit_modules.quantized import NAME, Quantized
 
 STUDENT = "student"
@@ -230,7 +230,7 @@ class Builder:
             self._check_samples()
         with of_net(flag, value, "net"):
             aware = self.aware(net)
-            captured(copy.deepcopy(net).eval(), self.data.example.float())
+            capture(copy.deepcopy(net).eval(), self.data.example.float())
         check_callbacks(self.run, self.run.trainer(check_val_every_n_epoch=self.config.evaluate_every), {NAME: aware})
 
     def _check_samples(self) -> None:
@@ -245,4 +245,9 @@ class Builder:
         """The net of each format, in eval mode on the CPU."""
         images, _ = images_of(self.data, "train", self.config.calibration_size)
         rounded = formats.Rounded(copy.deepcopy(net), torch.bfloat16)
-        return {"float32": net, "bfloat16": rounded, "int8-ptq": post_training(net, images.split(128)), NAME: int8}
+        return {
+            "float32": net,
+            "bfloat16": rounded,
+            "int8-ptq": quantize_post_training(net, images.split(128)),
+            NAME: int8,
+        }
