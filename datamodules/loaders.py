@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten
 from apprentice import keyed
 from apprentice.batch import HIDDEN, Batch, Partners
 from datamodules.splits import Samples
-from datamodules.streams import Finish, Streamed, reading
+from datamodules.streams import Finish, Streamed, read_batches
 
 
 class EpochOrder:
@@ -131,7 +131,7 @@ class TrainLoader:
                 ahead.append((whole, rows.to(device, non_blocking=True), index))
                 yield index
 
-        batches = reading(self.split, wanted(), self.finish, epoch)
+        batches = read_batches(self.split, wanted(), self.finish, epoch)
         for step, (inputs, true) in enumerate(batches, epoch * len(self) + start):
             whole, rows, index = ahead.popleft()
             b, labels, weight, mixed = len(rows), true, None, None
@@ -180,7 +180,7 @@ class ChunkLoader:
         rows = torch.arange(min(self.batch_size, len(index)), device=device)
         starts = [(deal * self.replicas + self.rank) * self.batch_size for deal in range(len(self))]
         chunks = [index[start : start + self.batch_size] for start in starts]
-        for chunk, samples in zip(chunks, reading(self.split, chunks), strict=True):
+        for chunk, samples in zip(chunks, read_batches(self.split, chunks), strict=True):
             b = len(chunk)
             yield Batch(*samples, chunk, rows[:b], max(b, 1), 1, 0)
 

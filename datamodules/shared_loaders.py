@@ -60,7 +60,7 @@ class DealtLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         numbers = range(self.rank, len(self) * self.replicas, self.replicas)
-        wanted = [(number, torch.arange) if number < self.kept else (self.kept - 1, _none) for number in numbers]
+        wanted = [(number, torch.arange) if number < self.kept else (self.kept - 1, _no_rows) for number in numbers]
         for part in read_rows(self.loader, self.key, wanted):
             yield Batch(part.inputs, part.labels, part.index, part.rows, max(len(part.rows), 1), 1, 0)
 
@@ -78,7 +78,7 @@ class Part(NamedTuple):
     count: int  # type: ignore[assignment]
 
 
-def _none(_: int) -> Tensor:
+def _no_rows(_: int) -> Tensor:
     return torch.arange(0)
 
 
@@ -89,17 +89,17 @@ def read_rows(loader: Loader, key: int, wanted: Sequence[tuple[int, Rows]]) -> I
         for number, choose in wanted:
             while at < number:
                 first += len(found[1])
-                found, at = pair_of(next(batches)), at + 1
+                found, at = unpack_pair(next(batches)), at + 1
             rows, count = choose(len(found[1])), len(found[1])
             yield Part(found[0][rows], found[1][rows], rows + first, rows, count)
         return
-    wholes = places_of_batches(loader, key)
+    wholes = draw_batches(loader, key)
     chosen = [choose(len(wholes[number])) for number, choose in wanted]
     places = [torch.tensor(wholes[number]) for number, _ in wanted]
     # A data set may not be able to give no samples: for their shape, one is read.
     lists = [(whole[rows] if len(rows) else whole[:1]).tolist() for whole, rows in zip(places, chosen, strict=True)]
-    for whole, rows, batch in zip(places, chosen, fetched(loader, key, lists), strict=True):
-        inputs, labels = pair_of(batch)
+    for whole, rows, batch in zip(places, chosen, fetch_batches(loader, key, lists), strict=True):
+        inputs, labels = unpack_pair(batch)
         yield Part(inputs[: len(rows)], labels[: len(rows)], whole[rows], rows, len(whole))
 
 
@@ -121,7 +121,7 @@ def class_names_of(loader: Loader) -> tuple[str, ...]:
     return tuple(map(str, names)) if isinstance(names, list | tuple) else ()
 
 
-def places_of_batches(loader: DataLoader, key: int) -> list[list[int]]:
+def draw_batches(loader: DataLoader, key: int) -> list[list[int]]:
     """The places of all batches of an epoch, as its sampler draws them from global generators, or from its own."""
     own = getattr(loader.sampler, "generator", None)
     if own is not None:
@@ -129,7 +129,7 @@ def places_of_batches(loader: DataLoader, key: int) -> list[list[int]]:
     return with_seed(key, lambda: list(loader.batch_sampler))  # type: ignore[arg-type]
 
 
-def fetched(loader: DataLoader, key: int, batches: list[list[int]]) -> Iterator[Any]:
+def fetch_batches(loader: DataLoader, key: int, batches: list[list[int]]) -> Iterator[Any]:
     """These batches, by the loader's workers."""
     changed = copy.copy(loader)
     # A DataLoader lets none of these be assigned.
@@ -166,7 +166,7 @@ class _Keyed(Dataset):
         return with_seed(fold_in(self.key, place), lambda: self.dataset[place])
 
 
-def pair_of(batch: Any) -> tuple[Tensor, Tensor]:
+def unpack_pair(batch: Any) -> tuple[Tensor, Tensor]:
     """The (inputs (n, ...), labels (n,) int64) of a batch; BadInput if it is none."""
     inputs, labels = batch if isinstance(batch, list | tuple) and len(batch) == 2 else (batch, None)
     if not isinstance(inputs, Tensor) or not isinstance(labels, Tensor) or labels.dim() != 1 or _fractions(labels):

@@ -16,7 +16,7 @@ from datamodules.encoded import Damaged, Encoded
 from datamodules.fingerprints import Fingerprint
 from datamodules.images import IMAGENET, ImageData
 from datamodules.splits import Samples, Source, Split
-from datamodules.streams import Streamed, reading
+from datamodules.streams import Streamed, read_batches
 
 Cache = Literal["memory", "disk", "none"]
 OnError = Literal["stop", "skip"]
@@ -92,7 +92,7 @@ class StoredImages(ImageData):
     def _without_damaged(self, part: str, images: Encoded, skipped: Counter[str]) -> Encoded:
         """The images that can be read; every one is. BadInput if none can."""
         places = torch.arange(len(images.labels))
-        checked = reading(Streamed(_Checked(images), self.num_workers), places.split(CHECKED))
+        checked = read_batches(Streamed(_Checked(images), self.num_workers), places.split(CHECKED))
         whole = torch.cat([split.inputs for split in checked])
         if damaged := int((~whole).sum()):
             skipped.update({"damaged": damaged})

@@ -88,7 +88,7 @@ class _Wanted(Dataset):
             return fault
 
 
-def reading(
+def read_batches(
     samples: Samples | Streamed, wanted: Iterable[Tensor], finish: Finish | None = None, epoch: int = 0
 ) -> Iterator[Split]:
     """The samples at each of the `wanted` places (k,) in turn; `finish` is for those that are streamed."""

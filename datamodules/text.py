@@ -19,7 +19,7 @@ from datamodules.base import InMemoryData
 from datamodules.fingerprints import Fingerprint
 from datamodules.loaders import EpochOrder
 from datamodules.memory import available_bytes
-from datamodules.splits import Split, Windows, held_out
+from datamodules.splits import Split, Windows, count_held_out
 
 Unit = Literal["characters", "bytes"]
 EVALUATED = 8192  # tokens in an evaluation batch, about
@@ -260,7 +260,7 @@ class Text(InMemoryData):
     def _cuts(self, size: int) -> tuple[int, int]:
         """Where in a text of this size the validation part begins, and the test's."""
         cut = size * 9 // 10
-        return max(cut - held_out(self.validation_size, cut), 0), cut
+        return max(cut - count_held_out(self.validation_size, cut), 0), cut
 
     def has_tokens_of(self, tokenizer: str) -> bool:
         """Whether tokens are those of this Hugging Face tokenizer."""

@@ -33,7 +33,7 @@ class Transforms:
 
     def __init__(self, entries: Sequence[Any], shape: tuple[int, ...]) -> None:
         self.shape, self.names = shape, [_name(entry) for entry in entries]
-        self.steps = [_made(entry, list(shape[1:])) for entry in entries]
+        self.steps = [_build(entry, list(shape[1:])) for entry in entries]
         self(torch.zeros(1, *shape, dtype=torch.uint8), 0, torch.zeros(1, dtype=torch.int64))
 
     def __call__(self, images: Tensor, key: int, index: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ def _name(entry: Any) -> str:
     return entry if isinstance(entry, str) else type(entry).__name__
 
 
-def _made(entry: Any, size: list[int]) -> Callable[[Any], Any]:
+def _build(entry: Any, size: list[int]) -> Callable[[Any], Any]:
     """An entry's transform."""
     if callable(entry):
         return entry
@@ -77,9 +77,9 @@ def _made(entry: Any, size: list[int]) -> Callable[[Any], Any]:
         expected = "a name in torchvision.transforms.v2, an import path, or one of them with options: {NAME: {...}}"
         raise BadInput(FLAG, entry, expected)
     name = _name(entry)
-    make, options = _found(name), dict(options)
+    make, options = _import_class(name), dict(options)
     if isinstance(options.get("transforms"), list):
-        options["transforms"] = [_made(inner, size) for inner in options["transforms"]]
+        options["transforms"] = [_build(inner, size) for inner in options["transforms"]]
     if isinstance(options.get("interpolation"), str):
         from torchvision.transforms import InterpolationMode
 
@@ -93,7 +93,7 @@ def _made(entry: Any, size: list[int]) -> Callable[[Any], Any]:
         raise BadInput(FLAG, name, f"options that it takes: {reason(error)}") from error
 
 
-def _found(name: str) -> Callable[..., Any]:
+def _import_class(name: str) -> Callable[..., Any]:
     module_name, _, short = (
         f"torchvision.transforms.v2.{name}".rpartition(".") if "." not in name else name.rpartition(".")
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 from apprentice.errors import BadInput
 from datamodules import InMemoryData
-from datamodules.fingerprints import SAMPLED, differing, touched
+from datamodules.fingerprints import SAMPLED, changed_parts, touched_parts
 from harness.runs.files import read_text
 from harness.runs.quiet import notice
 
@@ -26,7 +26,7 @@ def check(out: Path, now: Mapping[str, Any], advice: str = "take another --out")
         return
     try:
         before = json.loads(read_text(path))
-        parts, others = (find(before["fingerprint"], now["fingerprint"]) for find in (differing, touched))
+        parts, others = (find(before["fingerprint"], now["fingerprint"]) for find in (changed_parts, touched_parts))
         counts = {part: (before["samples"].get(part), now["samples"].get(part)) for part in parts}
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise BadInput("out", path, f"the record of the run's data ({type(error).__name__}: {error})") from error

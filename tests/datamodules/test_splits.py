@@ -6,7 +6,7 @@ import torch
 from apprentice import keyed
 from apprentice.errors import BadInput
 from datamodules import Digits, ImageData
-from datamodules.splits import Split, balanced_subset, proportional_subset, train_and_validation
+from datamodules.splits import Split, balanced_subset, draw_train_and_validation, proportional_subset
 
 LABELS = torch.tensor([0] * 50 + [1] * 7 + [2] * 30 + [4] * 20)[keyed.permutation(107, 0)]  # no sample of class 3
 
@@ -50,7 +50,7 @@ def test_classes_are_held_out_in_proportion_and_each_goes_on_training(counts: li
     have = torch.tensor(counts)
     labels = torch.arange(len(counts)).repeat_interleave(have)[keyed.permutation(sum(counts), 0)]
     for count in range(0, sum(counts) - have.count_nonzero() + 1, max(sum(counts) // 40, 1)):
-        train, validation = train_and_validation(labels, None, count, seed=0, subset="balanced")
+        train, validation = draw_train_and_validation(labels, None, count, seed=0, subset="balanced")
         assert sorted([*train.tolist(), *validation.tolist()]) == list(range(sum(counts)))
         held = labels[validation].bincount(minlength=len(counts))
         assert (held < have)[have > 0].all()
@@ -63,7 +63,7 @@ def test_classes_are_held_out_in_proportion_and_each_goes_on_training(counts: li
 
 def test_a_tenth_of_an_unequal_set_leaves_both_classes() -> None:
     labels = torch.tensor([0] * 1000 + [1] * 50)
-    train, validation = train_and_validation(labels, None, 0.1, seed=0, subset="balanced")
+    train, validation = draw_train_and_validation(labels, None, 0.1, seed=0, subset="balanced")
     assert labels[train].bincount().tolist() == [900, 45]
     assert labels[validation].bincount().tolist() == [100, 5]
 
@@ -203,8 +203,8 @@ def test_sizes_beyond_the_data_are_refused_naming_the_largest(options: dict, mes
 @pytest.mark.parametrize("validation_size", [0, 1, 13, 0.1, 0.37, 0.5, 0.99])
 def test_the_largest_size_named_is_the_largest(validation_size: float) -> None:
     with pytest.raises(BadInput) as error:
-        train_and_validation(LABELS, 10_000, validation_size, seed=0, subset="balanced")
+        draw_train_and_validation(LABELS, 10_000, validation_size, seed=0, subset="balanced")
     largest = int(str(error.value).split("at most ")[1].split()[0])
-    assert len(train_and_validation(LABELS, largest, validation_size, seed=0, subset="balanced")[0]) == largest
+    assert len(draw_train_and_validation(LABELS, largest, validation_size, seed=0, subset="balanced")[0]) == largest
     with pytest.raises(BadInput):
-        train_and_validation(LABELS, largest + 1, validation_size, seed=0, subset="balanced")
+        draw_train_and_validation(LABELS, largest + 1, validation_size, seed=0, subset="balanced")
