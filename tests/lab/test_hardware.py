@@ -216,14 +216,14 @@ class Dies(DDP):
 
 
 def test_a_row_that_fails_costs_no_other(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    strategy = ["--trainer.strategy", "tests.harness.test_hardware.Dies", "--trainer.devices", "2"]
+    strategy = ["--trainer.strategy", "tests.lab.test_hardware.Dies", "--trainer.devices", "2"]
     out = tmp_path / "run"
     with pytest.raises(SystemExit) as stop:
-        hardware.main([*LIGHT, *strategy, "--only", "ddp", "tests.harness.test_hardware.Dies", "--out", str(out)])
+        hardware.main([*LIGHT, *strategy, "--only", "ddp", "tests.lab.test_hardware.Dies", "--out", str(out)])
     assert stop.value.code == 1
     assert set(rows(out)) == {"single", "ddp"}
     said = capfd.readouterr()
-    assert "tests.harness.test_hardware.Dies failed: rank 1 ended with exit code 3\n" in said.err
+    assert "tests.lab.test_hardware.Dies failed: rank 1 ended with exit code 3\n" in said.err
     assert "exit code 3" in (out / "results.md").read_text()
 
 

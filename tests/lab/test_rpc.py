@@ -16,9 +16,9 @@ from lab.strategies import ParamServer, RPCHybrid
 from lit_modules.classifier import LitClassifier
 from strategies import DataParallel, ZeRO1
 from tests.grids import mostly_slow
+from tests.lab.test_param_server import Plain, pairs
+from tests.lab.test_ring_training import AtValidation, statistics
 from tests.launching import free_port
-from tests.strategies.test_param_server import Plain, pairs
-from tests.strategies.test_ring_training import AtValidation, statistics
 from tests.strategies.test_strategies import STEPS, SaveAndStop
 from tests.training import assert_same, classifier, digits, distillation, fit, net, trainer, weights
 

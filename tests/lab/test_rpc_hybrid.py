@@ -18,8 +18,8 @@ from harness.runs.quiet import quiet
 from lab.strategies import ParamServer, RPCHybrid
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import LightNN
+from tests.lab.test_param_server import CLIPPED, Plain, alone, killed, pairs
 from tests.processes import Run, launch
-from tests.strategies.test_param_server import CLIPPED, Plain, alone, killed, pairs
 from tests.strategies.test_strategies import STEPS, Gathered, norm, outcome
 from tests.training import LinesLogger, assert_same, classifier, digits, fit, trainer, weights
 
