@@ -108,14 +108,9 @@ def check(folder: Path, name: str, right: dict[str, torch.Tensor], late: int = 0
         assert steps in {STEP, STEP + late}
         assert {int(values["step"]) for values in state["optimizer_states"][0]["state"].values()} == {steps}
     if name in EXACT:
-        strategy, options = strategies.NAMES[name]
-        rows = 16 if name in WHOLE else 8
-        again = fit(
-            resolve_name(strategy)(timeout=60, **options),
-            rows,
-            ckpt_path=folder / "on_exception.ckpt",
-            weights_only=False,
-        )
+        path, options = strategies.NAMES[name]
+        strategy, rows = resolve_name(path)(timeout=60, **options), 16 if name in WHOLE else 8
+        again = fit(strategy, rows, ckpt_path=folder / "on_exception.ckpt", weights_only=False)
         assert_same(weights(again), right, atol=1e-9)
 
 
