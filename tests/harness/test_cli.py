@@ -25,7 +25,7 @@ from harness import cli
 from harness.cli.classes import Classes
 from harness.cli.messages import one_line
 from harness.cli.sources import INVOCATION
-from harness.runs.trainer import trainers
+from harness.runs.trainer import trainer_factory
 from lit_modules import nets, objectives
 
 SCRIPT = Path(__file__).parents[2] / "experiments" / "kd.py"
@@ -944,7 +944,7 @@ def test_a_full_disk_under_torch_save(capsys):
     "--trainer.gradient_clip_val 1 --trainer.gradient_clip_algorithm nonsense", "--trainer.val_check_interval nonsense",
 ])  # fmt: skip
 def test_what_the_trainer_refuses(kd, capsys, line):
-    make_trainer = trainers(parse(kd, line).trainer, None, strategies.NAMES)
+    make_trainer = trainer_factory(parse(kd, line).trainer, None, strategies.NAMES)
     flag, value = line.split()[-2:]
     assert f"{flag} {value}" in told(capsys, lambda: make_trainer(logger=False))
 

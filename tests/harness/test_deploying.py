@@ -122,7 +122,7 @@ def test_only_our_own_files_are_replaced(tmp_path: Path, monkeypatch: pytest.Mon
     folder.mkdir()
     for name in ("notes.txt", "weights.safetensors", "model.pt2", "../results.json"):
         (folder / name).touch()
-    with pytest.raises(BadInput, match=r"this one holds results\.json"), folders.opened(tmp_path):
+    with pytest.raises(BadInput, match=r"this one holds results\.json"), folders.open_folder(tmp_path):
         pass
     monkeypatch.setattr(formats, "write_program", lambda net, example, folder: None)
     monkeypatch.setattr(formats, "write_weights", lambda net, folder: None)

@@ -239,7 +239,7 @@ class Builder:
         settings = folder / "config.yaml"
         known = sources.load(settings, "run").get("data") if settings.is_file() else None
         if known == self.run.parser.as_dict(self.config)["data"]:
-            samples.check(folder, self.run.samples, "train a student of these")
+            samples.check_samples(folder, self.run.samples, "train a student of these")
 
     def formats(self, net: nn.Module, int8: nn.Module) -> dict[str, nn.Module]:
         """The net of each format, in eval mode on the CPU."""

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from apprentice.errors import BadInput
 from harness.reports.report import Facts
 from harness.runs.files import atomic, write_json
-from harness.runs.quiet import silenced
+from harness.runs.quiet import silence
 from lab.studies.attention.cases import Case
 from lab.studies.isolation import call_isolated, can_fork, children_end_with_block
 from lab.studies.meters import PeakMemory
@@ -48,7 +48,7 @@ class Bench:
     @staticmethod
     def prepare(cases: Iterable[Case]) -> None:
         """Load what takes time once, not in the process of every case."""
-        with silenced(*LOGGERS):
+        with silence(*LOGGERS):
             importlib.import_module("torch.utils.benchmark")
             if any(case.compiled for case in cases):
                 importlib.import_module("torch._inductor.compile_fx")
@@ -81,7 +81,7 @@ class Bench:
 
     def _row(self, case: Case, folder: Path) -> Facts:
         try:
-            with silenced(*LOGGERS), call(case, self.device) as called:
+            with silence(*LOGGERS), call(case, self.device) as called:
                 with autograd.profiler.profile(use_kineto=False) as profiler:
                     called()  # the first call, in which a compiler takes memory, too
                 kernel_used = fused([event.key for event in profiler.key_averages()])
