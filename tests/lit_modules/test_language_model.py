@@ -23,7 +23,7 @@ from apprentice.errors import BadInput
 from datamodules import Text
 from harness.runs.quiet import quiet
 from lit_modules.language_model import LitLanguageModel, share_of_rate
-from lit_modules.scores import TokenScores
+from lit_modules.tasks import TokenScores
 from strategies import (
     DDP,
     DDPFP16,
