@@ -88,7 +88,16 @@ class HuggingFaceLM(nets.LightNN):
 
 
 def test_a_net_of_any_name_brings_no_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--data", "Text", "--teacher", f"{__name__}.HuggingFaceLM", "--student", "GPT", "--out", str(tmp_path / "a")]
+    flags = [
+        "--data",
+        "Text",
+        "--teacher",
+        f"{__name__}.HuggingFaceLM",
+        "--student",
+        "GPT",
+        "--out",
+        str(tmp_path / "a"),
+    ]
     with pytest.raises(SystemExit) as stop:
         kd.main(flags)
     assert stop.value.code == 2
