@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from datamodules import Text
 from experiments import compare, kd
-from harness.reports.metrics import BITS, conclude
+from harness.reports.metrics import conclude
 from harness.reports.results import load_results
 from harness.runs.nets import load_net
 from harness.runs.safepoints import SafePoints
@@ -23,7 +23,7 @@ from lit_modules.distillation import Distillation
 from lit_modules.nets import Outputs
 from lit_modules.objectives import Cosine, CrossEntropy, Hinton, JensenShannon, Objective, ReverseKL, Sum, Term
 from lit_modules.objectives.cross_entropy import cross_entropy
-from lit_modules.tasks import Tokens, tokens
+from lit_modules.tasks import BITS, Tokens, tokens
 from strategies import DDP, FSDP, LocalSGD, PipelineStrategy
 from tests.commands import refused, results
 from tests.grids import mostly_slow
