@@ -16,6 +16,7 @@ from torch import Tensor
 from harness.reports.metrics import METRICS, Metric
 from harness.reports.report import Facts
 from harness.reports.uncertainty import Interval, crossed_interval
+from harness.runs.records import NetRecord
 from lit_modules.tasks import Task
 
 KEYS = tuple(metric.of_samples for metric in METRICS.values() if metric.of_samples)
@@ -25,26 +26,29 @@ OF_SAMPLES = ("test_labels", "test_places")  # the same for each net; the teache
 DIGITS = 6  # that are kept of a value
 
 
-def recorded(task: Task, values: Mapping[str, Tensor]) -> Facts:
-    """What a record keeps of a net's tested samples, of which these are the values (n,); nothing of none."""
+def recorded(task: Task, values: Mapping[str, Tensor]) -> tuple[dict[str, float | None], dict[str, str | list[float]]]:
+    """Compute what a record keeps of a net's tested samples, of which these are the values (n,).
+
+    Returns:
+        Figures over all samples, and values of single samples, both by key; nothing of none.
+    """
     arrays = {name: tensor.numpy() for name, tensor in values.items()}
     if not len(places := arrays.get("place", np.zeros(0))):
-        return {}
-    facts = {f"test_{name}": packed(value) for name, value in task.recorded(arrays).items()}
+        return {}, {}
+    means = {f"test_{name}": mean if np.isfinite(mean) else None for name, mean in task.means(arrays).items()}
+    kept = {f"test_{name}": packed(value) for name, value in task.kept(arrays).items()}
     if (places != np.arange(len(places))).any():
-        facts["test_places"] = classes(places)
-    return facts
+        kept["test_places"] = classes(places)
+    return means, kept
 
 
-def packed(value: np.ndarray | float) -> str | list[float] | float | None:
-    """Values of samples (n,), or their mean, as a record has them; None for a mean that is not finite."""
-    if not isinstance(value, np.ndarray):
-        return value if np.isfinite(value) else None
-    if value.dtype == bool:
-        return bits(value)
-    if np.issubdtype(value.dtype, np.integer):
-        return classes(value)
-    return [round(each, DIGITS) for each in value.tolist()]
+def packed(values: np.ndarray) -> str | list[float]:
+    """Values of samples (n,) as a record has them: booleans and whole numbers in base64, others rounded."""
+    if values.dtype == bool:
+        return bits(values)
+    if np.issubdtype(values.dtype, np.integer):
+        return classes(values)
+    return [round(value, DIGITS) for value in values.tolist()]
 
 
 def bits(right: np.ndarray) -> str:
@@ -72,15 +76,16 @@ def unpacked_classes(stored: str) -> np.ndarray:
     return np.frombuffer(base64.b64decode(data, validate=True), dtype=f"<{kind or 'i4'}").astype(np.int64)
 
 
-def kept(rows: Sequence[Facts]) -> Facts:
+def kept(records: Sequence[NetRecord]) -> Facts:
     """What a net's entry has of its seeds' samples; nothing where no seed has any."""
-    keys = [key for key in KEPT if any(key in facts for facts in rows)]
-    return {key: [None if facts.get("failed") else facts.get(key) for facts in rows] for key in keys}
+    facts = [{} if record.failed else {**record.figures, **record.samples} for record in records]
+    keys = [key for key in KEPT if any(key in record.samples or key in record.figures for record in records)]
+    return {key: [values.get(key) for values in facts] for key in keys}
 
 
-def of_samples(rows: Sequence[Facts]) -> Facts:
+def of_samples(records: Sequence[NetRecord]) -> Facts:
     """What the teacher's entry has of the samples themselves."""
-    return {key: rows[0][key] for key in OF_SAMPLES if key in rows[0]}
+    return {key: records[0].samples[key] for key in OF_SAMPLES if key in records[0].samples}
 
 
 def both(results: Facts, student: str, baseline: str, metric: Metric) -> Interval | None:

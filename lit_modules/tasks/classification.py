@@ -78,16 +78,14 @@ class Classification(Task):
         found = labels._replace(low=IGNORED) if labels.ignored else labels
         check_classes(found, HIDDEN if weighted else 0, classes)
 
-    def recorded(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray | float]:
-        """Of each sample whether it is right, its predicted class and its label; the calibration error of all."""
-        right = values["right"] != 0
-        return {
-            "right": right,
-            "predicted": values["predicted"].astype(np.int64),
-            "labels": values["label"].astype(np.int64),
-            "ece": calibration_error(values["confidence"], right),
-            **super().recorded(values),
-        }
+    def kept(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Of each sample whether it is right, its predicted class and its label."""
+        predicted, labels = (values[name].astype(np.int64) for name in ("predicted", "label"))
+        return {"right": values["right"] != 0, "predicted": predicted, "labels": labels}
+
+    def means(self, values: Mapping[str, np.ndarray]) -> dict[str, float]:
+        """Also the calibration error."""
+        return {"ece": calibration_error(values["confidence"], values["right"]), **super().means(values)}
 
 
 def calibration_error(confidence: np.ndarray, right: np.ndarray) -> float:

@@ -62,9 +62,9 @@ class Tokens(Task):
             return {TOKENS: batch.labels.new_full(batch.labels.shape[:1], batch.labels.shape[1])}
         return {TOKENS: counted(batch.labels).sum(1)}
 
-    def recorded(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray | float]:
+    def kept(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """The bits per character of each text that has a token that counts."""
-        return {"sample_bpc": values["bpc"][values["tokens"] > 0], **super().recorded(values)}
+        return {"sample_bpc": values["bpc"][values["tokens"] > 0]}
 
 
 class TokenScores(Scores):

@@ -59,9 +59,12 @@ class Grades(Classification):
         grades = torch.arange(logits.shape[-1])
         return (logits.softmax(-1) * (grades - labels[:, None]).abs()).sum(-1)
 
-    def recorded(self, values: Any) -> dict[str, Any]:
-        labels = values["label"].astype(np.int64)
-        return {"far": values["far"], "predicted": values["predicted"].astype(np.int64), "labels": labels}
+    def kept(self, values: Any) -> dict[str, Any]:
+        predicted, labels = (values[name].astype(np.int64) for name in ("predicted", "label"))
+        return {"far": values["far"], "predicted": predicted, "labels": labels}
+
+    def means(self, values: Any) -> dict[str, float]:
+        return {}
 
 
 class GradedDigits(Digits):
