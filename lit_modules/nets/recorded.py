@@ -23,7 +23,6 @@ from apprentice.errors import BadInput
 
 Spec = Mapping[str, Any]  # class_path, init_args; `waits: true` for a function that makes the object
 PLAIN = bool | int | float | str | None
-KINDS = (nn.Module, Optimizer, LRScheduler)  # what may be rebuilt from a file
 
 
 class UnplainError(TypeError):
@@ -49,6 +48,9 @@ class Recorded:
     def rebuild_arguments(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments by which an object of these arguments is rebuilt, to get the weights of a file."""
         return {**arguments, **cls.untrained}
+
+
+KINDS = (Recorded, nn.Module, Optimizer, LRScheduler)  # what may be rebuilt from a file
 
 
 def _constructor_arguments(instance: Recorded, frame: FrameType | None) -> dict[str, Any]:
@@ -93,7 +95,7 @@ def rebuild(value: Any, flag: str = "net") -> Any:
     """Rebuild objects, with new weights, from their specs in plain data; other values stay.
 
     Raises:
-        BadInput: there is no such class, it is no net, objective, optimizer, scheduler or score, or refuses its
+        BadInput: there is no such class, it is no net, objective, task, optimizer or scheduler, or refuses its
             arguments.
     """
     if isinstance(value, list | tuple):
@@ -133,5 +135,5 @@ def _import(path: str, flag: str) -> Any:
     except (ImportError, AttributeError, ValueError) as error:
         raise BadInput(flag, path, f"the import path of a class ({error})") from None
     if not (isinstance(target, torch.dtype) or (inspect.isclass(target) and issubclass(target, KINDS))):
-        raise BadInput(flag, path, "a net, an objective, an optimizer, a scheduler or scores")
+        raise BadInput(flag, path, "a net, an objective, a task, an optimizer or a scheduler")
     return target
