@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.dropout import _DropoutNd
 
 from apprentice.errors import BadInput
 
 T = TypeVar("T")
 Ints = TypeVar("Ints", int, Tensor)
 MASK = 0xFFFFFFFF
+TORCH_DROPOUTS = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout
 
 
 def mix(x: Ints) -> Ints:
@@ -169,4 +169,4 @@ def _unkeyed_rate(layer: nn.Module) -> float:
 def is_dropout(layer: nn.Module) -> bool:
     """Return whether the layer is dropout of any kind, keyed or torch's, and nothing else."""
     # torchvision's StochasticDepth is known by its name: importing torchvision is slow
-    return isinstance(layer, Dropout | _DropoutNd) or type(layer).__name__ == "StochasticDepth"
+    return isinstance(layer, (Dropout, *TORCH_DROPOUTS)) or type(layer).__name__ == "StochasticDepth"

@@ -8,7 +8,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from apprentice.errors import BadInput, naming, reason
 from apprentice.keyed import with_seed
@@ -27,6 +26,10 @@ class Outputs(NamedTuple):
     def with_features(self, features: Mapping[str, Tensor]) -> "Outputs":
         """Return these outputs with features added or replaced."""
         return self._replace(features={**self.features, **features})
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Outputs":
+        """Apply a function to logits and features."""
+        return Outputs(function(self.logits), {path: function(x) for path, x in self.features.items()})
 
 
 class Net(Recorded, nn.Module):
@@ -119,7 +122,7 @@ def match_dtype(outputs: Outputs, net: nn.Module) -> Outputs:
         return outputs
     if any(p.dtype == torch.float64 for p in net.parameters()):
         return outputs
-    return tree_map(lambda x: x.float() if x.dtype == torch.float64 else x, outputs)
+    return outputs.map(lambda x: x.float() if x.dtype == torch.float64 else x)
 
 
 def unwrap_logits(net: nn.Module) -> nn.Module:

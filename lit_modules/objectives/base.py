@@ -231,7 +231,7 @@ def widen(x: Tensor) -> Tensor:
 
 def widen_outputs(outputs: Outputs) -> Outputs:
     """Cast logits and features of 16-bit types to float32."""
-    return Outputs(widen(outputs.logits), {path: widen(x) for path, x in outputs.features.items()})
+    return outputs.map(widen)
 
 
 def kl(log_p: Tensor, log_q: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.nn import functional as F
-from torch.nn.modules.dropout import _DropoutNd
 
 from apprentice import extras
 from apprentice.errors import BadInput
@@ -79,7 +78,7 @@ def restore_modules(graph: GraphModule, net: nn.Module) -> GraphModule:
             continue
         net_path = _norm_path(node) if norm else path_of(node)
         module, path = net.get_submodule(net_path), f"{NET}.{net_path}"
-        if isinstance(module, _DropoutNd):
+        if getattr(module, "inplace", False):
             module.inplace = False  # other nodes of the graph may use its input
         tensors = graph.get_submodule(path) if norm else nn.Module()
         for name, value in [*tensors.named_parameters(recurse=False), *tensors.named_buffers(recurse=False)]:
