@@ -77,7 +77,8 @@ def restore_modules(graph: GraphModule, net: nn.Module) -> GraphModule:
         if not norm and not draws_noise(node):
             continue
         net_path = _norm_path(node) if norm else path_of(node)
-        module, path = net.get_submodule(net_path), f"{NET}.{net_path}"
+        path = f"{NET}.{net_path}"
+        module: Any = net.get_submodule(net_path)
         if getattr(module, "inplace", False):
             module.inplace = False  # other nodes of the graph may use its input
         tensors = graph.get_submodule(path) if norm else nn.Module()
