@@ -32,7 +32,7 @@ NOTHING = {"mean": None, "low": None, "high": None}
 def test_keys_are_the_issues():
     found = results()
     assert list(found) == [
-        *("experiment", "data", "hardware", "versions", "config", "seeds"),
+        *("experiment", "data", "hardware", "versions", "config", "free", "seeds"),
         *("metric", "students_fit_seconds", "teacher", "students"),
     ]
     assert found["metric"] == {"name": "test_acc", "higher_is_better": True}
