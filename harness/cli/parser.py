@@ -373,8 +373,8 @@ class Parser:
 
     def dump(self, config: Namespace, of_run: bool = False) -> str:
         """The configuration as YAML, `of_run` without what is of one call; as `--config` it gives the same again."""
-        kept = self.as_dict(config).items()
-        kept = {key: value for key, value in kept if not (of_run and self.on_resume(key) is CALL)}
+        settings = self.as_dict(config).items()
+        kept = {key: value for key, value in settings if not (of_run and self.on_resume(key) is CALL)}
         return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)
 
     def _is_empty(self, key: str) -> bool:
