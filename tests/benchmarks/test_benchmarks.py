@@ -286,7 +286,7 @@ def test_experiments_take_the_flags_of_a_gpus_figures(monkeypatch: pytest.Monkey
     given: list[tuple[str, tuple[str, ...]]] = []
     record = {"steps": [1.0] * 100, "peak_mib": 1.0}
     records = dict.fromkeys(("LitClassifier0", "Distillation0", "LitLanguageModel0"), record)
-    monkeypatch.setattr(common, "clocked", lambda name, *flags, env: given.append((name, flags)) or records)
+    monkeypatch.setattr(common, "run_clocked", lambda name, *flags, env: given.append((name, flags)) or records)
     monkeypatch.setattr(gpu, "study", lambda name, *flags: given.append((name, flags)) or [])
     for part in ("kd", "gpt", "strategies", "attention"):
         for quick in (False, True):
