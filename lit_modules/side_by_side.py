@@ -10,9 +10,8 @@ from apprentice.errors import BadInput
 from lit_modules.nets import Outputs, any_kernel, pipeline_stages, stage_of, typed
 from lit_modules.nets.layers import observed, of_inputs
 from lit_modules.objectives.base import condensed
-from lit_modules.student import Student
+from lit_modules.student import TEACHER, Student
 
-TEACHER = ""  # no student has this name
 Active = Callable[[], tuple[bool, Sequence[str]]]
 
 
