@@ -30,10 +30,9 @@ def check_rows(objective: Objective, student: Outputs, teacher: Outputs | None, 
         terms = _repeatable_terms(objective, *first)
         for term, (values, *_) in terms.items():
             if not isinstance(values, Tensor) or values.shape not in ((b,), student.logits.shape[:-1]):
-                given = tuple(values.shape) if isinstance(values, Tensor) else f"a {type(values).__name__}"
-                raise BadInput(
-                    flag, name, f"an objective whose term {term} has a value a row, ({b},); it gives {given}"
-                )
+                shape = tuple(values.shape) if isinstance(values, Tensor) else f"a {type(values).__name__}"
+                expected = f"an objective whose term {term} has a value a row, ({b},); it gives {shape}"
+                raise BadInput(flag, name, expected)
         for row in range(0 if objective.relates_rows else b):
             changed = _repeatable_terms(objective, *tree_map(partial(_with_row, row), first, others))
             for term, (values, *_) in terms.items():

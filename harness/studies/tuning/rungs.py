@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
-from harness.reports.metrics import Metric
 from harness.runs import safepoints
 from harness.runs.files import atomic
 from harness.runs.records import NetRecord
 from lit_modules.distillation import Distillation
+from lit_modules.tasks import Metric
 
 
 def ends(epochs: int) -> list[int]:
