@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning import LightningModule
+from lightning import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
@@ -34,9 +34,17 @@ class ChecksBatches(LightningModule):
         Lightning's public hook is the data module's where that has one.
         """
         batch = super()._on_before_batch_transfer(batch, dataloader_idx)
-        if self._trainer is not None and not self._trainer.predicting:
+        if self.attached_trainer is not None and not self.attached_trainer.predicting:
             self.look_at(batch)
         return batch
+
+    @property
+    def attached_trainer(self) -> Trainer | None:
+        """The Trainer that runs the module, if one does."""
+        try:
+            return self.trainer
+        except RuntimeError:
+            return None
 
     def look_at(self, batch: Any) -> None:
         """Keep the range of labels that go to a GPU, where to read them would wait for all that it computes.

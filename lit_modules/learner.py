@@ -104,7 +104,7 @@ class Learner(RunMetrics):
     @property
     def batches_done(self) -> int:
         """Batches that training has completed; `global_step` counts optimizer steps, each of several batches."""
-        if self._trainer is None:
+        if self.attached_trainer is None:
             return 0
         # The only one of Lightning's counts that is right after any resume.
         return self.trainer.fit_loop.epoch_loop.batch_progress.total.completed
@@ -148,9 +148,9 @@ class Learner(RunMetrics):
         means = {name: value for name, value in means.items() if name not in counts}
         self._accumulated += [count * counts[TOKENS]] if TOKENS in counts else []
         for run in self.runs:
-            own = {name: value for name, value in means.items() if name.rpartition("/")[0] == run}
-            if run not in self.failed and (bad := [name for name, value in own.items() if not math.isfinite(value)]):
-                self._fail(run, bad[0].rpartition("/")[2])
+            terms = {name.rpartition("/")[2]: value for name, value in means.items() if name.rpartition("/")[0] == run}
+            if run not in self.failed and (bad := [term for term, value in terms.items() if not math.isfinite(value)]):
+                self._fail(run, bad[0])
         alive = {name: value for name, value in means.items() if name.rpartition("/")[0] not in self.failed}
         if alive:
             self.log_training(alive, count, counts)
@@ -166,14 +166,14 @@ class Learner(RunMetrics):
 
     def configure_optimizers(self) -> Any:
         """One optimizer with a group for each run."""
-        self.loss_scales.take_over(getattr(self._trainer, "precision_plugin", None), self.runs)
+        self.loss_scales.take_over(getattr(self.attached_trainer, "precision_plugin", None), self.runs)
         optimizer = self._build_optimizer()
         if self.make_scheduler is None:
             return [optimizer], []
         scheduler = self.make_scheduler(optimizer)
         if not isinstance(scheduler, BY_STEP):
             return [optimizer], [scheduler]
-        if self._trainer is not None:
+        if self.attached_trainer is not None:
             _check_steps(scheduler, self.trainer.estimated_stepping_batches)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
@@ -276,8 +276,8 @@ class Learner(RunMetrics):
         values: dict[str, float | Tensor] = {}
         for run, group, parameters in zip(self.runs, optimizer.param_groups, self.parameter_groups(), strict=False):
             values[f"{run}/lr-{type(optimizer).__name__}"] = group["lr"]
-            if (found := norm(parameters)) is not None:
-                values[f"{run}/grad_2.0_norm_total"] = found
+            if (total := norm(parameters)) is not None:
+                values[f"{run}/grad_2.0_norm_total"] = total
         alive = {name.removeprefix("/"): x for name, x in values.items() if name.rpartition("/")[0] not in self.failed}
         self.log_dict(tags(alive, "train"), batch_size=1)
 

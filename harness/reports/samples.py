@@ -13,11 +13,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
-from harness.reports.metrics import METRICS, Metric
 from harness.reports.report import Facts
 from harness.reports.uncertainty import Interval, crossed_interval
 from harness.runs.records import NetRecord
-from lit_modules.tasks import Task
+from lit_modules.tasks import METRICS, Metric, Task
 
 KEYS = tuple(metric.of_samples for metric in METRICS.values() if metric.of_samples)
 MEANS = ("test_ece", "test_kl", "test_agreement")

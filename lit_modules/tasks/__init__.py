@@ -12,6 +12,7 @@ from lit_modules.tasks.tokens import BITS, Tokens, TokenScores
 
 # By the name that a data module has as its `task`.
 TASKS: Mapping[str, type[Task]] = MappingProxyType({"classification": Classification, "tokens": Tokens})
+METRICS = {metric.name: metric for task in TASKS.values() for metric in task.metrics.values()}
 
 
 def task_of(data: Any, metric: str | None = None) -> Task:

@@ -19,7 +19,8 @@ from lit_modules.tasks.scores import ExactMean, Scores
 
 BITS = Metric(
     name="test_bpc", tested=("test_bpc", "test_loss"), columns={"test_loss": "test loss", "test_bpc": "bits per char"},
-    word="bits per character", title="test bits per character", unit="bits", higher_is_better=False,
+    word="bits per character", title="test bits per character", chart="validation, bits a character",
+    unit="bits", higher_is_better=False,
     scale=1.0, digits=3, counted="tokens", limits=(0.0, float("inf")), of_samples="test_sample_bpc",
 )  # fmt: skip
 

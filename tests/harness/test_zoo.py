@@ -143,7 +143,7 @@ def test_what_the_teachers_outputs_take_is_told_by_student(capsys: pytest.Captur
     fit(kept, digits(train_size=1400, batch_size=700))
     # 128 numbers of 4 bytes for each feature, 10 logits, 1400 samples
     assert "teacher's outputs stored: 1.4 MiB; 0.7 for hint, again; 0.7 for pkt\n" in capsys.readouterr().out
-    kept.teacher_cache_bytes = 2**20
+    kept.cache.max_bytes = 2**20
     fit(kept, digits(train_size=1400, batch_size=700))
     assert "teacher's outputs are not stored: they take more than 1 MiB\n" in capsys.readouterr().out
     fit(distillation(), digits())
