@@ -17,7 +17,7 @@ from apprentice.batch import Batch
 from apprentice.errors import BadInput, naming
 from apprentice.replicas import FEWEST_ROWS
 from lit_modules.checkpoints import keep_runs, without
-from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepared
+from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepare_net
 from lit_modules.nets import Ensemble, Outputs, any_kernel, globalise, has_no_running_statistics, in_type_of, run
 from lit_modules.nets.classes import check_classes
 from lit_modules.nets.ensemble import MEMBERS
@@ -27,7 +27,7 @@ from lit_modules.objectives import Objective, Place
 from lit_modules.objectives.base import condensed, of_labelled
 from lit_modules.run_metrics import ACCURACY
 from lit_modules.side_by_side import side_by_side
-from lit_modules.stored import TeacherCache, sizes
+from lit_modules.stored import TeacherCache, describe_sizes
 from lit_modules.student import CE, Student, check_parameters, choose_layers
 from lit_modules.tasks import LABELLED, Classification, Task
 from lit_modules.teacher import leave_out_of_state, trained_teacher
@@ -103,8 +103,10 @@ class Distillation(Learner):
         check_parameters(self.teacher, self.students)
         self.cache = TeacherCache(self.teacher, teacher_cache_mb, teacher_cache_dir, self.print)
         self._storing, self._comparing = False, False
-        self.asked = 0  # samples that the teacher has computed in training; again after a resume they count once
-        self.stored = False  # whether its outputs were stored, and so computed once for all epochs
+        self.teacher_samples = (
+            0  # samples that the teacher has computed in training; again after a resume they count once
+        )
+        self.teacher_stored = False  # whether its outputs were stored, and so computed once for all epochs
         self._epoch, self._whole = math.inf, math.inf  # batches of an epoch, and of the whole training
         self._samples, self._labelled = samples, labelled
         with any_kernel(self):
@@ -129,7 +131,7 @@ class Distillation(Learner):
     def _student(self, name: str, net: nn.Module, objective: Objective) -> Student:
         with naming(f"variants.{name}"):
             wrap = partial(objective.wrap, net, self.teacher, self._example)
-            return Student(prepared(keyed.with_seed(self.seed, wrap)), objective)
+            return Student(prepare_net(keyed.with_seed(self.seed, wrap)), objective)
 
     @torch.no_grad()
     def _build(self, example: Tensor) -> None:
@@ -243,8 +245,8 @@ class Distillation(Learner):
             self.cache.fill(data, lambda x: self(x)[0], use_files=replicas.count() == trainer.world_size)
         self._storing = False
         if self.cache.outputs is not None:
-            self.asked, self.stored = max(self.asked, data.sizes["train"]), True
-            if by_readers := sizes(self.cache.outputs, self._objectives):
+            self.teacher_samples, self.teacher_stored = max(self.teacher_samples, data.sizes["train"]), True
+            if by_readers := describe_sizes(self.cache.outputs, self._objectives):
                 self.print(f"teacher's outputs stored: {by_readers}")
 
     def on_train_end(self) -> None:
@@ -255,7 +257,7 @@ class Distillation(Learner):
         """Also count what the teacher computes, and check the size of the first batch."""
         if not self.batches_done:
             self.check_batch(count)
-        self.asked += count if self.uses_teacher and self.cache.outputs is None else 0
+        self.teacher_samples += count if self.uses_teacher and self.cache.outputs is None else 0
         return super().on_global_batch(means, count)
 
     def check_batch(self, count: int) -> None:
@@ -268,7 +270,7 @@ class Distillation(Learner):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Also save that count."""
         super().on_save_checkpoint(checkpoint)
-        checkpoint["learner"] |= {"asked": self.asked, "stored": self.stored}
+        checkpoint["learner"] |= {"teacher_samples": self.teacher_samples, "teacher_stored": self.teacher_stored}
 
     @staticmethod
     def keep_students(checkpoint: dict[str, Any], students: Sequence[str], kept: Collection[str]) -> None:
@@ -276,7 +278,7 @@ class Distillation(Learner):
         dropped = [name for name in students if name not in kept]
         checkpoint["state_dict"] = without(checkpoint["state_dict"], dropped, "students.", ".")
         keep_runs(checkpoint, students, kept)
-        checkpoint["learner"]["asked"] = 0
+        checkpoint["learner"]["teacher_samples"] = 0
 
     def losses(
         self, outputs: tuple[Outputs | None, dict[str, Outputs]], batch: Batch

@@ -35,7 +35,7 @@ class ChecksBatches(LightningModule):
         """
         batch = super()._on_before_batch_transfer(batch, dataloader_idx)
         if self.attached_trainer is not None and not self.attached_trainer.predicting:
-            self.look_at(batch)
+            self.inspect_labels(batch)
         return batch
 
     @property
@@ -46,7 +46,7 @@ class ChecksBatches(LightningModule):
         except RuntimeError:
             return None
 
-    def look_at(self, batch: Any) -> None:
+    def inspect_labels(self, batch: Any) -> None:
         """Keep the range of labels that go to a GPU, where to read them would wait for all that it computes.
 
         A data module of ours has checked its own; what a hook changes on the GPU is not checked.
@@ -93,12 +93,12 @@ def range_of(labels: Tensor) -> Range | None:
     return Range(low, high, ignored) if high > IGNORED else Range(0, 0, ignored)
 
 
-def checked(batch: Any) -> Any:
+def require_batch(batch: Any) -> Any:
     """A `Batch`, or a plain pair of tensors of which labels are whole numbers; BadInput for another thing."""
     if isinstance(batch, Batch):
         return batch
     if not is_pair(batch):
-        raise BadInput("data", _described(batch), "batches (inputs, labels), two tensors")
+        raise BadInput("data", _describe(batch), "batches (inputs, labels), two tensors")
     if batch[1].is_floating_point():
         dtype = str(batch[1].dtype).removeprefix("torch.")
         raise BadInput("data", f"labels of {dtype}", "classes as whole numbers")
@@ -115,7 +115,7 @@ def is_pair(batch: Any) -> bool:
     )
 
 
-def _described(batch: object) -> str:
+def _describe(batch: object) -> str:
     if isinstance(batch, list | tuple):
         return f"a batch ({', '.join(type(x).__name__ for x in batch)})"
     keys = f" of {', '.join(map(str, batch))}" if isinstance(batch, dict) else ""

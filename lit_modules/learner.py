@@ -17,7 +17,7 @@ from apprentice import keyed, replicas
 from apprentice.batch import Batch
 from apprentice.errors import BadInput, reason
 from apprentice.keyed import Dropout, unkeyed
-from lit_modules.labels import checked, is_pair
+from lit_modules.labels import is_pair, require_batch
 from lit_modules.loss_scale import HOPELESS, LossScales
 from lit_modules.nets import giving_logits, globalise, has_no_running_statistics
 from lit_modules.nets.batch_norm import of_own_rows
@@ -95,9 +95,9 @@ class Learner(RunMetrics):
         """
         raise NotImplementedError
 
-    def look_at(self, batch: Any) -> None:
+    def inspect_labels(self, batch: Any) -> None:
         """Also keep what the labels of a plain pair of texts weigh, for a strategy that cuts it in shards."""
-        super().look_at(batch)
+        super().inspect_labels(batch)
         if is_pair(batch):
             self._label_weight = Batch.of(batch, 0, shared=False).label_weight
 
@@ -111,7 +111,7 @@ class Learner(RunMetrics):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """This rank's part of the loss of all runs."""
-        batch = Batch.of(checked(batch), self.batches_done)
+        batch = Batch.of(require_batch(batch), self.batches_done)
         self._label_weight = batch.label_weight
         loss, parts = self.shard_step(batch)
         self.on_global_batch(global_means(parts, batch), batch.count)
@@ -135,7 +135,7 @@ class Learner(RunMetrics):
         """Some rows of a global batch, or all of them; a plain pair does not say what its labels weigh."""
         if isinstance(batch, Batch):
             return batch
-        rows = Batch.of(checked(batch), self.batches_done)
+        rows = Batch.of(require_batch(batch), self.batches_done)
         return rows._replace(label_weight=self._label_weight) if replicas.is_shard() else rows
 
     def on_global_batch(self, means: Mapping[str, float], count: int) -> list[nn.Parameter]:
@@ -323,7 +323,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor | None:
     return total.full_tensor() if hasattr(total, "full_tensor") else total
 
 
-def prepared(net: nn.Module) -> nn.Module:
+def prepare_net(net: nn.Module) -> nn.Module:
     """The net with BatchNorm over the global batch.
 
     Warns of layers whose noise or statistics are a rank's own, and of BatchNorm without running statistics.

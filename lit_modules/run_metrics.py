@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from apprentice import replicas
 from apprentice.batch import Batch
-from lit_modules.labels import ChecksBatches, checked
+from lit_modules.labels import ChecksBatches, require_batch
 from lit_modules.nets.recorded import Recorded
 from lit_modules.samples import PerSample, fidelity
 from lit_modules.tasks.base import FIDELITY, LABELLED, TOKENS, Task
@@ -138,7 +138,7 @@ class RunMetrics(Recorded, ChecksBatches):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Update the scores with a batch."""
-        batch = Batch.of(checked(batch), 0, shared=False)
+        batch = Batch.of(require_batch(batch), 0, shared=False)
         with self.naming_inputs(batch.inputs):
             predicted = self.predict(batch.inputs)
         for run, logits in predicted.items():
@@ -147,7 +147,7 @@ class RunMetrics(Recorded, ChecksBatches):
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """Update the scores with a batch, and keep the values of its samples."""
-        batch = Batch.of(checked(batch), 0, shared=False)
+        batch = Batch.of(require_batch(batch), 0, shared=False)
         with self.naming_inputs(batch.inputs):
             teacher, predicted = self.beside_teacher(batch.inputs)
         for run, logits in predicted.items():

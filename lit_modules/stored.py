@@ -181,7 +181,7 @@ def _digest(start: bytes, *tensors: Tensor) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-def sizes(stored: Outputs, objectives: Mapping[str, Objective]) -> str:
+def describe_sizes(stored: Outputs, objectives: Mapping[str, Objective]) -> str:
     """The size of all outputs, and of features by the students that read them: `12.3 MiB; 3.4 for at, sp`.
 
     Empty if little is stored, or logits alone.
