@@ -25,7 +25,6 @@ from lit_modules.nets.layers import layer, of_inputs
 from lit_modules.nets.recorded import Spec, made
 from lit_modules.objectives import Objective, Place
 from lit_modules.objectives.base import condensed, of_labelled
-from lit_modules.run_metrics import ACCURACY
 from lit_modules.side_by_side import side_by_side
 from lit_modules.stored import TeacherCache, describe_sizes
 from lit_modules.student import CE, Student, check_parameters, choose_layers
@@ -145,7 +144,7 @@ class Distillation(Learner):
             peers = {peer: other.raw(example) for peer, other in beside.items()}
             known = teacher and in_type_of(teacher, student.net)
             student.build(example, known, self.seed, f"variants.{name}", self._samples, self._labelled, peers)
-            self.of_labels |= {f"{name}/{what}" for what in (*student.of_labels, ACCURACY)}
+            self.of_labels |= {f"{name}/{what}" for what in (*student.of_labels, *self.scores_of(name).trained)}
 
     @property
     def _objectives(self) -> dict[str, Objective]:

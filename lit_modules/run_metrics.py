@@ -15,8 +15,7 @@ from lit_modules.samples import PerSample, fidelity
 from lit_modules.tasks.base import FIDELITY, LABELLED, TOKENS, Task
 from lit_modules.tasks.scores import Scores
 
-ACCURACY = "acc"
-BAR = ("loss", ACCURACY)  # means over runs, for a progress bar
+BAR = ("loss", "acc")  # means over runs, for a progress bar
 
 
 class RunMetrics(Recorded, ChecksBatches):

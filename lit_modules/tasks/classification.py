@@ -79,14 +79,14 @@ class Classification(Task):
             labels = labels._replace(low=IGNORED)
         check_classes(labels, HIDDEN if weighted else 0, classes)
 
-    def kept(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def keep_samples(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Of each sample whether it is right, its predicted class and its label."""
         predicted, labels = (values[name].astype(np.int64) for name in ("predicted", "label"))
         return {"right": values["right"] != 0, "predicted": predicted, "labels": labels}
 
-    def means(self, values: Mapping[str, np.ndarray]) -> dict[str, float]:
+    def average_samples(self, values: Mapping[str, np.ndarray]) -> dict[str, float]:
         """Also the calibration error."""
-        return {"ece": calibration_error(values["confidence"], values["right"]), **super().means(values)}
+        return {"ece": calibration_error(values["confidence"], values["right"]), **super().average_samples(values)}
 
 
 def calibration_error(confidence: np.ndarray, right: np.ndarray) -> float:
@@ -107,6 +107,7 @@ class ClassScores(Scores):
     """
 
     names: tuple[str, ...] = ("acc", "correct")
+    trained = ("acc",)
     sampled = ("right", "predicted", "confidence", "label")
 
     def __init__(self, num_classes: int, metric: ClassMetric = "accuracy") -> None:

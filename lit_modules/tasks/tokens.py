@@ -63,7 +63,7 @@ class Tokens(Task):
             return {TOKENS: batch.labels.new_full(batch.labels.shape[:1], batch.labels.shape[1])}
         return {TOKENS: counted(batch.labels).sum(1)}
 
-    def kept(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def keep_samples(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """The bits per character of each text that has a token that counts."""
         return {"sample_bpc": values["bpc"][values["tokens"] > 0]}
 
@@ -76,6 +76,7 @@ class TokenScores(Scores):
     """
 
     names = ("loss", "bpc", "perplexity")
+    trained = ("bpc",)
     sampled = ("bpc", "tokens")
 
     def __init__(self, tokens_per_character: float = 1.0) -> None:

@@ -25,6 +25,7 @@ DISTANCE = replace(
 
 class Distances(Scores):
     names = ("distance", "loss")
+    trained = ("distance",)
     sampled = ("far", "predicted", "label")
 
     def __init__(self) -> None:
@@ -58,11 +59,11 @@ class Grades(Classification):
         grades = torch.arange(logits.shape[-1])
         return (logits.softmax(-1) * (grades - labels[:, None]).abs()).sum(-1)
 
-    def kept(self, values: Any) -> dict[str, Any]:
+    def keep_samples(self, values: Any) -> dict[str, Any]:
         predicted, labels = (values[name].astype(np.int64) for name in ("predicted", "label"))
         return {"far": values["far"], "predicted": predicted, "labels": labels}
 
-    def means(self, values: Any) -> dict[str, float]:
+    def average_samples(self, values: Any) -> dict[str, float]:
         return {}
 
 
