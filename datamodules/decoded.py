@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from apprentice.errors import BadInput
-from datamodules.encoded import Encoded, told
+from datamodules.encoded import Encoded, with_progress
 from datamodules.splits import Split
-from datamodules.streams import Streamed, read_batches
+from datamodules.streams import Streamed
 
 CHUNK = 64  # images that a worker decodes at once
 SUM = np.dtype("<u4")  # of a checksum
@@ -55,8 +55,9 @@ class Decoded:
                     f"a folder on a disk with room for {need / 1e9:.2f} GB of images; {free / 1e9:.2f} GB are free"
                 )
                 raise BadInput("data.cache_dir", folder, expected)
-            each = read_batches(Streamed(encoded, workers), missing.split(CHUNK))
-            for slots, split in told(zip(missing.split(CHUNK), each, strict=True), len(missing), CHUNK):
+            places_of_chunks = missing.split(CHUNK)
+            chunks = zip(places_of_chunks, read_batches(Streamed(encoded, workers), places_of_chunks), strict=True)
+            for slots, split in with_progress(chunks, len(missing), CHUNK):
                 for slot, pixels in zip(slots.tolist(), split.inputs.numpy(), strict=True):
                     sums[slot] = self._write(file, slot, pixels)
         self.sums = sums[places.numpy()]
