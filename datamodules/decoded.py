@@ -17,7 +17,7 @@ from torch import Tensor
 from apprentice.errors import BadInput
 from datamodules.encoded import Encoded, with_progress
 from datamodules.splits import Split
-from datamodules.streams import Streamed
+from datamodules.streams import Streamed, read_batches
 
 CHUNK = 64  # images that a worker decodes at once
 SUM = np.dtype("<u4")  # of a checksum
