@@ -8,6 +8,9 @@ from torch.nn import functional as F
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
 
+from apprentice.batch import label_mask
+from lit_modules.objectives.base import widen
+
 
 class PerSample(Metric):
     """Values of single samples by name, in the order of their places in the data set."""
