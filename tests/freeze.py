@@ -28,6 +28,7 @@ from tests.processes import Run
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "tests" / "frozen"
+OF_A_CALL = {"out", "resume", "overwrite", "list_layers"}  # which config.yaml does not have
 
 KD = (
     "kd --teacher LightNN --seeds 1 --trainer.max_epochs 2 --data.train_size 150 --data.test_size 50 "
