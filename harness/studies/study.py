@@ -27,12 +27,14 @@ Row = TypeVar("Row", bound=Mapping[str, Any])  # an entry of results.json
 class Header(TypedDict, total=False):
     """What results.json has above its rows; some keys are of one study alone."""
 
+    format: int
     experiment: str
     data: dict[str, Any]
     fingerprint: str
     hardware: dict[str, Any]
     versions: dict[str, str]
     config: dict[str, Any]
+    free: list[str]  # names of settings that figures do not depend on
     commits: list[str | None]
     failed: dict[str, str]
     peak: dict[str, Any]
@@ -59,7 +61,7 @@ class Study(Generic[Row]):
         self.failed: dict[str, str] = {}  # one-line reasons by name
         self.header: Header = {
             "experiment": run.name, "hardware": environment.hardware() | how, "versions": environment.versions(),
-            "config": run.parser.as_dict(run.config),
+            "config": run.parser.as_dict(run.config), "free": run.parser.free,
         }  # fmt: skip
         if run.config.resume and (self.out / "results.json").exists():
             with reading(self.out, "out"):

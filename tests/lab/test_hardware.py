@@ -28,7 +28,7 @@ from tests.training import classifier, net
 
 QUICK = ["--data.batch_size", "8", "--data.train_size", "20", "--data.validation_size", "0", "--steps", "4"]
 LIGHT = [*QUICK, "--net", "LightNN"]
-KEYS = {"experiment", "hardware", "versions", "commits", "config", "rows"}
+KEYS = {"experiment", "hardware", "versions", "commits", "config", "free", "rows"}
 COLUMNS = {
     "strategy", "devices", "exact", "images_per_second", "speedup", "state_bytes_per_rank", "bytes_sent_per_step",
     "first_difference", "max_difference", "peak_memory_per_rank", "hidden_share", "step_ms", "threads_per_rank",
@@ -373,7 +373,7 @@ def test_what_was_not_measured_is_told_apart_from_nothing() -> None:
     assert shown == ["fsdp", "2", "1,234", "1.90", "2", "—", "—", "—", "0", "not finite"]
     config = {"net": {"class_path": "my.Net"}, "data": {"class_path": "my.Data"}}
     rows: Any = [{**row, "strategy": "single", "threads_per_rank": 2}, row]
-    page = report({"config": config, "hardware": {}, "versions": {}}, rows, {"hsdp": "no"}).markdown("hardware")
+    page = report({"config": config, "hardware": {}, "versions": {}, "free": []}, rows, {"hsdp": "no"}).markdown("hardware")
     assert "Net on Data" in page
     assert "single 2, fsdp 1" in page
     assert "hsdp: no." in page

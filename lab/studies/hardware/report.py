@@ -24,7 +24,8 @@ def report(header: Header, rows: Sequence[Row], missing: Mapping[str, str]) -> R
     """Build the report from results.json's content and the reasons why strategies are missing."""
     config = header["config"]
     net, data = (config[key]["class_path"].rpartition(".")[2] for key in ("net", "data"))
-    lines = {"Model": f"{net} on {data}", "Settings": "; ".join(settings(config)), **machine(header)}
+    known = settings(config, header["free"])
+    lines = {"Model": f"{net} on {data}", "Settings": "; ".join(known), **machine(header)}
     text: list[Part] = [table(rows), COLUMNS]
     if len({row["threads_per_rank"] for row in rows}) > 1:
         threads = ", ".join(f"{row['strategy']} {row['threads_per_rank']}" for row in rows)
