@@ -373,7 +373,8 @@ def test_what_was_not_measured_is_told_apart_from_nothing() -> None:
     assert shown == ["fsdp", "2", "1,234", "1.90", "2", "—", "—", "—", "0", "not finite"]
     config = {"net": {"class_path": "my.Net"}, "data": {"class_path": "my.Data"}}
     rows: Any = [{**row, "strategy": "single", "threads_per_rank": 2}, row]
-    page = report({"config": config, "hardware": {}, "versions": {}, "free": []}, rows, {"hsdp": "no"}).markdown("hardware")
+    header: Any = {"config": config, "hardware": {}, "versions": {}, "free": []}
+    page = report(header, rows, {"hsdp": "no"}).markdown("hardware")
     assert "Net on Data" in page
     assert "single 2, fsdp 1" in page
     assert "hsdp: no." in page
