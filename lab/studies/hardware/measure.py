@@ -230,7 +230,7 @@ class Bench:
 def difference(weights: Weights, others: Weights, in_bits: bool = False) -> float | int:
     """Of one net's weights the largest absolute difference, NaN if any is; or the number of bits that differ."""
     if {name: x.shape for name, x in weights.items()} != {name: x.shape for name, x in others.items()}:
-        raise ValueError("expected the weights of one net twice")
+        raise BadInput("weights", [*weights], "the weights of one net twice")
     pairs = [(x.flatten(), others[name].flatten()) for name, x in weights.items() if x.numel()]
     if in_bits:
         changed = [x.view(torch.uint8) ^ y.view(torch.uint8) for x, y in pairs]
