@@ -37,7 +37,7 @@ COLUMNS = (
 )
 
 
-class Study(study.Study):
+class Study(study.Study[Facts]):
     """Exports and measures formats of a net; rows are named by `format`."""
 
     key = "format"
@@ -61,7 +61,7 @@ class Study(study.Study):
             self._measure(make())
         self.header["failed"] = self.failed
         notes = [f"{file} is left out: {fault}" for file, fault in self.failed.items()]
-        self.finish(report(self.write(FILES), notes))
+        self.finish(report({**self.header, "rows": self.write(FILES)}, notes))
 
     def _has_files(self, row: Facts) -> bool:
         """Whether all files of a format were written and are there."""
