@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -10,15 +11,17 @@ from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 from harness import cli
 from harness.cli.classes import imported
 from harness.cli.signatures import options_of
+from harness.reports.measures import FIGURES
+from harness.runs.tensorboard import open_writer
 
 # TensorBoard ticks five settings and five metrics, settings first, in the order of their names if all are said to
 # differ. So the score is a setting too, and four settings say in words what all the others are.
 SCORES = ("acc", "bpc")  # in every table; another, by which a run is judged, in its own
 TICKED = ("net", "objective", "seed", "training")  # beside the score
 METRICS = {
-    "test/loss": "test loss", "cost/parameters": "parameters", "cost/train_flops": "FLOPs of training",
-    "cost/step_ms": "ms a step",
-}  # fmt: skip
+    "test/loss": "test loss",
+    **{f"cost/{figure.key}": figure.curve for figure in FIGURES if figure.curve},
+}
 ALWAYS = ("lr", "batch_size")  # written even where they are the default
 
 
@@ -67,6 +70,27 @@ def settings(config: Namespace) -> dict[str, Any]:
 def options_of_all(config: Namespace) -> list[str]:
     """Names of the options of all objectives of an experiment."""
     return sorted({name for choice in getattr(config, "variants", {}).values() for name in choice.init_args})
+
+
+def log_run(
+    folder: Path, row: Mapping[str, Any], figures: Mapping[str, float | None], score: str, more: Iterable[str] = ()
+) -> None:
+    """Write a finished run's row, and figures of its cost as scalars beside its curves.
+
+    Args:
+        folder: of the run.
+        row: its settings and its score by name.
+        figures: by key.
+        score: the name of what nets are judged by.
+        more: names of settings that other rows have.
+    """
+    with open_writer(folder, ".hparams") as writer:
+        for figure in FIGURES:
+            value = figures.get(figure.key)
+            if figure.curve and value is not None:
+                writer.add_scalar(f"cost/{figure.key}", value)
+        for summary in summaries(row, score, more):
+            writer._get_file_writer().add_summary(summary)
 
 
 def summaries(row: Mapping[str, Any], score: str, more: Iterable[str] = ()) -> list[Summary]:
