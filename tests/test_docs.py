@@ -87,6 +87,14 @@ def test_every_page_is_in_the_list_of_pages() -> None:
     assert sorted([*listed, "README.md"]) == sorted(page.name for page in ROOT.glob("docs/*.md"))
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name == "docs"], ids=lambda page: page.name)
+def test_a_long_page_says_what_it_answers_and_what_to_read_next(page: Path) -> None:
+    lines = page.read_text().splitlines()
+    if len(lines) > 150:
+        assert lines[2].startswith("This page answers: ")
+        assert lines[-1].startswith("Next: [")
+
+
 def public_names() -> dict[str, list[str]]:
     """The names in the table of docs/public-api.md, by module."""
     rows = re.findall(r"^\| `([\w.]+)` \| (.*) \|$", (ROOT / "docs" / "public-api.md").read_text(), re.MULTILINE)
