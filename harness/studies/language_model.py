@@ -11,7 +11,6 @@ from apprentice.errors import BadInput
 from datamodules import Subwords, Text, Vocabulary, vocabulary_of
 from harness.reports import html
 from harness.reports.measures import PARAMETERS
-from harness.reports.metrics import BITS
 from harness.reports.pages import head, planned_epochs, say_epochs
 from harness.reports.results import load_results
 from harness.reports.tables import Table, paragraph, short
@@ -24,6 +23,7 @@ from harness.runs.tensorboard import indented, log_text
 from harness.studies.fits import Candidate, log_means, train
 from lit_modules import nets
 from lit_modules.language_model import LitLanguageModel
+from lit_modules.tasks import BITS
 
 NAME = "gpt"  # of the experiment, of its fit and of the net's folder
 

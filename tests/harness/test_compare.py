@@ -12,7 +12,6 @@ import pytest
 
 import datamodules
 from harness.reports.interactive import save_results
-from harness.reports.metrics import BITS
 from harness.reports.results import Results, combine
 from harness.reports.uncertainty import paired_interval
 from harness.runs.files import write_json
@@ -20,6 +19,7 @@ from harness.runs.records import FORMAT, FitRecord, Header, NetRecord
 from harness.studies.compare import compare, load_runs, text
 from harness.studies.compare.comparison import CONFOUNDED
 from harness.studies.compare.page import markdown
+from lit_modules.tasks import BITS
 from tests.bake_off_facts import CE, FAILED, KD, TEST, gpt, header, quantized, results, student, teacher
 
 SCRIPT = Path(__file__).parents[2] / "experiments" / "compare.py"
