@@ -49,7 +49,7 @@ def settings(config: Namespace) -> dict[str, Any]:
     limit = "epochs" if trainer["max_epochs"] not in {None, -1} else "steps"
     length, precision = trainer[f"max_{limit}"], trainer["precision"] or "32-true"
     method = next(key for key in ("optimizer", "model") if hasattr(config, key))
-    rates = [(key, choice) for key in (method, "scheduler") if (choice := getattr(config, key, None)) is not None]
+    rates = [(key, choice) for key in (method, "scheduler") if (choice := vars(config).get(key)) is not None]
     strategy = trainer["strategy"].name if isinstance(trainer["strategy"], cli.Choice) else str(trainer["strategy"])
     parts = [*(words(choice, key) for key, choice in rates), words(data, "data"), f"{length} {limit}"]
     parts += [
@@ -69,7 +69,7 @@ def settings(config: Namespace) -> dict[str, Any]:
 
 def options_of_all(config: Namespace) -> list[str]:
     """Names of the options of all objectives of an experiment."""
-    return sorted({name for choice in getattr(config, "variants", {}).values() for name in choice.init_args})
+    return sorted({name for choice in vars(config).get("variants", {}).values() for name in choice.init_args})
 
 
 def log_run(

@@ -41,7 +41,7 @@ class Header:
 
     def __post_init__(self) -> None:
         for name in ("data", "hardware", "versions", "config", "fingerprint"):
-            if not isinstance(getattr(self, name), dict):
+            if not isinstance(vars(self)[name], dict):
                 raise TypeError(f"{name} is none")
         self.data["name"]  # or it is none of ours
 
@@ -52,7 +52,7 @@ class Header:
 
     def to_json(self) -> dict[str, Any]:
         """Write it side by side with the number of the format."""
-        return {"format": FORMAT, **{name: getattr(self, name) for name in Header.__dataclass_fields__}}
+        return {"format": FORMAT, **{name: vars(self)[name] for name in Header.__dataclass_fields__}}
 
 
 @dataclass(frozen=True)
