@@ -69,7 +69,7 @@ def head(run: Header, metric: Metric, pooled: Sequence[str] = ()) -> str:
         "Data": f"{data['name']}: {', '.join(sizes)} {metric.counted}",
         "Seeds": ", ".join(map(str, run.seeds)),
         "Pooled from": ", ".join(pooled),
-        "Settings": "; ".join(settings(run.config)),
+        "Settings": "; ".join(settings(run.config, run.free)),
         **machine(vars(run)),
     }
     listing = "\n".join(f"- {name}: {value}" for name, value in lines.items() if value)

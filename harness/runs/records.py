@@ -25,6 +25,7 @@ class Header:
         hardware: facts of the machine.
         versions: of packages.
         config: the settings.
+        free: those on which no result depends.
         seeds: of the run.
         fingerprint: of the samples in each part of the data.
         commits: of the code in each call; None where it is not known.
@@ -35,6 +36,7 @@ class Header:
     hardware: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
+    free: list[str] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)
     fingerprint: dict[str, Any] = field(default_factory=dict)
     commits: list[str | None] = field(default_factory=list)

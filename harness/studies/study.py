@@ -43,7 +43,7 @@ class Study:
         self.header: Facts = {
             "format": FORMAT, "experiment": run.name,
             "hardware": environment.hardware() | how, "versions": environment.versions(),
-            "config": run.parser.as_dict(run.config),
+            "config": run.parser.as_dict(run.config), "free": run.parser.free,
         }  # fmt: skip
         if run.config.resume and (self.out / "results.json").exists():
             with reading(self.out, "out"):

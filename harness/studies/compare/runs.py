@@ -120,6 +120,10 @@ class Run:
         name = self.experiment.baseline
         return f"{self.name}/{name}" if name in self.entries else None
 
+    def is_free(self, flag: str) -> bool:
+        """Whether no result depends on a setting, or on what it is an option of."""
+        return any(flag == name or flag.startswith(f"{name}.") for name in self.results.free)
+
     @property
     def data(self) -> type[datamodules.InMemoryData]:
         """The class of its data; the base class where it is not one of ours."""

@@ -88,7 +88,8 @@ class Study(study.Study):
         self.header["failed"] = self.failed
         notes = [f"{file} is left out: {fault}" for file, fault in self.failed.items()]
         results = self.write(FILES)
-        head = {"Data": words(results["data"]), **machine(results), "Settings": "; ".join(settings(results["config"]))}
+        shown = "; ".join(settings(results["config"], results["free"]))
+        head = {"Data": words(results["data"]), **machine(results), "Settings": shown}
         self.finish(report(head, _rows(results["rows"]), notes))
 
     def _has_files(self, row: Row) -> bool:
