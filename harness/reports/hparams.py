@@ -13,10 +13,12 @@ from harness.cli.classes import imported
 from harness.cli.signatures import options_of
 from harness.reports.measures import FIGURES
 from harness.runs.tensorboard import open_writer
+from lit_modules.tasks import TASKS
 
 # TensorBoard ticks five settings and five metrics, settings first, in the order of their names if all are said to
 # differ. So the score is a setting too, and four settings say in words what all the others are.
-SCORES = ("acc", "bpc")  # in every table; another, by which a run is judged, in its own
+# The tasks' default scores, in every table; another one, by which a run is judged, is in its own.
+SCORES = tuple(next(iter(task.metrics.values())).score for task in TASKS.values())
 TICKED = ("net", "objective", "seed", "training")  # beside the score
 METRICS = {
     "test/loss": "test loss",

@@ -10,9 +10,10 @@ import numpy as np
 from harness.reports import mistakes
 from harness.reports.figures import GREY, bounds
 from harness.reports.measures import COST, PARAMETERS, Figure
-from harness.reports.metrics import Metric, paired_differences
+from harness.reports.metrics import paired_differences
 from harness.reports.results import NetResults, Results
 from harness.reports.uncertainty import CONFIDENCE, Interval, holm, p_value, paired_interval
+from lit_modules.tasks import Metric
 
 WIDTH, HEIGHT, LINE = 1100, 420, 26
 MATRIX = 340  # pixels of a confusion matrix
