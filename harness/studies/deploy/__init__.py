@@ -63,7 +63,7 @@ class Row:
     files: list[str]
 
 
-class Study(study.Study):
+class Study(study.Study[Mapping[str, Any]]):
     """Exports and measures formats of a net; rows are named by `format`."""
 
     key = "format"
@@ -87,10 +87,9 @@ class Study(study.Study):
             self._measure(make())
         self.header["failed"] = self.failed
         notes = [f"{file} is left out: {fault}" for file, fault in self.failed.items()]
-        results = self.write(FILES)
-        shown = "; ".join(settings(results["config"], results["free"]))
-        head = {"Data": words(results["data"]), **machine(results), "Settings": shown}
-        self.finish(report(head, _rows(results["rows"]), notes))
+        shown = "; ".join(settings(self.header["config"], self.header["free"]))
+        head = {"Data": words(self.header["data"]), **machine(self.header), "Settings": shown}
+        self.finish(report(head, _rows(self.write(FILES)), notes))
 
     def _has_files(self, row: Row) -> bool:
         """Whether all files of a format were written and are there."""
