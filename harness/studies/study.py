@@ -13,7 +13,7 @@ from harness.runs import calls, environment, signals
 from harness.runs.files import read_text, write_json
 from harness.runs.progress import clock
 from harness.runs.quiet import notice
-from harness.runs.records import reading
+from harness.runs.records import FORMAT, check_format, reading
 from harness.runs.session import Session
 
 FIXED = ("devices", "strategy", "accelerator")  # of the Trainer: a resumed fit may change them, figures may not mix
@@ -60,12 +60,14 @@ class Study(Generic[Row]):
         self.rows: dict[str, Row] = {}  # by name
         self.failed: dict[str, str] = {}  # one-line reasons by name
         self.header: Header = {
-            "experiment": run.name, "hardware": environment.hardware() | how, "versions": environment.versions(),
+            "format": FORMAT, "experiment": run.name,
+            "hardware": environment.hardware() | how, "versions": environment.versions(),
             "config": run.parser.as_dict(run.config), "free": run.parser.free,
         }  # fmt: skip
         if run.config.resume and (self.out / "results.json").exists():
             with reading(self.out, "out"):
                 before = json.loads(read_text(self.out / "results.json"))
+                check_format(before, self.out)
                 self._check_same(before, how)
                 self.rows = {row[self.key]: row for row in before["rows"]}
         run.describe()
