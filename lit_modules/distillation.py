@@ -310,10 +310,10 @@ class Distillation(Learner):
         """The logits of all students that have not failed."""
         return self._logits(self(inputs)[1])
 
-    def beside_teacher(self, inputs: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
+    def predict_beside_teacher(self, inputs: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
         """The teacher's logits, and those of `predict`."""
         if not self.has_teacher:
-            return super().beside_teacher(inputs)
+            return super().predict_beside_teacher(inputs)
         self._comparing = True
         try:
             teacher, students = self(inputs)
