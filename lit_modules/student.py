@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from apprentice import keyed
 from apprentice.batch import Batch, Mixed, label_mask
@@ -68,7 +67,7 @@ class Student(nn.Module):
                 self.objective.adapt_teacher(match_dtype(select_view(name, teacher), self.net))
             )
         for peer in self.objective.peers:
-            others[peer] = tree_map(Tensor.detach, widen_outputs(students[peer]))
+            others[peer] = widen_outputs(students[peer]).map(Tensor.detach)
         mixed = (batch.mixed,) if isinstance(batch.mixed, Mixed) else ()
         return Rows(widen_outputs(students[name]), others, batch.labels, batch.index, mixed)
 

@@ -28,8 +28,12 @@ class Outputs(NamedTuple):
         return self._replace(features={**self.features, **features})
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Outputs":
-        """Apply a function to logits and features."""
+        """Apply a function to the logits and to each feature, in this order."""
         return Outputs(function(self.logits), {path: function(x) for path, x in self.features.items()})
+
+    def tensors(self) -> list[Tensor]:
+        """Return the logits and the features."""
+        return [self.logits, *self.features.values()]
 
 
 class Net(Recorded, nn.Module):
@@ -118,7 +122,7 @@ def cast_inputs(net: nn.Module, inputs: Tensor) -> Tensor:
 
 def match_dtype(outputs: Outputs, net: nn.Module) -> Outputs:
     """Cast another net's float64 outputs to float32, unless this net's parameters are float64."""
-    if all(x.dtype != torch.float64 for x in (outputs.logits, *outputs.features.values())):
+    if all(x.dtype != torch.float64 for x in outputs.tensors()):
         return outputs
     if any(p.dtype == torch.float64 for p in net.parameters()):
         return outputs
