@@ -27,9 +27,10 @@ import strategies
 from apprentice.errors import BadInput
 from harness import cli
 from harness.runs.session import load_data, session
-from harness.studies.fits import learning, make_net
+from harness.studies.fits import learning
 from harness.studies.hardware import Bench, Cases, Study
 from harness.studies.isolation import default_devices, one_thread, usual_threads
+from harness.studies.nets import make_net
 from lit_modules import nets
 from lit_modules.classifier import LitClassifier
 

@@ -29,8 +29,8 @@ import strategies
 from apprentice.errors import BadInput
 from harness import cli
 from harness.runs.session import session
-from harness.studies.fits import make_net
 from harness.studies.isolation import default_devices, one_thread
+from harness.studies.nets import make_net
 from harness.studies.pipeline import Bench, Case, Cases, Cut, Noise, Options, Study, Task
 from harness.studies.pipeline.cases import TUTORIALS_CUT
 from lit_modules import nets

@@ -1,14 +1,11 @@
-"""The nets and fits of an experiment: a fit leaves its nets and a record in the run's folder and is not repeated."""
+"""Fits of an experiment: each leaves its nets and a record in the run's folder and is not repeated."""
 
 import copy
 import math
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,7 +19,6 @@ from apprentice.errors import BadInput, reason
 from apprentice.keyed import with_seed
 from datamodules import InMemoryData, Text
 from harness import cli
-from harness.cli.classes import imported
 from harness.reports import means, samples
 from harness.reports.metrics import BITS, OF_CLASSES, Metric
 from harness.reports.report import Facts
@@ -31,80 +27,22 @@ from harness.runs import hparams, safepoints
 from harness.runs.files import write_json
 from harness.runs.fit import Fit, fit_and_test
 from harness.runs.launch import is_main_process, main_first
-from harness.runs.nets import Spec, load_net, read_spec, save_checkpoint, save_net, spec
+from harness.runs.nets import Spec, load_net, read_spec, save_checkpoint, save_net
+from harness.runs.plans import Arm, FitPlan
 from harness.runs.progress import progress
 from harness.runs.quiet import notice
+from harness.runs.remaining import remaining
 from harness.runs.session import Session
 from harness.runs.tensorboard import log_run
 from harness.studies import costs
-from harness.studies.callbacks import drop_unsuited
-from harness.studies.classes import match_classes
-from harness.studies.remaining import Plan, remaining
+from harness.studies.nets import make_net, trained_spec
 from lit_modules import nets
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.learner import Learner
-from lit_modules.nets.recorded import Recorded
 from lit_modules.scores import ClassMetric, ClassScores, TokenScores
 
 LONG = 60.0  # seconds of a fit whose steps may take long to time
-
-
-@dataclass
-class Candidate:
-    """One of the nets that a fit trains."""
-
-    net: nn.Module  # the bare net, which is exported
-    spec: Spec  # how to rebuild it
-    objective: str  # name of what it learns by
-    options: Mapping[str, Any]  # of the objective
-    settings: Namespace | None = None  # what it is trained with, if not with the run's
-    replaced: str | None = None  # the class of its net, if its objective made that from the one that was chosen
-
-
-Make = Callable[[], tuple[Learner, dict[str, Candidate]]]
-
-
-def make_net(config: Namespace, key: str, seed: int, given: Mapping[str, Any], double: bool = False) -> nn.Module:
-    """The net chosen under a key, its first weights from the seed alone; `given` are arguments that the data fixes."""
-    choice = cli.chosen(config, key)
-    members = {name: [load_net(folder, f"{key}.{name}") for folder in of] for name, of in folders(choice).items()}
-    net: nn.Module = nets.giving_logits(with_seed(seed, lambda: cli.build(choice, key, **given, **members)))
-    return net.double() if double else net
-
-
-def folders(choice: cli.Choice) -> dict[str, list[str]]:
-    """The folders of trained nets that an ensemble is made of, by the option that names them."""
-    is_ensemble = issubclass(imported(choice.class_path, ""), nets.Ensemble)
-    return {"members": choice.init_args["members"]} if is_ensemble else {}
-
-
-def make_candidate(
-    run: Session, key: str, seed: int, objective: str, options: Mapping[str, Any], double: bool = False
-) -> Candidate:
-    """The net chosen under a key as a candidate of a fit, with the options of its objective."""
-    net = make_net(run.config, key, seed, run.data.net_arguments, double)
-    is_trained = isinstance(net, nets.Ensemble)
-    match_classes(run, net, key, cli.chosen(run.config, key).name, trained=not is_trained)
-    return Candidate(net, net_spec(run, key), objective, options)
-
-
-def net_spec(run: Session, key: str) -> Spec:
-    """How to rebuild the net chosen under a key."""
-    choice = cli.chosen(run.config, key)
-    members = {name: [read_spec(folder, f"{key}.{name}") for folder in of] for name, of in folders(choice).items()}
-    arguments = cli.arguments(choice, key, **run.data.net_arguments, **members)
-    net_class = imported(choice.class_path, key)
-    return spec(choice.class_path, net_class.remade_by(arguments) if issubclass(net_class, Recorded) else arguments)
-
-
-def replaced(run: Session, candidate: Candidate, net: nn.Module) -> Candidate:
-    """The candidate of a student, with the net that its objective has put in the place of the student's."""
-    if net is candidate.net:
-        return candidate
-    nets = {"student": candidate.spec, "teacher": net_spec(run, "teacher")}
-    found = spec(f"{type(net).__module__}.{type(net).__name__}", {**nets, "input_shape": run.data.input_shape})
-    return replace(candidate, net=net, spec=found, replaced=type(net).__name__)
 
 
 def learning(config: Namespace, data: InMemoryData) -> dict[str, Any]:
@@ -182,82 +120,66 @@ def check_batch_size(run: Session, *modules: Learner) -> None:
             raise BadInput("data.batch_size", run.data.batch_size, f"at least 2; {reason(error)}") from None
 
 
-def train(
-    run: Session,
-    seed: int,
-    name: str,
-    make: Make,
-    trained: bool = False,
-    keep: bool = False,
-    plan: Plan = MappingProxyType({}),
-    all_labels: bool = False,
-    tested: bool = True,
-    until: int | None = None,
-    **options: Any,
-) -> Facts:
-    """Fit and test a module of one or several candidates, export their nets, measure their costs.
+def fit(run: Session, plan: FitPlan, build: Callable[[FitPlan], Learner], plans: Sequence[FitPlan] = ()) -> Facts:
+    """Fit and test what is planned, export its nets and measure their costs, unless that is done.
 
-    `make` makes the module and its candidates by name, unless the fit of this name is finished. One that was finished
-    with fewer epochs goes on if its last checkpoint was kept (`keep`), and else starts again: the bits are the same.
-    A `trained` module is only tested. `plan` are the fits of the whole run, if there are others. With `all_labels` it
-    learns from those too that `--data.labelled` hides. If it is not `tested`, no cost is measured either; with `until`
-    it ends after that epoch, and only its checkpoint has the nets. `options` of the Trainer replace the user's.
+    A fit that was finished with fewer epochs goes on from its last checkpoint, if that was kept, and else starts again:
+    the bits are the same.
+
+    Args:
+        run: the session, in its folder.
+        plan: the fit.
+        build: builds its module; one that is a single run trains the plan's only arm.
+        plans: all fits of the run.
 
     Returns:
         `fit_seconds`, `max_epochs`, of a distillation `teacher_samples`, which the teacher computed, and whether they
-        were stored, and by the candidates' names `runs`: `objective`, `parameters`, test scores, `step_ms`,
-        `train_flops`, `trained_epochs`, and `failed`: None, or the {"step", "term"} in which the loss stopped being
-        finite.
+        were stored, and by the arms' names `runs`: see `measure`.
 
     Raises:
         Interrupted: the user asked to stop; the checkpoint has what was trained.
     """
-    folder = run.out / f"seed{seed}"
-    record, checkpoint = folder / f"{name}.json", folder / f"{name}.ckpt"
-    epochs = None if trained else options.get("max_epochs", run.config.trainer.init_args["max_epochs"])
+    record, checkpoint = plan.record(run.out), plan.checkpoint(run.out)
     before: Facts = load_record(record) if record.exists() else {}
-    if before and before.get("max_epochs", epochs) == epochs:
-        if is_main_process() and not keep:
+    if before and before["max_epochs"] == plan.epochs:
+        if is_main_process() and not plan.keeps_checkpoint:
             checkpoint.unlink(missing_ok=True)  # the process may have been killed just before
         return before
-    with main_first(f"{folder.name} {name}"):
-        extended = _extended(run, f"seed {seed} {name}", checkpoint, before.get("max_epochs"), epochs)
-    run.data.order_seed, run.data.hides_labels = seed, not all_labels
-    module, candidates = make()
-    fit = fit_and_test(
-        module, run.data, partial(run.trainer, **options), checkpoint, runs=list(candidates), trained=trained,
-        every=run.config.checkpoint_every, tensorboard=run.tensorboard, extended=extended,
-        more=run.loggers(f"{folder.name}/{name}"), suited=partial(drop_unsuited, run, f"seed {seed} {name}", module),
-        score=judged_by(run.config, run.data).score, tested=tested, until=until,
-        show=progress(f"seed {seed} {name:8}", remaining(run, plan, seed, name)),
-    )  # fmt: skip
-    facts: Facts = {"fit_seconds": fit.seconds, "max_epochs": epochs, "runs": {}}
+    with main_first(f"seed{plan.seed} {plan.name}"):
+        extended = _extends(run, plan, before.get("max_epochs"))
+    run.data.order_seed, run.data.hides_labels = plan.seed, not plan.all_labels
+    module = build(plan)
+    trained = [(arm, module.net_of(_run_of(module, arm))) for arm in plan.arms]
+    exports = [(arm, net, trained_spec(run, arm.net, net)) for arm, net in trained]  # strategies may change its class
+    show = progress(f"seed {plan.seed} {plan.name:8}", remaining(run.out, plans, plan))
+    outcome = fit_and_test(run, plan, module, judged_by(run.config, run.data).score, extended, show)
+    facts: Facts = {"fit_seconds": outcome.seconds, "max_epochs": plan.epochs, "runs": {}}
     if isinstance(module, Distillation):
         facts |= {"teacher_samples": module.asked, "teacher_stored": module.stored}
     if is_main_process():
-        module.to(fit.device)  # a fit on a GPU ends on the CPU
-        for key, candidate in candidates.items():
-            if tested and fit.seconds is not None and fit.seconds > LONG:
-                notice(f"seed {seed} {name:8}  timing a step of {key}")
-            facts["runs"][key] = found = _facts(module, key if key in module.runs else "", candidate, fit, run.data)
-            if until is None:
-                save_net(candidate.net, candidate.spec, folder / key, getattr(run.data, "class_names", ()))
-            if run.tensorboard:
-                log_row(run, seed, candidate, found, folder / key)
+        module.to(outcome.device)  # a fit on a GPU ends on the CPU
+        for arm, net, spec in exports:
+            if plan.tested and outcome.seconds is not None and outcome.seconds > LONG:
+                notice(f"seed {plan.seed} {plan.name:8}  timing a step of {arm.name}")
+            facts["runs"][arm.name] = measured = measure(module, arm, outcome, run.data)
+            if spec["class_path"] != cli.chosen(run.config, arm.net).class_path:
+                measured["net"] = type(net).__name__
+            save(run, plan, arm, net, spec, measured)
         write_json(record, facts)
-        if not keep:
+        if not plan.keeps_checkpoint:
             checkpoint.unlink(missing_ok=True)
     wait_for_main()
     return facts
 
 
-def _extended(run: Session, label: str, checkpoint: Path, done: int | None, epochs: int | None) -> bool:
-    """Whether a checkpoint is of a fit of fewer epochs, from which one of `epochs` goes on; deletes it if none can.
+def _extends(run: Session, plan: FitPlan, done: int | None) -> bool:
+    """Whether the checkpoint is of a fit of fewer epochs, from which the planned one goes on.
 
-    `done` are the epochs of the fit's record.
+    Deletes the checkpoint if none can. `done` are the epochs of the fit's record.
     """
+    checkpoint = plan.checkpoint(run.out)
     had = safepoints.max_epochs(safepoints.read(checkpoint)) if checkpoint.exists() else None
-    if epochs is None or had == epochs or (had is None and done is None):
+    if plan.epochs is None or had == plan.epochs or (had is None and done is None):
         return False
     why = "" if had else "the folder has no checkpoint of it"
     if run.config.trainer.init_args["callbacks"]:
@@ -266,10 +188,82 @@ def _extended(run: Session, label: str, checkpoint: Path, done: int | None, epoc
         why = "a teacher's outputs are stored from two epochs on"
     if is_main_process():
         how = f"starts again, as {why}; the result is the same" if why else "goes on"
-        print(f"{label}: from {done or had} to {epochs} epochs; {how}", flush=True)
+        print(f"{plan.label}: from {done or had} to {plan.epochs} epochs; {how}", flush=True)
         if why:
             checkpoint.unlink(missing_ok=True)
     return not why
+
+
+def measure(module: Learner, arm: Arm, outcome: Fit, data: InMemoryData) -> Facts:
+    """Measure an arm: `parameters`, test scores, `step_ms`, `train_flops`, `trained_epochs`, `epochs`, `failed`.
+
+    The last is None, or the {"step", "term"} in which the loss stopped being finite.
+    """
+    run = _run_of(module, arm)
+    prefix, failed = f"{run}/test" if run else "test", module.failed.get(run)
+    scores = {} if failed else outcome.scores
+    facts: Facts = {
+        "objective": arm.method.name,
+        "parameters": sum(p.numel() for p in module.net_of(run).parameters()),
+        **{f"test_{name}": scores.get(f"{prefix}/{name}") for name in module.scores_of(run).names},
+        "step_ms": None,
+        "train_flops": None,
+        "failed": failed,
+        "trained_epochs": outcome.epochs,
+        "epochs": list_epochs(module, run),
+    }
+    facts |= samples.recorded(outcome.samples.get(run, {}))
+    if facts.get("test_correct") is not None:
+        facts["test_correct"] = round(facts["test_correct"])
+    if module.samples and scores:  # a loaded net has no training to measure
+        weight, count = next(module.parameters()), min(data.batch_size, data.sizes["train"])
+        inputs, labels = data.samples("train", torch.arange(count), weight.dtype)
+        pair = inputs.to(weight.device), labels.to(weight.device)
+        with outcome.autocast():
+            step = module.step_alone(run, Batch.of(pair, 0, shared=False))
+            if (operations := costs.flops(step)) is not None:
+                facts["train_flops"] = round(operations / len(labels) * module.samples)
+            facts["step_ms"] = costs.milliseconds(step)
+    return facts
+
+
+def _run_of(module: Learner, arm: Arm) -> str:
+    """The name of an arm's run in a module of several, "" in a module that is one run."""
+    return arm.name if arm.name in module.runs else ""
+
+
+def list_epochs(module: Learner, run: str) -> list[dict[str, float | None]]:
+    """Of each epoch a run's values as they were logged, without its name: `train/loss`, `val/acc` and the like.
+
+    None stands for what is infinite, such as a perplexity.
+    """
+    prefix = f"{run}/" if run else ""
+    epochs = []
+    for epoch in module.epochs:
+        values = {name.removeprefix(prefix): x for name, x in epoch.items() if name.startswith(prefix)}
+        epochs.append({name: x if math.isfinite(x) else None for name, x in values.items()})
+    return [values for values in epochs if values]
+
+
+def save(run: Session, plan: FitPlan, arm: Arm, net: nn.Module, spec: Spec, facts: Facts) -> None:
+    """Write an arm's net, unless its fit is to go on, and its row in TensorBoard."""
+    folder = plan.folder(run.out) / arm.name
+    if plan.until is None:
+        save_net(net, spec, folder, getattr(run.data, "class_names", ()))
+    if run.tensorboard:
+        log_row(run, plan.seed, arm, spec, facts)
+
+
+def log_row(run: Session, seed: int, arm: Arm, spec: Spec, facts: Facts) -> None:
+    """Write an arm's row in TensorBoard's HPARAMS tab."""
+    score, options = judged_by(run.config, run.data).score, arm.method.init_args
+    net = cli.Choice(spec["class_path"], spec["init_args"])
+    row = {
+        score: facts[f"test_{score}"], "net": hparams.words(net, "net", run.data.net_arguments), "seed": str(seed),
+        "objective": hparams.call(arm.method.name, options), **hparams.settings(arm.settings(run.config)), **options,
+    }  # fmt: skip
+    costs = {f"cost/{name}": facts.get(name) for name in ("parameters", "train_flops", "step_ms")}
+    log_run(run.out / f"seed{seed}" / arm.name, row, costs, score, hparams.options_of_all(run.config))
 
 
 def save_classifier(run: Session, seed: int, net: str) -> None:
@@ -279,19 +273,6 @@ def save_classifier(run: Session, seed: int, net: str) -> None:
     module = LitClassifier(loaded, run.data.num_classes, seed=seed, **learning(run.config, run.data))
     module.hparams["net"] = read_spec(folder, "out")  # also of a net that is no `lit_modules.nets.Net`
     save_checkpoint(module, folder / "classifier.ckpt")
-
-
-def log_row(run: Session, seed: int, candidate: Candidate, found: Facts, folder: Path) -> None:
-    """Write a net's row in TensorBoard's HPARAMS tab."""
-    score, given, options = judged_by(run.config, run.data).score, run.data.net_arguments, candidate.options
-    net = cli.Choice(candidate.spec["class_path"], candidate.spec["init_args"])
-    row = {
-        score: found[f"test_{score}"], "net": hparams.words(net, "net", given), "seed": str(seed),
-        "objective": hparams.call(candidate.objective, options), **hparams.settings(candidate.settings or run.config),
-        **options,
-    }  # fmt: skip
-    costs = {f"cost/{name}": found.get(name) for name in ("parameters", "train_flops", "step_ms")}
-    log_run(folder, row, costs, score, hparams.options_of_all(run.config))
 
 
 def log_means(run: Session, nets: Sequence[str]) -> None:
@@ -307,53 +288,6 @@ def wait_for_main() -> None:
 
 
 def failure(facts: Facts, name: str) -> str | None:
-    """In which term and step a candidate's loss stopped being finite."""
+    """In which term and step an arm's loss stopped being finite."""
     fault = facts["runs"].get(name, {}).get("failed")
     return fault and f"its {fault['term']} is not finite at step {fault['step']}"
-
-
-def course(module: Learner, run: str) -> list[dict[str, float | None]]:
-    """Of each epoch a run's values as they were logged, without its name: `train/loss`, `val/acc` and the like.
-
-    None stands for what is infinite, such as a perplexity.
-    """
-    prefix = f"{run}/" if run else ""
-
-    def finite(value: float) -> float | None:
-        return value if math.isfinite(value) else None
-
-    own = (
-        {name.removeprefix(prefix): finite(x) for name, x in each.items() if name.startswith(prefix)}
-        for each in module.epochs
-    )
-    return [values for values in own if values]
-
-
-def _facts(module: Learner, run: str, candidate: Candidate, fit: Fit, data: InMemoryData) -> Facts:
-    prefix = f"{run}/test" if run else "test"
-    failed, names = module.failed.get(run), module.scores_of(run).names
-    facts: Facts = {
-        "objective": candidate.objective,
-        "parameters": sum(p.numel() for p in candidate.net.parameters()),
-        **{f"test_{name}": None if failed or not fit.scores else fit.scores[f"{prefix}/{name}"] for name in names},
-        "step_ms": None,
-        "train_flops": None,
-        "failed": failed,
-        "trained_epochs": fit.epochs,
-        "epochs": course(module, run),
-    }
-    facts |= samples.recorded(fit.samples.get(run, {}))
-    if candidate.replaced:
-        facts["net"] = candidate.replaced
-    if facts.get("test_correct") is not None:
-        facts["test_correct"] = round(facts["test_correct"])
-    if module.samples and not failed and fit.scores:  # a loaded net has no training to measure
-        weight, count = next(module.parameters()), min(data.batch_size, data.sizes["train"])
-        inputs, labels = data.samples("train", torch.arange(count), weight.dtype)
-        pair = inputs.to(weight.device), labels.to(weight.device)
-        with fit.autocast():
-            step = module.step_alone(run, Batch.of(pair, 0, shared=False))
-            if (operations := costs.flops(step)) is not None:
-                facts["train_flops"] = round(operations / len(labels) * module.samples)
-            facts["step_ms"] = costs.milliseconds(step)
-    return facts

@@ -3,7 +3,6 @@
 import json
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,26 +17,28 @@ from harness.reports.tables import Table, count, paragraph, short
 from harness.runs.files import read_text, write_json, write_text
 from harness.runs.launch import is_main_process
 from harness.runs.nets import load_net, read_spec
+from harness.runs.plans import Arm, FitPlan
 from harness.runs.session import Session
 from harness.runs.tensorboard import indented, log_text
-from harness.studies.fits import Candidate, failure, log_means, train
+from harness.studies.fits import failure, fit, log_means
 from lit_modules import nets
 from lit_modules.language_model import LitLanguageModel
 
 NAME = "gpt"  # of the experiment, of its fit and of the net's folder
 
 
-def run_study(run: Session, make: Callable[[Session, int], tuple[LitLanguageModel, dict[str, Candidate]]]) -> None:
+def run_study(run: Session, build: Callable[[Session, int], LitLanguageModel]) -> None:
     """Train and test a net for each seed, let each write, then print and save the table."""
     run.describe()
-    out, fits, vocabulary = run.out, [], cast("Text", run.data).vocabulary
+    out, records, vocabulary = run.out, [], cast("Text", run.data).vocabulary
     log_means(run, [NAME])
-    plan = dict.fromkeys(((seed, NAME) for seed in run.config.seeds), run.config.trainer.init_args["max_epochs"])
-    for seed in run.config.seeds:
-        fits.append(train(run, seed, NAME, partial(make, run, seed), plan=plan))
-        if fault := failure(fits[-1], NAME):
+    arm, epochs = Arm(NAME, "net"), run.config.trainer.init_args["max_epochs"]
+    plans = [FitPlan(seed, NAME, (arm,), epochs) for seed in run.config.seeds]
+    for plan in plans:
+        records.append(fit(run, plan, lambda plan: build(run, plan.seed), plans))
+        if fault := failure(records[-1], NAME):
             rate = run.config.model.init_args["lr"]
-            raise BadInput("model.lr", rate, f"settings that train the net; with seed {seed} {fault}")
+            raise BadInput("model.lr", rate, f"settings that train the net; with seed {plan.seed} {fault}")
     if not is_main_process():
         return
     log_means(run, [NAME])
@@ -50,7 +51,7 @@ def run_study(run: Session, make: Callable[[Session, int], tuple[LitLanguageMode
             log_text(folder, "sample", "\n\n".join(samples[-1]))
     results = run.header() | {
         "metric": {"name": BITS.name, "higher_is_better": False},
-        "runs": [fit["runs"][NAME] | {"fit_seconds": fit["fit_seconds"]} for fit in fits],
+        "runs": [record["runs"][NAME] | {"fit_seconds": record["fit_seconds"]} for record in records],
         "samples": dict(zip(map(str, run.config.seeds), samples, strict=True)),
     }
     shown, first = table(results), samples[0][0]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from harness.studies.setups import wanted
 
 from apprentice.errors import BadInput
 from experiments import compare, kd
@@ -17,7 +18,6 @@ from harness.reports.figures import _spread
 from harness.reports.pages import notes, picture, table
 from harness.reports.results import bake_off_results
 from harness.studies import zoo
-from harness.studies.setups import wanted
 from lit_modules.nets import Outputs
 from lit_modules.objectives import Objective, Term
 from lit_modules.objectives.cross_entropy import ce_term

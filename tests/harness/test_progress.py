@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from harness.studies.remaining import Plan, remaining
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
 
@@ -16,7 +17,6 @@ from harness.runs import progress
 from harness.runs.progress import Display, Lines, is_live
 from harness.runs.quiet import quiet
 from harness.studies import remaining as estimate
-from harness.studies.remaining import Plan, remaining
 from strategies import NAMES
 from tests.processes import Run
 from tests.terminal import on_terminal

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from harness.studies.setups import Setup
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -22,7 +23,6 @@ from harness.runs.session import session
 from harness.studies import distillation, fits, tuning
 from harness.studies.compare.pool import pool
 from harness.studies.compare.runs import load_run
-from harness.studies.setups import Setup
 from harness.studies.tuning import rungs
 from tests.commands import refused, results
 from tests.figures import sketch

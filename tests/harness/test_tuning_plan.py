@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from harness.studies.setups import Setup
 
 from apprentice.errors import BadInput
 from experiments import kd
 from harness.reports.metrics import ACCURACY, BITS
 from harness.runs.session import Session
 from harness.studies import distillation, tuning
-from harness.studies.setups import Setup
 from harness.studies.tuning import rungs, spaces, waves
 from lit_modules.objectives.search import Choice, Linear, Log
 
