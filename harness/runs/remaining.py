@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.reports.results import load_record
 from harness.runs.plans import FitPlan
 from harness.runs.progress import Rest, clock
+from harness.runs.records import FitRecord
 
 
 def remaining(out: Path, plans: Sequence[FitPlan], current: FitPlan) -> Rest | None:
@@ -14,9 +14,9 @@ def remaining(out: Path, plans: Sequence[FitPlan], current: FitPlan) -> Rest | N
     An epoch to come takes as long as those of the last finished fit of its name, or as those of this one; where neither
     is known, the time is a lower bound. None where nothing follows.
     """
-    records = {path: load_record(path) for plan in plans if (path := plan.record(out)).exists()}
-    trained = {path: _units(record["max_epochs"]) for path, record in records.items()}
-    known = {path.stem: (record["fit_seconds"] or 0.0) / trained[path] for path, record in records.items()}
+    records = {path: FitRecord.read(path) for plan in plans if (path := plan.record(out)).exists()}
+    trained = {path: _units(record.max_epochs) for path, record in records.items()}
+    known = {path.stem: (record.fit_seconds or 0.0) / trained[path] for path, record in records.items()}
     missing = [(plan.name, _units(plan.epochs) - trained.get(plan.record(out), 0)) for plan in plans if plan != current]
     to_come = [(name, epochs) for name, epochs in missing if epochs > 0]
 

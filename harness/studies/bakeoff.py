@@ -23,13 +23,13 @@ from apprentice.errors import BadInput
 from datamodules import InMemoryData
 from harness.reports.interactive import save_results
 from harness.reports.pages import text
-from harness.reports.report import Facts
-from harness.reports.results import bake_off_results, load_record
+from harness.reports.results import bake_off_results
 from harness.runs import calls, safepoints
 from harness.runs.callbacks import check_callbacks
 from harness.runs.launch import is_main_process, main_first
 from harness.runs.nets import load_net
 from harness.runs.plans import Arm, FitPlan
+from harness.runs.records import FitRecord
 from harness.runs.session import Session
 from harness.studies import zoo
 from harness.studies.arms import arms, flags_of
@@ -37,7 +37,6 @@ from harness.studies.fits import (
     check_batch_size,
     check_modules,
     check_net,
-    failure,
     fit,
     judged_by,
     log_means,
@@ -124,7 +123,7 @@ class BakeOff:
             plans = {seed: self.plans(seed) for seed in seeds}
         of_run = [plan for of_seed in plans.values() for plan in of_seed]
         log_means(self.session, names)
-        records: dict[int, list[Facts]] = {}
+        records: dict[int, list[FitRecord]] = {}
         for seed in seeds:
             records[seed] = [self.fit(plan, of_run) for plan in plans[seed]]
             if self.config.save_ckpt and is_main_process():
@@ -134,10 +133,10 @@ class BakeOff:
             log_means(self.session, names)
             self._report(list(records.values()), more)
 
-    def fit(self, plan: FitPlan, plans: Sequence[FitPlan] = ()) -> Facts:
+    def fit(self, plan: FitPlan, plans: Sequence[FitPlan] = ()) -> FitRecord:
         """Train what is planned, unless that is done; BadInput for settings by which the teacher fails."""
         record = fit(self.session, plan, self.build, plans)
-        if plan.name == TEACHER and (fault := failure(record, TEACHER)):
+        if plan.name == TEACHER and (fault := record.fault(TEACHER)):
             expected = f"settings that train the teacher; with seed {plan.seed} {fault}"
             raise BadInput("optimizer", self.config.optimizer.name, expected)
         return record
@@ -173,17 +172,17 @@ class BakeOff:
                 expected = f"students that begin with it; {earlier[0]} was trained before: take another --out"
                 raise BadInput(f"variants.{arm.name}.peers", earlier[0], expected)
 
-    def _report(self, records: Sequence[Sequence[Facts]], more: Mapping[str, Any]) -> None:
+    def _report(self, records: Sequence[Sequence[FitRecord]], more: Mapping[str, Any]) -> None:
         """Print and save the table, given for each seed the records of the teacher and of the students' fits."""
         session, config, data = self.session, self.config, self.session.data
         teachers = [teacher for teacher, *_ in records]
         students = [fits for _, *fits in records]
-        nets = [{name: facts for fit in fits for name, facts in fit["runs"].items()} for fits in students]
+        nets = [{name: net for fit in fits for name, net in fit.nets.items()} for fits in students]
         results = bake_off_results(
             session.header() | {"classes": list(getattr(data, "class_names", ()))},
-            [fit["runs"][TEACHER] | {key: fit[key] for key in ("fit_seconds", "max_epochs")} for fit in teachers],
+            teachers,
             {name: [of_seed[name] for of_seed in nets] for name in self.arms},
-            [sum(fit["fit_seconds"] for fit in fits) for fits in students],
+            [sum(fit.fit_seconds or 0.0 for fit in fits) for fits in students],
             judged_by(config, data),
             one_teacher=has_trained_teacher(session) and "{seed}" not in (config.teacher_ckpt or ""),
             variants={name: arm.variant for name, arm in self.arms.items()},
@@ -212,7 +211,7 @@ def _list_members(folder: Path, fit: str) -> Iterator[str]:
     """The students in the record of a fit or, if it is not finished, in its checkpoint."""
     record, checkpoint = folder / f"{fit}.json", folder / f"{fit}.ckpt"
     if record.exists():
-        yield from load_record(record)["runs"]
+        yield from FitRecord.read(record).nets
     elif checkpoint.exists():
         keys = safepoints.read(checkpoint)["state_dict"]
         yield from (key.split(".")[1] for key in keys if key.startswith("students."))

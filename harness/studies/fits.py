@@ -3,8 +3,9 @@
 import copy
 import math
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,16 +22,14 @@ from datamodules import InMemoryData, Text
 from harness import cli
 from harness.reports import means, samples
 from harness.reports.metrics import BITS, OF_CLASSES, Metric
-from harness.reports.report import Facts
-from harness.reports.results import load_record
 from harness.runs import hparams, safepoints
-from harness.runs.files import write_json
 from harness.runs.fit import Fit, fit_and_test
 from harness.runs.launch import is_main_process, main_first
 from harness.runs.nets import Spec, load_net, read_spec, save_checkpoint, save_net
 from harness.runs.plans import Arm, FitPlan
 from harness.runs.progress import progress
 from harness.runs.quiet import notice
+from harness.runs.records import Failure, FitRecord, NetRecord
 from harness.runs.remaining import remaining
 from harness.runs.session import Session
 from harness.runs.tensorboard import log_run
@@ -120,8 +119,8 @@ def check_batch_size(run: Session, *modules: Learner) -> None:
             raise BadInput("data.batch_size", run.data.batch_size, f"at least 2; {reason(error)}") from None
 
 
-def fit(run: Session, plan: FitPlan, build: Callable[[FitPlan], Learner], plans: Sequence[FitPlan] = ()) -> Facts:
-    """Fit and test what is planned, export its nets and measure their costs, unless that is done.
+def fit(run: Session, plan: FitPlan, build: Callable[[FitPlan], Learner], plans: Sequence[FitPlan] = ()) -> FitRecord:
+    """Fit and test what is planned, export its nets and measure their costs, unless that is done; returns the record.
 
     A fit that was finished with fewer epochs goes on from its last checkpoint, if that was kept, and else starts again:
     the bits are the same.
@@ -132,44 +131,40 @@ def fit(run: Session, plan: FitPlan, build: Callable[[FitPlan], Learner], plans:
         build: builds its module; one that is a single run trains the plan's only arm.
         plans: all fits of the run.
 
-    Returns:
-        `fit_seconds`, `max_epochs`, of a distillation `teacher_samples`, which the teacher computed, and whether they
-        were stored, and by the arms' names `runs`: see `measure`.
-
     Raises:
         Interrupted: the user asked to stop; the checkpoint has what was trained.
     """
-    record, checkpoint = plan.record(run.out), plan.checkpoint(run.out)
-    before: Facts = load_record(record) if record.exists() else {}
-    if before and before["max_epochs"] == plan.epochs:
+    path, checkpoint = plan.record(run.out), plan.checkpoint(run.out)
+    before = FitRecord.read(path) if path.exists() else None
+    if before is not None and before.max_epochs == plan.epochs:
         if is_main_process() and not plan.keeps_checkpoint:
             checkpoint.unlink(missing_ok=True)  # the process may have been killed just before
         return before
     with main_first(f"seed{plan.seed} {plan.name}"):
-        extended = _extends(run, plan, before.get("max_epochs"))
+        extended = _extends(run, plan, before.max_epochs if before else None)
     run.data.order_seed, run.data.hides_labels = plan.seed, not plan.all_labels
     module = build(plan)
     trained = [(arm, module.net_of(_run_of(module, arm))) for arm in plan.arms]
     exports = [(arm, net, trained_spec(run, arm.net, net)) for arm, net in trained]  # strategies may change its class
     show = progress(f"seed {plan.seed} {plan.name:8}", remaining(run.out, plans, plan))
     outcome = fit_and_test(run, plan, module, judged_by(run.config, run.data).score, extended, show)
-    facts: Facts = {"fit_seconds": outcome.seconds, "max_epochs": plan.epochs, "runs": {}}
+    record = FitRecord(outcome.seconds, plan.epochs)
     if isinstance(module, Distillation):
-        facts |= {"teacher_samples": module.asked, "teacher_stored": module.stored}
+        record = replace(record, teacher_samples=module.asked, teacher_stored=module.stored)
     if is_main_process():
         module.to(outcome.device)  # a fit on a GPU ends on the CPU
         for arm, net, spec in exports:
             if plan.tested and outcome.seconds is not None and outcome.seconds > LONG:
                 notice(f"seed {plan.seed} {plan.name:8}  timing a step of {arm.name}")
-            facts["runs"][arm.name] = measured = measure(module, arm, outcome, run.data)
+            record.nets[arm.name] = measure(module, arm, outcome, run.data)
             if spec["class_path"] != cli.chosen(run.config, arm.net).class_path:
-                measured["net"] = type(net).__name__
-            save(run, plan, arm, net, spec, measured)
-        write_json(record, facts)
+                record.nets[arm.name] = replace(record.nets[arm.name], net=type(net).__name__)
+            save(run, plan, arm, net, spec, record.nets[arm.name])
+        record.write(path)
         if not plan.keeps_checkpoint:
             checkpoint.unlink(missing_ok=True)
     wait_for_main()
-    return facts
+    return record
 
 
 def _extends(run: Session, plan: FitPlan, done: int | None) -> bool:
@@ -194,27 +189,20 @@ def _extends(run: Session, plan: FitPlan, done: int | None) -> bool:
     return not why
 
 
-def measure(module: Learner, arm: Arm, outcome: Fit, data: InMemoryData) -> Facts:
-    """Measure an arm: `parameters`, test scores, `step_ms`, `train_flops`, `trained_epochs`, `epochs`, `failed`.
-
-    The last is None, or the {"step", "term"} in which the loss stopped being finite.
-    """
+def measure(module: Learner, arm: Arm, outcome: Fit, data: InMemoryData) -> NetRecord:
+    """Measure an arm: its scores in the test, and what a step of its training costs."""
     run = _run_of(module, arm)
     prefix, failed = f"{run}/test" if run else "test", module.failed.get(run)
     scores = {} if failed else outcome.scores
-    facts: Facts = {
-        "objective": arm.method.name,
+    figures: dict[str, float | None] = {
         "parameters": sum(p.numel() for p in module.net_of(run).parameters()),
         **{f"test_{name}": scores.get(f"{prefix}/{name}") for name in module.scores_of(run).names},
         "step_ms": None,
         "train_flops": None,
-        "failed": failed,
-        "trained_epochs": outcome.epochs,
-        "epochs": list_epochs(module, run),
     }
-    facts |= samples.recorded(outcome.samples.get(run, {}))
-    if facts.get("test_correct") is not None:
-        facts["test_correct"] = round(facts["test_correct"])
+    if (correct := figures.get("test_correct")) is not None:
+        figures["test_correct"] = round(correct)
+    of_samples, values = samples.recorded(outcome.samples.get(run, {}))
     if module.samples and scores:  # a loaded net has no training to measure
         weight, count = next(module.parameters()), min(data.batch_size, data.sizes["train"])
         inputs, labels = data.samples("train", torch.arange(count), weight.dtype)
@@ -222,9 +210,12 @@ def measure(module: Learner, arm: Arm, outcome: Fit, data: InMemoryData) -> Fact
         with outcome.autocast():
             step = module.step_alone(run, Batch.of(pair, 0, shared=False))
             if (operations := costs.flops(step)) is not None:
-                facts["train_flops"] = round(operations / len(labels) * module.samples)
-            facts["step_ms"] = costs.milliseconds(step)
-    return facts
+                figures["train_flops"] = round(operations / len(labels) * module.samples)
+            figures["step_ms"] = costs.milliseconds(step)
+    return NetRecord(
+        arm.method.name, {**figures, **of_samples}, Failure(**failed) if failed else None, outcome.epochs,
+        list_epochs(module, run), samples=values,
+    )  # fmt: skip
 
 
 def _run_of(module: Learner, arm: Arm) -> str:
@@ -245,24 +236,24 @@ def list_epochs(module: Learner, run: str) -> list[dict[str, float | None]]:
     return [values for values in epochs if values]
 
 
-def save(run: Session, plan: FitPlan, arm: Arm, net: nn.Module, spec: Spec, facts: Facts) -> None:
+def save(run: Session, plan: FitPlan, arm: Arm, net: nn.Module, spec: Spec, record: NetRecord) -> None:
     """Write an arm's net, unless its fit is to go on, and its row in TensorBoard."""
     folder = plan.folder(run.out) / arm.name
     if plan.until is None:
         save_net(net, spec, folder, getattr(run.data, "class_names", ()))
     if run.tensorboard:
-        log_row(run, plan.seed, arm, spec, facts)
+        log_row(run, plan.seed, arm, spec, record.figures)
 
 
-def log_row(run: Session, seed: int, arm: Arm, spec: Spec, facts: Facts) -> None:
+def log_row(run: Session, seed: int, arm: Arm, spec: Spec, figures: Mapping[str, float | None]) -> None:
     """Write an arm's row in TensorBoard's HPARAMS tab."""
     score, options = judged_by(run.config, run.data).score, arm.method.init_args
     net = cli.Choice(spec["class_path"], spec["init_args"])
     row = {
-        score: facts[f"test_{score}"], "net": hparams.words(net, "net", run.data.net_arguments), "seed": str(seed),
+        score: figures[f"test_{score}"], "net": hparams.words(net, "net", run.data.net_arguments), "seed": str(seed),
         "objective": hparams.call(arm.method.name, options), **hparams.settings(arm.settings(run.config)), **options,
     }  # fmt: skip
-    costs = {f"cost/{name}": facts.get(name) for name in ("parameters", "train_flops", "step_ms")}
+    costs = {f"cost/{name}": figures.get(name) for name in ("parameters", "train_flops", "step_ms")}
     log_run(run.out / f"seed{seed}" / arm.name, row, costs, score, hparams.options_of_all(run.config))
 
 
@@ -285,9 +276,3 @@ def wait_for_main() -> None:
     """Where a launcher started the ranks, wait until the first has written its files."""
     if dist.is_initialized():
         dist.barrier()
-
-
-def failure(facts: Facts, name: str) -> str | None:
-    """In which term and step an arm's loss stopped being finite."""
-    fault = facts["runs"].get(name, {}).get("failed")
-    return fault and f"its {fault['term']} is not finite at step {fault['step']}"

@@ -12,15 +12,16 @@ from harness.reports import html
 from harness.reports.metrics import BITS
 from harness.reports.pages import ended_early, header
 from harness.reports.report import Facts
-from harness.reports.results import load_results, reading
+from harness.reports.results import load_results
 from harness.reports.tables import Table, count, paragraph, short
 from harness.runs.files import read_text, write_json, write_text
 from harness.runs.launch import is_main_process
 from harness.runs.nets import load_net, read_spec
 from harness.runs.plans import Arm, FitPlan
+from harness.runs.records import reading
 from harness.runs.session import Session
 from harness.runs.tensorboard import indented, log_text
-from harness.studies.fits import failure, fit, log_means
+from harness.studies.fits import fit, log_means
 from lit_modules import nets
 from lit_modules.language_model import LitLanguageModel
 
@@ -36,7 +37,7 @@ def run_study(run: Session, build: Callable[[Session, int], LitLanguageModel]) -
     plans = [FitPlan(seed, NAME, (arm,), epochs) for seed in run.config.seeds]
     for plan in plans:
         records.append(fit(run, plan, lambda plan: build(run, plan.seed), plans))
-        if fault := failure(records[-1], NAME):
+        if fault := records[-1].fault(NAME):
             rate = run.config.model.init_args["lr"]
             raise BadInput("model.lr", rate, f"settings that train the net; with seed {plan.seed} {fault}")
     if not is_main_process():
@@ -51,7 +52,7 @@ def run_study(run: Session, build: Callable[[Session, int], LitLanguageModel]) -
             log_text(folder, "sample", "\n\n".join(samples[-1]))
     results = run.header() | {
         "metric": {"name": BITS.name, "higher_is_better": False},
-        "runs": [record["runs"][NAME] | {"fit_seconds": record["fit_seconds"]} for record in records],
+        "runs": [record.nets[NAME].to_json() | {"fit_seconds": record.fit_seconds} for record in records],
         "samples": dict(zip(map(str, run.config.seeds), samples, strict=True)),
     }
     shown, first = table(results), samples[0][0]

@@ -7,9 +7,9 @@ from torch import nn
 
 from apprentice.errors import BadInput
 from harness.cli.classes import imported
-from harness.reports.results import load_record
 from harness.runs.nets import check_options, read_classes
 from harness.runs.quiet import notice
+from harness.runs.records import FitRecord
 from harness.runs.session import Session
 from harness.studies.nets import match_classes, net_spec
 from lit_modules.nets.weights import load_weights
@@ -41,7 +41,7 @@ def teacher_epochs(run: Session) -> int | None:
     if run.config.teacher_epochs:
         return int(run.config.teacher_epochs)
     records = (run.out / f"seed{seed}" / f"{TEACHER}.json" for seed in run.config.seeds)
-    epochs = (load_record(record)["max_epochs"] for record in records if record.exists())
+    epochs = (FitRecord.read(record).max_epochs for record in records if record.exists())
     return next(filter(None, epochs), run.config.trainer.init_args["max_epochs"])
 
 

@@ -1,7 +1,10 @@
 """A fit that fails: hooks run in the ranks that have trained, and communicate only where all ranks can."""
 
+import contextlib
+import pickle
 import traceback
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -37,6 +40,20 @@ def leave() -> None:
         _abort_process_group()
     else:
         dist.destroy_process_group()
+
+
+def send(error: BaseException, file: Path) -> None:
+    """Pickle a rank's error for the process that forked it, which else gets its traceback alone, as text."""
+    with contextlib.suppress(Exception):  # not every error can be pickled, and the disk may be full
+        file.write_bytes(pickle.dumps(error))
+
+
+def receive(file: Path) -> BaseException | None:
+    """Return the error that a rank has sent, or None where it sent none that can be read here."""
+    with contextlib.suppress(Exception):
+        error = pickle.loads(file.read_bytes())
+        return error if isinstance(error, BaseException) else None
+    return None
 
 
 @dataclass

@@ -20,9 +20,9 @@ from lightning.pytorch.strategies.launchers.multiprocessing import _WorkerOutput
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import _TunerExitException
-from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
+from torch.multiprocessing import ProcessRaisedException, _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
-from strategies.base import fit_state, missing_ranks
+from strategies.base import failures, fit_state, missing_ranks
 
 if TYPE_CHECKING:
     from strategies.base.data_parallel import DataParallel
@@ -31,7 +31,10 @@ INTERRUPT_TIME = 30.0  # seconds in which interrupted ranks call their hooks
 
 
 class ForkLauncher(_MultiProcessingLauncher):
-    """Lightning's launcher, safe for OpenMP and float64; ranks end with their parent, and return their state."""
+    """Lightning's launcher, safe for OpenMP and float64; ranks end with their parent, and return their state.
+
+    An error of a rank is the `__cause__` of torch's ProcessRaisedException, which has its traceback as text.
+    """
 
     _strategy: "DataParallel"
     _result: Path  # rank zero's `fit_state`, in a file
@@ -60,7 +63,10 @@ class ForkLauncher(_MultiProcessingLauncher):
                 self._strategy.without_optimizers(restore=trainer.state.fn != TrainerFn.FITTING),
             ):
                 self._result = Path(folder) / "result.pt"
-                results = super().launch(function, *args, trainer=trainer, **kwargs)
+                try:
+                    results = super().launch(function, *args, trainer=trainer, **kwargs)
+                except ProcessRaisedException as failure:
+                    raise failure from failures.receive(self._error_file(failure.error_index))
                 self._restore(trainer, function, args, kwargs)
                 return results
         except BaseException as exception:
@@ -95,10 +101,20 @@ class ForkLauncher(_MultiProcessingLauncher):
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, _interrupt_once)
         try:
+            self._run_rank(process_idx, *args, **kwargs)
+        except Exception as error:
+            failures.send(error, self._error_file(process_idx))
+            raise
+
+    def _run_rank(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
+        try:
             super()._wrapping_function(process_idx, args[0], partial(_run, *args[:2]), *args[2:], **kwargs)
         except BaseException as exception:
             self._call_exception_hooks(args[0], exception)
             raise
+
+    def _error_file(self, process_idx: int) -> Path:
+        return self._result.with_name(f"error{process_idx}.pickle")
 
     def _call_exception_hooks(self, trainer: Trainer, exception: BaseException) -> None:
         """Call what Lightning calls in a process that starts no ranks; in the parent it would find no trained net."""

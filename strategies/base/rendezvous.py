@@ -5,6 +5,7 @@ dead ones. So rank 0 draws a token for each rendezvous, under which its keys are
 """
 
 import os
+import pickle
 import secrets
 import socket
 import time
@@ -163,7 +164,7 @@ class _TokenExchange:
                 late = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} have"
                 expected = f"expected {self.world_size} ranks within that time"
                 error = TimeoutError(f"{TIMEOUT_FLAG} {self.timeout:g}: {expected}; {late} not come")
-        self.store.set(f"outcome/{token}", "" if error is None else f"{type(error).__name__} {error}")
+        self.store.set(f"outcome/{token}", pickle.dumps(error))  # type: ignore[arg-type]
         if error is not None:
             time.sleep(GRACE)
             raise error
@@ -178,11 +179,10 @@ class _TokenExchange:
             self._wait(self.deadline)
         if self.store.add(f"here/{token}/{self.rank}", 1) > 1:  # the first one may be training already
             raise StartedTwiceError(self._twice(self.rank))
-        while (outcome := self._get(f"outcome/{token}")) is None:
+        while not self.store.check([f"outcome/{token}"]):
             self._wait(self.deadline + 2 * GRACE)  # rank 0 knows who is missing
-        if outcome:
-            kind, _, message = outcome.partition(" ")
-            raise (TimeoutError if kind == "TimeoutError" else ConnectionError)(message)
+        if (error := pickle.loads(self.store.get(f"outcome/{token}"))) is not None:
+            raise error
         return token
 
     def _get(self, key: str) -> str | None:

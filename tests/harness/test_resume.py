@@ -20,9 +20,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from experiments import kd
 from harness.reports import interactive
 from harness.runs import fit as stages
-from harness.runs import safepoints
+from harness.runs import records, safepoints
+from harness.runs.plans import Arm, FitPlan
 from harness.runs.safepoints import SafePoints
-from harness.studies import distillation, fits
+from harness.studies import bakeoff, fits
 from strategies import DDP, FSDP, DataParallel
 from tests.figures import sketch
 from tests.grids import mostly_slow
@@ -155,12 +156,12 @@ MOMENTS = {
     "teacher, between a checkpoint's write and its rename": (Path, "replace", 9, False),
     "teacher, trained and not tested": (stages.SafePoints, "on_train_end", 1, True),
     "teacher, before its weights are written": (fits, "save_net", 1, False),
-    "teacher, exported and not recorded": (fits, "write_json", 1, False),
-    "between teacher and students": (fits, "write_json", 1, True),
+    "teacher, exported and not recorded": (records, "write_json", 1, False),
+    "between teacher and students": (records, "write_json", 1, True),
     "students, in mid-epoch": (SafePoints, "on_train_batch_start", 5, True),
     "students, between a checkpoint's write and its rename": (Path, "replace", 5, False),
     "students, one of two exported": (fits, "save_net", 1, True),
-    "everything but the results": (distillation, "save_results", 1, False),
+    "everything but the results": (bakeoff, "save_results", 1, False),
     "in the middle of the results": (interactive, "write_json", 1, False),
 }
 
@@ -317,8 +318,12 @@ def fitted(make: Callable[..., DataParallel], rank: int, path: Path) -> None:
         return trainer(2, strategy=make(timeout=60), max_epochs=1, **kwargs)
 
     save, torch.save = torch.save, slow
-    module, options = classifier(), {"runs": ["run"], "every": 1e-9, "tensorboard": False}
-    found = stages.fit_and_test(module, digits(), made, path / "run.ckpt", **options)
+    config = SimpleNamespace(checkpoint_every=1e-9)
+    run: Any = SimpleNamespace(
+        out=path, data=digits(), trainer=made, config=config, tensorboard=False, loggers=lambda fit: []
+    )
+    module = classifier()
+    found = stages.fit_and_test(run, FitPlan(0, "run", (Arm("run", "net"),)), module)
     facts = {"scores": found.scores, "seconds": found.seconds, "samples": module.samples}
     save({"weights": weights(module), "facts": facts}, path / str(rank))
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from torch.multiprocessing import ProcessRaisedException
 
 import strategies
+from apprentice.errors import BadInput
 from harness.runs.quiet import quiet
 from strategies import DDP, FSDP, DataParallel, ParamServer, PipelineStrategy, ZeRO1
 from tests.grids import mostly_slow
@@ -174,3 +177,34 @@ def test_ranks_of_a_launcher_that_fail_together_fit_again(tmp_path: Path) -> Non
 
     runs = launch(main, tmp_path)
     assert [run.wait() for run in runs] == [0, 0], "".join(run.output for run in runs)
+
+
+class Raises(Callback):
+    """Raises an error on rank 1."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def on_train_start(self, trainer: Trainer, module: Any) -> None:
+        if trainer.global_rank == 1:
+            raise self.error
+
+
+class LocalError(Exception):
+    """Can't be pickled, as it holds a lock."""
+
+    def __init__(self) -> None:
+        super().__init__("of a lock")
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize("error", [BadInput("data.root", 3, "a folder"), LocalError()], ids=["pickled", "as text"])
+def test_the_error_of_a_rank_arrives_as_an_object(error: Exception) -> None:
+    with quiet(), pytest.raises(ProcessRaisedException, match=str(error)) as raised:
+        trainer(2, strategy=DDP(), callbacks=[Raises(error)]).fit(Regression(), Data())
+    cause = raised.value.__cause__
+    if isinstance(error, BadInput):
+        assert isinstance(cause, BadInput)
+        assert (cause.flag, cause.value, cause.expected) == (error.flag, error.value, error.expected)
+    else:
+        assert cause is None

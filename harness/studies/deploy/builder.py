@@ -29,7 +29,7 @@ from harness.runs.plans import Arm, FitPlan
 from harness.runs.progress import progress
 from harness.runs.session import Session
 from harness.studies.deploy import formats
-from harness.studies.fits import check_batch_size, check_net, failure, fit, learning, log_row, wait_for_main
+from harness.studies.fits import check_batch_size, check_net, fit, learning, log_row, wait_for_main
 from harness.studies.nets import build_net, match_classes
 from lit_modules import nets
 from lit_modules.classifier import LitClassifier
@@ -143,7 +143,7 @@ class Builder:
         trainer = cli.Choice(TRAINER, {**self.config.trainer.init_args, "max_epochs": epochs})
         settings = {"trainer": trainer, "optimizer": cli.Choice(ADAM, dict(adam.keywords)), "scheduler": None}
         plan = FitPlan(self.seed, STUDENT, (Arm(STUDENT, STUDENT),), epochs)
-        if failure(fit(self.run.with_settings(**settings), plan, lambda _: self.fresh()), STUDENT):
+        if fit(self.run.with_settings(**settings), plan, lambda _: self.fresh()).fault(STUDENT):
             raise BadInput(STUDENT, self.config.student.name, "a net that Adam trains; its loss is not finite")
 
     def student(self) -> tuple[nn.Module, Spec]:

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from functools import partial
 
 from harness.reports.report import Facts
-from harness.reports.results import reading
 from harness.runs.files import read_text, write_json
+from harness.runs.records import reading
 from harness.runs.session import Session
 from harness.studies import study
 from harness.studies.pipeline.cases import ONE, Case, Cases, Cut, Options

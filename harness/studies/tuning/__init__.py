@@ -17,11 +17,11 @@ from statistics import mean
 from apprentice.errors import BadInput
 from harness.cli.classes import Choice
 from harness.reports.report import Facts
-from harness.reports.results import load_record, reading
 from harness.runs.files import read_text, write_json
 from harness.runs.launch import is_main_process, main_first
 from harness.runs.plans import Arm, FitPlan, trial_name
 from harness.runs.quiet import notice
+from harness.runs.records import FitRecord, NetRecord, reading
 from harness.studies.bakeoff import BakeOff
 from harness.studies.fits import judged_by
 from harness.studies.teachers import TEACHER
@@ -153,8 +153,8 @@ class Tuning:
                 last = [of_seed[trial.name] for of_seed in records]
                 settings.append({
                     "options": spaces.options(self.config, trial, searched),
-                    "validation": [rungs.score(facts, self.metric) for facts in last],
-                    "epochs": max(len(facts["epochs"]) for facts in last),
+                    "validation": [rungs.score(net, self.metric) for net in last],
+                    "epochs": max(len(net.epochs) for net in last),
                 })  # fmt: skip
             tuning[row] = {"settings": settings, "chosen": self.best[row]}
         return {"tuning": tuning, "tuning_cost": self._cost(), "tuning_rungs": self.ends}
@@ -166,27 +166,27 @@ class Tuning:
         stored once for all its epochs, while the search stores them again at each rung.
         """
         epochs, computed, alone, seconds = dict.fromkeys(self.arms, 0), 0, 0, 0.0
-        teachers = [load_record(folder / f"{TEACHER}.json") for folder in self.folders.values()]
+        teachers = [FitRecord.read(folder / f"{TEACHER}.json") for folder in self.folders.values()]
         uses_teacher = {name: arm.objective(self.config).uses_teacher for name, arm in self.arms.items()}
         row_of = {trial.name: row for row, trials in self.trials.items() for trial in trials}
         for seed in self.config.tune_seeds:
             done: dict[str, int] = {}
             stored: set[str] = set()  # settings whose teacher's outputs are
             for path in self._list_records(seed):
-                record = load_record(path)
-                users = {name for name in record["runs"] if uses_teacher[row_of[name]]} - stored
-                computed += record["teacher_samples"]
-                alone += record["teacher_samples"] * len(users)
-                stored |= users if record["teacher_stored"] else set()
-                seconds += record["fit_seconds"]
-                done |= {name: len(facts["epochs"]) for name, facts in record["runs"].items()}
+                record = FitRecord.read(path)
+                users = {name for name in record.nets if uses_teacher[row_of[name]]} - stored
+                computed += record.teacher_samples or 0
+                alone += (record.teacher_samples or 0) * len(users)
+                stored |= users if record.teacher_stored else set()
+                seconds += record.fit_seconds or 0.0
+                done |= {name: len(net.epochs) for name, net in record.nets.items()}
             for name, count in done.items():
                 epochs[row_of[name]] += count
         return {
             "student_epochs": epochs, "teacher_samples": computed, "teacher_samples_alone": alone,
             "fit_seconds": seconds,
-            "teacher_epochs": sum(teacher["max_epochs"] or 0 for teacher in teachers),
-            "teacher_fit_seconds": sum(teacher["fit_seconds"] or 0.0 for teacher in teachers),
+            "teacher_epochs": sum(teacher.max_epochs or 0 for teacher in teachers),
+            "teacher_fit_seconds": sum(teacher.fit_seconds or 0.0 for teacher in teachers),
         }  # fmt: skip
 
     def _fit(self, seed: int, rung: int, wave: int, trials: Sequence[Arm]) -> None:
@@ -202,16 +202,16 @@ class Tuning:
                 after = plan.checkpoint(self.inner.session.out)
                 before = after.with_name(f"{_fit_name(rung - 1, wave)}.ckpt")
                 if before.exists() and not (after.exists() or after.with_suffix(".json").exists()):
-                    runs = list(load_record(before.with_suffix(".json"))["runs"])
+                    runs = list(FitRecord.read(before.with_suffix(".json")).nets)
                     rungs.carry(before, after, runs, [trial.name for trial in trials])
                 before.unlink(missing_ok=True)
         self.inner.fit(plan)
 
-    def _last_records(self, seed: int) -> Facts:
+    def _last_records(self, seed: int) -> dict[str, NetRecord]:
         """By setting, what the last fit that it was in says of it."""
-        records: Facts = {}
+        records: dict[str, NetRecord] = {}
         for path in self._list_records(seed):
-            records |= load_record(path)["runs"]
+            records |= FitRecord.read(path).nets
         return records
 
     def _list_records(self, seed: int) -> list[Path]:
@@ -226,8 +226,8 @@ class Tuning:
             for wave in range(1, waves + 1):
                 path = folder / f"{_fit_name(rung, wave)}.json"
                 if path.exists():
-                    for name, facts in load_record(path)["runs"].items():
-                        scores.setdefault(name, []).append(rungs.score(facts, self.metric))
+                    for name, net in FitRecord.read(path).nets.items():
+                        scores.setdefault(name, []).append(rungs.score(net, self.metric))
         return {name: _mean(of_seeds) for name, of_seeds in scores.items()}
 
     def _plan_waves(self) -> list[list[str]]:
