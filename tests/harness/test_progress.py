@@ -73,8 +73,6 @@ def test_the_time_of_the_whole_run_is_estimated(tmp_path: Path, monkeypatch: pyt
 
     fits = {"teacher": 2, "students": 5}
     plan: dict[tuple[int, str], int | None] = {(seed, fit): fits[fit] for seed in (0, 1) for fit in fits}
-        (seed, fit): epochs for seed in (0, 1) for fit, epochs in (("teacher", 2), ("students", 5))
-    }
     assert told(plan, 0, "teacher") == ", more than 0:00:14 of the run"  # nothing is known of students
     record(0, "teacher", 12.0, 2)
     record(0, "students", 5.0, 5)
