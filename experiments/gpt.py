@@ -16,7 +16,7 @@ if __name__ == "__main__":
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from torch import nn
 
@@ -91,7 +91,8 @@ def parser() -> cli.Parser:
 def module(run: Session, seed: int) -> LitLanguageModel:
     """Build a seed's module."""
     config, net = run.config, build_net(run, "net", seed)
-    options = {"tokens_per_character": run.data.tokens_per_character, "compiled": config.compile, "seed": seed}
+    rate = cast("datamodules.Text", run.data).tokens_per_character
+    options = {"tokens_per_character": rate, "compiled": config.compile, "seed": seed}
     model: LitLanguageModel = cli.build(config.model, "model", net=net, **options)
     return model
 

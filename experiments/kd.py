@@ -45,7 +45,7 @@ from harness.studies.tuning import Tuning
 from lit_modules import nets, objectives
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
-from lit_modules.scores import ClassMetric
+from lit_modules.tasks import ClassMetric
 
 
 @dataclass

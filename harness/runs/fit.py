@@ -25,7 +25,7 @@ from harness.runs.session import Session
 from harness.runs.speed import Speed
 from harness.runs.tensorboard import RunsLogger
 from lit_modules.learner import Learner
-from lit_modules.scores import RunMetrics
+from lit_modules.run_metrics import RunMetrics
 
 
 @dataclass(frozen=True)

@@ -9,18 +9,14 @@ import itertools
 import math
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-import torch
 from lightning.pytorch import Trainer
 from torch import nn
 
 from apprentice.errors import BadInput
-from datamodules import InMemoryData
 from harness.reports.interactive import save_results
 from harness.reports.pages import text
 from harness.reports.results import bake_off_results
@@ -189,14 +185,8 @@ class BakeOff:
             ranked=config.zoo,
         )
         out, results = session.out, {**results, **more}
-        save_results(out, results, partial(images_of, data), calls.commands(out))
+        save_results(out, results, data.test_images, calls.commands(out))
         print(f"{text(results)}\n\n{out}/report.html, results.md, .png, .json; curves: tensorboard --logdir {out}")
-
-
-def images_of(data: InMemoryData, places: Sequence[int]) -> np.ndarray | None:
-    """The images (k, C, H, W) at these places of the test set; None if its samples are no images."""
-    found = data.samples("test", torch.tensor(places)).inputs
-    return found.numpy() if found.ndim == 4 and found.shape[1] in {1, 3} else None
 
 
 def _count_steps(run: Session, trainer: Trainer, epochs: int | None = None) -> float:

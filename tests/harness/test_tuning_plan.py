@@ -11,10 +11,10 @@ import torch
 
 from apprentice.errors import BadInput
 from experiments import kd
-from harness.reports.metrics import ACCURACY, BITS
 from harness.runs.session import Session
 from harness.studies.tuning import Tuning, rungs, spaces, waves
 from lit_modules.objectives.search import Choice, Linear, Log
+from lit_modules.tasks import ACCURACY, BITS
 
 SMALL = ["--data.train_size", "150", "--data.test_size", "100", "--seeds", "[3]", "--teacher", "LightNN"]
 
