@@ -26,9 +26,9 @@ from apprentice.errors import BadInput
 from harness import cli
 from harness.runs.callbacks import check_callbacks
 from harness.runs.session import Session, session
-from harness.studies.fits import check_modules, check_net
+from harness.studies.checks import check_modules, check_net
+from harness.studies.choices import build_net
 from harness.studies.language_model import NAME, run_study, sample
-from harness.studies.nets import build_net
 from lit_modules import nets
 from lit_modules.language_model import LitLanguageModel
 from strategies.base.shared_replica import SharedReplica

@@ -35,10 +35,9 @@ from harness.runs.plans import Arm
 from harness.runs.session import session
 from harness.studies import zoo
 from harness.studies.bakeoff import BakeOff
+from harness.studies.choices import build_net, learning
 from harness.studies.continued import go_on
-from harness.studies.fits import learning
 from harness.studies.layers import print_layers
-from harness.studies.nets import build_net
 from harness.studies.recipes import RECIPES, Recipe
 from harness.studies.teachers import checkpoint_of, load_teacher
 from harness.studies.tuning import Tuning

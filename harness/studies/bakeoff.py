@@ -29,15 +29,10 @@ from harness.runs.records import FitRecord
 from harness.runs.session import Session
 from harness.studies import zoo
 from harness.studies.arms import arms, flags_of
-from harness.studies.fits import (
-    check_batch_size,
-    check_modules,
-    check_net,
-    fit,
-    judged_by,
-    log_means,
-    save_classifier,
-)
+from harness.studies.checks import check_batch_size, check_modules, check_net
+from harness.studies.choices import judged_by
+from harness.studies.fits import fit, save_classifier
+from harness.studies.measure import log_means
 from harness.studies.teachers import TEACHER, check_head_only, has_trained_teacher, teacher_epochs
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation

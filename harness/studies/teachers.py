@@ -11,7 +11,7 @@ from harness.runs.nets import check_options, read_classes
 from harness.runs.quiet import notice
 from harness.runs.records import FitRecord
 from harness.runs.session import Session
-from harness.studies.nets import match_classes, net_spec
+from harness.studies.choices import match_classes, net_spec
 from lit_modules.nets.weights import load_weights
 
 TEACHER = "teacher"  # its flag, and the name of its fit and folder

@@ -28,9 +28,11 @@ from harness.runs.nets import Spec, load_net, read_spec
 from harness.runs.plans import Arm, FitPlan
 from harness.runs.progress import progress
 from harness.runs.session import Session
+from harness.studies.checks import check_batch_size, check_net
+from harness.studies.choices import build_net, learning, match_classes
 from harness.studies.deploy import formats
-from harness.studies.fits import check_batch_size, check_net, fit, learning, log_row, wait_for_main
-from harness.studies.nets import build_net, match_classes
+from harness.studies.fits import fit, wait_for_main
+from harness.studies.measure import log_row
 from lit_modules import nets
 from lit_modules.classifier import LitClassifier
 from lit_modules.learner import adam

@@ -23,7 +23,7 @@ from harness.runs.plans import Arm, FitPlan, trial_name
 from harness.runs.quiet import notice
 from harness.runs.records import FitRecord, NetRecord, reading
 from harness.studies.bakeoff import BakeOff
-from harness.studies.fits import judged_by
+from harness.studies.choices import judged_by
 from harness.studies.teachers import TEACHER
 from harness.studies.tuning import rungs, spaces
 from harness.studies.tuning.waves import in_waves

@@ -1,4 +1,4 @@
-"""The nets that the command line chooses: built for the data of a run, their logits in the order of its classes."""
+"""What the command line chooses, built for the data of a run: nets, optimizer, scheduler, task."""
 
 from argparse import Namespace
 from collections.abc import Mapping
@@ -8,6 +8,7 @@ from torch import nn
 
 from apprentice.errors import BadInput
 from apprentice.keyed import with_seed
+from datamodules import InMemoryData
 from harness import cli
 from harness.cli.classes import imported
 from harness.runs.nets import Spec, load_net, read_spec, spec
@@ -15,6 +16,9 @@ from harness.runs.session import Session
 from lit_modules import nets
 from lit_modules.nets.classes import class_order, classes_of, members_of, named, reorder_classes
 from lit_modules.nets.recorded import Recorded
+from lit_modules.tasks import Metric, Task, task_of
+
+DEFAULT_METRIC = "accuracy"  # value of `--metric` for what the task itself judges by
 
 
 def make_net(config: Namespace, key: str, seed: int, given: Mapping[str, Any], double: bool = False) -> nn.Module:
@@ -56,6 +60,25 @@ def trained_spec(run: Session, key: str, net: nn.Module) -> Spec:
         return chosen
     parts = {"student": chosen, "teacher": net_spec(run, "teacher"), "input_shape": run.data.input_shape}
     return spec(f"{type(net).__module__}.{type(net).__name__}", parts)
+
+
+def learning(config: Namespace, data: InMemoryData) -> dict[str, Any]:
+    """The task, and what makes the chosen optimizer and scheduler, as arguments of a Learner."""
+    optimizer, scheduler = cli.factory(config.optimizer, "optimizer"), None
+    if config.scheduler is not None:
+        scheduler = cli.factory(config.scheduler, "scheduler")
+    return {"optimizer": optimizer, "scheduler": scheduler, "task": chosen_task(config, data)}
+
+
+def chosen_task(config: Namespace, data: InMemoryData) -> Task:
+    """The data's task, with nets judged by `--metric`, which not every experiment has; BadInput if it has no such."""
+    metric = getattr(config, "metric", DEFAULT_METRIC)
+    return task_of(data, None if metric == DEFAULT_METRIC else metric)
+
+
+def judged_by(config: Namespace, data: InMemoryData) -> Metric:
+    """What nets are judged by; BadInput if that can't be."""
+    return chosen_task(config, data).metric
 
 
 def match_classes(
