@@ -170,7 +170,7 @@ class BakeOff:
         students = [fits for _, *fits in records]
         nets = [{name: net for fit in fits for name, net in fit.nets.items()} for fits in students]
         results = bake_off_results(
-            session.header() | {"classes": list(getattr(data, "class_names", ()))},
+            session.header() | {"classes": list(data.class_names)},
             teachers,
             {name: [of_seed[name] for of_seed in nets] for name in self.arms},
             [sum(fit.fit_seconds or 0.0 for fit in fits) for fits in students],

@@ -92,7 +92,7 @@ def match_classes(
     Raises:
         BadInput: the net has other classes, or another order and logits may not move (`may_move`).
     """
-    wanted = tuple(getattr(run.data, "class_names", ()))
+    wanted = tuple(run.data.class_names)
     for member in members_of(net):
         known = classes_of(member)
         if not wanted or known is None or len(known) not in {0, len(wanted)}:

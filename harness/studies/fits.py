@@ -101,7 +101,7 @@ def save(run: Session, plan: FitPlan, arm: Arm, net: nn.Module, spec: Spec, reco
     """Write an arm's net, unless its fit is to go on, and its row in TensorBoard."""
     folder = plan.folder(run.out) / arm.name
     if plan.until is None:
-        save_net(net, spec, folder, getattr(run.data, "class_names", ()))
+        save_net(net, spec, folder, run.data.class_names)
     if run.tensorboard:
         log_row(run, plan.seed, arm, spec, record.figures)
 

@@ -12,6 +12,7 @@ from harness.runs.quiet import notice
 from harness.runs.records import FitRecord
 from harness.runs.session import Session
 from harness.studies.choices import match_classes, net_spec
+from lit_modules import nets
 from lit_modules.nets.weights import load_weights
 
 TEACHER = "teacher"  # its flag, and the name of its fit and folder
@@ -19,21 +20,26 @@ TEACHER = "teacher"  # its flag, and the name of its fit and folder
 
 def has_trained_teacher(run: Session) -> bool:
     """Whether the teacher is loaded, not trained."""
-    net_class, config = imported(run.config.teacher.class_path, TEACHER), run.config
-    brings_weights = config.teacher.init_args.get(getattr(net_class, "trained_if", ""), False)
+    net_class, config = _declarations(run), run.config
+    brings_weights = config.teacher.init_args.get(net_class.trained_if, False)
     is_loaded = config.teacher_ckpt is not None or brings_weights
-    return (is_loaded and not config.teacher_epochs) or getattr(net_class, "is_trained", False)
+    return (is_loaded and not config.teacher_epochs) or net_class.is_trained
 
 
 def check_head_only(run: Session) -> None:
     """Raise BadInput if the teacher's head alone is to be trained and the rest is new, or nothing is trained."""
     chosen = run.config.teacher
-    untrained = getattr(imported(chosen.class_path, TEACHER), "untrained", {})  # options by which a net brings weights
-    brings_weights = any(chosen.init_args.get(name) != value for name, value in untrained.items())
+    brings_weights = any(chosen.init_args.get(name) != value for name, value in _declarations(run).untrained.items())
     is_loaded = brings_weights or run.config.teacher_ckpt is not None
     if run.config.teacher_head_only and (not is_loaded or has_trained_teacher(run)):
         expected = "--teacher_ckpt FILE and --teacher_epochs N beside it, or a teacher with --teacher.weights"
         raise BadInput("teacher_head_only", "true", expected)
+
+
+def _declarations(run: Session) -> type[nets.Net]:
+    """The class of the teacher or, of one that declares nothing, the base of ours."""
+    net_class = imported(run.config.teacher.class_path, TEACHER)
+    return net_class if issubclass(net_class, nets.Net) else nets.Net
 
 
 def teacher_epochs(run: Session) -> int | None:
