@@ -70,7 +70,7 @@ def header(results: Facts) -> str:
         "Data": f"{data['name']}: {', '.join(sizes)} {_metric(results).counted}",
         "Seeds": ", ".join(map(str, results["seeds"])),
         "Pooled from": ", ".join(results.get("pooled", ())),
-        "Settings": "; ".join(settings(results["config"])),
+        "Settings": "; ".join(settings(results["config"], results["free"])),
         **machine(results),
     }
     lines = "\n".join(f"- {name}: {value}" for name, value in facts.items() if value)
