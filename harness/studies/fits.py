@@ -58,7 +58,7 @@ def fit(run: Session, plan: FitPlan, build: Callable[[FitPlan], Learner], plans:
     outcome = fit_and_test(run, plan, module, judged_by(run.config, run.data).score, extended, show)
     record = FitRecord(outcome.seconds, plan.epochs)
     if isinstance(module, Distillation):
-        record = replace(record, teacher_samples=module.asked, teacher_stored=module.stored)
+        record = replace(record, teacher_samples=module.teacher_samples, teacher_stored=module.teacher_stored)
     if is_main_process():
         module.to(outcome.device)  # a fit on a GPU ends on the CPU
         for arm, net, spec in exports:

@@ -8,11 +8,10 @@ from typing import Any
 import datamodules
 from apprentice.errors import BadInput
 from harness.cli.sources import flat
-from harness.reports.metrics import METRICS
 from harness.reports.report import Facts
 from harness.reports.results import BASELINE, entry_of, load_results
 from harness.runs.records import NetRecord, reading
-from lit_modules.tasks import ACCURACY, BITS, Metric
+from lit_modules.tasks import ACCURACY, BITS, METRICS, Metric
 
 
 @dataclass(frozen=True)
