@@ -207,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             run.describe()
             if tuning:
                 bake_off.arms = tuning.search()
-            bake_off.run(tuning.facts() if tuning else {})
+            bake_off.run(tuning.facts() if tuning else None)
 
 
 if __name__ == "__main__":

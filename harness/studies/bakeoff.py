@@ -8,10 +8,8 @@ have as many epochs.
 import itertools
 import math
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 from lightning.pytorch import Trainer
 from torch import nn
@@ -19,7 +17,8 @@ from torch import nn
 from apprentice.errors import BadInput
 from harness.reports.interactive import save_results
 from harness.reports.pages import text
-from harness.reports.results import bake_off_results
+from harness.reports.results import combine
+from harness.reports.search import Search
 from harness.runs import calls, safepoints
 from harness.runs.callbacks import check_callbacks
 from harness.runs.launch import is_main_process, main_first
@@ -107,8 +106,8 @@ class BakeOff:
         check_batch_size(session, *stages.values(), students)
         check_callbacks(session, trainer, {**stages, "students": students})
 
-    def run(self, more: Mapping[str, Any] = MappingProxyType({})) -> None:
-        """Train and test teacher and students for each seed, then print and save the table, with `more` results."""
+    def run(self, search: Search | None = None) -> None:
+        """Train and test teacher and students for each seed, then print and save the table, and what a search found."""
         seeds, names = self.config.seeds, [TEACHER, *self.arms]
         with main_first("students"):
             plans = {seed: self.plans(seed) for seed in seeds}
@@ -122,7 +121,7 @@ class BakeOff:
                     save_classifier(self.session, seed, name)
         if is_main_process():
             log_means(self.session, names)
-            self._report(list(records.values()), more)
+            self._report(list(records.values()), search)
 
     def fit(self, plan: FitPlan, plans: Sequence[FitPlan] = ()) -> FitRecord:
         """Train what is planned, unless that is done; BadInput for settings by which the teacher fails."""
@@ -163,14 +162,14 @@ class BakeOff:
                 expected = f"students that begin with it; {earlier[0]} was trained before: take another --out"
                 raise BadInput(f"variants.{arm.name}.peers", earlier[0], expected)
 
-    def _report(self, records: Sequence[Sequence[FitRecord]], more: Mapping[str, Any]) -> None:
+    def _report(self, records: Sequence[Sequence[FitRecord]], search: Search | None) -> None:
         """Print and save the table, given for each seed the records of the teacher and of the students' fits."""
         session, config, data = self.session, self.config, self.session.data
         teachers = [teacher for teacher, *_ in records]
         students = [fits for _, *fits in records]
         nets = [{name: net for fit in fits for name, net in fit.nets.items()} for fits in students]
-        results = bake_off_results(
-            session.header() | {"classes": list(data.class_names)},
+        results = combine(
+            session.header(),
             teachers,
             {name: [of_seed[name] for of_seed in nets] for name in self.arms},
             [sum(fit.fit_seconds or 0.0 for fit in fits) for fits in students],
@@ -179,7 +178,7 @@ class BakeOff:
             variants={name: arm.variant for name, arm in self.arms.items()},
             ranked=config.zoo,
         )
-        out, results = session.out, {**results, **more}
+        results.classes, results.search, out = list(data.class_names), search, session.out
         save_results(out, results, data.test_images, calls.commands(out))
         print(f"{text(results)}\n\n{out}/report.html, results.md, .png, .json; curves: tensorboard --logdir {out}")
 

@@ -8,15 +8,13 @@ import torch
 from apprentice.batch import Batch
 from datamodules import InMemoryData
 from harness import cli
-from harness.reports import means, samples
-from harness.runs import hparams
+from harness.reports import hparams, means, samples
 from harness.runs.fit import Fit
 from harness.runs.launch import is_main_process
 from harness.runs.nets import Spec
 from harness.runs.plans import Arm
 from harness.runs.records import Failure, NetRecord
 from harness.runs.session import Session
-from harness.runs.tensorboard import log_run
 from harness.studies import costs
 from harness.studies.choices import judged_by
 from lit_modules.learner import Learner
@@ -77,8 +75,8 @@ def log_row(run: Session, seed: int, arm: Arm, spec: Spec, figures: Mapping[str,
         score: figures[f"test_{score}"], "net": hparams.words(net, "net", run.data.net_arguments), "seed": str(seed),
         "objective": hparams.call(arm.method.name, options), **hparams.settings(arm.settings(run.config)), **options,
     }  # fmt: skip
-    costs = {f"cost/{name}": figures.get(name) for name in ("parameters", "train_flops", "step_ms")}
-    log_run(run.out / f"seed{seed}" / arm.name, row, costs, score, hparams.options_of_all(run.config))
+    folder = run.out / f"seed{seed}" / arm.name
+    hparams.log_run(folder, row, figures, score, hparams.options_of_all(run.config))
 
 
 def log_means(run: Session, nets: Sequence[str]) -> None:

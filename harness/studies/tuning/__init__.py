@@ -13,10 +13,11 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 from apprentice.errors import BadInput
 from harness.cli.classes import Choice
-from harness.reports.report import Facts
+from harness.reports.search import Cost, Search, Setting, Tuned
 from harness.runs.files import read_text, write_json
 from harness.runs.launch import is_main_process, main_first
 from harness.runs.plans import Arm, FitPlan, trial_name
@@ -142,24 +143,22 @@ class Tuning:
                 alive |= dict.fromkeys(team, rungs.best(of_team, self.metric, count))
         return alive
 
-    def facts(self) -> Facts:
-        """What results.json has of it, after `search`: `tuning`, `tuning_cost` and, as epochs, `tuning_rungs`."""
+    def facts(self) -> Search:
+        """What results.json has of it, after `search`."""
         records = [self._last_records(seed) for seed in self.config.tune_seeds]
-        tuning: Facts = {}
+        methods: dict[str, Tuned] = {}
         for row, trials in self.trials.items():
             searched = spaces.spaces(self.config, self.arms[row])
             settings = []
             for trial in trials:
                 last = [of_seed[trial.name] for of_seed in records]
-                settings.append({
-                    "options": spaces.options(self.config, trial, searched),
-                    "validation": [rungs.score(net, self.metric) for net in last],
-                    "epochs": max(len(net.epochs) for net in last),
-                })  # fmt: skip
-            tuning[row] = {"settings": settings, "chosen": self.best[row]}
-        return {"tuning": tuning, "tuning_cost": self._cost(), "tuning_rungs": self.ends}
+                options = spaces.options(self.config, trial, searched)
+                scores = [rungs.score(net, self.metric) for net in last]
+                settings.append(Setting(options, scores, max(len(net.epochs) for net in last)))
+            methods[row] = Tuned(settings, self.best[row])
+        return Search(methods, self._cost(), self.ends)
 
-    def _cost(self) -> Facts:
+    def _cost(self) -> Cost:
         """Count the epochs of each row's students, and of the seeds' teachers, unless they were loaded.
 
         Also samples that teachers computed for students, and would have for each setting by itself: outputs that are
@@ -182,12 +181,9 @@ class Tuning:
                 done |= {name: len(net.epochs) for name, net in record.nets.items()}
             for name, count in done.items():
                 epochs[row_of[name]] += count
-        return {
-            "student_epochs": epochs, "teacher_samples": computed, "teacher_samples_alone": alone,
-            "fit_seconds": seconds,
-            "teacher_epochs": sum(teacher.max_epochs or 0 for teacher in teachers),
-            "teacher_fit_seconds": sum(teacher.fit_seconds or 0.0 for teacher in teachers),
-        }  # fmt: skip
+        teacher_epochs = sum(teacher.max_epochs or 0 for teacher in teachers)
+        teacher_seconds = sum(teacher.fit_seconds or 0.0 for teacher in teachers)
+        return Cost(epochs, computed, alone, seconds, teacher_epochs, teacher_seconds)
 
     def _fit(self, seed: int, rung: int, wave: int, trials: Sequence[Arm]) -> None:
         """Train those of a wave that are left until the end of a rung."""
@@ -253,7 +249,7 @@ class Tuning:
         return [unit for unit in units if not planned.issuperset(unit)]
 
 
-def load_plan(folder: Path, config: Namespace) -> Facts:
+def load_plan(folder: Path, config: Namespace) -> dict[str, Any]:
     """The plan that a search's folder has: `epochs`, `tune_wave`, and `waves` of settings.
 
     It has no waves yet where there is no plan, or one for another `--tune_wave` by which nothing was trained.
@@ -262,7 +258,7 @@ def load_plan(folder: Path, config: Namespace) -> Facts:
         BadInput: it is for another number of epochs.
     """
     path, epochs = folder / PLAN, config.trainer.init_args["max_epochs"]
-    plan: Facts = {"epochs": epochs, "tune_wave": config.tune_wave, "waves": []}
+    plan: dict[str, Any] = {"epochs": epochs, "tune_wave": config.tune_wave, "waves": []}
     if path.exists():
         with reading(path, "out", "the plan of a search"):
             plan |= json.loads(read_text(path))
