@@ -15,8 +15,7 @@ from torch.multiprocessing.spawn import start_processes
 from apprentice.errors import BadInput
 from harness import cli
 from harness.runs import environment, signals
-from harness.runs.fit import MakeTrainer
-from harness.runs.trainer import trainer_factory
+from harness.runs.trainer import MakeTrainer, trainer_factory
 from strategies import NAMES
 
 TIMEOUT = 300.0  # seconds to wait for a rank that hangs, not the half hour of a run that matters

@@ -50,6 +50,7 @@ class Net(Recorded, nn.Module):
         pooled_layer: the classifier's input, such as pooled features (B, D).
         head_layers: the linear layers that give the logits, if more than the last one after `pooled_layer`.
         is_trained: whether it consists of trained nets, and is not trained itself.
+        trained_if: the option by which its weights are trained ones; "" for none.
         class_names: names of the classes of its initial weights, in order; () if these have no names, None if the
             weights, or those of the head, are new.
         expects: `mean` and `std` of the images that its initial weights were trained on, if they were.
@@ -61,6 +62,7 @@ class Net(Recorded, nn.Module):
     pooled_layer: str = ""
     head_layers: tuple[str, ...] = ()
     is_trained: bool = False
+    trained_if: str = ""
     class_names: tuple[str, ...] | None = None
     expects: Mapping[str, tuple[float, ...]] = MappingProxyType({})
 
