@@ -1,7 +1,7 @@
 """Plots that answer the mouse, of Bokeh: curves to switch on and off, and values under the pointer.
 
-Bokeh needs a browser to make a PNG, and Matplotlib can't answer the mouse in a file, so there are both; what results.png
-shows too is described once, by `figures.Dot`.
+Bokeh needs a browser to make a PNG, and Matplotlib can't answer the mouse in a file, so there are both. What
+results.png shows too is described once, by `figures.Dot`.
 """
 
 import itertools
