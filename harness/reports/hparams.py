@@ -13,10 +13,12 @@ from harness.cli.classes import imported
 from harness.cli.signatures import options_of
 from harness.reports.measures import FIGURES
 from harness.runs.tensorboard import open_writer
+from lit_modules.tasks import TASKS
 
 # TensorBoard ticks five settings and five metrics, settings first, in the order of their names if all are said to
 # differ. So the score is a setting too, and four settings say in words what all the others are.
-SCORES = ("acc", "bpc")  # in every table; another, by which a run is judged, in its own
+# The tasks' default scores, in every table; another one, by which a run is judged, is in its own.
+SCORES = tuple(next(iter(task.metrics.values())).score for task in TASKS.values())
 TICKED = ("net", "objective", "seed", "training")  # beside the score
 METRICS = {
     "test/loss": "test loss",
@@ -49,7 +51,7 @@ def settings(config: Namespace) -> dict[str, Any]:
     limit = "epochs" if trainer["max_epochs"] not in {None, -1} else "steps"
     length, precision = trainer[f"max_{limit}"], trainer["precision"] or "32-true"
     method = next(key for key in ("optimizer", "model") if hasattr(config, key))
-    rates = [(key, choice) for key in (method, "scheduler") if (choice := getattr(config, key, None)) is not None]
+    rates = [(key, choice) for key in (method, "scheduler") if (choice := vars(config).get(key)) is not None]
     strategy = trainer["strategy"].name if isinstance(trainer["strategy"], cli.Choice) else str(trainer["strategy"])
     parts = [*(words(choice, key) for key, choice in rates), words(data, "data"), f"{length} {limit}"]
     parts += [
@@ -69,7 +71,7 @@ def settings(config: Namespace) -> dict[str, Any]:
 
 def options_of_all(config: Namespace) -> list[str]:
     """Names of the options of all objectives of an experiment."""
-    return sorted({name for choice in getattr(config, "variants", {}).values() for name in choice.init_args})
+    return sorted({name for choice in vars(config).get("variants", {}).values() for name in choice.init_args})
 
 
 def log_run(

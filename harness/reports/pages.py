@@ -5,12 +5,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from harness.reports import samples, tuning
 from harness.reports.figures import Dot, metric_picture
 from harness.reports.measures import COST, IN_TABLE, STEP, Figure
-from harness.reports.metrics import Metric, conclude, lead, paired_differences
+from harness.reports.metrics import conclude, lead, paired_differences
 from harness.reports.report import machine
 from harness.reports.results import NetResults, Results, Scores, StudentResults, TeacherResults
 from harness.reports.settings import objectives, settings
 from harness.reports.tables import NONE, Table, count, listed, paragraph, table_of
 from harness.runs.records import Failure, Header
+from lit_modules.tasks import Metric
 
 
 def text(results: Results) -> str:
@@ -69,7 +70,7 @@ def head(run: Header, metric: Metric, pooled: Sequence[str] = ()) -> str:
         "Data": f"{data['name']}: {', '.join(sizes)} {metric.counted}",
         "Seeds": ", ".join(map(str, run.seeds)),
         "Pooled from": ", ".join(pooled),
-        "Settings": "; ".join(settings(run.config)),
+        "Settings": "; ".join(settings(run.config, run.free)),
         **machine(vars(run)),
     }
     listing = "\n".join(f"- {name}: {value}" for name, value in lines.items() if value)

@@ -8,7 +8,6 @@ from harness.reports import html
 from harness.reports.tables import NONE, Table, paragraph, words
 from harness.runs.files import write_bytes, write_text
 
-Facts = dict[str, Any]
 MIB = 2**20
 
 

@@ -11,10 +11,11 @@ from typing import Any, Self
 
 from apprentice.errors import BadInput
 from harness.reports.measures import FIGURES, take_mean
-from harness.reports.metrics import ACCURACY, METRICS, Metric, paired_differences
+from harness.reports.metrics import paired_differences
 from harness.reports.search import Search
 from harness.reports.uncertainty import Interval, paired_interval
 from harness.runs.records import Failure, FitRecord, Header, NetRecord, check_figures, check_format, reading
+from lit_modules.tasks import ACCURACY, METRICS, Metric
 
 BASELINE = "ce"
 SAMPLED = ("test_labels", "test_places")  # values of samples that are the same for each net

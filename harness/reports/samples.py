@@ -29,8 +29,8 @@ def recorded(task: Task, values: Mapping[str, Tensor]) -> tuple[dict[str, float 
     arrays = {name: tensor.numpy() for name, tensor in values.items()}
     if not len(places := arrays.get("place", np.zeros(0))):
         return {}, {}
-    means = {f"test_{name}": mean if np.isfinite(mean) else None for name, mean in task.means(arrays).items()}
-    kept = {f"test_{name}": packed(value) for name, value in task.kept(arrays).items()}
+    means = {f"test_{name}": mean if np.isfinite(mean) else None for name, mean in task.average_samples(arrays).items()}
+    kept = {f"test_{name}": packed(value) for name, value in task.keep_samples(arrays).items()}
     if (places != np.arange(len(places))).any():
         kept["test_places"] = classes(places)
     return means, kept

@@ -6,11 +6,11 @@ from statistics import mean
 from typing import Any
 
 from harness.reports.figures import GREY, figure
-from harness.reports.metrics import Metric
 from harness.reports.results import Results
 from harness.reports.search import Search, Setting, Tuned
 from harness.reports.tables import NONE, Table, count, listed, short, table_of, words
 from harness.reports.uncertainty import expected_maximum
+from lit_modules.tasks import Metric
 
 PICTURE = "tuning.png"
 FACTOR = 9.0  # between the least and the greatest value of an option, from which its axis is logarithmic

@@ -25,6 +25,7 @@ class Header:
         hardware: facts of the machine.
         versions: of packages.
         config: the settings.
+        free: those on which no result depends.
         seeds: of the run.
         fingerprint: of the samples in each part of the data.
         commits: of the code in each call; None where it is not known.
@@ -35,13 +36,14 @@ class Header:
     hardware: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
+    free: list[str] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)
     fingerprint: dict[str, Any] = field(default_factory=dict)
     commits: list[str | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for name in ("data", "hardware", "versions", "config", "fingerprint"):
-            if not isinstance(getattr(self, name), dict):
+            if not isinstance(vars(self)[name], dict):
                 raise TypeError(f"{name} is none")
         self.data["name"]  # or it is none of ours
 
@@ -52,7 +54,7 @@ class Header:
 
     def to_json(self) -> dict[str, Any]:
         """Write it side by side with the number of the format."""
-        return {"format": FORMAT, **{name: getattr(self, name) for name in Header.__dataclass_fields__}}
+        return {"format": FORMAT, **{name: vars(self)[name] for name in Header.__dataclass_fields__}}
 
 
 @dataclass(frozen=True)

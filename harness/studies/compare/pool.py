@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from apprentice.errors import BadInput
-from harness.cli.sources import free
 from harness.reports.interactive import save_results
 from harness.reports.report import machine
 from harness.reports.results import Results, combine
@@ -86,7 +85,7 @@ def _differs(first: Run, run: Run) -> str:
     keys = [
         key for key in {**theirs, **ours} if ours.get(key) != theirs.get(key) and key not in known_places(first, run)
     ]
-    other = [key for key in keys if key != "seeds" and not key.startswith("seeds.") and not free(key)]
+    other = [key for key in keys if key != "seeds" and not key.startswith("seeds.") and not first.is_free(key)]
     return f"{other[0]} is {ours.get(other[0])}, not {theirs.get(other[0])}" if other else ""
 
 

@@ -8,11 +8,10 @@ from typing import Any
 import datamodules
 from apprentice.errors import BadInput
 from harness.cli.sources import flat
-from harness.reports.metrics import METRICS
 from harness.reports.pages import planned_epochs
 from harness.reports.results import BASELINE, Results, StudentResults, combine_student, load_results
 from harness.runs.records import Header, NetRecord, reading
-from lit_modules.tasks import ACCURACY, BITS, Metric
+from lit_modules.tasks import ACCURACY, BITS, METRICS, Metric
 
 
 @dataclass(frozen=True)
@@ -119,6 +118,10 @@ class Run:
         """The name of the row that others are compared with, if there is one."""
         name = self.experiment.baseline
         return f"{self.name}/{name}" if name in self.entries else None
+
+    def is_free(self, flag: str) -> bool:
+        """Whether no result depends on a setting, or on what it is an option of."""
+        return any(flag == name or flag.startswith(f"{name}.") for name in self.results.free)
 
     @property
     def data(self) -> type[datamodules.InMemoryData]:
