@@ -8,7 +8,7 @@ from apprentice.errors import BadInput
 from harness.reports import html
 from harness.reports.figures import Dot, lines_picture, metric_picture
 from harness.reports.measures import IN_TABLE
-from harness.reports.pages import cost_axis, starred
+from harness.reports.pages import axis, cost_of, starred
 from harness.reports.report import Part
 from harness.reports.tables import NONE, Table, count, paragraph, short, table_of
 from harness.runs.files import write_bytes, write_json, write_text
@@ -117,7 +117,8 @@ def picture(comparison: Comparison) -> bytes:
         sizes = [row.entry.figures["bytes"] for row in rows]
         label, places = "size, KiB", [None if size is None else size / 2**10 for size in sizes]
     else:
-        label, places = cost_axis([row.entry.figures for row in rows])
+        figures = [row.entry.figures for row in rows]
+        label, places = axis(cost_of(figures), figures)
     lines = zip(rows, places, strict=True)
     return metric_picture(
         [Dot(row.name, row.scores, place, names.index(row.run), metric) for row, place in lines], label
