@@ -8,7 +8,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from apprentice.errors import BadInput, reason
 from apprentice.keyed import with_seed
@@ -23,6 +22,14 @@ class Outputs(NamedTuple):
 
     logits: Tensor
     features: dict[str, Tensor]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Outputs":
+        """The outputs with a function applied to the logits and to each feature, in this order."""
+        return Outputs(function(self.logits), {path: function(x) for path, x in self.features.items()})
+
+    def tensors(self) -> list[Tensor]:
+        """The logits and the features."""
+        return [self.logits, *self.features.values()]
 
 
 class Net(Recorded, nn.Module):
@@ -39,6 +46,7 @@ class Net(Recorded, nn.Module):
         pooled_layer: the classifier's input, such as pooled features (B, D).
         head_layers: the linear layers that give the logits, if they are more than the last one after `pooled_layer`.
         is_trained: whether it is made of trained nets, and is not trained itself.
+        trained_if: the option by which its weights are trained ones; "" for none.
         class_names: of the classes that its first weights give logits of, in order; () where these are not named, None
             where weights are new, or those of the head.
         expects: the `mean` and `std` of the images that its first weights were trained on, if they were.
@@ -50,6 +58,7 @@ class Net(Recorded, nn.Module):
     pooled_layer: str = ""
     head_layers: tuple[str, ...] = ()
     is_trained: bool = False
+    trained_if: str = ""
     class_names: tuple[str, ...] | None = None
     expects: Mapping[str, tuple[float, ...]] = MappingProxyType({})
 
@@ -111,11 +120,11 @@ def typed(net: nn.Module, inputs: Tensor) -> Tensor:
 
 def in_type_of(outputs: Outputs, net: nn.Module) -> Outputs:
     """Another net's outputs; float64 becomes float32 unless this net's parameters are float64."""
-    if all(x.dtype != torch.float64 for x in (outputs.logits, *outputs.features.values())):
+    if all(x.dtype != torch.float64 for x in outputs.tensors()):
         return outputs
     if any(p.dtype == torch.float64 for p in net.parameters()):
         return outputs
-    return tree_map(lambda x: x.float() if x.dtype == torch.float64 else x, outputs)
+    return outputs.map(lambda x: x.float() if x.dtype == torch.float64 else x)
 
 
 def giving_logits(net: nn.Module) -> nn.Module:
