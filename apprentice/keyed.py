@@ -133,7 +133,7 @@ class Dropout(nn.Module):
     def __init__(self, p: float = 0.5, layer: int = 0, channels: bool = False) -> None:
         super().__init__()
         if not 0 <= p < 1:
-            raise BadInput("p", p, "at least 0, less than 1")
+            raise BadInput("dropout", p, "at least 0, less than 1")  # as options of nets call it
         self.p, self.layer, self.channels = p, layer, channels
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102

@@ -25,9 +25,12 @@ from harness import cli
 from harness.runs.session import session
 from lab.strategies import ring
 from lab.studies.comm import Backend, Bench, Options, Study, all_cases
-from lab.studies.isolation import DURATION, default_devices, one_thread, probe
+from lab.studies.isolation import DURATION, IDLE, default_devices, one_thread, probe
 
 UNUSED = ("precision", "gradient_clip_val", "profiler", "callbacks", "plugins")
+OF_FITS = (
+    "strategy", "accumulate_grad_batches", "gradient_clip_algorithm", "deterministic", "benchmark", "detect_anomaly",
+)  # fmt: skip
 BACKENDS = [Backend("gloo"), Backend(ring.NAME), Backend(ring.UNCHUNKED, only_all_reduce=True)]
 BLOCK, QUICK_BLOCK = 0.02, 0.002  # seconds: shorter calls are timed several together
 NCCL = Backend("nccl", "cuda")
@@ -36,7 +39,7 @@ NCCL = Backend("nccl", "cuda")
 def parser() -> cli.Parser:
     """The command line: sizes, operations, backends; of the Trainer its devices."""
     parser = cli.Parser("comm.py", (__doc__ or "").split("\n", 1)[0], Options)
-    parser.add_trainer(strategies.NAMES, loggers=False, devices=default_devices())
+    parser.add_trainer(strategies.NAMES, loggers=False, idle=[*IDLE, *UNUSED, *OF_FITS], devices=default_devices())
     return parser
 
 

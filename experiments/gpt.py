@@ -14,9 +14,9 @@ if __name__ == "__main__":
     # Threads that wait spin for microseconds, not longer: see docs/language-models.md.
     start.script(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="5000")
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from torch import nn
 
@@ -58,6 +58,7 @@ class Options(cli.RunOptions):
     temperature: float = 0.8
     top_k: int | None = None
     sample_seed: int = 0
+    idle: ClassVar[Collection[str]] = ("num_classes",)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -14,9 +14,10 @@ if __name__ == "__main__":
     start.script(OMP_WAIT_POLICY="PASSIVE")  # threads that spin while they wait slow small nets down
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import ClassVar
 
 from lightning.pytorch import LightningDataModule
 from torch import nn
@@ -28,7 +29,7 @@ from harness import cli
 from harness.runs.session import load_data, session
 from harness.studies.choices import learning, make_net
 from lab.studies.hardware import Bench, Cases, Study
-from lab.studies.isolation import default_devices, one_thread, usual_threads
+from lab.studies.isolation import IDLE, default_devices, one_thread, usual_threads
 from lit_modules import nets
 from lit_modules.classifier import LitClassifier
 
@@ -45,6 +46,7 @@ class Options(cli.OneSeedOptions):
 
     only: list[str] | None = field(default=None, metadata=cli.GROWS.metadata)
     steps: int = 24
+    idle: ClassVar[Collection[str]] = ("checkpoint_every",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,7 +60,7 @@ def parser() -> cli.Parser:
     parser.add_choice("data", (datamodules.ImageData, LightningDataModule), datamodules, "Digits")
     parser.add_choice("net", (nets.Net, nn.Module), nets, "DeepNN", skip={"input_shape", "num_classes"})
     parser.add_optimizer()
-    parser.add_trainer(strategies.NAMES, loggers=False, devices=default_devices())
+    parser.add_trainer(strategies.NAMES, loggers=False, idle=IDLE, devices=default_devices())
     return parser
 
 

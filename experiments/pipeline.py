@@ -30,7 +30,7 @@ from apprentice.errors import BadInput
 from harness import cli
 from harness.runs.session import session
 from harness.studies.choices import make_net
-from lab.studies.isolation import default_devices, one_thread
+from lab.studies.isolation import IDLE, default_devices, one_thread
 from lab.studies.pipeline import Bench, Case, Cases, Cut, Noise, Options, Study, Task
 from lab.studies.pipeline.cases import TUTORIALS_CUT
 from lit_modules import nets
@@ -46,7 +46,8 @@ def parser() -> cli.Parser:
     resnet = {"class_path": "Torchvision", "init_args": {"name": "resnet50"}}
     parser.add_choice("net", (nets.Net, nn.Module), nets, resnet, skip={"input_shape", "num_classes"})
     strategy = {"class_path": "pipeline", "init_args": {"balance": "time"}}
-    parser.add_trainer(strategies.NAMES, loggers=False, devices=default_devices(), strategy=strategy)
+    idle = [*IDLE, "gradient_clip_val", "gradient_clip_algorithm"]
+    parser.add_trainer(strategies.NAMES, loggers=False, idle=idle, devices=default_devices(), strategy=strategy)
     return parser
 
 

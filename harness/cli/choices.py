@@ -6,9 +6,11 @@ from typing import Any, Union, get_args, get_origin
 
 from apprentice.errors import BadInput
 from harness.cli.classes import Choice, Chosen, Classes
+from harness.cli.merging import below
 from harness.cli.messages import near_flag, words
 from harness.cli.signatures import Missing, Signature, accepts_null, kinds_of, options_of
-from harness.cli.sources import BARE, Given, Layer, from_yaml, layer
+from harness.cli.sources import BARE, Layer, Setting, layer
+from harness.cli.yamls import read_value
 
 OF_A_CALL = frozenset({"config", *BARE})  # which a file can't hold
 
@@ -16,8 +18,8 @@ OF_A_CALL = frozenset({"config", *BARE})  # which a file can't hold
 class Resolver:
     """Makes choices of the merged layers; an option whose type is a base of `families` is itself a choice."""
 
-    def __init__(self, given: Layer, prog: str) -> None:
-        self.given: dict[str, Given] = dict(given)
+    def __init__(self, settings: Layer, prog: str) -> None:
+        self.settings: dict[str, Setting] = dict(settings)
         self._prog = prog
         self.families: Sequence[Classes] = ()
         self.flags: dict[str, tuple[Any, str]] = {}  # values and descriptions
@@ -28,15 +30,17 @@ class Resolver:
         """The one class that is chosen at a key, or None if that is `optional`."""
         chosen = self.choose(classes, key)
         if isinstance(chosen, list) or (chosen is None and not optional):
-            raise BadInput(key, "null" if chosen is None else self.given[key].value, f"one class: {classes.expected()}")
+            value = "null" if chosen is None else self.settings[key].value
+            raise BadInput(key, value, f"one class: {classes.expected()}")
         return chosen
 
     def choose(self, classes: Classes, key: str) -> Chosen:
         """What is chosen at this key, with its options."""
-        given = self.given.get(key, Given(None))
-        name, source = from_yaml(given.value, key), given.source
+        setting = self.settings.get(key, Setting(None))
+        name = read_value(setting.value, key)
         if isinstance(name, dict):
-            self.given = {**layer(name, source, key), **{flag: v for flag, v in self.given.items() if flag != key}}
+            others = {flag: other for flag, other in self.settings.items() if flag != key}
+            self.settings = {**layer(name, setting.source, key), **others}
             return self.choose(classes, key)
         self.flags[key] = name, ""
         if isinstance(name, list):
@@ -44,22 +48,22 @@ class Resolver:
             for i, entry in enumerate(name):
                 if entry is None or isinstance(entry, list):
                     raise BadInput(f"{key}.{i}", "null" if entry is None else entry, classes.expected())
-                self.given = {**layer(entry, source, f"{key}.{i}"), **self.given}
+                self.settings = {**layer(entry, setting.source, f"{key}.{i}"), **self.settings}
             return [self.choose(classes, f"{key}.{i}") for i in range(len(name))]
-        found, sets = classes.find(name, key)
-        if not isinstance(found, type):
-            self._keys[key] = found
-            return found
-        return Choice(classes.path(found, name), self.options(options_of(found, classes.skip), key, sets))
+        chosen, sets = classes.find(name, key)
+        if not isinstance(chosen, type):
+            self._keys[key] = chosen
+            return chosen
+        return Choice(classes.path(chosen, name), self.options(options_of(chosen, classes.skip), key, sets))
 
     def texts(self, key: str) -> dict[str, Any]:
         """All values below a key, by the rest of their flags."""
-        found = {flag: given.value for flag, given in self.given.items() if flag.startswith(f"{key}.")}
-        self.flags |= {flag: (value, "") for flag, value in found.items()}
-        return {flag.removeprefix(f"{key}."): value for flag, value in found.items()}
+        values = self._below(key)
+        self.flags |= {f"{key}.{name}": (value, "") for name, value in values.items()}
+        return values
 
     def options(self, signature: Signature, key: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
-        """The options of a class: given, else these defaults, else its own."""
+        """The options of a class: as set, else these defaults, else those of its constructor."""
         self._keys[key] = signature
         values = {}
         for name, default in {**signature.defaults, **defaults}.items():
@@ -67,37 +71,41 @@ class Resolver:
             value, kinds = self._value(flag), {*kinds_of(hint)}
             classes = next((classes for classes in self.families if kinds.intersection(classes.bases)), None)
             if value is not Missing and classes is not None:
-                self.given.setdefault(flag, Given(None if default is Missing else default))
+                self.settings.setdefault(flag, Setting(None if default is Missing else default))
                 values[name] = _fitting(self.choose(classes, flag), hint, classes, value, flag)
                 continue
             values[name] = default if value is Missing else signature.check(name, value, key)
-            self.flags |= {flag: (values[name], signature.help[name]), **dict.fromkeys(self._below(flag), (None, ""))}
+            self.flags[flag] = values[name], signature.help[name]
+            self.flags |= {f"{flag}.{inner}": (None, "") for inner in self._below(flag)}
             if values[name] is Missing:
                 expected = f"{words(hint)}; {signature.target.__name__} can't do without"
                 self._missing.append(BadInput(flag, "(nothing)", expected))
         return values
 
     def _value(self, flag: str) -> Any:
-        own = self.given.get(flag, Given(Missing)).value
-        below: dict[str, Any] = {}
-        for inner, value in self._below(flag).items():
-            node, (*parents, last) = below, inner.removeprefix(f"{flag}.").split(".")
+        """The value at a flag; with settings below it, the mapping that they make."""
+        value = self.settings.get(flag, Setting(Missing)).value
+        mapping: dict[str, Any] = {}
+        for name, inner in self._below(flag).items():
+            node, (*parents, last) = mapping, name.split(".")
             for parent in parents:
                 node = node.setdefault(parent, {})
                 if not isinstance(node, dict):
-                    raise BadInput(inner, value, f"{parent} either with a value or with options")
-            node[last] = value
-        return own if not below else below if own is Missing else {"class_path": own, "init_args": below}
+                    raise BadInput(f"{flag}.{name}", inner, f"{parent} either with a value or with options")
+            node[last] = inner
+        if not mapping:
+            return value
+        return mapping if value is Missing else {"class_path": value, "init_args": mapping}
 
     def _below(self, flag: str) -> dict[str, Any]:
-        return {inner: given.value for inner, given in self.given.items() if inner.startswith(f"{flag}.")}
+        return {name: setting.value for name, setting in below(flag, self.settings).items()}
 
     def check_complete(self, plain: Sequence[str]) -> None:
         """Raise BadInput for the first flag that is neither an option of a choice nor plain, or that is missing."""
         known = {*self.flags, *plain} - OF_A_CALL
-        for flag, given in self.given.items():
+        for flag, setting in self.settings.items():
             if flag not in known:
-                raise BadInput(flag, given.value, self._expected(flag, plain))
+                raise BadInput(flag, setting.value, self._expected(flag, plain))
         for error in self._missing:
             raise error
 
@@ -120,10 +128,10 @@ class Resolver:
         return f"--{key} with the name of a class beside it{f'; {place} is a name without options' if place else ''}"
 
 
-def _fitting(chosen: Chosen, hint: Any, classes: Classes, given: Any, key: str) -> Chosen:
+def _fitting(chosen: Chosen, hint: Any, classes: Classes, value: Any, key: str) -> Chosen:
     kinds = get_args(hint) if get_origin(hint) in {Union, UnionType} else (hint,)
     if isinstance(chosen, Choice) and not any(kind in classes.bases for kind in kinds):
         return [chosen]
     if (chosen is None and not accepts_null(hint)) or (isinstance(chosen, list) and not any(map(get_origin, kinds))):
-        raise BadInput(key, given, classes.expected())
+        raise BadInput(key, value, classes.expected())
     return chosen

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any, TypeAlias
 
 from apprentice.errors import BadInput, reason
-from harness.cli.messages import REFUSAL, near
+from harness.cli.messages import near, of_strategy
 from harness.cli.modules import hidden_file, import_module
 from harness.cli.signatures import options_of
 
@@ -179,45 +179,30 @@ def refusals(
     except OSError:
         raise
     except BadInput as error:
-        if error.argument == key or error.argument.startswith(f"{key}."):
-            raise
-        if error.argument in passed:
+        flag = error.argument
+        if flag in passed:
             raise BadInput(key, choice.name, f"options that it takes: {error}") from error
-        place = _place(choice, error.argument)
-        if place is None and error.argument.isidentifier() and error.argument not in _options(choice):
-            place = _option_with(choice, str(error.value))  # a part inside calls it by another name
-        raise BadInput(f"{key}.{place or error.argument}".removesuffix("."), error.value, error.expected) from error
+        if flag != key and not flag.startswith(f"{key}."):
+            flag = _place(choice, key, flag) or f"{key}.{flag}".removesuffix(".")
+        raise BadInput(flag, error.value, error.expected) from error
     except kinds as error:
+        fault = of_strategy(error)
+        if fault and (place := _place(choice, key, fault.argument)):
+            raise BadInput(place, fault.value, fault.expected) from error
+        zeros = [name for name, value in choice.init_args.items() if type(value) is int and value == 0]
+        if isinstance(error, ZeroDivisionError) and len(zeros) == 1:
+            expected = f"a number other than 0, by which {choice.name} divides"
+            raise BadInput(f"{key}.{zeros[0]}", 0, expected) from error
         message = reason(error) if isinstance(error, KeyError) else " ".join(str(error).split()) or reason(error)
-        option = REFUSAL.fullmatch(message)
-        if option and (place := _refused(choice, option[1], option[2])):
-            raise BadInput(f"{key}.{place}", option[2], option[3]) from error
-        if isinstance(error, ZeroDivisionError) and (place := _option_with(choice, "0")):
-            raise BadInput(f"{key}.{place}", 0, f"a number other than 0, by which {choice.name} divides") from error
         if "can't allocate memory" in message:  # by torch
             raise BadInput(key, choice.name, "options with which it fits in memory") from error
         raise BadInput(key, choice.name, f"options that it takes: {message}") from error
 
 
-def _refused(choice: Choice, name: str, value: str) -> str | None:
-    """Which option was refused: a part inside may name it by another name, or by that of another option."""
-    place = _place(choice, name)
-    has_value = place is not None and str(choice.init_args.get(place)) == value
-    return place if has_value else _option_with(choice, value) or place
-
-
-def _options(choice: Choice) -> Collection[str]:
-    return options_of(imported(choice.class_path, "")).hints
-
-
-def _option_with(choice: Choice, value: str) -> str | None:
-    """The only option with this value."""
-    names = [name for name, given in choice.init_args.items() if str(given) == value]
-    return names[0] if len(names) == 1 else None
-
-
-def _place(choice: Choice, name: str) -> str | None:
-    if name in choice.init_args:
-        return name
-    inner = ((key, _place(value, name)) for key, value in choice.init_args.items() if isinstance(value, Choice))
-    return next((f"{key}.{place}" for key, place in inner if place), None)
+def _place(choice: Choice, key: str, argument: str) -> str | None:
+    """The flag of an option of this name, or of that of a class among the options."""
+    if argument in choice.init_args:
+        return f"{key}.{argument}"
+    inside = {name: value for name, value in choice.init_args.items() if isinstance(value, Choice)}
+    places = (_place(value, f"{key}.{name}", argument) for name, value in inside.items())
+    return next(filter(None, places), None)

@@ -43,15 +43,8 @@ ALSO_CALLED = {
     "save_dir": ["out"], "seed": ["seeds"], "steps": ["max_steps"], "wd": ["weight_decay"],
     "workers": ["num_workers", "data ImageFolder --data.num_workers"], "world_size": ["devices"],
 }  # fmt: skip
-# How a class refuses one of its options: its name, its value and what was expected.
-REFUSAL = re.compile(r"(\w+) (.*?): expected (.*)")
-# The last line of a forked rank's error, where it is one for users.
+REFUSAL = re.compile(r"(\w+) (.*?): expected (.*)")  # how strategies refuse an option
 WORKER = re.compile(r"DataLoader worker (\(pid\D*\d+\) )?(is killed by signal: \w+|exited unexpectedly)")
-FROM_RANK = re.compile(
-    r"([\w.]*\.)?(?P<kind>BadInput|Damaged|Missing|MisconfigurationException|ValueError|\w+(?=: --)"
-    r"|(OS|Permission|FileNotFound|Timeout|Connection)Error): (?P<text>.*)"
-)
-OF_ARGUMENT = re.compile(r"[\w.]+ .*?: expected ")  # the beginning of a BadInput that names an argument
 # What torch, numpy and Python say where memory ends, and how much they wanted.
 OUT_OF_MEMORY = re.compile(
     r"^[\w.]*Error: .*(out of memory|can't allocate memory|Unable to allocate|CUBLAS_STATUS_ALLOC).*$|^MemoryError.*",
@@ -78,27 +71,27 @@ def one_line_errors(parser: "Parser | None" = None) -> Iterator[None]:
         raise SystemExit(2) from None
 
 
-def one_line(error: Exception, parser: "Parser | None" = None) -> str | None:
-    """The message of an error that users can do something about; `parser` finds the whole flag of an option."""
-    text = with_flag(error) if isinstance(error, BadInput) else str(error)
-    for_users = isinstance(error, BadInput) or text.startswith("--")
-    if for_users or (isinstance(error, ValueError) and not isinstance(error, OSError)):
-        return _refused_option(text, parser, for_users)
-    if isinstance(error, OSError):
-        place = f": {error.filename}" if error.filename else ""
-        return f"{FULL}{place}; {KEPT}" if error.errno == errno.ENOSPC else f"{error.strerror or error}{place}"
+def one_line(error: BaseException, parser: "Parser | None" = None) -> str | None:
+    """The message of an error that users can do something about, a rank's too; `parser` finds whole flags."""
     if lost := _lost(error):
         return f"{lost}; {GOES_ON}"
     if isinstance(error, ProcessRaisedException):
-        found = FROM_RANK.fullmatch(str(error).strip().splitlines()[-1])
-        if found is None:
-            return None
-        of_argument = found["kind"] in {"BadInput", "Damaged"} and OF_ARGUMENT.match(found["text"])
-        prefix = "--trainer: " if found["kind"] == MISCONFIGURED else "--" if of_argument else ""
-        return _refused_option(f"{prefix}{found['text']}", parser, found["kind"] != "ValueError")
-    torch_save = isinstance(error, RuntimeError) and "inline_container" in str(error)
-    trainer = f"--trainer: {error}" if type(error).__name__ == MISCONFIGURED else None
-    return f"{FULL}, or it can't be written; {KEPT}" if torch_save else trainer
+        return None if error.__cause__ is None else one_line(error.__cause__, parser)
+    fault = error if isinstance(error, BadInput) else of_strategy(error)
+    flag = parser.flag_of(fault.argument) if parser and fault else None
+    if fault and (flag or isinstance(error, BadInput)):
+        return with_flag(BadInput(flag or fault.argument, fault.value, fault.expected))
+    if str(error).startswith("--"):
+        return str(error)
+    if isinstance(error, OSError) or "inline_container" in str(error):
+        return _of_files(error)
+    return f"--trainer: {error}" if type(error).__name__ == MISCONFIGURED else None
+
+
+def of_strategy(error: BaseException) -> BadInput | None:
+    """The fault that a strategy tells by a ValueError's text. This goes once strategies raise BadInput."""
+    match = REFUSAL.fullmatch(" ".join(str(error).split())) if type(error) is ValueError else None
+    return BadInput(*match.groups()) if match else None
 
 
 def with_flag(error: BadInput) -> str:
@@ -106,7 +99,14 @@ def with_flag(error: BadInput) -> str:
     return f"--{error}" if error.argument else str(error)
 
 
-def _lost(error: Exception) -> str | None:
+def _of_files(error: BaseException) -> str:
+    if not isinstance(error, OSError):  # of torch.save
+        return f"{FULL}, or it can't be written; {KEPT}"
+    place = f": {error.filename}" if error.filename else ""
+    return f"{FULL}{place}; {KEPT}" if error.errno == errno.ENOSPC else f"{error.strerror or error}{place}"
+
+
+def _lost(error: BaseException) -> str | None:
     """Which process died or had too little memory, and what helps."""
     if isinstance(error, ProcessExitedException):
         how = f"was killed by {error.signal_name}" if error.signal_name else f"ended with exit code {error.exit_code}"
@@ -115,22 +115,14 @@ def _lost(error: Exception) -> str | None:
         return None
     if worker := WORKER.search(str(error)):
         return f"{worker[0]}; with fewer --data.num_workers it takes less memory"
-    who, told = "this process", f"{type(error).__name__}: {error}"
+    who, text = "this process", f"{type(error).__name__}: {error}"
     if isinstance(error, ProcessRaisedException):
-        who, told = f"rank {error.error_index}", str(error)
-    if not (said := OUT_OF_MEMORY.search(told)):
+        who, text = f"rank {error.error_index}", str(error)
+    if not (line := OUT_OF_MEMORY.search(text)):
         return None
-    wanted = WANTED.search(said[0])
+    wanted = WANTED.search(line[0])
     more = f" for {wanted[2]} more" if wanted else ""
     return f"{who} had no memory{more}; with more --trainer.devices each needs less"
-
-
-def _refused_option(message: str, parser: "Parser | None", for_users: bool) -> str | None:
-    """The message with the whole flag where it refuses an option; else as it is, if it is for users."""
-    found = REFUSAL.fullmatch(message.removeprefix("--"))
-    if found and parser and (flag := parser.flag(found[1], found[2])):
-        return with_flag(BadInput(flag, found[2], found[3]))
-    return message if for_users or message.startswith("--") else None
 
 
 def near(name: Any, known: Iterable[str], prefix: str = "") -> str:

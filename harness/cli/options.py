@@ -1,6 +1,6 @@
 """The options that every experiment has, and those of one that has a single seed."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -34,6 +34,7 @@ class RunOptions:
     checkpoint_every: float = field(default=30.0, metadata=FREE.metadata)
     exact: int | None = None
     num_classes: int | None = None
+    idle: ClassVar[Collection[str]] = ()  # options that do nothing in a script; --help leaves them out
     quick_values: ClassVar[Mapping[str, Any]] = {}  # what `--quick true` sets where it is not given
 
     def __post_init__(self) -> None:

@@ -15,13 +15,15 @@ from apprentice.errors import BadInput
 from harness.cli import rows, training, usage
 from harness.cli.choices import Resolver
 from harness.cli.classes import Choice, Classes, arguments, build, imported, plain
+from harness.cli.merging import below, merge, settings_of_any_class
 from harness.cli.messages import near
 from harness.cli.modules import working_directory_first
 from harness.cli.options import RunOptions
 from harness.cli.resuming import CALL, FIXED, FREE, Change, OnResume, check_same
 from harness.cli.signatures import Signature, Texts
-from harness.cli.sources import Given, Layer, as_given, flat, from_yaml, layer, load, read
+from harness.cli.sources import Layer, Setting, as_written, flat, layer, load, read
 
+ONLY_ONE = ("trainer.strategy", "trainer", "data")  # of these objects a run has one
 Bases: TypeAlias = type | tuple[type, ...]
 
 
@@ -43,8 +45,11 @@ class Parser:
         self.prog, self.description = prog, description
         self.options = Signature(options)
         self.entries: dict[str, Entry | Signature | Texts] = {}  # with a signature, the class is not chosen
-        self._defaults: dict[str, Given] = {}
-        self._more: list[tuple[str, Any, Layer]] = []  # a plain option, its value, and the defaults that it adds
+        self._defaults: dict[str, Setting] = {}
+        self._added: list[tuple[str, Any, Layer]] = []  # a plain option, its value, and the defaults that it adds
+        self.idle = {*options.idle}  # flags that do nothing in this script
+        if getattr(options, "why_inexact", ""):
+            self.idle.add("exact")
         self._nested: dict[str, Classes] = {}  # what options of the Trainer choose from
         self._parsed: dict[str, Any] = {}
         self._on_resume = {field.name: field.metadata.get("on_resume", FIXED) for field in fields(options)}
@@ -76,11 +81,11 @@ class Parser:
         The plain option `only`, if there is one, says which of them are wanted; see `rows`.
         """
         self._add(key, Entry(_classes(bases, package), named=True, given=given, replaces=replaces), dict(defaults))
-        self._more += [(option, True, layer(dict(added), key=key)) for option, added in more.items()]
+        self._added += [(option, True, layer(dict(added), key=key)) for option, added in more.items()]
 
     def add_recipes(self, option: str, recipes: Mapping[Any, Mapping[str, Any]]) -> None:
         """Let a value of a plain option set many flags, each of which may be given beside it."""
-        self._more += [(option, name, layer(dict(flags), f"--{option} {name}")) for name, flags in recipes.items()]
+        self._added += [(option, name, layer(dict(flags), f"--{option} {name}")) for name, flags in recipes.items()]
 
     def add_optimizer(self, default: Any = "Adam", scheduler_on_resume: OnResume = FIXED) -> None:
         """Add `--optimizer` and `--scheduler`: torch's classes, tried out on a dummy net when parsed."""
@@ -102,15 +107,18 @@ class Parser:
         *,
         loggers: bool = True,
         on_resume: Mapping[str, OnResume] = MappingProxyType({}),
+        idle: Iterable[str] = (),
         **defaults: Any,
     ) -> None:
         """Add `--trainer.OPTION` for Lightning's Trainer, with options below `--trainer.strategy` and `callbacks`.
 
         `defaults` are in place of the Trainer's own. `logger` names others beside ours, where there are `loggers`, or
-        switches ours on and off. `on_resume` says of options that results depend on how they may change.
+        switches ours on and off. `on_resume` says of options that results depend on how they may change;
+        `idle` are options that do nothing here.
         """
         from lightning.pytorch import Trainer
 
+        self.idle |= {f"trainer.{name}" for name in idle}
         rules = {**dict.fromkeys(training.ANY_ON_RESUME, FREE), **on_resume}
         self._on_resume |= {f"trainer.{name}": rule for name, rule in rules.items()}
         self._nested = {"callbacks": training.CALLBACKS, "strategy": training.Strategies(names=strategies)}
@@ -138,18 +146,19 @@ class Parser:
         if "help" in bare:
             sys.stdout.write(self._help(layers))
             raise SystemExit(0)
-        early = self._merged(layers)
-        with as_given(early):
+        early = merge(layers, self._classes_at)
+        with as_written(early):
             options = Namespace(**{**self.options.defaults, **self._values(early)})  # checked together once merged
         path = Path(options.out or "") / "config.yaml"
         run = path if options.resume and options.out and path.exists() else None
         start = self._defaults if run is None else self._saved(run)
-        added = self._added(options)
+        added = self._added_to(options)
         if run is not None:
-            added = [{flag: each for flag, each in more.items() if flag not in start} for more in added]
-        given = {**self._merged([start, *added, *layers]), **self._for_any_class(added, layers)}
-        with as_given(given):
-            config = self._config(given)
+            added = [{flag: new for flag, new in settings.items() if flag not in start} for settings in added]
+        settings = merge([start, *added, *layers], self._classes_at)
+        settings |= settings_of_any_class(added, layers, self._classes_at)
+        with as_written(settings):
+            config = self._config(settings)
             self._check(config)
             if run is not None:
                 self._check_same(run.parent, self._config(start), config)
@@ -172,40 +181,12 @@ class Parser:
         """The flags on which no result depends, nor on the options below them."""
         return [flag for flag, rule in self._on_resume.items() if rule in {CALL, FREE}]
 
-    def flag(self, name: str, value: str) -> str | None:
-        """The only flag of what was parsed for an option of this name, or the only one that has this value too."""
-        if name in self._parsed:
-            return name
-        named = [flag for flag in self._parsed if flag.rpartition(".")[2] == name]
-        same = [flag for flag in named if str(self._parsed[flag]) == value] if len(named) > 1 else named
-        return same[0] if len(same) == 1 else None
+    def flag_of(self, argument: str) -> str | None:
+        """The flag of what an object refuses when it is used: its own, or that of an object of which a run has one."""
+        places = [argument, *(f"{owner}.{argument}" for owner in ONLY_ONE)]
+        return next((flag for flag in places if flag in self._parsed), None)
 
-    def _merged(self, layers: Sequence[Layer]) -> Layer:
-        """The first pass: what counts of the layers. Another class drops the options of the one before."""
-        given: dict[str, Given] = {}
-        for each in map(self._expanded, layers):
-            for flag, (name, _) in each.items():
-                below = {inner: found for inner, (found, _) in given.items() if inner.startswith(f"{flag}.")}
-                if flag in given and below:
-                    classes, old = self._chosen_at(flag), given[flag].value
-                    options = {inner.removeprefix(f"{flag}."): found for inner, found in below.items()}
-                    if not (name == old if classes is None else classes.same(name, old, options)):
-                        given = {inner: found for inner, found in given.items() if inner not in below}
-            given |= each
-        return given
-
-    def _expanded(self, given: Layer) -> Layer:
-        """The layer, with flags in place of a choice that is written as a mapping in YAML."""
-        inner, others = dict[str, Given](), dict[str, Given]()
-        for flag, each in given.items():
-            value = from_yaml(each.value, flag) if self._chosen_at(flag) else None
-            if isinstance(value, dict):
-                inner |= layer(value, each.source, flag)
-            else:
-                others[flag] = each
-        return inner | others
-
-    def _chosen_at(self, flag: str) -> Classes | None:
+    def _classes_at(self, flag: str) -> Classes | None:
         """What a flag chooses from, if it chooses."""
         key, _, last = flag.rpartition(".")
         if key == "trainer":
@@ -214,95 +195,97 @@ class Parser:
         entry = parent if isinstance(parent, Entry) and parent.named else self.entries.get(flag)
         return entry.classes if isinstance(entry, Entry) else None
 
-    def _added(self, options: Any) -> list[Layer]:
+    def _added_to(self, options: Any) -> list[Layer]:
         """The defaults that plain options add."""
-        return [added for option, value, added in self._more if getattr(options, option) == value]
+        return [settings for option, value, settings in self._added if getattr(options, option) == value]
 
-    def _for_any_class(self, added: Sequence[Layer], layers: Sequence[Layer]) -> Layer:
-        """What a recipe sets of classes that it does not choose, and that no later layer sets."""
-        own, explicit = {flag: each for more in added for flag, each in more.items()}, self._merged(layers)
-        return {
-            flag: each
-            for flag, each in own.items()
-            if each.source and flag not in explicit and flag.rpartition(".")[0] not in own
-        }
+    def _without_replaced(self, settings: Layer) -> tuple[Layer, list[str]]:
+        """Drop a single choice in whose place names are set. Return the other settings, and the keys of dropped ones.
 
-    def _replaced(self, given: Layer) -> tuple[Layer, list[str]]:
-        """What counts where names are given in place of a single choice, and the keys at which none is made then."""
+        Raises:
+            BadInput: the single choice is set, too.
+        """
         keys: list[str] = []
         for key, entry in self.entries.items():
-            names = [flag for flag in given if flag.startswith(f"{key}.")]
+            names = [flag for flag in settings if flag.startswith(f"{key}.")]
             if not (isinstance(entry, Entry) and entry.replaces and names):
                 continue
-            single = {flag: each for flag, each in given.items() if f"{flag}.".startswith(f"{entry.replaces}.")}
+            single = {flag: value for flag, value in settings.items() if f"{flag}.".startswith(f"{entry.replaces}.")}
             for flag, (value, _) in single.items():
-                if value is not None and given[flag] is not self._defaults.get(flag):
+                if value is not None and settings[flag] is not self._defaults.get(flag):
                     raise BadInput(flag, value, f"it left out: --{names[0]} is beside it, which names the nets")
-            given = {flag: each for flag, each in given.items() if flag not in single}
+            settings = {flag: value for flag, value in settings.items() if flag not in single}
             keys.append(entry.replaces)
-        return given, keys
+        return settings, keys
 
-    def _config(self, given: Layer) -> Namespace:
-        resolver, choices = self._resolved(given)
+    def _config(self, settings: Layer) -> Namespace:
+        resolver, choices = self._resolve(settings)
         resolver.check_complete(["config", "print_config", "help", *self.entries, *self.options.hints])
-        return Namespace(**choices, **vars(self._options(given)))
+        return Namespace(**choices, **vars(self._options(settings)))
 
-    def _resolved(self, given: Layer) -> tuple[Resolver, dict[str, Any]]:
+    def _resolve(self, settings: Layer) -> tuple[Resolver, dict[str, Any]]:
         """The second pass: choices with their options; flags may still be missing or unknown."""
-        given, replaced = self._replaced(given)
-        resolver, choices = Resolver(given, self.prog), dict[str, Any]()
+        settings, replaced = self._without_replaced(settings)
+        resolver, choices = Resolver(settings, self.prog), dict[str, Any]()
         for key, entry in self.entries.items():
             classes = self._classes(choices)
             resolver.families = [*classes.values(), *self._nested.values()]
             if isinstance(entry, Signature):
-                if key in given:
-                    raise BadInput(key, given[key].value, f"an option, such as --{key}.{next(iter(entry.hints))}")
+                if key in settings:
+                    raise BadInput(key, settings[key].value, f"an option, such as --{key}.{next(iter(entry.hints))}")
                 choices[key] = Choice(entry.path, resolver.options(entry, key, {}))
             elif isinstance(entry, Texts):
                 choices[key] = resolver.texts(key)
             elif entry.named:
-                names = self._names(key, entry, resolver.given)
+                names = self._names(key, entry, resolver.settings)
                 choices[key] = {name: resolver.one(classes[key], f"{key}.{name}") for name in names}
             else:
                 choices[key] = resolver.one(classes[key], key, entry.optional or key in replaced)
         return resolver, choices
 
-    def _values(self, given: Layer) -> dict[str, Any]:
-        return {name: self.options.check(name, given[name].value) for name in self.options.hints if name in given}
+    def _values(self, settings: Layer) -> dict[str, Any]:
+        return {name: self.options.check(name, settings[name].value) for name in self.options.hints if name in settings}
 
-    def _options(self, given: Layer) -> RunOptions:
-        found = self._values(given)
+    def _options(self, settings: Layer) -> RunOptions:
+        values = self._values(settings)
         options: Any = self.options.target
-        return options(**{**(options.quick_values if found.get("quick") else {}), **found})
+        return options(**{**(options.quick_values if values.get("quick") else {}), **values})
 
-    def _names(self, key: str, entry: Entry, given: Layer) -> list[str]:
-        if key in given:
+    def _names(self, key: str, entry: Entry, settings: Layer) -> list[str]:
+        if key in settings:
             expected = f"a name and a class, as --{key}.mine {next(iter(entry.classes.known))}"
-            raise BadInput(key, given[key].value, expected)
-        names = list(dict.fromkeys(flag.split(".")[1] for flag in given if flag.startswith(f"{key}.")))
+            raise BadInput(key, settings[key].value, expected)
+        names = list(dict.fromkeys(name.split(".")[0] for name in below(key, settings)))
         for name in names:
             whole = f"{key}.{name}"
-            flag = whole if whole in given else next(flag for flag in given if flag.startswith(f"{whole}."))
+            flag = whole if whole in settings else f"{whole}.{next(iter(below(whole, settings)))}"
             if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or rows.is_reserved(name):
                 expected = f"a name of letters, digits, _ and - after --{key}, other than {rows.RESERVED}"
-                raise BadInput(flag, given[flag].value, expected)
+                raise BadInput(flag, settings[flag].value, expected)
             if flag != whole:
-                known = [other for other in names if f"{key}.{other}" in given]
+                known = [other for other in names if f"{key}.{other}" in settings]
                 others = f"one of {', '.join(known)}, or " if known else ""
                 expected = f"{others}--{whole} CLASS beside it for a new one{near(name, known)}"
-                raise BadInput(flag, given[flag].value, expected)
+                raise BadInput(flag, settings[flag].value, expected)
         return names
 
     def _classes(self, choices: Mapping[str, Any]) -> dict[str, Classes]:
         """What each key chooses from, without the arguments that other choices give."""
-        found = {key: entry.classes for key, entry in self.entries.items() if isinstance(entry, Entry)}
-        for key, classes in found.items():
-            giver, attribute = getattr(self.entries[key], "given", None) or ("", "")
-            if isinstance(choice := choices.get(giver), Choice):
-                usual = getattr(found[giver].bases[0], attribute)  # other people's classes don't have it
-                names = getattr(imported(choice.class_path, giver), attribute, usual)
-                found[key] = replace(classes, skip=classes.skip.union(names))
-        return found
+        classes = {}
+        for key, entry in self.entries.items():
+            if isinstance(entry, Entry):
+                classes[key] = replace(entry.classes, skip=entry.classes.skip.union(self._determined(entry, choices)))
+        return classes
+
+    def _determined(self, entry: Entry, choices: Mapping[str, Any]) -> Iterable[str]:
+        """The arguments that another choice gives."""
+        giver, attribute = entry.given or ("", "")
+        choice, base = choices.get(giver), self.entries.get(giver)
+        if not (isinstance(choice, Choice) and isinstance(base, Entry)):
+            return ()
+        usual = getattr(base.classes.bases[0], attribute)  # other people's classes don't have it
+        names: Iterable[str] = getattr(imported(choice.class_path, giver), attribute, usual)
+        return names
 
     def _check(self, config: Namespace) -> None:
         """Find by trial what types can't tell."""
@@ -330,22 +313,22 @@ class Parser:
             raise BadInput("out", path, f"all settings of the run; {what}")
         return layer(saved, str(path))
 
-    def _check_described(self, out: str, given: Layer) -> None:
+    def _check_described(self, out: str, settings: Layer) -> None:
         """Raise BadInput where there is no run to go on with, and no setting describes a new one."""
-        if all(self.on_resume(flag).change is not Change.NONE for flag in given):
+        if all(self.on_resume(flag).change is not Change.NONE for flag in settings):
             expected = "the folder of a run to go on with; there is no config.yaml in it, and no setting for a new run"
             raise BadInput("out", out, expected)
 
     def _check_same(self, folder: Path, saved: Namespace, config: Namespace) -> None:
         """Raise BadInput if a setting differs on which the results of that run depend and by which it can't grow."""
-        before, after = (dict(flat(self.as_dict(each))) for each in (saved, config))
+        before, after = dict(flat(self.as_dict(saved))), dict(flat(self.as_dict(config)))
         new: list[str] = []
         for key, entry in self.entries.items():
             if not (isinstance(entry, Entry) and entry.named):
                 continue
-            used, wanted = (rows.used(each, key) for each in (saved, config))
+            used, wanted = rows.used(saved, key), rows.used(config, key)
             new += [f"{key}.{name}" for name in getattr(config, key) if name not in used]
-            added = {flag.split(".")[1] for more in self._added(config) for flag in more if flag.startswith(f"{key}.")}
+            added = {name.split(".")[0] for settings in self._added_to(config) for name in below(key, settings)}
             for name, choice in getattr(config, key).items():
                 if name not in {*getattr(saved, key), *wanted, *added}:
                     expected = f"{name} in --only, too: the run in {folder} is of {', '.join(used)}"
@@ -365,8 +348,8 @@ class Parser:
 
     def as_dict(self, config: Namespace) -> dict[str, Any]:
         """The configuration as YAML and JSON have it."""
-        found = {key: getattr(config, key) for key in self.entries}
-        choices = {key: plain(each) for key, each in found.items() if each or not self._is_empty(key)}
+        chosen = {key: getattr(config, key) for key in self.entries}
+        choices = {key: plain(choice) for key, choice in chosen.items() if choice or not self._is_empty(key)}
         only = {key: choices[key]["init_args"] for key, entry in self.entries.items() if isinstance(entry, Signature)}
         options = {name: self.options.plain(name, getattr(config, name)) for name in self.options.hints}
         return choices | only | options
@@ -385,9 +368,9 @@ class Parser:
 
     def _help(self, layers: Sequence[Layer]) -> str:
         try:
-            resolver = self._resolved(self._merged([self._defaults, *layers]))[0]
+            resolver = self._resolve(merge([self._defaults, *layers], self._classes_at))[0]
         except BadInput:
-            resolver = self._resolved(self._defaults)[0]
+            resolver = self._resolve(self._defaults)[0]
         return usage.text(self, resolver.flags, self._nested)
 
 

@@ -56,7 +56,8 @@ class Signature:
             return None
         if isinstance(value, str) and value != "null" and hint in (str, str | None):
             return value  # as it stands: YAML might take it for a comment or a number
-        _check_yaml(value, flag)
+        for text in filter(lambda leaf: isinstance(leaf, str), _leaves(value)):
+            yamls.check_value(text, flag)  # jsonargparse would read it without bounds
         for candidate in [value, [value]] if isinstance(value, str) else [value]:  # `--only ce` is a list of one
             try:
                 if candidate is not None:
@@ -93,21 +94,6 @@ class Signature:
     def instances(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The values, with new instances of the classes among them and functions in place of their names."""
         return dict(self._parser.instantiate(Namespace(dict(values))).items(branches=True, nested=False))
-
-
-def _check_yaml(value: Any, flag: str) -> None:
-    """Raise BadInput for text that jsonargparse would read as YAML without bounds."""
-    for text in _leaves(value):
-        if isinstance(text, str):
-            try:
-                yamls.check(text)
-                yamls.check_keys(text)
-            except yamls.UnboundedError as error:
-                raise BadInput(flag, value, f"a value of a bounded size, not {error.problem}") from error
-            except yamls.RepeatedKeyError as error:
-                raise BadInput(flag, value, f"each key once; {error.problem}") from error
-            except yaml.YAMLError:
-                continue  # some types take such text
 
 
 def _leaves(value: Any) -> Iterator[Any]:

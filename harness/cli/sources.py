@@ -16,14 +16,14 @@ BARE = ("help", "print_config")  # flags without a value
 OF_LAUNCHERS = ("local-rank", "local_rank")  # from torch.distributed.launch; the environment has it too
 
 
-class Given(NamedTuple):
+class Setting(NamedTuple):
     """A value and the file that it is from, if any."""
 
     value: Any
     source: str = ""
 
 
-Layer: TypeAlias = Mapping[str, Given]  # by flag; what chooses a class stands at the key above its options
+Layer: TypeAlias = Mapping[str, Setting]  # by flag; what chooses a class stands at the key above its options
 
 
 def read(argv: Sequence[str]) -> tuple[list[Layer], set[str]]:
@@ -43,16 +43,16 @@ def read(argv: Sequence[str]) -> tuple[list[Layer], set[str]]:
         if bool(values) is (flag in BARE) and flag not in OF_LAUNCHERS:
             raise BadInput(flag, " ".join(values) or "(nothing)", "no value" if values else "a value")
     pairs = [(flag, [at_home(value) for value in values]) for flag, values in pairs]
-    given = {
-        flag.replace(".init_args", "").removesuffix(".class_path"): Given(values if len(values) > 1 else values[0])
+    flags = {
+        flag.replace(".init_args", "").removesuffix(".class_path"): Setting(values if len(values) > 1 else values[0])
         for flag, values in pairs
         if flag not in {*BARE, *OF_LAUNCHERS, "config"}
     }
     files = [path for flag, values in pairs if flag == "config" for path in values]
     layers = [
-        {flag: Given(at_home(value), path) for flag, (value, _) in layer(load(path), path).items()} for path in files
+        {flag: Setting(at_home(value), path) for flag, (value, _) in layer(load(path), path).items()} for path in files
     ]
-    return [*layers, given], {flag for flag, _ in pairs if flag in BARE}
+    return [*layers, flags], {flag for flag, _ in pairs if flag in BARE}
 
 
 def at_home(value: Any) -> Any:
@@ -79,31 +79,17 @@ def load(path: str | Path, flag: str = "config") -> dict[str, Any]:
     return {str(name): value for name, value in (values or {}).items()}
 
 
-def from_yaml(value: Any, flag: str) -> Any:
-    """The value of a flag, read as YAML where it is written as a list, a mapping or null."""
-    if not isinstance(value, str) or not (value.strip().startswith(("[", "{")) or value.strip() == "null"):
-        return value
-    try:
-        return yamls.load(value)
-    except yamls.UnboundedError as error:
-        raise BadInput(flag, value, f"YAML of a bounded size, not {error.problem}") from error
-    except yamls.RepeatedKeyError as error:
-        raise BadInput(flag, value, f"each key once; {error.problem}") from error
-    except yaml.YAMLError as error:
-        raise BadInput(flag, value, "YAML, as [First, Second] or {class_path: First}") from error
-
-
-def layer(values: Any, source: str = "", key: str = "") -> dict[str, Given]:
+def layer(values: Any, source: str = "", key: str = "") -> dict[str, Setting]:
     """Nested settings as a layer; lists stay whole."""
-    found: dict[str, Given] = {}
+    settings: dict[str, Setting] = {}
     for flag, value in flat(values, key, lists=False):
         place = f" (in {source})" if source else ""
-        if flag in found:
-            raise BadInput(flag, value, f"one value; {shorten(str(found[flag].value))} is there, too{place}")
+        if flag in settings:
+            raise BadInput(flag, value, f"one value; {shorten(str(settings[flag].value))} is there, too{place}")
         if isinstance(value, str) and "\0" in value:  # which no path can have
             raise BadInput(flag, repr(value), f"text without NUL{place}")
-        found[flag] = Given(value, source)
-    return found
+        settings[flag] = Setting(value, source)
+    return settings
 
 
 def flat(value: Any, key: str = "", lists: bool = True) -> Iterator[tuple[str, Any]]:
@@ -126,17 +112,17 @@ def flat(value: Any, key: str = "", lists: bool = True) -> Iterator[tuple[str, A
 
 
 @contextmanager
-def as_given(given: Layer) -> Iterator[None]:
-    """Errors show a value as it was given, and the file in which it was."""
+def as_written(settings: Layer) -> Iterator[None]:
+    """Errors show a value as it was written, and the file in which it was."""
     try:
         yield
     except BadInput as error:
         value, flag = error.value, error.argument
-        while flag and flag not in given:
+        while flag and flag not in settings:
             flag = flag.rpartition(".")[0]
-        source = given[flag].source if flag else ""
+        source = settings[flag].source if flag else ""
         if flag == error.argument and flag:
-            value = given[flag].value
+            value = settings[flag].value
             value = " ".join(map(str, value)) if isinstance(value, list) and not source else value
         place = f" (in {source})" if source else ""
         raise BadInput(error.argument, value, f"{error.expected}{place}") from error

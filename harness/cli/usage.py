@@ -1,4 +1,4 @@
-"""The help of a command line: short, in groups, with the options of what is chosen."""
+"""The help of a command line: in groups, the common flags first, with the options of what is chosen."""
 
 import argparse
 import re
@@ -16,55 +16,70 @@ if TYPE_CHECKING:
     from harness.cli.parser import Parser
 
 WIDTH, COLUMN = 118, 36
-TRAINER = "described at https://lightning.ai/docs/pytorch/stable/common/trainer.html"
 BARE = {
     "config": ("FILE", "settings from YAML; flags override them, wherever they stand"),
     "print_config": ("", "print all settings as YAML, for --config"),
     "help": ("", "print this; with a class, as in --data MNIST --help, its options"),
 }
+COMMON = (
+    "seeds", "out", "resume", "overwrite", "exact", "trainer.devices", "trainer.max_epochs", "trainer.max_steps",
+    "trainer.precision",
+)  # fmt: skip
 Flags = Mapping[str, tuple[Any, str]]  # values and descriptions
 
 
 def text(parser: "Parser", flags: Flags, nested: Mapping[str, Classes]) -> str:
-    """The whole help: `flags` are all below the parser's keys, `nested` is what options of the Trainer choose from."""
+    """Return the help: `flags` are all below the parser's keys, `nested` is what options of the Trainer choose from."""
     usage = f"{parser.prog} [--FLAG VALUE ...] [--config FILE] [--print_config] [--help]"
     shape = partial(argparse.RawDescriptionHelpFormatter, max_help_position=COLUMN, width=WIDTH)
     page = argparse.ArgumentParser(usage=usage, description=parser.description, formatter_class=shape, add_help=False)
-    for title, description, shown in _groups(parser, flags, nested):
-        group = page.add_argument_group(title and textwrap.fill(title, WIDTH), description)
+    options = parser.options
+    plain = {name: (options.defaults[name], about) for name, about in options.help.items()}
+    acting = {flag: shown for flag, shown in {**plain, **flags}.items() if flag not in parser.idle}
+    common = {flag: acting.pop(flag) for flag in COMMON if flag in acting}
+    groups = [("common flags", {**BARE, **common}), *_groups(parser, acting, nested)]
+    for title, shown in groups:
+        group = page.add_argument_group(textwrap.fill(title, WIDTH))
         for flag, (value, about) in shown.items():
-            first = re.split(r"(?<=\w{3})\. ", re.sub(r" \(default: [^)]*\)", "", " ".join(about.split())))[0]
-            group.add_argument(f"--{flag}", metavar=_shown(value), help=first.rstrip(".").replace("%", "%%"))
+            group.add_argument(f"--{flag}", metavar=_as_text(value), help=_first_sentence(about).replace("%", "%%"))
     return page.format_help()
 
 
-def _groups(parser: "Parser", flags: Flags, nested: Mapping[str, Classes]) -> Iterator[tuple[Any, str | None, Flags]]:
-    options = parser.options
-    yield None, None, {**BARE, **{name: (options.defaults[name], about) for name, about in options.help.items()}}
+def _groups(parser: "Parser", flags: Flags, nested: Mapping[str, Classes]) -> Iterator[tuple[str, Flags]]:
+    """Titles, and the flags below them."""
+    yield f"other flags of {parser.prog}", {name: flags[name] for name in parser.options.hints if name in flags}
     for key, entry in parser.entries.items():
-        below = {flag: shown for flag, shown in flags.items() if flag == key or flag.startswith(f"{key}.")}
+        below = _below(key, flags)
         if isinstance(entry, Texts):
             if below:  # an option above names the key
-                yield f"{key}: {entry.about}", None, below
+                yield f"{key}: {entry.about}", below
         elif not isinstance(entry, Signature):
-            yield _choice(f"{key}: any name with one of " if entry.named else f"{key}: ", entry.classes), None, below
-        elif key != "trainer":
-            yield f"{key}: options of {entry.path}", None, below
+            yield _title(f"{key}: any name with one of " if entry.named else f"{key}: ", entry.classes), below
         else:
-            inner = tuple(f"trainer.{name}" for name in nested if flags[f"trainer.{name}"][0] is not None)
-            plain = [f"--{flag} {_shown(value)}" for flag, (value, _) in below.items() if not flag.startswith(inner)]
-            lines = textwrap.wrap("  ".join(plain), WIDTH - 2, break_on_hyphens=False)
-            yield "trainer: options of lightning.pytorch.Trainer", "\n".join([TRAINER, *lines]), {}
-            for flag in inner:
-                chosen = {name: shown for name, shown in below.items() if name.startswith(flag)}
-                yield _choice(f"{flag}: ", nested[flag.removeprefix("trainer.")]), None, chosen
+            choosing = {f"{key}.{name}": _below(f"{key}.{name}", below) for name in nested} if key == "trainer" else {}
+            chosen = {flag: inner for flag, inner in choosing.items() if inner and flags[flag][0] is not None}
+            inside = {flag for inner in chosen.values() for flag in inner}
+            plain = {flag: shown for flag, shown in below.items() if flag not in inside}
+            yield f"{key}: options of {'lightning.pytorch.Trainer' if key == 'trainer' else entry.path}", plain
+            for flag, inner in chosen.items():
+                yield _title(f"{flag}: ", nested[flag.rpartition(".")[2]]), inner
 
 
-def _choice(start: str, classes: Classes) -> str:
+def _below(key: str, flags: Flags) -> Flags:
+    return {flag: shown for flag, shown in flags.items() if flag == key or flag.startswith(f"{key}.")}
+
+
+def _title(start: str, classes: Classes) -> str:
     return f"{start}{', '.join(classes.known)}, or the import path of a class"
 
 
-def _shown(value: Any) -> str:
+def _first_sentence(about: str) -> str:
+    """The first sentence of a description, without its default and marks of reStructuredText."""
+    plain = re.sub(r" \(default: [^)]*\)|``", "", " ".join(about.split()))
+    return re.split(r"(?<=\w\w)\. (?=[A-Z])", plain)[0].rstrip(".")
+
+
+def _as_text(value: Any) -> str:
     """A value as it may be given."""
     if value is None or isinstance(value, bool | int | float | list | tuple | dict):
         value = list(value) if isinstance(value, tuple) else value

@@ -24,6 +24,11 @@ DURATION = (
 )  # fmt: skip
 SHOWN = ("enable_model_summary", "enable_progress_bar", "profiler")
 EVALUATION = ("val_check_interval", "limit_test_batches")
+# Options of the Trainer that do nothing where rows are timed: most are refused by `probe`.
+IDLE = (
+    *DURATION, *SHOWN, *EVALUATION, "num_nodes", "num_sanity_val_steps", "check_val_every_n_epoch",
+    "log_every_n_steps", "logger",
+)  # fmt: skip
 CHANGING = EarlyStopping, Timer, LearningRateFinder, BatchSizeFinder  # training or its length
 QUIET = {
     "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "limit_val_batches": 0,

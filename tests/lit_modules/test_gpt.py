@@ -159,7 +159,7 @@ def test_generation_stops_at_the_block_size() -> None:
         ({"num_heads": 5}, "num_heads 5: expected a divisor of embed_dim, 12"),
         ({"num_layers": 0}, "num_layers 0: expected at least 1"),
         ({"vocab_size": 0}, "vocab_size 0: expected at least 1"),
-        ({"dropout": 1.0}, r"p 1.0: expected at least 0, less than 1"),
+        ({"dropout": 1.0}, r"dropout 1.0: expected at least 0, less than 1"),
         ({"backend": "fast"}, "backend fast: expected one of auto, math"),
     ],
 )

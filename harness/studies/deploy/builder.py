@@ -4,7 +4,7 @@ import copy
 import io
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +65,7 @@ class Options(cli.OneSeedOptions):
     evaluate_every: int = 1
     calibration_size: int = 512
     why_one: ClassVar[str] = "one student is deployed"
+    idle: ClassVar[Collection[str]] = ("num_classes",)
     why_inexact: ClassVar[str] = "ranges are the global batch's, not a shard's"
 
     def __post_init__(self) -> None:

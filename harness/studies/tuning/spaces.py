@@ -17,7 +17,7 @@ from harness.cli.classes import imported
 from harness.cli.messages import near
 from harness.cli.rows import VARIANTS
 from harness.cli.signatures import options_of
-from harness.cli.sources import from_yaml
+from harness.cli.yamls import read_value
 from harness.runs.plans import Arm
 from lit_modules.objectives.search import Choice, Linear, Log, Space
 
@@ -33,7 +33,7 @@ DIMENSIONS = 64  # of every sequence: the scrambling of a dimension depends on h
 
 def parsed(value: Any, flag: str) -> Space:
     """The space that a flag's value describes; BadInput if it describes none."""
-    given, value = value, from_yaml(value, flag)
+    given, value = value, read_value(value, flag)
     form = FORM.fullmatch(value.strip()) if isinstance(value, str) else None
     try:
         if form:

@@ -3,7 +3,7 @@
 import math
 import random
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, ClassVar, Literal
@@ -56,6 +56,7 @@ class Options(cli.OneSeedOptions):
     longest: float = 1.0
     quick: bool = False
     quick_values: ClassVar[Mapping[str, Any]] = QUICK
+    idle: ClassVar[Collection[str]] = ("num_classes", "checkpoint_every")
     why_inexact: ClassVar[str] = "nothing is trained"
 
     def __post_init__(self) -> None:

@@ -1,6 +1,6 @@
 """The cases of the study: a backend, an operation, a group and a size each; and the options that choose them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -37,6 +37,7 @@ class Options(cli.OneSeedOptions):
     timeout: float = 120.0
     quick: bool = False
     quick_values: ClassVar[Mapping[str, Any]] = QUICK
+    idle: ClassVar[Collection[str]] = ("num_classes", "checkpoint_every")
     why_inexact: ClassVar[str] = "what is sent is checked to the bit in any case"
 
     def __post_init__(self) -> None:

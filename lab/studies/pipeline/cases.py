@@ -2,7 +2,7 @@
 
 import math
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -47,6 +47,7 @@ class Options(cli.OneSeedOptions):
     cut_after: str | None = TUTORIALS_CUT
     quick: bool = False
     quick_values: ClassVar[Mapping[str, Any]] = QUICK
+    idle: ClassVar[Collection[str]] = ("checkpoint_every",)
     why_inexact: ClassVar[str] = "each row has other micro-batches"
 
     def __post_init__(self) -> None:
