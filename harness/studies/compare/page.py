@@ -74,9 +74,9 @@ def _differing(comparison: Comparison) -> list[Part]:
     """Tables of what differs between the runs, under their titles; nothing for a single run."""
     parts: list[Part] = []
     for moves, title in DIFFER.items():
-        found = [each for each in comparison.differences if each.may_move_results is moves]
-        if found:
-            head, lines = lines_of(found, [run.name for run in comparison.runs])
+        differing = [each for each in comparison.differences if each.may_move_results is moves]
+        if differing:
+            head, lines = lines_of(differing, [run.name for run in comparison.runs])
             parts += [title, Table(head, lines, left=len(head))]
     same = len(comparison.runs) > 1 and not parts
     return ["Settings are the same but for --out."] if same else parts
