@@ -85,7 +85,7 @@ def check(module: nn.Module, stages: Sequence[Sequence[nn.Module]]) -> None:
                 raise ValueError(f"pipeline_stages: expected that a weight belongs to one stage; {found}")
             if tensor not in names:
                 raise ValueError(f"pipeline_stages: {expected}; stage {number} has a weight from elsewhere")
-        for noisy in (part.get_submodule(name) for part in stage for name in keyed.unkeyed(part)):
+        for noisy in (part.get_submodule(name) for part in stage for name in keyed.find_unkeyed_layers(part)):
             if noisy not in own:
                 raise ValueError(f"pipeline_stages: {expected}; a {type(noisy).__name__} is not")
     for tensor, name in names.items():

@@ -153,7 +153,7 @@ class PipelineStrategy(PipelineTraining):
             raise ValueError("precision 16-mixed: expected one without a loss scale, as bf16-mixed, for a pipeline")
         if self._layer_sync is not None:
             raise ValueError("sync_batchnorm True: expected False, as ranks of a pipeline have different layers")
-        if self.exact is not None and (noisy := keyed.unkeyed(module)):
+        if self.exact is not None and (noisy := keyed.find_unkeyed_layers(module)):
             expected = "expected apprentice.keyed.Dropout in a pipeline"
             raise ValueError(f"exact {self.exact}: {expected}; {noisy[0]} is torch's")
         super().check_module(module)

@@ -71,7 +71,7 @@ class PipelineTraining(SharedReplica, Exact):
                 return self._evaluate_stages(args)
             if call.inputs:
                 raise ValueError(f"{self._name}.training_step: {ONE_CALL}, got a second")
-            call.inputs, call.noise = args, keyed.part(0, len(args[0]))
+            call.inputs, call.noise = args, keyed.slice_rows(0, len(args[0]))
             if call.answer is None:
                 raise _StepEnds
             return call.answer(args)
@@ -283,4 +283,4 @@ def _answer(output: Any, _inputs: tuple[Tensor, ...]) -> Any:
 def _microbatch(
     inputs: tuple[Tensor, ...], start: int, stop: int, loss: Callable[[Any], Tensor] | None = None
 ) -> MicroBatch:
-    return MicroBatch(stop - start, tuple(x[start:stop] for x in inputs), loss, keyed.part(start, stop))
+    return MicroBatch(stop - start, tuple(x[start:stop] for x in inputs), loss, keyed.slice_rows(start, stop))

@@ -22,7 +22,7 @@ from apprentice.errors import BadInput
 from apprentice.weights import check_weights
 from experiments import kd
 from harness import cli
-from harness.runs.trainer import trainers
+from harness.runs.trainer import trainer_factory
 from lit_modules.nets import Torchvision
 from lit_modules.nets.weights import load_weights
 from lit_modules.objectives import CrossEntropy
@@ -94,7 +94,7 @@ def chosen(command: cli.Parser, line: str) -> Any:
 
 def trainer(command: cli.Parser, line: str) -> Trainer:
     config = command.parse(shlex.split(line))
-    return trainers(config.trainer, config.exact, NAMES)()
+    return trainer_factory(config.trainer, config.exact, NAMES)()
 
 
 def test_a_run_on_cpus_sees_no_gpu(command: cli.Parser, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +181,7 @@ def test_help_names_the_strategies_and_the_options_of_the_one_chosen(
 
 def test_each_trainer_has_a_strategy_of_its_own(command: cli.Parser) -> None:
     config = command.parse(["--trainer.strategy", "ddp", "--trainer.strategy.timeout", "7"])
-    make_trainer = trainers(config.trainer, None, NAMES)
+    make_trainer = trainer_factory(config.trainer, None, NAMES)
     first, second = make_trainer(), make_trainer(devices=1, max_epochs=3)
     assert isinstance(first.strategy, Holding)
     assert (first.strategy.timeout, first.strategy.exact) == (7.0, None)
