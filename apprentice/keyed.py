@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.dropout import _DropoutNd
+
+from apprentice.private import DropoutNd
 
 T = TypeVar("T")
 Ints = TypeVar("Ints", int, Tensor)
@@ -164,4 +165,4 @@ def _rate(layer: nn.Module) -> float:
 def is_dropout(layer: nn.Module) -> bool:
     """Whether the layer is dropout of any kind, keyed or torch's, and nothing else."""
     # torchvision's StochasticDepth is known by its name: importing torchvision is slow
-    return isinstance(layer, Dropout | _DropoutNd) or type(layer).__name__ == "StochasticDepth"
+    return isinstance(layer, Dropout | DropoutNd) or type(layer).__name__ == "StochasticDepth"

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from apprentice import keyed, replicas
 from apprentice.batch import Batch, Mixed, counted
 from apprentice.errors import BadInput, naming
+from apprentice.private import tree_map
 from apprentice.relations import related
 from apprentice.replicas import FEWEST_ROWS
 from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepared

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map, tree_map_only
 
 from apprentice import keyed
 from apprentice.errors import BadInput, naming, reason
+from apprentice.private import tree_map, tree_map_only
 from lit_modules.nets import Outputs, globalise, run
 from lit_modules.objectives import Objective, Place, Term
 from lit_modules.objectives.base import condensed, viewed

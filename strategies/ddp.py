@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from strategies.base.data_parallel import DataParallel
 from strategies.base.model_parallel import ModelParallel, devices_of
+from strategies.base.private import register_ddp_comm_hook
 from strategies.exact import Exact
 
 # Options of DistributedDataParallel that pass through `**kwargs`; the strategy sets the devices.
@@ -130,7 +130,7 @@ class Replicated(AveragesGradients):
         """Register the communication hook on any device; Lightning silently ignores it on CPU."""
         if self._ddp_comm_hook is not None:
             assert isinstance(self.model, DistributedDataParallel)
-            _register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
+            register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
 
     @property
     def root_device(self) -> torch.device:

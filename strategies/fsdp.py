@@ -10,7 +10,6 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -18,13 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from apprentice import replicas
 from strategies import tensor_parallel
 from strategies.base import checkpoints
 from strategies.base.gradients import NORM, parameters_of
+from strategies.base.private import NormBase, sync_module_states
 from strategies.base.shared_replica import SharedReplica
 from strategies.sharding import Sharding, recompute
 from strategies.tensor_parallel import DATA, TENSOR
@@ -178,7 +177,7 @@ class FSDP(SharedReplica):
 
     def configure_ddp(self) -> None:
         """Shard the module instead of wrapping it."""
-        _sync_module_states(self._module)
+        sync_module_states(self._module)
         self._interrupted = False
         try:
             self._sharding = Sharding(self._module, self._shard, self._cut)
@@ -211,7 +210,7 @@ class FSDP(SharedReplica):
             recompute(module)
         offload = CPUOffloadPolicy() if self.offload else OffloadPolicy()
         options: dict[str, Any] = {"reshard_after_forward": self.reshard_after_forward, "offload_policy": offload}
-        norms = [m for m in module.modules() if self.param_dtype is not None and isinstance(m, _NormBase)]
+        norms = [m for m in module.modules() if self.param_dtype is not None and isinstance(m, NormBase)]
         for m in dict.fromkeys([*norms, module]):
             if not isinstance(m, FSDPModule):
                 fully_shard(m, mesh=self._mesh, mp_policy=self._policy(m, is_layer), **options)
@@ -219,7 +218,7 @@ class FSDP(SharedReplica):
     def _policy(self, module: nn.Module, is_layer: bool) -> MixedPrecisionPolicy:
         if self.param_dtype is None:
             return MixedPrecisionPolicy(reduce_dtype=self.reduce_dtype)
-        if isinstance(module, _NormBase):  # its averages are not rounded, and torch wants weights of their type
+        if isinstance(module, NormBase):  # its averages are not rounded, and torch wants weights of their type
             return MixedPrecisionPolicy(reduce_dtype=self.reduce_dtype, cast_forward_inputs=False)
         own = next(module.parameters()).dtype
         output = None if is_layer else own  # full precision for losses

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from strategies.base.checkpoints import whole
+from strategies.base.private import module_state_mapping
 from strategies.tensor_parallel import order
 
 Shard = Callable[[nn.Module, bool], None]
@@ -116,7 +116,7 @@ class Sharding:
         for m, kind, added in self._changes:
             if isinstance(m, FSDPModule):
                 m.__class__ = kind  # type: ignore[assignment]
-                _module_state_mapping.pop(m, None)  # else torch refuses to shard it again
+                module_state_mapping.pop(m, None)  # else torch refuses to shard it again
             for name, *keys in added:
                 for key in keys:
                     vars(m).get(name, {}).pop(key, None)

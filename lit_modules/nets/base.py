@@ -8,10 +8,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from apprentice.errors import BadInput, reason
 from apprentice.keyed import with_seed
+from apprentice.private import tree_map
 from lit_modules.nets.recorded import Recorded
 
 Shape = tuple[int, int, int]  # (C, H, W)

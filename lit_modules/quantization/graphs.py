@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.nn import functional as F
-from torch.nn.modules.dropout import _DropoutNd
 
 from apprentice import extras
 from apprentice.errors import BadInput
+from apprentice.private import DropoutNd
 from lit_modules.quantization.capture import ATEN, NET, captured, draws, path_of
 from lit_modules.quantization.ranges import Range
 
@@ -79,7 +79,7 @@ def with_modules(graph: GraphModule, net: nn.Module) -> GraphModule:
             continue
         own = _norm_path(node) if norm else path_of(node)
         module, path = net.get_submodule(own), f"{NET}.{own}"
-        if isinstance(module, _DropoutNd):
+        if isinstance(module, DropoutNd):
             module.inplace = False  # other nodes of the graph may use its input
         known = graph.get_submodule(path) if norm else nn.Module()
         for name, value in [*known.named_parameters(recurse=False), *known.named_buffers(recurse=False)]:

@@ -12,9 +12,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.data import _auto_add_worker_init_fn
-from lightning.fabric.utilities.distributed import _destroy_dist_connection
-from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states, reset_seed
+from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
@@ -25,6 +23,7 @@ from torch import Tensor
 from strategies.base import failures, gradients, missing_ranks, rendezvous
 from strategies.base.fit_state import DeferredOptimizers
 from strategies.base.launchers import ForkLauncher, ScriptLauncher
+from strategies.base.private import add_worker_init_fn, collect_rng_states, destroy_process_group, set_rng_states
 
 LONGEST = 1e9  # seconds of a timeout, of which torch counts nanoseconds in 64 bits
 
@@ -196,7 +195,7 @@ class DataParallel(DeferredOptimizers):
         rank, size, device = self.global_rank, self.world_size, self._bound_device()
         dist.init_process_group(self._process_group_backend, None, self._timeout, size, rank, store, device_id=device)
         # A gloo thread that outlives the interpreter ends the process with a signal.
-        atexit.register(_destroy_dist_connection)
+        atexit.register(destroy_process_group)
 
     def _rendezvous(self) -> dist.Store:
         environment = self.cluster_environment
@@ -236,12 +235,12 @@ class DataParallel(DeferredOptimizers):
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Seed data workers by the sampler's rank, so that ranks which read the same batches draw the same."""
-        _auto_add_worker_init_fn(dataloader, self.distributed_sampler_kwargs["rank"])
+        add_worker_init_fn(dataloader, self.distributed_sampler_kwargs["rank"])
         return super().process_dataloader(dataloader)
 
     def _broadcast_random_states(self) -> None:
         """Set all ranks' random generators to rank zero's states, where ranks read the same batches."""
-        _set_rng_states(self.broadcast(_collect_rng_states(include_cuda=False)))
+        set_rng_states(self.broadcast(collect_rng_states(include_cuda=False)))
 
     def _broadcast_buffers(self, rank: int = 0) -> None:
         """Set all ranks' buffers, such as a plain BatchNorm's statistics, to one rank's."""

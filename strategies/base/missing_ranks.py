@@ -6,7 +6,8 @@ import threading
 import time
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
+
+from strategies.base.private import default_store
 
 STOP = "should_stop"
 RESPONSE_TIME = 3.0  # seconds in which a rank that is there responds; a launcher ends us sooner after a rank's death
@@ -46,7 +47,7 @@ def raise_for_missing(
 def leave_stopped() -> None:
     """Let ranks that still train learn from `raise_for_missing` that this one has ended by `should_stop`."""
     if dist.is_initialized():
-        _get_default_store().set(f"present/{dist.get_rank()}", STOP)
+        default_store().set(f"present/{dist.get_rank()}", STOP)
 
 
 def _raise_for_stopped(stopped: list[int]) -> None:
@@ -62,7 +63,7 @@ def exchange(key: str, value: str, seconds: float) -> dict[int, str] | None:
     result: list[dict[int, str]] = []
 
     def ask() -> None:
-        store, deadline, responses = _get_default_store(), time.monotonic() + seconds, dict[int, str]()
+        store, deadline, responses = default_store(), time.monotonic() + seconds, dict[int, str]()
         with contextlib.suppress(dist.DistNetworkError):  # the store has gone, and rank 0 with it
             store.set(f"{key}/{dist.get_rank()}", value)
             while len(responses) < dist.get_world_size() and time.monotonic() < deadline:

@@ -6,13 +6,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.model_helpers import _ModuleMode
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves
 
 from apprentice import keyed
 from apprentice.errors import reason
+from apprentice.private import BatchNorm, tree_leaves
+from strategies.base.private import ModuleMode
 
 
 def chained(modules: Iterable[nn.Module], x: Any) -> Any:
@@ -100,7 +99,7 @@ def check_composition(module: LightningModule, stages: Sequence[Sequence[nn.Modu
         return
     inputs = example if isinstance(example, tuple) else (example,)
     wanted = f"{type(module).__name__}.pipeline_stages: expected modules whose composition is forward"
-    modes = _ModuleMode()
+    modes = ModuleMode()
     modes.capture(module)
     module.eval()
     try:
@@ -126,7 +125,7 @@ def _copied(inputs: tuple[Tensor, ...], dtype: Any) -> list[Tensor]:
 
 def batch_norms(module: nn.Module) -> list[str]:
     """Names of the BatchNorm layers, whose output for a row depends on the rows that are computed with it."""
-    return [name for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)]
+    return [name for name, layer in module.named_modules() if isinstance(layer, BatchNorm)]
 
 
 def tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from apprentice.relations import ShardedRelations
+from strategies.base.private import sync_module_states
 from strategies.exact.fixed_point import MOST_ADDENDS
 from strategies.exact.training import ShardedTraining
 
@@ -112,7 +112,7 @@ class Exact(ShardedTraining):
         if self.exact is None:
             super().configure_ddp()
         else:
-            _sync_module_states(self._module)
+            sync_module_states(self._module)
 
     def _setup_model(self, model: nn.Module) -> Any:
         return super()._setup_model(model) if self.exact is None else model

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.trainer.connectors.logger_connector.result import _get_default_dtype, _Metadata
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from apprentice import replicas
+from strategies.base.private import LogMetadata, default_dtype
 from strategies.exact.collectives import refuse_collectives
 from strategies.exact.shards import mean_over_rows
 
@@ -43,7 +43,7 @@ class LogCall(NamedTuple):
             found = self.options["reduce_fx"](torch.tensor(values, dtype=torch.float64))
         assert self.value is not None
         kept = self.value.dtype in {torch.float32, torch.float64}
-        return found.to(self.value.dtype if kept else _get_default_dtype())
+        return found.to(self.value.dtype if kept else default_dtype())
 
     def repeat(self, module: LightningModule, value: Tensor | None, batch_size: int) -> None:
         """Log `value` in place of the call's own."""
@@ -68,7 +68,7 @@ def capture_logs(module: LightningModule) -> Iterator[list[LogCall]]:
         for key in ("sync_dist", "sync_dist_fn", "sync_dist_group", "enable_graph"):
             options.pop(key)
         levels = {key: options[key] for key in ("on_step", "on_epoch", "reduce_fx")}
-        options["reduce_fx"] = _Metadata(fx, name, **levels).reduce_fx  # raises for those that Lightning refuses
+        options["reduce_fx"] = LogMetadata(fx, name, **levels).reduce_fx  # raises for those that Lightning refuses
         path = options["metric_attribute"] if isinstance(value, Metric) else None
         value = _forward_value(module, name, value, options) if isinstance(value, Metric) else value.detach()
         calls.append(LogCall(fx, name, value, path, options["batch_size"], options))

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 
+from apprentice.private import BatchNorm, tree_leaves, tree_map
 from apprentice.replicas import FEWEST_ROWS
+from strategies.base.private import keystr, tree_flatten_with_path
 
 
 class Shard(NamedTuple):
@@ -41,7 +41,7 @@ def spans(size: int, parts: int, fewest: int = 1) -> list[tuple[int, int]]:
 
 def fewest_rows(module: nn.Module) -> int:
     """Rows that a shard needs: 1, or more if BatchNorm computes statistics of them, or the module's `fewest_rows`."""
-    layers = (m for m in module.modules() if isinstance(m, _BatchNorm))
+    layers = (m for m in module.modules() if isinstance(m, BatchNorm))
     has_statistics = any(m.training or m.running_mean is None for m in layers)
     return max(FEWEST_ROWS if has_statistics else 1, getattr(module, "fewest_rows", 1))
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from apprentice import replicas
 from apprentice.relations import ShardedRelations
 from strategies.base.gradients import handed_over, set_aside
+from strategies.base.private import NormBase
 from strategies.exact.evaluation import RoundRobinEvaluation
 from strategies.exact.fixed_point import FixedPointSum
 from strategies.exact.shard_logging import ShardLogger, shard_logger_of
@@ -21,7 +21,7 @@ class RunningStatistics:
     """Running statistics of normalisation layers in training: each shard starts from the same, results are merged."""
 
     def __init__(self, *modules: nn.Module) -> None:
-        layers = [m for module in modules for m in module.modules() if isinstance(m, _NormBase) and m.training]
+        layers = [m for module in modules for m in module.modules() if isinstance(m, NormBase) and m.training]
         self._buffers = [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
         self._start = [buffer.clone() for buffer in self._buffers]
         mine = set(self._buffers)

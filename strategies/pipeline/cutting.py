@@ -12,9 +12,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from apprentice import keyed
+from apprentice.private import tree_leaves, tree_map_only
 from strategies.base import stages
 from strategies.pipeline.states import unchanged
 

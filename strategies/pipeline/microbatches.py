@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+
+from apprentice.private import tree_leaves
 
 
 class Event(NamedTuple):

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from apprentice import keyed, replicas
+from apprentice.private import tree_map_only
 from strategies.base.gradients import NO_GRADIENT, averaged, handed_over, set_aside
 from strategies.base.shared_replica import SharedReplica
 from strategies.exact import Exact
