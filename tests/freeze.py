@@ -1,0 +1,217 @@
+"""Writes down what must not move, from the code as it is: python -m tests.freeze [NAME ...], see FROZEN for the names.
+
+tests/test_frozen.py compares the code with tests/frozen/. Write a file again only where a change of it is meant.
+"""
+
+import contextlib
+import hashlib
+import importlib
+import io
+import json
+import math
+import os
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from harness.runs.environment import hardware
+from tests.language import written
+from tests.launching import Command
+from tests.processes import Run
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "tests" / "frozen"
+
+KD = (
+    "kd --teacher LightNN --seeds 1 --trainer.max_epochs 2 --data.train_size 150 --data.test_size 50 "
+    "--data.batch_size 40 --out run"
+)
+GPT = (
+    "gpt --net.num_layers 2 --net.num_heads 2 --net.embed_dim 16 --net.dropout 0.1 --net.tie_weights false "
+    "--trainer.max_steps 8 --trainer.val_check_interval 4 --trainer.log_every_n_steps 1 --data.block_size 16 "
+    "--model.warmup_steps 3 --data.path text --out run"
+)
+QUANTIZE = (
+    "quantize --data.train_size 150 --data.test_size 50 --trainer.max_epochs 1 --freeze_epoch 1 "
+    "--latency.repeats 1 --latency.batch_sizes 1 --out run"
+)
+EXACT = {"kd": f"{KD} --exact 8", "gpt": f"{GPT} --exact 8"}
+# What gives equal bits under --exact. "torchrun N" is a launcher, the others are flags.
+WAYS = [
+    "--trainer.devices 1", "--trainer.devices 3", "--trainer.devices 8", "torchrun 3",
+    "--trainer.devices 3 --trainer.strategy zero1", "--trainer.devices 3 --trainer.strategy pipeline",
+]  # fmt: skip
+FLOAT64 = "--trainer.precision 64-true"
+# The commands of a study, one after the other in one folder, and the file that the last one leaves.
+RESULTS = {
+    "kd": [f"{KD} --seeds 2 {FLOAT64}"],
+    "kd-float32": [KD],
+    "kd-zoo": [f"{KD} {FLOAT64} --zoo true --trainer.max_epochs 1"],
+    "kd-tune": [f"{KD} {FLOAT64} --tune 2 --only ce kd"],
+    "kd-students": [
+        f"{KD} {FLOAT64} --only ce small-kd --students.small LightNN --students.res ResNet --students.res.depth 8"
+    ],
+    "gpt": [f"{GPT} --seeds 2 {FLOAT64}"],
+    "compare": [f"{KD} --seeds 2 {FLOAT64} --only ce kd --out t2",
+                f"{KD} --seeds 2 {FLOAT64} --only ce kd --variants.kd.temperature 8 --out t8",
+                "compare t2 t8 --out run"],
+    "quantize": [QUANTIZE],
+}  # fmt: skip
+MACHINE_BOUND = {"kd-float32", "quantize"}  # their last digits are those of a processor and of a version of torch
+TIMES = re.compile(r".*(seconds|step_ms|latency_ms|images_per_second)")
+OF_A_CALL = {"hardware", "versions", "commits", "commit", "out", "folder", "bytes"}
+
+
+def machine() -> dict[str, str]:
+    """What bits in float32 depend on."""
+    return {
+        "cpu": hardware()["cpu"],
+        "kernels": torch.backends.cpu.get_cpu_capability(),
+        "torch": str(torch.__version__),
+    }
+
+
+def call(folder: Path, words: list[str]) -> None:
+    os.chdir(folder)
+    importlib.import_module(f"experiments.{words[0]}").main(words[1:])
+
+
+def run(folder: Path, line: str, way: str = "") -> None:
+    """A command, `kd --seeds 1`, in the folder: in a fork, which starts its ranks as the flags say, or by torchrun."""
+    launcher, _, number = way.partition(" ")
+    name, *flags = shlex.split(line)
+    if name == "gpt":
+        written(folder)
+    process: Run | Command
+    if launcher == "torchrun":
+        script = ROOT / "experiments" / f"{name}.py"
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", number]
+        process = Command(*torchrun, script, *flags, log=folder / "log")
+    else:
+        process = Run(call, folder, [name, *flags, *shlex.split(way)], log=folder / "log")
+    assert process.wait() == 0, process.output
+
+
+def digests(out: Path) -> dict[str, str]:
+    """For each file of weights below a run's folder, a hash of its tensors."""
+    found = {}
+    for path in sorted(out.glob("seed*/*/weights.pt")):
+        digest = hashlib.sha256()
+        for name, tensor in torch.load(path, weights_only=True).items():
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        found[str(path.parent.relative_to(out))] = digest.hexdigest()
+    return found
+
+
+def lasting(value: Any) -> Any:
+    """The value without times and without what is of this call, with nine digits of each number."""
+    if isinstance(value, dict):
+        kept = {key: part for key, part in value.items() if not TIMES.fullmatch(key) and key not in OF_A_CALL}
+        return {key: lasting(part) for key, part in kept.items()}
+    if isinstance(value, list):
+        return [lasting(part) for part in value]
+    return float(f"{value:.9g}") if isinstance(value, float) and math.isfinite(value) else value
+
+
+def measure(folder: Path, name: str) -> dict[str, Any]:
+    """What the study leaves: the names of its files, and what its results say."""
+    for line in RESULTS[name]:
+        run(folder, line)
+    out = folder / "run"
+    paths = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file() and path.name[0] != ".")
+    files = sorted({re.sub(r"events\.out\.tfevents\..*", "events", path) for path in paths})
+    found = json.loads((out / ("compare.json" if name == "compare" else "results.json")).read_text())
+    return {"files": files, "results": lasting(found)}
+
+
+def printed(folder: Path, line: str) -> Any:
+    """The settings that a command prints with --print_config; None where it is refused for want of a file."""
+    out = io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            name, *flags = shlex.split(line)
+            importlib.import_module(f"experiments.{name}").main([*flags, "--print_config"])
+        except SystemExit as end:
+            return None if end.code else yaml.safe_load(out.getvalue())
+    raise AssertionError(f"{line} --print_config goes on")
+
+
+def flat(settings: Any, name: str = "") -> dict[str, Any]:
+    """Nested settings as flags."""
+    if not isinstance(settings, dict) or not settings:
+        return {name: settings}
+    parts = {key: flat(value, f"{name}.{key}" if name else key) for key, value in settings.items()}
+    return {key: value for part in parts.values() for key, value in part.items()}
+
+
+def difference(settings: Any, defaults: Any) -> dict[str, Any]:
+    """What a command sets apart from its script's defaults; "<none>" is what it lacks."""
+    one, other = flat(defaults), flat(settings)
+    changed = {key: value for key, value in other.items() if key not in one or one[key] != value}
+    return changed | {key: "<none>" for key in one if key not in other}
+
+
+def documented() -> list[str]:
+    """The commands of README, docs and notebooks that start anew, each once, but for compare's, without settings."""
+    from tests.experiments.test_documented import COMMANDS, goes_on
+
+    lines = [shlex.join([name, *flags]) for name, flags in COMMANDS if name != "compare" and not goes_on(flags)]
+    return [*dict.fromkeys(line for line in lines if "--help" not in line)]
+
+
+# What is written
+
+
+def weights() -> Any:
+    found: dict[str, Any] = {"machine": machine()}
+    for name, line in EXACT.items():
+        with tempfile.TemporaryDirectory() as folder:
+            run(Path(folder), line, WAYS[0])
+            found[name] = digests(Path(folder) / "run")
+    return found
+
+
+def results() -> Iterator[tuple[str, Any]]:
+    for name in RESULTS:
+        with tempfile.TemporaryDirectory() as folder:
+            yield name, {"machine": machine()} | measure(Path(folder), name)
+
+
+def print_config() -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        lines = documented()
+        defaults = {name: printed(Path(folder), name) for name in sorted({line.split()[0] for line in lines})}
+        shown = {line: printed(Path(folder), line) for line in lines}
+    commands = {line: difference(found, defaults[line.split()[0]]) for line, found in shown.items() if found}
+    return {"defaults": defaults, "commands": commands}
+
+
+def write(path: Path, value: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".json":
+        path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+    else:
+        path.write_text(yaml.safe_dump(value, sort_keys=False, width=118, allow_unicode=True))
+
+
+def main(names: list[str]) -> None:
+    if "weights" in names:
+        write(FOLDER / "weights.yaml", weights())
+    if "results" in names:
+        for name, found in results():
+            write(FOLDER / "results" / f"{name}.json", found)
+    if "print_config" in names:
+        write(FOLDER / "print_config.yaml", print_config())
+
+
+FROZEN = ["weights", "results", "print_config"]
+if __name__ == "__main__":
+    main(sys.argv[1:] or FROZEN)

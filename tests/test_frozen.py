@@ -1,0 +1,67 @@
+"""What must not move: bits, results, settings and messages are those of tests/frozen/; tests.freeze writes them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests import freeze
+from tests.grids import mostly_slow
+
+WEIGHTS = yaml.safe_load((freeze.FOLDER / "weights.yaml").read_text())
+SETTINGS = yaml.safe_load((freeze.FOLDER / "print_config.yaml").read_text())
+SCRIPTS = sorted(SETTINGS["defaults"])
+
+
+@pytest.mark.parametrize("way", mostly_slow(freeze.WAYS, freeze.WAYS[0]))
+@pytest.mark.parametrize("name", freeze.EXACT)
+def test_exact_weights(name: str, way: str, tmp_path: Path) -> None:
+    if WEIGHTS["machine"] != freeze.machine():
+        pytest.skip(f"frozen on another machine: {WEIGHTS['machine']}")
+    freeze.run(tmp_path, freeze.EXACT[name], way)
+    assert freeze.digests(tmp_path / "run") == WEIGHTS[name]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param("quantize", marks=[pytest.mark.slow, pytest.mark.extras]), *mostly_slow(
+        [name for name in freeze.RESULTS if name != "quantize"], "kd", "gpt"
+    )],
+)  # fmt: skip
+def test_results(name: str, tmp_path: Path) -> None:
+    frozen = json.loads((freeze.FOLDER / "results" / f"{name}.json").read_text())
+    found = freeze.measure(tmp_path, name)
+    assert found["files"] == frozen["files"]
+    if name not in freeze.MACHINE_BOUND or frozen["machine"] == freeze.machine():
+        assert_close(convert(found["results"]), convert(frozen["results"]))
+
+
+def convert(found: Any) -> Any:
+    """Results in the form of the newest format, from those of any: here the form may change, once."""
+    return found
+
+
+def assert_close(found: Any, frozen: Any, place: str = "results") -> None:
+    """Equal, numbers to a millionth."""
+    if isinstance(frozen, dict):
+        assert found.keys() == frozen.keys(), place
+        for key in frozen:
+            assert_close(found[key], frozen[key], f"{place}.{key}")
+    elif isinstance(frozen, list):
+        assert len(found) == len(frozen), place
+        for number, part in enumerate(frozen):
+            assert_close(found[number], part, f"{place}.{number}")
+    elif isinstance(frozen, float):
+        assert found == pytest.approx(frozen, rel=1e-6, abs=1e-9), place
+    else:
+        assert found == frozen, place
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_print_config(script: str, tmp_path: Path) -> None:
+    defaults = SETTINGS["defaults"][script]
+    assert freeze.printed(tmp_path, script) == defaults
+    for line, changes in SETTINGS["commands"].items():
+        if line.split()[0] == script:
+            assert freeze.difference(freeze.printed(tmp_path, line), defaults) == changes, line
