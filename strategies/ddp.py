@@ -73,7 +73,6 @@ class Replicated(AveragesGradients):
     """
 
     _saves_alone = True
-    _one_device = False  # whether a rank needs its parameters on one device
 
     def __init__(
         self,
@@ -149,10 +148,14 @@ class Replicated(AveragesGradients):
                 raise ValueError(f"ModelParallel: expected one number of stages throughout a module, got {sizes}")
             gpus, devices = torch.cuda.device_count(), self.parallel_devices
             self._split_devices = devices_of(self.local_rank, sizes * len(devices), devices, gpus)
-        one_device = self._one_device or getattr(self, "exact", None) is not None
-        if one_device and len(set(self._split_devices or [])) > 1:
+        if self._one_device and len(set(self._split_devices or [])) > 1:
             raise ValueError("strategy: expected plain ddp, without exact, for a ModelParallel on several GPUs")
         super().setup_environment()
+
+    @property
+    def _one_device(self) -> bool:
+        """Whether a rank needs its parameters on one device."""
+        return False
 
     def _split_parts(self) -> list[ModelParallel]:
         return [part for part in self._module.modules() if isinstance(part, ModelParallel)]
@@ -195,6 +198,10 @@ class Replicated(AveragesGradients):
 
 class DDP(Exact, Replicated):
     """Lightning's distributed data parallel, forked on CPU; supports `--exact`."""
+
+    @property
+    def _one_device(self) -> bool:
+        return self.exact is not None
 
     def _check_devices(self) -> None:
         super()._check_devices()
