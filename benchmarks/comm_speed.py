@@ -21,11 +21,11 @@ import torch.distributed as dist
 from benchmarks import common
 from benchmarks.common import Found, Runs, Target
 from harness.runs import environment
-from harness.studies.comm import Backend, Bench, Case
-from harness.studies.comm.cases import WORLD
-from harness.studies.comm.measure import timed
-from harness.studies.comm.operations import ITEM, Member
-from strategies import ring
+from lab.strategies import ring
+from lab.studies.comm import Backend, Bench, Case
+from lab.studies.comm.cases import WORLD
+from lab.studies.comm.measure import timed
+from lab.studies.comm.operations import ITEM, Member
 
 MB = 2**20
 SIZES = (2**10, 2**16, MB, 16 * MB)

@@ -31,8 +31,8 @@ from harness.runs import environment
 from harness.runs.files import write_json
 from harness.runs.quiet import quiet
 from harness.runs.speed import peak_memory
-from harness.studies.isolation import children_end_with_block
-from harness.studies.meters import Stamps
+from lab.studies.isolation import children_end_with_block
+from lab.studies.meters import Stamps
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[1]

@@ -39,7 +39,7 @@ from benchmarks.common import Found, Rivals, Target
 from datamodules import ImageFolder
 from datamodules.streams import Streamed
 from harness.runs import environment
-from harness.studies.meters import Stamps
+from lab.studies.meters import Stamps
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import LightNN, Torchvision
 

@@ -30,7 +30,7 @@ from benchmarks import common
 from benchmarks.common import Found, Rivals, Runs, Target
 from datamodules import Text
 from harness.runs import environment
-from harness.studies.meters import Stamps
+from lab.studies.meters import Stamps
 from lit_modules.nets import GPT
 
 TEXT = common.DATA / "tinyshakespeare" / "input.txt"

@@ -34,7 +34,7 @@ from benchmarks import common
 from benchmarks.common import Found, Noise, Target
 from benchmarks.kd_speed import ARCHIVE, bake_off, unpacked
 from datamodules import Digits
-from harness.studies.hardware.measure import Measure, Phases
+from lab.studies.hardware.measure import Measure, Phases
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import DeepNN, LightNN
 from strategies import DDP

@@ -21,9 +21,10 @@ from datamodules import Digits
 from harness.runs import environment
 from harness.runs.files import write_json
 from harness.runs.quiet import quiet
+from lab.strategies import LocalSGD
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import DeepNN
-from strategies import DDP, LocalSGD
+from strategies import DDP
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9),  # each rank has momentum of its own

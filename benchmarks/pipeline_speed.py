@@ -32,8 +32,8 @@ from apprentice.keyed import with_seed
 from benchmarks import common
 from benchmarks.common import Found, Rivals, Target
 from harness.runs import environment
-from harness.studies.meters import Stamps
-from harness.studies.pipeline import Noise, Task
+from lab.studies.meters import Stamps
+from lab.studies.pipeline import Noise, Task
 from lit_modules import nets
 from strategies import PipelineStrategy
 from strategies.base.stages import grouped, sizes_by_cost

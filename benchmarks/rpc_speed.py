@@ -18,9 +18,10 @@ from statistics import median
 from apprentice.keyed import with_seed
 from benchmarks import common
 from benchmarks.common import Found, Noise, Runs, Target
+from lab.strategies import ParamServer, RPCHybrid
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import DeepNN, LightNN
-from strategies import DDP, DataParallel, ParamServer, RPCHybrid
+from strategies import DDP, DataParallel
 
 NETS = {"LightNN": LightNN, "DeepNN": DeepNN}
 RIVALS: dict[str, Callable[[], DataParallel]] = {

@@ -25,7 +25,7 @@ from apprentice.keyed import with_seed
 from benchmarks import common
 from benchmarks.common import Found, Runs, Target
 from datamodules import Digits
-from harness.studies.meters import Stamps
+from lab.studies.meters import Stamps
 from lit_modules.distillation import Distillation
 from lit_modules.nets import LightNN, Net
 from lit_modules.objectives import CrossEntropy

@@ -12,7 +12,15 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("lit_modules", "lit_modules.objectives", "lit_modules.nets", "datamodules", "strategies", "apprentice")
+PACKAGES = (
+    "lit_modules",
+    "lit_modules.objectives",
+    "lit_modules.nets",
+    "datamodules",
+    "strategies",
+    "lab.strategies",
+    "apprentice",
+)
 
 
 def on_config(config: MkDocsConfig) -> None:

@@ -25,8 +25,8 @@ import torch
 from apprentice.errors import BadInput
 from harness import cli
 from harness.runs.session import session
-from harness.studies.attention import Bench, Options, Study, all_cases
-from harness.studies.isolation import one_thread
+from lab.studies.attention import Bench, Options, Study, all_cases
+from lab.studies.isolation import one_thread
 
 
 def parser() -> cli.Parser:

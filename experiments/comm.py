@@ -23,9 +23,9 @@ import strategies
 from apprentice.errors import BadInput
 from harness import cli
 from harness.runs.session import session
-from harness.studies.comm import Backend, Bench, Options, Study, all_cases
-from harness.studies.isolation import DURATION, default_devices, one_thread, probe
-from strategies import ring
+from lab.strategies import ring
+from lab.studies.comm import Backend, Bench, Options, Study, all_cases
+from lab.studies.isolation import DURATION, default_devices, one_thread, probe
 
 UNUSED = ("precision", "gradient_clip_val", "profiler", "callbacks", "plugins")
 BACKENDS = [Backend("gloo"), Backend(ring.NAME), Backend(ring.UNCHUNKED, only_all_reduce=True)]

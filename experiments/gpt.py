@@ -30,9 +30,9 @@ from harness.studies.fits import Candidate, check_modules, check_net, make_candi
 from harness.studies.language_model import NAME, run_study, sample
 from lit_modules import nets
 from lit_modules.language_model import LitLanguageModel
+from strategies.base.shared_replica import SharedReplica
 
 MOST_SAMPLES = 1000  # a net writes them as one batch
-NOT_COMPILED = strategies.PipelineStrategy, strategies.FSDP, strategies.RPCHybrid
 
 
 @dataclass
@@ -98,7 +98,7 @@ def module(run: Session, seed: int) -> tuple[LitLanguageModel, dict[str, Candida
 def check(run: Session) -> None:
     """Build everything once; raise BadInput if something can't be trained."""
     trainer, config = run.checked_trainer(), run.config
-    if config.compile and isinstance(trainer.strategy, NOT_COMPILED):
+    if config.compile and isinstance(trainer.strategy, SharedReplica):
         expected = "false with this --trainer.strategy, under which the net is not called as a whole"
         raise BadInput("compile", True, expected)
     model, _ = module(run, config.seeds[0])

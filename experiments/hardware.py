@@ -28,8 +28,8 @@ from apprentice.errors import BadInput
 from harness import cli
 from harness.runs.session import load_data, session
 from harness.studies.fits import learning, make_net
-from harness.studies.hardware import Bench, Cases, Study
-from harness.studies.isolation import default_devices, one_thread, usual_threads
+from lab.studies.hardware import Bench, Cases, Study
+from lab.studies.isolation import default_devices, one_thread, usual_threads
 from lit_modules import nets
 from lit_modules.classifier import LitClassifier
 

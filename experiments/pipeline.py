@@ -30,9 +30,9 @@ from apprentice.errors import BadInput
 from harness import cli
 from harness.runs.session import session
 from harness.studies.fits import make_net
-from harness.studies.isolation import default_devices, one_thread
-from harness.studies.pipeline import Bench, Case, Cases, Cut, Noise, Options, Study, Task
-from harness.studies.pipeline.cases import TUTORIALS_CUT
+from lab.studies.isolation import default_devices, one_thread
+from lab.studies.pipeline import Bench, Case, Cases, Cut, Noise, Options, Study, Task
+from lab.studies.pipeline.cases import TUTORIALS_CUT
 from lit_modules import nets
 from strategies.base.stages import grouped
 from strategies.pipeline import Schedule

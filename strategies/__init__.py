@@ -1,48 +1,59 @@
-"""Lightning strategies: data parallel, sharded, exact, pipelined and over RPC, for any Lightning project."""
+"""Lightning strategies: data parallel, sharded, exact and pipelined, for any Lightning project."""
 
-from typing import Any
+from functools import partial
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.strategies import FSDPStrategy, Strategy, StrategyRegistry
+from lightning.pytorch.strategies import FSDPStrategy, StrategyRegistry
 
-from strategies.allreduce import AllReduce
 from strategies.base.data_parallel import DataParallel
 from strategies.base.model_parallel import ModelParallel
-from strategies.compressed import DDPFP16, DDPPowerSGD
 from strategies.ddp import DDP
-from strategies.ddp_ring import DDPRing
 from strategies.fsdp import FSDP
 from strategies.hsdp import HSDP
-from strategies.local_sgd import LocalSGD
-from strategies.param_server import ParamServer
 from strategies.pipeline import PipelineStrategy
-from strategies.rpc_hybrid import RPCHybrid
 from strategies.zero1 import ZeRO1
 
-# Short names, for `--trainer.strategy` and others: the class and the options that it gets.
-NAMES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
-    "ddp": (DDP, {}),
-    "ddp_fork": (DDP, {"start_method": "fork"}),
-    "ddp_notebook": (DDP, {"start_method": "fork"}),
-    "ddp_spawn": (DDP, {"start_method": "spawn"}),
-    "ddp_zero1": (ZeRO1, {}),
-    "ddp_ring": (DDPRing, {}),
-    "ddp_allreduce": (AllReduce, {}),
-    "local_sgd": (LocalSGD, {}),
-    "ddp_fp16": (DDPFP16, {}),
-    "ddp_powersgd": (DDPPowerSGD, {}),
-    "fsdp": (FSDP, {}),
-    "hsdp": (HSDP, {}),
-    "tensor_parallel": (FSDP, {"mesh": {"tensor": 2}}),
-    "param_server": (ParamServer, {}),
-    "rpc_hybrid": (RPCHybrid, {}),
-    "pipeline": (PipelineStrategy, {}),
-    "model_parallel": (PipelineStrategy, {"schedule": "GPipe", "num_microbatches": 1}),
+# Short names, for `--trainer.strategy` and others: the class's import path and the options that it gets. Those of `lab`
+# are imported when they are chosen.
+NAMES: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddp": ("strategies.ddp.DDP", {}),
+    "ddp_fork": ("strategies.ddp.DDP", {"start_method": "fork"}),
+    "ddp_notebook": ("strategies.ddp.DDP", {"start_method": "fork"}),
+    "ddp_spawn": ("strategies.ddp.DDP", {"start_method": "spawn"}),
+    "ddp_zero1": ("strategies.zero1.ZeRO1", {}),
+    "ddp_ring": ("lab.strategies.ddp_ring.DDPRing", {}),
+    "ddp_allreduce": ("lab.strategies.allreduce.AllReduce", {}),
+    "local_sgd": ("lab.strategies.local_sgd.LocalSGD", {}),
+    "ddp_fp16": ("lab.strategies.compressed.DDPFP16", {}),
+    "ddp_powersgd": ("lab.strategies.compressed.DDPPowerSGD", {}),
+    "fsdp": ("strategies.fsdp.FSDP", {}),
+    "hsdp": ("strategies.hsdp.HSDP", {}),
+    "tensor_parallel": ("strategies.fsdp.FSDP", {"mesh": {"tensor": 2}}),
+    "param_server": ("lab.strategies.param_server.ParamServer", {}),
+    "rpc_hybrid": ("lab.strategies.rpc_hybrid.RPCHybrid", {}),
+    "pipeline": ("strategies.pipeline.PipelineStrategy", {}),
+    "model_parallel": ("strategies.pipeline.PipelineStrategy", {"schedule": "GPipe", "num_microbatches": 1}),
 }
 
 
 def register() -> None:
     """Register these strategies by name in Lightning's registry, which its automatic choice uses too."""
-    for name, (strategy, options) in NAMES.items():
-        StrategyRegistry.register(name, strategy, (strategy.__doc__ or name).splitlines()[0], override=True, **options)
+    for name, (path, options) in NAMES.items():
+        StrategyRegistry.register(name, partial(_build, path), name, override=True, **options)
         if name in FSDPStrategy._registered_strategies:  # Lightning refuses these names on CPUs
             FSDPStrategy._registered_strategies.remove(name)
+
+
+def _build(path: str, **options: Any) -> Any:
+    return resolve_name(path)(**options)
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Import `ring`, or a class of `lab`, when it is used: both were here once."""
+        paths = {"ring": "lab.strategies.ring", **{path.rpartition(".")[2]: path for path, _ in NAMES.values()}}
+        if name not in paths:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return resolve_name(paths[name])

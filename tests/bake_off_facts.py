@@ -3,6 +3,7 @@
 from typing import Any
 
 from harness.reports.results import bake_off_results
+from harness.runs.records import FitRecord, NetRecord
 
 TEST = 400
 CE = (368, 372, 370)
@@ -33,25 +34,29 @@ def header(seeds: int = 3, **config: Any) -> dict[str, Any]:
     }
 
 
-def teacher(correct: int = 390, **changes: Any) -> dict[str, Any]:
-    facts = {"parameters": 1186986, "test_acc": correct / TEST, "test_correct": correct}
-    return {**facts, "fit_seconds": 4.5, "step_ms": 32.0, "train_flops": 3_200_000_000_000, **changes}
+def net(correct: int | None, failed: dict[str, Any] | None, changes: dict[str, Any], **facts: Any) -> NetRecord:
+    """A record with so many correct predictions, changed; figures are those of `facts`, and those changed of them."""
+    scores = {"test_acc": correct and correct / TEST, "test_correct": correct}
+    if failed:
+        scores = dict.fromkeys(scores)
+    return NetRecord.from_json({"failed": failed, "trained_epochs": None, "epochs": [], **facts, **scores, **changes})
 
 
-def student(correct: int, failed: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
-    facts = {
-        "objective": "Hinton(temperature=2)",
-        "parameters": 267738,
-        "test_acc": None if failed else correct / TEST,
-        "test_correct": None if failed else correct,
-        "step_ms": 3.0,
-        "train_flops": 410_000_000_000,
-        "failed": failed,
-    }
-    return {**facts, **changes}
+def teacher(correct: int = 390, **changes: Any) -> FitRecord:
+    """A fit of a teacher, changed."""
+    fit = {"fit_seconds": 4.5, "max_epochs": None}
+    fit |= {key: changes.pop(key) for key in fit if key in changes}
+    facts = {"objective": "CrossEntropy", "parameters": 1186986, "step_ms": 32.0, "train_flops": 3_200_000_000_000}
+    return FitRecord(**fit, nets={"teacher": net(correct, None, changes, **facts)})
 
 
-def results(seeds: int = 3, **students: list[dict[str, Any]]) -> dict[str, Any]:
+def student(correct: int, failed: dict[str, Any] | None = None, **changes: Any) -> NetRecord:
+    """A record of a student, changed."""
+    facts = {"objective": "Hinton(temperature=2)", "parameters": 267738, "step_ms": 3.0, "train_flops": 410_000_000_000}
+    return net(correct, failed, changes, **facts)
+
+
+def results(seeds: int = 3, **students: list[NetRecord]) -> dict[str, Any]:
     """A bake-off of ce, kd and hint, or of these students."""
     usual = {
         name: [student(c) for c in correct[:seeds]] for name, correct in {"ce": CE, "kd": KD, "hint": HINT}.items()
@@ -81,7 +86,7 @@ def gpt(bits: list[float], **changes: Any) -> dict[str, Any]:
         "config": config,
         "seeds": list(range(len(bits))),
         "metric": {"name": "test_bpc", "higher_is_better": False},
-        "runs": [{**facts, "test_bpc": each, "test_loss": each, "failed": None} for each in bits],
+        "runs": [{**facts, "test_bpc": each, "test_loss": each, "failed": None, "epochs": []} for each in bits],
     }
 
 

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import faulthandler
 import multiprocessing
 import multiprocessing.util
 import os
@@ -39,6 +40,7 @@ class Run:
             os.dup2(file.fileno(), 1)
             os.dup2(errors.fileno(), 2)
             sys.stdout, sys.stderr = file, file if self.errors == self.log else errors
+            faulthandler.enable(errors)  # where it, or a rank, is killed by SIGSEGV; pytest's own goes where none looks
             try:
                 function(*args)
             except SystemExit as end:

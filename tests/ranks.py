@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-from strategies import ring
+from lab.strategies import ring
 from tests import waiting
 
 

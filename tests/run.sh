@@ -1,12 +1,17 @@
 #!/usr/bin/env bash
-# Format, lint, types and the quick tests; with --all, the slow tests too. Other arguments go to pytest.
+# Format, lint, types and the quick tests; with --all, the slow tests too; with --coverage, which lines they run.
+# Other arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [ -z "${VIRTUAL_ENV:-}" ] && [ -f .venv/bin/activate ]; then . .venv/bin/activate; fi
 chosen=(-m "not slow")
 arguments=()
 for argument; do
-    if [ "$argument" = --all ]; then chosen=(); else arguments+=("$argument"); fi
+    case $argument in
+        --all) chosen=() ;;
+        --coverage) arguments+=(--cov --cov-report=term) ;;
+        *) arguments+=("$argument") ;;
+    esac
 done
 
 ruff format --check .

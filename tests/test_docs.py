@@ -87,6 +87,35 @@ def test_every_page_is_in_the_list_of_pages() -> None:
     assert sorted([*listed, "README.md"]) == sorted(page.name for page in ROOT.glob("docs/*.md"))
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name == "docs"], ids=lambda page: page.name)
+def test_a_long_page_says_what_it_answers_and_what_to_read_next(page: Path) -> None:
+    lines = page.read_text().splitlines()
+    if len(lines) > 150:
+        assert lines[2].startswith("This page answers: ")
+        assert lines[-1].startswith("Next: [")
+
+
+def public_names() -> dict[str, list[str]]:
+    """The names in the table of docs/public-api.md, by module."""
+    rows = re.findall(r"^\| `([\w.]+)` \| (.*) \|$", (ROOT / "docs" / "public-api.md").read_text(), re.MULTILINE)
+    return {module: re.findall(r"`(\w+)`", names) for module, names in rows}
+
+
+def test_public_names_are_there() -> None:
+    names = public_names()
+    assert "Distillation" in names["lit_modules.distillation"]
+    for module, listed in names.items():
+        assert [name for name in listed if not hasattr(importlib.import_module(module), name)] == [], module
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_import_public_modules(page: Path) -> None:
+    imported = re.findall(
+        r"^from ((?:apprentice|lit_modules|datamodules|strategies)[\w.]*) import", page.read_text(), re.MULTILINE
+    )
+    assert {*imported} <= public_names().keys()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_site_reads_a_page_as_github_does(page: Path) -> None:
     """To Python-Markdown a list needs an empty line before it, and 4 spaces for each level."""

@@ -5,6 +5,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any
 
@@ -20,7 +21,7 @@ from harness.cli.classes import Choice, Chosen, Classes, factory, imported, refu
 from harness.cli.messages import near
 from harness.cli.signatures import options_of
 
-Names = Mapping[str, tuple[type[Strategy], Mapping[str, Any]]]  # classes by short name, with the options that it sets
+Names = Mapping[str, tuple[str, Mapping[str, Any]]]  # import paths by short name, with the options that it sets
 
 OWNED = {  # arguments of the Trainer that the experiment sets, and what to do instead
     "barebones": "it left out: a run has curves and checkpoints; --trainer.logger false writes fewer files",
@@ -91,21 +92,22 @@ class Strategies(Classes):
 
     @property
     def known(self) -> dict[str, type]:
-        """`auto`, and the project's classes by short name."""
-        return {"auto": Strategy, **{name: found for name, (found, _) in self.names.items()}}
+        """`auto`, and the project's short names, each with the base: a class is imported when it is chosen."""
+        return dict.fromkeys(["auto", *self.names], Strategy)
 
     def find(self, name: Any, key: str) -> tuple[type | str | None, Mapping[str, Any]]:
         """The class of this name and the options that the name sets; Lightning's names as they are."""
         if name in list(self.names):
-            return self.names[name]
+            path, sets = self.names[name]
+            return resolve_name(path), sets
         if name == "dp":
             raise BadInput(key, name, "ddp, one process a GPU; dp, one process for all, was slower, and is gone")
         return (name, {}) if name in ["auto", *StrategyRegistry.available_strategies()] else super().find(name, key)
 
     def choose(self, name: str) -> Choice:
         """The class of one of the project's names, with its options by default."""
-        found, sets = self.names[name]
-        return Choice(_public_path(found), {**options_of(found, self.skip).defaults, **sets})
+        path, sets = self.names[name]
+        return Choice(path, {**options_of(resolve_name(path), self.skip).defaults, **sets})
 
     def same(self, name: Any, old: Any, options: Mapping[str, Any]) -> bool:
         """Whether a name stands for an old one, or for the class and options that were given for it."""
@@ -113,7 +115,7 @@ class Strategies(Classes):
 
     def path(self, found: type, name: str) -> str:
         """The class path to write down, the same for all paths of a class of ours."""
-        return _public_path(found) if any(found is own for own, _ in self.names.values()) else name
+        return next((path for path, _ in self.names.values() if _loaded(path) is found), name)
 
     def expected(self, name: Any = "") -> str:
         """All short names, for a message, and those near to `name`, Lightning's too."""
@@ -124,7 +126,7 @@ class Strategies(Classes):
         """The short name that stands for most of a choice, or its import path."""
         if not isinstance(chosen, Choice):
             return str(chosen)
-        own = {name: sets for name, (found, sets) in self.names.items() if _public_path(found) == chosen.class_path}
+        own = {name: sets for name, (path, sets) in self.names.items() if path == chosen.class_path}
         fitting = [name for name, sets in own.items() if sets.items() <= chosen.init_args.items()]
         return max(fitting, key=lambda name: len(own[name]), default=chosen.class_path)
 
@@ -134,12 +136,10 @@ class Strategies(Classes):
         return "exact" in options_of(found).hints
 
 
-def _public_path(found: type) -> str:
-    """Where a class is imported from: the shortest module path, below the package, that has it."""
-    parts, name = found.__module__.split("."), found.__name__
-    modules = (".".join(parts[:end]) for end in range(2, len(parts)))
-    public = (module for module in modules if getattr(sys.modules.get(module), name, None) is found)
-    return f"{next(public, found.__module__)}.{name}"
+def _loaded(path: str) -> type | None:
+    """The class at an import path, if its module is loaded."""
+    module, _, name = path.rpartition(".")
+    return getattr(sys.modules.get(module), name, None)
 
 
 def check_optimizer(optimizer: Choice, scheduler: Choice | None, epochs: int) -> None:

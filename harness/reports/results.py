@@ -3,50 +3,45 @@
 import json
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import chain
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from apprentice.errors import BadInput
 from harness.reports import samples
-from harness.reports.metrics import ACCURACY, METRICS, Metric, paired_differences
+from harness.reports.metrics import ACCURACY, Metric, paired_differences
 from harness.reports.report import Facts
 from harness.reports.uncertainty import paired_interval
-from harness.runs.files import read_text
+from harness.runs.records import FitRecord, NetRecord, reading
 
 BASELINE = "ce"
-LARGEST = 1e300  # of figures, so that sums of them are finite
 
 
 def bake_off_results(
     header: Facts,  # `experiment`, `data`, `hardware`, `versions`, `config`, `seeds`, and names of the `classes`
-    teacher: list[Facts],
-    students: dict[str, list[Facts]],
+    teachers: Sequence[FitRecord],
+    students: Mapping[str, Sequence[NetRecord]],
     students_fit_seconds: list[float],  # for each seed, of all students together
     metric: Metric = ACCURACY,
     one_teacher: bool = False,  # whether each seed loaded the same net, so that its figures are those of one net
     variants: Mapping[str, str] = MappingProxyType({}),  # the methods of students whose names begin with a net's
     ranked: bool = False,  # whether the best student comes first
 ) -> Facts:
-    """The content of results.json; None stands for what can't be computed.
+    """Combine the records of each seed to the content of results.json; None stands for what can't be computed.
 
-    A teacher has for each seed `parameters`, the tested values, and `max_epochs`, `fit_seconds`, `step_ms`,
-    `train_flops` (None if it was loaded); a student `objective`, `parameters`, the tested values, `step_ms`,
-    `train_flops`, `failed`, and `net` if its objective has replaced the student's net. A student in `variants` has its
-    `variant` and its `baseline` by name, too.
+    A student in `variants` has its `variant` and its `baseline` by name, too.
 
     Raises:
         ValueError: a list does not have one entry per seed.
     """
     seeds = len(header["seeds"])
-    rows: dict[str, Sequence[Any]] = {"teacher": teacher, "students_fit_seconds": students_fit_seconds, **students}
+    rows: dict[str, Sequence[Any]] = {"teacher": teachers, "students_fit_seconds": students_fit_seconds, **students}
     for name, entered in rows.items():
         if len(entered) != seeds:
             raise ValueError(f"{name}: expected {seeds} entries, one a seed, got {len(entered)}")
-    entries = {name: entry_of(rows, metric) for name, rows in students.items()}
+    entries = {name: entry_of(records, metric) for name, records in students.items()}
     for name, entry in entries.items():
         if (variant := variants.get(name, name)) != name:
             entry |= {"variant": variant, "baseline": name.removesuffix(variant) + BASELINE}
@@ -55,20 +50,22 @@ def bake_off_results(
         entry["delta_vs_ce"] = paired_interval(paired_differences(entry[metric.name], baseline))
     if ranked:
         entries = dict(sorted(entries.items(), key=lambda item: _rank(item[1][metric.name], metric)))
+    nets = [teacher.nets["teacher"] for teacher in teachers]
     return {
         **header,
         "metric": {"name": metric.name, "higher_is_better": metric.higher_is_better},
         "students_fit_seconds": students_fit_seconds,
         "teacher": {
             "nets": 1 if one_teacher else seeds,
-            "parameters": teacher[0]["parameters"],
-            "max_epochs": teacher[0].get("max_epochs"),
-            **{key: [facts[key] for facts in teacher] for key in (*metric.tested, "fit_seconds")},
-            **_costs(teacher, teacher),
-            "trained_epochs": [facts.get("trained_epochs") for facts in teacher],
-            "epochs": [facts.get("epochs") for facts in teacher],
-            **samples.kept(teacher),
-            **samples.of_samples(teacher),
+            "parameters": nets[0].figures["parameters"],
+            "max_epochs": teachers[0].max_epochs,
+            **{key: [net.figures[key] for net in nets] for key in metric.tested},
+            "fit_seconds": [teacher.fit_seconds for teacher in teachers],
+            **_costs(nets, nets),
+            "trained_epochs": [net.trained_epochs for net in nets],
+            "epochs": [net.epochs for net in nets],
+            **samples.kept(nets),
+            **samples.of_samples(nets),
         },
         "students": entries,
     }
@@ -85,26 +82,27 @@ def baseline_of(entry: Facts) -> str:
     return str(entry.get("baseline", BASELINE))
 
 
-def entry_of(rows: list[Facts], metric: Metric) -> Facts:
-    """The entry of a net from its facts of each seed; `delta_vs_ce` is None."""
+def entry_of(records: Sequence[NetRecord], metric: Metric) -> Facts:
+    """The entry of a net from its records of each seed; `delta_vs_ce` is None."""
+    first = records[0]
     return {
-        "objective": rows[0]["objective"],
-        **{key: rows[0][key] for key in ("net",) if key in rows[0]},
-        "parameters": rows[0]["parameters"],
-        **{key: [None if f["failed"] else f[key] for f in rows] for key in metric.tested},
+        "objective": first.objective,
+        **({"net": first.net} if first.net else {}),
+        "parameters": first.figures["parameters"],
+        **{key: [None if net.failed else net.figures[key] for net in records] for key in metric.tested},
         # A student that failed was frozen then: what it cost is no measure of the method.
-        **_costs(rows, [facts for facts in rows if not facts["failed"]]),
+        **_costs(records, [net for net in records if not net.failed]),
         "delta_vs_ce": None,
-        "failed": [facts["failed"] or None for facts in rows],
-        **samples.kept(rows),
-        "trained_epochs": [None if facts["failed"] else facts.get("trained_epochs") for facts in rows],
-        "epochs": [facts.get("epochs") for facts in rows],  # None in records of older versions
+        "failed": [net.failed and asdict(net.failed) for net in records],
+        **samples.kept(records),
+        "trained_epochs": [None if net.failed else net.trained_epochs for net in records],
+        "epochs": [net.epochs for net in records],
     }
 
 
-def _costs(timed: Sequence[Facts], counted: Sequence[Facts]) -> Facts:
-    milliseconds = [facts["step_ms"] for facts in timed if facts["step_ms"] is not None]
-    flops = [facts["train_flops"] for facts in counted if facts["train_flops"] is not None]
+def _costs(timed: Sequence[NetRecord], counted: Sequence[NetRecord]) -> Facts:
+    milliseconds = [ms for net in timed if (ms := net.figures["step_ms"]) is not None]
+    flops = [count for net in counted if (count := net.figures["train_flops"]) is not None]
     return {
         "step_ms": statistics.median(milliseconds) if milliseconds else None,
         "train_flops": next(iter(flops), None),
@@ -121,42 +119,6 @@ def load_results(folder: str | Path, flag: str = "run") -> Facts:
         if not isinstance(results["experiment"], str):
             raise TypeError("it does not name its experiment")
     return results
-
-
-def load_record(path: Path) -> Facts:
-    """What `seed<k>/<fit>.json` says of a finished fit, of one net with the fit's name or of several students.
-
-    Raises:
-        BadInput: it can't be read, or something else is in it.
-    """
-    with reading(path, "out", "a record of a finished fit, or no such file, and the fit is repeated"):
-        record: Facts = json.loads(read_text(path))
-        if path.stem not in record["runs"] and not path.stem.startswith(("students", "rung")):
-            raise LookupError(f"{path.stem} is not in it")
-        figures = [record["fit_seconds"]]
-        for facts in record["runs"].values():
-            tested = [metric.tested for metric in METRICS.values() if set(metric.tested) <= facts.keys()]
-            failed = facts["failed"] is None or {"step", "term"} <= facts["failed"].keys()
-            if not (tested and failed and isinstance(facts["objective"], str)):
-                raise TypeError("its nets are not recorded as ours")
-            figures += [facts["parameters"] + 0, *(facts[key] for key in chain(("step_ms", "train_flops"), *tested))]
-        if not all(figure is None or (type(figure) in {int, float} and abs(figure) < LARGEST) for figure in figures):
-            raise TypeError("a figure is no number")
-    return record
-
-
-@contextmanager
-def reading(
-    folder: str | Path, flag: str, expected: str = "a readable results.json of our experiments in it"
-) -> Iterator[None]:
-    """Raise BadInput where the block does not find in a folder's results.json, or another file, what we write there."""
-    try:
-        yield
-    except BadInput:
-        raise
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise BadInput(flag, folder, f"{expected} ({said})") from error
 
 
 def _why_missing(folder: Path) -> str:

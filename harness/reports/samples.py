@@ -16,6 +16,7 @@ from torch import Tensor
 from harness.reports.metrics import ACCURACY, BITS, Metric
 from harness.reports.report import Facts
 from harness.reports.uncertainty import Interval, crossed_interval
+from harness.runs.records import NetRecord
 
 # Keys of a net's entry, by the metric whose mean over the samples they are.
 KEYS = {ACCURACY.name: "test_right", BITS.name: "test_sample_bpc"}
@@ -26,25 +27,30 @@ DIGITS = 6  # that are kept of a value
 BINS = 15  # of confidence, as in Guo et al., "On Calibration of Modern Neural Networks", 2017
 
 
-def recorded(values: Mapping[str, Tensor]) -> Facts:
-    """What a record keeps of a net's tested samples, of which these are the values (n,); nothing of none."""
+def recorded(values: Mapping[str, Tensor]) -> tuple[dict[str, float | None], dict[str, str | list[float]]]:
+    """Compute what a record keeps of a net's tested samples, of which these are the values (n,).
+
+    Returns:
+        Figures over all samples, and values of single samples, both by key; nothing of none.
+    """
     found = {name: tensor.numpy() for name, tensor in values.items()}
-    facts: Facts = {}
+    means: dict[str, float | None] = {}
+    packed: dict[str, str | list[float]] = {}
     if not len(found.get("place", ())):
-        return facts
+        return means, packed
     if "right" in found:
-        facts["test_right"] = bits(found["right"] != 0)
-        facts["test_predicted"], facts["test_labels"] = classes(found["predicted"]), classes(found["label"])
-        facts["test_ece"] = calibration_error(found["confidence"], found["right"])
+        packed["test_right"] = bits(found["right"] != 0)
+        packed["test_predicted"], packed["test_labels"] = classes(found["predicted"]), classes(found["label"])
+        means["test_ece"] = calibration_error(found["confidence"], found["right"])
     if "bpc" in found:
-        facts["test_sample_bpc"] = [round(value, DIGITS) for value in found["bpc"][found["tokens"] > 0].tolist()]
+        packed["test_sample_bpc"] = [round(value, DIGITS) for value in found["bpc"][found["tokens"] > 0].tolist()]
     for name in ("kl", "agreement"):
         if name in found:
             mean = float(np.average(found[name], weights=found.get("tokens")))
-            facts[f"test_{name}"] = mean if np.isfinite(mean) else None
+            means[f"test_{name}"] = mean if np.isfinite(mean) else None
     if (found["place"] != np.arange(len(found["place"]))).any():
-        facts["test_places"] = classes(found["place"])
-    return facts
+        packed["test_places"] = classes(found["place"])
+    return means, packed
 
 
 def calibration_error(confidence: np.ndarray, right: np.ndarray) -> float:
@@ -79,15 +85,16 @@ def unpacked_classes(stored: str) -> np.ndarray:
     return np.frombuffer(base64.b64decode(data, validate=True), dtype=f"<{kind or 'i4'}").astype(np.int64)
 
 
-def kept(rows: Sequence[Facts]) -> Facts:
+def kept(records: Sequence[NetRecord]) -> Facts:
     """What a net's entry has of its seeds' samples; nothing where no seed has any."""
-    keys = [key for key in KEPT if any(key in facts for facts in rows)]
-    return {key: [None if facts.get("failed") else facts.get(key) for facts in rows] for key in keys}
+    facts = [{} if record.failed else {**record.figures, **record.samples} for record in records]
+    keys = [key for key in KEPT if any(key in record.samples or key in record.figures for record in records)]
+    return {key: [values.get(key) for values in facts] for key in keys}
 
 
-def of_samples(rows: Sequence[Facts]) -> Facts:
+def of_samples(records: Sequence[NetRecord]) -> Facts:
     """What the teacher's entry has of the samples themselves."""
-    return {key: rows[0][key] for key in OF_SAMPLES if key in rows[0]}
+    return {key: records[0].samples[key] for key in OF_SAMPLES if key in records[0].samples}
 
 
 def both(results: Facts, student: str, baseline: str, metric: Metric) -> Interval | None:

@@ -49,6 +49,13 @@ def command(prog: str, argv: Sequence[str]) -> str:
     return shlex.join(sys.orig_argv if sys.argv[1:] == [*argv] else [prog, *argv])
 
 
+def program(script: str) -> str:
+    """How to start a script of the experiments: with Python in a clone, or as a sub-command of the installed one."""
+    if any(Path(word).name == "apprentice" for word in sys.orig_argv[:2]):
+        return f"apprentice {Path(script).stem}"
+    return f"python experiments/{script}"
+
+
 def _recorded(out: Path) -> list[dict[str, Any] | None]:
     if not (out / FILE).exists():
         return []

@@ -118,7 +118,7 @@ def check_finished(out: Path) -> None:
 def _names_in(record: Path) -> list[str]:
     """The nets of a fit's record; none if it is damaged, which is told where it is read."""
     try:
-        return list(json.loads(read_text(record))["runs"])
+        return list(json.loads(read_text(record))["nets"])
     except (OSError, ValueError, LookupError, TypeError):
         return []
 

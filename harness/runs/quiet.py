@@ -48,6 +48,20 @@ def quiet() -> Iterator[None]:
                 logging.getLogger(name).setLevel(level)
 
 
+@contextmanager
+def silenced(*names: str) -> Iterator[None]:
+    """Inside the block these loggers report errors alone, and warnings are ignored."""
+    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
+    for logger in levels:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        for logger, level in levels.items():
+            logger.setLevel(level)
+
+
 def _line(message: Warning | str, *_: Any, **__: Any) -> str:
     """What `warnings` prints: no source line."""
     return f"warning: {' '.join(str(message).split())}\n"

@@ -122,7 +122,7 @@ class Session:
                     nets.check_finished(self.out)
                     if self.reads_data:
                         samples.check(self.out, self.samples)
-            again = f"python experiments/{self.parser.prog} --out {self.out} --resume true"
+            again = f"{calls.program(self.parser.prog)} --out {self.out} --resume true"
             with signals.advised(f"stopped; go on with: {again}\n" if launch.is_main_process() else ""):
                 yield self.out
 

@@ -21,15 +21,13 @@ from apprentice.errors import BadInput
 from datamodules import InMemoryData
 from harness import cli
 from harness.cli.classes import imported
-from harness.cli.sources import load
 from harness.reports.interactive import save_results
 from harness.reports.pages import text
-from harness.reports.report import Facts
-from harness.reports.results import bake_off_results, load_record
+from harness.reports.results import bake_off_results
 from harness.runs import calls, safepoints
-from harness.runs.files import write_json
 from harness.runs.launch import is_main_process, main_first
 from harness.runs.nets import load_net
+from harness.runs.records import FitRecord, NetRecord
 from harness.runs.session import Session
 from harness.studies import zoo
 from harness.studies.callbacks import check_callbacks
@@ -38,7 +36,6 @@ from harness.studies.fits import (
     check_batch_size,
     check_modules,
     check_net,
-    failure,
     judged_by,
     log_means,
     save_classifier,
@@ -116,8 +113,6 @@ def _check_head_only(run: Session) -> None:
 
 def begin(run: Session) -> None:
     """Write the run's settings into its folder."""
-    with main_first("records"):
-        _date_records(run)
     run.describe()
 
 
@@ -155,9 +150,9 @@ def run_study(
     log_means(run, nets)
     results = bake_off_results(
         run.header() | {"classes": list(getattr(run.data, "class_names", ()))},
-        [fit["runs"]["teacher"] | {key: fit.get(key) for key in ("fit_seconds", "max_epochs")} for fit in teachers],
-        {name: [_facts(fits, name) for fits in students] for name in names},
-        [sum(fit["fit_seconds"] for fit in fits) for fits in students],
+        teachers,
+        {name: [_net(fits, name) for fits in students] for name in names},
+        [sum(fit.fit_seconds or 0.0 for fit in fits) for fits in students],
         judged_by(run.config, run.data),
         one_teacher=loaded and "{seed}" not in (run.config.teacher_ckpt or ""),
         variants={name: setup.row.variant for name, setup in setups.items()},
@@ -174,8 +169,8 @@ def images_of(data: InMemoryData, places: Sequence[int]) -> np.ndarray | None:
     return found.numpy() if found.ndim == 4 and found.shape[1] in {1, 3} else None
 
 
-def _facts(fits: Sequence[Facts], name: str) -> Facts:
-    return next(fit["runs"][name] for fit in fits if name in fit["runs"])
+def _net(fits: Sequence[FitRecord], name: str) -> NetRecord:
+    return next(fit.nets[name] for fit in fits if name in fit.nets)
 
 
 def _fits(folder: Path, wanted: Sequence[str]) -> dict[str, list[str]]:
@@ -201,15 +196,15 @@ def _members(folder: Path, fit: str) -> Iterator[str]:
     """The students in the record of a fit or, if it is not finished, in its checkpoint."""
     record, checkpoint = folder / f"{fit}.json", folder / f"{fit}.ckpt"
     if record.exists():
-        yield from load_record(record)["runs"]
+        yield from FitRecord.read(record).nets
     elif checkpoint.exists():
         keys = safepoints.read(checkpoint)["state_dict"]
         yield from (key.split(".")[1] for key in keys if key.startswith("students."))
 
 
-def check_teacher(run: Session, seed: int, fit: Facts) -> None:
+def check_teacher(run: Session, seed: int, fit: FitRecord) -> None:
     """Raise BadInput if a seed's teacher has failed."""
-    if fault := failure(fit, "teacher"):
+    if fault := fit.fault("teacher"):
         expected = f"settings that train the teacher; with seed {seed} {fault}"
         raise BadInput("optimizer", run.config.optimizer.name, expected)
 
@@ -219,24 +214,5 @@ def teacher_epochs(run: Session) -> int | None:
     if run.config.teacher_epochs:
         return int(run.config.teacher_epochs)
     records = (run.out / f"seed{seed}" / "teacher.json" for seed in run.config.seeds)
-    found = (load_record(record).get("max_epochs") for record in records if record.exists())
+    found = (FitRecord.read(record).max_epochs for record in records if record.exists())
     return next(filter(None, found), run.config.trainer.init_args["max_epochs"])
-
-
-def _date_records(run: Session) -> None:
-    """Before the run's epochs change, write into the records of an older version how many theirs were."""
-    settings, now = run.out / "config.yaml", run.config.trainer.init_args["max_epochs"]
-    before = load(settings)["trainer"]["max_epochs"] if settings.exists() else now
-    if before == now:
-        return
-    for folder in (run.out / f"seed{seed}" for seed in run.config.seeds):
-        for checkpoint in folder.glob("*.ckpt"):
-            if safepoints.max_epochs(safepoints.read(checkpoint)) is None:
-                expected = (
-                    f"{before} until this run, which an older version began, is finished; resume it as it is first"
-                )
-                raise BadInput("trainer.max_epochs", now, expected)
-        for record in (folder / "teacher.json", folder / "students.json"):
-            facts = load_record(record) if record.exists() else {"max_epochs": None}
-            if "max_epochs" not in facts and facts["fit_seconds"] is not None:
-                write_json(record, {"fit_seconds": facts["fit_seconds"], "max_epochs": before, "runs": facts["runs"]})

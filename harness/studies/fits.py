@@ -25,15 +25,13 @@ from harness import cli
 from harness.cli.classes import imported
 from harness.reports import means, samples
 from harness.reports.metrics import BITS, OF_CLASSES, Metric
-from harness.reports.report import Facts
-from harness.reports.results import load_record
 from harness.runs import hparams, safepoints
-from harness.runs.files import write_json
 from harness.runs.fit import Fit, fit_and_test
 from harness.runs.launch import is_main_process, main_first
 from harness.runs.nets import Spec, load_net, read_spec, save_checkpoint, save_net, spec
 from harness.runs.progress import progress
 from harness.runs.quiet import notice
+from harness.runs.records import Failure, FitRecord, NetRecord
 from harness.runs.session import Session
 from harness.runs.tensorboard import log_run
 from harness.studies import costs
@@ -194,8 +192,8 @@ def train(
     tested: bool = True,
     until: int | None = None,
     **options: Any,
-) -> Facts:
-    """Fit and test a module of one or several candidates, export their nets, measure their costs.
+) -> FitRecord:
+    """Fit and test a module of one or several candidates, export their nets, measure their costs; return the record.
 
     `make` makes the module and its candidates by name, unless the fit of this name is finished. One that was finished
     with fewer epochs goes on if its last checkpoint was kept (`keep`), and else starts again: the bits are the same.
@@ -203,25 +201,19 @@ def train(
     learns from those too that `--data.labelled` hides. If it is not `tested`, no cost is measured either; with `until`
     it ends after that epoch, and only its checkpoint has the nets. `options` of the Trainer replace the user's.
 
-    Returns:
-        `fit_seconds`, `max_epochs`, of a distillation `teacher_samples`, which the teacher computed, and whether they
-        were stored, and by the candidates' names `runs`: `objective`, `parameters`, test scores, `step_ms`,
-        `train_flops`, `trained_epochs`, and `failed`: None, or the {"step", "term"} in which the loss stopped being
-        finite.
-
     Raises:
         Interrupted: the user asked to stop; the checkpoint has what was trained.
     """
     folder = run.out / f"seed{seed}"
-    record, checkpoint = folder / f"{name}.json", folder / f"{name}.ckpt"
+    path, checkpoint = folder / f"{name}.json", folder / f"{name}.ckpt"
     epochs = None if trained else options.get("max_epochs", run.config.trainer.init_args["max_epochs"])
-    before: Facts = load_record(record) if record.exists() else {}
-    if before and before.get("max_epochs", epochs) == epochs:
+    before = FitRecord.read(path) if path.exists() else None
+    if before is not None and before.max_epochs == epochs:
         if is_main_process() and not keep:
             checkpoint.unlink(missing_ok=True)  # the process may have been killed just before
         return before
     with main_first(f"{folder.name} {name}"):
-        extended = _extended(run, f"seed {seed} {name}", checkpoint, before.get("max_epochs"), epochs)
+        extended = _extended(run, f"seed {seed} {name}", checkpoint, before.max_epochs if before else None, epochs)
     run.data.order_seed, run.data.hides_labels = seed, not all_labels
     module, candidates = make()
     fit = fit_and_test(
@@ -231,24 +223,25 @@ def train(
         score=judged_by(run.config, run.data).score, tested=tested, until=until,
         show=progress(f"seed {seed} {name:8}", remaining(run, plan, seed, name)),
     )  # fmt: skip
-    facts: Facts = {"fit_seconds": fit.seconds, "max_epochs": epochs, "runs": {}}
+    nets: dict[str, NetRecord] = {}
+    record = FitRecord(fit.seconds, epochs, nets)
     if isinstance(module, Distillation):
-        facts |= {"teacher_samples": module.asked, "teacher_stored": module.stored}
+        record = replace(record, teacher_samples=module.asked, teacher_stored=module.stored)
     if is_main_process():
         module.to(fit.device)  # a fit on a GPU ends on the CPU
         for key, candidate in candidates.items():
             if tested and fit.seconds is not None and fit.seconds > LONG:
                 notice(f"seed {seed} {name:8}  timing a step of {key}")
-            facts["runs"][key] = found = _facts(module, key if key in module.runs else "", candidate, fit, run.data)
+            nets[key] = _record(module, key if key in module.runs else "", candidate, fit, run.data)
             if until is None:
                 save_net(candidate.net, candidate.spec, folder / key, getattr(run.data, "class_names", ()))
             if run.tensorboard:
-                log_row(run, seed, candidate, found, folder / key)
-        write_json(record, facts)
+                log_row(run, seed, candidate, nets[key].figures, folder / key)
+        record.write(path)
         if not keep:
             checkpoint.unlink(missing_ok=True)
     wait_for_main()
-    return facts
+    return record
 
 
 def _extended(run: Session, label: str, checkpoint: Path, done: int | None, epochs: int | None) -> bool:
@@ -281,16 +274,16 @@ def save_classifier(run: Session, seed: int, net: str) -> None:
     save_checkpoint(module, folder / "classifier.ckpt")
 
 
-def log_row(run: Session, seed: int, candidate: Candidate, found: Facts, folder: Path) -> None:
+def log_row(run: Session, seed: int, candidate: Candidate, figures: Mapping[str, float | None], folder: Path) -> None:
     """Write a net's row in TensorBoard's HPARAMS tab."""
     score, given, options = judged_by(run.config, run.data).score, run.data.net_arguments, candidate.options
     net = cli.Choice(candidate.spec["class_path"], candidate.spec["init_args"])
     row = {
-        score: found[f"test_{score}"], "net": hparams.words(net, "net", given), "seed": str(seed),
+        score: figures[f"test_{score}"], "net": hparams.words(net, "net", given), "seed": str(seed),
         "objective": hparams.call(candidate.objective, options), **hparams.settings(candidate.settings or run.config),
         **options,
     }  # fmt: skip
-    costs = {f"cost/{name}": found.get(name) for name in ("parameters", "train_flops", "step_ms")}
+    costs = {f"cost/{name}": figures.get(name) for name in ("parameters", "train_flops", "step_ms")}
     log_run(folder, row, costs, score, hparams.options_of_all(run.config))
 
 
@@ -304,12 +297,6 @@ def wait_for_main() -> None:
     """Where a launcher started the ranks, wait until the first has written its files."""
     if dist.is_initialized():
         dist.barrier()
-
-
-def failure(facts: Facts, name: str) -> str | None:
-    """In which term and step a candidate's loss stopped being finite."""
-    fault = facts["runs"].get(name, {}).get("failed")
-    return fault and f"its {fault['term']} is not finite at step {fault['step']}"
 
 
 def course(module: Learner, run: str) -> list[dict[str, float | None]]:
@@ -329,24 +316,18 @@ def course(module: Learner, run: str) -> list[dict[str, float | None]]:
     return [values for values in own if values]
 
 
-def _facts(module: Learner, run: str, candidate: Candidate, fit: Fit, data: InMemoryData) -> Facts:
+def _record(module: Learner, run: str, candidate: Candidate, fit: Fit, data: InMemoryData) -> NetRecord:
     prefix = f"{run}/test" if run else "test"
     failed, names = module.failed.get(run), module.scores_of(run).names
-    facts: Facts = {
-        "objective": candidate.objective,
+    figures: dict[str, float | None] = {
         "parameters": sum(p.numel() for p in candidate.net.parameters()),
         **{f"test_{name}": None if failed or not fit.scores else fit.scores[f"{prefix}/{name}"] for name in names},
         "step_ms": None,
         "train_flops": None,
-        "failed": failed,
-        "trained_epochs": fit.epochs,
-        "epochs": course(module, run),
     }
-    facts |= samples.recorded(fit.samples.get(run, {}))
-    if candidate.replaced:
-        facts["net"] = candidate.replaced
-    if facts.get("test_correct") is not None:
-        facts["test_correct"] = round(facts["test_correct"])
+    if (correct := figures.get("test_correct")) is not None:
+        figures["test_correct"] = round(correct)
+    means, values = samples.recorded(fit.samples.get(run, {}))
     if module.samples and not failed and fit.scores:  # a loaded net has no training to measure
         weight, count = next(module.parameters()), min(data.batch_size, data.sizes["train"])
         inputs, labels = data.samples("train", torch.arange(count), weight.dtype)
@@ -354,6 +335,14 @@ def _facts(module: Learner, run: str, candidate: Candidate, fit: Fit, data: InMe
         with fit.autocast():
             step = module.step_alone(run, Batch.of(pair, 0, shared=False))
             if (operations := costs.flops(step)) is not None:
-                facts["train_flops"] = round(operations / len(labels) * module.samples)
-            facts["step_ms"] = costs.milliseconds(step)
-    return facts
+                figures["train_flops"] = round(operations / len(labels) * module.samples)
+            figures["step_ms"] = costs.milliseconds(step)
+    return NetRecord(
+        candidate.objective,
+        {**figures, **means},
+        Failure(**failed) if failed else None,
+        fit.epochs,
+        course(module, run),
+        candidate.replaced,
+        values,
+    )

@@ -13,14 +13,15 @@ from harness.reports import html
 from harness.reports.metrics import BITS
 from harness.reports.pages import ended_early, header
 from harness.reports.report import Facts
-from harness.reports.results import load_results, reading
+from harness.reports.results import load_results
 from harness.reports.tables import Table, count, paragraph, short
 from harness.runs.files import read_text, write_json, write_text
 from harness.runs.launch import is_main_process
 from harness.runs.nets import load_net, read_spec
+from harness.runs.records import reading
 from harness.runs.session import Session
 from harness.runs.tensorboard import indented, log_text
-from harness.studies.fits import Candidate, failure, log_means, train
+from harness.studies.fits import Candidate, log_means, train
 from lit_modules import nets
 from lit_modules.language_model import LitLanguageModel
 
@@ -35,7 +36,7 @@ def run_study(run: Session, make: Callable[[Session, int], tuple[LitLanguageMode
     plan = dict.fromkeys(((seed, NAME) for seed in run.config.seeds), run.config.trainer.init_args["max_epochs"])
     for seed in run.config.seeds:
         fits.append(train(run, seed, NAME, partial(make, run, seed), plan=plan))
-        if fault := failure(fits[-1], NAME):
+        if fault := fits[-1].fault(NAME):
             rate = run.config.model.init_args["lr"]
             raise BadInput("model.lr", rate, f"settings that train the net; with seed {seed} {fault}")
     if not is_main_process():
@@ -50,7 +51,7 @@ def run_study(run: Session, make: Callable[[Session, int], tuple[LitLanguageMode
             log_text(folder, "sample", "\n\n".join(samples[-1]))
     results = run.header() | {
         "metric": {"name": BITS.name, "higher_is_better": False},
-        "runs": [fit["runs"][NAME] | {"fit_seconds": fit["fit_seconds"]} for fit in fits],
+        "runs": [fit.nets[NAME].to_json() | {"fit_seconds": fit.fit_seconds} for fit in fits],
         "samples": dict(zip(map(str, run.config.seeds), samples, strict=True)),
     }
     shown, first = table(results), samples[0][0]

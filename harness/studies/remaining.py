@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from harness.reports.results import load_record
 from harness.runs.progress import Rest, clock
+from harness.runs.records import FitRecord
 from harness.runs.session import Session
 
 Plan = Mapping[tuple[int, str], int | None]  # epochs of each seed's fits, in order; None where a net is only tested
@@ -16,9 +16,9 @@ def remaining(run: Session, plan: Plan, seed: int, name: str) -> Rest | None:
     is known, the time is a lower bound. None where nothing follows.
     """
     paths = {(s, fit): run.out / f"seed{s}" / f"{fit}.json" for s, fit in plan}
-    records = {key: load_record(path) for key, path in paths.items() if path.exists()}
-    had = {key: _units(facts.get("max_epochs", plan[key])) for key, facts in records.items()}
-    pace = {key[1]: (facts["fit_seconds"] or 0.0) / had[key] for key, facts in records.items()}
+    records = {key: FitRecord.read(path) for key, path in paths.items() if path.exists()}
+    had = {key: _units(record.max_epochs) for key, record in records.items()}
+    pace = {key[1]: (record.fit_seconds or 0.0) / had[key] for key, record in records.items()}
     missing = {key: _units(epochs) - had.get(key, 0) for key, epochs in plan.items() if key != (seed, name)}
     to_come = {key: epochs for key, epochs in missing.items() if epochs > 0}
 

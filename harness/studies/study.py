@@ -9,11 +9,11 @@ from typing import ClassVar
 from apprentice.errors import BadInput
 from harness.cli.messages import one_line
 from harness.reports.report import Facts, Report
-from harness.reports.results import reading
 from harness.runs import calls, environment, signals
 from harness.runs.files import read_text, write_json
 from harness.runs.progress import clock
 from harness.runs.quiet import notice
+from harness.runs.records import reading
 from harness.runs.session import Session
 
 FIXED = ("devices", "strategy", "accelerator")  # of the Trainer: a resumed fit may change them, figures may not mix

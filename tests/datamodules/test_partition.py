@@ -13,7 +13,8 @@ from datamodules import Digits
 from datamodules.loaders import EpochOrder, PartitionedOrder, TrainLoader
 from experiments import hardware, kd
 from harness.runs.quiet import quiet
-from strategies import DDP, DataParallel, ParamServer
+from lab.strategies import ParamServer
+from strategies import DDP, DataParallel
 from tests.strategies.test_strategies import STEPS, SaveAndStop
 from tests.training import LinesLogger, assert_same, digits, distillation, fit, trainer, weights
 

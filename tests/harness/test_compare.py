@@ -15,6 +15,7 @@ from harness.reports.metrics import BITS
 from harness.reports.results import bake_off_results
 from harness.reports.uncertainty import paired_interval
 from harness.runs.files import write_json
+from harness.runs.records import FitRecord, NetRecord
 from harness.studies.compare import compare, load_runs, text
 from harness.studies.compare.comparison import CONFOUNDED
 from harness.studies.compare.page import markdown
@@ -408,10 +409,10 @@ def test_blocks_of_another_size_predict_the_same_tokens_unless_these_are_limited
 
 def test_students_on_text_and_language_models_are_in_one_table(runs):
     facts = {"objective": "CrossEntropy", "parameters": 9, "step_ms": None, "train_flops": None, "failed": None}
-    scores = [{**facts, "test_bpc": bits, "test_loss": bits} for bits in (2.5, 2.7)]
+    scores = [NetRecord.from_json({**facts, "test_bpc": bits, "test_loss": bits}) for bits in (2.5, 2.7)]
     given = {**gpt([0, 0]), "experiment": "kd"}
     given["config"] = {**given["config"], "student": {"class_path": "x.GPT"}, "net": None, "model": None}
-    kd = bake_off_results(given, [{**scores[0], "fit_seconds": 1}] * 2, {"ce": scores}, [1.0] * 2, BITS)
+    kd = bake_off_results(given, [FitRecord(1, None, {"teacher": scores[0]})] * 2, {"ce": scores}, [1.0] * 2, BITS)
     kd.pop("runs")
     folders = runs("a", gpt([3.0, 3.1])), runs("b", kd)
     found, notes = rows(*folders)

@@ -9,7 +9,7 @@ import pytest
 
 from apprentice import extras
 from experiments import gpt, kd, quantize
-from harness.runs import fit, safepoints
+from harness.runs import fit, records, safepoints
 from harness.runs.nets import save_net
 from harness.runs.safepoints import SafePoints
 from harness.studies import distillation, fits, language_model
@@ -56,7 +56,7 @@ def batch(number: int) -> Kill:
 
 
 TRAINED: Kill = fit.SafePoints, "on_train_end", 1, True
-NOT_RECORDED: Kill = fits, "write_json", 1, False
+NOT_RECORDED: Kill = records, "write_json", 1, False
 NOT_KEPT: Kill = builder, "atomic", 1, False
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from experiments import attention, hardware, kd
-from harness.studies.meters import PeakMemory, Stamps
+from lab.studies.meters import PeakMemory, Stamps
 from tests.gpus import on_gpu
 
 pytestmark = pytest.mark.gpu

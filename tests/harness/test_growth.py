@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from matplotlib.figure import Figure
 
 from experiments import compare, gpt, kd
+from harness.runs import records
 from harness.runs.safepoints import SafePoints
 from harness.runs.session import Session
 from harness.studies import distillation, fits
@@ -134,8 +135,8 @@ def assert_same_students(out: Path, whole: Path, names: Sequence[str] = ("*",), 
 
 
 def _students(folder: Path) -> dict[str, Any]:
-    records = [json.loads(path.read_text()) for path in folder.glob("students*.json")]
-    return {name: timeless(facts) for record in records for name, facts in record["runs"].items()}
+    found = [json.loads(path.read_text()) for path in folder.glob("students*.json")]
+    return {name: timeless(facts) for record in found for name, facts in record["nets"].items()}
 
 
 STEPS = {"both": ["seeds+students"], "seeds first": ["seeds", "students"], "students first": ["students", "seeds"]}
@@ -183,18 +184,15 @@ def test_nets_that_are_missing_are_trained_again_to_the_same(run: Path, begun: P
 # Epochs
 
 
-def older(run: Path) -> None:
-    """As a version left it that kept no checkpoint, and did not write how many epochs there were."""
+def forget(run: Path) -> None:
+    """Delete the checkpoint from which students go on."""
     (run / "seed3/students.ckpt").unlink()
-    for record in run.glob("seed3/*.json"):
-        facts = json.loads(record.read_text())
-        record.write_text(json.dumps({key: facts[key] for key in ("fit_seconds", "runs")}))
 
 
 WAYS: dict[str, tuple[Callable[[Path], None], list[int], str]] = {
     "goes on": (lambda run: None, [2, 3], "goes on"),
-    "of an older version": (
-        older,
+    "without a checkpoint": (
+        forget,
         [0, 1, 2, 3],
         "starts again, as the folder has no checkpoint of it; the result is the same",
     ),
@@ -211,7 +209,7 @@ def test_with_more_epochs_students_are_those_of_a_run_with_the_teachers(
         SafePoints, "on_train_batch_start", lambda *args: (started.append(args[1].current_epoch), step(*args))
     )
     change(run)
-    before = kept(run, "ce", "hint", "students.json", "students.ckpt", *(["teacher.json"] if change is older else []))
+    before = kept(run, "ce", "hint", "students.json", "students.ckpt")
     grown(run, *MORE_EPOCHS)
     assert list(dict.fromkeys(started)) == epochs
     assert f"seed 3 students: from 2 to 4 epochs; {said}\n" in capsys.readouterr().out
@@ -292,7 +290,6 @@ def start(out: Path, *flags: str, before: Callable[[], None] = lambda: None) -> 
 
 # Of a run that grows by all at once: seed 5's teacher has 6 batches, its students 12; seed 3's have 6, the new one 12.
 MOMENTS = {
-    "before the records are dated": (distillation, "_date_records", 1, False),
     "before the settings are written": (Session, "describe", 1, False),
     "after the settings are written": (Session, "describe", 1, True),
     "teacher of a new seed": (SafePoints, "on_train_batch_start", 4, True),
@@ -300,8 +297,8 @@ MOMENTS = {
     "old students, before their first batch": (SafePoints, "on_train_batch_start", 19, False),
     "old students, in mid-epoch": (SafePoints, "on_train_batch_start", 21, True),
     "old students, one of two exported": (fits, "save_net", 5, True),
-    "old students, exported and not recorded": (fits, "write_json", 3, False),
-    "between old and new": (fits, "write_json", 3, True),
+    "old students, exported and not recorded": (records, "write_json", 3, False),
+    "between old and new": (records, "write_json", 3, True),
     "new student, in mid-epoch": (SafePoints, "on_train_batch_start", 30, True),
     "everything but the results": (distillation, "save_results", 1, False),
 }
@@ -309,12 +306,10 @@ MOMENTS = {
 
 @pytest.mark.parametrize("moment", mostly_slow(MOMENTS, "old students, in mid-epoch"))
 def test_killed_while_it_grows_it_ends_the_same(moment: str, run: Path, long: Path) -> None:
-    if moment == "before the records are dated":
-        older(run)
     growth = [flag for flags in GROWTH.values() for flag in flags]
     killed = start(run, *growth, "--checkpoint_every", "1e-9", before=kill_at(*MOMENTS[moment]))
     assert killed.wait() == -signal.SIGKILL, killed.output
-    undated = moment in ("before the records are dated", "before the settings are written")
+    undated = moment == "before the settings are written"
     again = start(run, *(growth if undated else []))
     assert again.wait() == 0, again.output
     assert_same_students(run, long)
@@ -384,24 +379,6 @@ def test_what_does_not_grow_is_refused_and_changes_nothing(
     assert told.startswith(f"error: {said}"), told
     assert told.count("\n") == 1
     assert {path: path.stat().st_mtime_ns for path in begun.rglob("*") if path.is_file()} == before
-
-
-def test_an_older_run_that_is_unfinished_is_finished_before_it_grows(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (run / "seed3/students.json").unlink()
-    checkpoint = run / "seed3/students.ckpt"
-    state = torch.load(checkpoint, weights_only=True)
-    del state["callbacks"]["SafePoints"]["max_epochs"]
-    torch.save(state, checkpoint)
-    before = kept(run)
-    with pytest.raises(SystemExit) as stop:
-        grown(run, *MORE_EPOCHS)
-    assert stop.value.code == 2
-    assert "--trainer.max_epochs 4: expected 2 until this run, which an older version" in capsys.readouterr().err
-    assert kept(run) == before
-    grown(run)
-    assert results(run)["students"]["ce"]["test_acc"]
 
 
 # A language model

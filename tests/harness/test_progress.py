@@ -15,7 +15,7 @@ from harness import cli
 from harness.runs import progress
 from harness.runs.progress import Display, Lines, is_live
 from harness.runs.quiet import quiet
-from harness.studies import remaining as estimate
+from harness.runs.records import FitRecord
 from harness.studies.remaining import Plan, remaining
 from strategies import NAMES
 from tests.processes import Run
@@ -59,7 +59,7 @@ def test_the_screen_of_a_run(tmp_path: Path) -> None:
 
 
 def test_the_time_of_the_whole_run_is_estimated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(estimate, "load_record", lambda path: json.loads(path.read_text()))
+    monkeypatch.setattr(FitRecord, "read", lambda path: FitRecord(**json.loads(path.read_text())))
     run: Any = SimpleNamespace(out=tmp_path)
 
     def record(seed: int, name: str, seconds: float | None, epochs: int | None) -> None:

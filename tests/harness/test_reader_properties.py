@@ -20,9 +20,9 @@ import datamodules
 from apprentice.errors import BadInput
 from experiments import compare
 from harness.cli.messages import one_line_errors
-from harness.reports.results import load_record
 from harness.runs import files, folders, safepoints
 from harness.runs.nets import load_net, save_net, spec
+from harness.runs.records import FORMAT, FitRecord
 from harness.studies.language_model import read_vocabulary
 from lit_modules.nets import LightNN
 from lit_modules.nets.weights import load_weights
@@ -98,9 +98,10 @@ def saved(value: Any) -> bytes:
 WEIGHTS = LightNN(**SHAPE).state_dict()
 RUN = {
     "objective": "Hinton", "parameters": 5, "test_acc": 0.5, "test_correct": 10, "step_ms": 1.5, "train_flops": None,
-    "failed": None,
+    "failed": None, "trained_epochs": 2.0, "epochs": [],
 }  # fmt: skip
-RECORD = {"fit_seconds": 1.5, "runs": {"teacher": RUN, "kd": {**RUN, "failed": {"step": 3, "term": "loss"}}}}
+NETS = {"teacher": RUN, "kd": {**RUN, "failed": {"step": 3, "term": "loss"}}}
+RECORD = {"format": FORMAT, "fit_seconds": 1.5, "max_epochs": 2, "nets": NETS}
 POINT = {
     "state_dict": WEIGHTS, "optimizer_states": [], "lr_schedulers": [], "loops": {"fit_loop": {}}, "global_step": 3,
     "callbacks": {"SafePoints": {"seconds": 1.0, "finished": False}}, "pytorch-lightning_version": "2",
@@ -122,8 +123,10 @@ def test_records(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "teacher.json"
     path.write_bytes(content)
     with refused():
-        for facts in load_record(path)["runs"].values():
-            assert 0.0 + sum(facts[key] or 0.0 for key in ("parameters", "step_ms", "train_flops")) is not None
+        for net in FitRecord.read(path).nets.values():
+            assert (
+                0.0 + sum(net.figures.get(key) or 0.0 for key in ("parameters", "step_ms", "train_flops")) is not None
+            )
 
 
 @some

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from harness.reports.metrics import ACCURACY
 from harness.reports.report import Report
 from harness.reports.tables import Table
 from harness.reports.uncertainty import holm, p_value
+from harness.runs.records import NetRecord
 from lit_modules.scores import ClassScores, fidelity
 from tests.bake_off_facts import CE, FAILED, HINT, KD, TEST, header, student, teacher
 from tests.bake_off_facts import results as made_up
@@ -23,8 +25,8 @@ CLASSES, LIMIT = 4, 5_000_000
 NAMES = [f"class {number}" for number in range(CLASSES)]
 
 
-def with_samples(correct: int, seed: int) -> dict[str, Any]:
-    """A student's facts, with samples of which so many are right."""
+def with_samples(correct: int, seed: int) -> NetRecord:
+    """A student's record, with samples of which so many are right."""
     truth = np.arange(TEST) % CLASSES
     wrong = np.random.default_rng([correct, seed]).permutation(TEST)[correct:]
     predicted = truth.copy()
@@ -33,9 +35,11 @@ def with_samples(correct: int, seed: int) -> dict[str, Any]:
         "place": np.arange(TEST), "right": predicted == truth, "predicted": predicted, "label": truth,
         "confidence": np.full(TEST, 0.75), "kl": np.full(TEST, 0.5), "agreement": predicted == truth,
     }  # fmt: skip
-    found = samples.recorded({name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()})
+    tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+    means, packed = samples.recorded(tensors)
     rows = [{"train/loss": 2.0 / (epoch + seed + 1), "val/acc": 0.5 + 0.1 * epoch} for epoch in range(3)]
-    return {**student(correct), **found, "epochs": rows}
+    record = student(correct)
+    return replace(record, figures={**record.figures, **means}, samples=packed, epochs=rows)
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +50,13 @@ def found() -> dict[str, Any]:
         name: [with_samples(count, seed) for seed, count in enumerate(counts)]
         for name, counts in {"ce": CE, "kd": KD, "hint": HINT}.items()
     }
-    own = {
-        key: value
-        for key, value in with_samples(390, 9).items()
-        if key not in {"objective", "test_kl", "test_agreement"}
-    }
-    taught = [{**own, **teacher()}] * 3
-    return bake_off_results({**header(), "classes": NAMES}, taught, rows, [12.0] * 3)
+    record = with_samples(390, 9)
+    figures = {key: value for key, value in record.figures.items() if key not in {"test_kl", "test_agreement"}}
+    fit = teacher()
+    taught = replace(record, figures={**figures, **fit.nets["teacher"].figures})
+    return bake_off_results(
+        {**header(), "classes": NAMES}, [replace(fit, nets={"teacher": taught})] * 3, rows, [12.0] * 3
+    )
 
 
 def images(places: Any) -> np.ndarray:

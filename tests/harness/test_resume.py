@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from experiments import kd
 from harness.reports import interactive
 from harness.runs import fit as stages
-from harness.runs import safepoints
+from harness.runs import records, safepoints
 from harness.runs.safepoints import SafePoints
 from harness.studies import distillation, fits
 from strategies import DDP, FSDP, DataParallel
@@ -155,8 +155,8 @@ MOMENTS = {
     "teacher, between a checkpoint's write and its rename": (Path, "replace", 9, False),
     "teacher, trained and not tested": (stages.SafePoints, "on_train_end", 1, True),
     "teacher, before its weights are written": (fits, "save_net", 1, False),
-    "teacher, exported and not recorded": (fits, "write_json", 1, False),
-    "between teacher and students": (fits, "write_json", 1, True),
+    "teacher, exported and not recorded": (records, "write_json", 1, False),
+    "between teacher and students": (records, "write_json", 1, True),
     "students, in mid-epoch": (SafePoints, "on_train_batch_start", 5, True),
     "students, between a checkpoint's write and its rename": (Path, "replace", 5, False),
     "students, one of two exported": (fits, "save_net", 1, True),

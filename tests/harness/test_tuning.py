@@ -16,7 +16,7 @@ from datamodules import Digits, InMemoryData, Text
 from datamodules.splits import Split
 from experiments import kd
 from harness.reports import tuning as reports
-from harness.runs import safepoints
+from harness.runs import records, safepoints
 from harness.runs.safepoints import SafePoints
 from harness.runs.session import session
 from harness.studies import distillation, fits, tuning
@@ -283,8 +283,8 @@ def assert_survivors_are_as_alone(search: tuning.Tuning) -> None:
                     )
                 )
             )
-        records = json.loads((folder / f"students-{row}.json").read_text()), search._records(7)
-        assert records[0]["runs"][setup.name]["epochs"] == records[1][setup.name]["epochs"]
+        alone = json.loads((folder / f"students-{row}.json").read_text())
+        assert alone["nets"][setup.name]["epochs"] == search._records(7)[setup.name].epochs
 
 
 @pytest.mark.parametrize("devices", [pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
@@ -313,7 +313,7 @@ PHASES: dict[str, tuple[Any, ...]] = {
     "the plan, before it is written": (tuning, "write_json", 1, False),
     "a teacher, in mid-epoch": (SafePoints, "on_train_batch_start", 2, True),
     "first rung, in mid-epoch": (SafePoints, "on_train_batch_start", 2, True, "seed7/teacher.json"),
-    "first rung, trained and not recorded": (fits, "write_json", 1, False, "seed7/teacher.json"),
+    "first rung, trained and not recorded": (records, "write_json", 1, False, "seed7/teacher.json"),
     "second seed's teacher": (SafePoints, "on_train_batch_start", 3, True, "seed7/rung1.json"),
     "before a checkpoint is carried on": (rungs, "carry", 1, False),
     "after it": (rungs, "carry", 1, True),

@@ -13,12 +13,13 @@ from torch import nn
 from apprentice.errors import BadInput
 from harness.cli.signatures import options_of
 from harness.studies import zoo
+from lab.strategies import DDPRing
 from lit_modules import objectives
 from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN, ResNet, ViT
 from lit_modules.objectives import Hint, Hinton, Objective
 from lit_modules.stored import sizes
-from strategies import DDP, FSDP, DDPRing, ZeRO1
+from strategies import DDP, FSDP, ZeRO1
 from tests.training import SHAPE, assert_same, digits, distillation, fit, net, weights
 
 TEACHER: Callable[[], nn.Module] = partial(net, ResNet, seed=1, depth=14)

@@ -10,10 +10,11 @@ import torch
 from apprentice import keyed
 from apprentice.errors import BadInput
 from harness.runs.quiet import quiet
+from lab.strategies import DDPRing
 from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN, Outputs
 from lit_modules.objectives import CRD, Objective, Place, Sum
-from strategies import DDP, FSDP, DDPRing, PipelineStrategy, ZeRO1
+from strategies import DDP, FSDP, PipelineStrategy, ZeRO1
 from tests.grids import mostly_slow
 from tests.strategies.test_strategies import SaveAndStop
 from tests.training import SHAPE, LinesLogger, assert_same, digits, fit, net, trainer, weights

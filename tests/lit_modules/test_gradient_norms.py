@@ -8,7 +8,8 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from strategies import DDP, FSDP, LocalSGD, PipelineStrategy
+from lab.strategies import LocalSGD
+from strategies import DDP, FSDP, PipelineStrategy
 from tests.training import LinesLogger, assert_same, distillation, fit, weights
 from tests.training import digits as data
 

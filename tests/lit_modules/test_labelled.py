@@ -12,11 +12,12 @@ from torch.nn import functional as F
 from apprentice.batch import HIDDEN, Batch
 from apprentice.errors import BadInput
 from apprentice.keyed import Dropout
+from lab.strategies import DDPRing, LocalSGD
 from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN, Outputs
 from lit_modules.objectives import SP, CrossEntropy, Hinton, Objective, Sum
 from lit_modules.objectives.base import Term
-from strategies import DDP, FSDP, DDPRing, LocalSGD, PipelineStrategy, ZeRO1
+from strategies import DDP, FSDP, PipelineStrategy, ZeRO1
 from tests.grids import mostly_slow
 from tests.training import SHAPE, LinesLogger, assert_same, classifier, digits, fit, net, weights
 

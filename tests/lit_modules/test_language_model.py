@@ -22,23 +22,10 @@ from apprentice.batch import Batch
 from apprentice.errors import BadInput
 from datamodules import Text
 from harness.runs.quiet import quiet
+from lab.strategies import DDPFP16, AllReduce, DDPPowerSGD, DDPRing, LocalSGD, ParamServer, RPCHybrid
 from lit_modules.language_model import LitLanguageModel, share_of_rate
 from lit_modules.scores import TokenScores
-from strategies import (
-    DDP,
-    DDPFP16,
-    FSDP,
-    HSDP,
-    AllReduce,
-    DataParallel,
-    DDPPowerSGD,
-    DDPRing,
-    LocalSGD,
-    ParamServer,
-    PipelineStrategy,
-    RPCHybrid,
-    ZeRO1,
-)
+from strategies import DDP, FSDP, HSDP, DataParallel, PipelineStrategy, ZeRO1
 from tests.grids import mostly_slow
 from tests.language import gpt, language_model, text
 from tests.strategies.test_strategies import STEPS, SaveAndStop

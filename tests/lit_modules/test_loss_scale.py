@@ -23,13 +23,14 @@ from torch.optim import Adam
 from torch.utils.data import DataLoader, TensorDataset
 
 from harness.runs.quiet import quiet
+from lab.strategies import DDPFP16, DDPPowerSGD, LocalSGD
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.learner import Learner
 from lit_modules.loss_scale import LossScales
 from lit_modules.nets import DeepNN
 from lit_modules.objectives import CrossEntropy, Objective, Term
-from strategies import DDP, DDPFP16, FSDP, DDPPowerSGD, LocalSGD, ZeRO1
+from strategies import DDP, FSDP, ZeRO1
 from tests.grids import mostly_slow
 from tests.strategies.test_fsdp import Foreign
 from tests.training import SHAPE, VARIANTS, LinesLogger, assert_same, digits, distillation, fit, net, trainer, weights

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from apprentice import relations
+from lab.strategies import AllReduce, LocalSGD
 from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN
 from lit_modules.objectives import DIST, PKT, RKD, SP, Hint, Hinton, Objective, Sum
-from strategies import DDP, HSDP, AllReduce, LocalSGD, PipelineStrategy
+from strategies import DDP, HSDP, PipelineStrategy
 from tests.grids import mostly_slow
 from tests.training import SHAPE, LinesLogger, assert_same, digits, fit, net, trainer, weights
 

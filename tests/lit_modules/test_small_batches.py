@@ -15,11 +15,12 @@ from torch.optim import SGD
 
 from apprentice.keyed import Dropout, with_seed
 from experiments import kd
+from lab.strategies import ParamServer
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.nets import ResNet, globalise
 from lit_modules.objectives import FitNet, Hinton
-from strategies import DDP, FSDP, ParamServer, PipelineStrategy, ZeRO1
+from strategies import DDP, FSDP, PipelineStrategy, ZeRO1
 from tests.commands import refused
 from tests.grids import mostly_slow
 from tests.training import SHAPE, assert_same, digits, fit, weights

@@ -18,6 +18,7 @@ from harness.reports.metrics import BITS, conclude
 from harness.reports.results import load_results
 from harness.runs.nets import load_net
 from harness.runs.safepoints import SafePoints
+from lab.strategies import LocalSGD
 from lit_modules import scores
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
@@ -25,7 +26,7 @@ from lit_modules.nets import Outputs
 from lit_modules.objectives import Cosine, CrossEntropy, Hinton, JensenShannon, Objective, ReverseKL, Sum, Term
 from lit_modules.objectives.cross_entropy import cross_entropy
 from lit_modules.scores import TokenScores
-from strategies import DDP, FSDP, LocalSGD, PipelineStrategy
+from strategies import DDP, FSDP, PipelineStrategy
 from tests.commands import refused, results
 from tests.grids import mostly_slow
 from tests.harness.test_resume import kill_at

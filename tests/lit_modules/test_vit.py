@@ -22,23 +22,11 @@ from harness.cli.messages import one_line
 from harness.runs.nets import load_net
 from harness.runs.session import Session
 from harness.studies import distillation
+from lab.strategies import DDPFP16, AllReduce, DDPPowerSGD, DDPRing, LocalSGD, ParamServer, RPCHybrid
 from lit_modules.distillation import Distillation
 from lit_modules.nets import ViT, run
 from lit_modules.objectives import CrossEntropy, DeiTToken, Hint
-from strategies import (
-    DDP,
-    DDPFP16,
-    FSDP,
-    HSDP,
-    AllReduce,
-    DDPPowerSGD,
-    DDPRing,
-    LocalSGD,
-    ParamServer,
-    PipelineStrategy,
-    RPCHybrid,
-    ZeRO1,
-)
+from strategies import DDP, FSDP, HSDP, PipelineStrategy, ZeRO1
 from tests.commands import refused, results
 from tests.grids import mostly_slow
 from tests.lit_modules.test_language_model import SAME

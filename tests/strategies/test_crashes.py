@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from torch.multiprocessing import ProcessRaisedException
 import strategies
 from apprentice.errors import BadInput
 from harness.runs.quiet import quiet
-from strategies import DDP, FSDP, DataParallel, ParamServer, PipelineStrategy, ZeRO1
+from lab.strategies import ParamServer
+from strategies import DDP, FSDP, DataParallel, PipelineStrategy, ZeRO1
 from tests.grids import mostly_slow
 from tests.processes import Run, launch
 from tests.strategies.test_second_launch import NAMES, WHOLE, Data, Regression
@@ -80,10 +82,10 @@ def saving(folder: Path) -> list[Callback]:
 
 def crash(name: str, folder: Path, fault: Crash) -> None:
     """A fit that fails, whose hooks are called in its ranks."""
-    make, options = strategies.NAMES[name]
+    strategy, options = strategies.NAMES[name]
     callbacks = [fault, *saving(folder), Hooks(folder)]
     logger = Finalized(folder / "lines")
-    here = running(make(timeout=60, **options), callbacks=callbacks, logger=logger, **SAVES)
+    here = running(resolve_name(strategy)(timeout=60, **options), callbacks=callbacks, logger=logger, **SAVES)
     with quiet(), pytest.raises(Exception, match=r"a bug|SIGKILL|exit code 143"):
         here.fit(Regression(), Data(16 if name in WHOLE else 8))
     assert {*callbacks} <= {*here.callbacks}
@@ -109,9 +111,9 @@ def check(folder: Path, name: str, right: dict[str, torch.Tensor], late: int = 0
         assert steps in {STEP, STEP + late}
         assert {int(values["step"]) for values in state["optimizer_states"][0]["state"].values()} == {steps}
     if name in EXACT:
-        make, options = strategies.NAMES[name]
-        rows = 16 if name in WHOLE else 8
-        again = fit(make(timeout=60, **options), rows, ckpt_path=folder / "on_exception.ckpt", weights_only=False)
+        path, options = strategies.NAMES[name]
+        strategy, rows = resolve_name(path)(timeout=60, **options), 16 if name in WHOLE else 8
+        again = fit(strategy, rows, ckpt_path=folder / "on_exception.ckpt", weights_only=False)
         assert_same(weights(again), right, atol=1e-9)
 
 

@@ -445,5 +445,5 @@ def test_options_that_can_not_be_used_are_named(make: Callable[[], FSDP], device
 
 
 def test_the_names_are_registered() -> None:
-    assert NAMES["fsdp"][0] is FSDP
-    assert NAMES["hsdp"][0] is HSDP
+    assert NAMES["fsdp"][0] == f"{FSDP.__module__}.FSDP"
+    assert NAMES["hsdp"][0] == f"{HSDP.__module__}.HSDP"

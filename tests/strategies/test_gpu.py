@@ -14,23 +14,10 @@ from torch.autograd import DeviceType
 from torch.optim import SGD
 from torch.profiler import ProfilerActivity, profile
 
-from harness.studies.meters import hidden_share
+from lab.strategies import DDPFP16, AllReduce, DDPPowerSGD, LocalSGD, ParamServer, RPCHybrid
+from lab.studies.meters import hidden_share
 from lit_modules.classifier import LitClassifier
-from strategies import (
-    DDP,
-    DDPFP16,
-    FSDP,
-    HSDP,
-    AllReduce,
-    DataParallel,
-    DDPPowerSGD,
-    LocalSGD,
-    ModelParallel,
-    ParamServer,
-    PipelineStrategy,
-    RPCHybrid,
-    ZeRO1,
-)
+from strategies import DDP, FSDP, HSDP, DataParallel, ModelParallel, PipelineStrategy, ZeRO1
 from tests.gpus import gpus, on_gpu
 from tests.training import assert_same, digits, distillation, fit, weights
 from tests.training import net as make_net

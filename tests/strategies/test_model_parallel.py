@@ -14,9 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import strategies
 from apprentice import keyed
 from apprentice.keyed import with_seed
+from lab.strategies import LocalSGD
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import LightNN
-from strategies import DDP, LocalSGD, ModelParallel, ZeRO1
+from strategies import DDP, ModelParallel, ZeRO1
 from strategies.base.model_parallel import devices_of, in_turn
 from strategies.ddp import Replicated
 from tests.training import SHAPE, assert_same, digits, fit, net, trainer, weights

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from harness.runs.quiet import quiet
-from strategies import DDP, PipelineStrategy, RPCHybrid
+from lab.strategies import RPCHybrid
+from strategies import DDP, PipelineStrategy
 from tests.grids import mostly_slow
 from tests.pipelines import Plain, pairs
 from tests.training import trainer

@@ -15,7 +15,8 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from harness import cli
 from harness.runs.quiet import quiet
-from strategies import DDP, FSDP, AllReduce, DataParallel, DDPRing, ParamServer, PipelineStrategy, ZeRO1
+from lab.strategies import AllReduce, DDPRing, ParamServer
+from strategies import DDP, FSDP, DataParallel, PipelineStrategy, ZeRO1
 from strategies.base import missing_ranks
 from tests.grids import mostly_slow
 from tests.processes import Run

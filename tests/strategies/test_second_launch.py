@@ -4,6 +4,7 @@ import csv
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -161,8 +162,8 @@ def test_a_trainer_goes_on_after_forked_ranks(
     name: str, alone: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MASTER_PORT", raising=False)
-    make, options = strategies.NAMES[name]
-    here = running(make(timeout=30, **options), tmp_path)
+    path, options = strategies.NAMES[name]
+    here = running(resolve_name(path)(timeout=30, **options), tmp_path)
     found = chain(here, 16 if name in WHOLE else 8, tmp_path)
     assert "MASTER_PORT" not in os.environ
     if name in OTHERS:

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from strategies import RPCHybrid
+from lab.strategies import RPCHybrid
 from strategies.base.data_parallel import DataParallel
 from tests.grids import mostly_slow
 from tests.pipelines import Plain, ended, pairs, pipeline

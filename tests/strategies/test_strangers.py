@@ -20,19 +20,8 @@ from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
 
 from harness.runs.quiet import quiet
-from strategies import (
-    DDP,
-    FSDP,
-    HSDP,
-    AllReduce,
-    DDPPowerSGD,
-    DDPRing,
-    LocalSGD,
-    ParamServer,
-    PipelineStrategy,
-    RPCHybrid,
-    ZeRO1,
-)
+from lab.strategies import AllReduce, DDPPowerSGD, DDPRing, LocalSGD, ParamServer, RPCHybrid
+from strategies import DDP, FSDP, HSDP, PipelineStrategy, ZeRO1
 from strategies.ddp import Replicated
 from tests.strangers import (
     GAN,

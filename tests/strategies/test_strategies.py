@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -27,9 +28,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 
 import strategies
 from harness.runs.quiet import quiet
+from lab.strategies import DDPFP16, DDPPowerSGD, DDPRing, LocalSGD
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import DeepNN, LightNN, ResNet
-from strategies import DDP, DDPFP16, FSDP, DataParallel, DDPPowerSGD, DDPRing, LocalSGD, ZeRO1
+from strategies import DDP, FSDP, DataParallel, ZeRO1
 from tests.grids import mostly_slow
 from tests.training import LinesLogger, assert_same, classifier, digits, distillation, fit, trainer, weights
 
@@ -242,9 +244,9 @@ def registered() -> Iterator[None]:
 @pytest.mark.usefixtures("registered")
 def test_names_stand_in_lightnings_registry() -> None:
     assert type(trainer(2, strategy="auto").strategy) is DDP
-    for name, (strategy, options) in strategies.NAMES.items():
+    for name, (path, options) in strategies.NAMES.items():
         made = trainer(2, strategy=name).strategy
-        assert type(made) is strategy
+        assert type(made) is resolve_name(path)
         assert all(getattr(made, key) == value for key, value in options.items())
     with pytest.raises(ValueError, match="requires a GPU accelerator"):  # Lightning's own
         trainer(2, strategy="fsdp_cpu_offload")
@@ -292,7 +294,7 @@ def test_ddpstrategys_plugins_are_used() -> None:
 
 
 UNKNOWN: list[tuple[Callable[..., Any], str]] = [
-    *((make, "x") for make, _ in strategies.NAMES.values()),
+    *((resolve_name(path), "x") for path, _ in strategies.NAMES.values()),
     (FSDP, "ddp_comm_hook"), (DDPFP16, "ddp_comm_hook"), (DDPRing, "process_group_backend"), (DDP, "device_ids"),
 ]  # fmt: skip
 

@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from harness.runs.quiet import quiet
-from strategies import DDP, FSDP, AllReduce, DDPPowerSGD, LocalSGD, ParamServer, ZeRO1
+from lab.strategies import AllReduce, DDPPowerSGD, LocalSGD, ParamServer
+from strategies import DDP, FSDP, ZeRO1
 from tests.training import assert_same, trainer, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:find_unused_parameters=True was")

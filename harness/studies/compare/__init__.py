@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from apprentice.errors import BadInput
-from harness.reports.results import reading
+from harness.runs.records import reading
 from harness.studies.compare.comparison import compare
 from harness.studies.compare.page import save, text
 from harness.studies.compare.pool import pool

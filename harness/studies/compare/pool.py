@@ -7,9 +7,10 @@ from apprentice.errors import BadInput
 from harness.cli.sources import free
 from harness.reports.interactive import save_results
 from harness.reports.report import Facts, machine
-from harness.reports.results import bake_off_results, load_record, reading
+from harness.reports.results import bake_off_results
 from harness.runs.folders import run_files
 from harness.runs.quiet import notice
+from harness.runs.records import FitRecord, NetRecord, reading
 from harness.studies.compare.fairness import known_places, other_samples
 from harness.studies.compare.page import check_folder, folder_name
 from harness.studies.compare.runs import Run
@@ -46,8 +47,8 @@ def pool(runs: Sequence[Run]) -> Facts:
     students = first.results["students"]
     return bake_off_results(
         {**head, "commits": [*commits], "config": {**head["config"], "seeds": seeds}, "seeds": seeds},
-        [each["teacher"] for each in fits.values()],
-        {name: [each[name] for each in fits.values()] for name in students},
+        [teacher for teacher, _ in fits.values()],
+        {name: [nets[name] for _, nets in fits.values()] for name in students},
         [of_seed[seed].results["students_fit_seconds"][of_seed[seed].seeds.index(seed)] for seed in seeds],
         first.kind.metric,
         one_teacher=loaded and "{seed}" not in (first.setting("teacher_ckpt") or ""),
@@ -87,16 +88,14 @@ def _differs(first: Run, run: Run) -> str:
     return f"{other[0]} is {ours.get(other[0])}, not {theirs.get(other[0])}" if other else ""
 
 
-def _fits(run: Run, seed: int) -> dict[str, Facts]:
-    """The facts of a seed's teacher and students by name."""
-    folder = run.folder / f"seed{seed}"
+def _fits(run: Run, seed: int) -> tuple[FitRecord, dict[str, NetRecord]]:
+    """The records of a seed: of its teacher's fit, and of its students by name."""
+    folder, nets = run.folder / f"seed{seed}", dict[str, NetRecord]()
     with reading(run.name, "RUN", "the records of finished fits beside results.json"):
-        teacher = load_record(folder / "teacher.json")
-        of_fit = {key: teacher.get(key) for key in ("fit_seconds", "max_epochs")}
-        found = {"teacher": teacher["runs"]["teacher"] | of_fit}
-        for record in sorted(folder.glob("students*.json")):
-            found |= load_record(record)["runs"]
-        return {name: found[name] for name in ("teacher", *run.entries)}
+        teacher = FitRecord.read(folder / "teacher.json")
+        for path in sorted(folder.glob("students*.json")):
+            nets |= FitRecord.read(path).nets
+        return teacher, {name: nets[name] for name in run.entries}
 
 
 def save(results: Facts, out: str | Path | None = None, commands: Sequence[str] = ()) -> Path:

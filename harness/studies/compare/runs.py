@@ -10,7 +10,8 @@ from apprentice.errors import BadInput
 from harness.cli.sources import flat
 from harness.reports.metrics import ACCURACY, BITS, METRICS, OF_CLASSES, Metric
 from harness.reports.report import Facts
-from harness.reports.results import BASELINE, entry_of, load_results, reading
+from harness.reports.results import BASELINE, entry_of, load_results
+from harness.runs.records import NetRecord, reading
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,17 @@ def _formats(results: Facts) -> dict[str, Facts]:
     return {row["format"]: {**row, "test_acc": [row["test_acc"]]} for row in results["rows"]}
 
 
+def _language_model(results: Facts) -> dict[str, Facts]:
+    return {"gpt": entry_of([NetRecord.from_json(net) for net in results["runs"]], BITS)}
+
+
 EXPERIMENTS = {
     "kd": Experiment(
         lambda results: results["students"], BASELINE, frozenset({"variants"}),
         frozenset({"only", "zoo", "recipe", "metric", "teacher_cache_mb", "teacher_cache_dir"}),
     ),
     "gpt": Experiment(
-        lambda results: {"gpt": entry_of(results["runs"], BITS)}, "gpt", frozenset({"net", "model"}),
+        _language_model, "gpt", frozenset({"net", "model"}),
         frozenset({"sample", "run", "samples", "temperature", "top_k", "sample_seed"}),
     ),
     "quantize": Experiment(_formats, "float32", frozenset()),

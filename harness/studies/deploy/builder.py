@@ -35,7 +35,6 @@ from harness.studies.fits import (
     Candidate,
     check_batch_size,
     check_net,
-    failure,
     learning,
     log_row,
     make_candidate,
@@ -155,7 +154,7 @@ class Builder:
         """The student of `--run`, or one that is trained now, and how to rebuild it."""
         if self.config.run is not None:
             return self.read(self.config.run, "run")
-        if failure(train(self.run, self.seed, STUDENT, self.fresh, max_epochs=self.config.student_epochs), STUDENT):
+        if train(self.run, self.seed, STUDENT, self.fresh, max_epochs=self.config.student_epochs).fault(STUDENT):
             raise BadInput(STUDENT, self.config.student.name, "a net that Adam trains; its loss is not finite")
         return self.read(self.run.out / f"seed{self.seed}" / STUDENT, "out")
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from harness.runs.files import atomic, write_bytes
+from harness.runs.quiet import silenced
 from harness.studies.deploy import answer
-from harness.studies.isolation import silenced
 
 WEIGHTS, PROGRAM, ONNX = "weights.safetensors", "model.pt2", "model.onnx"
 EXTRA = ("export", "onnx", "onnxruntime", "onnxscript", "safetensors")

@@ -20,11 +20,11 @@ from apprentice.errors import BadInput
 from harness.cli.classes import Choice
 from harness.reports.metrics import Metric
 from harness.reports.report import Facts
-from harness.reports.results import load_record, reading
 from harness.runs.files import read_text, write_json
 from harness.runs.launch import is_main_process, main_first
 from harness.runs.nets import load_net
 from harness.runs.quiet import notice
+from harness.runs.records import FitRecord, NetRecord, reading
 from harness.runs.session import Session
 from harness.studies.distillation import MakeStudents, MakeTeacher, check_teacher, has_trained_teacher, teacher_epochs
 from harness.studies.fits import Candidate, judged_by, train
@@ -92,8 +92,8 @@ class Tuning:
                 last = [each[trial.name] for each in records]
                 settings.append({
                     "options": spaces.options(self.run.config, trial, searched),
-                    "validation": [rungs.score(facts, self.metric) for facts in last],
-                    "epochs": max(len(facts["epochs"]) for facts in last),
+                    "validation": [rungs.score(net, self.metric) for net in last],
+                    "epochs": max(len(net.epochs) for net in last),
                 })  # fmt: skip
             found[row] = {"settings": settings, "chosen": self.best[row]}
         return {"tuning": found, "tuning_cost": self._cost(), "tuning_rungs": self.ends}
@@ -105,26 +105,26 @@ class Tuning:
         stored once for all its epochs, while the search stores them again at each rung.
         """
         epochs, asked, alone, seconds = dict.fromkeys(self.setups, 0), 0, 0, 0.0
-        teachers = [load_record(self.run.out / f"seed{seed}" / "teacher.json") for seed in self.run.config.seeds]
+        teachers = [FitRecord.read(self.run.out / f"seed{seed}" / "teacher.json") for seed in self.run.config.seeds]
         asks = {name: setup.objective(self.run.config).uses_teacher for name, setup in self.setups.items()}
         row_of = {trial.name: row for row, found in self.trials.items() for trial in found}
         for seed in self.run.config.seeds:
             done: dict[str, int] = {}
             stored: set[str] = set()  # settings whose teacher's outputs are
             for path in self._fits(seed):
-                record = load_record(path)
-                users = {name for name in record["runs"] if asks[row_of[name]]} - stored
-                asked += record["teacher_samples"]
-                alone += record["teacher_samples"] * len(users)
-                stored |= users if record.get("teacher_stored") else set()
-                seconds += record["fit_seconds"]
-                done |= {name: len(facts["epochs"]) for name, facts in record["runs"].items()}
+                record = FitRecord.read(path)
+                users = {name for name in record.nets if asks[row_of[name]]} - stored
+                asked += record.teacher_samples or 0
+                alone += (record.teacher_samples or 0) * len(users)
+                stored |= users if record.teacher_stored else set()
+                seconds += record.fit_seconds or 0.0
+                done |= {name: len(net.epochs) for name, net in record.nets.items()}
             for name, count in done.items():
                 epochs[row_of[name]] += count
         return {
             "student_epochs": epochs, "teacher_samples": asked, "teacher_samples_alone": alone, "fit_seconds": seconds,
-            "teacher_epochs": sum(teacher["max_epochs"] or 0 for teacher in teachers),
-            "teacher_fit_seconds": sum(teacher["fit_seconds"] or 0.0 for teacher in teachers),
+            "teacher_epochs": sum(teacher.max_epochs or 0 for teacher in teachers),
+            "teacher_fit_seconds": sum(teacher.fit_seconds or 0.0 for teacher in teachers),
         }  # fmt: skip
 
     def _teach(self, seed: int) -> None:
@@ -143,7 +143,7 @@ class Tuning:
             if rung > 1 and is_main_process():
                 before, after = folder / f"{_fit_name(rung - 1, wave)}.ckpt", folder / f"{fit}.ckpt"
                 if before.exists() and not (after.exists() or after.with_suffix(".json").exists()):
-                    runs = list(load_record(before.with_suffix(".json"))["runs"])
+                    runs = list(FitRecord.read(before.with_suffix(".json")).nets)
                     rungs.carry(before, after, runs, members)
                 before.unlink(missing_ok=True)
 
@@ -158,11 +158,11 @@ class Tuning:
         left = {found[trial].name: found[trial] for row, found in self.trials.items() for trial in alive[row]}
         return {name: left[name] for name in names if name in left}
 
-    def _records(self, seed: int) -> Facts:
+    def _records(self, seed: int) -> dict[str, NetRecord]:
         """By setting, what the last fit that it was in says of it."""
-        found: Facts = {}
+        found: dict[str, NetRecord] = {}
         for path in self._fits(seed):
-            found |= load_record(path)["runs"]
+            found |= FitRecord.read(path).nets
         return found
 
     def _fits(self, seed: int) -> list[Path]:
@@ -176,8 +176,8 @@ class Tuning:
         for seed in self.run.config.seeds:
             for wave in range(1, len(waves) + 1):
                 path = self.run.out / f"seed{seed}" / f"{_fit_name(rung, wave)}.json"
-                for name, facts in load_record(path)["runs"].items() if path.exists() else ():
-                    found.setdefault(name, []).append(rungs.score(facts, self.metric))
+                for name, net in FitRecord.read(path).nets.items() if path.exists() else ():
+                    found.setdefault(name, []).append(rungs.score(net, self.metric))
         return {name: _mean(scores) for name, scores in found.items()}
 
     def _waves(self) -> list[list[str]]:

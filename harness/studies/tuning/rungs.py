@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from harness.reports.metrics import Metric
-from harness.reports.report import Facts
 from harness.runs import safepoints
 from harness.runs.files import atomic
+from harness.runs.records import NetRecord
 
 # Lists of a scheduler's state with an entry for each parameter group.
 OF_GROUPS = {"base_lrs", "_last_lr", "min_lrs", "max_lrs", "lr_lambdas", "base_momentums", "max_momentums"}
@@ -32,9 +32,9 @@ def best(scores: Mapping[int, float | None], metric: Metric, count: int) -> list
     return sorted(sorted(scores, key=rank)[:count])
 
 
-def score(facts: Facts, metric: Metric) -> float | None:
+def score(net: NetRecord, metric: Metric) -> float | None:
     """The last score of validation in a student's record; None if it failed, or was not validated."""
-    return None if facts["failed"] else metric.last(facts["epochs"])
+    return None if net.failed else metric.last(net.epochs)
 
 
 def carry(before: Path, after: Path, runs: Sequence[str], kept: Collection[str]) -> None:

@@ -1,0 +1,136 @@
+"""The records of a run: what a fit leaves of itself and of each of its nets, as JSON in the run's folder."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from apprentice.errors import BadInput
+from harness.runs.files import read_text, write_json
+
+FORMAT = 1  # of records and of results.json; a folder of another format is refused
+LARGEST = 1e300  # of figures, so that sums of them are finite
+SEVERAL = ("students", "rung")  # what names of fits of several nets begin with; others have the name of their net
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Where a net's loss stopped being finite."""
+
+    step: int
+    term: str
+
+    def __str__(self) -> str:
+        return f"its {self.term} is not finite at step {self.step}"
+
+
+@dataclass(frozen=True)
+class NetRecord:
+    """What a fit leaves of one net.
+
+    Args:
+        objective: the name of what it learns by.
+        figures: numbers by their keys in results.json, such as `parameters`, `test_acc`, `step_ms`; None where one was
+            not measured, or the net failed.
+        failed: where its loss stopped being finite, if it did.
+        trained_epochs: after which training ended; None if it was only tested.
+        epochs: what it logged of each epoch.
+        net: the class of its net, if its objective made that from the one that was chosen.
+        samples: values of single test samples by their keys, as `harness.reports.samples` packs them.
+    """
+
+    objective: str
+    figures: Mapping[str, float | None]
+    failed: Failure | None = None
+    trained_epochs: float | None = None
+    epochs: list[dict[str, float | None]] = field(default_factory=list)
+    net: str | None = None
+    samples: Mapping[str, str | list[float]] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Its figures, its samples and its other fields side by side."""
+        named = {"objective": self.objective, **({"net": self.net} if self.net else {})}
+        failed = None if self.failed is None else asdict(self.failed)
+        ended = {"failed": failed, "trained_epochs": self.trained_epochs, "epochs": self.epochs}
+        return {**named, **self.figures, **ended, **self.samples}
+
+    @classmethod
+    def from_json(cls, facts: Mapping[str, Any]) -> "NetRecord":
+        """The record again; LookupError or TypeError if it is none."""
+        fields = {name: value for name, value in facts.items() if name in cls.__dataclass_fields__}
+        others = {name: value for name, value in facts.items() if name not in fields}
+        samples = {name: value for name, value in others.items() if isinstance(value, str | list)}
+        figures = {name: value for name, value in others.items() if name not in samples}
+        failed = None if facts["failed"] is None else Failure(**facts["failed"])
+        record = cls(**{**fields, "figures": figures, "failed": failed, "samples": samples})
+        if not isinstance(record.objective, str) or figures["parameters"] is None:
+            raise TypeError("its nets are not recorded as ours")
+        check_figures(*figures.values(), record.trained_epochs)
+        return record
+
+
+@dataclass(frozen=True)
+class FitRecord:
+    """What a fit leaves: its time, and a record of each net."""
+
+    fit_seconds: float | None  # None if its nets were only tested
+    max_epochs: int | None
+    nets: dict[str, NetRecord] = field(default_factory=dict)
+    teacher_samples: int | None = None  # that the teacher computed for a distillation
+    teacher_stored: bool | None = None  # whether the teacher's outputs were stored
+
+    def fault(self, name: str) -> str | None:
+        """In which term and step the loss of the net of this name stopped being finite, if it did."""
+        failed = self.nets[name].failed if name in self.nets else None
+        return None if failed is None else str(failed)
+
+    def write(self, path: Path) -> None:
+        """Write it as JSON."""
+        nets = {name: net.to_json() for name, net in self.nets.items()}
+        write_json(path, {"format": FORMAT, **vars(self), "nets": nets})
+
+    @classmethod
+    def read(cls, path: Path) -> "FitRecord":
+        """Read `seed<k>/<fit>.json`, of one net with the fit's name or of several students.
+
+        Raises:
+            BadInput: it can't be read, or something else is in it.
+        """
+        with reading(path, "out", "a record of a finished fit, or no such file, and the fit is repeated"):
+            facts = json.loads(read_text(path))
+            check_format(facts, path)
+            nets = {name: NetRecord.from_json(net) for name, net in facts["nets"].items()}
+            if path.stem not in nets and not path.stem.startswith(SEVERAL):
+                raise LookupError(f"{path.stem} is not in it")
+            record = cls(**{**facts, "nets": nets})
+            check_figures(record.fit_seconds, record.max_epochs, record.teacher_samples)
+        return record
+
+
+def check_format(facts: dict[str, Any], path: str | Path, flag: str = "out") -> None:
+    """Take the number of its format from a file's content; BadInput if it is of another format."""
+    number = facts.pop("format", None)
+    if number != FORMAT:
+        raise BadInput(flag, path, f"format {FORMAT}, which this version writes; it has {number or 'no number'}")
+
+
+def check_figures(*figures: Any) -> None:
+    """Raise TypeError for what is neither None nor a finite number."""
+    if not all(figure is None or (type(figure) in {int, float} and abs(figure) < LARGEST) for figure in figures):
+        raise TypeError("a figure is no number")
+
+
+@contextmanager
+def reading(
+    path: str | Path, flag: str, expected: str = "a readable results.json of our experiments in it"
+) -> Iterator[None]:
+    """Raise BadInput where the block does not find in a file, which `flag` named, what we write there."""
+    try:
+        yield
+    except BadInput:
+        raise
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise BadInput(flag, path, f"{expected} ({said})") from error

@@ -1,0 +1,1 @@
+"""Studies of messages, attention kernels, strategies and pipelines."""

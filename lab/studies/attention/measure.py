@@ -1,0 +1,219 @@
+"""Measures cases on noise: on a CPU each in a process of its own, on a GPU one after the other in this one."""
+
+import gc
+import importlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, autograd, nn
+from torch.autograd import DeviceType
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+
+from apprentice.errors import BadInput
+from harness.reports.report import Facts
+from harness.runs.files import atomic, write_json
+from harness.runs.quiet import silenced
+from lab.studies.attention.cases import Case
+from lab.studies.isolation import call_isolated, can_fork, children_end_with_block
+from lab.studies.meters import PeakMemory
+from lit_modules.nets.attention import SelfAttention, kernel
+from lit_modules.nets.transformer import Block
+
+Call = Callable[[], object]
+MATRICES = {"cpu": (256, 512, 1024, 2048), "cuda": (1024, 2048, 4096, 8192)}
+LONG = 3  # times the seconds of a row: products of matrices that take longer are left out
+TIMES, SLOW, TIMES_IF_SLOW = 5, 1.0, 3  # times taken of a call at least; seconds of one that is slow
+CALLS, HEAVIEST = 25, 10  # as the tutorial profiles
+FUSED = ("flash", "efficient", "cudnn")
+LOGGERS = ("torch._inductor", "torch.fx", "torch.utils.cpp_extension")  # they tell what the compiler misses: a GPU
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Measures cases and products of matrices."""
+
+    device: torch.device  # that is measured
+    seconds: float  # for which a row is timed at least
+    threads: int  # of a process on a CPU
+
+    @staticmethod
+    def prepare(cases: Iterable[Case]) -> None:
+        """Load what takes time once, not in the process of every case."""
+        with silenced(*LOGGERS):
+            importlib.import_module("torch.utils.benchmark")
+            if any(case.compiled for case in cases):
+                importlib.import_module("torch._inductor.compile_fx")
+
+    def measure(self, case: Case, folder: Path) -> Facts:
+        """The case's row; `refused` has torch's reason if it can't run here; a Chrome trace goes into the folder."""
+        facts: Facts = {"name": case.name, **asdict(case), "direction": case.direction, "refused": None}
+        return {**facts, **self._isolated(partial(self._row, case, folder))}
+
+    def products(self, name: str, dtype: str) -> Facts:
+        """The row of this name for the fastest product of two square matrices of the type, by TFLOP/s."""
+        fastest = self._isolated(partial(self._matrices, dtype))
+        return {"name": name, "part": "matmul", "dtype": dtype, "refused": None, **fastest}
+
+    def _isolated(self, measured: Callable[[], Facts]) -> Facts:
+        if self.device.type == "cuda" or not can_fork():
+            gc.collect()
+            return measured()
+        with children_end_with_block(), tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "facts.json"
+
+            def write() -> None:
+                os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no processes of the compiler's own
+                write_json(file, measured())
+
+            call_isolated(write, self.threads)
+            return json.loads(file.read_text())
+
+    # In a process of its own
+
+    def _row(self, case: Case, folder: Path) -> Facts:
+        try:
+            with silenced(*LOGGERS), call(case, self.device) as called:
+                with autograd.profiler.profile(use_kineto=False) as profiler:
+                    called()  # the first call, in which a compiler takes memory, too
+                kernel_used = fused([event.key for event in profiler.key_averages()])
+                memory = PeakMemory(self.device)
+                called()
+                facts: Facts = {"kernel": kernel_used, "peak_bytes": memory.bytes()}
+                facts |= self._timed(called, case.operations)
+                return facts | ({"operators": self._profiled(called, case, folder)} if case.part == "profile" else {})
+        except BadInput as error:
+            return {"refused": error.expected.partition("torch says: ")[2] or error.expected}
+        except RuntimeError as error:
+            if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+                raise
+            return {"refused": " ".join(str(error).splitlines()[0].split())}
+        finally:
+            if self.device.type == "cuda":
+                torch.compiler.reset()
+                torch.cuda.empty_cache()
+
+    def _timed(self, called: Call, operations: float) -> Facts:
+        # Loaded here, as it looks for a CUDA compiler, and tells if there is none
+        from torch.utils.benchmark import Measurement, Timer
+
+        timer = Timer("call()", globals={"call": called}, num_threads=torch.get_num_threads())
+        # Not blocked_autorange: for each time that it takes it may call a hundred times, however long a call is.
+        first = timer.timeit(1)
+        times = TIMES_IF_SLOW if first.median > SLOW else TIMES
+        number = max(round(self.seconds / times / first.median), 1)
+        (found,) = Measurement.merge([timer.timeit(number) for _ in range(times)])
+        return {
+            "microseconds": 1e6 * found.median,
+            "iqr_microseconds": 1e6 * found.iqr,
+            "times": len(found.raw_times),
+            "tflops_per_second": operations / found.median / 1e12,
+            "threads": torch.get_num_threads(),
+        }
+
+    def _matrices(self, dtype: str) -> Facts:
+        found: list[Facts] = []
+        for n in MATRICES[self.device.type]:
+            a, b = torch.randn(2, n, n).to(self.device, getattr(torch, dtype)).unbind()
+            found.append({"matrix": n, **self._timed(partial(torch.mm, a, b), 2 * n**3)})
+            if 8 * found[-1]["microseconds"] > 1e6 * LONG * self.seconds:  # what the next would take
+                break
+        return max(found, key=lambda facts: facts["tflops_per_second"])
+
+    def _profiled(self, called: Call, case: Case, folder: Path) -> list[Facts]:
+        """The operators that take longest by themselves, over some calls, whose Chrome trace is written."""
+        on_gpu = self.device.type == "cuda"
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+        with profile(activities=activities, acc_events=True) as profiler:
+            for _ in range(CALLS):
+                called()
+            if on_gpu:
+                torch.cuda.synchronize()
+        with atomic(folder / f"trace_{'compiled' if case.compiled else 'eager'}.json") as path:
+            profiler.export_chrome_trace(str(path))
+        times = [
+            (event.self_device_time_total if on_gpu else event.self_cpu_time_total, event.count, event.key)
+            for event in profiler.key_averages()
+            if not on_gpu or event.device_type == DeviceType.CUDA
+        ]
+        whole = sum(time for time, _, _ in times)
+        return [
+            {"operator": key, "microseconds": time / CALLS, "calls": count / CALLS, "share": time / whole}
+            for time, count, key in sorted(times, reverse=True)[:HEAVIEST]
+        ]
+
+
+def fused(operators: Sequence[str]) -> str:
+    """The fused kernel among these operators, or `math`, which is made of others."""
+    return next((name for name in FUSED for key in operators if f"{name}_attention" in key), "math")
+
+
+@contextmanager
+def call(case: Case, device: torch.device) -> Iterator[Call]:
+    """A case's call on noise, to be called inside the block."""
+
+    def noise(*shape: int) -> Tensor:  # drawn on the CPU in float32, the same for all types and devices
+        return torch.randn(*shape).to(device, getattr(torch, case.dtype))
+
+    with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(case.backward):
+        torch.default_generator.manual_seed(0)
+        if case.block:
+            yield _block(case, noise)
+            return
+        # Queries, keys, values, and the gradient of what comes out: (B, heads, T, D / heads)
+        *drawn, grad = (noise(case.batch, case.heads, case.length, case.head_dim) for _ in range(4))
+        heads = query, key, value = [x.requires_grad_(case.backward) for x in drawn]
+        with kernel(case.backend, *heads, None, 0.0, case.causal):
+            forward = partial(F.scaled_dot_product_attention, query, key, value, is_causal=case.causal)
+            yield (lambda: torch.autograd.grad(forward(), heads, grad)) if case.backward else forward
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    """torch's module as one of tokens (B, T, D) alone."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        """(B, T, D)."""
+        return super().forward(x, x, x, need_weights=False)[0]
+
+
+def block(case: Case) -> nn.Module:
+    """The case's block of attention: ours, or torch's of the same function."""
+    width, heads, bias = case.width, case.heads, case.bias
+    backend: Any = case.backend
+    if case.layer == "MultiheadAttention":
+        return MultiheadAttention(width, heads, case.dropout, bias, batch_first=True)
+    if case.layer == "TransformerEncoderLayer":
+        options = {"batch_first": True, "norm_first": True, "bias": bias}
+        return nn.TransformerEncoderLayer(width, heads, 4 * width, case.dropout, "gelu", **options)
+    attention = SelfAttention(width, heads, case.causal, case.dropout, bias, backend)
+    return Block(attention, dropout=case.dropout, bias=bias) if case.layer == "Block" else attention
+
+
+def _block(case: Case, noise: Callable[..., Tensor]) -> Call:
+    module = block(case)
+    x = noise(sum(case.tokens), case.width)  # of all texts, (B · T, D)
+    module = module.to(x).train(case.backward)
+    if case.lengths is None:
+        x = x.unflatten(0, (case.batch, case.length))
+    else:
+        offsets = torch.tensor([0, *case.lengths], device=x.device).cumsum(0)
+        shortest, longest = min(case.lengths), max(case.lengths)
+        x = torch.nested.nested_tensor_from_jagged(x, offsets, min_seqlen=shortest, max_seqlen=longest).detach()
+    x.requires_grad_(case.backward)
+    forward = torch.compile(module, dynamic=False) if case.compiled else module
+    if not case.backward:
+        return partial(forward, x)
+    inputs, grad = [x, *module.parameters()], noise(*_values(x).shape)
+    return lambda: torch.autograd.grad(_values(forward(x)), inputs, grad)
+
+
+def _values(x: Tensor) -> Tensor:
+    return x.values() if x.is_nested else x

@@ -1,0 +1,101 @@
+"""The cases of the study: a backend, an operation, a group and a size each; and the options that choose them."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from apprentice.errors import BadInput
+from harness import cli
+from lab.studies.comm.operations import ITEM, OPERATIONS, Operation
+from strategies.base.data_parallel import LONGEST
+
+WORLD, SUB = "world", "sub-group"
+QUICK = {"sizes": [2**10, 2**16], "repeats": 2}
+LARGEST = 2**32  # bytes: a rank has a few buffers of each size
+
+
+@dataclass
+class Options(cli.OneSeedOptions):
+    """Options of the study.
+
+    Args:
+        exact: none; results are checked to the bit in any case.
+        sizes: bytes of the largest buffer, as nccl-tests count them.
+        repeats: blocks of calls that are timed; their median is reported.
+        only: measure just these operations, such as --only broadcast all_reduce_sum.
+        backends: just these, such as --backends gloo ring; all that fit the devices when not given.
+        timeout: seconds a rank may keep the others waiting.
+        quick: take two small sizes and fewer repeats, wherever none are given.
+    """
+
+    sizes: list[int] = field(default_factory=lambda: [2**power for power in range(10, 27, 2)])
+    repeats: int = 7
+    only: list[str] | None = None
+    backends: list[str] | None = None
+    timeout: float = 120.0
+    quick: bool = False
+    quick_values: ClassVar[Mapping[str, Any]] = QUICK
+    grows: ClassVar[Collection[str]] = ("sizes", "only", "backends")
+    why_inexact: ClassVar[str] = "what is sent is checked to the bit in any case"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.repeats < 1:
+            raise BadInput("repeats", self.repeats, "at least 1")
+        if not 0 < self.timeout <= LONGEST:
+            raise BadInput("timeout", self.timeout, f"seconds, above 0, at most {LONGEST:g}")
+        sizes = self.sizes
+        if not sizes or len(set(sizes)) < len(sizes) or not all(1 <= size <= LARGEST for size in sizes):
+            raise BadInput("sizes", sizes, f"bytes, from 1 to {LARGEST}, none of them twice")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One of torch's backends, by torch's name of it, and the kind of device its tensors are on."""
+
+    name: str
+    device: str = "cpu"
+    only_all_reduce: bool = False  # where it is another backend in everything else
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to measure."""
+
+    backend: Backend  # that carries it
+    operation: str  # its name
+    group: str  # "world" or "sub-group"
+    ranks: tuple[int, ...]  # of the group, by their numbers in the world
+    count: int  # numbers in the largest buffer; 0 where nothing is sent
+
+    @property
+    def of(self) -> Operation:
+        """The operation."""
+        return OPERATIONS[self.operation]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the largest buffer."""
+        return ITEM * self.count
+
+    @property
+    def name(self) -> str:
+        """The row's name, such as `gloo broadcast, world, 1,024 B`."""
+        size = f", {self.size:,} B" if self.count else ""
+        return f"{self.backend.name} {self.operation}, {self.group}{size}"
+
+
+def all_cases(
+    world_size: int, backends: Sequence[Backend], operations: Sequence[str] | None, sizes: Sequence[int]
+) -> list[Case]:
+    """All cases for 2 ranks or more; each buffer has at least `sizes` bytes, in whole numbers for every rank."""
+    # With two ranks the sub-group is a second group of both: other connections, the same work.
+    groups = {WORLD: tuple(range(world_size)), SUB: tuple(range(max(2, world_size - 1)))}
+    return [
+        Case(backend, name, group, ranks, count)
+        for backend in backends
+        for name, operation in cli.pick(OPERATIONS, operations).items()
+        if operation.reduces_all or not backend.only_all_reduce
+        for group, ranks in groups.items()
+        for count in dict.fromkeys(-(-size // (ITEM * len(ranks))) * len(ranks) * operation.sized for size in sizes)
+    ]

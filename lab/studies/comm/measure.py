@@ -1,0 +1,129 @@
+"""Measures cases of one backend, in ranks that are started for them and timed inside."""
+
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import start_processes
+
+from harness.reports.report import Facts
+from lab.strategies import ring
+from lab.studies.comm.cases import WORLD, Backend, Case
+from lab.studies.comm.operations import Member
+from lab.studies.isolation import can_fork, children_end_with_block
+
+WARMUP = 2  # calls: the first makes connections
+MOST = 200  # calls in a block
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Measures the cases of a backend."""
+
+    world_size: int  # ranks
+    repeats: int  # blocks of calls that are timed; their median is reported
+    timeout: float = 120.0  # seconds a rank may keep the others waiting
+    block: float = 0.02  # seconds of calls that are timed together; one call where that takes longer
+
+    def measure(self, backend: Backend, cases: Sequence[Case]) -> Iterator[Facts | None]:
+        """None once the ranks have met, then each case's row as soon as it is there; raises what ends a rank."""
+        context = multiprocessing.get_context("fork" if can_fork() else "spawn")
+        receiver, sender = context.Pipe(duplex=False)
+        with children_end_with_block(), tempfile.TemporaryDirectory() as folder:
+            call = (self, backend, cases, str(Path(folder) / "store"), sender)
+            method: Any = context.get_start_method()
+            ranks: Any = start_processes(_rank, args=call, nprocs=self.world_size, join=False, start_method=method)
+            for _ in range(1 + len(cases)):
+                while not receiver.poll(0.02):
+                    if ranks.join(timeout=0) and not receiver.poll():
+                        raise RuntimeError("the ranks ended before all was measured")
+                yield receiver.recv()
+            while not ranks.join():
+                pass
+
+
+def _rank(rank: int, bench: Bench, backend: Backend, cases: Sequence[Case], store: str, sender: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ["LOCAL_RANK"] = str(rank)
+    ring.register()
+    device = torch.device(backend.device, rank) if backend.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend.name, init_method=f"file://{store}", rank=rank, world_size=bench.world_size,
+        timeout=timedelta(seconds=bench.timeout),
+    )  # fmt: skip
+    members = {}
+    for name, ranks in {case.group: case.ranks for case in cases}.items():
+        group = dist.group.WORLD if name == WORLD else dist.new_group(list(ranks))
+        if rank in ranks:
+            members[name] = Member(group, ranks, ranks.index(rank), device)
+    dist.barrier()
+    if rank == 0:
+        sender.send(None)
+    for case in cases:
+        member = members.get(case.group)
+        found: list[Any] = [None] * bench.world_size
+        dist.all_gather_object(found, None if member is None else timed(case, member, bench))
+        if rank == 0:
+            sender.send(_row(case, [each for each in found if each is not None]))
+    dist.destroy_process_group()
+
+
+def _row(case: Case, found: Sequence[tuple[bool, list[float]]]) -> Facts:
+    """The row, from what all members have found."""
+    blocks = [max(each) for each in zip(*(seconds for _, seconds in found), strict=True)]
+    seconds = statistics.median(blocks)
+    algorithm = case.size / seconds / 1e9 if case.count else None
+    return {
+        "name": case.name,
+        "backend": case.backend.name,
+        "operation": case.operation,
+        "group": case.group,
+        "ranks": len(case.ranks),
+        "bytes": case.size,
+        "correct": all(correct for correct, _ in found),
+        "seconds": blocks,
+        "latency_us": 1e6 * seconds,
+        "algorithm_gb_per_s": algorithm,
+        "bus_gb_per_s": None if algorithm is None else algorithm * case.of.bus(len(case.ranks)),
+    }
+
+
+def timed(case: Case, member: Member, bench: Bench) -> tuple[bool, list[float]]:
+    """Whether a first call's result is correct; seconds a call, of each block."""
+    operation = case.of
+    x, y = operation.tensors(member, case.count)
+    run = operation.bind(member, x, y)
+    run()
+    correct = operation.is_correct(member, x, y)
+    for each in (x, y):
+        each.zero_()  # what is summed up over and over stays finite
+    for _ in range(WARMUP):
+        run()
+    calls = [int(min(max(bench.block / block(run, member, 1) * operation.trips, 1), MOST))]
+    dist.broadcast_object_list(calls, member.ranks[0], member.group)
+    return correct, [block(run, member, calls[0]) / calls[0] / operation.trips for _ in range(bench.repeats)]
+
+
+def block(run: Callable[[], object], member: Member, calls: int) -> float:
+    """Seconds of so many calls in a row, from the moment at which all ranks are there."""
+    cuda = member.device.type == "cuda"
+    dist.barrier(member.group)
+    if cuda:
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        run()
+    if cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start

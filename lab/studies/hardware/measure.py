@@ -1,0 +1,215 @@
+"""Measures a case: a fit for its figures, and one for its weights."""
+
+import json
+import statistics
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.optim import Optimizer
+
+from apprentice.errors import BadInput
+from harness.reports.report import Facts
+from harness.runs.files import write_json
+from harness.runs.progress import Lines
+from lab.strategies.rpc import RPCStrategy
+from lab.studies.hardware.cases import Case
+from lab.studies.isolation import QUIET, Stoppable, fit_isolated
+from lab.studies.meters import Overlap, PeakMemory, Stamps, sent_bytes, state_bytes
+
+COMPARED = 1, 20  # steps after which weights are compared
+Weights = Mapping[str, Tensor]
+
+
+class Phases(NamedTuple):
+    """The phases of a measured fit in their order, in batches."""
+
+    warmup: int  # not measured
+    block: int  # timed together: a whole period of a strategy that acts every few steps
+    blocks: int  # the number of these; their bytes are counted
+    profiled: int  # watched by a profiler, which slows them down
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any], steps: int, accumulate: int = 1) -> "Phases":
+        """Phases for a strategy with these options, of at least so many optimizer steps of `accumulate` batches.
+
+        `period` is the number of steps between its actions, `start_step` and `warmup_steps` are steps before the first.
+        """
+        period = options.get("period") or 1
+        starting = (options.get("start_step") or 0) + (options.get("warmup_steps") or 0)
+        blocks = max(-(-steps // period), 3)
+        return cls((4 + starting) * accumulate, period * accumulate, blocks, 3 * accumulate)
+
+    @property
+    def timed(self) -> int:
+        """Batches in all blocks."""
+        return self.block * self.blocks
+
+    @property
+    def batches(self) -> int:
+        """Batches of the whole fit."""
+        return self.warmup + self.timed + self.profiled
+
+
+class Measure(Stoppable):
+    """Every rank writes `rank<r>.json` into the folder.
+
+    It holds the `seconds` of each block, bytes `sent` in all blocks, bytes of `state`, bytes of `peak` memory until the
+    blocks end, the share of communication that was `hidden`, and the number of `threads`. `sent` and `hidden` are None
+    for RPC.
+    """
+
+    def __init__(self, folder: Path, phases: Phases) -> None:
+        self.folder, self.phases = folder, phases
+        self.batch = 0
+        self.found: dict[str, Any] = {"hidden": None}
+        self._overlap: Overlap | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Start the meters with weights of this rank's own: a fork shares its parent's."""
+        device = trainer.strategy.root_device
+        self._stamps, self._memory = Stamps(device), PeakMemory(device)
+        self._counted = not isinstance(trainer.strategy, RPCStrategy)  # RPC also sends through shared memory
+        pl_module._apply(torch.clone)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Mark the time; the interval to the next call is a whole step."""
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        timed = self.batch - self.phases.warmup
+        self.batch += 1
+        if timed == 0:
+            self._sent = sent_bytes()
+        if 0 <= timed <= self.phases.timed and timed % self.phases.block == 0:
+            self._stamps.mark()
+        if timed == self.phases.timed:
+            sent = sent_bytes() if self._counted else None
+            self.found["sent"] = sent and sent - (self._sent or 0)
+            self.found["peak"] = self._memory.bytes()
+            if trainer.world_size > 1 and self._counted:
+                self._overlap = Overlap(trainer.strategy.root_device)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Count the state: gradients are there and sharded ones are cut; from the second step on, moments, too."""
+        if self.batch <= self.phases.warmup:
+            self.found["state"] = state_bytes(pl_module, trainer.optimizers)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the file."""
+        if self.batch < self.phases.batches:
+            return  # training has stopped itself: its figures would mislead
+        if self._overlap is not None:
+            self.found["hidden"] = self._overlap.share()
+        self.found |= {"seconds": self._stamps.seconds(), "threads": torch.get_num_threads()}
+        write_json(self.folder / f"rank{trainer.global_rank}.json", self.found)
+
+
+class _KeepWeights(Stoppable):
+    """Writes the weights after each of `COMPARED`, in the layout of one device, unless training has stopped itself."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.kept: dict[int, Weights] = {}
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        step = trainer.global_step
+        if step in COMPARED and step not in self.kept:
+            weights = trainer.strategy.lightning_module_state_dict()
+            self.kept[step] = {name: x.cpu().clone() for name, x in weights.items()}
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero and len(self.kept) == len(COMPARED):
+            torch.save([*self.kept.values()], self.path)
+
+
+@dataclass
+class Bench:
+    """Measures cases on one module and one data module; BadInput if there are too few batches for a step."""
+
+    make: Callable[[bool], LightningModule]  # the module afresh; the argument: whether DataParallel wraps the net
+    data: Any  # the data module, set up, with `batch_size` and `sizes`
+    steps: int  # optimizer steps that are timed at least
+    accumulate: int = 1  # batches a step
+    threads: int = 1  # of a process that trains alone
+
+    def __post_init__(self) -> None:
+        rows, accumulate = self.data.sizes["train"], self.accumulate
+        self.batch_rows = min(self.data.batch_size, rows)
+        whole = rows // self.batch_rows  # batches that are not cut short
+        self.limit = whole // accumulate * accumulate  # at an epoch's end a step would be taken with fewer
+        if not self.limit:
+            raise BadInput("trainer.accumulate_grad_batches", accumulate, f"at most {whole}, the whole batches there")
+        self._references: dict[str, list[Weights]] = {}
+
+    def measure(self, case: Case) -> Facts:
+        """The case's row, without the speed-up."""
+        phases = Phases.of(case.options, self.steps, self.accumulate)
+        with tempfile.TemporaryDirectory() as folder:
+            files = [Path(folder) / f"rank{rank}.json" for rank in range(1 if case.split else case.devices)]
+            steps = phases.batches // self.accumulate
+            self._fit(case, Measure(Path(folder), phases), files, steps, limit_train_batches=self.limit)
+            ranks = [json.loads(file.read_text()) for file in files]
+        first, last = self._differences(case)
+        seconds = max(statistics.median(rank["seconds"]) for rank in ranks) / phases.block
+        sent = [rank["sent"] for rank in ranks]
+        hidden = [rank["hidden"] for rank in ranks if rank["hidden"] is not None]
+        return {
+            "strategy": case.name,
+            "devices": case.devices,
+            "exact": case.exact,
+            "images_per_second": self.batch_rows / seconds,
+            "speedup": None,
+            "step_ms": seconds * self.accumulate * 1e3,
+            "state_bytes_per_rank": [rank["state"] for rank in ranks],
+            "peak_memory_per_rank": [rank["peak"] for rank in ranks],
+            "bytes_sent_per_step": None if None in sent else statistics.mean(sent) * self.accumulate / phases.timed,
+            "hidden_share": statistics.mean(hidden) if hidden else None,
+            "first_difference": first,
+            "max_difference": last,
+            "threads_per_rank": ranks[0]["threads"],
+        }
+
+    def _differences(self, case: Case) -> list[float | int]:
+        """The largest difference of a weight, or the bits that differ, after each of `COMPARED`."""
+        reference = case.reference or case
+        if reference.name not in self._references:
+            self._references[reference.name] = self._weights(reference)
+        if reference is case:
+            return [0.0] * len(COMPARED)
+        pairs = zip(self._weights(case), self._references[reference.name], strict=True)
+        return [difference(own, others, in_bits=case.exact is not None) for own, others in pairs]
+
+    def _weights(self, case: Case) -> list[Weights]:
+        """After each of `COMPARED`, in the precision in which a case is compared."""
+        precision = "64-true" if case.exact is None else "32-true"
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "weights.pt"
+            self._fit(case, _KeepWeights(file), [file], max(COMPARED), precision=precision)
+            kept: list[Weights] = torch.load(file, weights_only=True)
+        if not case.split:
+            return kept
+        return [{name.replace("net.module.", "net.", 1): x for name, x in weights.items()} for weights in kept]
+
+    def _fit(self, case: Case, callback: Callback, files: Iterable[Path], steps: int, **settings: Any) -> None:
+        trainer = case.trainer(callbacks=[callback, Lines(case.name)], **QUIET | settings | {"max_steps": steps})
+        fit_isolated(trainer, partial(trainer.fit, self.make(case.split), self.data), self.threads)
+        if not all(file.exists() for file in files):
+            expected = f"settings that train the net for {steps} steps; its loss is not finite"
+            raise BadInput("optimizer", "(as given)", expected)
+
+
+def difference(weights: Weights, others: Weights, in_bits: bool = False) -> float | int:
+    """Of one net's weights the largest absolute difference, NaN if any is; or the number of bits that differ."""
+    if {name: x.shape for name, x in weights.items()} != {name: x.shape for name, x in others.items()}:
+        raise ValueError("expected the weights of one net twice")
+    pairs = [(x.flatten(), others[name].flatten()) for name, x in weights.items() if x.numel()]
+    if in_bits:
+        changed = [x.view(torch.uint8) ^ y.view(torch.uint8) for x, y in pairs]
+        return sum(int(np.bitwise_count(x.numpy()).sum()) for x in changed)
+    return torch.stack([(x.double() - y.double()).abs().max() for x, y in pairs]).max().item()

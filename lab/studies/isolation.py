@@ -1,0 +1,160 @@
+"""Trainers for the cases of a study, and fits in processes of their own: one device is measured as a rank is."""
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder, EarlyStopping, LearningRateFinder, Timer
+from torch.multiprocessing.spawn import start_processes
+
+from apprentice.errors import BadInput
+from harness import cli
+from harness.runs import environment, signals
+from harness.runs.fit import MakeTrainer
+from harness.runs.trainer import trainers
+from strategies import NAMES
+
+TIMEOUT = 300.0  # seconds to wait for a rank that hangs, not the half hour of a run that matters
+DURATION = (
+    "max_epochs", "max_steps", "max_time", "min_epochs", "min_steps", "limit_train_batches", "limit_val_batches",
+)  # fmt: skip
+SHOWN = ("enable_model_summary", "enable_progress_bar", "profiler")
+EVALUATION = ("val_check_interval", "limit_test_batches")
+CHANGING = EarlyStopping, Timer, LearningRateFinder, BatchSizeFinder  # training or its length
+QUIET = {
+    "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "limit_val_batches": 0,
+    "max_epochs": -1,
+}  # fmt: skip
+
+
+@contextmanager
+def one_thread() -> Iterator[int]:
+    """Inside, torch computes with one thread, as OpenMP's do not survive a fork; yields the number outside."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield threads
+    finally:
+        torch.set_num_threads(threads)
+
+
+def usual_threads(input_shape: Sequence[int], threads: int) -> int:
+    """How many of these threads an experiment on one device would use for such images."""
+    torch.set_num_threads(threads)  # starts none
+    environment.limit_threads(input_shape)
+    usual = torch.get_num_threads()
+    torch.set_num_threads(1)
+    return usual
+
+
+@contextmanager
+def children_end_with_block(patience: float = 3.0) -> Iterator[None]:
+    """When the block raises, processes started in it end too, killed after some seconds.
+
+    A rank inside a collective hears no signal, and this process would wait for it at exit.
+    """
+    before = set(multiprocessing.active_children())
+    try:
+        yield
+    except BaseException:
+        started = set(multiprocessing.active_children()) - before
+        try:
+            deadline = time.monotonic() + patience
+            for process in started:
+                process.join(max(deadline - time.monotonic(), 0))
+        finally:
+            for process in started:
+                process.kill()
+        raise
+
+
+def can_fork() -> bool:
+    """Whether a process forked from this one can train on any device."""
+    return "fork" in multiprocessing.get_all_start_methods() and not torch.cuda.is_initialized()
+
+
+def call_isolated(function: Callable[[], object], threads: int) -> None:
+    """Call the function in a forked process with so many threads, if this one has kept to one; without fork, here."""
+
+    def call(_rank: int) -> None:
+        torch.set_num_threads(threads)
+        function()
+
+    if not can_fork():
+        function()
+        return
+    process = start_processes(call, nprocs=1, join=False, start_method="fork")
+    while not process.join():
+        pass
+
+
+def fit_isolated(trainer: Trainer, fit: Callable[[], object], threads: int) -> None:
+    """Fit in processes that end with it, one by itself with so many threads; a `Stoppable` lets a signal end it."""
+    with children_end_with_block(), signals.deferred():
+        if trainer.strategy.launcher is None:
+            call_isolated(fit, threads)
+        else:
+            fit()
+    signals.stop_if_requested()
+
+
+class Stoppable(Callback):
+    """Ends the fit at the next batch once the user wants to stop: there no rank waits for another."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take over signals, now that Lightning has set its handlers."""
+        if signals.State.deferring:
+            signals.take_over()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Stop if requested."""
+        signals.stop_if_requested()
+
+
+def default_devices() -> int | str:
+    """All GPUs, or two processes where there are none."""
+    return "auto" if torch.cuda.is_available() else 2
+
+
+def with_strategy(trainer: cli.Choice, strategy: Any, exact: int | None = None, one: bool = False) -> MakeTrainer:
+    """Makes Trainers with the user's settings and this strategy; `one`: on the first device alone.
+
+    Ranks are forked if the strategy may choose: on GPUs it would start this script again in each.
+    """
+    if isinstance(strategy, cli.Choice) and strategy.init_args.get("start_method") == "auto" and can_fork():
+        strategy = replace(strategy, init_args=strategy.init_args | {"start_method": "fork"})
+    settings = {**trainer.init_args, "strategy": strategy}
+    if one:
+        chosen = settings["devices"]
+        settings["devices"] = chosen[:1] if isinstance(chosen, list) else 1
+
+    def make(**kwargs: Any) -> Trainer:
+        return trainers(cli.Choice(trainer.class_path, settings), exact, NAMES)(**kwargs)
+
+    return make
+
+
+def probe(trainer: cli.Choice, strategy: Any, left_out: Mapping[str, str]) -> Trainer:
+    """A Trainer with this strategy; BadInput if it has options to be `left_out`, or ranks that are not forked here."""
+    others = {
+        **dict.fromkeys(EVALUATION, "rows are trained only"),
+        **dict.fromkeys(SHOWN, "fits that are timed show nothing of it"),
+    }
+    for key, reason in {**left_out, **others}.items():
+        if (value := trainer.init_args[key]) not in (None, False, -1):  # it may have no hash
+            raise BadInput(f"trainer.{key}", getattr(value, "name", value), f"it left out: {reason}")
+    made = with_strategy(trainer, strategy)()
+    callbacks: list[Any] = made.callbacks  # type: ignore[attr-defined]
+    if found := [type(callback).__name__ for callback in callbacks if isinstance(callback, CHANGING)]:
+        raise BadInput("trainer.callbacks", found[0], "one that changes nothing; all rows are trained alike")
+    if made.num_nodes > 1:
+        raise BadInput("trainer.num_nodes", made.num_nodes, "1: one machine is measured")
+    environment = getattr(made.strategy, "cluster_environment", None)
+    if environment is not None and environment.creates_processes_externally:
+        raise BadInput("trainer.devices", made.num_devices, "a start without torchrun or srun: ranks are forked here")
+    return made

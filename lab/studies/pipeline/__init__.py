@@ -1,0 +1,60 @@
+"""The study of pipeline parallelism: one net on one device, split, and pipelined in every way."""
+
+import json
+from collections.abc import Mapping
+from functools import partial
+
+from harness.reports.report import Facts
+from harness.runs.files import read_text, write_json
+from harness.runs.records import reading
+from harness.runs.session import Session
+from harness.studies import study
+from lab.studies.pipeline.cases import ONE, Case, Cases, Cut, Options
+from lab.studies.pipeline.measure import Bench, Noise, Task
+from lab.studies.pipeline.report import mean_seconds, report
+
+
+class Study(study.Study):
+    """Measures ways to compute a step; rows are named by `name`, timelines of pipelines are in timelines.json."""
+
+    needed = ONE
+    files = "report.html, results.md, .png, .json, timeline.png, timelines.json"
+
+    def __init__(self, run: Session, **how: int | str) -> None:
+        super().__init__(run, **how)
+        self._file = self.out / "timelines.json"
+        self.timelines: dict[str, Facts] = {}
+        if self._file.exists():
+            with reading(self._file, "out", "timelines of pipelines, or no such file"):
+                self.timelines = dict(json.loads(read_text(self._file)))
+
+    def line(self, row: Facts) -> str:
+        """The case and its speed."""
+        return f"{row['name']:52} {mean_seconds(row):8.3f} s a step"
+
+    def run(self, bench: Bench, cases: Cases) -> None:
+        """Measure the missing cases; print and save the report.
+
+        Schedules are compared with micro-batches of the size that is fastest under the strategy's own.
+        """
+        every = {case.name: case for case in cases.first()}
+        self._measure(bench, every)
+        pipelined = [case for case in every.values() if case.kind == "pipelined" and case.name in self.rows]
+        size = min(pipelined, key=lambda case: mean_seconds(self.rows[case.name])).size if pipelined else None
+        if size is not None:
+            for case in [*cases.side_by_side(size), *cases.inside(size)]:
+                every.setdefault(case.name, case)
+            self._measure(bench, every)
+        self.finish(report(self.write(every), self.timelines, every, size, self.missing(cases.unfit)))
+
+    def _measure(self, bench: Bench, cases: Mapping[str, Case]) -> None:
+        def measured(case: Case) -> Facts:
+            row, timeline = bench.measure(case)
+            speedup = mean_seconds(self.rows.get(ONE, row)) / mean_seconds(row)
+            share = None if case.bubble_bound is None else speedup / case.bubble_bound
+            if timeline["events"]:
+                self.timelines[case.name] = timeline
+                write_json(self._file, self.timelines)
+            return {**row, "speedup": speedup, "bubble_bound": case.bubble_bound, "share_of_bound": share}
+
+        self.measure({name: partial(measured, case) for name, case in cases.items()})

@@ -1,0 +1,196 @@
+"""The cases of the study: a net on one device, split over several, and pipelined in every way; and the options."""
+
+import math
+from argparse import Namespace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+
+from apprentice.errors import BadInput
+from harness import cli
+from harness.runs.fit import MakeTrainer
+from lab.studies.isolation import DURATION, TIMEOUT, probe, with_strategy
+
+ONE = "one device"
+ONE_STAGE = ("GPipe", "1F1B")  # schedules with one stage a rank: theirs is the bubble that has a formula
+QUICK = {"batch_size": 8, "image_size": 32, "num_classes": 10, "split_sizes": [2, 4], "repeats": 2, "batches": 1}
+MOST = 2**20  # of anything that is counted
+TUTORIALS_CUT = "model.layer2"
+
+
+@dataclass
+class Options(cli.OneSeedOptions):
+    """Options of the study; sizes are the tutorial's.
+
+    Args:
+        exact: none; each row has other micro-batches, and no weights are compared.
+        batch_size: images of a step.
+        image_size: their height and width.
+        num_classes: outputs of the net.
+        split_sizes: images of a micro-batch.
+        repeats: how often each row is timed.
+        batches: steps that are timed together.
+        cut_after: path of the layer after which the net is cut in two, beside the cut of --trainer.strategy.balance.
+        quick: take small sizes wherever none are given.
+    """
+
+    batch_size: int = 120
+    image_size: int = 128
+    num_classes: int = 1000
+    split_sizes: list[int] = field(default_factory=lambda: [1, 3, 5, 8, 10, 12, 20, 40, 60])
+    repeats: int = 10
+    batches: int = 3
+    cut_after: str | None = TUTORIALS_CUT
+    quick: bool = False
+    quick_values: ClassVar[Mapping[str, Any]] = QUICK
+    grows: ClassVar[Collection[str]] = ("split_sizes",)
+    why_inexact: ClassVar[str] = "each row has other micro-batches"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("batch_size", "image_size", "num_classes", "repeats", "batches"):
+            if not 1 <= getattr(self, name) <= MOST:
+                raise BadInput(name, getattr(self, name), f"at least 1, at most {MOST}")
+        sizes = self.split_sizes
+        if not sizes or len(set(sizes)) < len(sizes) or not all(1 <= size < self.batch_size for size in sizes):
+            raise BadInput("split_sizes", sizes, f"numbers from 1 to {self.batch_size - 1}, none of them twice")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How layers are dealt to stages."""
+
+    label: str  # `by time`, `after layer2`
+    balance: str | list[int]  # as the strategy takes it: a way to find the sizes of stages, or the sizes
+
+    @classmethod
+    def of(cls, balance: str | list[int]) -> "Cut":
+        """The cut that the strategy's option stands for."""
+        return cls(f"by {balance}" if isinstance(balance, str) else f"into {balance}".replace(", ", ","), balance)
+
+
+BY_TIME = Cut.of("time")
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One way to compute a step."""
+
+    name: str  # in the table
+    kind: str  # "one", "split", "pipelined" or "inside": the split within one process
+    num_microbatches: int  # into which a batch is cut
+    size: int  # the most images of a micro-batch
+    trainer: MakeTrainer  # makes a Trainer that computes so
+    devices: int = 1  # processes
+    schedule: str | None = None  # torch's name; None on one device
+    cut: Cut | None = None  # of the net; None on one device
+    bubble_bound: float | None = None  # the largest speed-up that the schedule allows; None where there is no formula
+
+
+class Cases:
+    """All cases for the Trainer's devices and these of torch's schedules, with the options of its pipeline strategy.
+
+    `cut`, of two stages, stands beside the strategy's own.
+    """
+
+    def __init__(self, options: Namespace, schedules: Sequence[str], cut: Cut | None) -> None:
+        self._trainer, self._schedules = options.trainer, schedules
+        self._batch_size, self._split_sizes = options.batch_size, options.split_sizes
+        self._strategy = _checked(self._trainer)
+        left_out = dict.fromkeys(DURATION, "--repeats says how long a row is measured")
+        left_out["gradient_clip_val"] = "one device clips no gradients of micro-batches"
+        made = probe(self._trainer, self._strategy, left_out)
+        self.devices = made.num_devices
+        if self.devices < 2:
+            raise BadInput("trainer.devices", self.devices, "at least 2, the ranks of a pipeline")
+        self._gpus = torch.cuda.device_count() if made.strategy.root_device.type == "cuda" else 0
+        self._schedule = self._strategy.init_args["schedule"]
+        fits = self.devices == 2 and self._schedule in ONE_STAGE
+        self.cuts = [*([cut] if cut is not None and fits else []), Cut.of(self._strategy.init_args["balance"])]
+        self.unfit: dict[str, str] = {}
+
+    def first(self) -> list[Case]:
+        """One device, the split, and all sizes of micro-batches, under the strategy's own schedule."""
+        cases = [self._alone(size) for size in [self._batch_size, *self._split_sizes]]
+        for cut in self.cuts:
+            cases += self._pipelined("GPipe", cut, self._batch_size)
+        for cut in self.cuts:
+            cases += [case for size in self._split_sizes for case in self._pipelined(self._schedule, cut, size)]
+        return cases
+
+    def side_by_side(self, size: int) -> list[Case]:
+        """All schedules with micro-batches of this size; one of `first` may be among them."""
+        return [case for name in self._schedules for case in self._pipelined(name, self.cuts[-1], size)]
+
+    def inside(self, size: int) -> list[Case]:
+        """The split within one process, whole batches and micro-batches, on two GPUs."""
+        if self._gpus < 2 or self.devices != 2:
+            self.unfit["split in one process"] = "it needs two GPUs"
+            return []
+        cut = self.cuts[0] if isinstance(self.cuts[0].balance, list) else Cut.of("parameters")
+        name = f"split in one process {cut.label}"
+        bounds = {each: bubble_bound(2, self._count(each)) for each in (self._batch_size, size)}
+        return [replace(self._alone(each, name), kind="inside", cut=cut, bubble_bound=bounds[each]) for each in bounds]
+
+    def _alone(self, size: int, name: str = ONE) -> Case:
+        """One process that computes micro-batches of this size."""
+        make = with_strategy(self._trainer, "auto", one=True)
+        return Case(self._named(name, size), "one", self._count(size), size, make)
+
+    def _pipelined(self, schedule: str, cut: Cut, size: int) -> list[Case]:
+        """A pipeline, with a few more micro-batches, of fewer images, where the schedule needs them; or none.
+
+        The cut is replaced by the one by time if it gives the sizes of stages and the schedule has other stages. Whole
+        batches are the plain split, of which nothing is pipelined.
+        """
+        schedules = {schedule, self._schedule}
+        if isinstance(cut.balance, list) and len(schedules) > 1 and not schedules <= {*ONE_STAGE}:
+            cut = BY_TIME
+        least = self._count(size)
+        kind, label = ("split", f"split {cut.label}") if least == 1 else ("pipelined", f"{schedule} {cut.label}")
+        refused = ""
+        for count in range(least, least + (1 if least == 1 else 2 * self.devices + 1)):
+            options: dict[str, Any] = {"schedule": schedule, "balance": cut.balance, "num_microbatches": count}
+            if schedule != self._schedule:
+                options["stages_per_rank"] = None
+            make = with_strategy(self._trainer, replace(self._strategy, init_args=self._strategy.init_args | options))
+            try:
+                make()
+            except BadInput as error:
+                refused = refused or str(error)
+                continue
+            bound = bubble_bound(self.devices, count) if schedule in ONE_STAGE else None
+            size = size if count == least else self._count(count)
+            return [Case(self._named(label, size), kind, count, size, make, self.devices, schedule, cut, bound)]
+        self.unfit[self._named(label, size)] = refused
+        return []
+
+    def _count(self, size: int) -> int:
+        return math.ceil(self._batch_size / size)
+
+    def _named(self, name: str, size: int) -> str:
+        return name if size == self._batch_size else f"{name}, split size {size}"
+
+
+def _checked(trainer: cli.Choice) -> cli.Choice:
+    """The Trainer's pipeline strategy."""
+    strategy, accumulate = trainer.init_args["strategy"], trainer.init_args["accumulate_grad_batches"]
+    wanted = {"schedule", "num_microbatches", "data_parallel_size", "stages_per_rank", "balance"}
+    if not isinstance(strategy, cli.Choice) or not wanted <= set(strategy.init_args):
+        given = strategy.class_path if isinstance(strategy, cli.Choice) else strategy
+        raise BadInput("trainer.strategy", given, "pipeline: it is what is measured; one device needs none")
+    if accumulate != 1:
+        raise BadInput("trainer.accumulate_grad_batches", accumulate, "1: a step is timed")
+    count, replicas = (strategy.init_args[name] for name in ("num_microbatches", "data_parallel_size"))
+    if count is not None:
+        raise BadInput("trainer.strategy.num_microbatches", count, "it left out: --split_sizes")
+    if replicas != 1:
+        raise BadInput("trainer.strategy.data_parallel_size", replicas, "1: one pipeline")
+    return replace(strategy, init_args=strategy.init_args | {"timeout": TIMEOUT})
+
+
+def bubble_bound(ranks: int, num_microbatches: int) -> float:
+    """The largest speed-up of stages that take the same time: a rank waits for ranks - 1 micro-batches of a step."""
+    return ranks * num_microbatches / (num_microbatches + ranks - 1)

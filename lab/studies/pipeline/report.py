@@ -1,0 +1,204 @@
+"""The report on pipelines: table, notes, pictures, and what to take for this machine."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from harness.reports.figures import GREY, Axes, figure
+from harness.reports.report import Code, Facts, Part, Report, machine, percent
+from harness.reports.tables import NONE, Table, columns, listed, paragraph, short
+from lab.studies.pipeline.cases import BY_TIME, ONE_STAGE, Case
+
+Measured = Sequence[tuple[Case, Facts]]  # cases with their rows
+KINDS = {"one": "C7", "split": "C3", "pipelined": "C0", "inside": "C4"}  # colours of cases
+COLORS = {"forward": "C0", "backward": "C1", "weights": "C2"}
+SHADES = (1.0, 0.6, 0.8, 0.4)  # of a rank's stages
+READABLE = 0.011  # of the picture's width: a number has room in it
+COLUMNS = (
+    "m: micro-batches of a step; split size: images of one at most. s a step: mean ± standard deviation over the "
+    "repeats, of the slowest rank. Speed-up: over the first row, as in the tutorial; as micro-batches may be kinder "
+    "to a processor's cache than a batch, compare with one device on the same micro-batches, too. Bound: p m / "
+    "(m + p - 1) on p ranks, where each has one stage; the other schedules have smaller bubbles, or none."
+)
+SOURCE = (
+    'Tutorial: PyTorch\'s "Single-Machine Model Parallel Best Practices", ResNet-50 on two GPUs, 120 images of 3 x 128 '
+    "x 128, 1,000 classes; seconds and speed-up. It gives seconds for three steps: one GPU 3.75, split 4.02, split "
+    "size 20 2.51, the best (12) 2.43; a third of that stands here."
+)
+NORM = "BatchNorm, where the net has it, sees a micro-batch: such rows don't train to the same weights. They are timed."
+# The tutorial's figures: kind of case and images of a micro-batch, None for whole batches; seconds for three steps.
+PUBLISHED = {("one", None): 3.75, ("split", None): 4.02, ("pipelined", 20): 2.51, ("pipelined", 12): 2.43}
+SPEED = "![seconds a step, and speed-up against the size of micro-batches](results.png)"
+TIMELINE = "![who computes what when in a step](timeline.png)"
+
+
+def mean_seconds(row: Facts) -> float:
+    """Mean seconds of a step."""
+    return statistics.mean(row["seconds_per_step"])
+
+
+def report(
+    results: Facts, timelines: Mapping[str, Facts], cases: Mapping[str, Case], size: int | None, missing: dict[str, str]
+) -> Report:
+    """Build the report from results.json's content, the cases' timelines, and the reasons why others are missing.
+
+    `size` is the fastest of micro-batches under the strategy's own schedule.
+    """
+    config, rows = results["config"], {row["name"]: row for row in results["rows"]}
+    measured = [(case, rows[name]) for name, case in cases.items() if name in rows]
+    sizes, net = f"{config['batch_size']} images of 3 x {config['image_size']} x {config['image_size']}", config["net"]
+    options = ", ".join(f"{name} {value}" for name, value in (net["init_args"] or {}).items() if value is not None)
+    header = {
+        "Net": f"{net['class_path'].rpartition('.')[2]} ({options})",
+        "Step": f"{sizes}, {config['num_classes']} classes, mean squared error to one-hot labels, SGD 0.001",
+        "Repeats": f"{config['repeats']} of {config['batches']} steps, after two that are not timed",
+        **machine(results),
+    }
+    text: list[Part] = [table(config, measured), COLUMNS, SOURCE, NORM]
+    text += [f"{name}: {why}." for name, why in missing.items()]
+    images, pngs, advised = [SPEED], {"results.png": speed(measured)}, advice(measured, timelines)
+    shown = [case.name for case, _ in measured if case.kind == "split" or case.size == size]
+    if drawn := {name: timelines[name] for name in shown if name in timelines}:
+        images.append(TIMELINE)
+        pngs["timeline.png"] = timeline(drawn)
+    return Report(header, [*text, *advised], [*text, *images, *advised], pngs)
+
+
+def table(config: Facts, measured: Measured) -> Table:
+    """One line a case."""
+    net = (config["net"]["init_args"] or {}).get("name")
+    sizes = config["batch_size"], config["image_size"], config["num_classes"]
+    same = (net, *sizes) == ("resnet50", 120, 128, 1000)
+    cells = {
+        "row": lambda each: each[0].name,
+        "m": lambda each: str(each[1]["num_microbatches"]),
+        "s a step": lambda each: _seconds(each[1]),
+        "speed-up": lambda each: f"{each[1]['speedup']:.2f}",
+        "bound": lambda each: NONE if each[1]["bubble_bound"] is None else f"{each[1]['bubble_bound']:.2f}",
+        "share, %": lambda each: percent(each[1]["share_of_bound"]),
+        "tutorial": lambda each: _published(each[0]) if same else NONE,
+    }
+    return columns(cells, measured)
+
+
+def _seconds(row: Facts) -> str:
+    spread = f" ± {statistics.stdev(row['seconds_per_step']):.2g}" if len(row["seconds_per_step"]) > 1 else ""
+    return short(mean_seconds(row)) + spread
+
+
+def _published(case: Case) -> str:
+    seconds = PUBLISHED.get((case.kind, None if case.num_microbatches == 1 else case.size))
+    if seconds is None or case.schedule not in {None, *ONE_STAGE}:  # the tutorial has one stage on a device
+        return NONE
+    return f"{seconds / 3:.2f}, {PUBLISHED['one', None] / seconds:.2f} x"
+
+
+def advice(measured: Measured, timelines: Mapping[str, Facts]) -> list[Part]:
+    """The fastest pipeline as options of any experiment and as code, and what else is as fast."""
+    pipelines = {case: row for case, row in measured if case.kind == "pipelined"}
+    if not pipelines:
+        return []
+    means = {case: mean_seconds(row) for case, row in measured}
+    case = min(pipelines, key=means.__getitem__)
+    sizes = {name: each["sizes"] for name, each in timelines.items()}
+    options = {"schedule": case.schedule, "num_microbatches": case.num_microbatches, "balance": sizes[case.name]}
+    flags = [f"--trainer.strategy.{name} {value}".replace(", ", ",") for name, value in options.items()]
+    command = " ".join([f"--trainer.devices {case.devices} --trainer.strategy pipeline", *flags])
+    code = f"PipelineStrategy({', '.join(f'{name}={value!r}' for name, value in options.items())})"
+    sentences = [f"Recommended on this machine: {case.name}, {short(means[case])} s a step."]
+    limit = means[case] + statistics.pstdev(pipelines[case]["seconds_per_step"])
+    if near := [other.name for other in pipelines if other is not case and means[other] <= limit]:
+        sentences.append(f"Within a standard deviation of it: {'; '.join(near)}.")
+    plain = min((other for other in means if other.kind in {"one", "split"}), key=means.__getitem__, default=case)
+    if means[plain] < means[case]:
+        sentences.append(f"No pipeline is faster than {plain.name}.")
+    if by_time := [other for other in pipelines if other.cut == BY_TIME]:
+        chosen = min(by_time, key=lambda other: (other.schedule != case.schedule, means[other]))
+        layers = listed([str(size) for size in sizes[chosen.name]])
+        sentences.append(f"By time the stages of {chosen.schedule} get {layers} layers.")
+    return [paragraph(" ".join(sentences)), Code(command), Code(code, "python")]
+
+
+def speed(measured: Measured) -> bytes:
+    """A PNG: left the seconds of a step of each case, right the speed-up against the size of micro-batches."""
+    with figure(14, max(4.5, 1.2 + 0.25 * len(measured))) as (drawn, png):
+        axes, right = drawn.subplots(1, 2)
+        axes.set_title("seconds a step, mean and standard deviation")
+        for place, (case, row) in enumerate(measured):
+            mean, spread = mean_seconds(row), statistics.pstdev(row["seconds_per_step"])
+            axes.barh(place, mean, xerr=spread, height=0.7, color=KINDS[case.kind], ecolor=GREY)
+            axes.annotate(f" {mean:.3g}", (mean + spread, place), va="center", fontsize=7)
+        axes.set_yticks(range(len(measured)), [case.name for case, _ in measured], fontsize=8, parse_math=False)
+        axes.set_ylim(len(measured) - 0.4, -0.6)
+        axes.margins(x=0.1)
+        _curve(right, measured)
+    return png.getvalue()
+
+
+def _curve(axes: Axes, measured: Measured) -> None:
+    """Speed-ups of the pipelines of one schedule, over one device with batches and with the same micro-batches."""
+    axes.set_title("speed-up over one device")
+    axes.set_xlabel("images of a micro-batch")
+    pipelines = [(case, row) for case, row in measured if case.kind == "pipelined"]
+    if not pipelines:
+        return
+    schedule = pipelines[0][0].schedule
+    curve = sorted([pair for pair in pipelines if pair[0].schedule == schedule], key=lambda pair: pair[0].size)
+    alone = {case.num_microbatches: mean_seconds(row) for case, row in measured if case.kind == "one"}
+    for number, cut in enumerate(dict.fromkeys(case.cut.label for case, _ in curve if case.cut)):
+        mine = [(case, row) for case, row in curve if case.cut and case.cut.label == cut]
+        sizes, color = [case.size for case, _ in mine], f"C{number}"
+        axes.plot(sizes, [row["speedup"] for _, row in mine], "o-", color=color, label=f"{schedule} {cut}")
+        same = [alone.get(case.num_microbatches, math.nan) / mean_seconds(row) for case, row in mine]
+        axes.plot(sizes, same, "o--", color=color, alpha=0.5, label="… over the same micro-batches")
+    bound = {case.size: row["bubble_bound"] or math.nan for case, row in curve}
+    axes.plot([*bound], [*bound.values()], ":", color=GREY, label="bubble bound, p m / (m + p - 1)")
+    axes.axhline(1, color=GREY, linewidth=0.8)
+    axes.set_xscale("log")
+    axes.set_xticks(list(bound), [str(size) for size in bound])
+    axes.minorticks_off()
+    axes.legend(ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+
+
+def timeline(timelines: Mapping[str, Facts]) -> bytes:
+    """A PNG with a panel a case: a line a rank, a block a computation, white where the rank waits.
+
+    On a GPU the blocks are when kernels are queued. See `Bench.measure` for a timeline's content.
+    """
+    every = [event for timeline in timelines.values() for event in timeline["events"]]
+    longest, ranks = max(event[5] for event in every), 1 + max(event[0] for event in every)
+    with figure(13, 0.8 + len(timelines) * (0.55 + 0.3 * ranks)) as (drawn, png):
+        panels = drawn.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
+        for axes, (name, timeline) in zip(panels, timelines.items(), strict=True):
+            _timeline(axes, timeline["events"], longest)
+            title = f"{name}: ranks wait for {100 * idle(timeline['events']):.0f} %"
+            axes.set_title(title, fontsize=9, color="black", loc="left", parse_math=False)
+            axes.grid(False)
+        meaning = "numbers are micro-batches, shades the stages of a rank"
+        panels[-1].set_xlabel(f"seconds since the step's first forward; {meaning}")
+        kinds = dict.fromkeys(event[3] for event in every)
+        handles = [panels[0].barh(0, 0, color=COLORS[kind], label=kind) for kind in kinds]
+        drawn.legend(handles=handles, loc="outside upper right", ncols=len(kinds))
+    return png.getvalue()
+
+
+def _timeline(axes: Axes, events: Sequence[Sequence[Any]], longest: float) -> None:
+    ranks = 1 + max(event[0] for event in events)
+    stages = {rank: sorted({event[1] for event in events if event[0] == rank}) for rank in range(ranks)}
+    for rank, stage, number, kind, start, stop in events:
+        shade = SHADES[stages[rank].index(stage) % len(SHADES)]
+        look: dict[str, Any] = {"color": COLORS[kind], "alpha": shade, "edgecolor": "white", "linewidth": 0.3}
+        axes.barh(rank, stop - start, 0.84, start, **look)
+        if stop - start > READABLE * longest:
+            axes.text((start + stop) / 2, rank, str(number), ha="center", va="center", fontsize=6, color="white")
+    axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)], fontsize=8)
+    axes.set_ylim(ranks - 0.5, -0.5)
+    axes.set_xlim(0, longest)
+
+
+def idle(events: Sequence[Sequence[Any]]) -> float:
+    """The share of a step, from the first computation to the last, in which a rank computes nothing; their mean."""
+    ranks = {event[0] for event in events}
+    busy = sum(stop - start for *_, start, stop in events)
+    return 1 - busy / (len(ranks) * (max(e[5] for e in events) - min(e[4] for e in events)))

@@ -1,0 +1,286 @@
+"""The study of communication: what it measures and checks, what it refuses and what it keeps."""
+
+import os
+import signal
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from experiments import comm
+from lab.strategies import ring
+from lab.studies.comm import Backend, Bench, Case, all_cases
+from lab.studies.comm.operations import OPERATIONS, Member
+from lab.studies.comm.report import every, picture, table, words
+from tests.commands import left_by_overwriting, refused, refused_elsewhere, results
+from tests.launching import until
+from tests.processes import Run
+from tests.ranks import ranks
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+QUICK = ["--quick", "true", "--trainer.devices", "3"]
+KEYS = {
+    "name", "backend", "operation", "group", "ranks", "bytes", "correct", "seconds", "latency_us",
+    "algorithm_gb_per_s", "bus_gb_per_s",
+}  # fmt: skip
+N = 3
+BUS = {  # as nccl-tests' PERFORMANCE.md has it
+    "send_recv": 1, "isend_irecv": 1, "broadcast": 1, "reduce": 1, "all_gather": (N - 1) / N,
+    "reduce_scatter": (N - 1) / N, "all_to_all": (N - 1) / N, "scatter": (N - 1) / N, "gather": (N - 1) / N,
+    **{f"all_reduce_{op}": 2 * (N - 1) / N for op in ("sum", "product", "max", "min")},
+}  # fmt: skip
+
+
+def rows(out: Path) -> dict[str, Any]:
+    return {row["name"]: row for row in results(out)["rows"]}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    out = tmp_path_factory.mktemp("comm") / "run"
+    comm.main([*QUICK, "--sizes", "1024", "--out", str(out)])
+    return out
+
+
+def test_a_run_leaves_what_the_issue_names(run: Path, tmp_path: Path) -> None:
+    found = results(run)
+    assert set(found) == {"experiment", "hardware", "versions", "commits", "config", "rows"}
+    assert found["experiment"] == "comm"
+    assert {(row["operation"], row["group"]) for row in found["rows"] if row["backend"] == "gloo"} == {
+        (name, group) for name in [*BUS, "barrier"] for group in ("world", "sub-group")
+    }
+    kinds = {backend: [row["operation"] for row in found["rows"] if row["backend"] == backend] for backend in RINGS}
+    assert set(kinds["ring"]) == set(OPERATIONS)
+    assert set(kinds["ring_unchunked"]) == {name for name in OPERATIONS if name.startswith("all_reduce")}
+    for name in ("config.yaml", "environment.json", "report.html", "results.md", "results.png"):
+        assert (run / name).stat().st_size > 0
+    assert "comm.py " in (run / "report.html").read_text().partition("The command that repeats it")[2]
+    page = (run / "results.md").read_text()
+    assert all(f"| {name} | {group} | {backend} |" in page
+               for backend in kinds for name in kinds[backend] for group in ("world", "sub-group"))  # fmt: skip
+    assert not left_by_overwriting(run, tmp_path)
+
+
+def test_a_run_that_was_measured_elsewhere_does_not_go_on(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused_elsewhere(comm.main, run, {"cores": 1000, "gpus": ["GPU"]}, tmp_path, capsys)
+
+
+RINGS = ("ring", "ring_unchunked")
+
+
+def test_rows_have_the_figures_that_nccl_tests_define(run: Path) -> None:
+    for name, row in rows(run).items():
+        assert set(row) == KEYS
+        assert row["name"] == name
+        assert row["correct"] is True
+        assert row["ranks"] == (3 if row["group"] == "world" else 2)
+        seconds = statistics.median(row["seconds"])
+        assert len(row["seconds"]) == 2
+        assert seconds > 0
+        assert row["latency_us"] == pytest.approx(1e6 * seconds)
+        if row["operation"] == "barrier":
+            assert row["bytes"] == 0
+            assert row["algorithm_gb_per_s"] is row["bus_gb_per_s"] is None
+            continue
+        assert row["bytes"] == (1032 if row["ranks"] == 3 else 1024)  # whole numbers for each of three ranks
+        assert row["algorithm_gb_per_s"] == pytest.approx(row["bytes"] / seconds / 1e9)
+        if row["group"] == "world":
+            assert row["bus_gb_per_s"] == pytest.approx(row["algorithm_gb_per_s"] * BUS[row["operation"]])
+
+
+def test_rows_for_more_cases_join_those_that_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--quick", "true", "--trainer.devices", "2", "--backends", "gloo"]
+    comm.main([*flags, "--only", "broadcast", "--sizes", "1024", "--out", str(tmp_path)])
+    before = results(tmp_path)["rows"]
+    more = ["--only", "broadcast", "scatter", "--sizes", "64", "1024"]
+    comm.main(["--out", str(tmp_path), "--resume", "true", *more])
+    after = rows(tmp_path)
+    assert [after[row["name"]] for row in before] == before
+    assert {(row["operation"], row["bytes"]) for row in after.values()} == {
+        (name, size) for name in ("broadcast", "scatter") for size in (64, 1024)
+    }
+    with pytest.raises(SystemExit):
+        comm.main(["--out", str(tmp_path), "--resume", "true", "--sizes", "64"])
+    assert "--sizes 64: expected [64, 1024] or more, as the run in" in capsys.readouterr().err
+
+
+def test_what_is_measured_is_not_measured_again(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = results(run)["rows"]
+    monkeypatch.setattr(Bench, "measure", None)
+    comm.main(["--out", str(run), "--resume", "true"])
+    assert results(run)["rows"] == before
+    with pytest.raises(SystemExit) as stop:
+        comm.main(["--out", str(run), "--resume", "true", "--trainer.devices", "2"])
+    assert stop.value.code == 2
+    assert "--trainer.devices 2: expected 3, as the rows in" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        comm.main([*QUICK, "--out", str(run)])
+    assert "--resume true, --overwrite true" in capsys.readouterr().err
+    assert results(run)["rows"] == before
+
+
+BAD = {
+    "one device": (["--trainer.devices", "1"], "--trainer.devices 1", "at least 2"),
+    "operation": (["--only", "allreduce"], "--only allreduce", "all_reduce_sum"),
+    "backend": (["--backends", "gloo", "rings"], "--backends rings", "near: ring"),
+    "no GPU": (["--backends", "nccl"], "--backends nccl", "gloo, ring"),
+    "sizes": (["--sizes", "0"], "--sizes 0", "from 1 to"),
+    "no sizes": (["--sizes", "[]"], "--sizes []", "from 1 to"),
+    "twice": (["--sizes", "8", "8"], "--sizes 8 8", "twice"),
+    "a word": (["--sizes", "big"], "--sizes", "big"),
+    "repeats": (["--repeats", "0"], "--repeats 0", "at least 1"),
+    "timeout": (["--timeout", "0"], "--timeout 0", "above 0"),
+    "strategy": (["--trainer.strategy", "ddp"], "--trainer.strategy ", "--backends"),
+    "steps": (["--trainer.max_steps", "9"], "--trainer.max_steps 9", "nothing is trained"),
+    "nodes": (["--trainer.num_nodes", "2"], "--trainer.num_nodes 2", "1"),
+    "exact": (["--exact", "4"], "--exact 4", "left out"),
+    "seeds": (["--seeds", "2"], "--seeds 2", "one seed"),
+    "flag": (["--size", "4"], "--size 4", "--sizes"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_input_is_one_line_before_anything_starts(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags, begins, says = BAD[kind]
+    refused(comm.main, ["--quick", "true", "--trainer.devices", "2", *flags], begins, says, tmp_path, capsys)
+
+
+# What goes wrong
+
+
+def wrong(member: Member, *_: torch.Tensor) -> Callable[[], object]:
+    """An all-reduce that forgets to reduce."""
+    return lambda: dist.barrier(member.group)
+
+
+def dies(member: Member, x: torch.Tensor, y: torch.Tensor) -> Callable[[], object]:
+    if member.rank == 1:
+        os._exit(3)
+    return OPERATIONS["all_reduce_sum"].bind(member, x, y)
+
+
+ONLY = ["--sizes", "64", "--repeats", "1", "--trainer.devices", "2", "--backends", "gloo"]
+
+
+def test_a_wrong_result_and_a_row_that_fails_cost_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, bind in (("broadcast", wrong), ("reduce", dies)):
+        monkeypatch.setitem(OPERATIONS, name, replace(OPERATIONS["all_reduce_sum"], bind=bind))
+    with pytest.raises(SystemExit) as stop:
+        comm.main([*ONLY, "--only", "send_recv", "broadcast", "reduce", "gather", "--out", str(tmp_path)])
+    assert stop.value.code == 1
+    found = {(row["operation"], row["group"]): row["correct"] for row in results(tmp_path)["rows"]}
+    assert found == {
+        (name, group): name != "broadcast"
+        for name in ("send_recv", "broadcast", "gather")
+        for group in ("world", "sub-group")
+    }
+    printed = capfd.readouterr()
+    assert "gloo broadcast, world, 64 B: the result is WRONG." in printed.out
+    failed = [line for line in printed.err.splitlines() if " failed: " in line]
+    assert [line.partition(":")[0] for line in failed] == [
+        "gloo reduce, world, 64 B failed", "gloo reduce, sub-group, 64 B failed",
+    ]  # fmt: skip
+    assert "gloo reduce, world, 64 B: failed: " in (tmp_path / "results.md").read_text()
+
+
+def test_a_backend_that_does_not_start_fails_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(comm.ring, "register", lambda: os._exit(3))
+    with pytest.raises(SystemExit):
+        comm.main([*ONLY, "--only", "broadcast", "gather", "--out", str(tmp_path)])
+    failed = [line for line in capfd.readouterr().err.splitlines() if " failed: " in line]
+    assert len(failed) == 1
+    assert failed[0].startswith("gloo broadcast, world, 64 B and 3 more failed: rank ")
+    assert failed[0].endswith(" ended with exit code 3")
+
+
+def slow(flags: list[str]) -> None:
+    OPERATIONS["gather"] = replace(OPERATIONS["gather"], bind=lambda *_: lambda: time.sleep(60))
+    comm.main(flags)
+
+
+def test_a_signal_ends_the_run_and_keeps_its_rows(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run = Run(slow, [*ONLY, "--only", "scatter", "gather", "--out", str(out)], log=tmp_path / "log")
+    until(lambda: (out / "results.json").exists() and len(rows(out)) == 2, run)
+    os.killpg(run.process.pid, signal.SIGINT)
+    assert run.wait() == 128 + signal.SIGINT, run.output
+    assert "--resume true" in run.output
+    assert set(rows(out)) == {"gloo scatter, world, 64 B", "gloo scatter, sub-group, 64 B"}
+
+
+# Its parts
+
+
+def every_case_is_correct_and_can_be_wrong() -> None:
+    group = dist.new_group([1, 2])
+    for members, torchs in (((0, 1, 2), dist.group.WORLD), ((1, 2), group)):
+        if dist.get_rank() not in members:
+            continue
+        member = Member(torchs, members, members.index(dist.get_rank()), torch.device("cpu"))
+        for name, operation in OPERATIONS.items():
+            x, y = operation.tensors(member, 12 if operation.sized else 0)
+            operation.bind(member, x, y)()
+            assert operation.is_correct(member, x, y), name
+            if operation.receives(member):
+                y[-1] += 1
+                assert not operation.is_correct(member, x, y), name
+
+
+def test_a_wrong_number_would_be_seen() -> None:
+    ranks(3, every_case_is_correct_and_can_be_wrong)
+
+
+def test_rows_of_any_number_of_ranks() -> None:
+    gloo, whole = Backend("gloo"), Backend(ring.UNCHUNKED, only_all_reduce=True)
+    found = all_cases(5, [gloo, whole], ["all_reduce_max", "gather", "barrier"], [1, 2, 4096])
+    names = [row.name for row in found]
+    assert len(set(names)) == len(names)
+    assert names[:4] == [
+        "gloo all_reduce_max, world, 20 B", "gloo all_reduce_max, world, 4,100 B",
+        "gloo all_reduce_max, sub-group, 16 B", "gloo all_reduce_max, sub-group, 4,096 B",
+    ]  # fmt: skip
+    assert all(row.count % len(row.ranks) == 0 for row in found)
+    assert {row.ranks for row in found} == {(0, 1, 2, 3, 4), (0, 1, 2, 3)}
+    assert {row.operation for row in found if row.backend == whole} == {"all_reduce_max"}
+    assert {row.ranks for row in all_cases(2, [gloo], None, [64]) if row.group == "sub-group"} == {(0, 1)}
+    assert [words(size) for size in (8, 1024, 1032, 2**26, 2**20 + 4)] == ["8 B", "1 KB", "1 KB", "64 MB", "1 MB"]
+
+
+@pytest.mark.drawn
+def test_a_table_compares_with_gloo() -> None:
+    def fact(backend: str, size: int, latency: float) -> dict[str, Any]:
+        row = Case(Backend(backend), "broadcast", "world", (0, 1), size // 4)
+        rest = {"operation": "broadcast", "group": "world", "bytes": size, "algorithm_gb_per_s": size / latency / 1e3}
+        return {
+            "name": row.name,
+            "backend": backend,
+            **rest,
+            "latency_us": latency,
+            "bus_gb_per_s": size / latency / 1e3,
+        }
+
+    found = [fact("gloo", 1024, 10), fact("gloo", 2**20, 400), fact("ring", 1024, 20), fact("ring", 2**20, 600)]
+    shown = table(found)
+    assert shown.header == ["operation", "group", "µs: gloo", "ring", "GB/s: gloo", "ring"]
+    assert shown.rows == [["broadcast", "world", "10.0", "20.0", "2.62", "1.75"]]
+    assert [line[-1] for line in every(found).rows] == ["—", "—", "2.00 x", "1.50 x"]
+    assert table([]).rows == []
+    assert picture([]).startswith(b"\x89PNG")

@@ -1,0 +1,388 @@
+"""The comparison of strategies: what it measures, what it refuses, and that no row costs another."""
+
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+
+from apprentice.errors import BadInput
+from experiments import hardware
+from harness import cli
+from lab.studies.hardware import Bench
+from lab.studies.hardware.cases import Cases
+from lab.studies.hardware.measure import Phases, difference
+from lab.studies.hardware.report import report, table
+from lab.studies.meters import PeakMemory, hidden_share, sent_bytes, state_bytes
+from lit_modules.nets import ViT
+from strategies import DDP
+from tests.commands import left_by_overwriting, refused, refused_elsewhere, results
+from tests.launching import until
+from tests.processes import Run
+from tests.training import classifier, net
+
+QUICK = ["--data.batch_size", "8", "--data.train_size", "20", "--data.validation_size", "0", "--steps", "4"]
+LIGHT = [*QUICK, "--net", "LightNN"]
+KEYS = {"experiment", "hardware", "versions", "commits", "config", "rows"}
+COLUMNS = {
+    "strategy", "devices", "exact", "images_per_second", "speedup", "state_bytes_per_rank", "bytes_sent_per_step",
+    "first_difference", "max_difference", "peak_memory_per_rank", "hidden_share", "step_ms", "threads_per_rank",
+}  # fmt: skip
+DEEP = 4 * 201_642  # bytes of DeepNN's parameters for 1 x 8 x 8
+LITTLE = 3_000  # bytes a step of Lightning's flags and of logged means
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def rows(out: Path) -> dict[str, Any]:
+    return {row["strategy"]: row for row in results(out)["rows"]}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    out = tmp_path_factory.mktemp("hardware") / "run"
+    only = ["ddp", "ddp_zero1", "fsdp", "local_sgd", "ddp_fp16", "ddp-exact", "ddp_zero1-exact"]
+    hardware.main([*QUICK, "--trainer.devices", "2", "--exact", "3", "--only", *only, "--out", str(out)])
+    return out
+
+
+def test_a_run_leaves_what_the_issue_names(two: Path, tmp_path: Path) -> None:
+    found = results(two)
+    assert set(found) == KEYS
+    assert found["experiment"] == "hardware"
+    assert found["hardware"]["cores"] == os.cpu_count()
+    assert torch.__version__.startswith(found["versions"]["torch"])
+    assert found["config"]["trainer"]["devices"] == 2
+    names = [row["strategy"] for row in found["rows"]]
+    assert names[0] == "single"
+    assert set(names[1:]) == set(found["config"]["only"])
+    for row in found["rows"]:
+        assert set(row) == COLUMNS
+        assert row["devices"] == len(row["state_bytes_per_rank"]) == (1 if row["strategy"] == "single" else 2)
+        assert row["exact"] == (3 if row["strategy"].endswith("-exact") else None)
+        assert row["images_per_second"] == pytest.approx(8 / row["step_ms"] * 1e3)
+        assert row["speedup"] == pytest.approx(row["images_per_second"] / found["rows"][0]["images_per_second"])
+        assert row["threads_per_rank"] == 1
+    for name in ("config.yaml", "environment.json", "report.html", "results.md", "results.png"):
+        assert (two / name).stat().st_size > 0
+    assert "hardware.py " in (two / "report.html").read_text().partition("The command that repeats it")[2]
+    page = (two / "results.md").read_text()
+    assert all(f"| {name} |" in page for name in names)
+    assert not left_by_overwriting(two, tmp_path)
+
+
+def test_a_run_that_was_measured_elsewhere_does_not_go_on(
+    two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused_elsewhere(hardware.main, two, {"threads": 7}, tmp_path, capsys)
+
+
+def test_state_is_what_a_rank_holds(two: Path) -> None:
+    found = {name: row["state_bytes_per_rank"] for name, row in rows(two).items()}
+    whole = 4 * DEEP  # parameters, gradients, Adam's two moments; its step counts are 4 bytes a parameter tensor
+    assert found["single"] == [whole + 12 * 4]
+    for name in ("ddp", "local_sgd", "ddp_fp16", "ddp-exact"):
+        assert found[name] == [whole + 12 * 4] * 2, name
+    assert sum(found["fsdp"]) == pytest.approx(whole, rel=1e-3)
+    assert max(found["fsdp"]) < 0.55 * whole
+    assert sum(found["ddp_zero1"]) == 2 * 2 * DEEP + 2 * DEEP + 12 * 4
+    assert max(found["ddp_zero1"]) < 0.8 * whole
+    assert found["ddp_zero1-exact"] == found["ddp_zero1"]
+    for name, row in rows(two).items():
+        assert all(peak > min(found[name]) / 2 for peak in row["peak_memory_per_rank"]), name
+
+
+def test_bytes_are_those_that_were_sent(two: Path) -> None:
+    found = {name: row["bytes_sent_per_step"] for name, row in rows(two).items()}
+    assert found["single"] == 0
+    assert found["ddp"] == pytest.approx(DEEP, abs=LITTLE)  # 2 (n - 1) / n of the gradients
+    assert found["ddp_fp16"] == pytest.approx(DEEP / 2, abs=LITTLE)
+    assert found["local_sgd"] == pytest.approx(DEEP / 4, abs=LITTLE)  # it averages every fourth step
+    assert found["ddp-exact"] == pytest.approx(2 * DEEP, abs=LITTLE)  # one float64 sum a number
+    assert found["ddp_zero1"] == pytest.approx(1.5 * DEEP, rel=0.02)  # and half of the parameters from each rank
+
+
+def test_differences_tell_the_exact_from_the_rest(two: Path) -> None:
+    for key in ("first_difference", "max_difference"):
+        found = {name: row[key] for name, row in rows(two).items()}
+        assert found["single"] == found["ddp-exact"] == found["ddp_zero1-exact"] == 0
+        for name in ("ddp", "ddp_zero1", "fsdp"):
+            assert found[name] <= 1e-9, name
+        for name in ("ddp_fp16", "local_sgd"):
+            assert 1e-6 < found[name] < 1, name
+
+
+def test_shares_are_shares(two: Path) -> None:
+    for name, row in rows(two).items():
+        assert row["hidden_share"] is None if name == "single" else 0 <= row["hidden_share"] <= 1, name
+
+
+@pytest.mark.slow
+def test_powersgd_sends_far_less_and_rpc_is_not_counted(tmp_path: Path) -> None:
+    only = ["--only", "ddp", "ddp_powersgd", "rpc_hybrid", "--trainer.devices", "2"]
+    hardware.main([*LIGHT, *only, "--out", str(tmp_path / "run")])
+    found = rows(tmp_path / "run")
+    assert found["rpc_hybrid"]["bytes_sent_per_step"] is found["rpc_hybrid"]["hidden_share"] is None
+    assert found["ddp_powersgd"]["bytes_sent_per_step"] < found["ddp"]["bytes_sent_per_step"] / 5
+    assert 1e-9 < found["ddp_powersgd"]["max_difference"] < 1
+
+
+@pytest.mark.slow
+def test_one_device_and_options_of_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [
+        "--trainer.devices", "1", "--trainer.accumulate_grad_batches", "2", "--trainer.strategy", "local_sgd",
+        "--trainer.strategy.period", "2", "--only", "ddp", "local_sgd", "fsdp", "ddp-exact",
+    ]  # fmt: skip
+    hardware.main([*LIGHT, *flags, "--out", str(tmp_path / "run")])
+    found = rows(tmp_path / "run")
+    assert all(row["devices"] == 1 and row["hidden_share"] is None for row in found.values())
+    assert all(row["bytes_sent_per_step"] < LITTLE for row in found.values())
+    assert all(row["max_difference"] <= 1e-12 for row in found.values())
+    assert found["ddp-exact"] == {**found["ddp-exact"], "exact": 8, "max_difference": 0}
+    assert "0 bits" in capsys.readouterr().out
+
+
+BAD = {
+    "unknown row": (["--only", "ddp", "fspd"], "--only fspd", "near: fsdp"),
+    "no GPUs": (["--only", "DataParallel"], "--only DataParallel", "2 GPUs"),
+    "one group": (["--only", "hsdp", "--trainer.devices", "2"], "--only hsdp", "shard_size 2"),
+    "uneven groups": (["--only", "hsdp", "--trainer.devices", "3"], "--only hsdp", "divides the 3 devices"),
+    "given groups": (
+        ["--trainer.strategy", "hsdp", "--trainer.strategy.shard_size", "3", "--trainer.devices", "4"],
+        "--trainer.strategy.shard_size 3", "divides the 4 devices",
+    ),
+    "too few shards": (["--exact", "2", "--trainer.devices", "3"], "--exact 2", "at least 3"),
+    "nccl": (
+        ["--trainer.strategy", "ddp", "--trainer.strategy.process_group_backend", "nccl"],
+        "--trainer.strategy.process_group_backend nccl", "gloo",
+    ),
+    "Lightning's own": (["--trainer.strategy", "deepspeed"], "--trainer.strategy deepspeed", "auto"),
+    "unknown strategy": (["--trainer.strategy", "fspd"], "--trainer.strategy fspd", "fsdp"),
+    "unknown option": (
+        ["--trainer.strategy", "local_sgd", "--trainer.strategy.perod", "2"], "--trainer.strategy.perod 2", "period",
+    ),
+    "no gpu": (["--trainer.accelerator", "gpu"], "--trainer.accelerator gpu: expected", "gpu"),
+    "nodes": (["--trainer.num_nodes", "2"], "--trainer.num_nodes 2", "1"),
+    "epochs": (["--trainer.max_epochs", "2"], "--trainer.max_epochs 2", "--steps"),
+    "steps": (["--steps", "0"], "--steps 0", "at least 1"),
+    "seeds": (["--seeds", "3"], "--seeds 3", "one seed"),
+    "small batch": (["--data.batch_size", "1"], "--data.batch_size 1", "at least 2"),
+    "accumulation": (["--trainer.accumulate_grad_batches", "99"], "--trainer.accumulate_grad_batches 99", "at most"),
+    "a logger": (["--trainer.logger", "CSVLogger"], "--trainer.logger CSVLogger", "true or false"),
+    "net": (["--net", "ResNet", "--net.depth", "9"], "--net.depth 9", "6n + 2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_input_is_one_line_before_anything_starts(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused(hardware.main, *BAD[kind], tmp_path, capsys)
+
+
+def test_a_folder_with_a_run_is_refused(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (two / "results.json").read_bytes()
+    with pytest.raises(SystemExit) as stop:
+        hardware.main([*QUICK, "--out", str(two)])
+    assert stop.value.code == 2
+    assert "--resume true, --overwrite true" in capsys.readouterr().err
+    assert (two / "results.json").read_bytes() == before
+
+
+def test_what_is_measured_is_not_measured_again(
+    two: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = results(two)["rows"]
+    monkeypatch.setattr(Bench, "measure", None)
+    hardware.main(["--out", str(two), "--resume", "true"])
+    assert results(two)["rows"] == before
+    with pytest.raises(SystemExit):
+        hardware.main(["--out", str(two), "--resume", "true", "--trainer.devices", "3"])
+    assert "--trainer.devices 3: expected 2, as the rows in" in capsys.readouterr().err
+
+
+class Dies(DDP):
+    """Rank 1 ends without a word."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.global_rank == 1:
+            os._exit(3)
+        return super().training_step(*args, **kwargs)
+
+
+def test_a_row_that_fails_costs_no_other(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    strategy = ["--trainer.strategy", "tests.lab.test_hardware.Dies", "--trainer.devices", "2"]
+    out = tmp_path / "run"
+    with pytest.raises(SystemExit) as stop:
+        hardware.main([*LIGHT, *strategy, "--only", "ddp", "tests.lab.test_hardware.Dies", "--out", str(out)])
+    assert stop.value.code == 1
+    assert set(rows(out)) == {"single", "ddp"}
+    said = capfd.readouterr()
+    assert "tests.lab.test_hardware.Dies failed: rank 1 ended with exit code 3\n" in said.err
+    assert "exit code 3" in (out / "results.md").read_text()
+
+
+def test_a_net_that_cannot_be_trained_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--optimizer", "SGD", "--optimizer.lr", "1e30", "--only", "ddp", "--out", str(tmp_path / "run")]
+    with pytest.raises(SystemExit) as stop:
+        hardware.main([*LIGHT, *flags])
+    assert stop.value.code == 2
+    assert "not finite" in capsys.readouterr().err
+
+
+def test_a_signal_ends_the_run_and_keeps_its_rows(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    flags = [*LIGHT, "--trainer.devices", "2", "--only", "ddp", "ddp_zero1", "--steps", "100000", "--out", str(out)]
+    run = Run(_slow_after_single, flags, log=tmp_path / "log")
+    until(lambda: run.log.exists() and "in the second row" in run.output, run)
+    os.killpg(run.process.pid, signal.SIGINT)
+    assert run.wait() == 128 + signal.SIGINT, run.output
+    assert "--resume true" in run.output
+    assert set(rows(out)) == {"single"}
+
+
+def _slow_after_single(flags: list[str]) -> None:
+    measure = Bench.measure
+
+    def measured(self: Bench, row: Any) -> Any:
+        if row.name == "single":
+            self.steps = 4
+            found = measure(self, row)
+            self.steps = 100_000
+            return found
+        print("in the second row", flush=True)
+        return measure(self, row)
+
+    Bench.measure = measured  # type: ignore[method-assign]
+    hardware.main(flags)
+
+
+# Its parts
+
+
+def test_a_strategy_is_timed_in_whole_periods() -> None:
+    assert Phases.of({}, steps=24) == (4, 1, 24, 3)
+    assert Phases.of({"period": 16, "warmup_steps": 5}, steps=24) == (9, 16, 3, 3)
+    assert Phases.of({"start_step": 10}, steps=24, accumulate=2) == (28, 2, 24, 6)
+    assert Phases.of({"period": 4}, steps=24).batches == 4 + 24 + 3
+
+
+def test_rows_are_all_strategies_that_fit() -> None:
+    command = hardware.parser()
+    config = command.parse(["--trainer.devices", "4"])
+    found, skipped = Cases(config.trainer, config.exact).picked(None)
+    names = [row.name for row in found]
+    assert set(names) >= {"single", "ddp", "ddp_zero1", "fsdp", "hsdp", "local_sgd", "ddp_fp16", "ddp_powersgd"}
+    assert {"ddp-exact", "ddp_zero1-exact", "pipeline", "model_parallel", "pipeline-exact"} <= set(names)
+    assert not {"ddp_fork", "ddp_spawn", "fsdp-exact"} & set(names)
+    assert set(skipped) == {"DataParallel", "model_parallel-exact"}  # which has one micro-batch
+    assert {row.exact for row in found} == {None, 8}
+    assert {row.options["timeout"] for row in found if row.options} == {300.0}  # a rank that hangs costs no half hour
+
+
+def test_a_net_that_has_no_plan_is_not_computed_by_several_ranks() -> None:
+    config = hardware.parser().parse(["--trainer.devices", "4"])
+    cases = Cases(config.trainer, config.exact)
+    found, _ = cases.picked(None)
+    left, unsuited = cases.suited(found, classifier(), None)
+    assert [*unsuited] == ["tensor_parallel"] == [case.name for case in found if case not in left]
+    assert "expected a net with tensor_parallel_plan()" in unsuited["tensor_parallel"]
+    assert cases.suited(found, classifier(ViT), ["tensor_parallel"]) == (found, {})
+    with pytest.raises(BadInput, match="--only tensor_parallel: expected a strategy that can train this net: mesh"):
+        cases.suited(found, classifier(), ["tensor_parallel"])
+
+
+@pytest.mark.filterwarnings("ignore:You passed .*precision='16-mixed':UserWarning")  # it is another on CPU
+def test_the_scaled_precision_leaves_exact_rows_out() -> None:
+    config = hardware.parser().parse(["--trainer.devices", "2", "--trainer.precision", "16-mixed"])
+    _, skipped = Cases(config.trainer, config.exact).picked(None)
+    assert "16-mixed" in skipped["ddp-exact"]
+
+
+def test_hidden_is_the_time_in_both() -> None:
+    assert hidden_share([(0, 10)], [(2, 4), (3, 5), (9, 20)]) == 0.4
+    assert hidden_share([(0, 4), (2, 10), (20, 30)], [(-5, 40)]) == 1
+    assert hidden_share([(0, 1)], [(1, 2)]) == 0
+    assert hidden_share([], [(0, 1)]) is None
+
+
+def test_differences() -> None:
+    ones = {"a": torch.ones(3), "n": torch.tensor(3)}
+    assert difference(ones, ones) == difference(ones, ones, in_bits=True) == 0
+    other = {"a": torch.tensor([1.0, 1.5, 1.0]), "n": torch.tensor(3)}
+    assert difference(ones, other) == 0.5
+    assert difference(ones, other, in_bits=True) == 1  # the first of the fraction
+    assert difference({"a": torch.tensor(0.0)}, {"a": torch.tensor(-0.0)}, in_bits=True) == 1
+    assert difference(ones, {**ones, "a": torch.tensor([1.0, torch.nan, 5.0])}) != 0
+    with pytest.raises(ValueError, match="one net"):
+        difference(ones, {"a": torch.ones(3)})
+
+
+def test_sent_bytes_are_counted_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sent_bytes() == 0  # no one to talk to
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_backend", lambda: "gloo")
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as near:
+        far, _ = server.accept()
+        with far:
+            before = sent_bytes()
+            near.sendall(b"x" * 5000)
+            received = 0
+            while received < 5000:
+                received += len(far.recv(5000))
+            deadline = time.monotonic() + 5
+            while (sent := sent_bytes() or 0) - (before or 0) < 5000 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert sent - (before or 0) == 5000
+    monkeypatch.setattr("torch.distributed.get_backend", lambda: "nccl")
+    assert sent_bytes() is None
+
+
+def test_peak_memory_is_what_was_held_at_once() -> None:
+    held = torch.ones(2**22)  # what was there before does not count
+    meter = PeakMemory(torch.device("cpu"))
+    torch.ones(2**24)  # 64 MiB, let go at once
+    found = meter.bytes()
+    assert found is not None
+    assert 0.95 * 2**26 < found < 1.1 * 2**26
+    assert len(held)
+
+
+def test_state_bytes_count_each_tensor() -> None:
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    size = 4 * sum(p.numel() for p in module.parameters())
+    assert state_bytes(module, [optimizer]) == size
+    module(torch.zeros(2, 1, 8, 8)).sum().backward()
+    optimizer.step()
+    assert state_bytes(module, [optimizer]) == 3 * size
+
+
+def test_what_was_not_measured_is_told_apart_from_nothing() -> None:
+    row = {
+        "strategy": "fsdp", "devices": 2, "exact": None, "images_per_second": 1234.5, "speedup": 1.9,
+        "state_bytes_per_rank": [2**20, 2**21], "peak_memory_per_rank": [None, None], "bytes_sent_per_step": None,
+        "hidden_share": None, "max_difference": None, "threads_per_rank": 1,
+    }  # fmt: skip
+    shown = table([row]).rows[0]
+    assert shown == ["fsdp", "2", "1,234", "1.90", "2", "—", "—", "—", "—", "not finite"]
+    config = {"net": {"class_path": "my.Net"}, "data": {"class_path": "my.Data"}}
+    results = {"rows": [{**row, "strategy": "single", "threads_per_rank": 2}, row], "config": config}
+    page = report(results | {"hardware": {}, "versions": {}}, {"hsdp": "no"}).markdown("hardware")
+    assert "Net on Data" in page
+    assert "single 2, fsdp 1" in page
+    assert "hsdp: no." in page
+
+
+def test_a_module_is_split_over_gpus_by_torchs_own_wrapper() -> None:
+    config = hardware.parser().parse([])
+    data = cli.build(config.data, "data")
+    data.setup()
+    module: LightningModule = hardware.classifier(config, data, split=True)
+    plain = hardware.classifier(config, data).state_dict()
+    assert {name.replace("net.module.", "net.", 1) for name in module.state_dict()} == set(plain)

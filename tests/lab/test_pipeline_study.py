@@ -1,0 +1,316 @@
+"""The study of pipelines: what it measures, draws and recommends, what it refuses and what it keeps."""
+
+import copy
+import itertools
+import json
+import os
+import signal
+import statistics
+from argparse import Namespace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from experiments import pipeline
+from harness.runs.quiet import quiet
+from lab.studies.pipeline import Bench, Case, Cases, Cut, Noise, Task
+from lab.studies.pipeline.cases import bubble_bound
+from lab.studies.pipeline.report import idle, table
+from tests.commands import left_by_overwriting, refused, refused_elsewhere, results
+from tests.launching import until
+from tests.processes import Run
+from tests.training import trainer
+
+NET = ["--net", "ResNet", "--net.depth", "8", "--cut_after", "stage1", "--trainer.devices", "2"]
+QUICK = ["--quick", "true", *NET]
+SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+KEYS = {"experiment", "hardware", "versions", "commits", "config", "rows"}
+COLUMNS = {
+    "name", "schedule", "num_microbatches", "seconds_per_step", "speedup", "bubble_bound", "share_of_bound",
+}  # fmt: skip
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def rows(out: Path) -> dict[str, Any]:
+    return {row["name"]: row for row in results(out)["rows"]}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    out = tmp_path_factory.mktemp("pipeline") / "run"
+    pipeline.main([*QUICK, "--out", str(out)])
+    return out
+
+
+def test_a_run_leaves_what_the_issue_names(run: Path, tmp_path: Path) -> None:
+    found = results(run)
+    assert set(found) == KEYS
+    assert found["experiment"] == "pipeline"
+    assert found["config"]["split_sizes"] == [2, 4]
+    names = [row["name"] for row in found["rows"]]
+    assert names[:7] == [
+        "one device", "one device, split size 2", "one device, split size 4", "split after stage1", "split by time",
+        "1F1B after stage1, split size 2", "1F1B after stage1, split size 4",
+    ]  # fmt: skip
+    assert len(set(names)) == len(names)
+    best = min(found["rows"][5:9], key=lambda row: statistics.mean(row["seconds_per_step"]))["name"][-1]
+    for schedule in SCHEDULES:
+        size = "2" if schedule == "DualPipeV" else best  # it needs four micro-batches
+        assert f"{schedule} by time, split size {size}" in names
+    for name in ("config.yaml", "environment.json", "report.html", "results.md", "results.png", "timeline.png"):
+        assert (run / name).stat().st_size > 0
+    assert "pipeline.py " in (run / "report.html").read_text().partition("The command that repeats it")[2]
+    page = (run / "results.md").read_text()
+    assert all(f"| {name} |" in page for name in names)
+    assert all(figure in page for figure in ("3.75", "4.02", "2.51", "2.43"))
+    assert not left_by_overwriting(run, tmp_path)
+
+
+def test_a_run_that_was_measured_elsewhere_does_not_go_on(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused_elsewhere(pipeline.main, run, {"cpu": "Another"}, tmp_path, capsys)
+
+
+def test_rows_have_the_figures_that_their_seconds_give(run: Path) -> None:
+    found = rows(run)
+    one = statistics.mean(found["one device"]["seconds_per_step"])
+    for name, row in found.items():
+        assert set(row) == COLUMNS
+        assert len(row["seconds_per_step"]) == 2
+        assert min(row["seconds_per_step"]) > 0
+        assert row["speedup"] == pytest.approx(one / statistics.mean(row["seconds_per_step"]))
+        assert (row["schedule"] is None) == name.startswith("one device")
+        if row["schedule"] in {"GPipe", "1F1B"}:
+            m = row["num_microbatches"]
+            assert row["bubble_bound"] == pytest.approx(2 * m / (m + 1))
+            assert row["share_of_bound"] == pytest.approx(row["speedup"] / row["bubble_bound"])
+        else:
+            assert row["bubble_bound"] is row["share_of_bound"] is None
+    assert found["split by time"] == {**found["split by time"], "schedule": "GPipe", "num_microbatches": 1}
+    for size, count in ((2, 4), (4, 2)):
+        for start in ("one device", "1F1B after stage1", "1F1B by time"):
+            assert found[f"{start}, split size {size}"]["num_microbatches"] == count
+
+
+def test_the_timeline_is_one_of_a_pipeline(run: Path) -> None:
+    found = rows(run)
+    kept = json.loads((run / "timelines.json").read_text())
+    assert set(kept) == {name for name, row in found.items() if row["schedule"] is not None}
+    for name, timeline in kept.items():
+        count, stages = found[name]["num_microbatches"], len(timeline["sizes"])
+        assert sum(timeline["sizes"]) == 5
+        assert stages == (2 if found[name]["bubble_bound"] else 4)
+        spans = {(stage, number, kind): (start, stop) for _, stage, number, kind, start, stop in timeline["events"]}
+        assert min(start for start, _ in spans.values()) == 0
+        for stage in range(stages):
+            for number in range(count):
+                start, stop = spans[stage, number, "forward"]
+                assert 0 <= start < stop <= spans[stage, number, "backward"][0]
+                if stage:  # the clocks of both ranks are one
+                    assert start >= spans[stage - 1, number, "forward"][1]
+                    assert spans[stage - 1, number, "backward"][1] > spans[stage, number, "backward"][1]
+        for rank in (0, 1):
+            mine = sorted(event[4:] for event in timeline["events"] if event[0] == rank)
+            assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(mine))
+    assert kept["split after stage1"]["sizes"] == [2, 3]
+    assert idle(kept["split after stage1"]["events"]) >= 0.5 - 1e-6  # one computes at a time
+
+
+def test_it_ends_with_what_to_take(run: Path) -> None:
+    found = rows(run)
+    candidates = {name: row for name, row in found.items() if row["schedule"] and not name.startswith("split")}
+    best = min(candidates, key=lambda name: statistics.mean(candidates[name]["seconds_per_step"]))
+    page = (run / "results.md").read_text()
+    text = " ".join(page.split())  # lines break where the names of rows let them
+    assert f"Recommended on this machine: {best}, " in text
+    code = page.rpartition("```python\n")[2].partition("\n")[0]
+    sizes = json.loads((run / "timelines.json").read_text())[best]["sizes"]
+    expected = f"schedule={found[best]['schedule']!r}, num_microbatches={found[best]['num_microbatches']}"
+    assert code == f"PipelineStrategy({expected}, balance={sizes})"
+    flags = page.rpartition("```\n--trainer")[2].partition("\n")[0]
+    command = pipeline.parser().parse(f"--trainer{flags}".split())
+    assert command.trainer.init_args["strategy"].init_args["balance"] == sizes
+    assert "By time the stages of" in text
+
+
+def test_what_is_measured_is_not_measured_again(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = results(run)["rows"]
+    monkeypatch.setattr(Bench, "measure", None)
+    pipeline.main(["--out", str(run), "--resume", "true"])
+    assert results(run)["rows"] == before
+    with pytest.raises(SystemExit) as stop:
+        pipeline.main(["--out", str(run), "--resume", "true", "--trainer.devices", "3"])
+    assert stop.value.code == 2
+    assert "--trainer.devices 3: expected 2, as the rows in" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        pipeline.main([*QUICK, "--out", str(run)])
+    assert "--resume true, --overwrite true" in capsys.readouterr().err
+    assert results(run)["rows"] == before
+
+
+BAD = {
+    "one device": (["--trainer.devices", "1"], "--trainer.devices 1", "at least 2"),
+    "another strategy": (["--trainer.strategy", "ddp"], "--trainer.strategy ", "pipeline"),
+    "no strategy": (["--trainer.strategy", "auto"], "--trainer.strategy auto", "pipeline"),
+    "micro-batches": (["--trainer.strategy.num_microbatches", "4"], "--trainer.strategy.num_microbatches 4", "split_s"),
+    "replicas": (["--trainer.strategy.data_parallel_size", "2"], "--trainer.strategy.data_parallel_size 2", "1"),
+    "balance": (["--trainer.strategy.balance", "[1,2,2]"], "--trainer.strategy.balance [1, 2, 2]", "2 numbers"),
+    "a logger": (["--trainer.logger", "CSVLogger"], "--trainer.logger CSVLogger", "true or false"),
+    "schedule": (["--trainer.strategy.schedule", "2F2B"], "--trainer.strategy.schedule 2F2B", "1F1B"),
+    "accumulation": (["--trainer.accumulate_grad_batches", "2"], "--trainer.accumulate_grad_batches 2", "1"),
+    "steps": (["--trainer.max_steps", "9"], "--trainer.max_steps 9", "--repeats"),
+    "sizes": (["--split_sizes", "4", "8"], "--split_sizes 4 8", "from 1 to 7"),
+    "no sizes": (["--split_sizes", "[]"], "--split_sizes []", "from 1 to 7"),
+    "twice": (["--split_sizes", "4", "4"], "--split_sizes 4 4", "twice"),
+    "repeats": (["--repeats", "0"], "--repeats 0", "at least 1"),
+    "exact": (["--exact", "4"], "--exact 4", "left out"),
+    "seeds": (["--seeds", "2"], "--seeds 2", "one seed"),
+    "cut": (["--cut_after", "stage9"], "--cut_after stage9", "a layer of ResNet"),
+    "last": (["--cut_after", "head"], "--cut_after head", "others behind it"),
+    "net": (["--net", "torch.nn.Flatten"], "--net Flatten", "a net that can be cut"),
+    "flag": (["--split_size", "4"], "--split_size 4", "--split_sizes"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_input_is_one_line_before_anything_starts(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags, begins, says = BAD[kind]
+    base = ["--quick", "true", *(() if "--net" in flags else NET)]
+    refused(pipeline.main, [*base, *flags], begins, says, tmp_path, capsys)
+
+
+def test_a_row_that_fails_costs_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pipeline, "get_args", lambda _: ["1F1B"])
+    out = tmp_path / "run"
+    flags = [*QUICK, "--split_sizes", "2", "--trainer.strategy.balance", "[2,2]"]  # there are five layers
+    with pytest.raises(SystemExit) as stop:
+        pipeline.main([*flags, "--out", str(out)])
+    assert stop.value.code == 1
+    assert {"one device", "split after stage1", "1F1B after stage1, split size 2"} <= set(rows(out))
+    failed = "1F1B into [2,2], split size 2"
+    assert failed not in rows(out)
+    line = next(line for line in capfd.readouterr().err.splitlines() if line.startswith(f"{failed} failed: "))
+    assert "add up to 5" in line
+    assert f"{failed}: failed: " in (out / "results.md").read_text()
+
+
+def test_a_signal_ends_the_run_and_keeps_its_rows(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    flags = [*QUICK, "--split_sizes", "4", "--out", str(out)]
+    run = Run(_slow_when_split, flags, log=tmp_path / "log")
+    until(lambda: run.log.exists() and "in the pipeline" in run.output, run)
+    os.killpg(run.process.pid, signal.SIGINT)
+    assert run.wait() == 128 + signal.SIGINT, run.output
+    assert "--resume true" in run.output
+    assert set(rows(out)) == {"one device", "one device, split size 4"}
+
+
+def _slow_when_split(flags: list[str]) -> None:
+    measure = Bench.measure
+
+    def measured(self: Bench, row: Case) -> Any:
+        if row.schedule is not None:
+            print("in the pipeline", flush=True)
+            self.repeats = 100_000
+        return measure(self, row)
+
+    Bench.measure = measured  # type: ignore[method-assign]
+    pipeline.main(flags)
+
+
+# Its parts
+
+
+def test_the_tutorials_figures_stand_beside_its_own_experiment() -> None:
+    rows = study(["--trainer.devices", "2"], sizes=(12, 20, 40), cut=Cut("after layer2", [11, 12])).first()
+    facts = [
+        {"name": row.name, "num_microbatches": row.num_microbatches, "seconds_per_step": [1.0, 3.0], "speedup": 1.0,
+         "bubble_bound": row.bubble_bound, "share_of_bound": row.bubble_bound and 1 / row.bubble_bound}
+        for row in rows
+    ]  # fmt: skip
+    net = {"class_path": "lit_modules.nets.Torchvision", "init_args": {"name": "resnet50"}}
+    config = {"net": net, "batch_size": 120, "image_size": 128, "num_classes": 1000}
+    measured = [*zip(rows, facts, strict=True)]
+    shown = table(config, measured).rows
+    assert {line[0]: line[-1] for line in shown if line[-1] != "—"} == {
+        "one device": "1.25, 1.00 x",
+        **dict.fromkeys(["split after layer2", "split by time"], "1.34, 0.93 x"),
+        **dict.fromkeys([f"1F1B {cut}, split size 20" for cut in ("after layer2", "by time")], "0.84, 1.49 x"),
+        **dict.fromkeys([f"1F1B {cut}, split size 12" for cut in ("after layer2", "by time")], "0.81, 1.54 x"),
+    }
+    assert shown[0][2] == "2.00 ± 1.4"
+    shown = table({**config, "batch_size": 60}, measured).rows
+    assert {line[-1] for line in shown} == {"—"}
+
+
+@pytest.mark.filterwarnings("ignore:.*BatchNorm sees:UserWarning")  # it is only timed
+def test_a_net_is_split_within_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "TWO", ("cpu", "cpu"))
+    rows = study(["--trainer.devices", "2"], batch=6, sizes=(4,), cut=Cut("after 1", [1, 2]))
+    rows._gpus = 2
+    whole, half = rows.inside(4)
+    assert whole.name == "split in one process after 1"
+    assert half.name == "split in one process after 1, split size 4"
+    layers = [nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4)]
+    module = partial(pipeline.module, layers)
+    bench = Bench(module, partial(Noise, 6, (6,), 4, seed=0), batches=1, repeats=1)
+    with quiet():
+        assert [module(row).layers[0].split_size for row in (whole, half)] == [None, 4]  # type: ignore[union-attr]
+        facts, timeline = bench.measure(half)
+    assert facts == {**facts, "schedule": None, "num_microbatches": 2}
+    assert half.bubble_bound == 2 * 2 / 3
+    assert timeline["events"] == []
+
+
+def study(flags: list[str], batch: int = 120, sizes: tuple[int, ...] = (8,), cut: Cut | None = None) -> Cases:
+    config = pipeline.parser().parse(flags)
+    return Cases(Namespace(trainer=config.trainer, batch_size=batch, split_sizes=sizes), SCHEDULES, cut)
+
+
+def test_a_schedule_that_can_not_cut_so_takes_a_few_more() -> None:
+    found = {row.schedule: row.num_microbatches for row in study(["--trainer.devices", "2"]).side_by_side(8)}
+    assert found["1F1B"] == found["ZBVZeroBubble"] == 15
+    assert study(["--trainer.devices", "2"])._strategy.init_args["timeout"] == 300.0
+    assert found["Interleaved1F1B"] == found["InterleavedZeroBubble"] == 16  # a multiple of the rounds
+
+
+def test_bounds_on_more_ranks_and_cuts_that_fit() -> None:
+    cut = Cut("after layer2", [11, 12])
+    rows = study(["--trainer.devices", "4"], cut=cut)
+    assert not [row for row in rows.first() if row.cut == cut]  # it has two stages
+    bounds = {row.num_microbatches: row.bubble_bound for row in rows.first() if row.schedule == "1F1B"}
+    assert bounds == {15: pytest.approx(4 * 15 / 18)}
+    assert bubble_bound(2, 1) == 1
+    rows = study(["--trainer.strategy.balance", "[3,4]", "--trainer.devices", "2"], cut=cut)
+    labels = {row.schedule: row.name for row in rows.side_by_side(8)}
+    assert labels["GPipe"] == "GPipe into [3,4], split size 8"
+    assert labels["LoopedBFS"] == "LoopedBFS by time, split size 8"  # it has four stages
+    assert not rows.inside(8)
+    assert rows.unfit["split in one process"] == "it needs two GPUs"
+
+
+def test_micro_batches_on_one_device_take_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lab.studies.pipeline.measure.LEARNING_RATE", 1.0)
+    start = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4)).double()
+    ends = []
+    for count in (1, 3):
+        task = Task([*copy.deepcopy(start)], count)
+        with quiet():
+            small = trainer(max_epochs=1, precision="64-true")
+            small.fit(task, Noise(7, (6,), 4, steps=3, seed=0))
+        assert small.global_step == 3
+        ends.append(torch.cat([p.detach().flatten() for p in task.parameters()]))
+    torch.testing.assert_close(*ends, rtol=0, atol=1e-14)
+    assert (ends[0] - torch.cat([p.detach().flatten() for p in start.parameters()])).abs().max() > 0.01

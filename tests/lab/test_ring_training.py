@@ -1,0 +1,173 @@
+"""Training over the ring, and by hand, is training with `ddp`."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lab.strategies import AllReduce, DDPRing
+from strategies import DDP, DataParallel
+from strategies.base.gradients import Buckets
+from tests.ranks import ranks
+from tests.strategies.test_strategies import OPTIONS, Gathered, outcome
+from tests.training import assert_same, classifier, digits, fit, trainer, weights
+
+CLIPPED = OPTIONS["accumulated and clipped"]
+
+
+def ended(strategy: DataParallel, devices: int, path: Path, run: str = "students", **options: Any) -> Any:
+    return outcome(run, devices, path, strategy=strategy, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [2, 3])
+def test_both_train_as_ddp_does(devices: int, tmp_path: Path) -> None:
+    losses, right = ended(DDP(timeout=60), devices, tmp_path, **CLIPPED)
+    _, around = ended(DDPRing(timeout=60), devices, tmp_path, **CLIPPED)
+    assert_same(around, right)  # to the bit: its sums have the order of gloo's
+    theirs, by_hand = ended(AllReduce(timeout=60), devices, tmp_path, **CLIPPED)
+    assert theirs == pytest.approx(losses, abs=1e-12, rel=0)
+    assert_same(by_hand, right, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_eight_processes_agree_with_one(tmp_path: Path) -> None:
+    losses, right = ended(DDP(timeout=60), 1, tmp_path)
+    for strategy in (DDPRing(timeout=60), AllReduce(timeout=60, process_group_backend="gloo")):
+        theirs, other = ended(strategy, 8, tmp_path)
+        assert theirs == pytest.approx(losses, abs=1e-9, rel=0)
+        assert_same(other, right, atol=1e-9)
+
+
+@pytest.mark.slow
+def test_batch_norm_over_the_global_batch_agrees(tmp_path: Path) -> None:
+    losses, right = ended(DDP(timeout=60), 1, tmp_path, "resnet8")
+    for strategy in (DDPRing(timeout=60, find_unused_parameters=True), AllReduce(timeout=60, bucket_cap_mb=0.1)):
+        theirs, other = ended(strategy, 3, tmp_path, "resnet8")
+        assert theirs == pytest.approx(losses, abs=1e-9, rel=0)
+        assert_same(other, right, atol=1e-9)
+
+
+def test_the_ring_is_exact(tmp_path: Path) -> None:
+    options = {"precision": 32, "max_steps": 10}
+    losses, right = ended(DDP(exact=3), 1, tmp_path, **options)
+    theirs, other = ended(DDPRing(timeout=60, exact=3), 3, tmp_path, **options)
+    assert theirs == losses
+    assert_same(other, right)
+
+
+# By hand
+
+
+def sends(_trainer: Any, _module: LightningModule) -> float:
+    return Buckets.sent  # type: ignore[attr-defined, no-any-return]
+
+
+def test_accumulated_batches_are_sent_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    average = Buckets.average
+
+    def counted(self: Buckets) -> None:
+        Buckets.sent += len(self.buckets)  # type: ignore[attr-defined]
+        average(self)
+
+    monkeypatch.setattr(Buckets, "sent", 0, raising=False)
+    monkeypatch.setattr(Buckets, "average", counted)
+    told = Gathered(tmp_path / "sends", sends)
+    options = {"accumulate_grad_batches": 3, "max_epochs": 1, "callbacks": [told]}
+    fit(classifier(), digits(train_size=185), 2, strategy=AllReduce(timeout=60), **options)  # five batches
+    assert told.lines() == [[x, x] for x in (0, 0, 1, 1, 2)]  # the epoch's end is one, too
+
+
+def averages() -> None:
+    rank = dist.get_rank()
+    a, b, c, wide = (nn.Parameter(torch.zeros(2, 3)) for _ in range(4))
+    other = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+    unused = nn.Parameter(torch.zeros(5))
+    wide.data = torch.zeros(1000)
+    buckets = Buckets([a, other, b, wide, unused, c], cap_mb=100 / 2**20)
+    assert [[p.numel() for p in bucket] for bucket in buckets.buckets] == [[6, 6], [1000], [5, 6], [4]]
+    a.grad = torch.full((3, 2), float(rank)).t()
+    if rank == 1:
+        b.grad = torch.full((2, 3), 3.0)
+    wide.grad, other.grad, c.grad = (
+        torch.ones(1000),
+        torch.full((4,), 3 * rank + 1.5, dtype=torch.float64),
+        -torch.ones(2, 3),
+    )
+    for _ in range(2):  # what is averaged already stays as it is
+        buckets.average()
+        grads = {name: p.grad for name, p in (("a", a), ("b", b), ("c", c), ("wide", wide), ("other", other))}
+        assert {name: set(grad.flatten().tolist()) for name, grad in grads.items() if grad is not None} == {
+            "a": {1.0}, "b": {1.0}, "c": {-1.0}, "wide": {1.0}, "other": {4.5},
+        }  # fmt: skip
+        assert unused.grad is None
+
+
+def test_gradients_are_averaged_in_buckets() -> None:
+    ranks(3, averages, backend="gloo")
+
+
+class ByHand(LightningModule):
+    """Two backward passes a step, and statistics of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(0)
+        self.layer, self.norm = nn.Linear(64, 10), nn.BatchNorm1d(64)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.layer(self.norm(images.flatten(1).to(self.layer.weight.dtype)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        outputs = self(batch.inputs)
+        self.manual_backward(outputs.square().mean(), retain_graph=True)
+        self.manual_backward(outputs.mean())
+        optimizer.step()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self(batch.inputs)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+def statistics(_trainer: Any, module: LightningModule) -> float:
+    return module.get_buffer("norm.running_var").sum().item()
+
+
+class AtValidation(Gathered):
+    def on_train_batch_end(self, *args: Any) -> None: ...
+
+    def on_validation_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        Gathered.on_train_batch_end(self, trainer, pl_module)
+
+
+def test_manual_optimization_and_statistics_of_a_ranks_own(tmp_path: Path) -> None:
+    def fitted(strategy: DataParallel, **options: Any) -> dict[str, Tensor]:
+        data = digits(train_size=112, validation_size=20, batch_size=28)
+        return weights(fit(ByHand(), data, 2, strategy=strategy, precision="64-true", max_epochs=2, **options))
+
+    told = AtValidation(tmp_path / "statistics", statistics)
+    ours, right = fitted(AllReduce(timeout=60), callbacks=[told]), fitted(DDP(timeout=60))
+    assert_same(ours, right, atol=1e-12)
+    assert all(first == second for first, second in told.lines())
+
+
+# What can't be
+
+
+def test_options_that_can_not_work_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="bucket_cap_mb 0: expected MiB, above 0"):
+        AllReduce(bucket_cap_mb=0)
+    with pytest.raises(TypeError, match="process_group_backend"):
+        DDPRing(process_group_backend="gloo")
+    monkeypatch.setattr(DDPRing, "root_device", torch.device("cuda", 0))
+    with pytest.raises(ValueError, match="accelerator cuda: expected cpu"):
+        trainer(2, strategy=DDPRing())
