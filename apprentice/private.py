@@ -1,4 +1,4 @@
-"""Private names of torch that several layers use; `strategies/base/private.py` has all others, and Lightning's."""
+"""Private names of torch that several layers use."""
 
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.dropout import _DropoutNd as DropoutNd

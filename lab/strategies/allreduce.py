@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lightning.pytorch.overrides.distributed import _sync_module_states
 from torch import Tensor
 from torch.optim import Optimizer
 
 from strategies.base.gradients import Buckets
+from strategies.base.private import sync_module_states
 from strategies.ddp import AveragesGradients
 
 
@@ -35,7 +35,7 @@ class AllReduce(AveragesGradients):
 
     def configure_ddp(self) -> None:
         """Start with rank zero's weights."""
-        _sync_module_states(self._module)
+        sync_module_states(self._module)
         self._averaged = None
         self._average_more()
 

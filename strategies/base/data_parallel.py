@@ -115,6 +115,11 @@ class DataParallel(DeferredOptimizers):
         return self.num_processes * self.num_nodes
 
     @property
+    def replica(self) -> tuple[int, int]:
+        """The number of this rank's replica of the module, and the number of replicas."""
+        return self.global_rank, self._num_ranks
+
+    @property
     def _timeout_seconds(self) -> float:
         return self._timeout.total_seconds()
 

@@ -7,7 +7,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
 if TYPE_CHECKING:
-    from strategies.exact.exact import Exact
+    from strategies.base.data_parallel import DataParallel
 
 
 class PlainSteps:
@@ -21,7 +21,7 @@ class PlainSteps:
     relates_rows = True  # whether a loss may relate rows of the global batch
     shards: int | None = None  # into which a global batch is cut; None: each rank has its rows
 
-    def __init__(self, strategy: "Exact") -> None:
+    def __init__(self, strategy: "DataParallel") -> None:
         self.strategy = strategy
 
     @property

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
@@ -13,13 +13,11 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from torchmetrics import Metric
 
 from apprentice import replicas
+from strategies.base.data_parallel import DataParallel
 from strategies.base.shared_replica import SYNCHRONISE
 from strategies.exact.collectives import refuse_collectives
 from strategies.exact.seeds import seeded
 from strategies.exact.shard_logging import LogCall, capture_logs
-
-if TYPE_CHECKING:
-    from strategies.exact.exact import Exact
 
 # An evaluation batch's number and what it logged, with the number of rows that each value stands for.
 BatchLogs = tuple[int, list[tuple[LogCall, int]]]
@@ -28,7 +26,7 @@ BatchLogs = tuple[int, list[tuple[LogCall, int]]]
 class RoundRobin:
     """Evaluates batch i on replica i % replicas; all ranks log the same values."""
 
-    def __init__(self, strategy: "Exact") -> None:
+    def __init__(self, strategy: DataParallel) -> None:
         self.strategy = strategy
         self._count = 0  # batches that all ranks have evaluated
         self._logs: list[BatchLogs] = []  # of this rank

@@ -47,11 +47,6 @@ class Exact(DataParallel):
         """The number of shards of a batch, if it is cut."""
         return self.steps.shards
 
-    @property
-    def replica(self) -> tuple[int, int]:
-        """The number of this rank's replica of the module, and the number of replicas."""
-        return self.global_rank, self._num_ranks
-
     def _check_devices(self) -> None:
         super()._check_devices()
         self.steps.check_devices()

@@ -4,22 +4,19 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
 from apprentice import keyed
-
-if TYPE_CHECKING:
-    from strategies.exact.exact import Exact
+from strategies.base.data_parallel import DataParallel
 
 SPARE = np.random.MT19937(0)  # numpy's generator inside `seeded`: to copy the state of its own would take longer
 
 
 @contextmanager
-def seeded(strategy: "Exact", *numbers: int) -> Iterator[None]:
+def seeded(strategy: DataParallel, *numbers: int) -> Iterator[None]:
     """Seed torch, numpy and Python with the run's seed and these numbers; restore their states afterwards."""
     seed = getattr(strategy.lightning_module, "seed", None) or int(os.environ.get("PL_GLOBAL_SEED", "0"))
     key = keyed.fold_in(seed, *numbers)

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -11,14 +11,12 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from apprentice.errors import BadInput
+from strategies.base.data_parallel import DataParallel
 from strategies.base.private import sync_module_states
 from strategies.base.steps import PlainSteps
 from strategies.exact.evaluation import RoundRobin
 from strategies.exact.fixed_point import MOST_ADDENDS
 from strategies.exact.training import ShardedTraining
-
-if TYPE_CHECKING:
-    from strategies.exact.exact import Exact
 
 
 class ExactSteps(PlainSteps):
@@ -26,7 +24,7 @@ class ExactSteps(PlainSteps):
 
     needs_group = False
 
-    def __init__(self, strategy: "Exact", shards: int) -> None:
+    def __init__(self, strategy: DataParallel, shards: int) -> None:
         super().__init__(strategy)
         if not 1 <= shards <= MOST_ADDENDS:
             raise BadInput("exact", shards, f"a number of shards, 1 to {MOST_ADDENDS}")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -11,15 +11,13 @@ from torch import Tensor, nn
 from apprentice import replicas
 from apprentice.errors import BadInput
 from apprentice.relations import ShardedRelations
+from strategies.base.data_parallel import DataParallel
 from strategies.base.gradients import handed_over, set_aside
 from strategies.base.private import NormBase
 from strategies.exact.fixed_point import FixedPointSum
 from strategies.exact.seeds import seeded
 from strategies.exact.shard_logging import ShardLogger, shard_logger_of
 from strategies.exact.shards import Shard, bounds, fewest_rows, mean_over_rows, part, rows, spans
-
-if TYPE_CHECKING:
-    from strategies.exact.exact import Exact
 
 
 class RunningStatistics:
@@ -60,7 +58,7 @@ class RunningStatistics:
 class ShardedTraining:
     """Computes this rank's shards of a batch one by one and sums their gradients without rounding."""
 
-    def __init__(self, strategy: "Exact", shards: int) -> None:
+    def __init__(self, strategy: DataParallel, shards: int) -> None:
         self.strategy, self.shards = strategy, shards
         self._sums: list[FixedPointSum] = []
         self._global_rows = 0
