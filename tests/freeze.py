@@ -46,7 +46,7 @@ EXACT = {"kd": f"{KD} --exact 8", "gpt": f"{GPT} --exact 8"}
 # What gives equal bits under --exact. "torchrun N" is a launcher, the others are flags.
 WAYS = [
     "--trainer.devices 1", "--trainer.devices 3", "--trainer.devices 8", "torchrun 3",
-    "--trainer.devices 3 --trainer.strategy zero1", "--trainer.devices 3 --trainer.strategy pipeline",
+    "--trainer.devices 3 --trainer.strategy ddp_zero1", "--trainer.devices 3 --trainer.strategy pipeline",
 ]  # fmt: skip
 FLOAT64 = "--trainer.precision 64-true"
 # The commands of a study, one after the other in one folder, and the file that the last one leaves.
