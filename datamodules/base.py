@@ -3,8 +3,10 @@
 import math
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_only
@@ -20,6 +22,7 @@ from datamodules.splits import Samples, Source, Subset
 from datamodules.streams import Finish, Streamed
 
 LARGEST_BATCH = 2**31 - 1  # of all devices together; a batch of more than all samples is one of all
+IMAGE = 3  # dimensions of an image: channels, height, width
 LIMITS = {"train": "limit_train_batches", "validation": "limit_val_batches", "test": "limit_test_batches"}
 
 
@@ -32,7 +35,8 @@ class InMemoryData(LightningDataModule):
         input_shape: of one sample, as nets take it.
         class_names: names of the classes, in the order of their labels.
         given_to_nets: the attributes that a net's constructor takes, by name.
-        tokens_per_character: tokens for one character of the text, if each token of a sample has a label.
+        task: what the labels are for, by its name in `lit_modules.tasks`.
+        label_shape: of a sample's labels; () for one class a sample.
         training_options: options that change training but not the samples.
         free_options: options that change neither, such as where a fixed data set lies.
         hides_labels: whether training batches hide the labels that `labelled` leaves out. A teacher sees all.
@@ -60,7 +64,8 @@ class InMemoryData(LightningDataModule):
     input_shape: tuple[int, ...]
     class_names: tuple[str, ...]
     given_to_nets: tuple[str, ...] = ("input_shape", "num_classes")
-    tokens_per_character: float | None = None
+    task: str = "classification"
+    label_shape: tuple[int, ...] = ()
     training_options: ClassVar[frozenset[str]] = frozenset({"batch_size", "labelled"})
     free_options: ClassVar[frozenset[str]] = frozenset({"num_workers"})
 
@@ -146,6 +151,12 @@ class InMemoryData(LightningDataModule):
         inputs, labels = self.split(part).take(chosen)
         return splits.Split(self.normalize(inputs, dtype), labels)
 
+    def test_images(self, places: Sequence[int]) -> np.ndarray | None:
+        """The images (k, C, H, W) with C 1 or 3 at these places of the test set; None if its samples are no images."""
+        if len(self.input_shape) != IMAGE or self.input_shape[0] not in {1, 3}:
+            return None
+        return self.samples("test", torch.tensor(places)).inputs.numpy()
+
     def fingerprint(self) -> Fingerprint:
         """What tells the samples of each part from others, for a run that goes on; the same in a copy of the data."""
         return {part: fingerprints.of_samples(self.split(part)) for part in LIMITS}
@@ -200,6 +211,12 @@ class InMemoryData(LightningDataModule):
             expected = f"at least one batch: a count, as 1, or a fraction of the {whole}, at least {1 / whole:.3g}"
             raise BadInput(f"trainer.{LIMITS[part]}", limit, expected)
         return min(batches * size, count)
+
+    def check_tokenizer(self, name: str, whose: str) -> None:
+        """Raise BadInput if samples are not made of this tokenizer's tokens, which the weights of `whose` net know.
+
+        Data without a choice of tokens take any.
+        """
 
     @property
     def num_classes(self) -> int:

@@ -166,6 +166,7 @@ class Text(InMemoryData):
             a block in each part, or too large for memory.
     """
 
+    task = "tokens"
     given_to_nets = ("vocab_size", "block_size")
 
     def __init__(
@@ -185,7 +186,7 @@ class Text(InMemoryData):
         if vocabulary == "bytes" and tokenizer is not None:
             raise BadInput("data.vocabulary", vocabulary, f"it left out beside --data.tokenizer {tokenizer}")
         self.path = None if path is None else Path(path).expanduser()
-        self.block_size, self.input_shape = block_size, (block_size,)
+        self.block_size, self.input_shape, self.label_shape = block_size, (block_size,), (block_size,)
         self.unit, self.tokenizer, self.tokens_per_character = vocabulary, tokenizer, 1.0
         self.vocabulary: Vocabulary | Subwords
 
@@ -262,10 +263,12 @@ class Text(InMemoryData):
         cut = size * 9 // 10
         return max(cut - held_out(self.validation_size, cut), 0), cut
 
-    def has_tokens_of(self, tokenizer: str) -> bool:
-        """Whether tokens are those of this Hugging Face tokenizer."""
-        found = self.split("train") and self.vocabulary
-        return isinstance(found, Subwords) and found.same_as(Subwords(tokenizer))
+    def check_tokenizer(self, name: str, whose: str) -> None:
+        """Raise BadInput if tokens are not those of this Hugging Face tokenizer, which is that of `whose` weights."""
+        self.split("train")
+        if not (isinstance(self.vocabulary, Subwords) and self.vocabulary.same_as(Subwords(name))):
+            expected = f"{name}, or one with its tokens: the weights of {whose} know no others"
+            raise BadInput("data.tokenizer", self.tokenizer, expected)
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -16,7 +16,7 @@ if __name__ == "__main__":
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from torch import nn
 
@@ -91,8 +91,11 @@ def module(run: Session, seed: int) -> tuple[LitLanguageModel, dict[str, Candida
     """A seed's module and candidate."""
     config, data = run.config, run.data
     candidate = make_candidate(run, "net", seed, "CrossEntropy", {}, run.is_double)
-    given = {"tokens_per_character": data.tokens_per_character, "compiled": config.compile, "seed": seed}
-    return cli.build(config.model, "model", net=candidate.net, **given), {NAME: candidate}
+    rate = cast("datamodules.Text", data).tokens_per_character
+    module = cli.build(
+        config.model, "model", net=candidate.net, tokens_per_character=rate, compiled=config.compile, seed=seed
+    )
+    return module, {NAME: candidate}
 
 
 def check(run: Session) -> None:

@@ -46,7 +46,7 @@ from lit_modules import nets, objectives
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.nets.weights import load_weights
-from lit_modules.scores import ClassMetric
+from lit_modules.tasks import ClassMetric
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +11,12 @@ from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, pre
 from lit_modules.nets import heads, pipeline_stages, run
 from lit_modules.nets.recorded import Spec, made
 from lit_modules.objectives.base import of_labelled, shown
-from lit_modules.objectives.cross_entropy import cross_entropy
-from lit_modules.scores import ACCURACY, ClassScores, MakeScores, counts_of
+from lit_modules.run_metrics import ACCURACY
+from lit_modules.tasks import Classification, Task
 
 
 class LitClassifier(Learner):
-    """Trains a net, inputs (B, ...) -> logits (B, classes), by cross-entropy; same results on any number of devices.
+    """Trains a net, inputs (B, ...) -> logits (B, classes), by its task's loss; same results on any number of devices.
 
     Batches are `apprentice.batch.Batch` from our data modules, or plain (inputs, labels) pairs. Samples with hidden
     labels do not count.
@@ -28,7 +27,7 @@ class LitClassifier(Learner):
         optimizer: makes the optimizer from parameter groups.
         scheduler: makes a learning-rate scheduler, as Learner steps it.
         seed: key of the dropout's noise.
-        scores: makes the evaluation scores; `partial(TokenScores, ...)` if the net gives logits (B, T, classes).
+        task: what a label is; `Tokens()` if the net gives logits (B, T, classes); default: `Classification`.
         head_only: linear probing: only the net's last linear layer is trained (see `lit_modules.nets.heads`). All else
             is frozen and stays in eval mode: no dropout, and BatchNorm keeps its statistics.
 
@@ -45,10 +44,10 @@ class LitClassifier(Learner):
         optimizer: MakeOptimizer = adam,
         scheduler: MakeScheduler | None = None,
         seed: int = 0,
-        scores: MakeScores | None = None,
+        task: Task | None = None,
         head_only: bool = False,
     ) -> None:
-        super().__init__([""], scores or partial(ClassScores, num_classes), optimizer, scheduler, seed)
+        super().__init__([""], task or Classification(num_classes), optimizer, scheduler, seed)
         self.of_labels = {"loss", ACCURACY}
         self.net = prepared(made(net)).to(memory_format=torch.channels_last)
         self.head_only = head_only
@@ -79,14 +78,14 @@ class LitClassifier(Learner):
         return run(self.net, inputs).logits
 
     def losses(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Cross-entropy of logits (b, ..., classes), and values to log."""
+        """The supervised loss of logits (b, ..., classes), and values to log."""
         self.check_labels(outputs, batch)
-        losses = cross_entropy(outputs, shown(batch.labels, batch.label_weight))
+        losses = self.task.loss(outputs, shown(batch.labels, batch.label_weight))
         if isinstance(batch.mixed, Mixed):
-            losses = batch.mixed.mean(losses, cross_entropy(outputs, batch.mixed.labels))
+            losses = batch.mixed.mean(losses, self.task.loss(outputs, batch.mixed.labels))
         parts = {"loss": losses, **self.scores_of("").per_label(outputs, batch.labels, losses)}
         parts = {name: of_labelled(x, batch.labels, batch.label_weight) for name, x in parts.items()}
-        return self.loss_scales.scaled("", batch.mean(parts["loss"])), parts | counts_of(batch)
+        return self.loss_scales.scaled("", batch.mean(parts["loss"])), parts | self.task.counts(batch)
 
     def pipeline_stages(self) -> list[nn.Module]:
         """The net's stages."""
@@ -104,7 +103,7 @@ class LitClassifier(Learner):
 
         def step() -> Tensor:
             net.zero_grad()
-            losses = cross_entropy(net(batch.inputs), shown(batch.labels, batch.label_weight))
+            losses = self.task.loss(net(batch.inputs), shown(batch.labels, batch.label_weight))
             return batch.mean(of_labelled(losses, batch.labels, batch.label_weight))
 
         return step

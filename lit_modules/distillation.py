@@ -36,10 +36,11 @@ from lit_modules.nets.recorded import Spec, made
 from lit_modules.nets.weights import load_weights
 from lit_modules.objectives import Objective, Place
 from lit_modules.objectives.base import condensed, masked, of_labelled, shown, viewed, weighted_sum, wide
-from lit_modules.scores import ACCURACY, ClassScores, MakeScores, counts_of
+from lit_modules.run_metrics import ACCURACY
 from lit_modules.side_by_side import side_by_side
 from lit_modules.stored import Kept, outputs_by_index, sizes
 from lit_modules.student import Student
+from lit_modules.tasks import LABELLED, Classification, Task
 
 CE = "cross-entropy"  # of the logits with the labels, whatever the term's name
 
@@ -64,8 +65,8 @@ class Distillation(Learner):
             without augmentation, more than one epoch); with 0, larger outputs, or a teacher whose outputs for a sample
             depend on its batch, the teacher runs every batch.
         teacher_cache_dir: a folder that keeps them for other runs with the same teacher and data.
-        scores: makes the evaluation scores of a student; `partial(TokenScores, ...)` if nets give logits
-            (b, T, classes), a distribution for each token.
+        task: what a label is; `Tokens()` if nets give logits (b, T, classes), a distribution for each token; default:
+            `Classification`.
         input_dtype: int64 if inputs are tokens.
         samples: in the training set, if batches name their samples by `index`.
         labelled: whether all of them have labels; if not, batches have a `label_weight`.
@@ -92,14 +93,14 @@ class Distillation(Learner):
         seed: int = 0,
         teacher_cache_mb: int = 1024,
         teacher_cache_dir: str | Path | None = None,
-        scores: MakeScores | None = None,
+        task: Task | None = None,
         input_dtype: torch.dtype = torch.float32,
         samples: int | None = None,
         labelled: bool = True,
         teacher_weights: str | Path | None = None,
         optimizer_options: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     ) -> None:
-        super().__init__(students, scores or partial(ClassScores, num_classes), optimizer, scheduler, seed)
+        super().__init__(students, task or Classification(num_classes), optimizer, scheduler, seed)
         for name in students:
             if hasattr(nn.ModuleDict(), name) or "." in name:
                 raise BadInput("variants", name, "a name without dots that is no attribute of torch's ModuleDict")
@@ -322,13 +323,13 @@ class Distillation(Learner):
         self, outputs: tuple[Outputs | None, dict[str, Outputs]], batch: Batch
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The sum of the students' losses, and every term of each."""
-        if self._labelled and batch.label_weight is not None and batch.labels.dim() == 1:
-            raise ValueError("Distillation: expected labelled=False, as the data hides labels")
+        parts = self.task.counts(batch)
+        if self._labelled and LABELLED in parts:
+            raise BadInput("labelled", True, "labelled=False, as the data hides labels")
         teacher = tree_map(lambda x: x[batch.index], self.cache) if self.cache else outputs[0]
         loss = self._zero_of_failed()
         if outputs[1]:
             self.check_labels(next(iter(outputs[1].values())).logits, batch)
-        parts = counts_of(batch)
         for name, student in self.students.items():
             if name in self.failed:
                 continue

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning import LightningModule
@@ -10,23 +10,21 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from apprentice import replicas
-from apprentice.batch import HIDDEN, IGNORED, Batch
+from apprentice.batch import IGNORED, Batch
 from apprentice.errors import BadInput, reason
-
-
-class Range(NamedTuple):
-    """The smallest and the largest label, but for IGNORED ones, and whether there are such."""
-
-    low: int
-    high: int
-    ignored: bool
+from lit_modules.tasks.base import Range, Task
 
 
 class ChecksBatches(LightningModule):
-    """A module that refuses batches of any loader in one line, before they can do harm."""
+    """A module that refuses batches of any loader in one line, before they can do harm.
 
-    def __init__(self) -> None:
+    Attributes:
+        task: what a label is.
+    """
+
+    def __init__(self, task: Task) -> None:
         super().__init__()
+        self.task = task
         self._label_range: Range | None = None  # of the current batch, if its labels are no longer on the CPU
         self._taken: set[tuple[tuple[int, ...], torch.dtype]] = set()  # shapes and types that the nets have taken
 
@@ -67,21 +65,13 @@ class ChecksBatches(LightningModule):
 
     def check_labels(self, logits: Tensor, batch: Batch) -> None:
         """Raise BadInput if a label is no class of these logits (b, ..., classes)."""
-        labels, of_texts = batch.labels, batch.labels.dim() > 1
+        labels = batch.labels
         if labels.shape != logits.shape[:-1]:
             expected = f"{tuple(logits.shape[:-1])}, a whole number for each of the logits {tuple(logits.shape)}"
             raise BadInput("data", f"labels {tuple(labels.shape)}", expected)
-        found = range_of(labels) if labels.device.type == "cpu" else self._label_range
-        if found is None:
-            return
-        if of_texts and found.ignored and self.training and batch.label_weight is None:
-            raise BadInput("data", f"labels of {IGNORED}", "a Batch with its label_weight, as some tokens do not count")
-        lowest = HIDDEN if batch.label_weight is not None and not of_texts else 0
-        if not lowest <= found.low <= found.high < logits.shape[-1] or (found.ignored and not of_texts):
-            ignored = f", or {IGNORED} for a token that does not count" if of_texts else ""
-            low = IGNORED if found.ignored and not of_texts else found.low
-            expected = f"0 to {logits.shape[-1] - 1}, the classes{ignored}"
-            raise BadInput("data", f"labels from {low} to {found.high}", expected)
+        label_range = range_of(labels) if labels.device.type == "cpu" else self._label_range
+        if label_range is not None:
+            self.task.check_labels(label_range, logits.shape[-1], batch.label_weight is not None, self.training)
 
 
 def range_of(labels: Tensor) -> Range | None:

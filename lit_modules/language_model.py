@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from apprentice.errors import BadInput
 from lit_modules.classifier import LitClassifier
 from lit_modules.objectives.base import positive, weight
-from lit_modules.scores import TokenScores
+from lit_modules.tasks import Tokens
 
 
 class LitLanguageModel(LitClassifier):
@@ -49,7 +49,7 @@ class LitLanguageModel(LitClassifier):
         compiled: bool = False,
         seed: int = 0,
     ) -> None:
-        super().__init__(net, seed=seed, scores=partial(TokenScores, tokens_per_character))
+        super().__init__(net, seed=seed, task=Tokens(tokens_per_character))
         for name, value in {"warmup_steps": warmup_steps, "weight_decay": weight_decay, "clip_norm": clip_norm}.items():
             weight(name, value)
         if not all(0 <= beta < 1 for beta in betas):

@@ -22,7 +22,8 @@ from lit_modules.loss_scale import HOPELESS, LossScales
 from lit_modules.nets import giving_logits, globalise, has_no_running_statistics
 from lit_modules.nets.batch_norm import of_own_rows
 from lit_modules.nets.recorded import made
-from lit_modules.scores import LABELLED, TOKENS, MakeScores, RunMetrics, global_means, tags
+from lit_modules.run_metrics import RunMetrics, global_means, tags
+from lit_modules.tasks.base import LABELLED, TOKENS, Task
 
 MakeOptimizer = Callable[[Iterable], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler]
@@ -42,7 +43,7 @@ class Learner(RunMetrics):
 
     Args:
         runs: names of the runs; "" for a module that is one run.
-        scores: makes the evaluation scores of a run.
+        task: what a label is, and how runs are scored.
         optimizer: makes the optimizer from parameter groups, one a run.
         scheduler: makes the learning-rate scheduler from the optimizer; stepped once an epoch, but OneCycleLR and
             CyclicLR with each step of the optimizer.
@@ -55,12 +56,12 @@ class Learner(RunMetrics):
     def __init__(
         self,
         runs: Iterable[str],
-        scores: MakeScores,
+        task: Task,
         optimizer: MakeOptimizer = adam,
         scheduler: MakeScheduler | None = None,
         seed: int = 0,
     ) -> None:
-        super().__init__(runs, made(scores))
+        super().__init__(runs, made(task, "task"))
         self.make_optimizer, self.make_scheduler = made(optimizer, "optimizer"), made(scheduler, "scheduler")
         self.seed = seed
         self.loss_scales = LossScales()
@@ -98,7 +99,7 @@ class Learner(RunMetrics):
         """Also keep what the labels of a plain pair of texts weigh, for a strategy that cuts it in shards."""
         super().look_at(batch)
         if is_pair(batch):
-            self._label_weight = Batch.of(batch, 0, shared=False).label_weight if batch[1].dim() > 1 else None
+            self._label_weight = Batch.of(batch, 0, shared=False).label_weight
 
     @property
     def batches_done(self) -> int:
@@ -134,10 +135,8 @@ class Learner(RunMetrics):
         """Some rows of a global batch, or all of them; a plain pair does not say what its labels weigh."""
         if isinstance(batch, Batch):
             return batch
-        made = Batch.of(checked(batch), self.batches_done)
-        if not replicas.is_shard() or made.labels.dim() == 1:
-            return made
-        return made._replace(label_weight=self._label_weight)
+        rows = Batch.of(checked(batch), self.batches_done)
+        return rows._replace(label_weight=self._label_weight) if replicas.is_shard() else rows
 
     def on_global_batch(self, means: Mapping[str, float], count: int) -> list[nn.Parameter]:
         """Log a global batch of `count` rows by its means, `<run>/<what>` to value.

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import yaml
 
+from harness.cli.sources import INVOCATION
 from harness.runs.environment import hardware
 from tests.language import written
 from tests.launching import Command
@@ -66,6 +67,7 @@ RESULTS = {
 }  # fmt: skip
 MACHINE_BOUND = {"kd-float32", "quantize"}  # their last digits are those of a processor and of a version of torch
 TIMES = re.compile(r".*(seconds|step_ms|latency_ms|images_per_second)")
+TEXT = "tag:yaml.org,2002:str"
 OF_A_CALL = {"hardware", "versions", "commits", "commit", "out", "folder", "bytes"}
 
 
@@ -167,6 +169,42 @@ def documented() -> list[str]:
     return [*dict.fromkeys(line for line in lines if "--help" not in line)]
 
 
+def set_up(folder: Path, case: Any, files: Any) -> None:
+    """Leave in the folder what a wrong input needs: a module of the user's, my.yaml, a text, the settings of a run."""
+    for name, text in files.get(case.get("files"), {}).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    if "config" in case:
+        (folder / "my.yaml").write_text(case["config"])
+    if "text" in case:
+        written(folder)
+    if "begun" in case:
+        settings = printed(folder, f"{case['command'].split()[0]} {case['begun']}")
+        kept = {key: value for key, value in settings.items() if key not in INVOCATION}
+        (folder / "run").mkdir()
+        (folder / "run" / "config.yaml").write_text(yaml.safe_dump(kept, sort_keys=False))
+
+
+def refusal(folder: Path, case: Any, files: Any) -> str:
+    """The one line with which the command ends, before anything is computed."""
+    set_up(folder, case, files)
+    name, *flags = shlex.split(case["command"])
+    path, err, code = list(sys.path), io.StringIO(), 0
+    try:
+        with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
+            importlib.import_module(f"experiments.{name}").main(flags)
+    except SystemExit as end:
+        code = end.code
+    finally:
+        sys.path[:] = path
+        for module in [name for name in sys.modules if name.partition(".")[0] in files]:
+            del sys.modules[module]
+    said = err.getvalue()
+    assert (code, said.count("\n")) == (2, 1), said
+    assert not [*folder.rglob("seed*"), *folder.rglob("results*")]
+    return re.sub(r"(Available names are): .*", r"\1", said).rstrip("\n")  # Lightning's, in any order
+
+
 # What is written
 
 
@@ -194,12 +232,30 @@ def print_config() -> Any:
     return {"defaults": defaults, "commands": commands}
 
 
+def wrong_inputs() -> Any:
+    """The table as it is, with the lines that there are now."""
+    table = yaml.safe_load((FOLDER / "wrong_inputs.yaml").read_text())
+    for case in table["cases"]:
+        with tempfile.TemporaryDirectory() as folder:
+            case["line"] = refusal(Path(folder), case, table["files"])
+    return table
+
+
+class Dumper(yaml.SafeDumper):
+    """Writes texts of several lines as such."""
+
+
+Dumper.add_representer(
+    str, lambda dumper, text: dumper.represent_scalar(TEXT, text, style="|" if "\n" in text.strip("\n") else None)
+)
+
+
 def write(path: Path, value: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".json":
         path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n")
     else:
-        path.write_text(yaml.safe_dump(value, sort_keys=False, width=118, allow_unicode=True))
+        path.write_text(yaml.dump(value, Dumper=Dumper, sort_keys=False, width=118, allow_unicode=True))
 
 
 def main(names: list[str]) -> None:
@@ -210,8 +266,10 @@ def main(names: list[str]) -> None:
             write(FOLDER / "results" / f"{name}.json", found)
     if "print_config" in names:
         write(FOLDER / "print_config.yaml", print_config())
+    if "wrong_inputs" in names:
+        write(FOLDER / "wrong_inputs.yaml", wrong_inputs())
 
 
-FROZEN = ["weights", "results", "print_config"]
+FROZEN = ["weights", "results", "print_config", "wrong_inputs"]
 if __name__ == "__main__":
     main(sys.argv[1:] or FROZEN)

@@ -12,6 +12,7 @@ from tests.grids import mostly_slow
 
 WEIGHTS = yaml.safe_load((freeze.FOLDER / "weights.yaml").read_text())
 SETTINGS = yaml.safe_load((freeze.FOLDER / "print_config.yaml").read_text())
+WRONG = yaml.safe_load((freeze.FOLDER / "wrong_inputs.yaml").read_text())
 SCRIPTS = sorted(SETTINGS["defaults"])
 
 
@@ -65,3 +66,12 @@ def test_print_config(script: str, tmp_path: Path) -> None:
     for line, changes in SETTINGS["commands"].items():
         if line.split()[0] == script:
             assert freeze.difference(freeze.printed(tmp_path, line), defaults) == changes, line
+
+
+@pytest.mark.parametrize("case", [
+    pytest.param(case, id=case["command"], marks=[pytest.mark.extras] if case["command"].startswith("quantize") else [])
+    for case in WRONG["cases"]
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore")  # of libraries, about what they do not get to do
+def test_a_wrong_input_ends_with_its_line(case: Any, tmp_path: Path) -> None:
+    assert freeze.refusal(tmp_path, case, WRONG["files"]) == case["line"]

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from harness.reports.metrics import ACCURACY, Metric
 from harness.reports.uncertainty import t_interval
+from lit_modules.tasks import ACCURACY, Metric
 
 if TYPE_CHECKING:  # it takes a second to be imported
     from matplotlib.axes import Axes

@@ -1,12 +1,11 @@
-"""What students are judged by: metrics, and the sentence that intervals over seeds support."""
+"""What results can be measured by, and the sentence that intervals over seeds support."""
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 
-from harness.reports.tables import NONE, listed
+from harness.reports.tables import listed
 from harness.reports.uncertainty import (
     CONFIDENCE,
     Interval,
@@ -18,85 +17,9 @@ from harness.reports.uncertainty import (
     seeds_for,
     true_spread,
 )
+from lit_modules.tasks import ACCURACY, TASKS, Metric
 
-
-@dataclass(frozen=True)
-class Metric:
-    """A test metric, with the other values that are kept beside it."""
-
-    name: str  # its key in results.json
-    tested: tuple[str, ...]  # keys of all values that are kept
-    columns: Mapping[str, str]  # titles of the values that a table shows, by key
-    word: str  # its name in a sentence
-    title: str  # an axis label, with the unit
-    unit: str  # of differences
-    higher_is_better: bool
-    scale: float  # factor from a value to its unit
-    digits: int  # after the point
-    counted: str  # what a data set's sizes count
-    limits: tuple[float, float]  # the least and the greatest possible value, in its unit
-
-    @property
-    def score(self) -> str:
-        """Its name where it is logged, as `val/<score>`."""
-        return self.name.removeprefix("test_")
-
-    def last(self, epochs: Sequence[Mapping[str, float | None]]) -> float | None:
-        """The last score of validation in what a net logged of each epoch; None if there is none."""
-        known = (values.get(f"val/{self.score}") for values in reversed(epochs))
-        return next((value for value in known if value is not None), None)
-
-    def mean(self, values: Sequence[float | None]) -> str:
-        """Mean ± standard deviation over the seeds that have a value, in the metric's unit."""
-        known = self.scaled(values)
-        if not known:
-            return "failed"
-        spread = f" ± {statistics.stdev(known):.{self.digits}f}" if len(known) > 1 else ""
-        return f"{statistics.mean(known):.{self.digits}f}{spread}"
-
-    def scaled(self, values: Sequence[float | None]) -> list[float]:
-        """The values that are not None, in the metric's unit."""
-        return [self.scale * value for value in values if value is not None]
-
-    def difference(self, interval: Mapping[str, float | None]) -> str:
-        """A difference and its interval, in the metric's unit: `+1.20 [+0.31, +2.09]`."""
-        if interval["mean"] is None:
-            return NONE
-        low, high = interval["low"], interval["high"]
-        bounds = "" if low is None or high is None else f" [{self.signed(low)}, {self.signed(high)}]"
-        return f"{self.signed(interval['mean'])}{bounds}"
-
-    def signed(self, difference: float) -> str:
-        """A difference with its sign, in the metric's unit; zero after rounding has no sign."""
-        value = round(self.scale * difference, self.digits)
-        return f"{value:+.{self.digits}f}" if value else f"{0:.{self.digits}f}"
-
-
-ACCURACY = Metric(
-    name="test_acc", tested=("test_acc", "test_correct"), columns={"test_acc": "test accuracy, %"},
-    word="accuracy", title="test accuracy, %", unit="points", higher_is_better=True,
-    scale=100.0, digits=2, counted="samples", limits=(0.0, 100.0),
-)  # fmt: skip
-BITS = Metric(
-    name="test_bpc", tested=("test_bpc", "test_loss"), columns={"test_loss": "test loss", "test_bpc": "bits per char"},
-    word="bits per character", title="test bits per character", unit="bits", higher_is_better=False,
-    scale=1.0, digits=3, counted="tokens", limits=(0.0, float("inf")),
-)  # fmt: skip
-BALANCED = replace(
-    ACCURACY, name="test_balanced_accuracy", tested=("test_balanced_accuracy", *ACCURACY.tested),
-    columns={"test_balanced_accuracy": "test balanced accuracy, %"},
-    word="balanced accuracy", title="test balanced accuracy, %",
-)  # fmt: skip
-TOP5 = replace(
-    ACCURACY, name="test_top5", tested=("test_top5", *ACCURACY.tested), columns={"test_top5": "test top-5 accuracy, %"},
-    word="top-5 accuracy", title="test top-5 accuracy, %",
-)  # fmt: skip
-F1 = replace(
-    ACCURACY, name="test_f1", tested=("test_f1", *ACCURACY.tested), columns={"test_f1": "test F1 score, %"},
-    word="F1 score", title="test F1 score, %",
-)  # fmt: skip
-OF_CLASSES: Mapping[str, Metric] = {"accuracy": ACCURACY, "balanced_accuracy": BALANCED, "top5": TOP5, "f1": F1}
-METRICS = {metric.name: metric for metric in (*OF_CLASSES.values(), BITS)}
+METRICS = {metric.name: metric for task in TASKS.values() for metric in task.metrics.values()}
 
 
 def paired_differences(values: Sequence[float | None], baseline: Sequence[float | None]) -> list[float]:

@@ -13,51 +13,42 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
-from harness.reports.metrics import ACCURACY, BITS, Metric
+from harness.reports.metrics import METRICS, Metric
 from harness.reports.report import Facts
 from harness.reports.uncertainty import Interval, crossed_interval
 from harness.runs.records import NetRecord
+from lit_modules.tasks import Task
 
-# Keys of a net's entry, by the metric whose mean over the samples they are.
-KEYS = {ACCURACY.name: "test_right", BITS.name: "test_sample_bpc"}
+KEYS = tuple(metric.of_samples for metric in METRICS.values() if metric.of_samples)
 MEANS = ("test_ece", "test_kl", "test_agreement")
-KEPT = (*KEYS.values(), "test_predicted", *MEANS)
+KEPT = (*KEYS, "test_predicted", *MEANS)
 OF_SAMPLES = ("test_labels", "test_places")  # the same for each net; the teacher's entry has them
 DIGITS = 6  # that are kept of a value
-BINS = 15  # of confidence, as in Guo et al., "On Calibration of Modern Neural Networks", 2017
 
 
-def recorded(values: Mapping[str, Tensor]) -> tuple[dict[str, float | None], dict[str, str | list[float]]]:
+def recorded(task: Task, values: Mapping[str, Tensor]) -> tuple[dict[str, float | None], dict[str, str | list[float]]]:
     """Compute what a record keeps of a net's tested samples, of which these are the values (n,).
 
     Returns:
         Figures over all samples, and values of single samples, both by key; nothing of none.
     """
-    found = {name: tensor.numpy() for name, tensor in values.items()}
-    means: dict[str, float | None] = {}
-    packed: dict[str, str | list[float]] = {}
-    if not len(found.get("place", ())):
-        return means, packed
-    if "right" in found:
-        packed["test_right"] = bits(found["right"] != 0)
-        packed["test_predicted"], packed["test_labels"] = classes(found["predicted"]), classes(found["label"])
-        means["test_ece"] = calibration_error(found["confidence"], found["right"])
-    if "bpc" in found:
-        packed["test_sample_bpc"] = [round(value, DIGITS) for value in found["bpc"][found["tokens"] > 0].tolist()]
-    for name in ("kl", "agreement"):
-        if name in found:
-            mean = float(np.average(found[name], weights=found.get("tokens")))
-            means[f"test_{name}"] = mean if np.isfinite(mean) else None
-    if (found["place"] != np.arange(len(found["place"]))).any():
-        packed["test_places"] = classes(found["place"])
-    return means, packed
+    arrays = {name: tensor.numpy() for name, tensor in values.items()}
+    if not len(places := arrays.get("place", np.zeros(0))):
+        return {}, {}
+    means = {f"test_{name}": mean if np.isfinite(mean) else None for name, mean in task.means(arrays).items()}
+    kept = {f"test_{name}": packed(value) for name, value in task.kept(arrays).items()}
+    if (places != np.arange(len(places))).any():
+        kept["test_places"] = classes(places)
+    return means, kept
 
 
-def calibration_error(confidence: np.ndarray, right: np.ndarray) -> float:
-    """The expected calibration error: over bins of confidence the mean distance of confidence and accuracy (n,)."""
-    bins = np.clip(np.ceil(confidence * BINS).astype(int) - 1, 0, BINS - 1)
-    gaps = [abs(float((confidence - right)[bins == b].sum())) for b in range(BINS)]
-    return sum(gaps) / len(right)
+def packed(values: np.ndarray) -> str | list[float]:
+    """Values of samples (n,) as a record has them: booleans and whole numbers in base64, others rounded."""
+    if values.dtype == bool:
+        return bits(values)
+    if np.issubdtype(values.dtype, np.integer):
+        return classes(values)
+    return [round(value, DIGITS) for value in values.tolist()]
 
 
 def bits(right: np.ndarray) -> str:
@@ -102,15 +93,15 @@ def both(results: Facts, student: str, baseline: str, metric: Metric) -> Interva
 
     Seeds in which both finished count. None for a metric that is no mean over samples, or without their values.
     """
-    key, students = KEYS.get(metric.name, ""), results["students"]
+    key, students = metric.of_samples, results["students"]
     pairs = zip(students[student].get(key) or [], students[baseline].get(key) or [], strict=False)
     stored, count = [pair for pair in pairs if None not in pair], len(labels(results))
-    of_classes = key == KEYS[ACCURACY.name]
-    if not stored or (of_classes and not count):
+    in_bits = any(isinstance(values, str) for pair in stored for values in pair)
+    if not stored or (in_bits and not count):
         return None
-    if of_classes:
-        stored = [(unpacked(own, count), unpacked(other, count)) for own, other in stored]
-    return crossed_interval(np.stack([np.asarray(own) - np.asarray(other) for own, other in stored]))
+    if in_bits:
+        stored = [(unpacked(one, count), unpacked(other, count)) for one, other in stored]
+    return crossed_interval(np.stack([np.asarray(one) - np.asarray(other) for one, other in stored]))
 
 
 def labels(results: Facts) -> np.ndarray:

@@ -22,7 +22,7 @@ from harness.runs.quiet import quiet
 from harness.runs.safepoints import AtomicCheckpointIO, SafePoints, Until
 from harness.runs.speed import Speed
 from harness.runs.tensorboard import RunsLogger
-from lit_modules.scores import RunMetrics
+from lit_modules.run_metrics import RunMetrics
 
 # With the user's settings; takes callbacks, logger and plugins by keyword, and `show` as `trainers` has it.
 MakeTrainer = Callable[..., Trainer]

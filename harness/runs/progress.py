@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from lit_modules.scores import RunMetrics, tags
+from lit_modules.run_metrics import RunMetrics, tags
 
 TAGS = ("val/balanced_accuracy", "val/top5", "val/f1", "val/acc", "val/bpc", "val/loss", "train/acc", "train/loss")
 SILENCE = 9.0  # seconds without a line, at most, where batches are shorter

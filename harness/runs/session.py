@@ -19,6 +19,7 @@ from datamodules import InMemoryData
 from datamodules.adapted import Adapted
 from datamodules.streams import cores
 from harness import cli
+from harness.cli.classes import imported
 from harness.cli.sources import INVOCATION, flat
 from harness.console import console
 from harness.runs import calls, environment, folders, launch, loggers, nets, samples, signals
@@ -26,6 +27,7 @@ from harness.runs.files import recorded, write_json, write_text
 from harness.runs.fit import MakeTrainer
 from harness.runs.quiet import notice, quiet
 from harness.runs.trainer import trainers
+from lit_modules.nets import Net
 
 CROWD = 4  # processes a core, beyond which their start takes so long that we say so
 
@@ -163,10 +165,10 @@ def session(name: str, parser: cli.Parser, argv: Sequence[str] | None = None) ->
 def load_data(config: Namespace) -> InMemoryData:
     """The chosen data module, set up by rank zero first; limits threads to what its inputs need."""
     teacher, options = getattr(config, "teacher", None), config.data.init_args
-    if isinstance(teacher, cli.Choice) and teacher.name == "HuggingFaceLM":
-        brings = teacher.init_args["name"] if teacher.init_args["pretrained"] else None
-        if options.get("tokenizer", "") is None:
-            options["tokenizer"] = brings
+    if isinstance(teacher, cli.Choice) and options.get("tokenizer", "") is None:
+        net_class = imported(teacher.class_path, "teacher")
+        if issubclass(net_class, Net):
+            options["tokenizer"] = net_class.tokenizer_from(teacher.init_args)
     data = cli.build(config.data, "data")
     if not isinstance(data, InMemoryData):
         data = Adapted(data, config.num_classes)

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lit_modules.scores import RunMetrics
+from lit_modules.run_metrics import RunMetrics
 
 
 class Speed(Callback):

@@ -12,13 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from lightning.pytorch import Trainer
 from torch import nn
 
 from apprentice.errors import BadInput
-from datamodules import InMemoryData
 from harness import cli
 from harness.cli.classes import imported
 from harness.reports.interactive import save_results
@@ -159,14 +156,8 @@ def run_study(
         ranked=run.config.zoo,
     )
     results |= more
-    save_results(out, results, partial(images_of, run.data), calls.commands(out))
+    save_results(out, results, run.data.test_images, calls.commands(out))
     print(f"{text(results)}\n\n{out}/report.html, results.md, .png, .json; curves: tensorboard --logdir {out}")
-
-
-def images_of(data: InMemoryData, places: Sequence[int]) -> np.ndarray | None:
-    """The images (k, C, H, W) at these places of the test set; None if its samples are no images."""
-    found = data.samples("test", torch.tensor(places)).inputs
-    return found.numpy() if found.ndim == 4 and found.shape[1] in {1, 3} else None
 
 
 def _net(fits: Sequence[FitRecord], name: str) -> NetRecord:

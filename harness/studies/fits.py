@@ -20,11 +20,10 @@ import strategies
 from apprentice.batch import Batch
 from apprentice.errors import BadInput, reason
 from apprentice.keyed import with_seed
-from datamodules import InMemoryData, Text
+from datamodules import InMemoryData
 from harness import cli
 from harness.cli.classes import imported
 from harness.reports import means, samples
-from harness.reports.metrics import BITS, OF_CLASSES, Metric
 from harness.runs import hparams, safepoints
 from harness.runs.fit import Fit, fit_and_test
 from harness.runs.launch import is_main_process, main_first
@@ -43,8 +42,9 @@ from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.learner import Learner
 from lit_modules.nets.recorded import Recorded
-from lit_modules.scores import ClassMetric, ClassScores, TokenScores
+from lit_modules.tasks import Metric, Task, task_of
 
+DEFAULT_METRIC = "accuracy"  # value of `--metric` for what the task itself judges by
 LONG = 60.0  # seconds of a fit whose steps may take long to time
 
 
@@ -106,31 +106,22 @@ def replaced(run: Session, candidate: Candidate, net: nn.Module) -> Candidate:
 
 
 def learning(config: Namespace, data: InMemoryData) -> dict[str, Any]:
-    """What makes the chosen optimizer and scheduler, and scores that suit the data, as arguments of a Learner."""
-    scheduler = None if config.scheduler is None else cli.factory(config.scheduler, "scheduler")
-    metric, scores = chosen_metric(config), dict[str, Any]()
-    judged_by(config, data)  # or it is refused
-    if data.tokens_per_character is not None:
-        scores = {"scores": partial(TokenScores, data.tokens_per_character)}
-    elif metric != "accuracy":
-        scores = {"scores": partial(ClassScores, data.num_classes, metric)}
-    return {"optimizer": cli.factory(config.optimizer, "optimizer"), "scheduler": scheduler, **scores}
+    """The task, and what makes the chosen optimizer and scheduler, as arguments of a Learner."""
+    optimizer, scheduler = cli.factory(config.optimizer, "optimizer"), None
+    if config.scheduler is not None:
+        scheduler = cli.factory(config.scheduler, "scheduler")
+    return {"optimizer": optimizer, "scheduler": scheduler, "task": chosen_task(config, data)}
+
+
+def chosen_task(config: Namespace, data: InMemoryData) -> Task:
+    """The data's task, with nets judged by `--metric`, which not every experiment has; BadInput if it has no such."""
+    metric = getattr(config, "metric", DEFAULT_METRIC)
+    return task_of(data, None if metric == DEFAULT_METRIC else metric)
 
 
 def judged_by(config: Namespace, data: InMemoryData) -> Metric:
-    """What nets are judged by: `--metric`, or bits a character of texts, which have no other; else BadInput."""
-    metric = chosen_metric(config)
-    if data.tokens_per_character is None:
-        return OF_CLASSES[metric]
-    if metric != "accuracy":
-        raise BadInput("metric", metric, f"no metric beside --data {data.name}, which is judged by {BITS.word}")
-    return BITS
-
-
-def chosen_metric(config: Namespace) -> ClassMetric:
-    """The value of `--metric`; experiments without it have the accuracy."""
-    metric: ClassMetric = getattr(config, "metric", "accuracy")
-    return metric
+    """What nets are judged by; BadInput if that can't be."""
+    return chosen_task(config, data).metric
 
 
 def check_net(run: Session, key: str, trainer: Trainer, trained: bool = True) -> None:
@@ -144,10 +135,9 @@ def check_net(run: Session, key: str, trainer: Trainer, trained: bool = True) ->
             told = f"{list(expected)}, with which the weights of --{key} were trained"
             raise BadInput(f"data.{flag}", list(getattr(data, flag)), told)
     tokenizer = getattr(net, "tokenizer", None)
-    if tokenizer is not None and isinstance(data, Text) and not data.has_tokens_of(tokenizer):
-        told = f"{tokenizer}, or one with its tokens: the weights of --{key} know no others"
-        raise BadInput("data.tokenizer", data.tokenizer, told)
-    logits = (data.num_classes,) if data.tokens_per_character is None else (*data.input_shape, data.num_classes)
+    if tokenizer is not None:
+        data.check_tokenizer(tokenizer, f"--{key}")
+    logits = *data.label_shape, data.num_classes
     # A GPU's kernels are not tried: after that, forked ranks could not use the GPU.
     with nullcontext() if strategy.root_device.type == "cpu" else nets.any_kernel(net):
         nets.check_fits(net, data.example, logits, key, trained)
@@ -327,7 +317,7 @@ def _record(module: Learner, run: str, candidate: Candidate, fit: Fit, data: InM
     }
     if (correct := figures.get("test_correct")) is not None:
         figures["test_correct"] = round(correct)
-    means, values = samples.recorded(fit.samples.get(run, {}))
+    means, values = samples.recorded(module.task, fit.samples.get(run, {}))
     if module.samples and not failed and fit.scores:  # a loaded net has no training to measure
         weight, count = next(module.parameters()), min(data.batch_size, data.sizes["train"])
         inputs, labels = data.samples("train", torch.arange(count), weight.dtype)

@@ -53,6 +53,11 @@ class Net(Recorded, nn.Module):
     class_names: tuple[str, ...] | None = None
     expects: Mapping[str, tuple[float, ...]] = MappingProxyType({})
 
+    @classmethod
+    def tokenizer_from(cls, options: Mapping[str, Any]) -> str | None:  # noqa: ARG003
+        """The Hugging Face tokenizer of texts for a net made with these options; None if its weights know no tokens."""
+        return None
+
 
 def of_images(input_shape: Sequence[int]) -> Shape:
     """The shape, if it is that of images; raises ValueError otherwise."""

@@ -1,7 +1,7 @@
 """Models of transformers by name or from a folder (T. Wolf et al. 2020, "Transformers"), an optional dependency."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
@@ -93,6 +93,11 @@ class HuggingFaceLM(Net):
     untrained = MappingProxyType({"pretrained": False})
     trained_if = "pretrained"
     tokenizer: str | None = None
+
+    @classmethod
+    def tokenizer_from(cls, options: Mapping[str, Any]) -> str | None:
+        """Its own, if it begins with its weights."""
+        return options["name"] if options.get("pretrained") else None
 
     def __init__(self, name: str, vocab_size: int, block_size: int, pretrained: bool = False) -> None:
         super().__init__()

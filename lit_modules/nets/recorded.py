@@ -22,7 +22,6 @@ from apprentice.errors import BadInput
 
 Spec = Mapping[str, Any]  # class_path, init_args, and for a function that makes it, waits: true
 PLAIN = bool | int | float | str | None
-KINDS = (nn.Module, Optimizer, LRScheduler)  # what may be made again from a file
 
 
 class UnplainError(TypeError):
@@ -48,6 +47,9 @@ class Recorded:
     def remade_by(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments by which one made with these is made again, to get weights of a file."""
         return {**arguments, **cls.untrained}
+
+
+KINDS = (Recorded, nn.Module, Optimizer, LRScheduler)  # what may be made again from a file
 
 
 def _recorded(recorded: Recorded, frame: FrameType | None) -> dict[str, Any]:
@@ -94,7 +96,7 @@ def made(value: Any, flag: str = "net") -> Any:
     """What `plain` was given: objects are made again from their specs, with new weights; other values stay.
 
     Raises:
-        BadInput: there is no such class, it is no net, objective, optimizer, scheduler or score, or refuses its
+        BadInput: there is no such class, it is no net, objective, task, optimizer or scheduler, or refuses its
             arguments.
     """
     if isinstance(value, list | tuple):
@@ -134,5 +136,5 @@ def _imported(path: str, flag: str) -> Any:
     except (ImportError, AttributeError, ValueError) as error:
         raise BadInput(flag, path, f"the import path of a class ({error})") from None
     if not (isinstance(found, torch.dtype) or (inspect.isclass(found) and issubclass(found, KINDS))):
-        raise BadInput(flag, path, "a net, an objective, an optimizer, a scheduler or scores")
+        raise BadInput(flag, path, "a net, an objective, a task, an optimizer or a scheduler")
     return found

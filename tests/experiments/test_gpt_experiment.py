@@ -17,7 +17,7 @@ from datamodules import Text
 from experiments import gpt
 from harness.runs.nets import load_net
 from harness.runs.safepoints import SafePoints
-from lit_modules.scores import TokenScores
+from lit_modules.tasks import TokenScores
 from tests.commands import left_by_overwriting, refused, results
 from tests.grids import mostly_slow
 from tests.harness.test_resume import kill_at

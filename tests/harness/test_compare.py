@@ -11,7 +11,6 @@ import pytest
 
 import datamodules
 from harness.reports.interactive import save_results
-from harness.reports.metrics import BITS
 from harness.reports.results import bake_off_results
 from harness.reports.uncertainty import paired_interval
 from harness.runs.files import write_json
@@ -19,6 +18,7 @@ from harness.runs.records import FitRecord, NetRecord
 from harness.studies.compare import compare, load_runs, text
 from harness.studies.compare.comparison import CONFOUNDED
 from harness.studies.compare.page import markdown
+from lit_modules.tasks import BITS
 from tests.bake_off_facts import CE, FAILED, KD, TEST, gpt, header, quantized, results, student, teacher
 
 SCRIPT = Path(__file__).parents[2] / "experiments" / "compare.py"

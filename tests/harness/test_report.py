@@ -16,7 +16,9 @@ from harness.reports.report import Report
 from harness.reports.tables import Table
 from harness.reports.uncertainty import holm, p_value
 from harness.runs.records import NetRecord
-from lit_modules.scores import ClassScores, fidelity
+from lit_modules.samples import fidelity
+from lit_modules.tasks import Classification, ClassScores
+from lit_modules.tasks.classification import calibration_error
 from tests.bake_off_facts import CE, FAILED, HINT, KD, TEST, header, student, teacher
 from tests.bake_off_facts import results as made_up
 from tests.browser import answer
@@ -36,7 +38,7 @@ def with_samples(correct: int, seed: int) -> NetRecord:
         "confidence": np.full(TEST, 0.75), "kl": np.full(TEST, 0.5), "agreement": predicted == truth,
     }  # fmt: skip
     tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
-    means, packed = samples.recorded(tensors)
+    means, packed = samples.recorded(Classification(CLASSES), tensors)
     rows = [{"train/loss": 2.0 / (epoch + seed + 1), "val/acc": 0.5 + 0.1 * epoch} for epoch in range(3)]
     record = student(correct)
     return replace(record, figures={**record.figures, **means}, samples=packed, epochs=rows)
@@ -217,7 +219,7 @@ def test_calibration_is_the_formula() -> None:
         inside = (confidence > number / 15) & (confidence <= (number + 1) / 15)
         if inside.any():
             expected += inside.mean() * abs(confidence[inside].mean() - right[inside].mean())
-    assert samples.calibration_error(confidence, right) == pytest.approx(expected)
+    assert calibration_error(confidence, right) == pytest.approx(expected)
 
 
 def test_fidelity_is_the_formula() -> None:

@@ -9,9 +9,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from harness.reports import samples
-from harness.reports.metrics import ACCURACY, BITS
 from harness.reports.uncertainty import crossed_interval
 from harness.runs.records import Failure, NetRecord
+from lit_modules.tasks import ACCURACY, BITS
 from tests.commands import results
 from tests.figures import sketch
 from tests.processes import Run

@@ -10,12 +10,12 @@ import torch
 
 from apprentice.errors import BadInput
 from experiments import kd
-from harness.reports.metrics import ACCURACY, BITS
 from harness.runs.session import Session
 from harness.studies import distillation, tuning
 from harness.studies.setups import Setup
 from harness.studies.tuning import rungs, spaces, waves
 from lit_modules.objectives.search import Choice, Linear, Log
+from lit_modules.tasks import ACCURACY, BITS
 
 SMALL = ["--data.train_size", "150", "--data.test_size", "100", "--seeds", "[3]", "--teacher", "LightNN"]
 

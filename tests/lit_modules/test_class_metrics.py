@@ -13,7 +13,7 @@ from apprentice.errors import BadInput
 from apprentice.keyed import with_seed
 from harness.runs.quiet import quiet
 from lit_modules.classifier import LitClassifier
-from lit_modules.scores import ClassMetric, ClassScores
+from lit_modules.tasks import Classification, ClassMetric, ClassScores
 from tests.training import digits, net, trainer
 
 CLASSES = 7
@@ -69,7 +69,7 @@ def test_classes_that_no_sample_has_have_no_recall() -> None:
 def test_two_processes_have_the_bits_of_one(metric: ClassMetric) -> None:
     found = []
     for devices in (1, 2):
-        module, data = LitClassifier(net(), scores=partial(ClassScores, 10, metric)), digits(validation_size=51)
+        module, data = LitClassifier(net(), task=Classification(10, metric)), digits(validation_size=51)
         with quiet():
             (tested,) = trainer(devices).test(module, data, verbose=False)
             (validated,) = trainer(devices).validate(module, data, verbose=False)
@@ -80,5 +80,5 @@ def test_two_processes_have_the_bits_of_one(metric: ClassMetric) -> None:
 
 def test_the_first_five_of_five_classes_are_refused() -> None:
     with pytest.raises(BadInput, match=r"^--metric top5: expected another metric: of 5 classes the label is always"):
-        ClassScores(5, "top5")
-    assert ClassScores(6, "top5").names == ("top5", "acc", "correct")
+        Classification(5, "top5")
+    assert Classification(6, "top5").scores().names == ("top5", "acc", "correct")

@@ -24,7 +24,7 @@ from datamodules import Text
 from harness.runs.quiet import quiet
 from lab.strategies import DDPFP16, AllReduce, DDPPowerSGD, DDPRing, LocalSGD, ParamServer, RPCHybrid
 from lit_modules.language_model import LitLanguageModel, share_of_rate
-from lit_modules.scores import TokenScores
+from lit_modules.tasks import TokenScores
 from strategies import DDP, FSDP, HSDP, DataParallel, PipelineStrategy, ZeRO1
 from tests.grids import mostly_slow
 from tests.language import gpt, language_model, text

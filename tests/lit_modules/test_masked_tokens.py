@@ -40,14 +40,15 @@ from lit_modules.objectives import (
     Sum,
     TfKD,
 )
-from lit_modules.scores import TokenScores, fidelity
+from lit_modules.samples import fidelity
+from lit_modules.tasks import Tokens
 from strategies import DDP, PipelineStrategy
 from tests.grids import mostly_slow
 from tests.language import gpt
 from tests.training import LinesLogger, assert_same, fit, trainer, weights
 
 B, T, V = 5, 8, 11
-SHAPES: dict[str, Any] = {"input_shape": (T,), "num_classes": V, "scores": TokenScores, "input_dtype": torch.int64}
+SHAPES: dict[str, Any] = {"input_shape": (T,), "num_classes": V, "task": Tokens(), "input_dtype": torch.int64}
 
 
 def texts(rows: int = B, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -94,7 +95,7 @@ WHOLE: dict[str, Callable[[], Objective]] = {"cosine": Cosine, "sp": SP, "pkt": 
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_the_loss_is_that_of_the_tokens_that_count(name: str) -> None:
+def test_the_loss_is_that_of_the_tokens_that_count(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As rows of their own, (n, V), in which there is nothing else."""
     made, (tokens, labels) = module(a=OBJECTIVES[name]()), texts()
     teacher, students = made._ask_teacher(tokens), made(tokens)[1]
@@ -109,7 +110,7 @@ def test_the_loss_is_that_of_the_tokens_that_count(name: str) -> None:
         return Outputs(outputs.logits[counts], features)
 
     flat = Batch(tokens[counts], labels[counts], rows, rows, count, 1, 0)
-    made.scores = torch.nn.ModuleList([TokenScores()])
+    monkeypatch.setattr(made.task, "counts", lambda _: {})  # of samples with one label each
     expected, theirs = made.losses((chosen(teacher), {"a": chosen(students["a"])}), flat)
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
     batch = Batch.of((tokens, labels), 0)
@@ -196,7 +197,7 @@ def test_a_batch_in_which_nothing_counts_trains_nothing() -> None:
 def test_values_of_samples_are_means_over_their_own_tokens() -> None:
     made, (tokens, labels) = module(a=Hinton()), texts()
     student, teacher = made.students["a"].net(tokens), made.teacher(tokens)
-    found = TokenScores(1.5).of_sample(student, labels) | fidelity(student, teacher, labels)
+    found = Tokens(1.5).scores().of_sample(student, labels) | fidelity(student, teacher, labels)
     for row in range(B):
         kept = labels[row] != IGNORED
         assert found["tokens"][row] == kept.sum()
@@ -271,7 +272,7 @@ def test_an_epochs_figures_are_means_over_its_tokens(tmp_path: Any) -> None:
         return torch.optim.SGD(parameters, lr=0.0)
 
     logger, net = LinesLogger(tmp_path / "lines"), gpt(V, T, tie_weights=False)
-    made = LitClassifier(net, V, optimizer=still, scores=TokenScores)
+    made = LitClassifier(net, V, optimizer=still, task=Tokens())
     fit(made, Masked(4), logger=logger, log_every_n_steps=1, max_epochs=1)  # type: ignore[arg-type]
     tokens, labels = texts(ROWS, 3)
     expected = F.cross_entropy(net(tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORED).item()
@@ -292,5 +293,5 @@ def test_a_batch_with_ignored_tokens_says_what_its_labels_weigh() -> None:
 
 def test_a_record_has_the_texts_that_have_tokens() -> None:
     values = {"place": torch.arange(3), "bpc": torch.tensor([2.0, 0.0, 4.0]), "tokens": torch.tensor([3.0, 0.0, 1.0])}
-    facts = samples.recorded(values | {"kl": torch.tensor([1.0, 0.0, 3.0])})
-    assert facts == {"test_sample_bpc": [2.0, 4.0], "test_kl": 1.5}
+    means, kept = samples.recorded(Tokens(), values | {"kl": torch.tensor([1.0, 0.0, 3.0])})
+    assert (means, kept) == ({"test_kl": 1.5}, {"test_sample_bpc": [2.0, 4.0]})

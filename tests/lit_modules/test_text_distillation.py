@@ -3,7 +3,7 @@
 import json
 import math
 import signal
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,17 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from datamodules import Text
 from experiments import compare, kd
-from harness.reports.metrics import BITS, conclude
+from harness.reports.metrics import conclude
 from harness.reports.results import load_results
 from harness.runs.nets import load_net
 from harness.runs.safepoints import SafePoints
 from lab.strategies import LocalSGD
-from lit_modules import scores
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.nets import Outputs
 from lit_modules.objectives import Cosine, CrossEntropy, Hinton, JensenShannon, Objective, ReverseKL, Sum, Term
 from lit_modules.objectives.cross_entropy import cross_entropy
-from lit_modules.scores import TokenScores
+from lit_modules.tasks import BITS, Tokens, tokens
 from strategies import DDP, FSDP, PipelineStrategy
 from tests.commands import refused, results
 from tests.grids import mostly_slow
@@ -56,7 +55,7 @@ def distillation(data: Text, *names: str, **options: Any) -> Distillation:
     nets = {name: (gpt(**data.net_arguments, **SMALL, dropout=0.1), OBJECTIVES[name]()) for name in names or OBJECTIVES}
     teacher = gpt(**data.net_arguments, seed=1, tie_weights=False)
     shape = {"input_shape": data.input_shape, "num_classes": data.num_classes}
-    return Distillation(teacher, nets, **shape, scores=partial(TokenScores, data.tokens_per_character), **options)
+    return Distillation(teacher, nets, **shape, task=Tokens(data.tokens_per_character), **options)
 
 
 def ended(folder: Path, devices: int = 1, names: tuple[str, ...] = (), **options: Any) -> LightningModule:
@@ -117,7 +116,7 @@ def test_the_first_losses_are_the_formulas(alone: Distillation, tmp_path: Path) 
     }
     logger = LinesLogger(tmp_path / "log")
     nets = {name: (gpt(**data.net_arguments, **SMALL), OBJECTIVES[name]()) for name in OBJECTIVES}
-    shape = {"input_shape": data.input_shape, "num_classes": data.num_classes, "scores": TokenScores}
+    shape = {"input_shape": data.input_shape, "num_classes": data.num_classes, "task": Tokens()}
     still = Distillation(gpt(**data.net_arguments, seed=1, tie_weights=False), nets, **shape)
     fit(still, data, precision="64-true", max_epochs=1, logger=logger, log_every_n_steps=1)
     assert {tag: logger.values(tag)[0] for tag in expected} == pytest.approx(
@@ -133,14 +132,14 @@ def test_a_students_cross_entropy_is_computed_once(monkeypatch: pytest.MonkeyPat
     outputs = module(batch.inputs)
     expected = module.losses(outputs, batch)[1]
     calls = []
-    monkeypatch.setattr(scores, "cross_entropy", lambda *given: calls.append(given) or cross_entropy(*given))
+    monkeypatch.setattr(tokens, "cross_entropy", lambda *given: calls.append(given) or cross_entropy(*given))
     found = module.losses(outputs, batch)[1]
     assert not calls
     module.students["ce"].objective = Unmarked()
     assert torch.equal(module.losses(outputs, batch)[1]["ce/bpc"], found["ce/bpc"])
     assert len(calls) == 1
     torch.testing.assert_close(found["ce/bpc"], expected["ce/0.ce"] / math.log(2))
-    classifier = LitClassifier(module.teacher, data.num_classes, scores=TokenScores)
+    classifier = LitClassifier(module.teacher, data.num_classes, task=Tokens())
     losses, bits = (classifier.losses(outputs[1]["ce"].logits, batch)[1][name] for name in ("loss", "bpc"))
     torch.testing.assert_close(bits, losses.detach() / math.log(2))
     assert len(calls) == 1

@@ -22,7 +22,7 @@ from harness.runs.quiet import quiet
 from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN, ResNet
 from lit_modules.objectives import CrossEntropy
-from lit_modules.scores import ExactMean
+from lit_modules.tasks import ExactMean
 from strategies import DDP, ZeRO1
 from strategies.exact.shards import bounds, part, spans
 from tests.grids import mostly_slow

@@ -8,10 +8,11 @@ from typing import Any
 import datamodules
 from apprentice.errors import BadInput
 from harness.cli.sources import flat
-from harness.reports.metrics import ACCURACY, BITS, METRICS, OF_CLASSES, Metric
+from harness.reports.metrics import METRICS
 from harness.reports.report import Facts
 from harness.reports.results import BASELINE, entry_of, load_results
 from harness.runs.records import NetRecord, reading
+from lit_modules.tasks import ACCURACY, BITS, Metric
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Kind:
     judged: bool = True
 
 
-STUDENTS = [Kind(f"a run of kd.py measured by {metric.word}", metric) for metric in OF_CLASSES.values()]
+STUDENTS = [Kind(f"a run of kd.py measured by {metric.word}", metric) for metric in METRICS.values()]
 TEXTS = Kind("a run of gpt.py, or of kd.py with --data Text", BITS)
 FORMATS = Kind("a run of quantize.py", ACCURACY, judged=False)
 MEASURED = {kind.metric.name: kind for kind in (*STUDENTS, TEXTS)}

@@ -166,7 +166,7 @@ class Builder:
             raise BadInput(flag, folder, f"a net for inputs {wanted}, as this data has them; it is for {made}")
         match_classes(self.run, net, flag, folder, may_move=flag == "teacher")  # what is exported stays as it is
         with of_net(flag, folder):
-            nets.check_fits(net, self.data.example, (self.data.num_classes,), flag)
+            nets.check_fits(net, self.data.example, (*self.data.label_shape, self.data.num_classes), flag)
         return net, spec
 
     def teacher(self, objective: Any) -> nn.Module | None:

@@ -1,0 +1,19 @@
+"""Tasks: what labels and outputs mean, and how nets are scored. A new task is a file here and a line below."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from lit_modules.tasks.base import LABELLED, TOKENS, Range, Task
+from lit_modules.tasks.classification import ACCURACY, Classification, ClassMetric, ClassScores
+from lit_modules.tasks.metric import Metric
+from lit_modules.tasks.scores import ExactMean, Scores
+from lit_modules.tasks.tokens import BITS, Tokens, TokenScores
+
+# By the name that a data module has as its `task`.
+TASKS: Mapping[str, type[Task]] = MappingProxyType({"classification": Classification, "tokens": Tokens})
+
+
+def task_of(data: Any, metric: str | None = None) -> Task:
+    """The task of a data module, with nets judged by a metric of it; BadInput if it has no such metric."""
+    return TASKS[data.task].of_data(data, metric)

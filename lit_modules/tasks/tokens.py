@@ -1,0 +1,103 @@
+"""A label for each token of a text: the token that follows."""
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import numpy as np
+from torch import Tensor
+from torch.nn import functional as F
+
+from apprentice.batch import IGNORED, Batch, counted
+from apprentice.errors import BadInput
+from lit_modules.objectives.base import widened
+from lit_modules.objectives.cross_entropy import cross_entropy
+from lit_modules.tasks.base import TOKENS, Range, Task, check_classes
+from lit_modules.tasks.metric import Metric
+from lit_modules.tasks.scores import ExactMean, Scores
+
+BITS = Metric(
+    name="test_bpc", tested=("test_bpc", "test_loss"), columns={"test_loss": "test loss", "test_bpc": "bits per char"},
+    word="bits per character", title="test bits per character", unit="bits", higher_is_better=False,
+    scale=1.0, digits=3, counted="tokens", limits=(0.0, float("inf")), of_samples="test_sample_bpc",
+)  # fmt: skip
+
+
+class Tokens(Task):
+    """Texts with a label for each of their T tokens, -100 for one that does not count; nets give logits (b, T, V).
+
+    Args:
+        tokens_per_character: of the text that is scored; 1 if tokens are characters.
+    """
+
+    metrics: ClassVar[Mapping[str, Metric]] = MappingProxyType({"bits": BITS})
+    metric = BITS
+    weight = "tokens"
+
+    def __init__(self, tokens_per_character: float = 1.0) -> None:
+        super().__init__()
+        self.tokens_per_character = tokens_per_character
+
+    @classmethod
+    def of_data(cls, data: Any, metric: str | None = None) -> "Tokens":
+        """The task of a data module with `tokens_per_character`; BadInput for a metric, as there is no choice."""
+        if metric is not None:
+            raise BadInput("metric", metric, f"no metric beside --data {data.name}, which is judged by {BITS.word}")
+        return cls(data.tokens_per_character)
+
+    def scores(self) -> "TokenScores":
+        """New evaluation scores of a run."""
+        return TokenScores(self.tokens_per_character)
+
+    def check_labels(self, labels: Range, classes: int, weighted: bool, training: bool) -> None:
+        """Raise BadInput if labels are no classes, or if training does not know how many of them count."""
+        if labels.ignored and training and not weighted:
+            raise BadInput("data", f"labels of {IGNORED}", "a Batch with its label_weight, as some tokens do not count")
+        check_classes(labels, 0, classes, f", or {IGNORED} for a token that does not count")
+
+    def counts(self, batch: Batch) -> dict[str, Tensor]:
+        """The tokens that count in each row, (b,)."""
+        if batch.label_weight is None:
+            return {TOKENS: batch.labels.new_full(batch.labels.shape[:1], batch.labels.shape[1])}
+        return {TOKENS: counted(batch.labels).sum(1)}
+
+    def kept(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The bits per character of each text that has a token that counts."""
+        return {"sample_bpc": values["bpc"][values["tokens"] > 0]}
+
+
+class TokenScores(Scores):
+    """Scores of a language model: loss per token in nats, bits per character, perplexity; ignores labels of -100.
+
+    Args:
+        tokens_per_character: of the text that is scored; 1 if tokens are characters.
+    """
+
+    names = ("loss", "bpc", "perplexity")
+    sampled = ("bpc", "tokens")
+
+    def __init__(self, tokens_per_character: float = 1.0) -> None:
+        super().__init__()
+        self.bits = tokens_per_character / math.log(2)  # per character, for a nat per token
+        self.loss = ExactMean()
+
+    def update(self, logits: Tensor, labels: Tensor) -> None:
+        """Add the tokens of b texts: logits (b, T, V), labels (b, T)."""
+        losses = F.cross_entropy(widened(logits).flatten(0, 1), labels.flatten(), reduction="none")
+        self.loss.update(losses[counted(labels).flatten()])
+
+    def compute(self) -> dict[str, Tensor]:
+        """{"loss", "bpc", "perplexity"} over all ranks."""
+        loss = self.loss.compute()
+        return {"loss": loss, "bpc": loss * self.bits, "perplexity": loss.exp()}
+
+    def per_label(self, logits: Tensor, labels: Tensor, ce: Tensor | None = None) -> dict[str, Tensor]:
+        """Bits per character, (b, T)."""
+        return {"bpc": (cross_entropy(logits, labels) if ce is None else ce).detach() * self.bits}
+
+    def of_sample(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Bits per character, a mean over the tokens that count, and their number."""
+        tokens = counted(labels).sum(1)
+        bits = self.per_label(logits, labels)["bpc"].where(counted(labels), 0.0)
+        return {"bpc": bits.sum(1) / tokens.clamp(min=1), "tokens": tokens}
