@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import yaml
 
-from harness.cli.sources import INVOCATION
 from harness.runs.environment import hardware
 from tests.language import written
 from tests.launching import Command
@@ -29,6 +28,7 @@ from tests.processes import Run
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "tests" / "frozen"
+OF_A_CALL = {"out", "resume", "overwrite", "list_layers"}  # which config.yaml does not have
 
 KD = (
     "kd --teacher LightNN --seeds 1 --trainer.max_epochs 2 --data.train_size 150 --data.test_size 50 "
@@ -180,7 +180,7 @@ def set_up(folder: Path, case: Any, files: Any) -> None:
         written(folder)
     if "begun" in case:
         settings = printed(folder, f"{case['command'].split()[0]} {case['begun']}")
-        kept = {key: value for key, value in settings.items() if key not in INVOCATION}
+        kept = {key: value for key, value in settings.items() if key not in OF_A_CALL}
         (folder / "run").mkdir()
         (folder / "run" / "config.yaml").write_text(yaml.safe_dump(kept, sort_keys=False))
 

@@ -15,7 +15,6 @@ import yaml
 from apprentice import extras
 from datamodules import ImageData
 from experiments import kd, quantize
-from harness.cli.sources import INVOCATION
 from harness.runs.nets import save_net
 from harness.studies.deploy import Study, formats, latency
 from harness.studies.deploy.builder import data_of_run
@@ -310,7 +309,7 @@ def test_a_student_is_quantised_on_the_data_of_its_run(
     out = tmp_path / "out"
     out.mkdir()
     settled = parsed([*flags, "--data.validation_size", "9"])
-    (out / "config.yaml").write_text(quantize.parser().dump(settled, INVOCATION))
+    (out / "config.yaml").write_text(quantize.parser().dump(settled, of_run=True))
     chosen = parsed(["--run", str(student), "--out", str(out), "--resume", "true"]).data.init_args
     assert (chosen["train_size"], chosen["test_size"], chosen["validation_size"]) == (200, 50, 9)
     monkeypatch.chdir(student)

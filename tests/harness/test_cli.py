@@ -24,7 +24,6 @@ from datamodules.transforms import Transforms
 from harness import cli
 from harness.cli.classes import Classes
 from harness.cli.messages import one_line
-from harness.cli.sources import INVOCATION
 from harness.runs.trainer import trainers
 from lit_modules import nets, objectives
 
@@ -77,7 +76,7 @@ def parse(parser, line):
 
 
 def save(parser, config, path):
-    path.write_text(parser.dump(config, INVOCATION))
+    path.write_text(parser.dump(config, of_run=True))
 
 
 def refused(parser, line):
@@ -328,7 +327,8 @@ def test_what_is_printed_is_read_back(kd, tmp_path, capsys, line):
     assert kd.as_dict(again) == kd.as_dict(parse(kd, line))
     save(kd, parse(kd, line), tmp_path / "config.yaml")
     saved = yaml.safe_load((tmp_path / "config.yaml").read_text())
-    assert saved == {key: value for key, value in yaml.safe_load(printed.out).items() if key not in INVOCATION}
+    of_run = yaml.safe_load(printed.out).items()
+    assert saved == {key: value for key, value in of_run if kd.on_resume(key) is not cli.CALL}
 
 
 def test_help(kd, capsys):
