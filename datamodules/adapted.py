@@ -1,4 +1,4 @@
-"""Any LightningDataModule of (inputs, labels), read so that the suite's promises hold for it too."""
+"""A wrapper for any LightningDataModule of (inputs, labels), with which a run repeats on any number of devices."""
 
 import math
 from collections.abc import Sequence
@@ -36,11 +36,12 @@ PARTS = {"train": "train_dataloader", "validation": "val_dataloader", "test": "t
 
 
 class Adapted(InMemoryData):
-    """A LightningDataModule of another's: its batches are global, and each rank reads its rows of them.
+    """Wraps a user's LightningDataModule: its batches become global, and each rank reads its rows of them.
 
-    So `batch_size` counts samples over all devices, and none is read twice. Where a loader is torch's DataLoader of an
-    indexed data set, its sampler, and what its data set draws from torch's, numpy's and Python's global generators,
-    depend on the training seed, the epoch and the sample alone: neither devices, workers nor a resume move a number.
+    `batch_size` then counts samples over all devices, and no sample is read twice. Where a loader is torch's DataLoader
+    of an indexed data set, its sampler, and what its data set draws from torch's, numpy's and Python's global
+    generators, depend on the training seed, the epoch and the sample alone: neither devices, workers nor a resume move
+    a number.
     Any other loader is read whole by each rank, which a line says; then its own order is as exact as it is.
 
     Without `test_dataloader`, `val_dataloader` is tested on and nothing is validated; a line says so.
@@ -83,7 +84,7 @@ class Adapted(InMemoryData):
                 whole = f"{parts[part]}() gives no DataLoader of an indexed data set, so each device reads all of it"
                 self.say(f"{whole}; whether runs repeat, and resume within an epoch, depends on its order")
         self._check_class_names()
-        firsts = {part: self._first(part, parts[part]) for part in self._loaders}
+        firsts = {part: self._first_batch(part, parts[part]) for part in self._loaders}
         inputs, labels = firsts["train"]
         self.batch_size, self._dtype = len(labels), inputs.dtype
         self.input_shape = tuple(inputs.shape[1:])
@@ -96,7 +97,7 @@ class Adapted(InMemoryData):
         usable = isinstance(names, Sequence) and len(names) == classes
         self.class_names = tuple(map(str, names if usable else range(classes)))  # type: ignore[arg-type]
         for part, (inputs, labels) in firsts.items():
-            self._check(inputs, labels, "the first batch" + f" of {parts[part]}()" * (part != "train"))
+            self._check_batch(inputs, labels, "the first batch" + f" of {parts[part]}()" * (part != "train"))
 
     def _loader(self, hook: str) -> Loader:
         loader = getattr(self.data, hook)()
@@ -121,19 +122,19 @@ class Adapted(InMemoryData):
                 expected = f"data sets with the same classes in the same order; {part} has {', '.join(classes)}"
                 raise BadInput("data", self.name, f"{expected} and train {', '.join(names['train'])}")
 
-    def _first(self, part: str, hook: str) -> tuple[Tensor, Tensor]:
+    def _first_batch(self, part: str, hook: str) -> tuple[Tensor, Tensor]:
         """The first batch of a part, after the hooks; BadInput if there is none, or of images that are no floats."""
         if not len(self._loaders[part]):
             expected = f"a batch or more from {hook}(), which gives none; drop_last leaves out all of a small set"
             raise BadInput("data", self.name, expected)
         first = next(read_rows(self._loaders[part], self.seed, [(0, torch.arange)]))
-        inputs, labels = self._hooked(first.inputs, first.labels)
+        inputs, labels = self._call_hooks(first.inputs, first.labels)
         if inputs.dim() == IMAGES and not inputs.is_floating_point():
             kind = str(inputs.dtype).removeprefix("torch.")
             raise BadInput("data", self.name, f"images of floats, as ToTensor makes them; {hook}() gives {kind}")
         return inputs, labels
 
-    def _check(self, inputs: Tensor, labels: Tensor, where: str) -> None:
+    def _check_batch(self, inputs: Tensor, labels: Tensor, where: str) -> None:
         """Raise BadInput if a batch has labels that are no class, or images of another size than the first."""
         least, most = (int(labels.min()), int(labels.max())) if len(labels) else (0, 0)
         if not 0 <= least <= most < self.num_classes:
@@ -143,7 +144,7 @@ class Adapted(InMemoryData):
             sizes = f"{where} has {tuple(inputs.shape[1:])}, and the first of training {self.input_shape}"
             raise BadInput("data", self.name, f"images of one size; {sizes}")
 
-    def _hooked(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def _call_hooks(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """A pair as the data module's hooks make it."""
         return pair_of(self.data.on_after_batch_transfer(self.data.on_before_batch_transfer((inputs, labels), 0), 0))
 
@@ -180,7 +181,7 @@ class Adapted(InMemoryData):
             while sum(len(labels) for _, labels in read) <= int(chosen.max()):
                 read.append(pair_of(next(batches)))
         inputs, labels = (torch.cat(batches)[chosen] for batches in zip(*read, strict=True))
-        inputs, labels = self._hooked(inputs, labels)
+        inputs, labels = self._call_hooks(inputs, labels)
         return Split(self.normalize(inputs, dtype), labels)
 
     def fingerprint(self) -> Fingerprint:
@@ -191,9 +192,11 @@ class Adapted(InMemoryData):
         """
         if callable(fingerprint := getattr(self.data, "fingerprint", None)):
             return {"all": fingerprint()}
-        return {part: {"samples": count, **self._few(part, count)} for part, count in self.sizes.items() if count}
+        return {
+            part: {"samples": count, **self._few_samples(part, count)} for part, count in self.sizes.items() if count
+        }
 
-    def _few(self, part: str, count: int) -> dict[str, list[float] | None]:
+    def _few_samples(self, part: str, count: int) -> dict[str, list[float] | None]:
         few = min(READ, count)
         places = torch.arange(few) * (count // few if is_indexed(self._loaders[part]) else 1)  # or all before are read
         once, again = (with_seed(self.seed, lambda: self.samples(part, places)) for _ in range(2))
@@ -220,29 +223,29 @@ class Adapted(InMemoryData):
 
     def train_dataloader(self) -> "SharedLoader":  # type: ignore[override]
         """The loader's batches in the order of (order_seed, epoch), each cut into contiguous shares for the ranks."""
-        rank, replicas = self._place()
+        rank, replicas = self._rank_and_replicas()
         self.check_replicas(replicas, getattr(self.trainer and self.trainer.strategy, "exact", None))
         self.data.trainer = self.trainer
         return SharedLoader(self._loaders["train"], self._order(self.sizes["train"]), rank, replicas)
 
     def val_dataloader(self) -> "DealtLoader | CombinedLoader":  # type: ignore[override]
         """The validation batches, each on one rank; no loader if there are none."""
-        return self._dealt("validation") if "validation" in self._loaders else no_loaders()
+        return self._dealt_loader("validation") if "validation" in self._loaders else no_loaders()
 
     def test_dataloader(self) -> "DealtLoader":  # type: ignore[override]
         """The test batches, each on one rank; a Trainer's limit counts those of all ranks."""
-        return self._dealt("test")
+        return self._dealt_loader("test")
 
     def predict_dataloader(self) -> "DealtLoader":  # type: ignore[override]
         """The test batches, for `trainer.predict`."""
-        return self._dealt("test")
+        return self._dealt_loader("test")
 
-    def _dealt(self, part: str) -> "DealtLoader":
+    def _dealt_loader(self, part: str) -> "DealtLoader":
         self.data.trainer = self.trainer
-        kept = math.ceil(self._kept(part, self.trainer) / self._batch_size(part))
+        kept = math.ceil(self._samples_in_limit(part, self.trainer) / self._batch_size(part))
         if isinstance(getattr(self.trainer, LIMITS[part], None), float):  # Lightning would apply it again
             setattr(self.trainer, LIMITS[part], kept)
-        return DealtLoader(self._loaders[part], kept, *self._place(), self.seed)
+        return DealtLoader(self._loaders[part], kept, *self._rank_and_replicas(), self.seed)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Lightning's hook: as the data module does."""
@@ -254,7 +257,7 @@ class Adapted(InMemoryData):
         pair = self.data.on_after_batch_transfer((batch.inputs, batch.labels), dataloader_idx)
         inputs, labels = pair_of(pair)
         if labels.is_cpu:  # on a GPU this would wait for it
-            self._check(inputs, labels, "a batch")
+            self._check_batch(inputs, labels, "a batch")
         return super().on_after_batch_transfer(batch._replace(inputs=inputs, labels=labels), dataloader_idx)
 
     def teardown(self, stage: str) -> None:

@@ -88,16 +88,16 @@ class InMemoryData(LightningDataModule):
         splits.check_partition(partition)
         self.batch_size, self.train_size, self.test_size = batch_size, train_size, test_size
         self.validation_size, self.subset, self.seed, self.partition = validation_size, subset, seed, partition
-        self.labelled, self.hides_labels, self._known = labelled, True, cast("Tensor | None", None)
+        self.labelled, self.hides_labels, self._labelled_samples = labelled, True, cast("Tensor | None", None)
         self.name = type(self).__name__
         self.order_seed = 0
         self._splits: dict[str, Samples | Streamed] = {}
         self._moved: dict[tuple[str, torch.device], Samples] = {}
 
     def read(self) -> tuple[Source, Source] | tuple[Source, Source, Source]:
-        """The whole training and test sets, before subsets are drawn; called once. BadInput if absent or damaged.
+        """Read the whole training and test sets, of which subsets are drawn later, and a third to validate on, if any.
 
-        A third set, if there is one, is validated on, whole; `validation_size` then only says whether, if it is 0.
+        That is used whole, unless `validation_size` is 0. Called once; BadInput if data are absent or damaged.
         """
         raise NotImplementedError
 
@@ -105,7 +105,7 @@ class InMemoryData(LightningDataModule):
         """Raise BadInput if so many samples would not fit in memory; sets of unknown size override this."""
 
     def hold(self, source: Source, places: Tensor) -> Samples | Streamed:
-        """The samples at these (k,) places of a source, as loaders take them: read now, or while training."""
+        """Return the samples at (k,) places of a source, read into memory now, or `Streamed` while training."""
         return source.take(places)
 
     @property
@@ -130,7 +130,7 @@ class InMemoryData(LightningDataModule):
         self.check_fits(len(train) + len(validation) + len(test))
         chosen = {"train": (training, train), "validation": (validating, validation), "test": (testing, test)}
         if self.labelled is not None:
-            self._known = splits.labelled_samples(training.labels[train], self.labelled, self.seed)
+            self._labelled_samples = splits.labelled_samples(training.labels[train], self.labelled, self.seed)
         self._splits = {part: self.hold(source, places) for part, (source, places) in chosen.items()}
         if counts := splits.unequal_counts(self._splits["train"].labels, self.class_names):
             self.say(f"training samples of a class: {counts}")
@@ -158,12 +158,15 @@ class InMemoryData(LightningDataModule):
         return self.samples("test", torch.tensor(places)).inputs.numpy()
 
     def fingerprint(self) -> Fingerprint:
-        """What tells the samples of each part from others, for a run that goes on; the same in a copy of the data."""
+        """Describe the samples of each part, so that a resumed run can tell whether they are those of before.
+
+        A copy of the data has the same fingerprint.
+        """
         return {part: fingerprints.of_samples(self.split(part)) for part in LIMITS}
 
     @property
     def places(self) -> int:
-        """The number of places in the data set that the `index` of training batches counts."""
+        """How many samples the `index` of training batches numbers."""
         return self.sizes["train"]
 
     @property
@@ -188,11 +191,11 @@ class InMemoryData(LightningDataModule):
 
     def used(self, trainer: Trainer) -> dict[str, int]:
         """`sizes` under a Trainer's `limit_train_batches` and the like; BadInput if one is less than a batch."""
-        return {part: self._kept(part, trainer) for part in LIMITS}
+        return {part: self._samples_in_limit(part, trainer) for part in LIMITS}
 
     def train_batches(self, trainer: Trainer) -> int:
         """Batches of an epoch under a Trainer's `limit_train_batches`."""
-        return math.ceil(self._kept("train", trainer) / self.batch_size)
+        return math.ceil(self._samples_in_limit("train", trainer) / self.batch_size)
 
     def _batch_size(self, part: str) -> int:
         return self.batch_size if part == "train" else self.evaluation_batch_size
@@ -200,8 +203,8 @@ class InMemoryData(LightningDataModule):
     def _count(self, part: str) -> int:
         return len(self.split(part).labels)
 
-    def _kept(self, part: str, trainer: Trainer | None) -> int:
-        """Samples in the batches within a Trainer's limit: an int is a count of batches, a float a fraction."""
+    def _samples_in_limit(self, part: str, trainer: Trainer | None) -> int:
+        """Count the samples within a Trainer's limit, which is an int, a count of batches, or a float, a fraction."""
         samples, limit = self._count(part), getattr(trainer, LIMITS[part], 1.0)
         count = len(self._order(samples)) if part == "train" else samples
         size = self._batch_size(part)
@@ -239,10 +242,10 @@ class InMemoryData(LightningDataModule):
         Raises:
             BadInput: fewer samples than ranks, or another number of fractions in `partition`.
         """
-        rank, replicas = self._place()
+        rank, replicas = self._rank_and_replicas()
         self.check_replicas(replicas, getattr(self.trainer and self.trainer.strategy, "exact", None))
-        train = self._resident("train")
-        labelled = self._known if self.hides_labels else None
+        train = self._on_device("train")
+        labelled = self._labelled_samples if self.hides_labels else None
         order = self._order(len(train.labels))
         return TrainLoader(train, self.batch_size, order, rank, replicas, labelled, self.wants_partners, self.finish)
 
@@ -255,7 +258,7 @@ class InMemoryData(LightningDataModule):
 
     def train_in_order(self, rank: int = 0, replicas: int = 1) -> ChunkLoader:
         """The training set once, in chunks in index order; `index` is the same as in `train_dataloader`'s batches."""
-        return ChunkLoader(self._resident("train"), self.batch_size, rank, replicas)
+        return ChunkLoader(self._on_device("train"), self.batch_size, rank, replicas)
 
     def val_dataloader(self) -> ChunkLoader | CombinedLoader:
         """The validation samples, each exactly once; no loader if there are none. For limits see `test_dataloader`."""
@@ -276,18 +279,22 @@ class InMemoryData(LightningDataModule):
             raise BadInput("data.batch_size", self.batch_size, f"at least {replicas}, one sample for each device")
 
     def _chunks(self, part: str) -> ChunkLoader:
-        samples, size, kept = self._resident(part), self.evaluation_batch_size, self._kept(part, self.trainer)
+        samples, size, kept = (
+            self._on_device(part),
+            self.evaluation_batch_size,
+            self._samples_in_limit(part, self.trainer),
+        )
         if kept == len(samples.labels):
-            return ChunkLoader(samples, size, *self._place())
+            return ChunkLoader(samples, size, *self._rank_and_replicas())
         if isinstance(getattr(self.trainer, LIMITS[part]), float):  # Lightning would apply it again, to this rank's
             setattr(self.trainer, LIMITS[part], math.ceil(kept / size))
-        return ChunkLoader(samples, size, *self._place(), self._chosen(part, kept))
+        return ChunkLoader(samples, size, *self._rank_and_replicas(), self._evaluated_places(part, kept))
 
-    def _chosen(self, part: str, kept: int) -> Tensor:
+    def _evaluated_places(self, part: str, kept: int) -> Tensor:
         """(kept,) int64, sorted, the samples that are evaluated under a limit."""
         return keyed.permutation(len(self.split(part).labels), keyed.fold_in(self.seed, 4))[:kept].sort().values
 
-    def _place(self) -> tuple[int, int]:
+    def _rank_and_replicas(self) -> tuple[int, int]:
         # Under a pipeline, fewer replicas share a batch than there are ranks.
         place = (self.trainer and self.trainer.distributed_sampler_kwargs) or {"rank": 0, "num_replicas": 1}
         return place["rank"], place["num_replicas"]
@@ -298,7 +305,7 @@ class InMemoryData(LightningDataModule):
             return 0
         return self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
-    def _resident(self, part: str) -> Samples | Streamed:
+    def _on_device(self, part: str) -> Samples | Streamed:
         split = self.split(part)
         device = torch.device("cpu") if self.trainer is None else self.trainer.strategy.root_device
         if isinstance(split, Streamed):

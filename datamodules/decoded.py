@@ -100,7 +100,7 @@ class Decoded:
 def _key(encoded: Encoded) -> str:
     """Of what makes the bytes of decoded images: what they are made of, their size, Pillow's version."""
     key = hashlib.blake2b(f"{PIL.__version__} {encoded.image_size} {encoded.size}".encode(), digest_size=12)
-    for part in encoded.made_of():
+    for part in encoded.cache_key():
         key.update(part)
     return key.hexdigest()
 

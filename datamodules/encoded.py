@@ -50,11 +50,11 @@ class Encoded:
         """Of an image, for messages."""
         raise NotImplementedError
 
-    def opened(self, place: int) -> AbstractContextManager[Image.Image]:
+    def open_image(self, place: int) -> AbstractContextManager[Image.Image]:
         """An image whose pixels are read on demand, in the block; Damaged names it if they can't be."""
         raise NotImplementedError
 
-    def made_of(self) -> Iterator[bytes]:
+    def cache_key(self) -> Iterator[bytes]:
         """What decides the pixels of the images, for the name of a cache."""
         raise NotImplementedError
 
@@ -82,8 +82,8 @@ class Encoded:
         """(H, W) of the first image when taken."""
         if self.image_size is not None:
             return self.image_size, self.image_size
-        with self.opened(0) as image:
-            turned = upright(image)
+        with self.open_image(0) as image:
+            turned = turn_upright(image)
         return turned.height, turned.width
 
     def take(self, chosen: Tensor) -> Split:
@@ -107,19 +107,19 @@ class Encoded:
 
     def decoded(self, place: int) -> Image.Image:
         """One image, upright and in RGB; with an image size, short side resized and centre cropped."""
-        with self.opened(place) as image:
-            turned, form = upright(image), image.format
-        colours = in_rgb(turned, form, self.flag, self.name(place))
+        with self.open_image(place) as image:
+            turned, form = turn_upright(image), image.format
+        colours = to_rgb(turned, form, self.flag, self.name(place))
         if self.image_size is None or colours.size == (self.image_size, self.image_size):
             return colours
         return transforms.center_crop(transforms.resize(colours, self.image_size), [self.image_size])
 
     def _large(self, place: int) -> bool:
-        with self.opened(place) as image:
+        with self.open_image(place) as image:
             return image.width * image.height > LARGE
 
 
-def upright(image: Image.Image) -> Image.Image:
+def turn_upright(image: Image.Image) -> Image.Image:
     """The image, read, and turned by its EXIF orientation; no other tag is looked at, as many are broken."""
     image.load()
     turn = TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
@@ -138,12 +138,12 @@ class Files(Encoded):
         """Its path."""
         return str(self._path(place))
 
-    def opened(self, place: int) -> AbstractContextManager[Image.Image]:
+    def open_image(self, place: int) -> AbstractContextManager[Image.Image]:
         """As a file."""
         path = self._path(place)
-        return readable(path, self.flag, str(path))
+        return open_readable(path, self.flag, str(path))
 
-    def made_of(self) -> Iterator[bytes]:
+    def cache_key(self) -> Iterator[bytes]:
         """Names, sizes and times; a link that leads nowhere has none, and is named when its image is wanted."""
         for place, name in enumerate(self.names):
             file, size, time_ns = self._path(place), 0, 0
@@ -190,7 +190,7 @@ def with_progress(decoded: Iterable[T], total: int, step: int = 1) -> Iterator[T
 
 
 @contextmanager
-def readable(file: Any, flag: str, name: str) -> Iterator[Image.Image]:
+def open_readable(file: Any, flag: str, name: str) -> Iterator[Image.Image]:
     """The open image of a path or a file, whose pixels are read on demand; Damaged names it if they can't be."""
     try:
         with Image.open(file) as image:
@@ -201,7 +201,7 @@ def readable(file: Any, flag: str, name: str) -> Iterator[Image.Image]:
         raise Damaged(flag, name, f"an image that can be read ({reason(error)})") from error
 
 
-def in_rgb(image: Image.Image, form: str | None, flag: str, name: str) -> Image.Image:
+def to_rgb(image: Image.Image, form: str | None, flag: str, name: str) -> Image.Image:
     """The image in RGB; scales 16 bits of grey, and floats from 0 to 1, to 8 bits, where PIL would clip."""
     if image.mode != "F" and not image.mode.startswith("I"):
         return image.convert("RGB")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from apprentice.errors import BadInput, reason
 from apprentice.extras import need
-from datamodules.encoded import Damaged, Encoded, readable
+from datamodules.encoded import Damaged, Encoded, open_readable
 from datamodules.stored_images import StoredImages
 
 VALIDATION = ("validation", "valid", "val", "dev")  # names of a split for validation
@@ -37,15 +37,15 @@ class Rows(Encoded):
         """Split and row."""
         return f"{self.split}[{self.places[place]}]"
 
-    def opened(self, place: int) -> AbstractContextManager[Image.Image]:
+    def open_image(self, place: int) -> AbstractContextManager[Image.Image]:
         """From its bytes, or as a file."""
         image = self.data[int(self.places[place])][self.column]
         if image is None:
             raise Damaged(self.flag, self.name(place), "an image; there is none")
         file = image["path"] if image["bytes"] is None else io.BytesIO(image["bytes"])
-        return readable(file, self.flag, self.name(place))
+        return open_readable(file, self.flag, self.name(place))
 
-    def made_of(self) -> Iterator[bytes]:
+    def cache_key(self) -> Iterator[bytes]:
         """The split's fingerprint, and the rows."""
         yield f"{self.data._fingerprint} {self.column}".encode()
         yield self.places.tobytes()
@@ -127,15 +127,15 @@ class HuggingFaceImages(StoredImages):
         image, label = self._columns(splits["train"].features)
         validation = next((name for name in VALIDATION if name in splits), None)
         used = [name for name in ("train", "test", validation) if name is not None and name in splits]
-        labels = {name: self._labels(splits[name], label, name) for name in used}
+        labels = {name: self._read_labels(splits[name], label, name) for name in used}
         self.class_names, _ = labels["train"]
         if len(self.class_names) < 2:
             raise BadInput("data.label", label, f"at least 2 classes; there are {len(self.class_names)}")
         self._check_files(label)
         names, sets = {name: rows for name, (_, rows) in labels.items()}, {}
-        for part, split in self._parts(names, validation).items():
-            numbers = self._numbers(names[split], split)
-            data, rows = self._bytes(splits[split], image), np.arange(len(numbers))
+        for part, split in self._choose_parts(names, validation).items():
+            numbers = self._class_numbers(names[split], split)
+            data, rows = self._undecoded(splits[split], image), np.arange(len(numbers))
             sets[part] = Rows(numbers, self.image_size, "", (0, 0), data, image, split, rows)
         return self.usable(sets, Counter(), self.path)
 
@@ -168,7 +168,7 @@ class HuggingFaceImages(StoredImages):
             raise BadInput("data.image", image, f"a column of images; it is of {kinds[image]}")
         return image, label
 
-    def _labels(self, data: Any, label: str, split: str) -> tuple[tuple[str, ...], list[str | None]]:
+    def _read_labels(self, data: Any, label: str, split: str) -> tuple[tuple[str, ...], list[str | None]]:
         """The names of a split's classes, in its order, and of each row's class; None for a hidden one."""
         if label not in data.features:
             return (), [None] * len(data)
@@ -194,7 +194,7 @@ class HuggingFaceImages(StoredImages):
                 listed = f"the classes {', '.join(self.class_names)} in this order, as in train"
                 raise BadInput("data.path", file, f"{listed}; `save_to_disk` keeps those of each split")
 
-    def _numbers(self, names: list[str | None], split: str) -> Tensor:
+    def _class_numbers(self, names: list[str | None], split: str) -> Tensor:
         """(n,) int64, the places of a split's classes in those of the training set, whose names count."""
         numbers = {name: number for number, name in enumerate(self.class_names)}
         if (row := next((row for row, name in enumerate(names) if name not in numbers), None)) is not None:
@@ -202,7 +202,7 @@ class HuggingFaceImages(StoredImages):
             raise BadInput("data.path", self.path, f"a label of the training set's classes for all of {split}; {fault}")
         return torch.tensor([numbers[str(name)] for name in names])
 
-    def _parts(self, names: dict[str, list[str | None]], validation: str | None) -> dict[str, str]:
+    def _choose_parts(self, names: dict[str, list[str | None]], validation: str | None) -> dict[str, str]:
         """The split of train, of test and, if it has one, of validation; `validation` is one for that."""
         hidden = {None, "-1"} - {*self.class_names}
         if not set(names.get("test", ())) <= hidden:
@@ -213,7 +213,7 @@ class HuggingFaceImages(StoredImages):
         self.say(f"the split test {missing}: tests on {validation}, validates on images held out from train")
         return {"train": "train", "test": validation}
 
-    def _bytes(self, data: Any, image: str) -> Any:
+    def _undecoded(self, data: Any, image: str) -> Any:
         """The split without decoding."""
         import datasets
 

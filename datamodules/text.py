@@ -204,7 +204,7 @@ class Text(InMemoryData):
         """Read the text, once."""
         if self._splits:
             return
-        training, validation, test = self._parts(self._read())
+        training, validation, test = self._split_tokens(self._read())
         if len(test) <= self.block_size:
             expected = f"fewer tokens than the {len(test)} of the text's last tenth, or a longer --data.path"
             raise BadInput("data.block_size", self.block_size, expected)
@@ -213,8 +213,8 @@ class Text(InMemoryData):
             raise BadInput("data.validation_size", self.validation_size, expected)
         self._splits = {
             "train": Windows(training, self.block_size),
-            "validation": _consecutive(validation, self.block_size),
-            "test": _consecutive(test, self.block_size),
+            "validation": consecutive_blocks(validation, self.block_size),
+            "test": consecutive_blocks(test, self.block_size),
         }
         self._tokens = {"train": training, "validation": validation, "test": test}
 
@@ -235,13 +235,13 @@ class Text(InMemoryData):
         except OSError as error:
             raise BadInput("data.path", self.path, f"a file of text ({error.strerror})") from error
 
-    def _parts(self, content: bytes) -> tuple[Tensor, Tensor, Tensor]:
+    def _split_tokens(self, content: bytes) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens to train on, to validate on and to test on, in the smallest type that holds them."""
         if not content:
             raise BadInput("data.path", self.path, "a file of text; this one is empty")
         if self.unit == "bytes":
             self.vocabulary = Vocabulary()
-            begin, cut = self._cuts(len(content))
+            begin, cut = self._bounds(len(content))
             tokens = torch.from_numpy(np.frombuffer(content, np.uint8).copy())
             characters = len(content[cut:].decode(errors="replace"))
             self.tokens_per_character = (len(content) - cut) / max(characters, 1)
@@ -252,13 +252,13 @@ class Text(InMemoryData):
             expected = f"text in UTF-8; byte {error.start} is not. --data.vocabulary bytes takes any file"
             raise BadInput("data.path", self.path, expected) from None
         self.vocabulary = Vocabulary(text) if self.tokenizer is None else Subwords(self.tokenizer)
-        kind, (begin, cut) = torch.uint8 if len(self.vocabulary) <= 256 else torch.int32, self._cuts(len(text))
+        kind, (begin, cut) = torch.uint8 if len(self.vocabulary) <= 256 else torch.int32, self._bounds(len(text))
         parts = text[:begin], text[begin:cut], text[cut:]
         training, validation, test = (self.vocabulary.encode(part).to(kind) for part in parts)
         self.tokens_per_character = len(test) / max(len(text) - cut, 1)
         return training, validation, test
 
-    def _cuts(self, size: int) -> tuple[int, int]:
+    def _bounds(self, size: int) -> tuple[int, int]:
         """Where in a text of this size the validation part begins, and the test's."""
         cut = size * 9 // 10
         return max(cut - held_out(self.validation_size, cut), 0), cut
@@ -282,7 +282,7 @@ class Text(InMemoryData):
         if blocks["train"] < len(self._order(len(self.split("train").labels))):
             tokens["train"] = blocks["train"] * self.block_size
         for part in ("validation", "test"):
-            tokens[part] = int((self.split(part).labels[self._chosen(part, blocks[part])] != IGNORED).sum())
+            tokens[part] = int((self.split(part).labels[self._evaluated_places(part, blocks[part])] != IGNORED).sum())
         return tokens
 
     @property
@@ -297,7 +297,7 @@ class Text(InMemoryData):
         return BlockOrder(size + self.block_size, self.block_size, self.order_seed, self._position)
 
 
-def _consecutive(tokens: Tensor, length: int) -> Split:
+def consecutive_blocks(tokens: Tensor, length: int) -> Split:
     """Blocks (k, T) and labels (k, T) int64, which predict each token but the first once; none of no tokens."""
     if not len(tokens):
         return Split(tokens.view(0, length), torch.zeros(0, length, dtype=torch.int64))

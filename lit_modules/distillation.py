@@ -288,7 +288,7 @@ class Distillation(Learner):
             raise BadInput("labelled", True, "labelled=False, as the data hides labels")
         teacher, students = outputs
         if self.cache.outputs is not None:
-            teacher = tree_map(lambda x: x[batch.index], self.cache.outputs)
+            teacher = self.cache.outputs.map(lambda x: x[batch.index])
         if students:
             self.check_labels(next(iter(students.values())).logits, batch)
         loss, place = self._zero_of_failed(), self._place(batch)
@@ -310,10 +310,10 @@ class Distillation(Learner):
         """The logits of all students that have not failed."""
         return self._logits(self(inputs)[1])
 
-    def beside_teacher(self, inputs: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
+    def predict_beside_teacher(self, inputs: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
         """The teacher's logits, and those of `predict`."""
         if not self.has_teacher:
-            return super().beside_teacher(inputs)
+            return super().predict_beside_teacher(inputs)
         self._comparing = True
         try:
             teacher, students = self(inputs)

@@ -1,4 +1,4 @@
-"""What a batch of any loader has to be: inputs and a label for each logit's row, checked before it can do harm."""
+"""Checks of batches from any loader: they are inputs and labels that the nets' logits can be compared with."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from lit_modules.tasks.base import Range, Task
 
 
 class ChecksBatches(LightningModule):
-    """A module that refuses batches of any loader in one line, before they can do harm.
+    """A module that raises BadInput for batches that it can't learn from, before they change its nets.
 
     Attributes:
         task: what a label is.
@@ -29,9 +29,9 @@ class ChecksBatches(LightningModule):
         self._taken: set[tuple[tuple[int, ...], torch.dtype]] = set()  # shapes and types that the nets have taken
 
     def _on_before_batch_transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:
-        """Look at a batch after the hook of this name, while it is on the CPU and not yet cut in shards.
+        """Inspect a batch on the CPU, before a strategy cuts it in shards.
 
-        Lightning's public hook is the data module's where that has one.
+        Lightning calls the public hook of this name on the data module alone, where that has one.
         """
         batch = super()._on_before_batch_transfer(batch, dataloader_idx)
         if self.attached_trainer is not None and not self.attached_trainer.predicting:
@@ -47,9 +47,9 @@ class ChecksBatches(LightningModule):
             return None
 
     def inspect_labels(self, batch: Any) -> None:
-        """Keep the range of labels that go to a GPU, where to read them would wait for all that it computes.
+        """Keep the range of labels that go to a GPU: to read them there would wait for all that it computes.
 
-        A data module of ours has checked its own; what a hook changes on the GPU is not checked.
+        Our data modules have checked their labels; labels that a hook changes on the GPU are not checked.
         """
         self._label_range = None
         if self.device.type == "cpu" or not is_pair(batch):
@@ -59,7 +59,7 @@ class ChecksBatches(LightningModule):
 
     @contextmanager
     def naming_inputs(self, inputs: Tensor) -> Iterator[None]:
-        """Raise BadInput if nets fail inside on inputs of a shape and type that they have not taken before."""
+        """Turn an error in the block into BadInput if inputs of this shape and type come for the first time."""
         kind = tuple(inputs.shape[1:]), inputs.dtype
         try:
             yield
@@ -83,7 +83,7 @@ class ChecksBatches(LightningModule):
 
 
 def range_of(labels: Tensor) -> Range | None:
-    """What labels there are; None if there is none."""
+    """The smallest and largest label; None without labels, or if they are no whole numbers."""
     if not labels.numel() or labels.is_floating_point():
         return None
     low, high = (int(x) for x in labels.aminmax())
@@ -94,7 +94,7 @@ def range_of(labels: Tensor) -> Range | None:
 
 
 def require_batch(batch: Any) -> Any:
-    """A `Batch`, or a plain pair of tensors of which labels are whole numbers; BadInput for another thing."""
+    """Return a `Batch`, or a plain pair (inputs, labels) with whole numbers as labels; BadInput for all else."""
     if isinstance(batch, Batch):
         return batch
     if not is_pair(batch):

@@ -32,7 +32,7 @@ BY_STEP = OneCycleLR, CyclicLR  # schedulers that count the optimizer's steps; a
 
 
 class Learner(RunMetrics):
-    """A module that trains one or several runs that do not affect each other.
+    """Trains one or several runs, such as the students of a distillation, which do not affect each other.
 
     Each run has a parameter group, a gradient norm and a loss scale of its own. A run with a loss or gradient that is
     not finite has failed: its parameters no longer change, and `failed` names it.
@@ -96,7 +96,7 @@ class Learner(RunMetrics):
         raise NotImplementedError
 
     def inspect_labels(self, batch: Any) -> None:
-        """Also keep what the labels of a plain pair of texts weigh, for a strategy that cuts it in shards."""
+        """Also keep the `label_weight` of a plain pair, for a strategy that cuts it in shards."""
         super().inspect_labels(batch)
         if is_pair(batch):
             self._label_weight = Batch.of(batch, 0, shared=False).label_weight
@@ -132,7 +132,7 @@ class Learner(RunMetrics):
         return self.losses(output, self._part(batch))[0]
 
     def _part(self, batch: Any) -> Batch:
-        """Some rows of a global batch, or all of them; a plain pair does not say what its labels weigh."""
+        """Return some rows of a global batch, or all; a shard of a plain pair gets the whole pair's `label_weight`."""
         if isinstance(batch, Batch):
             return batch
         rows = Batch.of(require_batch(batch), self.batches_done)
@@ -324,7 +324,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor | None:
 
 
 def prepare_net(net: nn.Module) -> nn.Module:
-    """The net with BatchNorm over the global batch.
+    """Return the net with BatchNorm over the global batch, and a number for each layer of keyed dropout.
 
     Warns of layers whose noise or statistics are a rank's own, and of BatchNorm without running statistics.
     """

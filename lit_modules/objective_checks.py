@@ -2,7 +2,6 @@
 
 import copy
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from lit_modules.nets import Outputs
 from lit_modules.objectives import Objective, Term
 from lit_modules.objectives.base import viewed
 
+Sample = tuple[Outputs, Outputs | None, Tensor]  # what a student and perhaps a teacher give, and labels
 RANGES = (0, 1), (-10, 10)  # of outputs: the first has finite roots and logarithms, the second confident softmaxes
 
 
@@ -26,15 +26,15 @@ def check_rows(objective: Objective, student: Outputs, teacher: Outputs | None, 
     name, b = type(objective).__name__, len(student.logits)
     for low, high in RANGES:
         noise = partial(_noise, student, teacher, low, high)
-        first, others = keyed.with_seed(0, noise), keyed.with_seed(1, noise)
-        terms = _repeatable_terms(objective, *first)
+        sample, others = keyed.with_seed(0, noise), keyed.with_seed(1, noise)
+        terms = _repeatable_terms(objective, *sample)
         for term, (values, *_) in terms.items():
             if not isinstance(values, Tensor) or values.shape not in ((b,), student.logits.shape[:-1]):
                 shape = tuple(values.shape) if isinstance(values, Tensor) else f"a {type(values).__name__}"
                 expected = f"an objective whose term {term} has a value a row, ({b},); it gives {shape}"
                 raise BadInput(flag, name, expected)
         for row in range(0 if objective.relates_rows else b):
-            changed = _repeatable_terms(objective, *tree_map(partial(_with_row, row), first, others))
+            changed = _repeatable_terms(objective, *_with_row(row, sample, others))
             for term, (values, *_) in terms.items():
                 if not changed[term].values[row].allclose(values[row], rtol=1e-5, atol=0, equal_nan=True):
                     expected = f"an objective whose term {term} has a value a row that depends on no other row"
@@ -45,7 +45,7 @@ def check_rows(objective: Objective, student: Outputs, teacher: Outputs | None, 
 def check_gradient(objective: Objective, student: Outputs, teacher: Outputs | None, flag: str) -> None:
     """Raise BadInput if no term with a weight depends on outputs of the student, such as these."""
     student, teacher, labels = keyed.with_seed(0, partial(_noise, student, teacher, *RANGES[0]))
-    student = tree_map_only(Tensor, lambda x: x.requires_grad_().clone() if x.is_floating_point() else x, student)
+    student = student.map(lambda x: x.requires_grad_().clone() if x.is_floating_point() else x)
     terms = _repeatable_terms(objective, student, teacher, labels)
     if not any(term.weight and term.values.requires_grad for term in terms.values()):
         expected = "an objective whose loss depends on the student's outputs, by a term with a weight"
@@ -56,11 +56,11 @@ def check_gradient(objective: Objective, student: Outputs, teacher: Outputs | No
 def check_finite(objective: Objective, student: Outputs, teacher: Outputs, flag: str) -> None:
     """Raise BadInput if the loss, or its gradient, is not finite for these outputs, such as of a teacher with -inf."""
     objective = copy.deepcopy(objective)
-    student = tree_map_only(Tensor, lambda x: x.detach().requires_grad_(x.is_floating_point()), student)
+    student = student.map(lambda x: x.detach().requires_grad_(x.is_floating_point()))
     labels = torch.zeros(student.logits.shape[:-1], dtype=torch.int64)
     terms = objective.terms(objective.adapt(student), objective.adapt_teacher(viewed("", teacher)), labels)
     loss = sum((term.values.sum() * term.weight for term in terms.values()), start=torch.zeros(()))
-    leaves = [x for x in (student.logits, *student.features.values(), *objective.parameters()) if x.requires_grad]
+    leaves = [x for x in (*student.tensors(), *objective.parameters()) if x.requires_grad]
     gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
     if not all(x.isfinite().all() for x in (loss, *gradients) if x is not None):
         expected = "a teacher with finite logits; for zeros it gives others, with which this loss is not finite"
@@ -92,13 +92,24 @@ def _repeatable_terms(
     return keyed.with_seed(0, lambda: objective.terms(objective.adapt(student), known, labels))
 
 
-def _noise(student: Outputs, teacher: Outputs | None, low: float, high: float) -> tuple[Outputs, Any, Tensor]:
+def _noise(student: Outputs, teacher: Outputs | None, low: float, high: float) -> Sample:
     """Outputs between `low` and `high`, and labels (b, ...), some of them equal."""
     labels = torch.randint(min(2, student.logits.shape[-1]), student.logits.shape[:-1])
-    noise = tree_map_only(Tensor, lambda x: torch.empty(x.shape).uniform_(low, high).to(x), (student, teacher))
-    return *noise, labels
+
+    def draw(x: Tensor) -> Tensor:
+        return torch.empty(x.shape).uniform_(low, high).to(x)
+
+    return student.map(draw), teacher and teacher.map(draw), labels
 
 
-def _with_row(row: int, x: Tensor | None, y: Tensor | None) -> Tensor | None:
-    """One row of x among the rows of y."""
-    return x if x is None or y is None else torch.cat([y[:row], x[row : row + 1], y[row + 1 :]])
+def _with_row(row: int, sample: Sample, others: Sample) -> Sample:
+    """One row of a sample among the rows of others."""
+
+    def mix(x: Tensor, y: Tensor) -> Tensor:
+        return torch.cat([y[:row], x[row : row + 1], y[row + 1 :]])
+
+    def mix_outputs(x: Outputs, y: Outputs) -> Outputs:
+        return Outputs(mix(x.logits, y.logits), {path: mix(x.features[path], y.features[path]) for path in x.features})
+
+    teacher = None if sample[1] is None or others[1] is None else mix_outputs(sample[1], others[1])
+    return mix_outputs(sample[0], others[0]), teacher, mix(sample[2], others[2])

@@ -27,7 +27,7 @@ class RunMetrics(Recorded, ChecksBatches):
         failed: runs that have failed, with the step and the term.
         samples: seen in training.
         of_labels: names of training values, as in `log_training`, that are means over the labelled rows alone.
-        has_teacher: whether `beside_teacher` gives a teacher's logits.
+        has_teacher: whether `predict_beside_teacher` gives a teacher's logits.
     """
 
     has_teacher = False
@@ -51,7 +51,7 @@ class RunMetrics(Recorded, ChecksBatches):
         """Logits (b, ..., classes) of each run that has not failed, for inputs (b, ...)."""
         raise NotImplementedError
 
-    def beside_teacher(self, inputs: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
+    def predict_beside_teacher(self, inputs: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
         """The teacher's logits, if the module has one, and those of `predict`."""
         return None, self.predict(inputs)
 
@@ -59,10 +59,10 @@ class RunMetrics(Recorded, ChecksBatches):
         """The evaluation scores of a run."""
         return cast("Scores", self.scores[self.runs.index(run)])
 
-    def logged(self, values: Iterable[str]) -> dict[str, list[str]]:
-        """Names that a fit logs in `validation`, at the end of an `epoch` and in a `step`, given those of a batch.
+    def logged_names(self, values: Iterable[str]) -> dict[str, list[str]]:
+        """Return the names that a fit logs in `validation`, at the end of an `epoch` and in a `step`.
 
-        The values of a batch are named `<run>/<what>`, as in `log_training`.
+        `values` are the names of a batch's values, `<run>/<what>`, as in `log_training`.
         """
         trained = dict.fromkeys(name for name in values if name not in {LABELLED, TOKENS})
         scores = {run: dict.fromkeys(("loss", *self.scores_of(run).names)) for run in self.runs}
@@ -148,7 +148,7 @@ class RunMetrics(Recorded, ChecksBatches):
         """Update the scores with a batch, and keep the values of its samples."""
         batch = Batch.of(require_batch(batch), 0, shared=False)
         with self.naming_inputs(batch.inputs):
-            teacher, predicted = self.beside_teacher(batch.inputs)
+            teacher, predicted = self.predict_beside_teacher(batch.inputs)
         for run, logits in predicted.items():
             scores = self.scores_of(run)
             self.check_labels(logits, batch)
@@ -159,10 +159,10 @@ class RunMetrics(Recorded, ChecksBatches):
             cast("PerSample", self.tested[self.runs.index(run)]).update(batch.index, values)
 
     def of_samples(self) -> dict[str, dict[str, Tensor]]:
-        """Of each run that has not failed the values (n,) of the last test's samples, in their order; collective.
+        """Gather the values (n,) of the last test's samples from all ranks, by run and by name, in the samples' order.
 
-        They are those of `Scores.of_sample`, of `fidelity` beside a teacher, and `place`. A run has none if the loader
-        does not number samples.
+        They are those of `Scores.of_sample`, of `fidelity` beside a teacher, and `place`. A run that has failed is left
+        out; one has no values if the loader does not number samples.
         """
         return {
             run: {name: values.cpu() for name, values in tested.compute().items()}  # type: ignore[operator]

@@ -35,17 +35,17 @@ def outputs_by_index(chunks: Iterable[Batch], samples: int, teacher: Teacher, ma
         outputs = teacher(chunk.inputs)
         if store is None and (store := _empty(outputs, samples, max_bytes)) is None:
             return None
-        for whole, x in zip(tree_leaves(store), tree_leaves(outputs), strict=True):
+        for whole, x in zip(store.tensors(), outputs.tensors(), strict=True):
             whole[chunk.index] = x
-    return tree_map(replicas.all_reduce_sum_, store)
+    return store and store.map(replicas.all_reduce_sum_)
 
 
 def _empty(outputs: Outputs, samples: int, max_bytes: int) -> Outputs | None:
     """Zeros for all samples, with the shapes of a chunk's outputs, which may have no rows; None for too many bytes."""
-    row_bytes = sum(x.new_empty(1, *x.shape[1:]).nbytes for x in tree_leaves(outputs))
+    row_bytes = sum(x.new_empty(1, *x.shape[1:]).nbytes for x in outputs.tensors())
     if row_bytes * samples > max_bytes:
         return None
-    return tree_map(lambda x: x.new_zeros(samples, *x.shape[1:]), outputs)
+    return outputs.map(lambda x: x.new_zeros(samples, *x.shape[1:]))
 
 
 class TeacherCache:
@@ -121,7 +121,7 @@ class OutputFiles:
                 inputs += _digest(b"", chunk.index, chunk.inputs)
             if number == 0:
                 few = teacher(chunk.inputs)
-                first = _digest(repr(list(few.features)).encode(), *tree_leaves(few)) if not replicas.rank() else 0
+                first = _digest(repr(list(few.features)).encode(), *few.tensors()) if not replicas.rank() else 0
                 empty = _empty(few, samples, max_bytes)
         if empty is None:
             return None
@@ -135,7 +135,7 @@ class OutputFiles:
             is_there += 1
         if replicas.all_reduce_sum_(is_there):
             self.tell(f"teacher's outputs read from {path}")
-            return tree_map(replicas.all_reduce_sum_, empty)
+            return empty.map(replicas.all_reduce_sum_)
         computed = outputs_by_index(chunks(), samples, teacher, max_bytes)
         if replicas.rank() == 0 and computed is not None:
             self._save(path, computed)

@@ -59,7 +59,7 @@ class Student(nn.Module):
         if teacher is not None and self.objective.uses_teacher:
             others[TEACHER] = wide(self.objective.adapt_teacher(in_type_of(viewed(name, teacher), self.net)))
         for peer in self.objective.peers:
-            others[peer] = tree_map(Tensor.detach, wide(students[peer]))
+            others[peer] = wide(students[peer]).map(Tensor.detach)
         mixed = (batch.mixed,) if isinstance(batch.mixed, Mixed) else ()
         return Rows(wide(students[name]), others, batch.labels, batch.index, mixed)
 

@@ -28,7 +28,6 @@ from tests.processes import Run
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "tests" / "frozen"
-OF_A_CALL = {"out", "resume", "overwrite", "list_layers"}  # which config.yaml does not have
 
 KD = (
     "kd --teacher LightNN --seeds 1 --trainer.max_epochs 2 --data.train_size 150 --data.test_size 50 "
@@ -72,7 +71,7 @@ TEXT = "tag:yaml.org,2002:str"
 OF_A_CALL = {"hardware", "versions", "commits", "commit", "out", "folder", "bytes"}
 
 
-def machine() -> dict[str, str]:
+def describe_machine() -> dict[str, str]:
     """What bits in float32 depend on."""
     return {
         "cpu": hardware()["cpu"],
@@ -102,40 +101,59 @@ def run(folder: Path, line: str, way: str = "") -> None:
     assert process.wait() == 0, process.output
 
 
-def digests(out: Path) -> dict[str, str]:
+def hash_weights(out: Path) -> dict[str, str]:
     """For each file of weights below a run's folder, a hash of its tensors."""
-    found = {}
+    hashes = {}
     for path in sorted(out.glob("seed*/*/weights.pt")):
         digest = hashlib.sha256()
         for name, tensor in torch.load(path, weights_only=True).items():
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        found[str(path.parent.relative_to(out))] = digest.hexdigest()
-    return found
+        hashes[str(path.parent.relative_to(out))] = digest.hexdigest()
+    return hashes
 
 
-def lasting(value: Any) -> Any:
+def without_times(value: Any) -> Any:
     """The value without times and without what is of this call, with nine digits of each number."""
     if isinstance(value, dict):
-        kept = {key: part for key, part in value.items() if not TIMES.fullmatch(key) and key not in OF_A_CALL}
-        return {key: lasting(part) for key, part in kept.items()}
+        lasting = {key: part for key, part in value.items() if not TIMES.fullmatch(key) and key not in OF_A_CALL}
+        return {key: without_times(part) for key, part in lasting.items()}
     if isinstance(value, list):
-        return [lasting(part) for part in value]
+        return [without_times(part) for part in value]
     return float(f"{value:.9g}") if isinstance(value, float) and math.isfinite(value) else value
 
 
+def page_without_times(text: str) -> list[str]:
+    """The lines of a Markdown page without what is of a machine or a commit, and with # for each time."""
+    lines: list[str] = []
+    timed: list[int] | None = None  # the columns of times, in a table
+    for line in text.splitlines():
+        cells = line.split("|")
+        if not line.startswith("|"):
+            timed = None
+            if not re.match("- (Hardware|Versions|Commit)", line):
+                lines.append(re.sub(r"[\d.,]*\d (ms|s|seconds|minutes?|h)\b", r"# \1", line))
+        elif timed is None:
+            timed = [i for i, cell in enumerate(cells) if re.search(r", (ms|s)$|second", cell.strip())]
+            lines.append(line)
+        else:
+            lines.append("|".join(" # " if i in timed else cell for i, cell in enumerate(cells)))
+    return lines
+
+
 def measure(folder: Path, name: str) -> dict[str, Any]:
-    """What the study leaves: the names of its files, and what its results say."""
+    """What the study leaves: the names of its files, what its results say, and what its page shows."""
     for line in RESULTS[name]:
         run(folder, line)
-    out = folder / "run"
+    out, stem = folder / "run", "compare" if name == "compare" else "results"
     paths = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file() and path.name[0] != ".")
     files = sorted({re.sub(r"events\.out\.tfevents\..*", "events", path) for path in paths})
-    found = json.loads((out / ("compare.json" if name == "compare" else "results.json")).read_text())
-    return {"files": files, "results": lasting(found)}
+    page = (out / f"{stem}.md").read_text().replace(str(folder), "FOLDER") if name != "quantize" else ""  # of times
+    contents = json.loads((out / f"{stem}.json").read_text())
+    return {"files": files, "page": page_without_times(page), "results": without_times(contents)}
 
 
-def printed(folder: Path, line: str) -> Any:
+def print_settings(folder: Path, line: str) -> Any:
     """The settings that a command prints with --print_config; None where it is refused for want of a file."""
     out = io.StringIO()
     with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
@@ -147,22 +165,22 @@ def printed(folder: Path, line: str) -> Any:
     raise AssertionError(f"{line} --print_config goes on")
 
 
-def flat(settings: Any, name: str = "") -> dict[str, Any]:
+def flatten(settings: Any, name: str = "") -> dict[str, Any]:
     """Nested settings as flags."""
     if not isinstance(settings, dict) or not settings:
         return {name: settings}
-    parts = {key: flat(value, f"{name}.{key}" if name else key) for key, value in settings.items()}
+    parts = {key: flatten(value, f"{name}.{key}" if name else key) for key, value in settings.items()}
     return {key: value for part in parts.values() for key, value in part.items()}
 
 
-def difference(settings: Any, defaults: Any) -> dict[str, Any]:
+def list_changes(settings: Any, defaults: Any) -> dict[str, Any]:
     """What a command sets apart from its script's defaults; "<none>" is what it lacks."""
-    one, other = flat(defaults), flat(settings)
+    one, other = flatten(defaults), flatten(settings)
     changed = {key: value for key, value in other.items() if key not in one or one[key] != value}
     return changed | {key: "<none>" for key in one if key not in other}
 
 
-def documented() -> list[str]:
+def documented_commands() -> list[str]:
     """The commands of README, docs and notebooks that start anew, each once, but for compare's, without settings."""
     from tests.experiments.test_documented import COMMANDS, goes_on
 
@@ -180,13 +198,13 @@ def set_up(folder: Path, case: Any, files: Any) -> None:
     if "text" in case:
         written(folder)
     if "begun" in case:
-        settings = printed(folder, f"{case['command'].split()[0]} {case['begun']}")
+        settings = print_settings(folder, f"{case['command'].split()[0]} {case['begun']}")
         kept = {key: value for key, value in settings.items() if key not in OF_THE_INVOCATION}
         (folder / "run").mkdir()
         (folder / "run" / "config.yaml").write_text(yaml.safe_dump(kept, sort_keys=False))
 
 
-def refusal(folder: Path, case: Any, files: Any) -> str:
+def read_refusal(folder: Path, case: Any, files: Any) -> str:
     """The one line with which the command ends, before anything is computed."""
     set_up(folder, case, files)
     name, *flags = shlex.split(case["command"])
@@ -209,36 +227,36 @@ def refusal(folder: Path, case: Any, files: Any) -> str:
 # What is written
 
 
-def weights() -> Any:
-    found: dict[str, Any] = {"machine": machine()}
+def freeze_weights() -> Any:
+    hashes: dict[str, Any] = {"machine": describe_machine()}
     for name, line in EXACT.items():
         with tempfile.TemporaryDirectory() as folder:
             run(Path(folder), line, WAYS[0])
-            found[name] = digests(Path(folder) / "run")
-    return found
+            hashes[name] = hash_weights(Path(folder) / "run")
+    return hashes
 
 
-def results() -> Iterator[tuple[str, Any]]:
+def freeze_results() -> Iterator[tuple[str, Any]]:
     for name in RESULTS:
         with tempfile.TemporaryDirectory() as folder:
-            yield name, {"machine": machine()} | measure(Path(folder), name)
+            yield name, {"machine": describe_machine()} | measure(Path(folder), name)
 
 
-def print_config() -> Any:
+def freeze_settings() -> Any:
     with tempfile.TemporaryDirectory() as folder:
-        lines = documented()
-        defaults = {name: printed(Path(folder), name) for name in sorted({line.split()[0] for line in lines})}
-        shown = {line: printed(Path(folder), line) for line in lines}
-    commands = {line: difference(found, defaults[line.split()[0]]) for line, found in shown.items() if found}
+        lines = documented_commands()
+        defaults = {name: print_settings(Path(folder), name) for name in sorted({line.split()[0] for line in lines})}
+        settings = {line: print_settings(Path(folder), line) for line in lines}
+    commands = {line: list_changes(values, defaults[line.split()[0]]) for line, values in settings.items() if values}
     return {"defaults": defaults, "commands": commands}
 
 
-def wrong_inputs() -> Any:
+def freeze_wrong_inputs() -> Any:
     """The table as it is, with the lines that there are now."""
     table = yaml.safe_load((FOLDER / "wrong_inputs.yaml").read_text())
     for case in table["cases"]:
         with tempfile.TemporaryDirectory() as folder:
-            case["line"] = refusal(Path(folder), case, table["files"])
+            case["line"] = read_refusal(Path(folder), case, table["files"])
     return table
 
 
@@ -260,15 +278,16 @@ def write(path: Path, value: Any) -> None:
 
 
 def main(names: list[str]) -> None:
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # as for the tests
     if "weights" in names:
-        write(FOLDER / "weights.yaml", weights())
+        write(FOLDER / "weights.yaml", freeze_weights())
     if "results" in names:
-        for name, found in results():
-            write(FOLDER / "results" / f"{name}.json", found)
+        for name, contents in freeze_results():
+            write(FOLDER / "results" / f"{name}.json", contents)
     if "print_config" in names:
-        write(FOLDER / "print_config.yaml", print_config())
+        write(FOLDER / "print_config.yaml", freeze_settings())
     if "wrong_inputs" in names:
-        write(FOLDER / "wrong_inputs.yaml", wrong_inputs())
+        write(FOLDER / "wrong_inputs.yaml", freeze_wrong_inputs())
 
 
 FROZEN = ["weights", "results", "print_config", "wrong_inputs"]

@@ -89,7 +89,7 @@ def monitored(module: Learner, trainer: Trainer, callback: Monitor, run: Session
     when, count = When.of(trainer, callback, run), min(2, run.data.sizes["train"])
     pair = run.data.samples("train", torch.arange(count), cast("torch.dtype", module.dtype))
     tried = copy.deepcopy(module).train()  # BatchNorm's statistics change
-    logged = module.logged(with_seed(0, lambda: tried.shard_step(Batch.of(pair, 0, shared=False)))[1])
+    logged = module.logged_names(with_seed(0, lambda: tried.shard_step(Batch.of(pair, 0, shared=False)))[1])
     names = list(logged["validation"]) if when.validated <= when.looked < math.inf else []
     if when.at_epoch_end or when.epoch < when.looked < math.inf:
         names += logged["epoch"]

@@ -24,6 +24,14 @@ class Outputs(NamedTuple):
     logits: Tensor
     features: dict[str, Tensor]
 
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Outputs":
+        """The outputs with a function applied to the logits and to each feature, in this order."""
+        return Outputs(function(self.logits), {path: function(x) for path, x in self.features.items()})
+
+    def tensors(self) -> list[Tensor]:
+        """The logits and the features."""
+        return [self.logits, *self.features.values()]
+
 
 class Net(Recorded, nn.Module):
     """A classifier of inputs (B, ...), such as images (B, C, H, W), whose `forward` gives logits (B, classes).
@@ -111,11 +119,11 @@ def typed(net: nn.Module, inputs: Tensor) -> Tensor:
 
 def in_type_of(outputs: Outputs, net: nn.Module) -> Outputs:
     """Another net's outputs; float64 becomes float32 unless this net's parameters are float64."""
-    if all(x.dtype != torch.float64 for x in (outputs.logits, *outputs.features.values())):
+    if all(x.dtype != torch.float64 for x in outputs.tensors()):
         return outputs
     if any(p.dtype == torch.float64 for p in net.parameters()):
         return outputs
-    return tree_map(lambda x: x.float() if x.dtype == torch.float64 else x, outputs)
+    return outputs.map(lambda x: x.float() if x.dtype == torch.float64 else x)
 
 
 def giving_logits(net: nn.Module) -> nn.Module:

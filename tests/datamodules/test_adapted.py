@@ -132,7 +132,7 @@ def ended(data: LightningDataModule, devices: int = 1, **options: Any) -> dict[s
 def seen(data: LightningDataModule, part: str = "train", rank: int = 0, replicas: int = 1) -> list[Batch]:
     adapted = Adapted(data)
     adapted.setup()
-    adapted._place = lambda: (rank, replicas)  # type: ignore[method-assign]
+    adapted._rank_and_replicas = lambda: (rank, replicas)  # type: ignore[method-assign]
     return list(getattr(adapted, f"{part}_dataloader")())
 
 

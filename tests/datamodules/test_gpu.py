@@ -28,7 +28,7 @@ class Places(Callback):
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         found = {x.device.type for x in (*batch[:4], *data._moved["train", trainer.strategy.root_device])}
         assert found == {"cuda"}
-        self.addresses = {*getattr(self, "addresses", ()), data._resident("train").inputs.data_ptr()}
+        self.addresses = {*getattr(self, "addresses", ()), data._on_device("train").inputs.data_ptr()}
 
 
 def is_copied_once() -> None:

@@ -13,7 +13,7 @@ from tests.training import digits
 
 
 def loader(data: Digits, rank: int = 0, replicas: int = 1) -> TrainLoader:
-    data._place = lambda: (rank, replicas)  # type: ignore[method-assign]
+    data._rank_and_replicas = lambda: (rank, replicas)  # type: ignore[method-assign]
     return data.train_dataloader()
 
 

@@ -190,21 +190,6 @@ def test_killed_and_resumed_it_ends_the_same(devices: str, tmp_path: Path) -> No
     assert one[1] == other[1]
 
 
-def test_exact_runs_leave_equal_weights_on_one_process_two_and_a_pipeline(tmp_path: Path) -> None:
-    flags = [*QUICK, "--data.path", str(written(tmp_path)), "--exact", "4", "--net.tie_weights", "false"]
-    found = []
-    for strategy, devices in (("auto", "1"), ("ddp", "2"), ("pipeline", "2")):
-        out = tmp_path / f"{strategy}{devices}"
-        more = ["--trainer.strategy", strategy, "--trainer.devices", devices, "--out", str(out)]
-        run = Run(gpt.main, [*flags, *more], log=tmp_path / "log")
-        assert run.wait() == 0, run.output
-        found.append((ended(out), (out / "seed0" / "gpt" / "weights.pt").read_bytes()))
-    for (weights, told), content in found[1:]:
-        assert_same(weights, found[0][0][0])
-        assert told == found[0][0][1]
-        assert content == found[0][1]
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own looking
 def test_compiled_on_two_processes_it_ends_as_eager_on_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,24 +166,6 @@ def test_the_table_in_float64_is_that_of_one_process(devices: int, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_an_exact_pipeline_gives_the_very_table_of_one_device(tmp_path: Path) -> None:
-    found = []
-    for devices, strategy in ((1, "ddp"), (2, "pipeline")):
-        out = tmp_path / str(devices)
-        flags = ["--exact", "8", "--trainer.strategy", strategy, "--trainer.devices", str(devices), "--out", str(out)]
-        run = Run(kd.main, [*QUICK, *flags, "--trainer.max_epochs", "3"], log=tmp_path / "log")
-        assert run.wait() == 0, run.output
-        table = results(out)
-        table["students"]["teacher"] = table["teacher"]
-        timeless = {"step_ms": None, "fit_seconds": None}
-        rows = {name: row | timeless for name, row in table["students"].items()}
-        files = {name: (out / "seed0" / name / "weights.pt").read_bytes() for name in rows}
-        found.append((rows, files))
-    assert found[0] == found[1]
-    assert len(found[0][1]) == 5
-
-
-@pytest.mark.slow
 def test_under_torchrun_the_ranks_share_one_run(tmp_path: Path) -> None:
     flags = [*QUICK, "--trainer.precision", "64-true", "--only", "ce", "kd", "--trainer.devices"]
     kd.main([*flags, "1", "--out", str(tmp_path / "alone")])

@@ -56,7 +56,7 @@ def test_a_teacher_is_that_of_torch_in_training_and_evaluation() -> None:
     for mode in (True, False):
         module.train(mode)
         assert not module.teacher.training
-        torch.testing.assert_close(module.beside_teacher(images)[0], plain(images))
+        torch.testing.assert_close(module.predict_beside_teacher(images)[0], plain(images))
 
 
 @pytest.mark.parametrize("exact", [None, 4])

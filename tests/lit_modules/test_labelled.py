@@ -42,7 +42,7 @@ def outcome(devices: int, folder: Path, made: Any = None, **options: Any) -> Out
     logger = LinesLogger(folder / f"{len(list(folder.iterdir()))}.jsonl")
     data = digits(**{**FEW, **options.pop("data", {})})
     kept = fit(made or module(), data, devices, logger=logger, log_every_n_steps=1, **options)
-    names = {tag for tags in kept.logged(_values(kept)).values() for tag in tags}
+    names = {tag for tags in kept.logged_names(_values(kept)).values() for tag in tags}
     return {name: logger.values(name) for name in sorted(names)}, weights(kept)
 
 
