@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from apprentice.errors import BadInput
 from strategies.base.gradients import Buckets
 from strategies.base.private import sync_module_states
 from strategies.ddp import AveragesGradients
@@ -29,7 +30,7 @@ class AllReduce(AveragesGradients):
     def __init__(self, *, bucket_cap_mb: float = 25.0, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         if not bucket_cap_mb > 0:
-            raise ValueError(f"bucket_cap_mb {bucket_cap_mb}: expected MiB, above 0")
+            raise BadInput("bucket_cap_mb", bucket_cap_mb, "MiB, above 0")
         self.bucket_cap_mb = bucket_cap_mb
         self._accumulates = False
 

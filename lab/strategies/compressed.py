@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
+from apprentice.errors import BadInput
 from strategies.ddp import HOOK, Replicated
 
 
@@ -37,9 +38,9 @@ class DDPPowerSGD(Replicated):
         self._refuse(kwargs, *HOOK)
         super().__init__(ddp_comm_hook=_bucket_by_bucket, **kwargs)
         if rank < 1:
-            raise ValueError(f"rank {rank}: expected at least 1")
+            raise BadInput("rank", rank, "at least 1")
         if start_step < 2:
-            raise ValueError(f"start_step {start_step}: expected at least 2")
+            raise BadInput("start_step", start_step, "at least 2")
         self.rank, self.start_step = rank, start_step
 
     def _register_ddp_hooks(self) -> None:

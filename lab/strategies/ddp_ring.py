@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from apprentice.errors import BadInput
 from lab.strategies import ring
 from strategies.ddp import DDP
 
@@ -21,7 +22,7 @@ class DDPRing(DDP):
         super()._check_devices()
         kind = self.root_device.type
         if kind != "cpu":
-            raise ValueError(f"accelerator {kind}: expected cpu, as strategy ddp_ring sends from a CPU's memory")
+            raise BadInput("accelerator", kind, "cpu, as strategy ddp_ring sends from a CPU's memory")
 
     def setup_distributed(self) -> None:
         """Register the backend in this process, and join the process group."""

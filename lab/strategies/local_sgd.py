@@ -12,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.optim import Optimizer
 
+from apprentice.errors import BadInput
 from strategies.ddp import HOOK, Replicated
 
 
@@ -36,9 +37,9 @@ class LocalSGD(Replicated):
         state = PostLocalSGDState(None, None, warmup_steps, post_local_gradient_allreduce=False)
         super().__init__(ddp_comm_hook=post_localSGD_hook, ddp_comm_state=state, **kwargs)
         if period < 1:
-            raise ValueError(f"period {period}: expected at least 1")
+            raise BadInput("period", period, "at least 1")
         if warmup_steps < 0:
-            raise ValueError(f"warmup_steps {warmup_steps}: expected 0 or more")
+            raise BadInput("warmup_steps", warmup_steps, "0 or more")
         self.period, self.warmup_steps = period, warmup_steps
         self._own: list[Tensor] = []
 

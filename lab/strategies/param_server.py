@@ -18,6 +18,7 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from apprentice import replicas
+from apprentice.errors import BadInput
 from apprentice.private import tree_map
 from lab.strategies.rpc import CallQueue, RPCStrategy, receiver, wait
 from strategies.base import checkpoints, missing_ranks
@@ -68,7 +69,7 @@ class ParamServer(RPCStrategy):
         **kwargs: DataParallel's.
 
     Raises:
-        ValueError: an option's value can't be used; there is no RPC; manual optimization, a loss scale (16-mixed) or
+        BadInput: an option's value can't be used; there is no RPC; manual optimization, a loss scale (16-mixed) or
             LBFGS, which need gradients where the loss is.
     """
 
@@ -77,9 +78,9 @@ class ParamServer(RPCStrategy):
     def __init__(self, max_staleness: int = 0, update: Literal["mean", "each"] = "mean", **kwargs: Any) -> None:
         super().__init__(**kwargs)
         if update not in {"mean", "each"}:
-            raise ValueError(f"update {update}: expected mean or each")
+            raise BadInput("update", update, "mean or each")
         if max_staleness < 0:
-            raise ValueError(f"max_staleness {max_staleness}: expected 0 (wait for every step) or more")
+            raise BadInput("max_staleness", max_staleness, "0 (wait for every step) or more")
         self.max_staleness, self.update = max_staleness, update
         self.staleness: Counter[int] = Counter()
         self._queue: CallQueue | None = None  # the server's
@@ -137,14 +138,14 @@ class ParamServer(RPCStrategy):
         self._pushes.clear()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The loss of a batch; ValueError if the module can't compute the server's, which has no rows."""
+        """The loss of a batch; BadInput if the module can't compute the server's, which has no rows."""
         try:
             return super().training_step(*args, **kwargs)
         except Exception as error:
             if not (self.server and self._serves) or missing_ranks.SIGNS.search(str(error)):
                 raise
-            expected = "expected a training_step that takes a batch without rows, as the server's are"
-            raise ValueError(f"strategy param_server: {expected}: {error}") from error
+            expected = "a training_step that takes a batch without rows, as the server's are"
+            raise BadInput("strategy", "param_server", f"{expected}: {error}") from error
 
     def _is_of_workers(self, group: Any) -> bool:
         """Whether a collective is over the workers: in training, unless another group is named."""

@@ -19,6 +19,7 @@ from torch.distributed import rpc
 from torch.futures import Future
 from torch.optim import LBFGS, Optimizer
 
+from apprentice.errors import BadInput
 from apprentice.private import tree_map_only
 from strategies.base.data_parallel import DataParallel
 from strategies.base.gradients import parameters_of
@@ -39,22 +40,22 @@ class RPCStrategy(DataParallel):
     def _check_devices(self) -> None:
         super()._check_devices()
         if not rpc.is_available():
-            expected = "expected a torch with torch.distributed.rpc, which this one was built without"
-            raise ValueError(f"strategy {self.rpc_name}: {expected}")
+            expected = "a torch with torch.distributed.rpc, which this one was built without"
+            raise BadInput("strategy", self.rpc_name, expected)
 
     def check_module(self, module: LightningModule) -> None:
-        """Raise ValueError where the strategy can't train the module."""
+        """Raise BadInput where the strategy can't train the module."""
         super().check_module(module)
         if not module.automatic_optimization:
-            raise ValueError(f"strategy {self.rpc_name}: expected automatic optimization of {type(module).__name__}")
+            raise BadInput("strategy", self.rpc_name, f"automatic optimization of {type(module).__name__}")
         if self._scales_loss:
-            expected = "expected one without a loss scale, as bf16-mixed"
-            raise ValueError(f"precision 16-mixed: {expected}, for {self.rpc_name}")
+            expected = "one without a loss scale, as bf16-mixed"
+            raise BadInput("precision", "16-mixed", f"{expected}, for {self.rpc_name}")
 
     def _check_optimizers(self) -> None:
-        """Raise ValueError where an optimizer calls its closure several times a step."""
+        """Raise BadInput where an optimizer calls its closure several times a step."""
         if any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers):
-            raise ValueError(f"strategy {self.rpc_name}: expected an optimizer other than LBFGS, which needs the loss")
+            raise BadInput("strategy", self.rpc_name, "an optimizer other than LBFGS, which needs the loss")
 
     def configure_ddp(self) -> None:
         """Start with rank zero's states, without a wrapper."""

@@ -17,6 +17,7 @@ from torch.distributed import autograd, rpc
 from torch.optim import Optimizer
 
 from apprentice import keyed, replicas
+from apprentice.errors import BadInput
 from apprentice.private import tree_map, tree_map_only
 from lab.strategies.rpc import (
     LocalOptimizer,
@@ -55,7 +56,7 @@ class RPCHybrid(RPCStrategy, SharedReplica):
         **kwargs: DataParallel's.
 
     Raises:
-        ValueError: an option's value can't be used, alone or with the module; there is no RPC; manual optimization, a
+        BadInput: an option's value can't be used, alone or with the module; there is no RPC; manual optimization, a
             backward of the module's own, a loss scale (16-mixed) or LBFGS.
     """
 
@@ -64,7 +65,7 @@ class RPCHybrid(RPCStrategy, SharedReplica):
     def __init__(self, devices_per_worker: int | list[int] = 1, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         if min([devices_per_worker] if isinstance(devices_per_worker, int) else devices_per_worker, default=0) < 1:
-            raise ValueError(f"devices_per_worker {devices_per_worker}: expected at least 1")
+            raise BadInput("devices_per_worker", devices_per_worker, "at least 1")
         self.devices_per_worker = devices_per_worker
         self._stages: list[tuple[torch.device, list[nn.Module]]] = []  # a worker's, if it has several devices
         self._workers: list[Any] = []  # the master's remote references
@@ -84,8 +85,8 @@ class RPCHybrid(RPCStrategy, SharedReplica):
         if isinstance(self.devices_per_worker, int):
             return [self.devices_per_worker] * self._num_ranks
         if len(self.devices_per_worker) != self.num_workers:
-            expected = f"expected a number for each of the {self.num_workers} workers; the master has none"
-            raise ValueError(f"devices_per_worker {self.devices_per_worker}: {expected}")
+            expected = f"a number for each of the {self.num_workers} workers; the master has none"
+            raise BadInput("devices_per_worker", self.devices_per_worker, expected)
         return [1, *self.devices_per_worker]
 
     @property
@@ -107,21 +108,21 @@ class RPCHybrid(RPCStrategy, SharedReplica):
             replicas.set_group(self._own_group)
 
     def check_module(self, module: LightningModule) -> None:
-        """Raise ValueError where the strategy can't train the module."""
+        """Raise BadInput where the strategy can't train the module."""
         super().check_module(module)
         if is_overridden("backward", module, LightningModule):
-            raise ValueError(f"strategy rpc_hybrid: expected Lightning's backward of {type(module).__name__}")
+            raise BadInput("strategy", "rpc_hybrid", f"Lightning's backward of {type(module).__name__}")
         if self.splits:
             self._cut(module, max(self._counts))
 
     def _cut(self, module: LightningModule, count: int) -> list[list[nn.Module]]:
-        """The modules of each stage, with about as many parameters each; ValueError where that can't be."""
+        """The modules of each stage, with about as many parameters each; BadInput where that can't be."""
         name = type(module).__name__
         if not callable(getattr(module, "pipeline_stages", None)):
-            raise ValueError(f"devices_per_worker {count}: expected a module with pipeline_stages; {name} has none")
+            raise BadInput("devices_per_worker", count, f"a module with pipeline_stages; {name} has none")
         modules: list[nn.Module] = list(module.pipeline_stages())  # type: ignore[operator]
         if len(modules) < count:
-            raise ValueError(f"devices_per_worker {count}: expected at most the {len(modules)} stages of {name}")
+            raise BadInput("devices_per_worker", count, f"at most the {len(modules)} stages of {name}")
         groups = stages.grouped(modules, stages.sizes_by_parameters(modules, range(count)))
         stages.check(module, groups)
         return groups
@@ -218,10 +219,10 @@ class RPCHybrid(RPCStrategy, SharedReplica):
         except RuntimeError as error:
             if not NO_GRADIENT.search(str(error)):
                 raise
-            expected = "expected no gradient of forward's output before backward, as the workers have computed it"
-            raise ValueError(f"strategy rpc_hybrid: {expected}") from error
+            expected = "no gradient of forward's output before backward, as the workers have computed it"
+            raise BadInput("strategy", "rpc_hybrid", expected) from error
         if not self._forwards:
-            raise ValueError(f"{type(self._module).__name__}.training_step: expected a call of forward")
+            raise BadInput("", f"{type(self._module).__name__}.training_step", "a call of forward")
         return output
 
     def _backward(self, loss: Tensor, *_: Any, **__: Any) -> None:

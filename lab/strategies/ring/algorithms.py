@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from apprentice.errors import BadInput
+
 Combine = Callable[[Tensor, Tensor], object]  # adds the second to the first, or the like
 PIECE = 2**20  # bytes: a few fit into a core's cache, and a message's overhead is small
 AHEAD = 3  # pieces on their way to a rank before it has combined one
@@ -203,20 +205,20 @@ REDUCTIONS = {
 
 
 def reduction(op: object, dtype: torch.dtype) -> Reduction:
-    """The reduction for an operation of torch's; ValueError if only NCCL has it, or it can't be for this type.
+    """The reduction for an operation of torch's; BadInput if only NCCL has it, or it can't be for this type.
 
     It fails before any message is sent, which the next collective would receive.
     """
     known = next((known for known in REDUCTIONS if op == known), None)
     if known is None:
-        raise ValueError(f"backend ring: expected one of the operations {', '.join(op.name for op in REDUCTIONS)}")
+        raise BadInput("backend", "ring", f"one of the operations {', '.join(op.name for op in REDUCTIONS)}")
     found = REDUCTIONS[known]
     try:
         if found.averages and not (dtype.is_floating_point or dtype.is_complex):
             raise RuntimeError("integers have no mean of their type")
         found.combine(torch.empty(0, dtype=dtype), torch.empty(0, dtype=dtype))
     except RuntimeError as error:  # NotImplementedError is one
-        raise ValueError(f"backend ring: expected another operation than {known.name} for {dtype}: {error}") from None
+        raise BadInput("backend", "ring", f"another operation than {known.name} for {dtype}: {error}") from None
     return found
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
+from apprentice.errors import BadInput
 from lab.strategies.ring import algorithms
 from lab.strategies.ring.algorithms import MESSENGERS_TIMEOUT, TAG, Links, Reduction, reduction
 from lab.strategies.ring.queue import Collective, Queue
@@ -205,7 +206,7 @@ class RingGroup(ProcessGroup):
         """Send each rank its part, and receive one from each; sizes are numbers of rows, equal if there are none."""
         coming, leaving = self._sizes(output, output_sizes), self._sizes(x, input_sizes)
         if coming[self.links.rank] != leaving[self.links.rank]:
-            raise ValueError("backend ring: expected the part that stays here to have one size in all_to_all_single")
+            raise BadInput("backend", "ring", "the part that stays here to have one size in all_to_all_single")
         return self.alltoall([*output.detach().split(coming)], [*x.split(leaving)], opts)
 
     alltoall_base = all_to_all_single
@@ -215,16 +216,16 @@ class RingGroup(ProcessGroup):
         return self._add("barrier", lambda *_: algorithms.barrier(self.links), [], [], opts)
 
     def _check(self, name: str, parts: Sequence[Tensor], own: Tensor, share: int = 1) -> None:
-        """Raise ValueError where a part has not `share` times a rank's elements, or another dtype."""
+        """Raise BadInput where a part has not `share` times a rank's elements, or another dtype."""
         for part in parts:
             if part.numel() != share * own.numel() or part.dtype != own.dtype:
-                expected = f"expected {share * own.numel()} x {own.dtype} for {name}"
-                raise ValueError(f"backend ring: {expected}, got {part.numel()} x {part.dtype}")
+                expected = f"{share * own.numel()} x {own.dtype} for {name}"
+                raise BadInput("backend", "ring", f"{expected}, got {part.numel()} x {part.dtype}")
 
     def _sizes(self, x: Tensor, rows: Sequence[int]) -> list[int]:
         counts = rows or [len(x) // self.links.size] * self.links.size
         if sum(counts) != len(x):
-            raise ValueError(f"backend ring: expected {len(x)} rows in all for all_to_all_single, got {sum(counts)}")
+            raise BadInput("backend", "ring", f"{len(x)} rows in all for all_to_all_single, got {sum(counts)}")
         return [*counts]
 
     def _finish(self, x: Tensor, found: Reduction) -> None:
@@ -235,7 +236,7 @@ class RingGroup(ProcessGroup):
         for x in (*outputs, *inputs):
             if x.device.type != "cpu" or x.layout != torch.strided:
                 found = f"got {x.layout} on {x.device}"
-                raise ValueError(f"backend ring: expected dense tensors on a CPU for {name}, {found}")
+                raise BadInput("backend", "ring", f"dense tensors on a CPU for {name}, {found}")
         timeout = self._timeout if opts is None or opts.timeout < MESSENGERS_TIMEOUT else opts.timeout
 
         def run_flat() -> None:
@@ -262,7 +263,7 @@ class UnchunkedGroup(RingGroup):
 
 def _check_tag(tag: int) -> int:
     if tag == TAG:
-        raise ValueError(f"tag {tag}: expected a smaller one, as collectives use it")
+        raise BadInput("tag", tag, "a smaller one, as collectives use it")
     return tag
 
 
