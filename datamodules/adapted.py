@@ -179,7 +179,7 @@ class Adapted(InMemoryData):
             batches = iter(loader)
             while sum(len(labels) for _, labels in read) <= int(chosen.max()):
                 read.append(pair_of(next(batches)))
-        inputs, labels = (torch.cat(each)[chosen] for each in zip(*read, strict=True))
+        inputs, labels = (torch.cat(batches)[chosen] for batches in zip(*read, strict=True))
         inputs, labels = self._hooked(inputs, labels)
         return Split(self.normalize(inputs, dtype), labels)
 
@@ -189,15 +189,15 @@ class Adapted(InMemoryData):
         Otherwise of each part how many samples there are, and of `READ` samples labels and means of inputs. What
         differs when it is read again, as an augmentation by a generator of the data set's own, does not count.
         """
-        if callable(own := getattr(self.data, "fingerprint", None)):
-            return {"all": own()}
+        if callable(fingerprint := getattr(self.data, "fingerprint", None)):
+            return {"all": fingerprint()}
         return {part: {"samples": count, **self._few(part, count)} for part, count in self.sizes.items() if count}
 
     def _few(self, part: str, count: int) -> dict[str, list[float] | None]:
         few = min(READ, count)
         places = torch.arange(few) * (count // few if is_indexed(self._loaders[part]) else 1)  # or all before are read
         once, again = (with_seed(self.seed, lambda: self.samples(part, places)) for _ in range(2))
-        means, others = (found.inputs.double().flatten(1).mean(1).tolist() for found in (once, again))
+        means, others = (split.inputs.double().flatten(1).mean(1).tolist() for split in (once, again))
         labels = once.labels.tolist()
         return {
             "labels": labels if labels == again.labels.tolist() else None,

@@ -117,14 +117,14 @@ class InMemoryData(LightningDataModule):
         """Read the data once; later calls, also in forked ranks, do nothing. Prints unequal class counts."""
         if self._splits:
             return
-        training, testing, *own = self.read()
+        training, testing, *others = self.read()
         for name in self.class_names:
             if name.encode(errors="replace").decode() != name:  # bytes that are not UTF-8 are surrogates
                 raise BadInput("data", self.name, f"classes named in UTF-8; {os.fsencode(name)!r} is not")
-        sizes = self.train_size, 0 if own else self.validation_size
+        sizes = self.train_size, 0 if others else self.validation_size
         train, validation = splits.train_and_validation(training.labels, *sizes, self.seed, self.subset)
-        validating = own[0] if own else training
-        if own:
+        validating = others[0] if others else training
+        if others:
             validation = torch.arange(len(validating.labels) if self.validation_size else 0)
         test = splits.test_places(testing.labels, self.test_size, self.seed, self.subset)
         self.check_fits(len(train) + len(validation) + len(test))
@@ -244,8 +244,7 @@ class InMemoryData(LightningDataModule):
         train = self._resident("train")
         labelled = self._known if self.hides_labels else None
         order = self._order(len(train.labels))
-        more = labelled, self.wants_partners, self.finish
-        return TrainLoader(train, self.batch_size, order, rank, replicas, *more)
+        return TrainLoader(train, self.batch_size, order, rank, replicas, labelled, self.wants_partners, self.finish)
 
     def _order(self, size: int) -> EpochOrder:
         repeats = bool(getattr(self.trainer, "overfit_batches", 0))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from apprentice.errors import BadInput
-from datamodules.encoded import Encoded, told
+from datamodules.encoded import Encoded, with_progress
 from datamodules.splits import Split
 from datamodules.streams import Streamed, reading
 
@@ -56,7 +56,7 @@ class Decoded:
                 )
                 raise BadInput("data.cache_dir", folder, expected)
             each = reading(Streamed(encoded, workers), missing.split(CHUNK))
-            for slots, split in told(zip(missing.split(CHUNK), each, strict=True), len(missing), CHUNK):
+            for slots, split in with_progress(zip(missing.split(CHUNK), each, strict=True), len(missing), CHUNK):
                 for slot, pixels in zip(slots.tolist(), split.inputs.numpy(), strict=True):
                     sums[slot] = self._write(file, slot, pixels)
         self.sums = sums[places.numpy()]

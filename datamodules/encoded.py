@@ -96,13 +96,13 @@ class Encoded:
             pixels = np.asarray(self.decoded(places[row]))
             if pixels.shape[:2] != self.size:
                 name = self.name(places[row])
-                found = f"{name} is {pixels.shape[1]}x{pixels.shape[0]} and {self.first} is {width}x{height}"
-                raise BadInput("data.image_size", self.image_size, f"a size to bring all images to, as {found}")
+                sizes = f"{name} is {pixels.shape[1]}x{pixels.shape[0]} and {self.first} is {width}x{height}"
+                raise BadInput("data.image_size", self.image_size, f"a size to bring all images to, as {sizes}")
             rows[row] = pixels.transpose(2, 0, 1)
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             several = places and not get_worker_info() and self._large(places[0])
-            deque(told((pool.map if several else map)(decode, range(len(places))), len(places)), maxlen=0)
+            deque(with_progress((pool.map if several else map)(decode, range(len(places))), len(places)), maxlen=0)
         return Split(images, self.labels[chosen])
 
     def decoded(self, place: int) -> Image.Image:
@@ -164,8 +164,8 @@ class Files(Encoded):
     def _sizes_and_times(self, names: np.ndarray) -> np.ndarray:
         root = os.fsencode(self.root)
         paths = (os.path.join(root, name) for name in names)  # noqa: PTH118 - a Path takes four times as long
-        found = [(stat.st_size, stat.st_mtime_ns) for stat in map(os.stat, paths)]
-        return np.array(found, np.int64).reshape(-1, 2)
+        stats = [(stat.st_size, stat.st_mtime_ns) for stat in map(os.stat, paths)]
+        return np.array(stats, np.int64).reshape(-1, 2)
 
     def content(self, place: int) -> bytes:
         """The file."""
@@ -179,14 +179,14 @@ class Files(Encoded):
         return self.root / os.fsdecode(self.names[place])
 
 
-def told(decoded: Iterable[T], total: int, step: int = 1) -> Iterator[T]:
-    """Pass on what decodes `step` images each, with a line now and then on how far it is."""
-    said = time.monotonic()
-    for done, found in enumerate(decoded, 1):
-        if time.monotonic() - said > SILENCE:
-            said = time.monotonic()
+def with_progress(decoded: Iterable[T], total: int, step: int = 1) -> Iterator[T]:
+    """Yield what decodes `step` images each, and print now and then how far it is."""
+    printed = time.monotonic()
+    for done, images in enumerate(decoded, 1):
+        if time.monotonic() - printed > SILENCE:
+            printed = time.monotonic()
             rank_zero_only(print)(f"decoded {done * step:,} of {total:,} images", flush=True)
-        yield found
+        yield images
 
 
 @contextmanager
@@ -208,6 +208,6 @@ def in_rgb(image: Image.Image, form: str | None, flag: str, name: str) -> Image.
     values, white = np.asarray(image, np.float64), 1 if image.mode == "F" else 2**16 - 1
     unknown = image.mode == "I" and form not in {"PNG", "PPM"}  # PIL gives a PGM's greys as integers up to 65535
     if unknown or not 0 <= values.min() <= values.max() <= white:
-        found = f"this one has {values.min():g} to {values.max():g}" + " in 32 bits" * unknown
-        raise BadInput(flag, name, f"an image of 8 or 16 bits a channel, or floats from 0 to 1; {found}")
+        values_are = f"this one has {values.min():g} to {values.max():g}" + " in 32 bits" * unknown
+        raise BadInput(flag, name, f"an image of 8 or 16 bits a channel, or floats from 0 to 1; {values_are}")
     return Image.fromarray((values * 255 / white).round().astype(np.uint8)).convert("RGB")

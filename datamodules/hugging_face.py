@@ -39,10 +39,10 @@ class Rows(Encoded):
 
     def opened(self, place: int) -> AbstractContextManager[Image.Image]:
         """From its bytes, or as a file."""
-        found = self.data[int(self.places[place])][self.column]
-        if found is None:
+        image = self.data[int(self.places[place])][self.column]
+        if image is None:
             raise Damaged(self.flag, self.name(place), "an image; there is none")
-        file = found["path"] if found["bytes"] is None else io.BytesIO(found["bytes"])
+        file = image["path"] if image["bytes"] is None else io.BytesIO(image["bytes"])
         return readable(file, self.flag, self.name(place))
 
     def made_of(self) -> Iterator[bytes]:
@@ -61,16 +61,16 @@ class Rows(Encoded):
         cells = self.data.with_format("arrow")[:][self.column]
         paths, stored = (pyarrow.compute.struct_field(cells, name) for name in ("path", "bytes"))
         sizes = pyarrow.compute.fill_null(pyarrow.compute.binary_length(stored), -1).to_numpy()[self.places]
-        found = np.stack([sizes, np.zeros_like(sizes)], 1).astype(np.int64)
+        sizes_and_times = np.stack([sizes, np.zeros_like(sizes)], 1).astype(np.int64)
         for place in (sizes < 0).nonzero()[0].tolist():
             stat = Path(paths[int(self.places[place])].as_py()).stat()
-            found[place] = stat.st_size, stat.st_mtime_ns
-        return found
+            sizes_and_times[place] = stat.st_size, stat.st_mtime_ns
+        return sizes_and_times
 
     def content(self, place: int) -> bytes:
         """Its bytes, or its file's."""
-        found = self.data[int(self.places[place])][self.column]
-        return found["bytes"] if found["bytes"] is not None else Path(found["path"]).read_bytes()
+        image = self.data[int(self.places[place])][self.column]
+        return image["bytes"] if image["bytes"] is not None else Path(image["path"]).read_bytes()
 
     def part(self, chosen: Tensor) -> "Rows":
         """The images at these (k,) places."""
@@ -123,11 +123,11 @@ class HuggingFaceImages(StoredImages):
 
     def read(self) -> tuple[Encoded, ...]:  # type: ignore[override]  # two or three
         """Open the splits without decoding an image."""
-        found = self._load()
-        image, label = self._columns(found["train"].features)
-        validation = next((name for name in VALIDATION if name in found), None)
-        used = [name for name in ("train", "test", validation) if name is not None and name in found]
-        labels = {name: self._labels(found[name], label, name) for name in used}
+        splits = self._load()
+        image, label = self._columns(splits["train"].features)
+        validation = next((name for name in VALIDATION if name in splits), None)
+        used = [name for name in ("train", "test", validation) if name is not None and name in splits]
+        labels = {name: self._labels(splits[name], label, name) for name in used}
         self.class_names, _ = labels["train"]
         if len(self.class_names) < 2:
             raise BadInput("data.label", label, f"at least 2 classes; there are {len(self.class_names)}")
@@ -135,7 +135,7 @@ class HuggingFaceImages(StoredImages):
         names, sets = {name: rows for name, (_, rows) in labels.items()}, {}
         for part, split in self._parts(names, validation).items():
             numbers = self._numbers(names[split], split)
-            data, rows = self._bytes(found[split], image), np.arange(len(numbers))
+            data, rows = self._bytes(splits[split], image), np.arange(len(numbers))
             sets[part] = Rows(numbers, self.image_size, "", (0, 0), data, image, split, rows)
         return self.usable(sets, Counter(), self.path)
 
@@ -147,14 +147,14 @@ class HuggingFaceImages(StoredImages):
         datasets.disable_progress_bars()
         try:
             saved = (Path(self.path) / "dataset_dict.json").is_file()
-            found = datasets.load_from_disk(self.path) if saved else datasets.load_dataset(self.path, self.config)
+            splits = datasets.load_from_disk(self.path) if saved else datasets.load_dataset(self.path, self.config)
         except Exception as error:  # whatever a data set's own reader does
             raise BadInput(
                 "data.path", self.path, f"a data set of images, by name or folder; {reason(error)}"
             ) from error
-        if "train" not in found:
-            raise BadInput("data.path", self.path, f"a split train; it has {', '.join(found)}")
-        return found
+        if "train" not in splits:
+            raise BadInput("data.path", self.path, f"a split train; it has {', '.join(splits)}")
+        return splits
 
     def _columns(self, features: Any) -> tuple[str, str]:
         """The columns of images and labels."""

@@ -43,14 +43,14 @@ class LabelledText(InMemoryData):
             return [(file.stem, text) for file in files for text in file.read_bytes().splitlines() if text.strip()]
         if not self.root.is_file():
             raise BadInput("data.root", self.root, "a file of lines `label<TAB>text`, or a folder of <label>.txt")
-        found = []
+        lines: list[Line] = []
         for number, line in enumerate(self.root.read_bytes().splitlines(), 1):
             label, tab, text = line.partition(b"\t")
             if line.strip() and not (tab and label.strip() and text.strip()):
                 raise BadInput("data.root", self.root, f"lines `label<TAB>text`; line {number} is another")
             if tab:
-                found.append((label.decode(errors="replace").strip(), text))
-        return found
+                lines.append((label.decode(errors="replace").strip(), text))
+        return lines
 
     def read(self) -> tuple[Split, Split]:
         """Both sets; classes are in the order of their names."""

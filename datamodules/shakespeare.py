@@ -40,6 +40,6 @@ class Shakespeare(LabelledText):
         counts = Counter(speaker for speaker, _ in spoken).most_common()
         known = [name for name, count in counts if count >= TEST_EVERY]
         if not 2 <= self.speakers <= len(known):
-            wanted = f"2 to {len(known)}, the speakers of at least {TEST_EVERY} lines"
-            raise BadInput("data.speakers", self.speakers, wanted)
+            expected = f"2 to {len(known)}, the speakers of at least {TEST_EVERY} lines"
+            raise BadInput("data.speakers", self.speakers, expected)
         return [line for line in spoken if line[0] in set(known[: self.speakers])]

@@ -56,8 +56,8 @@ class Vocabulary:
         codes = _codes(text)
         places = np.searchsorted(self._codes, codes).clip(max=len(self) - 1)
         if len(unknown := np.unique(codes[self._codes[places] != codes])):
-            shown = " ".join(map(repr, _text(unknown[:SHOWN]))) + " ..." * (len(unknown) > SHOWN)
-            raise BadInput(flag, repr(text), f"the {len(self)} characters that were trained on; unknown: {shown}")
+            listed = " ".join(map(repr, _text(unknown[:SHOWN]))) + " ..." * (len(unknown) > SHOWN)
+            raise BadInput(flag, repr(text), f"the {len(self)} characters that were trained on; unknown: {listed}")
         return torch.from_numpy(places)
 
     def plain(self) -> dict[str, Any]:

@@ -14,9 +14,9 @@ if __name__ == "__main__":
     # Threads that wait spin for microseconds, not longer: see docs/language-models.md.
     start.script(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="5000")
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 from torch import nn
 
@@ -49,7 +49,7 @@ class Options(cli.RunOptions):
         sample_seed: of the draws.
     """
 
-    seeds: int | list[int] = 1
+    seeds: int | list[int] = field(default=1, metadata=cli.GROWS.metadata)
     compile: bool = False
     sample: str | None = None
     run: str | None = None
@@ -57,10 +57,6 @@ class Options(cli.RunOptions):
     temperature: float = 0.8
     top_k: int | None = None
     sample_seed: int = 0
-    grows: ClassVar[Collection[str]] = ("seeds",)
-    fixed: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("trainer.max_steps", "trainer.max_epochs"), "the learning rate of each step depends on how many there are"
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,7 +79,9 @@ def parser() -> cli.Parser:
     parser.add_class("model", LitLanguageModel, skip={"net", "tokens_per_character", "compiled", "seed"})
     steps: dict[str, Any] = {"max_epochs": -1, "max_steps": 800}
     steps |= {"val_check_interval": 200, "check_val_every_n_epoch": None}
-    parser.add_trainer(strategies.NAMES, log_every_n_steps=50, **steps)
+    fixed = cli.OnResume(why="the learning rate of each step depends on how many there are")
+    on_resume = {"max_steps": fixed, "max_epochs": fixed}
+    parser.add_trainer(strategies.NAMES, on_resume=on_resume, log_every_n_steps=50, **steps)
     return parser
 
 

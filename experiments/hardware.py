@@ -14,10 +14,9 @@ if __name__ == "__main__":
     start.script(OMP_WAIT_POLICY="PASSIVE")  # threads that spin while they wait slow small nets down
 
 from argparse import Namespace
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar
 
 from lightning.pytorch import LightningDataModule
 from torch import nn
@@ -44,9 +43,8 @@ class Options(cli.OneSeedOptions):
         steps: optimizer steps that are timed, at least.
     """
 
-    only: list[str] | None = None
+    only: list[str] | None = field(default=None, metadata=cli.GROWS.metadata)
     steps: int = 24
-    grows: ClassVar[Collection[str]] = ("only",)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -17,10 +17,10 @@ from harness import start
 if __name__ == "__main__":
     start.script(OMP_WAIT_POLICY="PASSIVE")  # threads that spin while they wait slow small nets down
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from lightning.pytorch import LightningDataModule
 from torch import nn
@@ -75,33 +75,23 @@ class Options(cli.RunOptions):
     """
 
     recipe: Recipe | None = None
-    only: list[str] | None = None
-    zoo: bool = False
-    metric: ClassMetric = "accuracy"
+    only: list[str] | None = field(default=None, metadata=cli.GROWS.metadata)
+    zoo: bool = field(default=False, metadata=cli.GROWS.metadata)
+    metric: ClassMetric = field(default="accuracy", metadata=cli.OnResume(why="what is tested is tested once").metadata)
     tune: int | None = None
     tune_seeds: int | list[int] | None = None
     tune_optimizer: bool | None = None
-    tune_wave: int | None = None
-    save_ckpt: bool = False
-    list_layers: bool = False
+    tune_wave: int | None = field(default=None, metadata=cli.FREE.metadata)
+    save_ckpt: bool = field(default=False, metadata=cli.FREE.metadata)
+    list_layers: bool = field(default=False, metadata=cli.CALL.metadata)
     teacher_ckpt: str | None = None
     teacher_ckpt_partial: bool = False
     teacher_ckpt_ema: bool | None = None
     teacher_epochs: int | None = None
     teacher_continue: bool = False
     teacher_head_only: bool = False
-    teacher_cache_dir: str | None = None
+    teacher_cache_dir: str | None = field(default=None, metadata=cli.FREE.metadata)
     teacher_cache_mb: int = 1024
-    grows: ClassVar[Collection[str]] = ("seeds", "only", "zoo", "trainer.max_epochs")
-    newer: ClassVar[Collection[str]] = (
-        *cli.RunOptions.newer, "recipe", "zoo", "metric", "teacher_ckpt_partial", "teacher_epochs", "teacher_head_only",
-        "teacher_continue", "teacher_cache_dir", "save_ckpt", "tune", "tune_seeds", "tune_optimizer", "tune_wave",
-        "teacher_ckpt_ema",
-    )  # fmt: skip
-    fixed: ClassVar[Mapping[str, str]] = {
-        "metric": "what is tested is tested once",
-        "scheduler": "the epochs so far have its rate; with --teacher_ckpt another run learns from the same teachers",
-    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -155,8 +145,9 @@ def parser() -> cli.Parser:
     variants = {"ce": "CrossEntropy", "kd": "Hinton", "cosine": "Cosine", "hint": "Hint"}
     bases, more = (objectives.Objective, objectives.FeatureObjective), {"zoo": zoo.methods(variants)}
     parser.add_variants("variants", bases, objectives, variants, more)
-    parser.add_optimizer()
-    parser.add_trainer(strategies.NAMES, max_epochs=10, log_every_n_steps=10)
+    why = "the epochs so far have its rate; with --teacher_ckpt another run learns from the same teachers"
+    parser.add_optimizer(scheduler_on_resume=cli.OnResume(why=why))
+    parser.add_trainer(strategies.NAMES, on_resume={"max_epochs": cli.GROWS}, max_epochs=10, log_every_n_steps=10)
     parser.add_texts(
         "search", "of a method, or of the optimizer, the values that --tune tries: log(1,16), linear(0,1), [1,2,4]"
     )

@@ -7,11 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from apprentice.batch import Batch, Mixed
-from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepared
+from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepare_net
 from lit_modules.nets import heads, pipeline_stages, run
 from lit_modules.nets.recorded import Spec, made
 from lit_modules.objectives.base import of_labelled, shown
-from lit_modules.run_metrics import ACCURACY
 from lit_modules.tasks import Classification, Task
 
 
@@ -48,8 +47,8 @@ class LitClassifier(Learner):
         head_only: bool = False,
     ) -> None:
         super().__init__([""], task or Classification(num_classes), optimizer, scheduler, seed)
-        self.of_labels = {"loss", ACCURACY}
-        self.net = prepared(made(net)).to(memory_format=torch.channels_last)
+        self.of_labels = {"loss", *self.scores_of("").trained}
+        self.net = prepare_net(made(net)).to(memory_format=torch.channels_last)
         self.head_only = head_only
         if head_only:
             trained = heads(self.net)

@@ -2,8 +2,7 @@
 
 import copy
 import math
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -13,36 +12,24 @@ import torch
 from torch import Tensor, nn
 
 from apprentice import keyed, replicas
-from apprentice.batch import Batch, Mixed, counted
+from apprentice.batch import Batch
 from apprentice.errors import BadInput, naming
 from apprentice.private import tree_map
-from apprentice.relations import related
 from apprentice.replicas import FEWEST_ROWS
-from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepared
-from lit_modules.nets import (
-    Ensemble,
-    Outputs,
-    any_kernel,
-    giving_logits,
-    globalise,
-    has_no_running_statistics,
-    in_type_of,
-    run,
-)
+from lit_modules.checkpoints import keep_runs, without
+from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepare_net
+from lit_modules.nets import Ensemble, Outputs, any_kernel, globalise, has_no_running_statistics, in_type_of, run
 from lit_modules.nets.classes import check_classes
 from lit_modules.nets.ensemble import MEMBERS
 from lit_modules.nets.layers import layer, of_inputs
 from lit_modules.nets.recorded import Spec, made
-from lit_modules.nets.weights import load_weights
 from lit_modules.objectives import Objective, Place
-from lit_modules.objectives.base import condensed, masked, of_labelled, shown, viewed, weighted_sum, wide
-from lit_modules.run_metrics import ACCURACY
+from lit_modules.objectives.base import condensed, of_labelled
 from lit_modules.side_by_side import side_by_side
-from lit_modules.stored import Kept, outputs_by_index, sizes
-from lit_modules.student import Student
+from lit_modules.stored import TeacherCache, describe_sizes
+from lit_modules.student import CE, Student, check_parameters, choose_layers
 from lit_modules.tasks import LABELLED, Classification, Task
-
-CE = "cross-entropy"  # of the logits with the labels, whatever the term's name
+from lit_modules.teacher import leave_out_of_state, trained_teacher
 
 
 class Distillation(Learner):
@@ -105,20 +92,20 @@ class Distillation(Learner):
             if hasattr(nn.ModuleDict(), name) or "." in name:
                 raise BadInput("variants", name, "a name without dots that is no attribute of torch's ModuleDict")
         self.optimizer_options = dict(optimizer_options)  # the default can't be copied or pickled
-        self.teacher = _trained(teacher, teacher_weights).requires_grad_(False).eval()
+        self.teacher = trained_teacher(teacher, teacher_weights)
         self._batch_norms = {  # of the teacher, those by which its outputs for a sample depend on the batch
             name: globalise(m) for name, m in self.teacher.named_modules() if has_no_running_statistics(m)
         }
         self._example = torch.zeros(1, *input_shape, dtype=made(input_dtype))
-        each = {name: self._student(name, *made(of, f"students.{name}")) for name, of in students.items()}
-        self.students = nn.ModuleDict(each)  # type: ignore[assignment]  # it has a mapping's methods
-        self._check_parameters()
-        self.teacher_cache_bytes = teacher_cache_mb * 2**20
-        self.cache: Outputs | None = None
-        self._kept = Kept(teacher_cache_dir, self.teacher, self.print) if teacher_cache_dir else None
+        by_name = {name: self._student(name, *made(pair, f"students.{name}")) for name, pair in students.items()}
+        self.students = nn.ModuleDict(by_name)  # type: ignore[assignment]  # it has a mapping's methods
+        check_parameters(self.teacher, self.students)
+        self.cache = TeacherCache(self.teacher, teacher_cache_mb, teacher_cache_dir, self.print)
         self._storing, self._comparing = False, False
-        self.asked = 0  # samples that the teacher has computed in training; again after a resume they count once
-        self.stored = False  # whether its outputs were stored, and so computed once for all epochs
+        self.teacher_samples = (
+            0  # samples that the teacher has computed in training; again after a resume they count once
+        )
+        self.teacher_stored = False  # whether its outputs were stored, and so computed once for all epochs
         self._epoch, self._whole = math.inf, math.inf  # batches of an epoch, and of the whole training
         self._samples, self._labelled = samples, labelled
         with any_kernel(self):
@@ -132,8 +119,7 @@ class Distillation(Learner):
             if isinstance(module, Objective)
             for key, _ in module.named_buffers(recurse=False)
         ]
-        self.register_state_dict_post_hook(_remove_teacher)
-        self.register_load_state_dict_post_hook(_allow_missing_teacher)
+        leave_out_of_state(self)
 
     def on_fit_start(self) -> None:
         """Raise BadInput if the teacher has other classes than the data, by their names, or in another order."""
@@ -144,33 +130,12 @@ class Distillation(Learner):
     def _student(self, name: str, net: nn.Module, objective: Objective) -> Student:
         with naming(f"variants.{name}"):
             wrap = partial(objective.wrap, net, self.teacher, self._example)
-            return Student(prepared(keyed.with_seed(self.seed, wrap)), objective)
-
-    def _check_parameters(self) -> None:
-        """Raise BadInput if a student shares a parameter with the teacher or another student."""
-        owners = dict.fromkeys(self.teacher.parameters(), "the teacher")
-        for name, student in self.students.items():
-            for path, parameter in student.named_parameters():
-                if parameter in owners:
-                    expected = (
-                        f"a net of its own; its {path.partition('.')[2]} is also a parameter of {owners[parameter]}"
-                    )
-                    raise BadInput(f"variants.{name}", type(student.net).__name__, expected)
-            owners |= dict.fromkeys(student.parameters(), f"student {name}")
+            return Student(prepare_net(keyed.with_seed(self.seed, wrap)), objective)
 
     @torch.no_grad()
     def _build(self, example: Tensor) -> None:
-        for name, student in self.students.items():
-            objective, flag = student.objective, f"variants.{name}"
-            with naming(flag):
-                objective.choose(student.net, self.teacher)
-            for option, path in objective.student_layers.items():
-                layer(student.net, path, f"{flag}.{option}", objective.needs)
-            for option, path in objective.teacher_layers.items():
-                layer(self.teacher, path, f"{flag}.{option}")
-            if unknown := [peer for peer in objective.peers if peer == name or peer not in self.students]:
-                others = ", ".join(other for other in self.students if other != name)
-                raise BadInput(f"{flag}.peers", unknown[0], f"students trained beside it: {others or 'there are none'}")
+        """Let the objectives make their parts, given example inputs; the students' layers are settled first."""
+        choose_layers(self.teacher, self.students)
         teacher = None
         if self.uses_teacher:
             teacher = run(self.teacher, example, self._teacher_layers)
@@ -179,7 +144,7 @@ class Distillation(Learner):
             peers = {peer: other.raw(example) for peer, other in beside.items()}
             known = teacher and in_type_of(teacher, student.net)
             student.build(example, known, self.seed, f"variants.{name}", self._samples, self._labelled, peers)
-            self.of_labels |= {f"{name}/{what}" for what in (*student.of_labels, ACCURACY)}
+            self.of_labels |= {f"{name}/{what}" for what in (*student.of_labels, *self.scores_of(name).trained)}
 
     @property
     def _objectives(self) -> dict[str, Objective]:
@@ -187,8 +152,8 @@ class Distillation(Learner):
 
     @property
     def _teacher_layers(self) -> set[str]:
-        own = {MEMBERS} if isinstance(self.teacher, Ensemble) else set()
-        return own | {path for objective in self._objectives.values() for path in objective.teacher_layers.values()}
+        members = {MEMBERS} if isinstance(self.teacher, Ensemble) else set()
+        return members | {path for objective in self._objectives.values() for path in objective.teacher_layers.values()}
 
     @property
     def relates_rows(self) -> bool:
@@ -247,14 +212,14 @@ class Distillation(Learner):
     def forward(self, inputs: Tensor) -> tuple[Outputs | None, dict[str, Outputs]]:
         """Outputs for inputs (b, ...): the teacher's if needed and not cached, and those of all students."""
         teacher, students = self.active()
-        asked = self._ask_teacher(inputs) if teacher else None
-        return asked, {name: self.students[name](inputs) for name in students if name not in self.failed}
+        taught = self._ask_teacher(inputs) if teacher else None
+        return taught, {name: self.students[name](inputs) for name in students if name not in self.failed}
 
     def active(self) -> tuple[bool, Sequence[str]]:
         """Whether the teacher runs in a forward, and which students."""
         if self._storing:
             return True, ()
-        needed = self.uses_teacher and self.training and self.cache is None
+        needed = self.uses_teacher and self.training and self.cache.outputs is None
         return needed or self._comparing, self.runs
 
     def pipeline_stages(self) -> list[nn.Module]:
@@ -268,43 +233,30 @@ class Distillation(Learner):
         self._whole = trainer.estimated_stepping_batches * trainer.accumulate_grad_batches
         data: Any = getattr(trainer, "datamodule", None)
         repeats = getattr(data, "train_inputs_repeat", False)
-        if not (repeats and self.uses_teacher and self.teacher_cache_bytes and self._whole > self._epoch):
+        if not (repeats and self.uses_teacher and self.cache.max_bytes and self._whole > self._epoch):
             return
         if self._batch_norms:
             name = next(iter(self._batch_norms)) or type(self.teacher).__name__
             self.print(f"teacher's outputs are not stored: they depend on the batch, by its statistics in {name}")
             return
-
-        def chunks() -> Iterator[Batch]:
-            own = data.train_in_order(replicas.rank(), replicas.count())
-            return (data.on_after_batch_transfer(chunk, 0) for chunk in own)
-
-        wanted = data.sizes["train"], lambda x: self(x)[0], self.teacher_cache_bytes
         self._storing = True
         with trainer.precision_plugin.forward_context(), torch.no_grad():
-            if self._kept and replicas.count() == trainer.world_size:
-                self.cache = self._kept.outputs(chunks, *wanted)
-            else:
-                self.cache = outputs_by_index(chunks(), *wanted)
+            self.cache.fill(data, lambda x: self(x)[0], use_files=replicas.count() == trainer.world_size)
         self._storing = False
-        if self.cache is None:
-            self.print(
-                f"teacher's outputs are not stored: they take more than {self.teacher_cache_bytes / 2**20:g} MiB"
-            )
-            return
-        self.asked, self.stored = max(self.asked, data.sizes["train"]), True
-        if told := sizes(self.cache, self._objectives):
-            self.print(f"teacher's outputs stored: {told}")
+        if self.cache.outputs is not None:
+            self.teacher_samples, self.teacher_stored = max(self.teacher_samples, data.sizes["train"]), True
+            if by_readers := describe_sizes(self.cache.outputs, self._objectives):
+                self.print(f"teacher's outputs stored: {by_readers}")
 
     def on_train_end(self) -> None:
         """Free the cache."""
-        self.cache = None
+        self.cache.clear()
 
     def on_global_batch(self, means: Mapping[str, float], count: int) -> list[nn.Parameter]:
         """Also count what the teacher computes, and check the size of the first batch."""
         if not self.batches_done:
             self.check_batch(count)
-        self.asked += count if self.uses_teacher and self.cache is None else 0
+        self.teacher_samples += count if self.uses_teacher and self.cache.outputs is None else 0
         return super().on_global_batch(means, count)
 
     def check_batch(self, count: int) -> None:
@@ -317,7 +269,15 @@ class Distillation(Learner):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Also save that count."""
         super().on_save_checkpoint(checkpoint)
-        checkpoint["learner"] |= {"asked": self.asked, "stored": self.stored}
+        checkpoint["learner"] |= {"teacher_samples": self.teacher_samples, "teacher_stored": self.teacher_stored}
+
+    @staticmethod
+    def keep_students(checkpoint: dict[str, Any], students: Sequence[str], kept: Collection[str]) -> None:
+        """Leave in a checkpoint of these students, in the order of their groups, that from which some go on alone."""
+        dropped = [name for name in students if name not in kept]
+        checkpoint["state_dict"] = without(checkpoint["state_dict"], dropped, "students.", ".")
+        keep_runs(checkpoint, students, kept)
+        checkpoint["learner"]["teacher_samples"] = 0
 
     def losses(
         self, outputs: tuple[Outputs | None, dict[str, Outputs]], batch: Batch
@@ -326,61 +286,25 @@ class Distillation(Learner):
         parts = self.task.counts(batch)
         if self._labelled and LABELLED in parts:
             raise BadInput("labelled", True, "labelled=False, as the data hides labels")
-        teacher = tree_map(lambda x: x[batch.index], self.cache) if self.cache else outputs[0]
-        loss = self._zero_of_failed()
-        if outputs[1]:
-            self.check_labels(next(iter(outputs[1].values())).logits, batch)
+        teacher, students = outputs
+        if self.cache.outputs is not None:
+            teacher = tree_map(lambda x: x[batch.index], self.cache.outputs)
+        if students:
+            self.check_labels(next(iter(students.values())).logits, batch)
+        loss, place = self._zero_of_failed(), self._place(batch)
         for name, student in self.students.items():
             if name in self.failed:
                 continue
-            found = outputs[1][name]
-            total, values = self._terms(student.objective, name, teacher, outputs[1], batch)
+            total, values = student.losses(student.rows(name, teacher, students, batch), place, batch.label_weight)
             loss = loss + self.loss_scales.scaled(name, batch.mean(total))
-            measured = self.scores_of(name).per_label(found.logits, batch.labels, values.get(CE))
-            measured = {key: of_labelled(x, batch.labels, batch.label_weight) for key, x in measured.items()}
-            parts |= {f"{name}/{what}": x for what, x in ({**values, "loss": total, **measured}).items() if what != CE}
+            measured = self.scores_of(name).per_label(students[name].logits, batch.labels, values.pop(CE, None))
+            measured = {what: of_labelled(x, batch.labels, batch.label_weight) for what, x in measured.items()}
+            parts |= {f"{name}/{what}": x for what, x in {**values, "loss": total, **measured}.items()}
         return loss, parts
 
-    def _terms(
-        self, objective: Objective, name: str, teacher: Outputs | None, students: Mapping[str, Outputs], batch: Batch
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The losses (b,) of a student, the values (b,) of its terms, and as `CE` its cross-entropies, one a label."""
-        known = None
-        if teacher is not None and objective.uses_teacher:
-            mine = in_type_of(viewed(name, teacher), self.students[name].net)
-            known = wide(objective.adapt_teacher(mine))
-        peers = {peer: tree_map(Tensor.detach, wide(students[peer])) for peer in objective.peers}
+    def _place(self, batch: Batch) -> Place:
         done = self.batches_done
-        place = Place(done, done / self._epoch, done / self._whole, batch.index, batch.rows, batch.count, self._samples)
-
-        def relation(whole: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-            student, teacher, labels, peers = whole["student"], whole.get("teacher"), whole["labels"], whole["peers"]
-            counts = None
-            if labels.dim() > 1 and batch.label_weight is not None:
-                counts = counted(labels)
-                student, teacher = masked(student, counts), teacher and masked(teacher, counts)
-                peers = {name: masked(outputs, counts) for name, outputs in peers.items()}
-            rows = torch.arange(len(labels), device=labels.device) if objective.relates_rows else batch.rows
-            count = len(labels) if objective.relates_rows else batch.count
-            of_batch = {"index": whole["index"], "rows": rows, "count": count, "peers": peers, "counted": counts}
-            objective.place = place._replace(**of_batch)
-            visible = shown(labels, batch.label_weight)
-            terms = objective.terms(student, teacher, visible)
-            if "mixed" in whole:
-                second = objective.terms(student, teacher, whole["mixed"].labels)
-                means = {name: whole["mixed"].mean(term.values, second[name].values) for name, term in terms.items()}
-                terms = {name: term._replace(values=means[name]) for name, term in terms.items()}
-            total, values = weighted_sum(terms, labels, batch.label_weight)
-            if objective.relates_rows:
-                with torch.no_grad():
-                    objective.after_batch(student, teacher, visible)
-            ce = [term.values for term in terms.values() if term.is_ce]
-            return total, values | ({CE: ce[0]} if ce else {})
-
-        tree: dict[str, Any] = {"student": wide(students[name]), "labels": batch.labels, "index": batch.index}
-        tree |= {"peers": peers} | ({} if known is None else {"teacher": known})
-        tree |= {"mixed": batch.mixed} if isinstance(batch.mixed, Mixed) else {}
-        return related(relation, tree, batch.rows, batch.count) if objective.relates_rows else relation(tree)
+        return Place(done, done / self._epoch, done / self._whole, batch.index, batch.rows, batch.count, self._samples)
 
     def predict(self, inputs: Tensor) -> dict[str, Tensor]:
         """The logits of all students that have not failed."""
@@ -416,28 +340,7 @@ class Distillation(Learner):
 
         def step() -> Tensor:
             student.zero_grad()
-            outputs = {run: student(batch.inputs), **peers}
-            return batch.mean(self._terms(student.objective, run, teacher, outputs, batch)[0])
+            rows = student.rows(run, teacher, {run: student(batch.inputs), **peers}, batch)
+            return batch.mean(student.losses(rows, self._place(batch), batch.label_weight)[0])
 
         return step
-
-
-def _trained(teacher: nn.Module | Spec, weights: str | Path | None) -> nn.Module:
-    """The teacher, with weights of a file if one is given; BadInput for one that would have none."""
-    net: nn.Module = giving_logits(made(teacher, "teacher"))
-    if weights is not None:
-        for line in load_weights(net, str(weights), "teacher_weights"):
-            warnings.warn(f"{weights}: {line}", stacklevel=3)
-    elif net is not teacher and not getattr(net, "is_trained", False):
-        expected = "a trained net, or beside it teacher_weights=FILE: a checkpoint has no weights of the teacher"
-        raise BadInput("teacher", type(net).__name__, expected)
-    return net
-
-
-def _remove_teacher(_module: nn.Module, state: dict[str, Tensor], prefix: str, _metadata: Any) -> None:
-    for key in [k for k in state if k.startswith(f"{prefix}teacher.")]:
-        del state[key]
-
-
-def _allow_missing_teacher(_module: nn.Module, keys: Any) -> None:
-    keys.missing_keys[:] = [k for k in keys.missing_keys if not k.startswith("teacher.")]

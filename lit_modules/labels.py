@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning import LightningModule
+from lightning import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
@@ -34,11 +34,19 @@ class ChecksBatches(LightningModule):
         Lightning's public hook is the data module's where that has one.
         """
         batch = super()._on_before_batch_transfer(batch, dataloader_idx)
-        if self._trainer is not None and not self._trainer.predicting:
-            self.look_at(batch)
+        if self.attached_trainer is not None and not self.attached_trainer.predicting:
+            self.inspect_labels(batch)
         return batch
 
-    def look_at(self, batch: Any) -> None:
+    @property
+    def attached_trainer(self) -> Trainer | None:
+        """The Trainer that runs the module, if one does."""
+        try:
+            return self.trainer
+        except RuntimeError:
+            return None
+
+    def inspect_labels(self, batch: Any) -> None:
         """Keep the range of labels that go to a GPU, where to read them would wait for all that it computes.
 
         A data module of ours has checked its own; what a hook changes on the GPU is not checked.
@@ -85,12 +93,12 @@ def range_of(labels: Tensor) -> Range | None:
     return Range(low, high, ignored) if high > IGNORED else Range(0, 0, ignored)
 
 
-def checked(batch: Any) -> Any:
+def require_batch(batch: Any) -> Any:
     """A `Batch`, or a plain pair of tensors of which labels are whole numbers; BadInput for another thing."""
     if isinstance(batch, Batch):
         return batch
     if not is_pair(batch):
-        raise BadInput("data", _described(batch), "batches (inputs, labels), two tensors")
+        raise BadInput("data", _describe(batch), "batches (inputs, labels), two tensors")
     if batch[1].is_floating_point():
         dtype = str(batch[1].dtype).removeprefix("torch.")
         raise BadInput("data", f"labels of {dtype}", "classes as whole numbers")
@@ -107,7 +115,7 @@ def is_pair(batch: Any) -> bool:
     )
 
 
-def _described(batch: object) -> str:
+def _describe(batch: object) -> str:
     if isinstance(batch, list | tuple):
         return f"a batch ({', '.join(type(x).__name__ for x in batch)})"
     keys = f" of {', '.join(map(str, batch))}" if isinstance(batch, dict) else ""

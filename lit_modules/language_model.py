@@ -76,7 +76,7 @@ class LitLanguageModel(LitClassifier):
         ]
         optimizer = AdamW(groups, self.lr, self.betas, fused=True)
         steps = self.trainer.estimated_stepping_batches
-        schedule = LambdaLR(optimizer, partial(share_of_rate, self.warmup_steps, steps))
+        schedule = LambdaLR(optimizer, partial(rate_factor, self.warmup_steps, steps))
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
     def configure_gradient_clipping(
@@ -87,7 +87,7 @@ class LitLanguageModel(LitClassifier):
         super().configure_gradient_clipping(optimizer, clip, gradient_clip_algorithm)
 
 
-def share_of_rate(warmup_steps: int, steps: float, step: int) -> float:
+def rate_factor(warmup_steps: int, steps: float, step: int) -> float:
     """The learning rate of a step divided by the highest one: linear warm-up, then a half cosine from 1 to a tenth."""
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)

@@ -17,7 +17,7 @@ from apprentice import keyed, replicas
 from apprentice.batch import Batch
 from apprentice.errors import BadInput, reason
 from apprentice.keyed import Dropout, unkeyed
-from lit_modules.labels import checked, is_pair
+from lit_modules.labels import is_pair, require_batch
 from lit_modules.loss_scale import HOPELESS, LossScales
 from lit_modules.nets import giving_logits, globalise, has_no_running_statistics
 from lit_modules.nets.batch_norm import of_own_rows
@@ -95,23 +95,23 @@ class Learner(RunMetrics):
         """
         raise NotImplementedError
 
-    def look_at(self, batch: Any) -> None:
+    def inspect_labels(self, batch: Any) -> None:
         """Also keep what the labels of a plain pair of texts weigh, for a strategy that cuts it in shards."""
-        super().look_at(batch)
+        super().inspect_labels(batch)
         if is_pair(batch):
             self._label_weight = Batch.of(batch, 0, shared=False).label_weight
 
     @property
     def batches_done(self) -> int:
         """Batches that training has completed; `global_step` counts optimizer steps, each of several batches."""
-        if self._trainer is None:
+        if self.attached_trainer is None:
             return 0
         # The only one of Lightning's counts that is right after any resume.
         return self.trainer.fit_loop.epoch_loop.batch_progress.total.completed
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """This rank's part of the loss of all runs."""
-        batch = Batch.of(checked(batch), self.batches_done)
+        batch = Batch.of(require_batch(batch), self.batches_done)
         self._label_weight = batch.label_weight
         loss, parts = self.shard_step(batch)
         self.on_global_batch(global_means(parts, batch), batch.count)
@@ -135,7 +135,7 @@ class Learner(RunMetrics):
         """Some rows of a global batch, or all of them; a plain pair does not say what its labels weigh."""
         if isinstance(batch, Batch):
             return batch
-        rows = Batch.of(checked(batch), self.batches_done)
+        rows = Batch.of(require_batch(batch), self.batches_done)
         return rows._replace(label_weight=self._label_weight) if replicas.is_shard() else rows
 
     def on_global_batch(self, means: Mapping[str, float], count: int) -> list[nn.Parameter]:
@@ -148,9 +148,9 @@ class Learner(RunMetrics):
         means = {name: value for name, value in means.items() if name not in counts}
         self._accumulated += [count * counts[TOKENS]] if TOKENS in counts else []
         for run in self.runs:
-            own = {name: value for name, value in means.items() if name.rpartition("/")[0] == run}
-            if run not in self.failed and (bad := [name for name, value in own.items() if not math.isfinite(value)]):
-                self._fail(run, bad[0].rpartition("/")[2])
+            terms = {name.rpartition("/")[2]: value for name, value in means.items() if name.rpartition("/")[0] == run}
+            if run not in self.failed and (bad := [term for term, value in terms.items() if not math.isfinite(value)]):
+                self._fail(run, bad[0])
         alive = {name: value for name, value in means.items() if name.rpartition("/")[0] not in self.failed}
         if alive:
             self.log_training(alive, count, counts)
@@ -166,14 +166,14 @@ class Learner(RunMetrics):
 
     def configure_optimizers(self) -> Any:
         """One optimizer with a group for each run."""
-        self.loss_scales.take_over(getattr(self._trainer, "precision_plugin", None), self.runs)
+        self.loss_scales.take_over(getattr(self.attached_trainer, "precision_plugin", None), self.runs)
         optimizer = self._build_optimizer()
         if self.make_scheduler is None:
             return [optimizer], []
         scheduler = self.make_scheduler(optimizer)
         if not isinstance(scheduler, BY_STEP):
             return [optimizer], [scheduler]
-        if self._trainer is not None:
+        if self.attached_trainer is not None:
             _check_steps(scheduler, self.trainer.estimated_stepping_batches)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
@@ -276,8 +276,8 @@ class Learner(RunMetrics):
         values: dict[str, float | Tensor] = {}
         for run, group, parameters in zip(self.runs, optimizer.param_groups, self.parameter_groups(), strict=False):
             values[f"{run}/lr-{type(optimizer).__name__}"] = group["lr"]
-            if (found := norm(parameters)) is not None:
-                values[f"{run}/grad_2.0_norm_total"] = found
+            if (total := norm(parameters)) is not None:
+                values[f"{run}/grad_2.0_norm_total"] = total
         alive = {name.removeprefix("/"): x for name, x in values.items() if name.rpartition("/")[0] not in self.failed}
         self.log_dict(tags(alive, "train"), batch_size=1)
 
@@ -323,7 +323,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor | None:
     return total.full_tensor() if hasattr(total, "full_tensor") else total
 
 
-def prepared(net: nn.Module) -> nn.Module:
+def prepare_net(net: nn.Module) -> nn.Module:
     """The net with BatchNorm over the global batch.
 
     Warns of layers whose noise or statistics are a rank's own, and of BatchNorm without running statistics.

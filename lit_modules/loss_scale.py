@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from apprentice import replicas
+from apprentice.errors import BadInput
 
 HOPELESS = 2.0**-24  # gradients of 1e12 fit into float16 at this scale: a smaller one will not help
 
@@ -28,14 +29,14 @@ class LossScales:
         self._state: dict[str, dict[str, Any]] = {}  # of scalers that are not made yet, or already removed
 
     def take_over(self, plugin: Precision | None, runs: Iterable[str]) -> None:
-        """Replace the plugin's scaler, if it has one, by one for each run; ValueError if that would round gradients."""
+        """Replace the plugin's scaler, if it has one, by one for each run; BadInput if that would round gradients."""
         stock: Any = getattr(plugin, "scaler", None) or getattr(plugin, "resting_scaler", None)
         self.scalers = {}
         if stock is None or not stock.is_enabled():
             return
         factors = stock.get_scale(), stock.get_growth_factor(), stock.get_backoff_factor()
         if any(math.frexp(factor)[0] != 0.5 for factor in factors):
-            raise ValueError(f"GradScaler with scale, growth and backoff {factors}: expected powers of two")
+            raise BadInput("", f"GradScaler with scale, growth and backoff {factors}", "powers of two")
         self.scalers = {run: copy.deepcopy(stock) for run in runs}
         self.load_state_dict(self._state)
         plugin.scaler, plugin.resting_scaler = None, stock  # type: ignore[union-attr]
@@ -66,17 +67,17 @@ class LossScales:
     @torch.no_grad()
     def unscale(self, parameters: Mapping[str, Iterable[nn.Parameter]], device: torch.device) -> list[str]:
         """Unscale these runs' gradients and update the scales; returns runs with one not finite on any rank."""
-        found: dict[str, list[Tensor]] = {}
+        overflows: dict[str, list[Tensor]] = {}  # of a run a flag for each device
         for run, group in parameters.items():
             if held := [_local(p) for p in group if p.grad is not None]:
                 seen: Any = SimpleNamespace(param_groups=[{"params": held}])  # all that GradScaler reads
                 self.scalers[run].unscale_(seen)
-                found[run] = list(self.scalers[run]._found_inf_per_device(seen).values())
-        if not found:
+                overflows[run] = list(self.scalers[run]._found_inf_per_device(seen).values())
+        if not overflows:
             return []
-        here = torch.stack([torch.stack([flag.to(device) for flag in flags]).sum() for flags in found.values()])
-        anywhere = dict(zip(found, replicas.all_reduce_sum(here).tolist(), strict=True))
-        for run, flags in found.items():
+        here = torch.stack([torch.stack([flag.to(device) for flag in flags]).sum() for flags in overflows.values()])
+        anywhere = dict(zip(overflows, replicas.all_reduce_sum(here).tolist(), strict=True))
+        for run, flags in overflows.items():
             for flag in flags:
                 flag.fill_(anywhere[run])
             self.scalers[run].update()

@@ -69,6 +69,8 @@ class Quantized(Distillation):
         self.freeze_epoch = freeze_epoch
         self.best: dict[str, Tensor] = {}  # epoch and correct answers, () int64; the net's state under net.<name>
         self._int8: list[nn.Module] = []
+        self.register_state_dict_post_hook(_add_best)
+        self.register_load_state_dict_pre_hook(_take_best)
 
     @property
     def net(self) -> FakeQuantized:
@@ -82,8 +84,8 @@ class Quantized(Distillation):
 
     def best_state(self) -> dict[str, Tensor]:
         """The state of `net` in the best epoch, for its `int8`; without validation, the current state."""
-        found = {name.removeprefix("net."): value for name, value in self.best.items() if name.startswith("net.")}
-        return found or self.net.state_dict()
+        best = {name.removeprefix("net."): value for name, value in self.best.items() if name.startswith("net.")}
+        return best or self.net.state_dict()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """This rank's part of the loss; freezes first if it is time, also after a resume in mid-epoch."""
@@ -115,11 +117,11 @@ class Quantized(Distillation):
             state = {f"net.{name}": value.clone() for name, value in self.net.state_dict().items()}
             self.best = {"epoch": torch.tensor(self.current_epoch), "correct": torch.tensor(correct), **state}
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination |= {f"{prefix}{BEST}{name}": value for name, value in self.best.items()}
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
-        names = [name for name in state_dict if name.startswith(f"{prefix}{BEST}")]
-        self.best = {name.removeprefix(f"{prefix}{BEST}"): state_dict.pop(name) for name in names}
-        super()._load_from_state_dict(state_dict, prefix, *more)
+def _add_best(module: Quantized, state: dict[str, Tensor], prefix: str, _metadata: Any) -> None:
+    state.update({f"{prefix}{BEST}{name}": value for name, value in module.best.items()})
+
+
+def _take_best(module: Quantized, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    names = [name for name in state if name.startswith(f"{prefix}{BEST}")]
+    module.best = {name.removeprefix(f"{prefix}{BEST}"): state.pop(name) for name in names}

@@ -9,14 +9,13 @@ from torch import Tensor, nn
 
 from apprentice import replicas
 from apprentice.batch import Batch
-from lit_modules.labels import ChecksBatches, checked
+from lit_modules.labels import ChecksBatches, require_batch
 from lit_modules.nets.recorded import Recorded
 from lit_modules.samples import PerSample, fidelity
 from lit_modules.tasks.base import FIDELITY, LABELLED, TOKENS, Task
 from lit_modules.tasks.scores import Scores
 
-ACCURACY = "acc"
-BAR = ("loss", ACCURACY)  # means over runs, for a progress bar
+BAR = ("loss", "acc")  # means over runs, for a progress bar
 
 
 class RunMetrics(Recorded, ChecksBatches):
@@ -65,16 +64,16 @@ class RunMetrics(Recorded, ChecksBatches):
 
         The values of a batch are named `<run>/<what>`, as in `log_training`.
         """
-        found = dict.fromkeys(name for name in values if name not in {LABELLED, TOKENS})
+        trained = dict.fromkeys(name for name in values if name not in {LABELLED, TOKENS})
         scores = {run: dict.fromkeys(("loss", *self.scores_of(run).names)) for run in self.runs}
         validated = [
             f"{run}/{what}".lstrip("/") for run, names in scores.items() for what in names if what != "correct"
         ]
-        bar = [what for what in BAR if any(name.endswith(what) for name in found)]
+        bar = [what for what in BAR if any(name.endswith(what) for name in trained)]
         return {
             "validation": [*tags(dict.fromkeys(validated), "val")],
-            "epoch": [*tags({f"{name}_epoch": None for name in found}, "train")],
-            "step": [*tags(found, "train"), *bar],
+            "epoch": [*tags({f"{name}_epoch": None for name in trained}, "train")],
+            "step": [*tags(trained, "train"), *bar],
         }
 
     def log_training(self, values: Mapping[str, float], count: int, counts: Mapping[str, float]) -> None:
@@ -95,8 +94,8 @@ class RunMetrics(Recorded, ChecksBatches):
             self.train_sums[name] = self.train_sums.get(name, 0.0) + value * weight
         if self.is_logged(self.global_step + 1):
             self.log_dict(tags(values, "train"), batch_size=count)
-            shown = {what: [v for k, v in values.items() if k.endswith(what)] for what in BAR}
-            bar = {what: sum(found) / len(found) for what, found in shown.items() if found}
+            of_runs = {what: [v for k, v in values.items() if k.endswith(what)] for what in BAR}
+            bar = {what: sum(means) / len(means) for what, means in of_runs.items() if means}
             self.log_dict(bar, prog_bar=True, logger=False, batch_size=count)
 
     def is_logged(self, steps: int) -> bool:
@@ -138,7 +137,7 @@ class RunMetrics(Recorded, ChecksBatches):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Update the scores with a batch."""
-        batch = Batch.of(checked(batch), 0, shared=False)
+        batch = Batch.of(require_batch(batch), 0, shared=False)
         with self.naming_inputs(batch.inputs):
             predicted = self.predict(batch.inputs)
         for run, logits in predicted.items():
@@ -147,10 +146,10 @@ class RunMetrics(Recorded, ChecksBatches):
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """Update the scores with a batch, and keep the values of its samples."""
-        batch = Batch.of(checked(batch), 0, shared=False)
+        batch = Batch.of(require_batch(batch), 0, shared=False)
         with self.naming_inputs(batch.inputs):
-            teacher, found = self.beside_teacher(batch.inputs)
-        for run, logits in found.items():
+            teacher, predicted = self.beside_teacher(batch.inputs)
+        for run, logits in predicted.items():
             scores = self.scores_of(run)
             self.check_labels(logits, batch)
             scores.update(logits, batch.labels)
@@ -165,18 +164,17 @@ class RunMetrics(Recorded, ChecksBatches):
         They are those of `Scores.of_sample`, of `fidelity` beside a teacher, and `place`. A run has none if the loader
         does not number samples.
         """
-        found = zip(self.runs, self.tested, strict=True)
         return {
             run: {name: values.cpu() for name, values in tested.compute().items()}  # type: ignore[operator]
-            for run, tested in found
+            for run, tested in zip(self.runs, self.tested, strict=True)
             if run not in self.failed
         }
 
     def predict_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Tensor | dict[str, Tensor]:
         """Logits (b, ..., classes) of a batch, of inputs alone too; of several runs by their names."""
         inputs = batch.inputs if isinstance(batch, Batch) else batch[0] if isinstance(batch, list | tuple) else batch
-        found = self.predict(inputs)
-        return found.get("", found)
+        logits = self.predict(inputs)
+        return logits.get("", logits)
 
     def on_validation_epoch_end(self) -> None:
         """Log the validation scores."""

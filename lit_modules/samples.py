@@ -54,10 +54,10 @@ def fidelity(logits: Tensor, teacher: Tensor, labels: Tensor) -> dict[str, Tenso
     Logits (b, ..., classes). Of texts they are means over the tokens that have a label. (Stanton et al., "Does
     Knowledge Distillation Really Work?", 2021.)
     """
-    own, other = (F.log_softmax(widened(x), -1) for x in (logits, teacher))
-    found = {"kl": F.kl_div(own, other, reduction="none", log_target=True).sum(-1)}
-    found["agreement"] = (logits.argmax(-1) == teacher.argmax(-1)).to(found["kl"].dtype)
+    log_q, log_p = (F.log_softmax(widened(x), -1) for x in (logits, teacher))
+    kl = F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
+    values = {"kl": kl, "agreement": (logits.argmax(-1) == teacher.argmax(-1)).to(kl.dtype)}
     if labels.ndim == 1:
-        return found
+        return values
     known = counted(labels)
-    return {name: x.where(known, 0.0).sum(1) / known.sum(1).clamp(min=1) for name, x in found.items()}
+    return {name: x.where(known, 0.0).sum(1) / known.sum(1).clamp(min=1) for name, x in values.items()}

@@ -10,9 +10,8 @@ from apprentice.errors import BadInput
 from lit_modules.nets import Outputs, any_kernel, pipeline_stages, stage_of, typed
 from lit_modules.nets.layers import observed, of_inputs
 from lit_modules.objectives.base import condensed
-from lit_modules.student import Student
+from lit_modules.student import TEACHER, Student
 
-TEACHER = ""  # no student has this name
 Active = Callable[[], tuple[bool, Sequence[str]]]
 
 
@@ -32,18 +31,18 @@ def side_by_side(
 
     `active` says whether the teacher runs, and which students. BadInput if a net can't be cut.
     """
-    asked: dict[str, str] = {}  # the teacher's layers, and the flag that names each
-    nets = [(teacher, asked)]
+    teacher_layers: dict[str, str] = {}  # their paths, and the flag that names each
+    nets = [(teacher, teacher_layers)]
     for name, student in students.items():
         objective = student.objective
         if objective.teacher_parts():
             expected = "an objective without trained parts for the teacher's outputs, which a pipeline does not train"
             raise BadInput(f"variants.{name}", type(objective).__name__, expected)
-        asked |= {path: f"variants.{name}.{flag}" for flag, path in objective.teacher_layers.items()}
+        teacher_layers |= {path: f"variants.{name}.{flag}" for flag, path in objective.teacher_layers.items()}
         nets.append((student.net, {p: f"variants.{name}.{flag}" for flag, p in objective.student_layers.items()}))
     modules = [pipeline_stages(net) for net, _ in nets]
     count = max(map(len, modules))
-    tracks = [_track(net, layers, own, count, example) for (net, layers), own in zip(nets, modules, strict=True)]
+    tracks = [_track(net, layers, cut, count, example) for (net, layers), cut in zip(nets, modules, strict=True)]
     named = dict(zip([TEACHER, *students], tracks, strict=True))
     return [Stage(number, count, named, students, active) for number in range(count)]
 
@@ -51,8 +50,8 @@ def side_by_side(
 def _track(net: nn.Module, layers: Mapping[str, str], modules: list[nn.Module], count: int, example: Tensor) -> Track:
     slots = [number * count // len(modules) for number in range(len(modules))]
     pieces = [[m for m, slot in zip(modules, slots, strict=True) if slot == stage] for stage in range(count)]
-    found = {path: stage_of(net, modules, path, layers[path]) for path in sorted(layers)}
-    features = {path: (slots[number], module) for path, (number, module) in found.items()}
+    stages = {path: stage_of(net, modules, path, layers[path]) for path in sorted(layers)}
+    features = {path: (slots[number], module) for path, (number, module) in stages.items()}
     modes = {m: m.training for m in net.modules()}
     widths: list[int] = []
     x: tuple[Tensor, ...] = (typed(net, example),)
@@ -88,25 +87,25 @@ class Stage(nn.Module):
         teacher, names = self.active()
         rest = iter(tensors)
         running = [TEACHER, *names] if teacher else names
-        found = {name: self._net(name, iter(tensors) if self.number == 0 else rest) for name in running}
+        states = {name: self._net(name, iter(tensors) if self.number == 0 else rest) for name in running}
         if not self.is_last:
-            return tuple(x for state, features in found.values() for x in (*state, *features.values()))
-        outputs = {name: Outputs(state[0], features) for name, (state, features) in found.items()}
+            return tuple(x for state, features in states.values() for x in (*state, *features.values()))
+        outputs = {name: Outputs(state[0], features) for name, (state, features) in states.items()}
         teacher_outputs = outputs.pop(TEACHER, None)
         if teacher_outputs is not None:
             teacher_outputs = condensed(teacher_outputs, self.objectives)  # type: ignore[arg-type]  # it has a mapping's methods
         return teacher_outputs, {name: self.objectives[name].adapt(out) for name, out in outputs.items()}  # type: ignore[operator]
 
-    def _net(self, name: str, given: Iterator[Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    def _net(self, name: str, tensors: Iterator[Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
         track = self.tracks[name]
-        x = tuple(next(given) for _ in range(track.widths[self.number - 1] if self.number else 1))
+        x = tuple(next(tensors) for _ in range(track.widths[self.number - 1] if self.number else 1))
         first = next((p for m in track.pieces[0] for p in m.parameters()), None)
         if self.number == 0 and first is not None and x[0].is_floating_point():
             x = (x[0].to(first.dtype),)
-        features = {path: next(given) for path, (stage, _) in track.features.items() if stage < self.number}
+        features = {path: next(tensors) for path, (stage, _) in track.features.items() if stage < self.number}
         here = {path: module for path, (stage, module) in track.features.items() if stage == self.number}
-        with torch.set_grad_enabled(torch.is_grad_enabled() and name != TEACHER), observed(here, track.inputs) as found:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and name != TEACHER), observed(here, track.inputs) as read:
             for module in track.pieces[self.number]:
                 x = _tuple(module(*x))
-        features |= found
+        features |= read
         return x, {path: features[path] for path in track.features if path in features}

@@ -2,9 +2,10 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,21 +32,67 @@ def outputs_by_index(chunks: Iterable[Batch], samples: int, teacher: Teacher, ma
     """
     store: Outputs | None = None
     for chunk in chunks:
-        found = teacher(chunk.inputs)
-        if store is None and (store := _empty(found, samples, max_bytes)) is None:
+        outputs = teacher(chunk.inputs)
+        if store is None and (store := _empty(outputs, samples, max_bytes)) is None:
             return None
-        for own, x in zip(tree_leaves(store), tree_leaves(found), strict=True):
-            own[chunk.index] = x
+        for whole, x in zip(tree_leaves(store), tree_leaves(outputs), strict=True):
+            whole[chunk.index] = x
     return tree_map(replicas.all_reduce_sum_, store)
 
 
-def _empty(found: Outputs, samples: int, max_bytes: int) -> Outputs | None:
-    """Zeros for the outputs of all samples; `found` may have no rows, but has the shapes."""
-    row_bytes = sum(x.new_empty(1, *x.shape[1:]).nbytes for x in tree_leaves(found))
-    return tree_map(lambda x: x.new_zeros(samples, *x.shape[1:]), found) if row_bytes * samples <= max_bytes else None
+def _empty(outputs: Outputs, samples: int, max_bytes: int) -> Outputs | None:
+    """Zeros for all samples, with the shapes of a chunk's outputs, which may have no rows; None for too many bytes."""
+    row_bytes = sum(x.new_empty(1, *x.shape[1:]).nbytes for x in tree_leaves(outputs))
+    if row_bytes * samples > max_bytes:
+        return None
+    return tree_map(lambda x: x.new_zeros(samples, *x.shape[1:]), outputs)
 
 
-class Kept:
+class TeacherCache:
+    """A frozen teacher's outputs for all training samples, stored for the time of a fit.
+
+    Attributes:
+        outputs: by the sample's index; None if they are not stored.
+        max_bytes: how many they may take on a rank.
+
+    Args:
+        teacher: the net, before a strategy shards it.
+        max_mb: MiB that they may take on a rank.
+        folder: where they are kept for other runs; None if nowhere.
+        tell: prints a line, on one rank.
+    """
+
+    def __init__(
+        self, teacher: torch.nn.Module, max_mb: int, folder: str | Path | None, tell: Callable[[str], object]
+    ) -> None:
+        self.outputs: Outputs | None = None
+        self.max_bytes, self.tell = max_mb * 2**20, tell
+        self.files = OutputFiles(folder, teacher, tell) if folder else None
+
+    def fill(self, data: Any, teacher: Teacher, use_files: bool) -> None:
+        """Store the outputs for a data module's training set, if they don't take too much, which a line tells.
+
+        They are computed by `teacher`, or read from a file.
+        """
+
+        def chunks() -> Iterator[Batch]:
+            in_order = data.train_in_order(replicas.rank(), replicas.count())
+            return (data.on_after_batch_transfer(chunk, 0) for chunk in in_order)
+
+        samples = data.sizes["train"]
+        if self.files is not None and use_files:
+            self.outputs = self.files.outputs(chunks, samples, teacher, self.max_bytes)
+        else:
+            self.outputs = outputs_by_index(chunks(), samples, teacher, self.max_bytes)
+        if self.outputs is None:
+            self.tell(f"teacher's outputs are not stored: they take more than {self.max_bytes / 2**20:g} MiB")
+
+    def clear(self) -> None:
+        """Free the memory."""
+        self.outputs = None
+
+
+class OutputFiles:
     """Files of a teacher's outputs in a folder, for this and other runs with the same teacher and inputs.
 
     A file is named by the teacher's weights, all inputs, and the bits of the outputs for the first of them, which tell
@@ -73,9 +120,9 @@ class Kept:
             if len(chunk.index):  # ranks get their chunks in turn, and the last perhaps none
                 inputs += _digest(b"", chunk.index, chunk.inputs)
             if number == 0:
-                found = teacher(chunk.inputs)
-                first = _digest(repr(list(found.features)).encode(), *tree_leaves(found)) if not replicas.rank() else 0
-                empty = _empty(found, samples, max_bytes)
+                few = teacher(chunk.inputs)
+                first = _digest(repr(list(few.features)).encode(), *tree_leaves(few)) if not replicas.rank() else 0
+                empty = _empty(few, samples, max_bytes)
         if empty is None:
             return None
         device, words = empty.logits.device, 2**32
@@ -99,12 +146,12 @@ class Kept:
         if not path.exists():
             return False
         try:
-            found = read_saved(path, "teacher_cache_dir")
+            saved = read_saved(path, "teacher_cache_dir")
         except BadInput as error:
             self.tell(f"teacher's outputs are computed anew: {error}")
             return False
         for name, x in _named(store).items():
-            x.copy_(found[name])
+            x.copy_(saved[name])
         return True
 
     def _save(self, path: Path, outputs: Outputs) -> None:
@@ -127,25 +174,27 @@ def _named(outputs: Outputs) -> dict[str, Tensor]:
 
 def _digest(start: bytes, *tensors: Tensor) -> int:
     """64 bits of a hash of tensors with their shapes and types."""
-    found = hashlib.blake2b(start, digest_size=8)
+    digest = hashlib.blake2b(start, digest_size=8)
     for x in tensors:
-        found.update(repr((tuple(x.shape), x.dtype)).encode())
-        found.update(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return int.from_bytes(found.digest(), "little")
+        digest.update(repr((tuple(x.shape), x.dtype)).encode())
+        digest.update(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(digest.digest(), "little")
 
 
-def sizes(stored: Outputs, objectives: Mapping[str, Objective]) -> str:
+def describe_sizes(stored: Outputs, objectives: Mapping[str, Objective]) -> str:
     """The size of all outputs, and of features by the students that read them: `12.3 MiB; 3.4 for at, sp`.
 
     Empty if little is stored, or logits alone.
     """
-    found: dict[tuple[str, ...], int] = {}
+    bytes_by_readers: dict[tuple[str, ...], int] = {}
     for path, x in stored.features.items():
         names = tuple(name for name, objective in objectives.items() if _reads(name, objective, path, stored))
-        found[names] = found.get(names, 0) + x.nbytes
-    total = stored.logits.nbytes + sum(found.values())
-    parts = [f"{size / 2**20:.1f} for {', '.join(names)}" for names, size in found.items()]
-    return "; ".join([f"{total / 2**20:.1f} MiB", *parts]) if found and total >= LEAST else ""
+        bytes_by_readers[names] = bytes_by_readers.get(names, 0) + x.nbytes
+    total = stored.logits.nbytes + sum(bytes_by_readers.values())
+    if not bytes_by_readers or total < LEAST:
+        return ""
+    parts = [f"{size / 2**20:.1f} for {', '.join(names)}" for names, size in bytes_by_readers.items()]
+    return "; ".join([f"{total / 2**20:.1f} MiB", *parts])
 
 
 def _reads(name: str, objective: Objective, path: str, stored: Outputs) -> bool:

@@ -1,23 +1,36 @@
 """A student of a distillation: a net and the objective that it learns by, which is tested before training."""
 
-import copy
 from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from apprentice import keyed
+from apprentice.batch import Batch, Mixed, counted
 from apprentice.errors import BadInput, naming, reason
-from apprentice.private import tree_map, tree_map_only
-from lit_modules.nets import Outputs, globalise, run
-from lit_modules.objectives import Objective, Place, Term
-from lit_modules.objectives.base import condensed, viewed
+from apprentice.private import tree_map
+from apprentice.relations import related
+from lit_modules.nets import Outputs, globalise, in_type_of, layer, run
+from lit_modules.objective_checks import check_finite, check_gradient, check_labels, check_rows
+from lit_modules.objectives import Objective, Place
+from lit_modules.objectives.base import condensed, masked, shown, viewed, weighted_sum, wide
 
+CE = "cross-entropy"  # of the logits with the labels, whatever the term's name
 LAST_EPOCH = 1e6  # objectives are tested as at the end of training, when weights that grow have their full size
-RANGES = (0, 1), (-10, 10)  # of outputs: the first has finite roots and logarithms, the second confident softmaxes
+TEACHER = ""  # no student has this name
+
+
+class Rows(NamedTuple):
+    """What a student's losses are computed from, for the rows of a rank or for all rows of the global batch."""
+
+    student: Outputs
+    others: dict[str, Outputs]  # the teacher's by TEACHER, if the objective uses it, and the peers' by their names
+    labels: Tensor  # (b,), or (b, T) of tokens
+    places: Tensor  # (b,) int64, of the samples in their set
+    mixed: tuple[Mixed, ...]  # the second labels of mixed samples; () if they are not mixed
 
 
 class Student(nn.Module):
@@ -39,6 +52,51 @@ class Student(nn.Module):
     def raw(self, inputs: Tensor) -> Outputs:
         """Logits (b, classes), and the features of the layers that the objective reads."""
         return run(self.net, inputs, set(self.objective.student_layers.values()))
+
+    def rows(self, name: str, teacher: Outputs | None, students: Mapping[str, Outputs], batch: Batch) -> Rows:
+        """What the losses of this student are computed from, given the outputs of all for a rank's rows."""
+        others = {}
+        if teacher is not None and self.objective.uses_teacher:
+            others[TEACHER] = wide(self.objective.adapt_teacher(in_type_of(viewed(name, teacher), self.net)))
+        for peer in self.objective.peers:
+            others[peer] = tree_map(Tensor.detach, wide(students[peer]))
+        mixed = (batch.mixed,) if isinstance(batch.mixed, Mixed) else ()
+        return Rows(wide(students[name]), others, batch.labels, batch.index, mixed)
+
+    def losses(self, rows: Rows, place: Place, label_weight: float | None) -> tuple[Tensor, dict[str, Tensor]]:
+        """The losses (b,) of a rank's rows, the values (b,) of their terms, and as `CE` cross-entropies, one a label.
+
+        Collective if the objective relates rows; `place` says which rows of the global batch these are.
+        """
+        if not self.objective.relates_rows:
+            return self._terms(rows, place, label_weight)
+        assert place.rows is not None
+        return related(partial(self._terms, place=place, label_weight=label_weight), rows, place.rows, place.count)
+
+    def _terms(self, rows: Rows, place: Place, label_weight: float | None) -> tuple[Tensor, dict[str, Tensor]]:
+        """The result of `losses` for rows that are related to no others: all of the batch if the objective relates."""
+        objective, student, others, labels = self.objective, rows.student, rows.others, rows.labels
+        counts = None
+        if labels.dim() > 1 and label_weight is not None:
+            counts = counted(labels)
+            student, others = masked(student, counts), {name: masked(x, counts) for name, x in others.items()}
+        teacher, peers = others.get(TEACHER), {name: others[name] for name in objective.peers}
+        if objective.relates_rows:
+            place = place._replace(rows=torch.arange(len(labels), device=labels.device), count=len(labels))
+        objective.place = place._replace(index=rows.places, peers=peers, counted=counts)
+        visible = shown(labels, label_weight)
+        terms = objective.terms(student, teacher, visible)
+        for mixed in rows.mixed:
+            second = objective.terms(student, teacher, mixed.labels)
+            means = {name: mixed.mean(term.values, second[name].values) for name, term in terms.items()}
+            terms = {name: term._replace(values=means[name]) for name, term in terms.items()}
+        loss, values = weighted_sum(terms, labels, label_weight)
+        if objective.relates_rows:
+            with torch.no_grad():
+                objective.after_batch(student, teacher, visible)
+        if (ce := next((term.values for term in terms.values() if term.is_ce), None)) is not None:
+            values[CE] = ce
+        return loss, values
 
     def build(
         self,
@@ -91,84 +149,31 @@ class Student(nn.Module):
         self.train(mode)
 
 
-@torch.no_grad()
-def check_rows(objective: Objective, student: Outputs, teacher: Outputs | None, flag: str) -> None:
-    """Raise BadInput if, on noise like these outputs of 2 rows or more, a term lacks a value for each row alone.
+def check_parameters(teacher: nn.Module, students: Mapping[str, Student]) -> None:
+    """Raise BadInput if a student shares a parameter with the teacher or another student."""
+    owners = dict.fromkeys(teacher.parameters(), "the teacher")
+    for name, student in students.items():
+        for path, parameter in student.named_parameters():
+            if parameter in owners:
+                shared = f"its {path.partition('.')[2]} is also a parameter of {owners[parameter]}"
+                raise BadInput(f"variants.{name}", type(student.net).__name__, f"a net of its own; {shared}")
+        owners |= dict.fromkeys(student.parameters(), f"student {name}")
 
-    A row's values are compared when other rows change, unless the objective declares `relates_rows`.
+
+def choose_layers(teacher: nn.Module, students: Mapping[str, Student]) -> None:
+    """Let the objectives settle which layers they read; BadInput if a net has no such layer, or there is no such peer.
+
+    The peers of a student are others that are trained beside it.
     """
-    name, b = type(objective).__name__, len(student.logits)
-    for low, high in RANGES:
-        noise = partial(_noise, student, teacher, low, high)
-        first, others = keyed.with_seed(0, noise), keyed.with_seed(1, noise)
-        terms = _terms(objective, *first)
-        for term, (values, *_) in terms.items():
-            if not isinstance(values, Tensor) or values.shape not in ((b,), student.logits.shape[:-1]):
-                given = tuple(values.shape) if isinstance(values, Tensor) else f"a {type(values).__name__}"
-                raise BadInput(
-                    flag, name, f"an objective whose term {term} has a value a row, ({b},); it gives {given}"
-                )
-        for row in range(0 if objective.relates_rows else b):
-            changed = _terms(objective, *tree_map(partial(_mixed, row), first, others))
-            for term, (values, *_) in terms.items():
-                if not changed[term].values[row].allclose(values[row], rtol=1e-5, atol=0, equal_nan=True):
-                    expected = f"an objective whose term {term} has a value a row that depends on no other row"
-                    raise BadInput(flag, name, f"{expected}, or one with relates_rows = True")
-
-
-@torch.enable_grad()
-def check_gradient(objective: Objective, student: Outputs, teacher: Outputs | None, flag: str) -> None:
-    """Raise BadInput if no term with a weight depends on outputs of the student, such as these."""
-    student, teacher, labels = keyed.with_seed(0, partial(_noise, student, teacher, *RANGES[0]))
-    student = tree_map_only(Tensor, lambda x: x.requires_grad_().clone() if x.is_floating_point() else x, student)
-    terms = _terms(objective, student, teacher, labels)
-    if not any(term.weight and term.values.requires_grad for term in terms.values()):
-        expected = "an objective whose loss depends on the student's outputs, by a term with a weight"
-        raise BadInput(flag, type(objective).__name__, expected)
-
-
-@torch.enable_grad()
-def check_finite(objective: Objective, student: Outputs, teacher: Outputs, flag: str) -> None:
-    """Raise BadInput if the loss, or its gradient, is not finite for these outputs, such as of a teacher with -inf."""
-    objective = copy.deepcopy(objective)
-    student = tree_map_only(Tensor, lambda x: x.detach().requires_grad_(x.is_floating_point()), student)
-    labels = torch.zeros(student.logits.shape[:-1], dtype=torch.int64)
-    terms = objective.terms(objective.adapt(student), objective.adapt_teacher(viewed("", teacher)), labels)
-    loss = sum((term.values.sum() * term.weight for term in terms.values()), start=torch.zeros(()))
-    leaves = [x for x in (student.logits, *student.features.values(), *objective.parameters()) if x.requires_grad]
-    gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
-    if not all(x.isfinite().all() for x in (loss, *gradients) if x is not None):
-        expected = "a teacher with finite logits; for zeros it gives others, with which this loss is not finite"
-        raise BadInput(flag, type(objective).__name__, expected)
-
-
-@torch.no_grad()
-def check_labels(objective: Objective, student: Outputs, teacher: Outputs | None, flag: str) -> set[str]:
-    """The names of `labelled` terms, and "loss" if all are; BadInput if another one depends on labels."""
-    student, teacher, labels = keyed.with_seed(0, partial(_noise, student, teacher, *RANGES[1]))
-    terms, others = _terms(objective, student, teacher, labels), _terms(objective, student, teacher, 1 - labels)
-    for name, term in terms.items():
-        if not term.labelled and not torch.equal(term.values, others[name].values):
-            expected = f"an objective whose term {name} needs no label, as some are hidden, or is a labelled one"
-            raise BadInput(flag, type(objective).__name__, expected)
-    labelled = {name for name, term in terms.items() if term.labelled}
-    return labelled | ({"loss"} if len(labelled) == len(terms) else set())
-
-
-def _terms(objective: Objective, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
-    """Terms that are equal in each call, even if the objective keeps state or draws noise; its parameters are fixed."""
-    objective = copy.deepcopy(objective).eval().requires_grad_(False)
-    known = teacher and objective.adapt_teacher(viewed("", teacher))
-    return keyed.with_seed(0, lambda: objective.terms(objective.adapt(student), known, labels))
-
-
-def _noise(student: Outputs, teacher: Outputs | None, low: float, high: float) -> tuple[Outputs, Any, Tensor]:
-    """Outputs between `low` and `high`, and labels (b, ...), some of them equal."""
-    labels = torch.randint(min(2, student.logits.shape[-1]), student.logits.shape[:-1])
-    noise = tree_map_only(Tensor, lambda x: torch.empty(x.shape).uniform_(low, high).to(x), (student, teacher))
-    return *noise, labels
-
-
-def _mixed(row: int, x: Tensor | None, y: Tensor | None) -> Tensor | None:
-    """One row of x among the rows of y."""
-    return x if x is None or y is None else torch.cat([y[:row], x[row : row + 1], y[row + 1 :]])
+    for name, student in students.items():
+        objective, flag = student.objective, f"variants.{name}"
+        with naming(flag):
+            objective.choose(student.net, teacher)
+        for option, path in objective.student_layers.items():
+            layer(student.net, path, f"{flag}.{option}", objective.needs)
+        for option, path in objective.teacher_layers.items():
+            layer(teacher, path, f"{flag}.{option}")
+        others = [other for other in students if other != name]
+        if unknown := [peer for peer in objective.peers if peer not in others]:
+            listed = ", ".join(others) or "there are none"
+            raise BadInput(f"{flag}.peers", unknown[0], f"students trained beside it: {listed}")

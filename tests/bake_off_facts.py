@@ -7,6 +7,7 @@ from harness.runs.records import FitRecord, NetRecord
 
 TEST = 400
 CE = (368, 372, 370)
+FREE = ["out", "resume", "overwrite", "checkpoint_every", "trainer.devices", "trainer.strategy", "trainer.logger"]
 KD = (376, 379, 379)
 HINT = (360, 372, 378)
 FAILED = {"step": 120, "term": "kl"}
@@ -30,6 +31,7 @@ def header(seeds: int = 3, **config: Any) -> dict[str, Any]:
             },
             "trainer": {"max_epochs": 10},
         },
+        "free": FREE,
         "seeds": list(range(seeds)),
     }
 
@@ -84,6 +86,7 @@ def gpt(bits: list[float], **changes: Any) -> dict[str, Any]:
         "hardware": {},
         "versions": {},
         "config": config,
+        "free": FREE,
         "seeds": list(range(len(bits))),
         "metric": {"name": "test_bpc", "higher_is_better": False},
         "runs": [{**facts, "test_bpc": each, "test_loss": each, "failed": None, "epochs": []} for each in bits],
@@ -107,6 +110,7 @@ def quantized(accuracy: float = 0.89, **config: Any) -> dict[str, Any]:
             "freeze_epoch": 2,
             **config,
         },
+        "free": FREE,
         "data": {"name": "Digits", "train": 900, "validation": 100, "test": 100},
         "rows": [
             {"format": "float32", "test_acc": 0.9, "test_correct": 90, "bytes": 88390, **figures},

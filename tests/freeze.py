@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import yaml
 
-from harness.cli.sources import INVOCATION
 from harness.runs.environment import hardware
 from tests.language import written
 from tests.launching import Command
@@ -29,6 +28,7 @@ from tests.processes import Run
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "tests" / "frozen"
+OF_A_CALL = {"out", "resume", "overwrite", "list_layers"}  # which config.yaml does not have
 
 KD = (
     "kd --teacher LightNN --seeds 1 --trainer.max_epochs 2 --data.train_size 150 --data.test_size 50 "
@@ -67,6 +67,7 @@ RESULTS = {
 }  # fmt: skip
 MACHINE_BOUND = {"kd-float32", "quantize"}  # their last digits are those of a processor and of a version of torch
 TIMES = re.compile(r".*(seconds|step_ms|latency_ms|images_per_second)")
+OF_THE_INVOCATION = {"out", "resume", "overwrite", "list_layers"}  # settings that a run's config.yaml has not
 TEXT = "tag:yaml.org,2002:str"
 OF_A_CALL = {"hardware", "versions", "commits", "commit", "out", "folder", "bytes"}
 
@@ -180,7 +181,7 @@ def set_up(folder: Path, case: Any, files: Any) -> None:
         written(folder)
     if "begun" in case:
         settings = printed(folder, f"{case['command'].split()[0]} {case['begun']}")
-        kept = {key: value for key, value in settings.items() if key not in INVOCATION}
+        kept = {key: value for key, value in settings.items() if key not in OF_THE_INVOCATION}
         (folder / "run").mkdir()
         (folder / "run" / "config.yaml").write_text(yaml.safe_dump(kept, sort_keys=False))
 

@@ -7,10 +7,12 @@ from harness.cli.classes import Choice, arguments, build, factory, refusals
 from harness.cli.messages import one_line_errors
 from harness.cli.options import MOST_SEEDS, OneSeedOptions, RunOptions
 from harness.cli.parser import Parser
+from harness.cli.resuming import CALL, FREE, GROWS, OnResume
 from harness.cli.rows import Row, chosen, flags_of, pick, rows
 from harness.cli.training import Names, Strategies
 
 __all__ = [
-    "MOST_SEEDS", "Choice", "Names", "OneSeedOptions", "Parser", "Row", "RunOptions", "Strategies", "arguments",
-    "build", "chosen", "factory", "flags_of", "one_line_errors", "pick", "refusals", "rows",
+    "CALL", "FREE", "GROWS", "MOST_SEEDS", "Choice", "Names", "OnResume", "OneSeedOptions", "Parser", "Row",
+    "RunOptions", "Strategies", "arguments", "build", "chosen", "factory", "flags_of", "one_line_errors", "pick",
+    "refusals", "rows",
 ]  # fmt: skip

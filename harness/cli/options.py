@@ -1,10 +1,11 @@
 """The options that every experiment has, and those of one that has a single seed."""
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from apprentice.errors import BadInput
+from harness.cli.resuming import CALL, FREE, GROWS
 from strategies.exact.fixed_point import MOST_ADDENDS
 
 MOST_SEEDS = 10_000  # by their number: each is a fit of minutes, and all are listed in the run's files
@@ -13,6 +14,8 @@ MOST_SEEDS = 10_000  # by their number: each is a fit of minutes, and all are li
 @dataclass
 class RunOptions:
     """Options that every experiment has; one with more derives its own from them.
+
+    What a resumed run may do with an option is in its field's metadata: it has to stay where that says nothing.
 
     Args:
         seeds: N repeats everything with the seeds 0 to N - 1; a list, as [42], names them.
@@ -24,17 +27,14 @@ class RunOptions:
         exact: N gives equal bits on any number of devices up to N, which takes longer.
     """
 
-    seeds: int | list[int] = 3
-    out: str | None = None
-    resume: bool = False
-    overwrite: bool = False
-    checkpoint_every: float = 30.0
+    seeds: int | list[int] = field(default=3, metadata=GROWS.metadata)
+    out: str | None = field(default=None, metadata=CALL.metadata)
+    resume: bool = field(default=False, metadata=CALL.metadata)
+    overwrite: bool = field(default=False, metadata=CALL.metadata)
+    checkpoint_every: float = field(default=30.0, metadata=FREE.metadata)
     exact: int | None = None
     num_classes: int | None = None
     quick_values: ClassVar[Mapping[str, Any]] = {}  # what `--quick true` sets where it is not given
-    grows: ClassVar[Collection[str]] = ()  # flags that a resumed run may raise, or extend if they are lists
-    fixed: ClassVar[Mapping[str, str]] = {}  # why it may not change others, where that is not plain
-    newer: ClassVar[Collection[str]] = ("num_classes",)  # that settings of older versions do not have
 
     def __post_init__(self) -> None:
         if isinstance(self.seeds, int):

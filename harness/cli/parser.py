@@ -4,7 +4,7 @@ import re
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, TypeAlias
@@ -12,14 +12,15 @@ from typing import Any, TypeAlias
 import yaml
 
 from apprentice.errors import BadInput
-from harness.cli import growth, rows, training, usage
+from harness.cli import rows, training, usage
 from harness.cli.choices import Resolver
 from harness.cli.classes import Choice, Classes, arguments, build, imported, plain
 from harness.cli.messages import near
 from harness.cli.modules import working_directory_first
 from harness.cli.options import RunOptions
+from harness.cli.resuming import CALL, FIXED, FREE, Change, OnResume, check_same
 from harness.cli.signatures import Signature, Texts
-from harness.cli.sources import INVOCATION, Given, Layer, as_given, flat, free, from_yaml, layer, load, read
+from harness.cli.sources import Given, Layer, as_given, flat, from_yaml, layer, load, read
 
 Bases: TypeAlias = type | tuple[type, ...]
 
@@ -46,6 +47,7 @@ class Parser:
         self._more: list[tuple[str, Any, Layer]] = []  # a plain option, its value, and the defaults that it adds
         self._nested: dict[str, Classes] = {}  # what options of the Trainer choose from
         self._parsed: dict[str, Any] = {}
+        self._on_resume = {field.name: field.metadata.get("on_resume", FIXED) for field in fields(options)}
 
     def add_choice(
         self,
@@ -80,8 +82,9 @@ class Parser:
         """Let a value of a plain option set many flags, each of which may be given beside it."""
         self._more += [(option, name, layer(dict(flags), f"--{option} {name}")) for name, flags in recipes.items()]
 
-    def add_optimizer(self, default: Any = "Adam") -> None:
+    def add_optimizer(self, default: Any = "Adam", scheduler_on_resume: OnResume = FIXED) -> None:
         """Add `--optimizer` and `--scheduler`: torch's classes, tried out on a dummy net when parsed."""
+        self._on_resume["scheduler"] = scheduler_on_resume
         self._add("optimizer", Entry(training.OPTIMIZERS), default)
         self._add("scheduler", Entry(training.SCHEDULERS, optional=True), None)
 
@@ -93,14 +96,23 @@ class Parser:
         """Add `--KEY.NAME.OPTION VALUE` for any names; the configuration has the values by what follows the key."""
         self._add(key, Texts(about), {})
 
-    def add_trainer(self, strategies: training.Names, *, loggers: bool = True, **defaults: Any) -> None:
+    def add_trainer(
+        self,
+        strategies: training.Names,
+        *,
+        loggers: bool = True,
+        on_resume: Mapping[str, OnResume] = MappingProxyType({}),
+        **defaults: Any,
+    ) -> None:
         """Add `--trainer.OPTION` for Lightning's Trainer, with options below `--trainer.strategy` and `callbacks`.
 
         `defaults` are in place of the Trainer's own. `logger` names others beside ours, where there are `loggers`, or
-        switches ours on and off.
+        switches ours on and off. `on_resume` says of options that results depend on how they may change.
         """
         from lightning.pytorch import Trainer
 
+        rules = {**dict.fromkeys(training.ANY_ON_RESUME, FREE), **on_resume}
+        self._on_resume |= {f"trainer.{name}": rule for name, rule in rules.items()}
         self._nested = {"callbacks": training.CALLBACKS, "strategy": training.Strategies(names=strategies)}
         types = {**training.TYPES, "logger": bool}
         if loggers:
@@ -148,6 +160,17 @@ class Parser:
             raise SystemExit(0)
         self._parsed = dict(flat(self.as_dict(config)))
         return config
+
+    def on_resume(self, flag: str) -> OnResume:
+        """What a resumed run may do with a setting: as it, or what it is an option of, declares."""
+        while flag not in self._on_resume and "." in flag:
+            flag = flag.rpartition(".")[0]
+        return self._on_resume.get(flag, FIXED)
+
+    @property
+    def free(self) -> list[str]:
+        """The flags on which no result depends, nor on the options below them."""
+        return [flag for flag, rule in self._on_resume.items() if rule in {CALL, FREE}]
 
     def flag(self, name: str, value: str) -> str | None:
         """The only flag of what was parsed for an option of this name, or the only one that has this value too."""
@@ -299,9 +322,9 @@ class Parser:
 
     def _saved(self, path: Path) -> Layer:
         saved = load(path, "out")
-        options: Any = self.options.target
-        new = {*INVOCATION, *options.newer, *(key for key in self.entries if self._is_empty(key))}
-        missing = [key for key in [*self.entries, *self.options.hints] if key not in {*saved, *new}]
+        needed = [key for key in self.entries if not self._is_empty(key)]
+        needed += [name for name in self.options.hints if self.on_resume(name) is not CALL]
+        missing = [key for key in needed if key not in saved]
         if missing or not path.read_text("utf-8").endswith("\n"):
             what = f"{missing[0]} is missing" if missing else "its last line is cut off"
             raise BadInput("out", path, f"all settings of the run; {what}")
@@ -309,14 +332,12 @@ class Parser:
 
     def _check_described(self, out: str, given: Layer) -> None:
         """Raise BadInput where there is no run to go on with, and no setting describes a new one."""
-        options: Any = self.options.target
-        if all(free(flag) or flag in options.grows for flag in given):
+        if all(self.on_resume(flag).change is not Change.NONE for flag in given):
             expected = "the folder of a run to go on with; there is no config.yaml in it, and no setting for a new run"
             raise BadInput("out", out, expected)
 
     def _check_same(self, folder: Path, saved: Namespace, config: Namespace) -> None:
         """Raise BadInput if a setting differs on which the results of that run depend and by which it can't grow."""
-        options: Any = self.options.target
         before, after = (dict(flat(self.as_dict(each))) for each in (saved, config))
         new: list[str] = []
         for key, entry in self.entries.items():
@@ -329,7 +350,7 @@ class Parser:
                 if name not in {*getattr(saved, key), *wanted, *added}:
                     expected = f"{name} in --only, too: the run in {folder} is of {', '.join(used)}"
                     raise BadInput(f"{key}.{name}", choice.name, expected)
-        growth.check_same(before, after, folder, options.grows, options.fixed, new)
+        check_same(before, after, folder, self.on_resume, new)
 
     def summary(self, config: Namespace) -> str:
         """What is chosen but for the optimizer, in one line: `data Digits, teacher DeepNN, variants ce kd, seed 0`."""
@@ -350,9 +371,10 @@ class Parser:
         options = {name: self.options.plain(name, getattr(config, name)) for name in self.options.hints}
         return choices | only | options
 
-    def dump(self, config: Namespace, skip: Iterable[str] = ()) -> str:
-        """The configuration without some keys as YAML; given as `--config`, it gives the same again."""
-        kept = {key: value for key, value in self.as_dict(config).items() if key not in skip}
+    def dump(self, config: Namespace, of_run: bool = False) -> str:
+        """The configuration as YAML, `of_run` without what is of one call; as `--config` it gives the same again."""
+        settings = self.as_dict(config).items()
+        kept = {key: value for key, value in settings if not (of_run and self.on_resume(key) is CALL)}
         return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)
 
     def _is_empty(self, key: str) -> bool:

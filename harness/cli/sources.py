@@ -14,14 +14,6 @@ from harness.cli import yamls
 
 BARE = ("help", "print_config")  # flags without a value
 OF_LAUNCHERS = ("local-rank", "local_rank")  # from torch.distributed.launch; the environment has it too
-INVOCATION = frozenset({"out", "resume", "overwrite", "list_layers"})  # what is not of the experiment but of one call
-FREE = INVOCATION | {
-    "checkpoint_every", "teacher_cache_dir", "tune_wave", "save_ckpt",
-    "trainer.devices", "trainer.strategy", "trainer.accelerator", "trainer.num_nodes", "trainer.logger",
-    "trainer.log_every_n_steps", "trainer.enable_progress_bar", "trainer.enable_model_summary", "trainer.profiler",
-}  # fmt: skip
-
-PLACES = ("data.root", "data.path")  # where data lie: a run that goes on knows its samples by their fingerprint
 
 
 class Given(NamedTuple):
@@ -32,11 +24,6 @@ class Given(NamedTuple):
 
 
 Layer: TypeAlias = Mapping[str, Given]  # by flag; what chooses a class stands at the key above its options
-
-
-def free(flag: str) -> bool:
-    """Whether a setting may change when a run resumes, because no result depends on it."""
-    return flag in FREE or flag.startswith(("trainer.strategy.", "trainer.logger."))
 
 
 def read(argv: Sequence[str]) -> tuple[list[Layer], set[str]]:

@@ -50,6 +50,11 @@ ABOVE_ZERO = ("limit_train_batches", "limit_test_batches", "val_check_interval")
 FRACTIONS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "val_check_interval")
 # In place of the Trainer's own.
 TYPES = {"logger": bool | Logger | list[Logger], "devices": int | list[int] | str}
+# With these options no result changes, and a resumed run may have others.
+ANY_ON_RESUME = (
+    "devices", "strategy", "accelerator", "num_nodes", "logger", "log_every_n_steps", "enable_progress_bar",
+    "enable_model_summary", "profiler",
+)  # fmt: skip
 ONE_SCHEDULER = "one scheduler by itself, such as MultiStepLR or CosineAnnealingLR"
 TRIED_EPOCHS = 1000
 

@@ -8,10 +8,10 @@ import numpy as np
 
 from harness.reports import html, mistakes, pages, plots, tuning
 from harness.reports.html import Section
-from harness.reports.metrics import METRICS
 from harness.reports.report import Facts
 from harness.reports.tables import NONE, Table
 from harness.runs.files import write_bytes, write_json, write_text
+from lit_modules.tasks import METRICS
 
 Images = Callable[[Sequence[int]], np.ndarray | None]  # of places in the test set, (k, C, H, W)
 

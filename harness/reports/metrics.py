@@ -17,9 +17,7 @@ from harness.reports.uncertainty import (
     seeds_for,
     true_spread,
 )
-from lit_modules.tasks import ACCURACY, TASKS, Metric
-
-METRICS = {metric.name: metric for task in TASKS.values() for metric in task.metrics.values()}
+from lit_modules.tasks import ACCURACY, Metric
 
 
 def paired_differences(values: Sequence[float | None], baseline: Sequence[float | None]) -> list[float]:

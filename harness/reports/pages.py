@@ -5,11 +5,12 @@ from functools import partial
 
 from harness.reports import samples, tuning
 from harness.reports.figures import Dot, metric_picture
-from harness.reports.metrics import METRICS, Metric, conclude, lead, paired_differences
+from harness.reports.metrics import conclude, lead, paired_differences
 from harness.reports.report import Facts, machine
 from harness.reports.results import baseline_of
 from harness.reports.settings import objectives, settings
 from harness.reports.tables import NONE, Table, columns, count, flops_unit, listed, paragraph, short
+from lit_modules.tasks import METRICS, Metric
 
 
 def text(results: Facts) -> str:
@@ -70,7 +71,7 @@ def header(results: Facts) -> str:
         "Data": f"{data['name']}: {', '.join(sizes)} {_metric(results).counted}",
         "Seeds": ", ".join(map(str, results["seeds"])),
         "Pooled from": ", ".join(results.get("pooled", ())),
-        "Settings": "; ".join(settings(results["config"])),
+        "Settings": "; ".join(settings(results["config"], results["free"])),
         **machine(results),
     }
     lines = "\n".join(f"- {name}: {value}" for name, value in facts.items() if value)

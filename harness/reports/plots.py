@@ -9,10 +9,11 @@ import numpy as np
 
 from harness.reports import mistakes
 from harness.reports.figures import GREY, bounds
-from harness.reports.metrics import METRICS, Metric, paired_differences
+from harness.reports.metrics import paired_differences
 from harness.reports.report import Facts
 from harness.reports.tables import flops_unit
 from harness.reports.uncertainty import CONFIDENCE, Interval, holm, p_value, paired_interval
+from lit_modules.tasks import METRICS, Metric
 
 WIDTH, HEIGHT, LINE = 1100, 420, 26
 MATRIX = 340  # pixels of a confusion matrix

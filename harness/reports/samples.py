@@ -13,11 +13,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
-from harness.reports.metrics import METRICS, Metric
 from harness.reports.report import Facts
 from harness.reports.uncertainty import Interval, crossed_interval
 from harness.runs.records import NetRecord
-from lit_modules.tasks import Task
+from lit_modules.tasks import METRICS, Metric, Task
 
 KEYS = tuple(metric.of_samples for metric in METRICS.values() if metric.of_samples)
 MEANS = ("test_ece", "test_kl", "test_agreement")
@@ -35,8 +34,8 @@ def recorded(task: Task, values: Mapping[str, Tensor]) -> tuple[dict[str, float 
     arrays = {name: tensor.numpy() for name, tensor in values.items()}
     if not len(places := arrays.get("place", np.zeros(0))):
         return {}, {}
-    means = {f"test_{name}": mean if np.isfinite(mean) else None for name, mean in task.means(arrays).items()}
-    kept = {f"test_{name}": packed(value) for name, value in task.kept(arrays).items()}
+    means = {f"test_{name}": mean if np.isfinite(mean) else None for name, mean in task.average_samples(arrays).items()}
+    kept = {f"test_{name}": packed(value) for name, value in task.keep_samples(arrays).items()}
     if (places != np.arange(len(places))).any():
         kept["test_places"] = classes(places)
     return means, kept

@@ -1,5 +1,6 @@
 """The settings of a run as people read them: a class with its options, such as `Adam(lr=0.001)`."""
 
+from collections.abc import Collection
 from typing import Any
 
 from harness.reports.report import Facts
@@ -18,13 +19,11 @@ NEUTRAL = {
 }  # fmt: skip
 
 
-def settings(config: Facts) -> list[str]:
-    """All settings that results may depend on, and the devices, as `name value`; what is null or false is left out."""
-    from harness.cli.sources import free  # with which Lightning is loaded
-
+def settings(config: Facts, free: Collection[str]) -> list[str]:
+    """All settings but the `free` ones, and the devices, as `name value`; what is null or false is left out."""
     flags = {**config, **{f"trainer.{name}": value for name, value in (config.get("trainer") or {}).items()}}
     names = [*(name for name in FIRST if name in flags), *(name for name in flags if name not in FIRST)]
-    told = [name for name in names if name in FIRST or not (free(name) or name in ELSEWHERE)]
+    told = [name for name in names if name in FIRST or name not in {*free, *ELSEWHERE}]
     return [_line(name, flags[name]) for name in told if not is_off(flags[name]) and flags[name] != NEUTRAL.get(name)]
 
 

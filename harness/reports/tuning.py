@@ -6,10 +6,10 @@ from statistics import mean
 from typing import Any
 
 from harness.reports.figures import GREY, figure
-from harness.reports.metrics import METRICS, Metric
 from harness.reports.report import Facts
 from harness.reports.tables import NONE, Table, columns, count, listed, short, words
 from harness.reports.uncertainty import expected_maximum
+from lit_modules.tasks import METRICS, Metric
 
 PICTURE = "tuning.png"
 FACTOR = 9.0  # between the least and the greatest value of an option, from which its axis is logarithmic

@@ -10,10 +10,12 @@ from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 from harness import cli
 from harness.cli.classes import imported
 from harness.cli.signatures import options_of
+from lit_modules.tasks import TASKS
 
 # TensorBoard ticks five settings and five metrics, settings first, in the order of their names if all are said to
 # differ. So the score is a setting too, and four settings say in words what all the others are.
-SCORES = ("acc", "bpc")  # in every table; another, by which a run is judged, in its own
+# The tasks' default scores, in every table; another one, by which a run is judged, is in its own.
+SCORES = tuple(next(iter(task.metrics.values())).score for task in TASKS.values())
 TICKED = ("net", "objective", "seed", "training")  # beside the score
 METRICS = {
     "test/loss": "test loss", "cost/parameters": "parameters", "cost/train_flops": "FLOPs of training",

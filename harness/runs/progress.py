@@ -14,8 +14,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from lit_modules.run_metrics import RunMetrics, tags
+from lit_modules.tasks import TASKS
 
-TAGS = ("val/balanced_accuracy", "val/top5", "val/f1", "val/acc", "val/bpc", "val/loss", "train/acc", "train/loss")
+# Of each task the metrics from which the user chooses come before the default, which is scored in any case.
+SCORES = [f"val/{metric.score}" for task in TASKS.values() for metric in reversed([*task.metrics.values()])]
+TAGS = (*SCORES, "val/loss", "train/acc", "train/loss")
 SILENCE = 9.0  # seconds without a line, at most, where batches are shorter
 REDRAW = 0.1  # seconds between two pictures of the display
 OTHERS = 6  # lines of the screen that are not the table's

@@ -20,7 +20,8 @@ from datamodules.adapted import Adapted
 from datamodules.streams import cores
 from harness import cli
 from harness.cli.classes import imported
-from harness.cli.sources import INVOCATION, flat
+from harness.cli.resuming import CALL
+from harness.cli.sources import flat
 from harness.console import console
 from harness.runs import calls, environment, folders, launch, loggers, nets, samples, signals
 from harness.runs.files import recorded, write_json, write_text
@@ -115,7 +116,9 @@ class Session:
         config, job = self.config, launch.torchrun_job(self.argv)
         self.out = Path(config.out) if config.out else folders.new_folder(self.name, job)
         if config.overwrite:
-            _check_inputs(self.out, self.parser.as_dict(config), config.seeds[0])
+            settings = flat(self.parser.as_dict(config))
+            values = {flag: value for flag, value in settings if self.parser.on_resume(flag) is not CALL}
+            _check_inputs(self.out, values, config.seeds[0])
         with folders.opened(self.out, config.resume, config.overwrite, job):
             if not config.out:
                 notice(f"writes to {self.out}")
@@ -131,7 +134,7 @@ class Session:
     def describe(self) -> None:
         """Write config.yaml, environment.json and data.json into the run's folder."""
         if launch.is_main_process():
-            write_text(self.out / "config.yaml", self.parser.dump(self.config, INVOCATION))
+            write_text(self.out / "config.yaml", self.parser.dump(self.config, of_run=True))
             write_json(self.out / calls.FILE, calls.facts(self.out, self.parser.prog, self.argv))
             if self.reads_data and not (self.out / samples.FILE).exists():
                 write_json(self.out / samples.FILE, self.samples)
@@ -143,6 +146,7 @@ class Session:
             "fingerprint": self.samples["fingerprint"],
             "hardware": environment.hardware(), "versions": environment.versions(),
             "commits": calls.commits(self.out), "config": self.parser.as_dict(self.config),
+            "free": self.parser.free,
             "seeds": list(self.config.seeds),
         }  # fmt: skip
 
@@ -185,8 +189,8 @@ def _check_inputs(out: Path, settings: dict[str, Any], seed: int) -> None:
     """Raise BadInput if a setting names a file, or a folder of files, that would be deleted before it is read."""
     inside = {place for path in recorded(out) for place in (path, *path.parents)} - {out, *out.parents}
     deleted = {place.absolute() for place in inside}
-    for flag, value in flat(settings):
-        if isinstance(value, str) and flag not in INVOCATION:
+    for flag, value in settings.items():
+        if isinstance(value, str):
             given = os.path.abspath(value.replace("{seed}", str(seed)))  # noqa: PTH100 - Path keeps ..
             if Path(given) in deleted:
                 expected = f"--{flag} outside of {out}, the files of which are deleted first; it is {value}"

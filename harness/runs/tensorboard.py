@@ -19,11 +19,9 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import custom_scalars
 
 from harness.runs import files, hparams
+from lit_modules.tasks import METRICS
 
-SCORES = {
-    "acc": "validation accuracy", "bpc": "validation, bits a character", "f1": "validation F1 score",
-    "balanced_accuracy": "validation balanced accuracy", "top5": "validation top-5 accuracy",
-}  # fmt: skip
+SCORES = {metric.score: metric.chart for metric in METRICS.values()}
 MAIN = {f"val/{name}": title for name, title in SCORES.items()} | {
     "val/loss": "validation loss", "train/loss": "training loss",
 }  # fmt: skip

@@ -217,7 +217,7 @@ def train(
     nets: dict[str, NetRecord] = {}
     record = FitRecord(fit.seconds, epochs, nets)
     if isinstance(module, Distillation):
-        record = replace(record, teacher_samples=module.asked, teacher_stored=module.stored)
+        record = replace(record, teacher_samples=module.teacher_samples, teacher_stored=module.teacher_stored)
     if is_main_process():
         module.to(fit.device)  # a fit on a GPU ends on the CPU
         for key, candidate in candidates.items():

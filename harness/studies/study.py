@@ -42,7 +42,7 @@ class Study:
         self.failed: dict[str, str] = {}  # one-line reasons by name
         self.header: Facts = {
             "experiment": run.name, "hardware": environment.hardware() | how, "versions": environment.versions(),
-            "config": run.parser.as_dict(run.config),
+            "config": run.parser.as_dict(run.config), "free": run.parser.free,
         }  # fmt: skip
         if run.config.resume and (self.out / "results.json").exists():
             with reading(self.out, "out"):

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from apprentice.errors import BadInput
 from lit_modules.tasks.base import LABELLED, TOKENS, Range, Task
 from lit_modules.tasks.classification import ACCURACY, Classification, ClassMetric, ClassScores
 from lit_modules.tasks.metric import Metric
@@ -12,8 +13,11 @@ from lit_modules.tasks.tokens import BITS, Tokens, TokenScores
 
 # By the name that a data module has as its `task`.
 TASKS: Mapping[str, type[Task]] = MappingProxyType({"classification": Classification, "tokens": Tokens})
+METRICS = {metric.name: metric for task in TASKS.values() for metric in task.metrics.values()}
 
 
 def task_of(data: Any, metric: str | None = None) -> Task:
-    """The task of a data module, with nets judged by a metric of it; BadInput if it has no such metric."""
+    """The task of a data module, with nets judged by a metric of it; BadInput if there is no such task or metric."""
+    if data.task not in TASKS:
+        raise BadInput("data", data.name, f"data for a task of {', '.join(TASKS)}; its task is {data.task}")
     return TASKS[data.task].of_data(data, metric)

@@ -62,11 +62,11 @@ class Task(Recorded):
         """What of a row's labels counts, (b,), by the names LABELLED or TOKENS; nothing if each row has one label."""
         return {} if batch.label_weight is None else {LABELLED: counted(batch.labels)}
 
-    def kept(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def keep_samples(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """What a record keeps of single test samples, given their values (n,) by `Scores.sampled`."""
         raise NotImplementedError
 
-    def means(self, values: Mapping[str, np.ndarray]) -> dict[str, float]:
+    def average_samples(self, values: Mapping[str, np.ndarray]) -> dict[str, float]:
         """Figures over all test samples, given their values (n,), and those of FIDELITY beside a teacher."""
         weights = values[self.weight] if self.weight else None
         return {name: float(np.average(values[name], weights=weights)) for name in FIDELITY if name in values}

@@ -23,7 +23,7 @@ ClassMetric = Literal["accuracy", "balanced_accuracy", "top5", "f1"]
 
 ACCURACY = Metric(
     name="test_acc", tested=("test_acc", "test_correct"), columns={"test_acc": "test accuracy, %"},
-    word="accuracy", title="test accuracy, %", unit="points", higher_is_better=True,
+    word="accuracy", title="test accuracy, %", chart="validation accuracy", unit="points", higher_is_better=True,
     scale=100.0, digits=2, counted="samples", limits=(0.0, 100.0), of_samples="test_right",
 )  # fmt: skip
 
@@ -33,7 +33,7 @@ def _metric(score: str, word: str) -> Metric:
     name, title = f"test_{score}", f"test {word}, %"
     return replace(
         ACCURACY, name=name, tested=(name, *ACCURACY.tested), columns={name: title}, word=word, title=title,
-        of_samples=None,
+        chart=f"validation {word}", of_samples=None,
     )  # fmt: skip
 
 
@@ -75,17 +75,18 @@ class Classification(Task):
 
     def check_labels(self, labels: Range, classes: int, weighted: bool, training: bool) -> None:
         """Raise BadInput if labels are no classes; hidden ones are where a batch says so."""
-        found = labels._replace(low=IGNORED) if labels.ignored else labels
-        check_classes(found, HIDDEN if weighted else 0, classes)
+        if labels.ignored:
+            labels = labels._replace(low=IGNORED)
+        check_classes(labels, HIDDEN if weighted else 0, classes)
 
-    def kept(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def keep_samples(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Of each sample whether it is right, its predicted class and its label."""
         predicted, labels = (values[name].astype(np.int64) for name in ("predicted", "label"))
         return {"right": values["right"] != 0, "predicted": predicted, "labels": labels}
 
-    def means(self, values: Mapping[str, np.ndarray]) -> dict[str, float]:
+    def average_samples(self, values: Mapping[str, np.ndarray]) -> dict[str, float]:
         """Also the calibration error."""
-        return {"ece": calibration_error(values["confidence"], values["right"]), **super().means(values)}
+        return {"ece": calibration_error(values["confidence"], values["right"]), **super().average_samples(values)}
 
 
 def calibration_error(confidence: np.ndarray, right: np.ndarray) -> float:
@@ -106,6 +107,7 @@ class ClassScores(Scores):
     """
 
     names: tuple[str, ...] = ("acc", "correct")
+    trained = ("acc",)
     sampled = ("right", "predicted", "confidence", "label")
 
     def __init__(self, num_classes: int, metric: ClassMetric = "accuracy") -> None:

@@ -16,6 +16,7 @@ class Metric:
     columns: Mapping[str, str]  # titles of the values that a table shows, by key
     word: str  # its name in a sentence
     title: str  # an axis label, with the unit
+    chart: str  # title of the chart of its validation
     unit: str  # of differences
     higher_is_better: bool
     scale: float  # factor from a value to its unit

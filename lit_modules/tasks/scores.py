@@ -44,6 +44,7 @@ class Scores(nn.Module):
     """The scores of one run."""
 
     names: tuple[str, ...]  # of the values in a test's result, the most important first
+    trained: tuple[str, ...]  # of the values that training logs beside the loss, as `per_label` has them
     sampled: tuple[str, ...] = ()  # of the values of a single sample in a test
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
@@ -60,11 +61,11 @@ class Scores(nn.Module):
             metric.reset()  # type: ignore[operator]
 
     def per_label(self, logits: Tensor, labels: Tensor, ce: Tensor | None = None) -> dict[str, Tensor]:
-        """Values (b, ...) by name, whose means training logs; `ce` are the cross-entropies, if already computed."""
+        """Values (b, ...) by name in `trained`, whose means are logged; `ce` are cross-entropies, if known already."""
         raise NotImplementedError
 
     def of_sample(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Values (b,) by name in `sampled`, of logits (b, ..., classes) and labels (b, ...)."""
+        """Values (b,) by name in `sampled` of logits (b, ..., classes) and labels (b, ...)."""
         return {}
 
     def confusion_matrix(self) -> Tensor | None:

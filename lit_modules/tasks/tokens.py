@@ -19,7 +19,8 @@ from lit_modules.tasks.scores import ExactMean, Scores
 
 BITS = Metric(
     name="test_bpc", tested=("test_bpc", "test_loss"), columns={"test_loss": "test loss", "test_bpc": "bits per char"},
-    word="bits per character", title="test bits per character", unit="bits", higher_is_better=False,
+    word="bits per character", title="test bits per character", chart="validation, bits a character",
+    unit="bits", higher_is_better=False,
     scale=1.0, digits=3, counted="tokens", limits=(0.0, float("inf")), of_samples="test_sample_bpc",
 )  # fmt: skip
 
@@ -62,7 +63,7 @@ class Tokens(Task):
             return {TOKENS: batch.labels.new_full(batch.labels.shape[:1], batch.labels.shape[1])}
         return {TOKENS: counted(batch.labels).sum(1)}
 
-    def kept(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def keep_samples(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """The bits per character of each text that has a token that counts."""
         return {"sample_bpc": values["bpc"][values["tokens"] > 0]}
 
@@ -75,6 +76,7 @@ class TokenScores(Scores):
     """
 
     names = ("loss", "bpc", "perplexity")
+    trained = ("bpc",)
     sampled = ("bpc", "tokens")
 
     def __init__(self, tokens_per_character: float = 1.0) -> None:

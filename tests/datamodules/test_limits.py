@@ -17,7 +17,7 @@ from experiments import gpt, kd
 from harness.runs.quiet import quiet
 from harness.studies.compare import compare, load_runs
 from strategies import DDP
-from tests.commands import refused, results
+from tests.commands import results
 from tests.language import text, written
 from tests.pipelines import Conv, pipeline
 from tests.training import classifier, digits, trainer
@@ -169,25 +169,3 @@ def test_a_texts_run_counts_what_it_used(held_out: str, predicted: int, tmp_path
     gpt.main([*flags, "--out", str(tmp_path / "run")])
     sizes = {"train": 2 * 12 * 8, "validation": predicted, "test": 49}
     assert results(tmp_path / "run")["data"] == {"name": "Text", **sizes}
-
-
-REFUSED = {
-    "no training": (["--trainer.limit_train_batches", "0"], "--trainer.limit_train_batches 0", "a number above 0"),
-    "no testing": (["--trainer.limit_test_batches", "0"], "--trainer.limit_test_batches 0", "a number above 0"),
-    "too few": (
-        ["--trainer.limit_test_batches", "0.01"],
-        "--trainer.limit_test_batches 0.01",
-        "a fraction of the 9, at least 0.111",
-    ),
-    "too few watched": (
-        ["--trainer.limit_val_batches", "0.1"],
-        "--trainer.limit_val_batches 0.1",
-        "a fraction of the 4, at least 0.25",
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", REFUSED)
-def test_limits_that_leave_nothing_are_refused(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags, begins, says = REFUSED[kind]
-    refused(kd.main, [*QUICK, *flags], begins, says, tmp_path, capsys)

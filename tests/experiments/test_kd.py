@@ -24,6 +24,7 @@ from lit_modules.nets import LightNN
 from lit_modules.nets.weights import load_weights
 from tests import waiting
 from tests.commands import left_by_overwriting, refused, results
+from tests.grids import mostly_slow
 from tests.processes import Run
 from tests.training import assert_same, net
 
@@ -348,49 +349,23 @@ def test_a_teacher_that_cannot_be_loaded_is_refused_in_one_line(
     assert not Path("/tmp/apprentice_evil_ran").exists()
 
 
-BAD = {
-    "unknown flag": (["--variants.kd.temprature", "3"], "--variants.kd.temprature 3", "temperature"),
-    "unknown variant": (["--only", "ce", "kt"], "--only ce kt", "kd"),
-    "unknown data": (["--data", "Digit"], "--data Digit", "Digits"),
-    "unknown net": (["--teacher", "DeepN"], "--teacher DeepN", "DeepNN"),
-    "unknown model": (
-        ["--student", "Torchvision", "--student.name", "resnet81"],
-        "--student.name resnet81",
-        "resnet18",
-    ),
-    "too small for a model": (
-        ["--student", "Torchvision", "--student.name", "alexnet"],
-        "--student.name alexnet",
-        "a model that takes 8 x 8 images; it says: ",
-    ),
-    "wrong type": (["--data.batch_size", "many"], "--data.batch_size many", "whole number"),
-    "temperature": (["--variants.kd.temperature", "0"], "--variants.kd.temperature 0", "above 0"),
-    "weight": (["--variants.hint.hint_weight", "-1"], "--variants.hint.hint_weight -1", "0 or more"),
-    "small batch": (["--data.batch_size", "3", "--trainer.devices", "4"], "--data.batch_size 3", "at least 4"),
-    "no gpu": (["--trainer.accelerator", "gpu", "--trainer.devices", "64"], "--trainer.accelerator gpu", "gpu"),
-    "no strategy": (["--trainer.strategy", "dpp", "--trainer.devices", "2"], "--trainer.strategy dpp", "ddp"),
-    "depth": (["--student", "ResNet", "--student.depth", "9"], "--student.depth 9", "6n + 2"),
-    "maps": (["--variants.hint.student_layer", "features.0"], "--variants.hint.student_layer features.0", "(32, 2, 2)"),
-    "layer": (["--variants.hint.teacher_layer", "conv9"], "--variants.hint.teacher_layer conv9", "features.0"),
-    "too many images": (["--data.train_size", "5000"], "--data.train_size 5000", "1306"),
-    "no folder": (["--data", "ImageFolder", "--data.root", "/nowhere"], "--data.root /nowhere", "train"),
-    "classes that are known": (["--num_classes", "5"], "--num_classes 5", "left out: Digits knows its classes"),
-    "no such extra": (["--student", "Timm"], "--student timm", "it installed; the extra [timm] brings it: pip install"),
-    "a name of the run's": (["--variants.students", "Hinton"], "--variants.students Hinton", "other than teacher, st"),
-    "huge batch": (["--data.batch_size", "1000000000000"], "--data.batch_size 1000000000000", "2,147,483,647"),
-    "no size": (["--student.hidden", "0"], "--student.hidden 0", "at least 1"),
-    "negative rate": (["--optimizer.lr", "-1"], "--optimizer Adam", "learning rate"),
-}
+STOP = "--trainer.callbacks EarlyStopping --trainer.callbacks.monitor loss --trainer.log_every_n_steps 2"
 
 
-@pytest.mark.parametrize("kind", BAD)
-def test_bad_input_is_one_line_before_anything_is_trained(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "line", mostly_slow([STOP, "--trainer.log_every_n_steps 0", "--trainer.val_check_interval 2"], STOP)
+)
+def test_what_stages_log_is_monitored(line: str, tmp_path: Path) -> None:
+    kd.main([*QUICK, "--data.train_size", "200", "--only", "kd", *line.split(), "--out", str(tmp_path / "run")])
+    assert (tmp_path / "run" / "results.json").exists()
+
+
+def test_an_extra_that_is_missing_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "timm", None)
-    flags, begins, says = BAD[kind]
-    base = [] if "--teacher" in flags or kind == "maps" else QUICK[:2]
-    refused(kd.main, [*base, *flags], begins, says, tmp_path, capsys)
+    said = "it installed; the extra [timm] brings it: pip install"
+    refused(kd.main, [*QUICK, "--student", "Timm"], "--student timm", said, tmp_path, capsys)
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,4 +69,3 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     for content, more, said in cases:
         torch.save(content, path)
         refused(kd.main, [*flags, *more], begins + said, "", tmp_path, capsys)
-    refused(kd.main, [*KD, "--teacher_continue", "true"], begins + "--teacher_ckpt FILE", "", tmp_path, capsys)

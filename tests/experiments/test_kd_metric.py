@@ -11,7 +11,7 @@ from experiments import compare, kd
 from harness.runs.files import write_json
 from harness.runs.nets import load_net
 from tests import bake_off_facts
-from tests.commands import refused, results
+from tests.commands import results
 
 QUICK = ["--teacher", "LightNN", "--trainer.max_epochs", "1", "--data.train_size", "150", "--only", "ce", "kd"]
 
@@ -42,17 +42,6 @@ def test_the_table_is_of_the_metric_and_the_accuracy_stays(finished: Path) -> No
     with torch.no_grad():
         guesses = load_net(finished / "seed1" / "kd")(data.normalize(test.inputs)).argmax(1)
     assert kd_entry["test_balanced_accuracy"][1] == pytest.approx(balanced_accuracy_score(test.labels, guesses))
-
-
-def test_what_cannot_be_judged_is_refused(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = ["--data", "Text", "--teacher", "GPT", "--student", "GPT", "--only", "ce", "kd", "--metric", "f1"]
-    said = "is judged by bits per character"
-    refused(kd.main, text, "--metric f1: expected no metric beside --data Text", said, tmp_path, capsys)
-    refused(kd.main, [*QUICK, "--metric", "acc"], "--metric acc: expected", "balanced_accuracy", tmp_path, capsys)
-    with pytest.raises(SystemExit):
-        kd.main(["--out", str(finished), "--resume", "true", "--metric", "f1"])
-    said = f"--metric f1: expected balanced_accuracy, as the run in {finished} was started"
-    assert f"error: {said}" in capsys.readouterr().err
 
 
 def test_runs_of_two_metrics_are_not_compared(

@@ -15,7 +15,6 @@ import yaml
 from apprentice import extras
 from datamodules import ImageData
 from experiments import kd, quantize
-from harness.cli.sources import INVOCATION
 from harness.runs.nets import save_net
 from harness.studies.deploy import Study, formats, latency
 from harness.studies.deploy.builder import data_of_run
@@ -237,45 +236,6 @@ def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Branching(torch.nn.Module):
-    """It looks at its input's values, which a graph can't."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = torch.nn.Linear(64, 10)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        logits = self.head(images.flatten(1))
-        return logits if logits.sum() > 0 else -logits
-
-
-REFUSALS: list[tuple[list[str], str, str]] = [
-    (["--run", "nowhere"], "--run nowhere", "--data, what it learnt from"),
-    (["--run", "nowhere", "--data", "Digits"], "--run nowhere", "a net's folder"),
-    (["--teacher", "nowhere"], "--teacher nowhere", "CrossEntropy asks none"),
-    (["--student", f"{__name__}.Branching"], "--student Branching", "torch.export can capture"),
-    (["--trainer.check_val_every_n_epoch", "2"], "--trainer.check_val_every_n_epoch 2", "--evaluate_every says it"),
-    (["--trainer.limit_test_batches", "1"], "--trainer.limit_test_batches 1", "or --data.test_size"),
-    (["--trainer.limit_train_batches", "1e-9"], "--trainer.limit_train_batches 1e-09", "at least one batch"),
-    (["--objective", "Hinton"], "--objective Hinton", "a teacher to distil from"),
-    (["--evaluate_every", "9"], "--evaluate_every 9", "at most --trainer.max_epochs, 5"),
-    (["--freeze_epoch", "0"], "--freeze_epoch 0", "at least 1"),
-    (["--latency.threads", "0"], "--latency.threads 0", "at least 1"),
-    (["--latency.batch_sizes", "[]"], "--latency.batch_sizes []", "numbers of images"),
-    (["--trainer.devices", "2", "--trainer.strategy", "fsdp"], "--trainer.strategy FSDP", "ddp, or a single device"),
-    (["--exact", "2"], "--exact 2", "left out"),
-    (["--seeds", "2"], "--seeds 2", "one seed"),
-]
-
-
-@needs_extras
-@pytest.mark.parametrize(("flags", "begins", "says"), REFUSALS, ids=[" ".join(flags) for flags, _, _ in REFUSALS])
-def test_what_can_not_be_done_is_refused(
-    flags: list[str], begins: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    refused(quantize.main, flags, begins, says, tmp_path, capsys)
-
-
 @needs_extras
 @pytest.mark.parametrize("flags", [["--student", "DeepNN"], ["--student_epochs", "3"]])
 def test_a_run_has_its_student(
@@ -310,7 +270,7 @@ def test_a_student_is_quantised_on_the_data_of_its_run(
     out = tmp_path / "out"
     out.mkdir()
     settled = parsed([*flags, "--data.validation_size", "9"])
-    (out / "config.yaml").write_text(quantize.parser().dump(settled, INVOCATION))
+    (out / "config.yaml").write_text(quantize.parser().dump(settled, of_run=True))
     chosen = parsed(["--run", str(student), "--out", str(out), "--resume", "true"]).data.init_args
     assert (chosen["train_size"], chosen["test_size"], chosen["validation_size"]) == (200, 50, 9)
     monkeypatch.chdir(student)

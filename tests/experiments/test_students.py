@@ -22,7 +22,7 @@ from lit_modules.nets import Outputs
 from lit_modules.objectives import Objective, Term
 from lit_modules.objectives.cross_entropy import ce_term
 from tests.bake_off_facts import header, student, teacher
-from tests.commands import refused, results
+from tests.commands import results
 from tests.training import assert_same
 
 SMALL = [
@@ -88,66 +88,6 @@ def test_a_run_grows_by_nets(two: Path, tmp_path: Path) -> None:
     for name, weights in whole.items():
         assert_same(grown[name], weights)
     assert results(out)["students"].keys() == results(two)["students"].keys()
-
-
-REFUSED: dict[str, tuple[list[str], str, str]] = {
-    "both": (["--student", "LightNN", "--students.a", "LightNN"], "--student LightNN: expected it left out", "--stud"),
-    "an option": (["--student.dropout", "0", "--students.a", "LightNN"], "--student.dropout 0: expected it left", ""),
-    "no class": (["--students.a.dropout", "0"], "--students.a.dropout 0: expected --students.a CLASS beside it", ""),
-    "no name": (["--students", "LightNN"], "--students LightNN: expected a name and a class", "--students.mine"),
-    "no such class": (["--students.a", "LightN"], "--students.a LightN: expected Ensemble, GPT,", "near: LightNN"),
-    "no such option": (["--students.a", "LightNN", "--students.a.depth", "8"], "--students.a.depth 8: expected", ""),
-    "a bad option": (["--students.a", "ResNet", "--students.a.depth", "9"], "--students.a.depth 9: expected", ""),
-    "no such row": (["--students.a", "LightNN", "--only", "a-ke"], "--only a-ke: expected names among", "near: a-kd"),
-    "the net alone": (["--students.a", "LightNN", "--only", "a"], "--only a: expected names among a-ce, ", ", ce, kd"),
-    "one name twice": (
-        ["--students.a", "LightNN", "--students.a-b", "LightNN", "--variants.b-kd", "Hinton"],
-        "--students.a-b LightNN: expected", "a-b-kd is also one of students.a",
-    ),
-    "a method that fits one": (
-        [*TWO[:-3], "--variants.deit", "DeiTToken", "--only", "small-ce", "res-deit"],
-        "--variants.deit.student_layer head_dist: expected a layer of ResNet", "(for --students.res)",
-    ),
-    "asked for in the zoo": (
-        ["--zoo", "true", "--only", "ce", "deittoken"],
-        "--variants.deittoken.student_layer head_dist: expected a layer of LightNN", "",
-    ),
-    "options in the zoo": (
-        ["--zoo", "true", "--variants.deittoken.kind", "soft"],
-        "--variants.deittoken.student_layer head_dist: expected a layer of LightNN", "",
-    ),
-    "a net without layers": (["--list_layers", "true", "--teacher", "torch.nn.Flatten"], "--teacher Flatten: exp", ""),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused_in_one_line(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags, begins, says = REFUSED[case]
-    refused(kd.main, flags, begins, says, tmp_path, capsys)
-
-
-@pytest.mark.parametrize(
-    ("flags", "begins"),
-    [(["--student", "LightNN"], "--student LightNN: expected it left out"),
-     (["--students.small.dropout", "0.5"], "--students.small.dropout 0.5: expected 0.1, as the run in"),
-     (["--only", "ce"], "--only ce: expected ['ce', 'small-hint'] or more"),
-     ([*RES[:2], "--students.res.depth", "14"], "--students.res.depth 14: expected 8, as the run in"),
-     (["--students.new", "DeepNN", "--only", "small-ce", "small-hint", "res-ce"], "--students.new DeepNN: expected")],
-)  # fmt: skip
-def test_what_a_run_of_several_nets_may_not_become(
-    flags: list[str], begins: str, two: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        kd.main(["--out", str(two), "--resume", "true", *flags])
-    assert capsys.readouterr().err.startswith(f"error: {begins}")
-
-
-def test_a_run_of_one_net_takes_no_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    kd.main([*SMALL, "--only", "ce", "--out", str(tmp_path / "run")])
-    capsys.readouterr()
-    with pytest.raises(SystemExit):
-        kd.main(["--out", str(tmp_path / "run"), "--resume", "true", "--students.a", "LightNN"])
-    assert capsys.readouterr().err.startswith("error: --student lit_modules.nets.LightNN: expected it left out")
 
 
 class Mutual(Objective):

@@ -24,8 +24,6 @@ from datamodules.transforms import Transforms
 from harness import cli
 from harness.cli.classes import Classes
 from harness.cli.messages import one_line
-from harness.cli.sources import INVOCATION
-from harness.runs.trainer import trainers
 from lit_modules import nets, objectives
 
 SCRIPT = Path(__file__).parents[2] / "experiments" / "kd.py"
@@ -77,7 +75,7 @@ def parse(parser, line):
 
 
 def save(parser, config, path):
-    path.write_text(parser.dump(config, INVOCATION))
+    path.write_text(parser.dump(config, of_run=True))
 
 
 def refused(parser, line):
@@ -222,12 +220,12 @@ def test_classes_of_ones_own(kd, mine):
         kd, "--teacher mypackage.MyNet --teacher.width 5 --teacher.backbone ResNet --teacher.backbone.depth 8"
     )
     assert isinstance(cli.build(config.teacher, "teacher", **IMAGES).backbone, nets.ResNet)
+    parse(kd, "--teacher mypackage.Mine --teacher.flavour 3")  # an objective is a module, too
 
 
 def test_a_class_without_types(kd, mine):
     config = parse(kd, "--teacher mypackage.Bare --teacher.width 5 --teacher.depth x")
     assert cli.build(config.teacher, "teacher", **IMAGES).found == (5, "x", None, {})
-    assert refused(kd, "--teacher mypackage.Bare").startswith("teacher.width (nothing): expected a value; Bare can't")
 
 
 # Files
@@ -328,7 +326,8 @@ def test_what_is_printed_is_read_back(kd, tmp_path, capsys, line):
     assert kd.as_dict(again) == kd.as_dict(parse(kd, line))
     save(kd, parse(kd, line), tmp_path / "config.yaml")
     saved = yaml.safe_load((tmp_path / "config.yaml").read_text())
-    assert saved == {key: value for key, value in yaml.safe_load(printed.out).items() if key not in INVOCATION}
+    of_run = yaml.safe_load(printed.out).items()
+    assert saved == {key: value for key, value in of_run if kd.on_resume(key) is not cli.CALL}
 
 
 def test_help(kd, capsys):
@@ -393,7 +392,7 @@ def test_only(kd):
     assert list(cli.pick(variants, ["hint", "ce", "ce"])) == ["ce", "hint"]
 
 
-# What is refused
+# What is refused: tests/frozen/wrong_inputs.yaml, and what depends on more than a line and a file
 
 DATA = Classes((datamodules.InMemoryData, datamodules.ImageData), datamodules)
 METHODS = Classes((objectives.Objective, objectives.FeatureObjective), objectives)
@@ -404,206 +403,6 @@ def test_names_that_are_near_are_told():
     assert METHODS.expected("Hintn").endswith("near: Hinton, Hint")
     assert METHODS.expected().startswith(f"{next(iter(METHODS.known))}, ")
     assert "Objective" not in METHODS.expected()
-
-
-REFUSED = {
-    "--nope 3": "nope 3: expected a flag of kd.py",
-    "--dta MNIST": "dta MNIST: expected a flag of kd.py; near: --data",
-    "--variant.kd.temperature 4": "near: --variants.kd.temperature",
-    "--teacher_chkpt X": "near: --teacher_ckpt",
-    "--data.train_sise 3": "data.train_sise 3: expected an option of Digits; near: train_size",
-    "--data.root X": "data.root X: expected an option of Digits: batch_size, augment, transforms, mixup",
-    "--data MNISt": f"data MNISt: expected {DATA.expected('MNISt')}",
-    "--data null": f"data null: expected one class: {DATA.expected()}",
-    "--data": "data (nothing): expected a value",
-    "--data MNIST CIFAR10": "data MNIST CIFAR10: expected one class",
-    "fit": "fit: expected a flag first",
-    "--data.batch_size x": "data.batch_size x: expected a whole number",
-    "--data.batch_size null": "data.batch_size null: expected a whole number",
-    "--data.batch_size 1.5": "data.batch_size 1.5: expected a whole number",
-    "--data.augment maybe": "data.augment maybe: expected true or false",
-    "--teacher ResNett": "near: ResNet",
-    "--teacher torch.nn.Linaer": "Linaer is no class of torch.nn; near: Linear",
-    "--teacher torch.nm.Linear": "there is no module torch.nm",
-    "--teacher torch.optim.Adam": "teacher torch.optim.Adam: expected a class derived from Net or Module",
-    "--teacher torchvision.models.resnet18": "resnet18 is no class",
-    "--teacher torch.nn.Linear": "teacher.in_features (nothing): expected a whole number; Linear can't do without",
-    "--teacher.input_shape [1,8,8]": "teacher.input_shape [1,8,8]: expected an option of DeepNN: dropout",
-    "--variants.kd.temperature 0": "variants.kd.temperature 0: expected a number above 0",
-    "--variants.kd.kd_weight -1": "variants.kd.kd_weight -1: expected a number of 0 or more",
-    "--variants.kd.temperature x": "variants.kd.temperature x: expected a number",
-    "--variants.kd.tempature 3": "variants.kd.tempature 3: expected an option of Hinton; near: temperature",
-    "--variants.hnt.hint_weight 3":
-        "expected one of ce, kd, cosine, hint, or --variants.hnt CLASS beside it for a new one; near: hint",
-    "--variants.kd Hintn": f"variants.kd Hintn: expected {METHODS.expected('Hintn')}",
-    "--variants.x Objective": f"variants.x Objective: expected {METHODS.expected('Objective')}",
-    "--variants.teacher Hinton": "variants.teacher Hinton: expected a name of letters",
-    "--variants.students Hinton": "variants.students Hinton: expected a name of letters",
-    "--variants.students-2 Hinton": "variants.students-2 Hinton: expected a name of letters",
-    "--variants.checkpoints Hinton": "variants.checkpoints Hinton: expected a name of letters",
-    "--variants.training Hinton": "variants.training Hinton: expected a name of letters",
-    "--variants.keys Hinton": "variants.keys Hinton: expected a name of letters",
-    "--students.students LightNN": "students.students LightNN: expected a name of letters",
-    "--variants.a/b Hinton": "variants.a/b Hinton: expected a name of letters",
-    "--variants 3": "variants 3: expected a name and a class",
-    "--variants.s Sum": "variants.s.objectives (nothing): expected a list",
-    "--variants.s Sum --variants.s.objectives [Hinton,Hintn]":
-        f"variants.s.objectives.1 Hintn: expected {METHODS.expected('Hintn')}",
-    "--variants.s Sum --variants.s.objectives [Hinton,null]": f"objectives.1 null: expected {METHODS.expected()}",
-    "--variants.s Sum --variants.s.objectives [[Hint]]": f"objectives.0 ['Hint']: expected {METHODS.expected()}",
-    "--variants.s Sum --variants.s.objectives [Hinton] --variants.s.objectives.0.temperature 0":
-        "variants.s.objectives.0.temperature 0: expected a number above 0",
-    "--variants.s Sum --variants.s.objectives [Hinton] --variants.s.objectives.1.temperature 2":
-        "expected a position from 0 to 0",
-    "--variants.s Sum --variants.s.objectives [Hinton,Hint] --variants.s.weights [1]":
-        "variants.s.weights [1]: expected 2 weights",
-    "--variants.s Sum --variants.s.objectives [Hinton,Hint": "expected YAML, as [First, Second]",
-    "--only ce hnt": "only ce hnt: expected names among ce, kd, cosine, hint; near: hint",
-    "--only []": "only []: expected at least one of",
-    "--optimizer.lr -1": "optimizer Adam: expected options that it takes: Invalid learning rate: -1.0",
-    "--optimizer.lr 0": "optimizer.lr 0: expected a number above 0; with this one nothing is trained",
-    "--optimizer.lr 1e-400": "optimizer.lr 1e-400: expected a number above 0",
-    "--optimizer.lr fast": "optimizer.lr fast: expected a number",
-    "--optimizer sgd": "near: SGD",
-    "--optimizer LBFGS": "optimizer LBFGS: expected one that steps each student by itself",
-    "--scheduler ReduceLROnPlateau": "scheduler ReduceLROnPlateau: expected one that depends on the epoch alone",
-    "--scheduler MultiStepLR": "scheduler.milestones (nothing): expected a list",
-    "--scheduler StepLR --scheduler.step_size 0": "scheduler.step_size 0: expected a number other than 0, by which",
-    "--scheduler CosineAnnealingLR --scheduler.T_max 0": "scheduler.T_max 0: expected a number other than 0, by which",
-    "--scheduler OneCycleLR --scheduler.max_lr 1 --scheduler.total_steps 5":
-        "scheduler OneCycleLR: expected options that it takes: Tried to step 6 times. The specified number of total",
-    "--scheduler.gamma 0.1": "scheduler.gamma 0.1: expected --scheduler with the name of a class beside it",
-    "--seeds 0": "seeds 0: expected a number of seeds, at least 1",
-    "--seeds [1,1]": "seeds [1,1]: expected seeds of 0 or more, none of them twice",
-    "--seeds [-1]": "seeds [-1]: expected seeds of 0 or more",
-    "--seeds [9223372036854775808]": "each a whole number; not NaN, at most 3.4e38 as float32 is, a whole one",
-    "--out ''": "out '': expected a folder",
-    "--teacher math.sin.Net": "there is no module math.sin",
-    "--checkpoint_every 0": "checkpoint_every 0: expected seconds, above 0",
-    "--teacher_cache_mb -1": "teacher_cache_mb -1: expected",
-    "--out -x": "out -x: expected a folder; ./ before a name that begins with -",
-    "--resume true": "resume true: expected --out FOLDER beside it",
-    "--resume true --overwrite true --out x": "overwrite true: expected either this or --resume true",
-    "--config missing.yaml": "config missing.yaml: expected a YAML file that can be read (No such file or directory)",
-    "--trainer.accumulate_grad_batches -1": "trainer.accumulate_grad_batches -1: expected a number, at least 1",
-    "--trainer.accumulate_grad_batches 0": "trainer.accumulate_grad_batches 0: expected a number, at least 1",
-    "--trainer.gradient_clip_val -1": "trainer.gradient_clip_val -1: expected a number, at least 0",
-    "--trainer.gradient_clip_val .nan": "trainer.gradient_clip_val .nan: expected a whole number or a number or null",
-    "--trainer.check_val_every_n_epoch 0": "trainer.check_val_every_n_epoch 0: expected a number, at least 1",
-    "--trainer.log_every_n_steps -1": "trainer.log_every_n_steps -1: expected a number, at least 0",
-    "--trainer.val_check_interval 0": "trainer.val_check_interval 0: expected a number above 0",
-    "--trainer.limit_train_batches 0": "trainer.limit_train_batches 0: expected a number above 0",
-    "--trainer.limit_test_batches 0": "trainer.limit_test_batches 0: expected a number above 0",
-    "--trainer.limit_val_batches 1.5": "trainer.limit_val_batches 1.5: expected a whole number of batches, or a frac",
-    "--trainer.val_check_interval 2.5": "trainer.val_check_interval 2.5: expected a whole number of batches, or",
-    "--trainer.limit_val_batches -1": "trainer.limit_val_batches -1: expected a number, at least 0",
-    "--trainer.max_epochs 0": "trainer.max_epochs 0: expected a number of epochs, at least 1, or -1 for no limit",
-    "--trainer.max_steps -2": "trainer.max_steps -2: expected a number of steps, at least 1, or -1 for no limit",
-    "--trainer.min_epochs -1": "trainer.min_epochs -1: expected a number, at least 0",
-    "--trainer.min_epochs 11": "trainer.min_epochs 11: expected at most --trainer.max_epochs, 10",
-    "--trainer.max_epochs x": "trainer.max_epochs x: expected a whole number or null",
-    "--trainer.max_epoch 3": "near: max_epochs",
-    "--trainer.precision foo": "trainer.precision foo: expected 64, 32, 16 or",
-    "--trainer 3": "trainer 3: expected an option",
-    "--trainer.callbacks [Nope]": "trainer.callbacks.0 Nope: expected",
-    "--trainer.callbacks EarlyStopping":
-        "trainer.callbacks.monitor (nothing): expected text; EarlyStopping can't do without",
-    "--trainer.enable_checkpointing true": "expected it left out: a run keeps its own checkpoints; --checkpoint_every",
-    "--trainer.fast_dev_run true": "trainer.fast_dev_run true: expected --trainer.max_epochs 1 --trainer.limit_train",
-    "--trainer.overfit_batches 1": "trainer.overfit_batches 1: expected --data.train_size N in its place",
-    "--trainer.default_root_dir x": "trainer.default_root_dir x: expected --out FOLDER in its place",
-    "--trainer.callbacks EarlyStopping --trainer.callbacks.monitor val/acc --trainer.callbacks.patience -1":
-        "trainer.callbacks.patience -1: expected a number of checks without improvement, at least 0",
-    "--trainer.num_sanity_val_steps -5": "trainer.num_sanity_val_steps -5: expected a number, at least -1",
-    "--lr 0.1": "lr 0.1: expected a flag of kd.py; near: --optimizer.lr",
-    "--gpus 2": "near: --trainer.devices",
-    "--device cuda": "near: --trainer.accelerator, --trainer.devices",
-    "--num_workers 3": "near: --data ImageFolder --data.num_workers",
-    "--early_stopping true": "near: --trainer.callbacks EarlyStopping",
-    "--epochs 3": "near: --trainer.max_epochs",
-    "--data ImageFolder --data.root x --workers 3": "near: --data.num_workers",
-    "--batch-size 3": "near: --data.batch_size",
-    "--bs 3": "near: --data.batch_size",
-    "--learning_rate 1": "near: --optimizer.lr",
-    "--wd 1": "near: --optimizer.weight_decay",
-    "--seed 1": "near: --seeds, --data.seed",
-    "--trainer.gpus 2": "trainer.gpus 2: expected an option of Trainer; near: devices",
-    "--variants '{kd: Cosine, kd: Hint}'": "expected each key once; kd is there twice",
-    "--print_config now": "print_config now: expected no value",
-    "--exact 0": "exact 0: expected the largest number of devices",
-    "--exact 4097": "exact 4097: expected the largest number of devices",
-    "--trainer.strategy.timeout 5": "expected --trainer.strategy with the name of a class beside it",
-    "--trainer.strategy fsdq": "expected auto, ddp, ddp_fork",
-    "--trainer.strategy deepsped": "near: deepspeed",
-    "--trainer.strategy DDP": "near: ddp",
-    "--trainer.strategy dp": "trainer.strategy dp: expected ddp, one process a GPU",
-    "--trainer.strategy fsdp --trainer.strategy.auto_wrap_policy x":
-        "expected it left out: only Lightning's class has it, --trainer.strategy lightning.pytorch.strategies.fsdp",
-    "--trainer.strategy fsdp --trainer.strategy.checkpoint_io x": "checkpoint_io x: expected an option of FSDP",
-    "--trainer.strategy null": "trainer.strategy null: expected auto, ddp",
-    "--trainer.strategy [ddp]": "trainer.strategy [ddp]: expected auto, ddp",
-    "--trainer.strategy deepspeed --trainer.strategy.timeout 5": "deepspeed is a name without options",
-    "--trainer.strategy ddp --trainer.strategy.timout 5": "expected an option of DDP; near: timeout",
-    "--trainer.strategy ddp --trainer.strategy.exact 5": "expected an option of DDP",
-    "--trainer.strategy ddp --trainer.strategy.timeout 0": "trainer.strategy.timeout 0: expected seconds, above 0",
-    "--trainer.strategy ddp --trainer.strategy.start_method x": "start_method x: expected auto, fork, spawn, popen",
-    "--trainer.strategy lightning.pytorch.Trainer": "expected a class derived from Strategy",
-    "--trainer.strategy lightning.pytorch.strategies.DDPStrategi": "near: DDPStrategy",
-    "--seeds 1000000000": "seeds 1000000000: expected a number of seeds, at least 1 and at most 10000, or a list",
-    "--seeds 99999999999999999999999": "not NaN, at most 3.4e38 as float32 is, a whole one below 2**63",
-    "--seeds 1.5": "seeds 1.5: expected a whole number or a list",
-    "--seeds two": "seeds two: expected a whole number or a list",
-    "--variants.kd.temperature 1e300": "variants.kd.temperature 1e300: expected a number; not NaN, at most 3.4e38",
-    "--variants.kd.temperature 1e25": "variants.kd.temperature 1e25: expected a number above 0, from 1e-18 to 1e+18",
-    "--variants.kd.temperature .nan": "variants.kd.temperature .nan: expected a number; not NaN",
-    "--variants.kd.kd_weight .inf": "variants.kd.kd_weight .inf: expected a number of 0 or more",
-    "--optimizer.lr 1e300": "optimizer.lr 1e300: expected a number; not NaN, at most 3.4e38",
-    "--optimizer.lr .nan": "optimizer.lr .nan: expected a number; not NaN",
-    "--optimizer.lr .inf": "optimizer.lr .inf: expected options with which a step gives finite weights",
-    "--optimizer SGD --optimizer.momentum .inf": "optimizer.momentum .inf: expected options with which a step gives",
-    "--scheduler ExponentialLR --scheduler.gamma .inf": "scheduler.gamma .inf: expected options that give finite",
-    "--trainer.max_epochs -1": "trainer.max_epochs -1: expected --trainer.max_steps or --trainer.max_time beside it",
-    "--scheduler ExponentialLR --scheduler.gamma -2":
-        "scheduler ExponentialLR: expected options that give finite learning rates, 0 or more",
-    "--teacher_cache_dir /dev/null": "teacher_cache_dir /dev/null: expected a folder that can be written",
-    "--teacher_cache_dir /dev/null/x": "teacher_cache_dir /dev/null/x: expected a folder that can be written",
-    "--teacher_ckpt '' --optimizer.lr ''": "optimizer.lr '': expected a number",
-    "--trainer.max_steps 0": "trainer.max_steps 0: expected a number of steps, at least 1",
-    "--trainer.max_time 00:00:00:00": "trainer.max_time 00:00:00:00: expected a time of at least a second",
-    "--trainer.logger NoLogger": "trainer.logger NoLogger: expected CometLogger, CSVLogger, MLFlowLogger, ",
-    "--trainer.logger CSVLogger": "trainer.logger.save_dir (nothing): expected",
-    "--trainer.logger [CSVLogger,true] --trainer.logger.0.save_dir x": "trainer.logger.1 True: expected CometLogger, ",
-    "--trainer.strategy ddp --trainer.strategy.timeout 1e30": "trainer.strategy.timeout 1e30: expected seconds, above",
-    "--trainer.strategy ddp --trainer.strategy.process_group_backend x":
-        "trainer.strategy.process_group_backend x: expected one of gloo",
-    "--trainer.profiler SimpleProfiler --trainer.profiler.a 3 --trainer.profiler.a.b 4":
-        "trainer.profiler.a.b 4: expected a either with a value or with options",
-    "--variants.s Sum --variants.s.objectives null": f"variants.s.objectives null: expected {METHODS.expected()}",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("line", "expected"), REFUSED.items(), ids=list(REFUSED))
-def test_refused(kd, line, expected):
-    assert expected in refused(kd, line)
-
-
-IMPORTS = {
-    "mypackage.MyNat": "MyNat is no class of mypackage; near: MyNet",
-    "mypackge.MyNet": "there is no module mypackge; near: mypackage",
-    "mypackage.brokn.MyNet": "there is no module mypackage.brokn; near: broken",
-    "mypackage.broken.MyNet": "importing mypackage.broken failed: No module named 'nothing_like_it'",
-    "mypackage.worse.MyNet": "importing mypackage.worse failed: RuntimeError: not today",
-    "mypackage.Mine --teacher.flavour 3": "",
-}
-
-
-@pytest.mark.parametrize(("path", "expected"), IMPORTS.items(), ids=list(IMPORTS))
-def test_a_class_that_can_not_be_imported(kd, mine, path, expected):
-    if expected:
-        assert refused(kd, f"--teacher {path}").startswith(f"teacher {path}: expected ")
-        assert expected in refused(kd, f"--teacher {path}")
-    else:
-        parse(kd, f"--teacher {path}")  # an objective is a module, too
 
 
 def test_the_working_directory_comes_first(kd, mine, tmp_path, monkeypatch):
@@ -630,75 +429,10 @@ def test_a_file_whose_name_another_module_has_is_named(kd, mine, tmp_path, file,
     assert refused(kd, f"--teacher {path}").endswith(f"; {file} needs another name: {loaded} has this one")
 
 
-FILES = {
-    "data: {rot: X}": "data.rot X: expected an option of Digits",
-    "dta: Digits": "dta Digits: expected a flag of kd.py; near: --data",
-    "variants: {kd: {temperature: x}}": "variants.kd.temperature x: expected a number",
-    "variants: {kd: {init_args: {temperature: 0}}}": "variants.kd.temperature 0: expected a number above 0",
-    "variants: {t8: {temperature: 8}}": "variants.t8.temperature 8: expected one of ce, kd",
-    "variants: {kd: {init_args: 3}}": "variants.kd.init_args 3: expected a mapping of options",
-    "variants: [kd]": "variants ['kd']: expected a name and a class",
-    "trainer: 3": "trainer 3: expected an option",
-    "seeds: {a: 1}": "seeds.a 1: expected a flag",
-    'out: "a\\0b"': "out 'a\\x00b': expected text without NUL",
-    "config: other.yaml": "config other.yaml: expected it on the command line alone",
-    "help: true": "help True: expected it on the command line alone",
-    "trainer: {max_epochs: 2}\ntrainer.max_epochs: 1": "trainer.max_epochs 1: expected one value; 2 is there, too",
-    "student: {class_path: ResNet, depth: 8, init_args: {depth: 20}}": "student.depth 20: expected one value; 8 is",
-}
-
-
-@pytest.mark.parametrize(("text", "expected"), FILES.items(), ids=list(FILES))
-def test_a_file_that_is_refused_is_named(kd, tmp_path, text, expected):
-    path = write(tmp_path / "my.yaml", text)
-    message = refused(kd, f"--config {path}")
-    assert message.startswith(expected)
-    assert message.endswith(f"(in {path})")
-
-
-NINEFOLD = "".join(
-    f"{name}: &{name} [{', '.join([f'*{of}'] * 9)}]\n" for of, name in ["ab", "bc", "cd", "de", "ef", "fg"]
-)
-
-
-@pytest.mark.parametrize(("text", "expected"), [
-    (f"a: &a [x, x, x]\n{NINEFOLD}", "YAML; line 6: more than 100000 values, aliases counted as what they stand for"),
-    ("a: &a [*a]", "YAML; line 1: the alias *a inside of what it stands for"),
-    (f"only: {'[' * 60}", "YAML; line 1: more than 50 levels, one inside the other"),
-    (f"only: {'[' * 100_000}", "YAML; line 1: more than 50 levels, one inside the other"),
-    ("seeds: !!int x", "YAML; a value can't be read: invalid literal for int()"),
-    ("seeds: 1\ntrainer: {}\nseeds: 2", "YAML; line 3: seeds is there twice"),
-    ("trainer: {max_epochs: 1, 'max_epochs': 2}", "YAML; line 1: max_epochs is there twice"),
-    ("data: [\n", "YAML; line 2"), ("a: b: c", "YAML; line 1: mapping values"), ("- data", "a YAML mapping"),
-])  # fmt: skip
-def test_a_file_that_is_no_mapping(kd, tmp_path, text, expected):
-    path = write(tmp_path / "my.yaml", text)
-    assert refused(kd, f"--config {path}").startswith(f"config {path}: expected {expected}")
-
-
-@pytest.mark.parametrize(("line", "expected"), [
-    ("--student ResNet --student.depth 9", "--student.depth 9: expected 6n + 2"),
-    ("--student Torchvision --student.name resnet81", "--student.name resnet81: expected a classification model"),
-    ("--student.dropout 2", "--student.dropout 2.0: expected at least 0, less than 1"),
-    ("--student.hidden 0", "--student.hidden 0: expected at least 1"),
-    ("--student.hidden 1000000000000", "--student LightNN: expected options with which it fits in memory"),
-    ("--student ViT --student.embed_dim 0", "--student.embed_dim 0: expected at least 1"),
-    ("--student ViT --student.mlp_ratio -1", "--student.mlp_ratio -1: expected at least 1"),
-    ("--student lit_modules.nets.GPT --student.vocab_size 9 --student.block_size 4 --student.attention_dropout 2",
-     "--student.attention_dropout 2.0: expected at least 0, less than 1"),
-])  # fmt: skip
-def test_what_constructors_refuse_names_the_whole_flag(kd, line, expected):
-    config = parse(kd, line)
-    with pytest.raises(BadInput) as caught:
-        cli.build(config.student, "student", **IMAGES)
-    assert str(caught.value).startswith(expected)
-
-
-def test_a_flag_that_is_whole_already_stays(kd):
-    config = parse(kd, "--data.batch_size -5")
-    with pytest.raises(BadInput) as caught:
-        cli.build(config.data, "data")
-    assert str(caught.value).startswith("--data.batch_size -5: expected")
+def test_a_file_with_a_hundred_thousand_levels(kd, tmp_path):
+    path = write(tmp_path / "my.yaml", f"only: {'[' * 100_000}")
+    expected = f"config {path}: expected YAML; line 1: more than 50 levels, one inside the other"
+    assert refused(kd, f"--config {path}").startswith(expected)
 
 
 # Going on
@@ -734,27 +468,6 @@ def test_resuming_with_what_may_differ_or_does_not(kd, run, line):
     assert isinstance(config.trainer.init_args["strategy"], cli.Choice) == ("strategy ddp" in line)
 
 
-@pytest.mark.parametrize(("line", "flag", "was"), [
-    ("--variants.kd.temperature 4", "variants.kd.temperature 4", "2.5"),
-    ("--variants.kd Cosine", "variants.kd Cosine", "lit_modules.objectives.Hinton"),
-    ("--teacher DeepNN", "teacher DeepNN", "lit_modules.nets.ResNet"),
-    ("--seeds [1,2]", "seeds [1,2]", "[0, 1] or more"),
-    ("--seeds 1", "seeds 1", "[0, 1] or more"),
-    ("--trainer.max_epochs 9", "trainer.max_epochs 9", "10 or more"),
-    ("--trainer.max_epochs -1 --trainer.max_steps 99", "trainer.max_epochs -1", "10 or more"),
-    ("--trainer.max_steps 9", "trainer.max_steps 9", "-1"),
-    ("--trainer.max_epochs 20 --data.batch_size 64", "data.batch_size 64", "128"),
-    ("--only kd", "only kd", "no --only"),
-    ("--optimizer.lr 0.1", "optimizer.lr 0.1", "0.001"),
-    ("--trainer.precision 64-true", "trainer.precision 64-true", "no --trainer.precision"),
-    ("--teacher_ckpt x", "teacher_ckpt x", "no --teacher_ckpt"),
-    ("--exact 8", "exact 8", "no --exact"),
-])  # fmt: skip
-def test_resuming_with_what_differs_is_refused(kd, run, line, flag, was):
-    message = refused(kd, f"{line} --out {run} --resume true")
-    assert message == f"{flag}: expected {was}, as the run in {run} was started; leave it out, or take another --out"
-
-
 @pytest.mark.parametrize("line", [
     "--seeds 3", "--seeds [7,1,0]", "--trainer.max_epochs 11", "--variants.new Hinton --variants.new.temperature 8",
     "--seeds 3 --trainer.max_epochs 20 --variants.a Hint --variants.b Hint",
@@ -767,32 +480,19 @@ def test_resuming_with_more_is_as_if_started_so(kd, run, line):
     assert list(grown.variants) == list(whole.variants)
 
 
-@pytest.mark.parametrize(("line", "expected"), [
-    ("--only ce kd", None), ("--only kd ce", None), ("--only null", None), ("--only ce --variants.kd Cosine", None),
-    ("--only ce new --variants.new Hinton", None), ("--only null --variants.new Hinton", None),
-    ("--only kd", "only kd: expected ['ce'] or more, as the run in {run} was started; leave it out, or take another"),
-    ("--variants.new Hinton", "variants.new Hinton: expected new in --only, too: the run in {run} is of ce"),
-    ("--only ce kd --variants.ce Hinton", "variants.ce Hinton: expected lit_modules.objectives.CrossEntropy, as"),
+@pytest.mark.parametrize("line", [
+    "--only ce kd", "--only kd ce", "--only null", "--only ce --variants.kd Cosine",
+    "--only ce new --variants.new Hinton", "--only null --variants.new Hinton",
 ])  # fmt: skip
-def test_resuming_with_more_of_the_students_that_there_are(kd, run, line, expected):
+def test_resuming_with_more_of_the_students_that_there_are(kd, run, line):
     save(kd, parse(kd, "--only ce"), run / "config.yaml")
-    if expected is None:
-        parse(kd, f"{line} --out {run} --resume true")
-    else:
-        assert refused(kd, f"{line} --out {run} --resume true").startswith(expected.format(run=run))
+    parse(kd, f"{line} --out {run} --resume true")
 
 
-def test_a_scheduler_that_ends_before_more_epochs_do_is_refused(kd, run):
+def test_resuming_for_as_many_steps_as_a_scheduler_has(kd, run):
     begun = "--scheduler OneCycleLR --scheduler.max_lr 0.1 --scheduler.total_steps 15"
     save(kd, parse(kd, begun), run / "config.yaml")
     parse(kd, f"--trainer.max_epochs 15 --out {run} --resume true")
-    message = refused(kd, f"--trainer.max_epochs 16 --out {run} --resume true")
-    assert message.startswith("scheduler torch.optim.lr_scheduler.OneCycleLR: expected options that it takes: Tried to")
-    assert "The specified number of total steps is 15" in message
-    message = refused(kd, f"--trainer.max_epochs 16 --scheduler.total_steps 16 --out {run} --resume true")
-    why = "the epochs so far have its rate; with --teacher_ckpt another run learns from the same teachers"
-    told = f"expected 15, as the run in {run} was started: {why}; leave it out, or take another --out"
-    assert message == f"scheduler.total_steps 16: {told}"
 
 
 def test_resuming_under_another_strategy_than_one_with_options(kd, run):
@@ -913,16 +613,6 @@ def test_what_the_data_does_not_give_is_an_option_of_nets(kd, line, tmp_path):
     assert parse(kd, f"--config {tmp_path}/config.yaml") == config
 
 
-@pytest.mark.parametrize(("line", "flag"), [
-    ("--data Text --teacher GPT --student GPT --student.block_size 9", "student.block_size 9"),
-    ("--teacher GPT --teacher.vocab_size 9 --data Text", "teacher.vocab_size 9"),
-    ("--student.num_classes 9", "student.num_classes 9"),
-    ("--data Shakespeare --student RNNClassifier --student.num_classes 9", "student.num_classes 9"),
-])  # fmt: skip
-def test_what_the_data_gives_is_no_option_of_nets(kd, line, flag):
-    assert refused(kd, line).startswith(f"{flag}: expected an option of")
-
-
 @pytest.mark.parametrize("allocate", [lambda: torch.empty(10**15), lambda: np.empty(10**15)], ids=["torch", "numpy"])
 def test_too_little_memory_is_told(capsys, allocate):
     assert re.fullmatch(
@@ -935,18 +625,6 @@ def test_a_full_disk_under_torch_save(capsys):
     if not Path("/dev/full").exists():
         pytest.skip("needs /dev/full")
     assert "no space left" in told(capsys, lambda: torch.save(torch.zeros(100_000), "/dev/full"))
-
-
-@pytest.mark.parametrize("line", [
-    "--trainer.devices 99 --trainer.accelerator gpu", "--trainer.devices 0",
-    "--trainer.accelerator abacus", "--trainer.accelerator tpu", "--trainer.devices -1",
-    "--trainer.devices abc", "--trainer.num_nodes 0", "--trainer.profiler nonsense", "--trainer.strategy deepspeed",
-    "--trainer.gradient_clip_val 1 --trainer.gradient_clip_algorithm nonsense", "--trainer.val_check_interval nonsense",
-])  # fmt: skip
-def test_what_the_trainer_refuses(kd, capsys, line):
-    make_trainer = trainers(parse(kd, line).trainer, None, strategies.NAMES)
-    flag, value = line.split()[-2:]
-    assert f"{flag} {value}" in told(capsys, lambda: make_trainer(logger=False))
 
 
 @pytest.mark.parametrize(
@@ -970,11 +648,6 @@ def test_an_option_that_is_refused_when_it_is_used_is_told_by_its_flag(kd, capsy
     with pytest.raises(SystemExit), cli.one_line_errors(kd):
         raise wrap(said)
     assert capsys.readouterr().err == f"error: --{flag.rpartition('.')[0]}{'.' if '.' in flag else ''}{said}\n"
-
-
-def test_the_script_ends_with_one_line(kd, capsys):
-    error = told(capsys, lambda: sys.modules["kd"].main(["--data.batch_size", "many"]))
-    assert error == "error: --data.batch_size many: expected a whole number\n"
 
 
 # Other experiments

@@ -32,7 +32,7 @@ NOTHING = {"mean": None, "low": None, "high": None}
 def test_keys_are_the_issues():
     found = results()
     assert list(found) == [
-        *("experiment", "data", "hardware", "versions", "config", "seeds"),
+        *("experiment", "data", "hardware", "versions", "config", "free", "seeds"),
         *("metric", "students_fit_seconds", "teacher", "students"),
     ]
     assert found["metric"] == {"name": "test_acc", "higher_is_better": True}
@@ -280,15 +280,15 @@ def test_settings_leave_out_what_is_off_and_what_moves_nothing():
         "data": {"class_path": "Digits"}, "trainer": {**trainer, "limit_train_batches": 0.5}, "teacher_cache_mb": 9,
         "seeds": [1], "calibration_size": 512,
     }  # fmt: skip
-    assert settings(config) == [
+    assert settings(config, {"out", "trainer.num_nodes"}) == [
         "data Digits", "model(lr=0.1, betas=[0.9, 0.99])", "trainer.max_steps 9", "trainer.devices 2",
         "objective Sum(objectives=[Hinton(t=0)])", "calibration_size 512", "trainer.limit_train_batches 0.5",
     ]  # fmt: skip
 
 
 def test_settings_bear_any_configuration():
-    assert settings({}) == []
-    assert settings({"teacher": None, "data": "Digits", "trainer": {"precision": "64-true"}}) == [
+    assert settings({}, ()) == []
+    assert settings({"teacher": None, "data": "Digits", "trainer": {"precision": "64-true"}}, ()) == [
         "data Digits",
         "trainer.precision 64-true",
     ]

@@ -24,7 +24,7 @@ from harness.studies.compare.pool import pool
 from harness.studies.compare.runs import load_run
 from harness.studies.setups import Setup
 from harness.studies.tuning import rungs
-from tests.commands import refused, results
+from tests.commands import results
 from tests.figures import sketch
 from tests.grids import mostly_slow
 from tests.harness.test_resume import kill_at
@@ -342,43 +342,6 @@ def test_killed_in_all_phases_it_ends_the_same(devices: int, whole: Path, tmp_pa
 
 
 # What is refused
-
-BAD = {
-    "one": (["--tune", "1"], "--tune 1", "at least 2"),
-    "no validation": (["--data.validation_size", "0"], "--tune 3", "a validation set"),
-    "steps": (["--trainer.max_steps", "9"], "--trainer.max_epochs 3", "a number of epochs"),
-    "time": (["--trainer.max_time", "00:00:01:00"], "--trainer.max_time 00:00:01:00", "no limit of time"),
-    "late validation": (["--trainer.check_val_every_n_epoch", "2"], "--trainer.check_val_every_n_epoch 2", "at most 1"),
-    "seeds": (["--tune_seeds", "[3]"], "--tune_seeds 3", "not in --seeds"),
-    "twice": (["--tune_seeds", "[7,7]"], "--tune_seeds [7,7]", "twice"),
-    "wave": (["--tune_wave", "0"], "--tune_wave 0", "at least 1"),
-    "method": (["--search.kdd.temperature", "[1]"], "--search.kdd.temperature [1]", "near: kd"),
-    "option": (["--search.kd.temperatur", "[1]"], "--search.kd.temperatur [1]", "near: temperature"),
-    "value": (["--search.kd.temperature", "[0,2]"], "--search.kd.temperature [0,2]", "above 0"),
-    "form": (["--search.kd.temperature", "log(0, 2)"], "--search.kd.temperature log(0, 2)", "log(LOW, HIGH) above 0"),
-    "order": (["--search.kd.temperature", "log(3, 2)"], "--search.kd.temperature log(3, 2)", "LOW, HIGH"),
-    "words": (["--search.kd.temperature", "hot"], "--search.kd.temperature hot", "a number, or log(LOW, HIGH) above 0"),
-    "rate": (["--search.optimizer.lr", "[-1]"], "--search.optimizer.lr [-1]", "Invalid learning rate"),
-    "no rate": (["--tune_optimizer", "false", "--search.optimizer.lr", "2"], "--search.optimizer.lr 2", "true beside"),
-    "its own rates": (
-        ["--scheduler", "OneCycleLR", "--scheduler.max_lr", "1", "--scheduler.total_steps", "9"],
-        "--tune_optimizer true", "OneCycleLR sets every rate",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", BAD)
-def test_bad_input_is_one_line_before_anything_starts(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags, begins, says = BAD[kind]
-    refused(kd.main, [*SMALL, "--only", "ce", "kd", "--tune", "3", *flags], begins, says, tmp_path, capsys)
-
-
-def test_a_space_without_a_search_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = [*SMALL, "--search.kd.temperature", "[1,2]"]
-    refused(kd.main, flags, "--search.kd.temperature [1,2]", "--tune N beside it", tmp_path, capsys)
-    refused(kd.main, [*SMALL, "--tune_seeds", "3"], "--tune_seeds 3", "--tune N beside it", tmp_path, capsys)
 
 
 def test_a_tuned_run_keeps_its_epochs(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from lit_modules import objectives
 from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN, ResNet, ViT
 from lit_modules.objectives import Hint, Hinton, Objective
-from lit_modules.stored import sizes
+from lit_modules.stored import describe_sizes
 from strategies import DDP, FSDP, ZeRO1
 from tests.training import SHAPE, assert_same, digits, distillation, fit, net, weights
 
@@ -143,7 +143,7 @@ def test_what_the_teachers_outputs_take_is_told_by_student(capsys: pytest.Captur
     fit(kept, digits(train_size=1400, batch_size=700))
     # 128 numbers of 4 bytes for each feature, 10 logits, 1400 samples
     assert "teacher's outputs stored: 1.4 MiB; 0.7 for hint, again; 0.7 for pkt\n" in capsys.readouterr().out
-    kept.teacher_cache_bytes = 2**20
+    kept.cache.max_bytes = 2**20
     fit(kept, digits(train_size=1400, batch_size=700))
     assert "teacher's outputs are not stored: they take more than 1 MiB\n" in capsys.readouterr().out
     fit(distillation(), digits())
@@ -163,7 +163,7 @@ def test_a_condensed_feature_belongs_to_its_student() -> None:
     students = {"whole": (net(), Hint()), "halved": (net(), Half())}
     kept = Distillation(net(DeepNN, seed=1), students, input_shape=SHAPE)
     stored = kept._ask_teacher(torch.zeros(4096, *SHAPE))
-    assert sizes(stored, kept._objectives) == "3.2 MiB; 2.0 for whole; 1.0 for halved"
+    assert describe_sizes(stored, kept._objectives) == "3.2 MiB; 2.0 for whole; 1.0 for halved"
 
 
 def test_methods_are_those_with_defaults_by_their_names() -> None:

@@ -16,7 +16,7 @@ from experiments import attention
 from lab.studies.attention import Bench, Case, measure
 from lab.studies.meters import LINUX
 from lit_modules.nets import SelfAttention
-from tests.commands import left_by_overwriting, refused, refused_elsewhere, results
+from tests.commands import left_by_overwriting, refused_elsewhere, results
 from tests.launching import until
 from tests.processes import Run
 
@@ -41,7 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_leaves_what_the_issue_names(run: Path, tmp_path: Path) -> None:
     found = results(run)
-    assert set(found) == {"experiment", "hardware", "versions", "commits", "config", "rows", "peak"}
+    assert set(found) == {"experiment", "hardware", "versions", "commits", "config", "free", "rows", "peak"}
     assert (found["experiment"], found["hardware"]["device"], found["hardware"]["threads"]) == ("attention", "cpu", 1)
     before, *measured, after = found["rows"]
     assert [row["name"] for row in (before, after)] == [
@@ -163,31 +163,6 @@ def test_blocks_dense_and_jagged_eager_and_compiled(tmp_path: Path, tmp_path_fac
     assert page.count("operators that take longest") == 2
     assert (tmp_path / "blocks.png").stat().st_size > 0
     assert not left_by_overwriting(tmp_path, tmp_path_factory.mktemp("copy"))
-
-
-BAD = {
-    "part": (["--parts", "kernel"], "--parts kernel", "near: kernels"),
-    "backend": (["--backends", "fast"], "--backends fast", "cudnn"),
-    "type": (["--dtypes", "float64"], "--dtypes float64", "bfloat16"),
-    "no GPU": (["--device", "cuda"], "--device cuda", "no GPU"),
-    "length": (["--lengths", "1"], "--lengths 1", "at least 2"),
-    "too long": (["--lengths", "99999999999"], "--lengths 99999999999", "at most 1048576"),
-    "twice": (["--block_lengths", "8", "8"], "--block_lengths 8 8", "twice"),
-    "tokens": (["--tokens", "0"], "--tokens 0", "at least 1"),
-    "heads": (["--heads", "0"], "--heads 0", "at least 1"),
-    "seconds": (["--seconds", "0"], "--seconds 0", "above 0"),
-    "exact": (["--exact", "4"], "--exact 4", "left out"),
-    "seeds": (["--seeds", "2"], "--seeds 2", "one seed"),
-    "flag": (["--length", "4"], "--length 4", "--lengths"),
-}
-
-
-@pytest.mark.parametrize("kind", BAD)
-def test_bad_input_is_one_line_before_anything_starts(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags, begins, says = BAD[kind]
-    refused(attention.main, ["--quick", "true", *flags], begins, says, tmp_path, capsys)
 
 
 # What goes wrong

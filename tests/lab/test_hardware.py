@@ -21,14 +21,14 @@ from lab.studies.hardware.report import report, table
 from lab.studies.meters import PeakMemory, hidden_share, sent_bytes, state_bytes
 from lit_modules.nets import ViT
 from strategies import DDP
-from tests.commands import left_by_overwriting, refused, refused_elsewhere, results
+from tests.commands import left_by_overwriting, refused_elsewhere, results
 from tests.launching import until
 from tests.processes import Run
 from tests.training import classifier, net
 
 QUICK = ["--data.batch_size", "8", "--data.train_size", "20", "--data.validation_size", "0", "--steps", "4"]
 LIGHT = [*QUICK, "--net", "LightNN"]
-KEYS = {"experiment", "hardware", "versions", "commits", "config", "rows"}
+KEYS = {"experiment", "hardware", "versions", "commits", "config", "free", "rows"}
 COLUMNS = {
     "strategy", "devices", "exact", "images_per_second", "speedup", "state_bytes_per_rank", "bytes_sent_per_step",
     "first_difference", "max_difference", "peak_memory_per_rank", "hidden_share", "step_ms", "threads_per_rank",
@@ -145,44 +145,6 @@ def test_one_device_and_options_of_a_row(tmp_path: Path, capsys: pytest.CaptureF
     assert all(row["max_difference"] <= 1e-12 for row in found.values())
     assert found["ddp-exact"] == {**found["ddp-exact"], "exact": 8, "max_difference": 0}
     assert "0 bits" in capsys.readouterr().out
-
-
-BAD = {
-    "unknown row": (["--only", "ddp", "fspd"], "--only fspd", "near: fsdp"),
-    "no GPUs": (["--only", "DataParallel"], "--only DataParallel", "2 GPUs"),
-    "one group": (["--only", "hsdp", "--trainer.devices", "2"], "--only hsdp", "shard_size 2"),
-    "uneven groups": (["--only", "hsdp", "--trainer.devices", "3"], "--only hsdp", "divides the 3 devices"),
-    "given groups": (
-        ["--trainer.strategy", "hsdp", "--trainer.strategy.shard_size", "3", "--trainer.devices", "4"],
-        "--trainer.strategy.shard_size 3", "divides the 4 devices",
-    ),
-    "too few shards": (["--exact", "2", "--trainer.devices", "3"], "--exact 2", "at least 3"),
-    "nccl": (
-        ["--trainer.strategy", "ddp", "--trainer.strategy.process_group_backend", "nccl"],
-        "--trainer.strategy.process_group_backend nccl", "gloo",
-    ),
-    "Lightning's own": (["--trainer.strategy", "deepspeed"], "--trainer.strategy deepspeed", "auto"),
-    "unknown strategy": (["--trainer.strategy", "fspd"], "--trainer.strategy fspd", "fsdp"),
-    "unknown option": (
-        ["--trainer.strategy", "local_sgd", "--trainer.strategy.perod", "2"], "--trainer.strategy.perod 2", "period",
-    ),
-    "no gpu": (["--trainer.accelerator", "gpu"], "--trainer.accelerator gpu: expected", "gpu"),
-    "nodes": (["--trainer.num_nodes", "2"], "--trainer.num_nodes 2", "1"),
-    "epochs": (["--trainer.max_epochs", "2"], "--trainer.max_epochs 2", "--steps"),
-    "steps": (["--steps", "0"], "--steps 0", "at least 1"),
-    "seeds": (["--seeds", "3"], "--seeds 3", "one seed"),
-    "small batch": (["--data.batch_size", "1"], "--data.batch_size 1", "at least 2"),
-    "accumulation": (["--trainer.accumulate_grad_batches", "99"], "--trainer.accumulate_grad_batches 99", "at most"),
-    "a logger": (["--trainer.logger", "CSVLogger"], "--trainer.logger CSVLogger", "true or false"),
-    "net": (["--net", "ResNet", "--net.depth", "9"], "--net.depth 9", "6n + 2"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", BAD)
-def test_bad_input_is_one_line_before_anything_starts(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    refused(hardware.main, *BAD[kind], tmp_path, capsys)
 
 
 def test_a_folder_with_a_run_is_refused(two: Path, capsys: pytest.CaptureFixture[str]) -> None:

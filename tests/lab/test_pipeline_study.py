@@ -20,7 +20,7 @@ from harness.runs.quiet import quiet
 from lab.studies.pipeline import Bench, Case, Cases, Cut, Noise, Task
 from lab.studies.pipeline.cases import bubble_bound
 from lab.studies.pipeline.report import idle, table
-from tests.commands import left_by_overwriting, refused, refused_elsewhere, results
+from tests.commands import left_by_overwriting, refused_elsewhere, results
 from tests.launching import until
 from tests.processes import Run
 from tests.training import trainer
@@ -28,7 +28,7 @@ from tests.training import trainer
 NET = ["--net", "ResNet", "--net.depth", "8", "--cut_after", "stage1", "--trainer.devices", "2"]
 QUICK = ["--quick", "true", *NET]
 SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
-KEYS = {"experiment", "hardware", "versions", "commits", "config", "rows"}
+KEYS = {"experiment", "hardware", "versions", "commits", "config", "free", "rows"}
 COLUMNS = {
     "name", "schedule", "num_microbatches", "seconds_per_step", "speedup", "bubble_bound", "share_of_bound",
 }  # fmt: skip
@@ -154,39 +154,6 @@ def test_what_is_measured_is_not_measured_again(
         pipeline.main([*QUICK, "--out", str(run)])
     assert "--resume true, --overwrite true" in capsys.readouterr().err
     assert results(run)["rows"] == before
-
-
-BAD = {
-    "one device": (["--trainer.devices", "1"], "--trainer.devices 1", "at least 2"),
-    "another strategy": (["--trainer.strategy", "ddp"], "--trainer.strategy ", "pipeline"),
-    "no strategy": (["--trainer.strategy", "auto"], "--trainer.strategy auto", "pipeline"),
-    "micro-batches": (["--trainer.strategy.num_microbatches", "4"], "--trainer.strategy.num_microbatches 4", "split_s"),
-    "replicas": (["--trainer.strategy.data_parallel_size", "2"], "--trainer.strategy.data_parallel_size 2", "1"),
-    "balance": (["--trainer.strategy.balance", "[1,2,2]"], "--trainer.strategy.balance [1, 2, 2]", "2 numbers"),
-    "a logger": (["--trainer.logger", "CSVLogger"], "--trainer.logger CSVLogger", "true or false"),
-    "schedule": (["--trainer.strategy.schedule", "2F2B"], "--trainer.strategy.schedule 2F2B", "1F1B"),
-    "accumulation": (["--trainer.accumulate_grad_batches", "2"], "--trainer.accumulate_grad_batches 2", "1"),
-    "steps": (["--trainer.max_steps", "9"], "--trainer.max_steps 9", "--repeats"),
-    "sizes": (["--split_sizes", "4", "8"], "--split_sizes 4 8", "from 1 to 7"),
-    "no sizes": (["--split_sizes", "[]"], "--split_sizes []", "from 1 to 7"),
-    "twice": (["--split_sizes", "4", "4"], "--split_sizes 4 4", "twice"),
-    "repeats": (["--repeats", "0"], "--repeats 0", "at least 1"),
-    "exact": (["--exact", "4"], "--exact 4", "left out"),
-    "seeds": (["--seeds", "2"], "--seeds 2", "one seed"),
-    "cut": (["--cut_after", "stage9"], "--cut_after stage9", "a layer of ResNet"),
-    "last": (["--cut_after", "head"], "--cut_after head", "others behind it"),
-    "net": (["--net", "torch.nn.Flatten"], "--net Flatten", "a net that can be cut"),
-    "flag": (["--split_size", "4"], "--split_size 4", "--split_sizes"),
-}
-
-
-@pytest.mark.parametrize("kind", BAD)
-def test_bad_input_is_one_line_before_anything_starts(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags, begins, says = BAD[kind]
-    base = ["--quick", "true", *(() if "--net" in flags else NET)]
-    refused(pipeline.main, [*base, *flags], begins, says, tmp_path, capsys)
 
 
 def test_a_row_that_fails_costs_no_other(

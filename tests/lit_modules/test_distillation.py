@@ -168,11 +168,11 @@ def test_teacher_outputs_stored_once_change_no_weight(monkeypatch: pytest.Monkey
 
 def test_teacher_outputs_beyond_their_memory_are_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     module = distillation(["kd"])
-    module.teacher_cache_bytes = 100 * 10 * 4  # a sample has ten float32 logits, and there are 101 samples
+    module.cache.max_bytes = 100 * 10 * 4  # a sample has ten float32 logits, and there are 101 samples
     filled = []
-    monkeypatch.setattr(Distillation, "on_train_end", lambda self: filled.append(self.cache is not None))
+    monkeypatch.setattr(Distillation, "on_train_end", lambda self: filled.append(self.cache.outputs is not None))
     fit(module, digits())
-    module.teacher_cache_bytes += 40
+    module.cache.max_bytes += 40
     fit(module, digits())
     assert filled == [False, True]
 

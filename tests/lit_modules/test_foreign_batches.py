@@ -135,7 +135,7 @@ def test_labels_are_read_before_they_go_to_a_gpu(monkeypatch: pytest.MonkeyPatch
     for datamodule, label in ((None, 9), (None, 10), (Hooked(), 10)):
         made._trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
         made._trainer.datamodule = datamodule  # type: ignore[attr-defined]
-        made.look_at((IMAGES, LABELS.clamp(max=8).where(LABELS != 9, label)))
+        made.inspect_labels((IMAGES, LABELS.clamp(max=8).where(LABELS != 9, label)))
         logits = torch.empty(ROWS, 10, device="meta")
         if datamodule is None and label == 10:
             with pytest.raises(BadInput, match=r"^--data labels from 0 to 10: expected 0 to 9, the classes$"):

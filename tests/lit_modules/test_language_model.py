@@ -23,7 +23,7 @@ from apprentice.errors import BadInput
 from datamodules import Text
 from harness.runs.quiet import quiet
 from lab.strategies import DDPFP16, AllReduce, DDPPowerSGD, DDPRing, LocalSGD, ParamServer, RPCHybrid
-from lit_modules.language_model import LitLanguageModel, share_of_rate
+from lit_modules.language_model import LitLanguageModel, rate_factor
 from lit_modules.tasks import TokenScores
 from strategies import DDP, FSDP, HSDP, DataParallel, PipelineStrategy, ZeRO1
 from tests.grids import mostly_slow
@@ -281,8 +281,8 @@ def test_it_warms_up_and_follows_a_cosine_and_clips(tmp_path: Path) -> None:
     rising = [0.01 * (step + 1) / 6 for step in range(5)]
     falling = [0.01 * (0.1 + 0.9 * (1 + math.cos(math.pi * step / 15)) / 2) for step in range(15)]
     assert seen.rates == pytest.approx([*rising, *falling])
-    assert share_of_rate(5, 20, 20) == pytest.approx(0.1)
-    assert share_of_rate(5, math.inf, 1000) == 1
+    assert rate_factor(5, 20, 20) == pytest.approx(0.1)
+    assert rate_factor(5, math.inf, 1000) == 1
     assert max(seen.norms) == pytest.approx(0.1, rel=1e-4)
     assert max(watched(data, gradient_clip_val=0.05)[0].norms) == pytest.approx(0.05, rel=1e-4)
     assert max(watched(data, gradient_clip_val=0)[0].norms) > 0.2

@@ -13,11 +13,9 @@ from torch.optim import SGD, Muon
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, StepLR
 
 from apprentice.errors import BadInput
-from experiments import kd
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.objectives import CrossEntropy, Hinton
-from tests.commands import refused
 from tests.training import SHAPE, assert_same, digits, fit, net, trainer, weights
 
 Make = Callable[[torch.optim.Optimizer], LRScheduler]
@@ -118,21 +116,3 @@ def test_it_names_the_first_parameter_that_it_does_not_take() -> None:
     students: Any = {"a": (matrices(), CrossEntropy()), "b": (net(), CrossEntropy())}
     with pytest.raises(BadInput, match=expected.format("students.b.net.features.0.weight")):
         fit(Distillation(net(), students, input_shape=SHAPE, optimizer=muon), digits())
-
-
-@pytest.mark.parametrize(
-    ("flags", "begins", "says"),
-    [
-        (["--optimizer", "Muon"], "--optimizer Muon: expected one that takes", "it says: Muon only supports 2D"),
-        (
-            ["--scheduler", "OneCycleLR", "--scheduler.max_lr", "0.1", "--scheduler.total_steps", "10"],
-            "--scheduler.total_steps 10: expected at least",
-            "the optimizer's steps in this training",
-        ),
-    ],
-)
-def test_the_command_says_so_before_it_trains(
-    flags: list[str], begins: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    small = ["--data.train_size", "200", "--trainer.max_epochs", "9", "--seeds", "1"]
-    refused(kd.main, [*small, *flags], begins, says, tmp_path, capsys)

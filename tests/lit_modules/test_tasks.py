@@ -1,5 +1,6 @@
 """A new task is one class with its scores: from there kd.py trains, scores and reports it."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,21 +12,20 @@ from torch.nn import functional as F
 
 from datamodules import Digits
 from experiments import kd
-from harness.reports.metrics import METRICS
 from harness.reports.samples import unpacked_classes
 from lit_modules import nets, tasks
-from lit_modules.tasks import Classification, ExactMean, Metric, Scores
+from lit_modules.tasks import ACCURACY, METRICS, Classification, ExactMean, Metric, Scores
 from tests.commands import results
 
-DISTANCE = Metric(
-    name="test_distance", tested=("test_distance",), columns={"test_distance": "test distance"}, word="distance",
-    title="test distance, grades", unit="grades", higher_is_better=False, scale=1.0, digits=2, counted="samples",
-    limits=(0.0, 9.0), of_samples="test_far",
+DISTANCE = replace(
+    ACCURACY, name="test_distance", tested=("test_distance",), columns={"test_distance": "test distance"},
+    word="distance", unit="grades", higher_is_better=False, scale=1.0, of_samples="test_far",
 )  # fmt: skip
 
 
 class Distances(Scores):
     names = ("distance", "loss")
+    trained = ("distance",)
     sampled = ("far", "predicted", "label")
 
     def __init__(self) -> None:
@@ -59,11 +59,11 @@ class Grades(Classification):
         grades = torch.arange(logits.shape[-1])
         return (logits.softmax(-1) * (grades - labels[:, None]).abs()).sum(-1)
 
-    def kept(self, values: Any) -> dict[str, Any]:
+    def keep_samples(self, values: Any) -> dict[str, Any]:
         predicted, labels = (values[name].astype(np.int64) for name in ("predicted", "label"))
         return {"far": values["far"], "predicted": predicted, "labels": labels}
 
-    def means(self, values: Any) -> dict[str, float]:
+    def average_samples(self, values: Any) -> dict[str, float]:
         return {}
 
 

@@ -26,7 +26,7 @@ from lit_modules.objectives import Cosine, CrossEntropy, Hinton, JensenShannon, 
 from lit_modules.objectives.cross_entropy import cross_entropy
 from lit_modules.tasks import BITS, Tokens, tokens
 from strategies import DDP, FSDP, PipelineStrategy
-from tests.commands import refused, results
+from tests.commands import results
 from tests.grids import mostly_slow
 from tests.harness.test_resume import kill_at
 from tests.language import gpt, text, written
@@ -298,43 +298,6 @@ def test_a_killed_run_goes_on_and_ends_the_same(folder: Path) -> None:
     resumed = start(folder, "again", "--resume", "true", "--trainer.devices", "2")
     assert resumed.wait() == 0, resumed.output
     assert outcome(folder / "again") == exact(folder)
-
-
-PIPELINE = ["--trainer.strategy", "pipeline", "--trainer.devices", "2"]
-BAD = {
-    "heads": (["--student.num_heads", "3"], "--student.num_heads 3", "a divisor of embed_dim, 8"),
-    "given by the data": (["--student.block_size", "9"], "--student.block_size 9", "an option of GPT"),
-    "maps": (["--only", "hint"], "--variants.hint.student_layer default", "maps of one height and width"),
-    "beta": (["--variants.js.beta", "1"], "--variants.js.beta 1", "above 0 and below 1"),
-    "tied": (PIPELINE, "--teacher.tie_weights True", "tie_weights=False"),
-    "tied student": (
-        [*PIPELINE, "--teacher.tie_weights", "false"],
-        "--student.tie_weights True",
-        "tie_weights=False",
-    ),
-    "dropout in a kernel without": (
-        ["--student.backend", "flash", "--student.attention_dropout", "0.1"],
-        "--student.backend flash",
-        "torch says",
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", BAD)
-def test_bad_input_is_one_line(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    more, begins, says = BAD[kind]
-    refused(kd.main, flags(tmp_path, *more), begins, says, tmp_path, capsys)
-
-
-def test_data_and_nets_have_to_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for student, says in {
-        "LightNN": "a net that takes inputs (8,)",
-        "RNNClassifier": "a net that gives logits",
-    }.items():
-        refused(kd.main, flags(tmp_path, student=student), f"--student {student}", says, tmp_path, capsys)
-    refused(kd.main, ["--student", "GPT"], "--student.vocab_size (nothing)", "GPT can't do", tmp_path, capsys)
-    sizes = ["--student.vocab_size", "9", "--student.block_size", "8"]
-    refused(kd.main, ["--student", "GPT", *sizes], "--student GPT", "a net that gives logits (10,)", tmp_path, capsys)
 
 
 BIGRAMS = """

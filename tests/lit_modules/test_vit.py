@@ -27,7 +27,7 @@ from lit_modules.distillation import Distillation
 from lit_modules.nets import ViT, run
 from lit_modules.objectives import CrossEntropy, DeiTToken, Hint
 from strategies import DDP, FSDP, HSDP, PipelineStrategy, ZeRO1
-from tests.commands import refused, results
+from tests.commands import results
 from tests.grids import mostly_slow
 from tests.lit_modules.test_language_model import SAME
 from tests.training import SHAPE, LinesLogger, assert_same, classifier, digits, fit, net, weights
@@ -259,43 +259,6 @@ def test_a_vit_is_distilled_by_every_method(tmp_path: Path) -> None:
         assert entry["failed"] == [None]
         assert int((predicted == test.labels).sum()) == entry["test_correct"][0]
         assert sum(p.numel() for p in exported.parameters()) == entry["parameters"]
-
-
-BAD = {
-    "no token": ([*VIT, *DEIT], "--variants.deit.student_layer head_dist", "as ViT has it with distillation_token"),
-    "no class head": (
-        [*VIT, *TOKEN, *DEIT, "--variants.deit.class_layer", "heads"],
-        "--variants.deit.class_layer heads",
-        "head_dist",
-    ),
-    "no logits": (
-        [*VIT, *TOKEN, *DEIT, "--variants.deit.class_layer", "norm"],
-        "--variants.deit.class_layer norm",
-        "logits (10,)",
-    ),
-    "a part's layer": (
-        [*VIT, *BOTH, "[Hinton,DeiTToken]"],
-        "--variants.both.objectives.1.student_layer head_dist",
-        "as ViT has it",
-    ),
-    "a part's maps": (
-        [*VIT, *BOTH, "[Hinton,Hint]", "--variants.both.objectives.1.student_layer", "norm"],
-        "--variants.both.objectives.1.student_layer norm",
-        "maps of one height",
-    ),
-    "another net": (DEIT, "--variants.deit.student_layer head_dist", "a layer of LightNN"),
-    "kind": ([*VIT, *TOKEN, *DEIT, "--variants.deit.kind", "warm"], "--variants.deit.kind warm", "soft"),
-    "patches": ([*VIT, "--student.patch_size", "3"], "--student.patch_size 3", "8 x 8 pixels"),
-    "heads": ([*VIT, "--student.num_heads", "3"], "--student.num_heads 3", "a divisor of embed_dim, 16"),
-    "kernel that is not here": ([*VIT, "--student.backend", "cudnn"], "--student.backend cudnn", "on cpu; torch says"),
-    "kernel": ([*VIT, "--student.backend", "fast"], "--student.backend fast", "flash"),
-}
-
-
-@pytest.mark.parametrize("kind", BAD)
-def test_bad_input_is_one_line(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags, begins, says = BAD[kind]
-    refused(kd.main, [*QUICK, *flags], begins, says, tmp_path, capsys)
 
 
 def test_the_kernels_of_another_device_are_not_asked_for_here() -> None:

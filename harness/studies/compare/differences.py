@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from harness.cli.sources import INVOCATION, free
 from harness.reports.report import Facts
 from harness.reports.settings import objectives, settings, shown
 from harness.reports.tables import NONE, listed
@@ -13,12 +12,13 @@ from harness.studies.compare.runs import Run
 
 FEW = 3  # runs that have a column each
 MACHINE = ("cpu", "cores", "gpus", "threads")
-TOLD = INVOCATION | {"seeds", "only", "zoo", "recipe", "metric"}  # otherwise: as lists, rows, settings, headings
+# Settings of one call; what is told otherwise: as lists, rows, settings, headings.
+TOLD = {"out", "resume", "overwrite", "seeds", "only", "zoo", "recipe", "metric"}
 
 
 def settings_of(runs: Sequence[Run]) -> dict[str, str]:
     """All settings: those of all runs, then by their names those of single runs."""
-    each = {run.name: {_key(line): line for line in settings(run.config)} for run in runs}
+    each = {run.name: {_key(line): line for line in settings(run.config, run.free)} for run in runs}
     shared = set[str].intersection(*(set(lines) for lines in each.values()))
     own = {name: [line for key, line in lines.items() if key not in shared] for name, lines in each.items()}
     common = [line for key, line in each[runs[0].name].items() if key in shared]
@@ -54,7 +54,7 @@ def differences(runs: Sequence[Run]) -> list[Facts]:
         if not all(same(flag, run.settings.get(flag), sharing[0].settings.get(flag)) for run in sharing):
             name = _outer(flag, sharing, found)
             values = {run.name: set_to(run.setting(name)) for run in sharing}
-            found.setdefault(name, _difference(name, values, not free(name) and name not in idle))
+            found.setdefault(name, _difference(name, values, not sharing[0].is_free(name) and name not in idle))
     for name, moves, values in _facts(runs):
         if len(set(values.values())) > 1:
             found[name] = _difference(name, values, moves)

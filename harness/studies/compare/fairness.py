@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from datamodules.fingerprints import differing
-from harness.cli.sources import PLACES, free
+from harness.cli.resuming import PLACES
 from harness.reports.report import Facts
 from harness.reports.settings import is_off
 from harness.reports.tables import listed
@@ -90,7 +90,7 @@ def _training(run: Run, idle: set[str]) -> Facts:
     return {
         flag: value
         for flag, value in run.settings.items()
-        if not free(flag) and (flag in data or left_out.isdisjoint({flag, flag.partition(".")[0]}))
+        if not run.is_free(flag) and (flag in data or left_out.isdisjoint({flag, flag.partition(".")[0]}))
     }
 
 

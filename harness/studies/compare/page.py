@@ -8,13 +8,13 @@ from pathlib import Path
 from apprentice.errors import BadInput
 from harness.reports import html
 from harness.reports.figures import Dot, lines_picture, metric_picture
-from harness.reports.metrics import METRICS, Metric
 from harness.reports.pages import cost_axis, costs, starred
 from harness.reports.report import Facts, Part
 from harness.reports.tables import NONE, Table, columns, count, paragraph, short
 from harness.runs.files import write_bytes, write_json, write_text
 from harness.runs.folders import run_files
 from harness.studies.compare.differences import lines_of
+from lit_modules.tasks import METRICS, Metric
 
 DIFFER = {
     True: "What differs and may move results:",

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from apprentice.errors import BadInput
-from harness.cli.sources import free
 from harness.reports.interactive import save_results
 from harness.reports.report import Facts, machine
 from harness.reports.results import bake_off_results
@@ -15,7 +14,7 @@ from harness.studies.compare.fairness import known_places, other_samples
 from harness.studies.compare.page import check_folder, folder_name
 from harness.studies.compare.runs import Run
 
-HEAD = ("experiment", "data", "fingerprint", "hardware", "versions", "config")
+HEAD = ("experiment", "data", "fingerprint", "hardware", "versions", "config", "free")
 MORE, COST = ("classes", "tuning", "tuning_rungs"), ("tuning_cost",)
 
 
@@ -84,7 +83,7 @@ def _differs(first: Run, run: Run) -> str:
     keys = [
         key for key in {**theirs, **ours} if ours.get(key) != theirs.get(key) and key not in known_places(first, run)
     ]
-    other = [key for key in keys if key != "seeds" and not key.startswith("seeds.") and not free(key)]
+    other = [key for key in keys if key != "seeds" and not key.startswith("seeds.") and not first.is_free(key)]
     return f"{other[0]} is {ours.get(other[0])}, not {theirs.get(other[0])}" if other else ""
 
 

@@ -8,11 +8,10 @@ from typing import Any
 import datamodules
 from apprentice.errors import BadInput
 from harness.cli.sources import flat
-from harness.reports.metrics import METRICS
 from harness.reports.report import Facts
 from harness.reports.results import BASELINE, entry_of, load_results
 from harness.runs.records import NetRecord, reading
-from lit_modules.tasks import ACCURACY, BITS, Metric
+from lit_modules.tasks import ACCURACY, BITS, METRICS, Metric
 
 
 @dataclass(frozen=True)
@@ -87,6 +86,7 @@ class Run:
     def __post_init__(self) -> None:
         self.config: Facts = _with_teachers_epochs(self.results)
         self.settings = {**dict(flat(self.config)), "data": self.results["data"]["name"]}  # as flags and values
+        self.free: list[str] = self.results["free"]
         self.seeds: list[int] = self.results["seeds"] if self.kind.judged else self.config["seeds"]
         self.entries = self.experiment.rows(self.results)  # of its rows, by name
 
@@ -95,6 +95,10 @@ class Run:
         """The name of the row that others are compared with, if there is one."""
         name = self.experiment.baseline
         return f"{self.name}/{name}" if name in self.entries else None
+
+    def is_free(self, flag: str) -> bool:
+        """Whether no result depends on a setting, or on what it is an option of."""
+        return any(flag == name or flag.startswith(f"{name}.") for name in self.free)
 
     @property
     def data(self) -> type[datamodules.InMemoryData]:

@@ -132,7 +132,8 @@ def logits_of(net: nn.Module, images: Tensor) -> Tensor:
 def report(results: Facts, notes: Sequence[str]) -> Report:
     """Build the report from results.json's content and notes on what is left out."""
     rows = results["rows"]
-    header = {"Data": words(results["data"]), **machine(results), "Settings": "; ".join(settings(results["config"]))}
+    shown = "; ".join(settings(results["config"], results["free"]))
+    header = {"Data": words(results["data"]), **machine(results), "Settings": shown}
     text: list[Part] = [table(rows), COLUMNS, *notes]
     pngs = {"results.png": picture(rows)} if _batch_sizes(rows) else {}
     return Report(header, text, [*text, "![accuracy against latency](results.png)"], pngs)

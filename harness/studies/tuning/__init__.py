@@ -18,7 +18,6 @@ from torch import nn
 
 from apprentice.errors import BadInput
 from harness.cli.classes import Choice
-from harness.reports.metrics import Metric
 from harness.reports.report import Facts
 from harness.runs.files import read_text, write_json
 from harness.runs.launch import is_main_process, main_first
@@ -32,6 +31,7 @@ from harness.studies.setups import Setup, trial_name
 from harness.studies.tuning import rungs, spaces
 from harness.studies.tuning.waves import in_waves
 from lit_modules.distillation import Distillation
+from lit_modules.tasks import Metric
 
 FOLDER, PLAN = "tuning", "plan.json"
 Trials = Mapping[str, Sequence[Setup]]  # of each row

@@ -3,18 +3,14 @@
 import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from harness.reports.metrics import Metric
 from harness.runs import safepoints
 from harness.runs.files import atomic
 from harness.runs.records import NetRecord
-
-# Lists of a scheduler's state with an entry for each parameter group.
-OF_GROUPS = {"base_lrs", "_last_lr", "min_lrs", "max_lrs", "lr_lambdas", "base_momentums", "max_momentums"}
-OF_RUNS = ("train_sums", "validated")  # of a Learner's state, by `<run>/<what>`
+from lit_modules.distillation import Distillation
+from lit_modules.tasks import Metric
 
 
 def ends(epochs: int) -> list[int]:
@@ -47,44 +43,8 @@ def carry(before: Path, after: Path, runs: Sequence[str], kept: Collection[str])
         kept: those that go on.
     """
     state = safepoints.read(before)
-    places = [place for place, run in enumerate(runs) if run in kept]
-    dropped = tuple(f"{run}/" for run in runs if run not in kept)
-    parameters = tuple(f"students.{run}." for run in runs if run not in kept)
-    state["state_dict"] = {key: value for key, value in state["state_dict"].items() if not key.startswith(parameters)}
-    state["optimizer_states"] = [_groups(each, places) for each in state["optimizer_states"]]
-    state["lr_schedulers"] = [_of_groups(each, places) for each in state["lr_schedulers"]]
-    learner = state["learner"]
-    for name in OF_RUNS:
-        learner[name] = {key: value for key, value in learner[name].items() if not key.startswith(dropped)}
-    learner["epochs"] = [
-        {key: value for key, value in each.items() if not key.startswith(dropped)} for each in learner["epochs"]
-    ]
-    for name in ("failed", "loss_scales"):
-        learner[name] = {run: value for run, value in learner[name].items() if run in kept}
-    learner["asked"] = 0
+    Distillation.keep_students(state, runs, kept)
     state["callbacks"]["SafePoints"] |= {"finished": False, "seconds": 0.0}
     state.pop("hyper_parameters", None)
     with atomic(after) as temporary:
         torch.save(state, temporary)
-
-
-def _groups(state: dict[str, Any], places: Sequence[int]) -> dict[str, Any]:
-    """An optimizer's state with some of its groups, whose parameters are numbered anew."""
-    groups = [state["param_groups"][place] for place in places]
-    numbers = {old: new for new, old in enumerate(old for group in groups for old in group["params"])}
-    return {
-        "state": {numbers[old]: value for old, value in state["state"].items() if old in numbers},
-        "param_groups": [{**group, "params": [numbers[old] for old in group["params"]]} for group in groups],
-    }
-
-
-def _of_groups(state: Any, places: Sequence[int]) -> Any:
-    """A scheduler's state with the rates of some groups; one that is made of others has theirs inside."""
-    if isinstance(state, dict):
-        return {
-            key: [value[place] for place in places]
-            if key in OF_GROUPS and isinstance(value, list)
-            else _of_groups(value, places)
-            for key, value in state.items()
-        }
-    return [_of_groups(each, places) for each in state] if isinstance(state, list) else state

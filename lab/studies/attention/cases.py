@@ -3,7 +3,7 @@
 import math
 import random
 from argparse import Namespace
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, ClassVar, Literal
@@ -44,11 +44,11 @@ class Options(cli.OneSeedOptions):
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    parts: list[str] | None = None
-    backends: list[str] | None = None
-    dtypes: list[str] = field(default_factory=lambda: list(DTYPES))
-    lengths: list[int] | None = None
-    block_lengths: list[int] | None = None
+    parts: list[str] | None = field(default=None, metadata=cli.GROWS.metadata)
+    backends: list[str] | None = field(default=None, metadata=cli.GROWS.metadata)
+    dtypes: list[str] = field(default_factory=lambda: list(DTYPES), metadata=cli.GROWS.metadata)
+    lengths: list[int] | None = field(default=None, metadata=cli.GROWS.metadata)
+    block_lengths: list[int] | None = field(default=None, metadata=cli.GROWS.metadata)
     tokens: int | None = None
     heads: int = 8
     head_dim: int = 64
@@ -56,7 +56,6 @@ class Options(cli.OneSeedOptions):
     longest: float = 1.0
     quick: bool = False
     quick_values: ClassVar[Mapping[str, Any]] = QUICK
-    grows: ClassVar[Collection[str]] = ("parts", "backends", "dtypes", "lengths", "block_lengths")
     why_inexact: ClassVar[str] = "nothing is trained"
 
     def __post_init__(self) -> None:

@@ -1,6 +1,6 @@
 """The cases of the study: a backend, an operation, a group and a size each; and the options that choose them."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -28,14 +28,15 @@ class Options(cli.OneSeedOptions):
         quick: take two small sizes and fewer repeats, wherever none are given.
     """
 
-    sizes: list[int] = field(default_factory=lambda: [2**power for power in range(10, 27, 2)])
+    sizes: list[int] = field(
+        default_factory=lambda: [2**power for power in range(10, 27, 2)], metadata=cli.GROWS.metadata
+    )
     repeats: int = 7
-    only: list[str] | None = None
-    backends: list[str] | None = None
+    only: list[str] | None = field(default=None, metadata=cli.GROWS.metadata)
+    backends: list[str] | None = field(default=None, metadata=cli.GROWS.metadata)
     timeout: float = 120.0
     quick: bool = False
     quick_values: ClassVar[Mapping[str, Any]] = QUICK
-    grows: ClassVar[Collection[str]] = ("sizes", "only", "backends")
     why_inexact: ClassVar[str] = "what is sent is checked to the bit in any case"
 
     def __post_init__(self) -> None:

@@ -21,7 +21,7 @@ def report(results: Facts, missing: Mapping[str, str]) -> Report:
     """Build the report from results.json's content and the reasons why strategies are missing."""
     config, rows = results["config"], results["rows"]
     net, data = (config[key]["class_path"].rpartition(".")[2] for key in ("net", "data"))
-    header = {"Model": f"{net} on {data}", "Settings": "; ".join(settings(config)), **machine(results)}
+    header = {"Model": f"{net} on {data}", "Settings": "; ".join(settings(config, results["free"])), **machine(results)}
     text: list[Part] = [table(rows), COLUMNS]
     if len({row["threads_per_rank"] for row in rows}) > 1:
         threads = ", ".join(f"{row['strategy']} {row['threads_per_rank']}" for row in rows)

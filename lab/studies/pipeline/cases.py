@@ -2,7 +2,7 @@
 
 import math
 from argparse import Namespace
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -39,13 +39,14 @@ class Options(cli.OneSeedOptions):
     batch_size: int = 120
     image_size: int = 128
     num_classes: int = 1000
-    split_sizes: list[int] = field(default_factory=lambda: [1, 3, 5, 8, 10, 12, 20, 40, 60])
+    split_sizes: list[int] = field(
+        default_factory=lambda: [1, 3, 5, 8, 10, 12, 20, 40, 60], metadata=cli.GROWS.metadata
+    )
     repeats: int = 10
     batches: int = 3
     cut_after: str | None = TUTORIALS_CUT
     quick: bool = False
     quick_values: ClassVar[Mapping[str, Any]] = QUICK
-    grows: ClassVar[Collection[str]] = ("split_sizes",)
     why_inexact: ClassVar[str] = "each row has other micro-batches"
 
     def __post_init__(self) -> None:

@@ -1,0 +1,68 @@
+"""What a resumed run may do with each option: declared where the option is, checked here."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from apprentice.errors import BadInput
+
+NOTHING = "(nothing)"
+# Where data lie: a run that goes on knows its samples by their fingerprint.
+PLACES = ("data.root", "data.path")
+
+
+class Change(Enum):
+    """How a setting may differ from that of the run that is resumed."""
+
+    CALL = "it is of one call, and no setting of the experiment"
+    FREE = "in any way: no result depends on it"
+    GROWTH = "a list has all entries of before, a number is larger, a switch is now on"
+    NONE = "not at all"
+
+
+@dataclass(frozen=True)
+class OnResume:
+    """What a resumed run may do with an option, and why not more, where that is not plain."""
+
+    change: Change = Change.NONE
+    why: str = ""
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """As a field of a dataclass has it: `field(default=3, metadata=GROWS.metadata)`."""
+        return MappingProxyType({"on_resume": self})
+
+
+CALL, FREE, GROWS, FIXED = (OnResume(change) for change in Change)
+
+
+def check_same(
+    before: Mapping[str, Any],  # the run's settings by flag
+    after: Mapping[str, Any],
+    folder: Path,
+    on_resume: Callable[[str], OnResume],  # of a flag
+    new: Collection[str],  # flags of choices by name that the run did not use
+) -> None:
+    """Raise BadInput for the first setting that differs and has to stay."""
+    for flag in dict.fromkeys([*after, *before]):
+        was, now, rule = before.get(flag, NOTHING), after.get(flag, NOTHING), on_resume(flag)
+        if (was == now and type(was) is type(now)) or flag in PLACES:  # 1 batch is not 1.0 of all
+            continue
+        grows = rule.change is Change.GROWTH
+        if rule.change in {Change.CALL, Change.FREE} or (grows and _is_more(flag, was, now)):
+            continue
+        if not any(flag == key or flag.startswith(f"{key}.") for key in new):
+            least = f"no --{flag}" if was in (None, NOTHING) else f"{was} or more" if grows else str(was)
+            why = f": {rule.why}" if rule.why else ""
+            expected = f"{least}, as the run in {folder} was started{why}; leave it out, or take another --out"
+            raise BadInput(flag, now, expected)
+
+
+def _is_more(flag: str, was: Any, now: Any) -> bool:
+    """Whether a list has all of the entries before, a number is larger, or a switch is now on; -1 and None are none."""
+    if isinstance(was, list):
+        return set(was) <= set(now) if isinstance(now, list) else flag == "only"  # without --only, all are wanted
+    return now is True if was is False else type(was) is type(now) is int and 0 < was < now

@@ -1,0 +1,104 @@
+"""Tests of an objective on noise, before any training: what its terms depend on, and whether they train a student."""
+
+import copy
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apprentice import keyed
+from apprentice.errors import BadInput
+from apprentice.private import tree_map, tree_map_only
+from lit_modules.nets import Outputs
+from lit_modules.objectives import Objective, Term
+from lit_modules.objectives.base import viewed
+
+RANGES = (0, 1), (-10, 10)  # of outputs: the first has finite roots and logarithms, the second confident softmaxes
+
+
+@torch.no_grad()
+def check_rows(objective: Objective, student: Outputs, teacher: Outputs | None, flag: str) -> None:
+    """Raise BadInput if, on noise like these outputs of 2 rows or more, a term lacks a value for each row alone.
+
+    A row's values are compared when other rows change, unless the objective declares `relates_rows`.
+    """
+    name, b = type(objective).__name__, len(student.logits)
+    for low, high in RANGES:
+        noise = partial(_noise, student, teacher, low, high)
+        first, others = keyed.with_seed(0, noise), keyed.with_seed(1, noise)
+        terms = _repeatable_terms(objective, *first)
+        for term, (values, *_) in terms.items():
+            if not isinstance(values, Tensor) or values.shape not in ((b,), student.logits.shape[:-1]):
+                shape = tuple(values.shape) if isinstance(values, Tensor) else f"a {type(values).__name__}"
+                expected = f"an objective whose term {term} has a value a row, ({b},); it gives {shape}"
+                raise BadInput(flag, name, expected)
+        for row in range(0 if objective.relates_rows else b):
+            changed = _repeatable_terms(objective, *tree_map(partial(_with_row, row), first, others))
+            for term, (values, *_) in terms.items():
+                if not changed[term].values[row].allclose(values[row], rtol=1e-5, atol=0, equal_nan=True):
+                    expected = f"an objective whose term {term} has a value a row that depends on no other row"
+                    raise BadInput(flag, name, f"{expected}, or one with relates_rows = True")
+
+
+@torch.enable_grad()
+def check_gradient(objective: Objective, student: Outputs, teacher: Outputs | None, flag: str) -> None:
+    """Raise BadInput if no term with a weight depends on outputs of the student, such as these."""
+    student, teacher, labels = keyed.with_seed(0, partial(_noise, student, teacher, *RANGES[0]))
+    student = tree_map_only(Tensor, lambda x: x.requires_grad_().clone() if x.is_floating_point() else x, student)
+    terms = _repeatable_terms(objective, student, teacher, labels)
+    if not any(term.weight and term.values.requires_grad for term in terms.values()):
+        expected = "an objective whose loss depends on the student's outputs, by a term with a weight"
+        raise BadInput(flag, type(objective).__name__, expected)
+
+
+@torch.enable_grad()
+def check_finite(objective: Objective, student: Outputs, teacher: Outputs, flag: str) -> None:
+    """Raise BadInput if the loss, or its gradient, is not finite for these outputs, such as of a teacher with -inf."""
+    objective = copy.deepcopy(objective)
+    student = tree_map_only(Tensor, lambda x: x.detach().requires_grad_(x.is_floating_point()), student)
+    labels = torch.zeros(student.logits.shape[:-1], dtype=torch.int64)
+    terms = objective.terms(objective.adapt(student), objective.adapt_teacher(viewed("", teacher)), labels)
+    loss = sum((term.values.sum() * term.weight for term in terms.values()), start=torch.zeros(()))
+    leaves = [x for x in (student.logits, *student.features.values(), *objective.parameters()) if x.requires_grad]
+    gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+    if not all(x.isfinite().all() for x in (loss, *gradients) if x is not None):
+        expected = "a teacher with finite logits; for zeros it gives others, with which this loss is not finite"
+        raise BadInput(flag, type(objective).__name__, expected)
+
+
+@torch.no_grad()
+def check_labels(objective: Objective, student: Outputs, teacher: Outputs | None, flag: str) -> set[str]:
+    """The names of `labelled` terms, and "loss" if all are; BadInput if another one depends on labels."""
+    student, teacher, labels = keyed.with_seed(0, partial(_noise, student, teacher, *RANGES[1]))
+    terms, others = (
+        _repeatable_terms(objective, student, teacher, labels),
+        _repeatable_terms(objective, student, teacher, 1 - labels),
+    )
+    for name, term in terms.items():
+        if not term.labelled and not torch.equal(term.values, others[name].values):
+            expected = f"an objective whose term {name} needs no label, as some are hidden, or is a labelled one"
+            raise BadInput(flag, type(objective).__name__, expected)
+    labelled = {name for name, term in terms.items() if term.labelled}
+    return labelled | ({"loss"} if len(labelled) == len(terms) else set())
+
+
+def _repeatable_terms(
+    objective: Objective, student: Outputs, teacher: Outputs | None, labels: Tensor
+) -> dict[str, Term]:
+    """Terms that are equal in each call, even if the objective keeps state or draws noise; its parameters are fixed."""
+    objective = copy.deepcopy(objective).eval().requires_grad_(False)
+    known = teacher and objective.adapt_teacher(viewed("", teacher))
+    return keyed.with_seed(0, lambda: objective.terms(objective.adapt(student), known, labels))
+
+
+def _noise(student: Outputs, teacher: Outputs | None, low: float, high: float) -> tuple[Outputs, Any, Tensor]:
+    """Outputs between `low` and `high`, and labels (b, ...), some of them equal."""
+    labels = torch.randint(min(2, student.logits.shape[-1]), student.logits.shape[:-1])
+    noise = tree_map_only(Tensor, lambda x: torch.empty(x.shape).uniform_(low, high).to(x), (student, teacher))
+    return *noise, labels
+
+
+def _with_row(row: int, x: Tensor | None, y: Tensor | None) -> Tensor | None:
+    """One row of x among the rows of y."""
+    return x if x is None or y is None else torch.cat([y[:row], x[row : row + 1], y[row + 1 :]])
