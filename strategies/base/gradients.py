@@ -138,7 +138,7 @@ def set_aside(trained: Callable[[], Mapping[str, nn.Parameter]]) -> Iterator[Non
             p.grad = grad
     after = trained()
     if changed := [name for name in {**parameters, **after} if parameters.get(name) is not after.get(name)]:
-        expected = "one that freezes, unfreezes and replaces no parameter, as a hook may"
+        expected = "a training_step that freezes, unfreezes and replaces no parameter, as a hook may"
         raise BadInput("", "training_step", f"{expected}; it does so with {changed[0]}")
 
 

@@ -284,7 +284,7 @@ REFUSED = {
     **refused(
         SHARDED,
         "tied weights",
-        "weight of Embedding can't be sharded: expected a parameter of one module; another module has it too",
+        "weight of Embedding can't be sharded: expected a parameter of one module",
     ),
     **refused(SHARDED, "norms", "expected trainer.strategy.gradient_norm.* in place of grad_norm, as each rank has a"),
     **refused(
