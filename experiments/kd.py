@@ -214,10 +214,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             tuning.check(run, teacher, students, setups)
         with run.folder():
             begin(run)
-            more: dict[str, Any] = {}
+            search = None
             if run.config.tune:
-                setups, more = tuning.tuned(run, teacher, students, setups)
-            run_study(run, teacher, students, setups, **more)
+                setups, search = tuning.tuned(run, teacher, students, setups)
+            run_study(run, teacher, students, setups, search)
 
 
 if __name__ == "__main__":

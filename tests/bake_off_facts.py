@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from harness.reports.results import bake_off_results
-from harness.runs.records import FitRecord, NetRecord
+from harness.reports.results import Results, combine
+from harness.runs.records import FORMAT, FitRecord, Header, NetRecord
 
 TEST = 400
 CE = (368, 372, 370)
@@ -13,8 +13,8 @@ HINT = (360, 372, 378)
 FAILED = {"step": 120, "term": "kl"}
 
 
-def header(seeds: int = 3, **config: Any) -> dict[str, Any]:
-    return {
+def header(seeds: int = 3, **config: Any) -> Header:
+    facts = {
         "experiment": "kd",
         "data": {"name": "Digits", "train": 1257, "validation": 140, "test": TEST},
         "hardware": {"cores": 2},
@@ -34,6 +34,7 @@ def header(seeds: int = 3, **config: Any) -> dict[str, Any]:
         "free": FREE,
         "seeds": list(range(seeds)),
     }
+    return Header.read(facts)
 
 
 def net(correct: int | None, failed: dict[str, Any] | None, changes: dict[str, Any], **facts: Any) -> NetRecord:
@@ -58,12 +59,12 @@ def student(correct: int, failed: dict[str, Any] | None = None, **changes: Any) 
     return net(correct, failed, changes, **facts)
 
 
-def results(seeds: int = 3, **students: list[NetRecord]) -> dict[str, Any]:
+def results(seeds: int = 3, **students: list[NetRecord]) -> Results:
     """A bake-off of ce, kd and hint, or of these students."""
     usual = {
         name: [student(c) for c in correct[:seeds]] for name, correct in {"ce": CE, "kd": KD, "hint": HINT}.items()
     }
-    return bake_off_results(header(seeds), [teacher()] * seeds, students or usual, [12.0] * seeds)
+    return combine(header(seeds), [teacher()] * seeds, students or usual, [12.0] * seeds)
 
 
 def gpt(bits: list[float], **changes: Any) -> dict[str, Any]:
@@ -81,6 +82,7 @@ def gpt(bits: list[float], **changes: Any) -> dict[str, Any]:
         inner.get("init_args", inner)[last] = value
     facts = {"objective": "CrossEntropy", "parameters": 81472, "step_ms": 32.5, "train_flops": 404_000_000_000}
     return {
+        "format": FORMAT,
         "experiment": "gpt",
         "data": {"name": "Text", "train": 900, "validation": 100, "test": 100},
         "hardware": {},
@@ -100,6 +102,7 @@ def quantized(accuracy: float = 0.89, **config: Any) -> dict[str, Any]:
         "images_per_second": 12307.7,
     }
     return {
+        "format": FORMAT,
         "experiment": "quantize",
         "hardware": {"cpu": "EPY", "threads": 1},
         "versions": {},

@@ -2,41 +2,40 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import mean
 
 import numpy as np
 
 from harness.reports import html, mistakes, pages, plots, tuning
 from harness.reports.html import Section
-from harness.reports.report import Facts
-from harness.reports.tables import NONE, Table
+from harness.reports.measures import ON_PAGE
+from harness.reports.results import Results
+from harness.reports.tables import Table, table_of
 from harness.runs.files import write_bytes, write_json, write_text
-from lit_modules.tasks import METRICS
 
 Images = Callable[[Sequence[int]], np.ndarray | None]  # of places in the test set, (k, C, H, W)
 
 
 def save_results(
-    folder: str | Path, results: Facts, images: Images | None = None, commands: Sequence[str] = ()
+    folder: str | Path, results: Results, images: Images | None = None, commands: Sequence[str] = ()
 ) -> None:
     """Write report.html, results.md, results.png and, last, results.json, which marks the run as finished.
 
     Of a run that was tuned also tuning.png. `images` are of the test set, and `commands` those that made the run.
     """
     folder, pictures = Path(folder), {"results.png": pages.picture(results)}
-    if "tuning" in results:
+    if results.search:
         pictures[tuning.PICTURE] = tuning.picture(results)
     for name, png in pictures.items():
         write_bytes(folder / name, png)
     text = pages.markdown(results)
     write_text(folder / "results.md", text)
     write_text(folder / "report.html", html.page(text, pictures, sections(results, images, commands)))
-    write_json(folder / "results.json", results)
+    write_json(folder / "results.json", results.to_json())
 
 
-def sections(results: Facts, images: Images | None = None, commands: Sequence[str] = ()) -> list[Section]:
+def sections(results: Results, images: Images | None = None, commands: Sequence[str] = ()) -> list[Section]:
     """The parts of report.html below those of results.md; those for which results have nothing are left out."""
-    metric = METRICS[results["metric"]["name"]]
+    metric = results.metric
     validation = f"validation {metric.title.removeprefix('test ')}"
     lines = [
         *plots.curves(results, f"val/{metric.score}", validation, metric.scale),
@@ -64,41 +63,32 @@ _PAIRS = (
 )
 
 
-def _beside_accuracy(results: Facts) -> str:
+def _beside_accuracy(results: Results) -> str:
     """Whether nets follow their teacher, and whether their confidence is right."""
-    metric, rows = METRICS[results["metric"]["name"]], []
-    for name, entry in mistakes.nets(results):
-        figures = [_mean(entry, key) for key in ("test_agreement", "test_kl", "test_ece")]
-        if any(value is not None for value in figures):
-            cells = [NONE if x is None else f"{s * x:.{d}f}" for x, s, d in zip(figures, *_UNITS, strict=True)]
-            rows.append([name, metric.mean(entry[metric.name]), *cells])
-    if not rows:
+    metric = results.metric
+    nets = {name: (net, net.combined()) for name, net in results.nets.items()}
+    nets = {name: pair for name, pair in nets.items() if any(pair[1][f.key] is not None for f in ON_PAGE)}
+    if not nets:
         return ""
-    columns = ["net", metric.title, "agreement with the teacher, %", "KL to the teacher, nats", "ECE, %"]
+    scores = [metric.mean(net.scores[metric.name]) for net, _ in nets.values()]
+    figures = [figure.column([values for _, values in nets.values()]) for figure in ON_PAGE]
+    columns = [("net", list(nets)), (metric.title, scores), *figures]
     explained = (
         "Agreement: test samples of which a student predicts the teacher's class. KL: mean divergence of its "
         "predictions from the teacher's. ECE: expected calibration error, the mean distance of confidence and "
         "accuracy in 15 bins of confidence. Means over seeds."
     )
-    return f"{explained}\n\n{Table(columns, rows).markdown()}"
+    return f"{explained}\n\n{table_of(columns).markdown()}"
 
 
-_UNITS = ((100, 1, 100), (2, 4, 2))  # factors and digits of its figures
-
-
-def _mean(entry: Facts, key: str) -> float | None:
-    known = [value for value in entry.get(key) or () if value is not None]
-    return mean(known) if known else None
-
-
-def _frequent(results: Facts) -> str:
+def _frequent(results: Results) -> str:
     names = mistakes.class_names(results)
     rows = [[names[truth], names[taken], f"{100 * share:.1f}"] for truth, taken, share in mistakes.frequent(results)]
     columns = ["class", "taken for", "of the class's samples, % (mean of all students)"]
     return Table(columns, rows, left=2).markdown() if rows else ""
 
 
-def _most_confused(results: Facts, images: Images | None) -> Section:
+def _most_confused(results: Results, images: Images | None) -> Section:
     found, names, places = mistakes.most_confused(results), mistakes.class_names(results), mistakes.places(results)
     rows = [[str(places[row]), names[truth], names[taken], f"{100 * share:.0f}"] for row, truth, taken, share in found]
     shown = images([int(places[row]) for row, *_ in found]) if images and found else None

@@ -1,12 +1,12 @@
 """What nets take for what: confusion matrices, and the test samples that most of them get wrong."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from harness.reports import samples
 from harness.reports.figures import figure
-from harness.reports.report import Facts
+from harness.reports.results import NetResults, Results
 
 SHOWN = 24  # images
 ACROSS = 8
@@ -14,43 +14,37 @@ PAIRS = 10  # of classes
 LETTERS = 16  # of a class's name over an image
 
 
-def nets(results: Facts) -> Iterator[tuple[str, Facts]]:
-    """The teacher and the students by name."""
-    yield "teacher", results["teacher"]
-    yield from results["students"].items()
-
-
-def predictions(entry: Facts, count: int) -> np.ndarray:
+def predictions(net: NetResults, count: int) -> np.ndarray:
     """The classes (seeds, n) that a net predicted with the seeds that have them."""
-    found = [samples.unpacked_classes(stored) for stored in entry.get("test_predicted", ()) if stored is not None]
+    found = [samples.unpacked_classes(stored) for stored in net.samples.get("test_predicted", ()) if stored is not None]
     return np.stack(found) if found else np.zeros((0, count), dtype=np.int64)
 
 
-def confusions(results: Facts) -> dict[str, np.ndarray]:
+def confusions(results: Results) -> dict[str, np.ndarray]:
     """For each net the shares (classes, classes) of a class's samples, in rows, that were taken for a class."""
     truth = samples.labels(results)
     size, found = _classes(results, truth), {}
-    for name, entry in nets(results):
-        if len(predicted := predictions(entry, len(truth))):
+    for name, net in results.nets.items():
+        if len(predicted := predictions(net, len(truth))):
             counts = np.zeros((size, size))
             np.add.at(counts, (np.broadcast_to(truth, predicted.shape), predicted), 1)
             found[name] = counts / counts.sum(1, keepdims=True).clip(min=1)
     return found
 
 
-def _classes(results: Facts, truth: np.ndarray) -> int:
-    largest = [predictions(entry, len(truth)).max(initial=0) for _, entry in nets(results)]
+def _classes(results: Results, truth: np.ndarray) -> int:
+    largest = [predictions(net, len(truth)).max(initial=0) for net in results.nets.values()]
     return int(max([truth.max(initial=0), *largest])) + 1 if len(truth) else 0
 
 
-def class_names(results: Facts) -> list[str]:
-    """Names of the classes, or their numbers in results of older versions."""
+def class_names(results: Results) -> list[str]:
+    """Names of the classes; their numbers where some have none."""
     size = _classes(results, samples.labels(results))
-    known = results.get("classes") or []
+    known = results.classes
     return [str(name) for name in (known if len(known) >= size else range(size))]
 
 
-def frequent(results: Facts) -> list[tuple[int, int, float]]:
+def frequent(results: Results) -> list[tuple[int, int, float]]:
     """The pairs of classes that students confuse most: label, class, share of the label's samples over all students."""
     found = [shares for name, shares in confusions(results).items() if name != "teacher"]
     if not found:
@@ -62,10 +56,10 @@ def frequent(results: Facts) -> list[tuple[int, int, float]]:
     return [(truth, taken, float(shares[truth, taken])) for truth, taken in pairs if shares[truth, taken] > 0]
 
 
-def most_confused(results: Facts) -> list[tuple[int, int, int, float]]:
+def most_confused(results: Results) -> list[tuple[int, int, int, float]]:
     """The samples that most students got wrong: row, label, what most took it for, share of nets that were wrong."""
     truth = samples.labels(results)
-    found = [predictions(entry, len(truth)) for entry in results["students"].values()]
+    found = [predictions(net, len(truth)) for net in results.students.values()]
     predicted = np.concatenate(found) if found else np.zeros((0, len(truth)), dtype=np.int64)
     if not len(predicted):
         return []
@@ -75,9 +69,9 @@ def most_confused(results: Facts) -> list[tuple[int, int, int, float]]:
     return [(row, int(truth[row]), int(as_), float(wrong[row])) for row, as_ in zip(order, taken, strict=True)]
 
 
-def places(results: Facts) -> np.ndarray:
+def places(results: Results) -> np.ndarray:
     """The places (n,) of the tested samples in the test set."""
-    stored = results["teacher"].get("test_places")
+    stored = results.teacher.sampled.get("test_places")
     return np.arange(len(samples.labels(results))) if stored is None else samples.unpacked_classes(stored)
 
 
@@ -97,7 +91,7 @@ def picture(images: np.ndarray, titles: Sequence[str]) -> bytes:
     return png.getvalue()
 
 
-def titles(results: Facts) -> list[str]:
+def titles(results: Results) -> list[str]:
     """Of each of the most confused samples what it is, and what most took it for."""
     names = [name if len(name) <= LETTERS else f"{name[: LETTERS - 1]}…" for name in class_names(results)]
     return [

@@ -1,31 +1,32 @@
 """Pages of a comparison of students: the table on the terminal, results.md and results.png."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 
 from harness.reports import samples, tuning
 from harness.reports.figures import Dot, metric_picture
+from harness.reports.measures import COST, IN_TABLE, STEP
 from harness.reports.metrics import conclude, lead, paired_differences
-from harness.reports.report import Facts, machine
-from harness.reports.results import baseline_of
+from harness.reports.report import machine
+from harness.reports.results import NetResults, Results, Scores, StudentResults, TeacherResults
 from harness.reports.settings import objectives, settings
-from harness.reports.tables import NONE, Table, columns, count, flops_unit, listed, paragraph, short
-from lit_modules.tasks import METRICS, Metric
+from harness.reports.tables import NONE, Table, count, listed, paragraph, table_of
+from harness.runs.records import Failure, Header
+from lit_modules.tasks import Metric
 
 
-def text(results: Facts) -> str:
+def text(results: Results) -> str:
     """The table and its notes for a terminal: plain text of at most 110 columns."""
-    tuned = [tuning.table(results).plain()] if "tuning" in results else []
+    tuned = [tuning.table(results).plain()] if results.search else []
     said = "\n".join(map(paragraph, [*notes(results), *tuning.notes(results)]))
     return "\n\n".join(filter(None, [table(results).plain(), *tuned, said]))
 
 
-def markdown(results: Facts) -> str:
+def markdown(results: Results) -> str:
     """results.md: what was run, the table, its notes, what each student learnt by, the picture."""
-    drawn = "![{0}, and {0} against cost](results.png)".format(_metric(results).word)
+    drawn = f"![{results.metric.word}, and {results.metric.word} against cost](results.png)"
     learnt = "\n".join(f"- {name}: {objective}" for name, objective in objectives(results).items())
     parts = [
-        header(results),
+        head(results, results.metric, results.pooled),
         table(results).markdown(),
         *notes(results),
         *_another_test_set(results),
@@ -36,110 +37,103 @@ def markdown(results: Facts) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _another_test_set(results: Facts) -> list[str]:
+def _another_test_set(results: Results) -> list[str]:
     """The intervals that stand for another test set of this size, too; nothing where none can be given."""
-    students, metric = results["students"], _metric(results)
-    rows = []
-    for name, entry in students.items():
-        own = baseline_of(entry)
-        if name == own or own not in students:
+    metric, rows = results.metric, []
+    for name, student in results.students.items():
+        if student.delta_vs_ce is None or name == student.baseline or student.baseline not in results.students:
             continue
-        found = samples.both(results, name, own, metric)
-        if found is not None and found["low"] is not None:
-            rows.append([name, metric.difference(entry["delta_vs_ce"]), metric.difference(found)])
+        interval = samples.both(results, name, student.baseline)
+        if interval is not None and interval["low"] is not None:
+            rows.append([name, metric.difference(student.delta_vs_ce), metric.difference(interval)])
     if not rows:
         return []
     header = ["variant", f"Δ over seeds, {metric.unit}", f"Δ over seeds and test {metric.counted}, {metric.unit}"]
-    said = (
+    explained = (
         "Intervals over seeds are of this test set; those over seeds and samples together hold for others of its size."
     )
-    return [said, Table(header, rows).markdown()]
+    return [explained, Table(header, rows).markdown()]
 
 
-def _tuned(results: Facts) -> list[str]:
-    if "tuning" not in results:
+def _tuned(results: Results) -> list[str]:
+    if results.search is None:
         return []
     drawn = f"![validation against each option]({tuning.PICTURE})"
     return ["## Tuning", tuning.table(results).markdown(), *tuning.notes(results), drawn]
 
 
-def header(results: Facts) -> str:
-    """The head of results.md: what was run, on what."""
-    data = results["data"]
+def head(run: Header, metric: Metric, pooled: Sequence[str] = ()) -> str:
+    """Write the head of results.md: what was run, on what."""
+    data = run.data
     sizes = [f"{count(data[part])} {part}" for part in ("train", "validation", "test") if data.get(part) is not None]
-    facts = {
-        "Data": f"{data['name']}: {', '.join(sizes)} {_metric(results).counted}",
-        "Seeds": ", ".join(map(str, results["seeds"])),
-        "Pooled from": ", ".join(results.get("pooled", ())),
-        "Settings": "; ".join(settings(results["config"], results["free"])),
-        **machine(results),
+    lines = {
+        "Data": f"{data['name']}: {', '.join(sizes)} {metric.counted}",
+        "Seeds": ", ".join(map(str, run.seeds)),
+        "Pooled from": ", ".join(pooled),
+        "Settings": "; ".join(settings(run.config, run.free)),
+        **machine(vars(run)),
     }
-    lines = "\n".join(f"- {name}: {value}" for name, value in facts.items() if value)
-    return f"# {results['experiment']} on {data['name']}\n\n{lines}"
+    listing = "\n".join(f"- {name}: {value}" for name, value in lines.items() if value)
+    return f"# {run.experiment} on {data['name']}\n\n{listing}"
 
 
-def table(results: Facts) -> Table:
+def table(results: Results) -> Table:
     """One line for the teacher and one for each student."""
-    metric, rows = _metric(results), [{"name": "teacher", **results["teacher"]}]
-    rows += [{"name": name, **entry} for name, entry in results["students"].items()]
-
-    def mean(key: str, row: Facts) -> str:
-        return metric.mean(row[key][: row.get("nets")])
-
-    cells: dict[str, Callable[[Facts], str]] = {
-        "variant": lambda row: starred(row["name"], row),
-        "objective": lambda row: row.get("objective", NONE),
-        "parameters": lambda row: count(row["parameters"]),
-        **{title: partial(mean, key) for key, title in metric.columns.items()},
-        f"Δ to ce, {metric.unit}": lambda row: (
-            NONE
-            if row["name"] == baseline_of(row) or "delta_vs_ce" not in row
-            else metric.difference(row["delta_vs_ce"])
-        ),
-        **costs(rows),
-    }
-    return columns(cells, rows, left=2)
+    metric, nets, students = results.metric, results.nets, results.students
+    figures = [net.combined() for net in nets.values()]
+    differences = [_difference(name, student, metric) for name, student in students.items()]
+    return table_of([
+        ("variant", ["teacher", *(starred(name, student.failed) for name, student in students.items())]),
+        ("objective", [NONE, *(student.objective for student in students.values())]),
+        *(figure.column(figures) for figure in IN_TABLE if figure.of_net),
+        *((title, [_mean(net, key, metric) for net in nets.values()]) for key, title in metric.columns.items()),
+        (f"Δ to ce, {metric.unit}", [NONE, *differences]),
+        *(figure.column(figures) for figure in IN_TABLE if not figure.of_net),
+    ], left=2)  # fmt: skip
 
 
-def costs(rows: Sequence[Facts]) -> dict[str, Callable[[Facts], str]]:
-    """The columns of these rows' costs: milliseconds a step, FLOPs of training."""
-    size, unit = flops_unit([row["train_flops"] for row in rows])
-    return {
-        "step, ms": lambda row: short(row["step_ms"]),
-        f"cost, {unit}": lambda row: short(row["train_flops"] and row["train_flops"] / size),
-    }
+def _mean(net: NetResults, key: str, metric: Metric) -> str:
+    """The mean of a score over the nets that there are."""
+    return metric.mean(net.scores[key][: net.nets] if isinstance(net, TeacherResults) else net.scores[key])
 
 
-def notes(results: Facts) -> list[str]:
+def _difference(name: str, student: StudentResults, metric: Metric) -> str:
+    if name == student.baseline or student.delta_vs_ce is None:
+        return NONE
+    return metric.difference(student.delta_vs_ce)
+
+
+def notes(results: Results) -> list[str]:
     """The notes beneath the table: what it shows, which students failed, what the intervals support."""
-    students, seeds, metric = results["students"], results["seeds"], _metric(results)
+    students, seeds, metric = results.students, results.seeds, results.metric
     spread = f" ± standard deviation over {len(seeds)} seeds" if len(seeds) > 1 else ""
     lines = [f"{metric.word.capitalize()}: mean{spread}." if spread else ""]
-    if results["teacher"].get("nets", len(seeds)) < len(seeds):
+    if results.teacher.nets < len(seeds):
         lines.append("teacher: one net, tested once, which taught with every seed.")
     lines += [
-        f"{name}: its net became a {e['net']}, which these figures are of."
-        for name, e in students.items()
-        if "net" in e
+        f"{name}: its net became a {student.net}, which these figures are of."
+        for name, student in students.items()
+        if student.net
     ]
     lines += _labels(results) + _kept_teacher(results) + ended_early(results)
-    lines += failures(results)
-    baselines = dict.fromkeys(map(baseline_of, students.values()))
+    lines += failures(seeds, {name: student.failed for name, student in students.items()})
+    scores = {name: student.scores[metric.name] for name, student in students.items()}
+    baselines = dict.fromkeys(student.baseline for student in students.values())
     for baseline in (name for name in baselines if name in students):
-        own = {n: e[metric.name] for n, e in students.items() if baseline_of(e) == baseline != n}
-        others = {n: paired_differences(values, students[baseline][metric.name]) for n, values in own.items()}
-        lines.append(conclude(baseline, others, metric))
+        others = [name for name, student in students.items() if student.baseline == baseline != name]
+        differences = {name: paired_differences(scores[name], scores[baseline]) for name in others}
+        lines.append(conclude(baseline, differences, metric))
     if (missing := [name for name in baselines if name not in students]) and len(students) > 1:
-        differences = "no differences are given" if len(missing) == len(baselines) else "its rows have no differences"
-        lines += [f"No student is called {name}, so {differences}." for name in missing]
-    if results["config"].get("zoo"):
-        lines.append(lead([entry[metric.name] for entry in students.values()], metric))
+        without = "no differences are given" if len(missing) == len(baselines) else "its rows have no differences"
+        lines += [f"No student is called {name}, so {without}." for name in missing]
+    if results.config.get("zoo"):
+        lines.append(lead(list(scores.values()), metric))
     return [line for line in lines if line]
 
 
-def _labels(results: Facts) -> list[str]:
+def _labels(results: Results) -> list[str]:
     """A line that says which labels students and teacher had, if the students had only some."""
-    config, total = results["config"], results["data"].get("train")
+    config, total = results.config, results.data.get("train")
     labelled = (config.get("data") or {}).get("init_args", {}).get("labelled")
     if labelled is None:
         return []
@@ -147,66 +141,80 @@ def _labels(results: Facts) -> list[str]:
     return [f"students: labels of {count(labelled)} of {count(total)} training samples; the teacher {teacher}."]
 
 
-def _kept_teacher(results: Facts) -> list[str]:
+def _kept_teacher(results: Results) -> list[str]:
     """A line that says for how many epochs the teacher was trained, if the run has grown since."""
-    epochs, now = results["teacher"].get("max_epochs"), results["config"].get("trainer", {}).get("max_epochs")
-    if results["config"].get("teacher_epochs") is not None:
+    epochs, now = results.teacher.max_epochs, planned_epochs(results)
+    if results.config.get("teacher_epochs") is not None:
         return []
     return [f"teacher: of {epochs} epochs; the run grew to {now} afterwards."] if epochs not in (None, now) else []
 
 
-def ended_early(results: Facts) -> list[str]:
-    """A line that says after how many epochs nets ended that did not train for as many as planned."""
-    planned = ((results.get("config") or {}).get("trainer") or {}).get("max_epochs")
-    rows = {name: (entry, planned) for name, entry in results.get("students", {}).items()}
-    if "teacher" in results:
-        rows = {"teacher": (results["teacher"], results["teacher"].get("max_epochs")), **rows}
+def planned_epochs(run: Header) -> int | None:
+    """The epochs of a run's nets, as its settings have them."""
+    epochs: int | None = (run.config.get("trainer") or {}).get("max_epochs")
+    return epochs
+
+
+def ended_early(run: Header) -> list[str]:
+    """A line on the nets of a run that did not train for as many epochs as planned; nothing of other experiments."""
+    if not isinstance(run, Results):
+        return []
+    students = {name: student.trained_epochs for name, student in run.students.items()}
+    planned = {"teacher": run.teacher.max_epochs, **dict.fromkeys(students, planned_epochs(run))}
+    return say_epochs({"teacher": run.teacher.trained_epochs, **students}, planned)
+
+
+def say_epochs(trained: Mapping[str, Scores], planned: Mapping[str, int | None]) -> list[str]:
+    """A line that says after how many epochs nets ended that did not train for as many as planned.
+
+    Args:
+        trained: for each net the epochs of each seed.
+        planned: for each net.
+    """
     nets: dict[str, list[str]] = {}
-    for name, (entry, epochs) in rows.items():
-        trained = [each for each in entry.get("trained_epochs") or [] if each is not None]
-        if any(each != epochs for each in trained):
-            of = f" of {epochs}" if (epochs or -1) > 0 else ""
-            nets.setdefault(f"{listed([f'{each:.4g}' for each in trained])}{of} epochs", []).append(name)
+    for name, of_seeds in trained.items():
+        epochs = [number for number in of_seeds if number is not None]
+        if any(number != planned[name] for number in epochs):
+            of = f" of {planned[name]}" if (planned[name] or -1) > 0 else ""
+            nets.setdefault(f"{listed([f'{number:.4g}' for number in epochs])}{of} epochs", []).append(name)
     ended = "; ".join(f"{listed(names)} after {epochs}" for epochs, names in nets.items())
     why = "by --trainer.max_time or max_steps, or a callback"
     return [f"Training ended early ({why}), seed by seed: {ended}."] if nets else []
 
 
-def failures(results: Facts, prefix: str = "") -> list[str]:
-    """One line for each student that failed, saying where; `prefix` comes before its name."""
-    lines, seeds = [], results["seeds"]
-    for name, entry in results["students"].items():
-        failed = zip(seeds, entry.get("failed") or [], strict=False)
-        if where := [f"seed {seed} (term {f['term']}, step {f['step']})" for seed, f in failed if f]:
+def failures(seeds: Sequence[int], failed: Mapping[str, Sequence[Failure | None]]) -> list[str]:
+    """One line for each student that failed with a seed, saying where."""
+    lines = []
+    for name, of_seeds in failed.items():
+        pairs = zip(seeds, of_seeds, strict=False)
+        if where := [f"seed {seed} (term {f.term}, step {f.step})" for seed, f in pairs if f]:
             left = len(seeds) - len(where)
             rest = f"its figures are over the {left} other seed{'s' * (left > 1)}" if left else "it has no figures"
-            lines.append(f"* {prefix}{name}: the loss stopped being finite with {listed(where)}; {rest}.")
+            lines.append(f"* {name}: the loss stopped being finite with {listed(where)}; {rest}.")
     return lines
 
 
-def starred(name: str, entry: Facts) -> str:
+def starred(name: str, failed: Sequence[Failure | None]) -> str:
     """The name in the table; a star points to the line of its failure."""
-    return f"{name} *" if any(entry.get("failed") or []) else name
+    return f"{name} *" if any(failed) else name
 
 
-def picture(results: Facts) -> bytes:
+def picture(results: Results) -> bytes:
     """results.png: the metric with its intervals, and against the cost of training."""
-    teacher, students, metric = results["teacher"], results["students"], _metric(results)
-    label, places = cost_axis(list(students.values()), teacher)
-    entries = zip(students.items(), places, strict=True)
-    dots = [Dot(name, e[metric.name], place, group, metric) for group, ((name, e), place) in enumerate(entries)]
-    known = metric.scaled(teacher[metric.name])
+    metric, students = results.metric, results.students
+    label, places = cost_axis([student.figures for student in students.values()], results.teacher.figures)
+    nets = zip(students.items(), places, strict=True)
+    dots = [Dot(name, e.scores[metric.name], place, group, metric) for group, ((name, e), place) in enumerate(nets)]
+    known = metric.scaled(results.teacher.scores[metric.name])
     return metric_picture(dots, label, sum(known) / len(known) if known else None)
 
 
-def _metric(results: Facts) -> Metric:
-    return METRICS[results["metric"]["name"]]
+Figures = Mapping[str, float | None]  # of a net, by key
 
 
-def cost_axis(entries: list[Facts], *others: Facts) -> tuple[str, list[float | None]]:
+def cost_axis(nets: Sequence[Figures], *others: Figures) -> tuple[str, list[float | None]]:
     """Label and values of the cost axis: FLOPs of training, in a unit for `others` too, or milliseconds a step."""
-    flops = [entry["train_flops"] for entry in entries]
-    if all(value is None for value in flops):
-        return "own training step, ms", [entry["step_ms"] for entry in entries]
-    size, unit = flops_unit([*flops, *(entry["train_flops"] for entry in others)])
-    return f"cost of training, {unit}", [None if value is None else value / size for value in flops]
+    figure = STEP if all(net.get(COST.key) is None for net in nets) else COST
+    size, unit = figure.unit([net.get(figure.key) for net in (*nets, *others)])
+    values = [net.get(figure.key) for net in nets]
+    return figure.axis.format(unit=unit), [None if value is None else value / size for value in values]

@@ -9,11 +9,11 @@ import numpy as np
 
 from harness.reports import mistakes
 from harness.reports.figures import GREY, bounds
+from harness.reports.measures import COST, PARAMETERS, Figure
 from harness.reports.metrics import paired_differences
-from harness.reports.report import Facts
-from harness.reports.tables import flops_unit
+from harness.reports.results import NetResults, Results
 from harness.reports.uncertainty import CONFIDENCE, Interval, holm, p_value, paired_interval
-from lit_modules.tasks import METRICS, Metric
+from lit_modules.tasks import Metric
 
 WIDTH, HEIGHT, LINE = 1100, 420, 26
 MATRIX = 340  # pixels of a confusion matrix
@@ -21,10 +21,10 @@ NAMED_CLASSES, MOST_CLASSES = 20, 100  # of which a matrix has the names, and of
 DASHES = ("solid", "dashed", "dotted", "dotdash")
 
 
-def intervals(results: Facts) -> list[Any]:
+def intervals(results: Results) -> list[Any]:
     """A plot of each student's seeds, mean and 95 % interval, with the teacher's mean as a line; none if all failed."""
-    metric, students = METRICS[results["metric"]["name"]], results["students"]
-    known = {name: metric.scaled(entry[metric.name]) for name, entry in students.items()}
+    metric, students = results.metric, results.students
+    known = {name: metric.scaled(net.scores[metric.name]) for name, net in students.items()}
     known = {name: values for name, values in known.items() if values}
     names = list(known)
     if not names:
@@ -43,7 +43,7 @@ def intervals(results: Facts) -> list[Any]:
     source = _source(columns)
     plot.segment("low", "name", "high", "name", source=source, line_width=3, color="color")
     plot.scatter("mean", "name", source=source, size=11, color="color", line_color="white")
-    if teacher := metric.scaled(results["teacher"][metric.name]):
+    if teacher := metric.scaled(results.teacher.scores[metric.name]):
         _line(plot, mean(teacher), "height")
     return [plot]
 
@@ -55,13 +55,13 @@ class Pair(dict[str, Any]):
     """
 
 
-def compared_pairs(results: Facts) -> list[Pair]:
+def compared_pairs(results: Results) -> list[Pair]:
     """All pairs of students with two common seeds or more, as `one` minus `other`, with p corrected for all of them."""
-    metric, students = METRICS[results["metric"]["name"]], results["students"]
+    metric, students = results.metric, results.students
     found: dict[str, tuple[str, str, Interval]] = {}
     raw: dict[str, float | None] = {}
     for one, other in itertools.combinations(students, 2):
-        differences = paired_differences(students[one][metric.name], students[other][metric.name])
+        differences = paired_differences(students[one].scores[metric.name], students[other].scores[metric.name])
         if len(differences) > 1:
             key = f"{one}\n{other}"
             found[key], raw[key] = (one, other, paired_interval(differences)), p_value(differences)
@@ -72,17 +72,17 @@ def compared_pairs(results: Facts) -> list[Pair]:
     ]
 
 
-def pairs(results: Facts) -> list[Any]:
+def pairs(results: Results) -> list[Any]:
     """A matrix: by how much the student of a row is better than that of a column; grey where noise may be the reason.
 
     No plot if no pair has two seeds.
     """
     from bokeh.palettes import RdBu11
 
-    metric, found = METRICS[results["metric"]["name"]], compared_pairs(results)
+    metric, found = results.metric, compared_pairs(results)
     if not found:
         return []
-    names, sign = list(results["students"]), 1 if metric.higher_is_better else -1
+    names, sign = list(results.students), 1 if metric.higher_is_better else -1
     largest = max(abs(pair["difference"]) for pair in found) or 1.0
     columns: dict[str, list[Any]] = {key: [] for key in ("row", "column", "told", "p", "color", "shown", "ink")}
     for pair in found:
@@ -117,10 +117,10 @@ def mean_curve(epochs: Sequence[Sequence[Mapping[str, float | None]] | None], na
     return [mean(values) if values else None for values in known]  # type: ignore[type-var]
 
 
-def curves(results: Facts, name: str, title: str, scale: float = 1.0) -> list[Any]:
+def curves(results: Results, name: str, title: str, scale: float = 1.0) -> list[Any]:
     """A plot of a value of each epoch, the mean over seeds, a line for each net; none if no net has it."""
-    entries = {**results["students"], "teacher": results["teacher"]}
-    found = {net: mean_curve(entry.get("epochs") or [], name) for net, entry in entries.items()}
+    nets = {**results.students, "teacher": results.teacher}
+    found = {net: mean_curve(of.epochs, name) for net, of in nets.items()}
     found = {net: values for net, values in found.items() if any(value is not None for value in values)}
     if not found:
         return []
@@ -143,19 +143,19 @@ def curves(results: Facts, name: str, title: str, scale: float = 1.0) -> list[An
     return [plot]
 
 
-def costs(results: Facts) -> list[Any]:
+def costs(results: Results) -> list[Any]:
     """The metric against the cost of training and against the number of parameters, where they are known."""
-    metric = METRICS[results["metric"]["name"]]
-    entries = {**results["students"], "teacher": results["teacher"]}
-    size, unit = flops_unit([entry["train_flops"] for entry in entries.values()])
-    axes = [("train_flops", f"cost of training, {unit}", size), ("parameters", "parameters", 1.0)]
-    return [plot for axis in axes for plot in _against(entries, metric, *axis)]
+    nets = {**results.students, "teacher": results.teacher}
+    return [plot for figure in (COST, PARAMETERS) for plot in _against(nets, results.metric, figure)]
 
 
-def _against(entries: Mapping[str, Facts], metric: Metric, key: str, label: str, size: float) -> list[Any]:
+def _against(nets: Mapping[str, NetResults], metric: Metric, figure: Figure) -> list[Any]:
     from bokeh.models import NumeralTickFormatter
 
-    known = {name: e for name, e in entries.items() if e[key] and metric.scaled(e[metric.name])}
+    size, unit = figure.unit([net.figures[figure.key] for net in nets.values()])
+    label = figure.axis.format(unit=unit)
+    scores = {name: metric.scaled(net.scores[metric.name]) for name, net in nets.items()}
+    known = {name: value for name, net in nets.items() if (value := net.figures[figure.key]) and scores[name]}
     if not known:
         return []
     plot = _figure(
@@ -164,10 +164,10 @@ def _against(entries: Mapping[str, Facts], metric: Metric, key: str, label: str,
     )  # fmt: skip
     plot.xaxis.formatter = NumeralTickFormatter(format="0.[00]a")  # 200k: powers of ten leave no room
     plot.x_range.range_padding = 0.4  # for the name to the right of the last dot
-    colors = dict(zip(entries, itertools.cycle(_colors())))
+    colors = dict(zip(nets, itertools.cycle(_colors())))
     source = _source({
-        "name": list(known), "x": [e[key] / size for e in known.values()],
-        "y": [mean(metric.scaled(e[metric.name])) for e in known.values()],
+        "name": list(known), "x": [value / size for value in known.values()],
+        "y": [mean(scores[name]) for name in known],
         "color": [GREY if name == "teacher" else colors[name] for name in known],
     })  # fmt: skip
     plot.scatter("x", "y", source=source, size=11, color="color", line_color="white")
@@ -176,7 +176,7 @@ def _against(entries: Mapping[str, Facts], metric: Metric, key: str, label: str,
     return [plot]
 
 
-def confusion(results: Facts) -> list[Any]:
+def confusion(results: Results) -> list[Any]:
     """A matrix for each net: of the samples of a class, in rows, the shares that it took for a class.
 
     None for over 100 classes: their matrices would take megabytes.

@@ -8,7 +8,6 @@ from harness.reports import html
 from harness.reports.tables import NONE, Table, paragraph, words
 from harness.runs.files import write_bytes, write_text
 
-Facts = dict[str, Any]
 MIB = 2**20
 
 
@@ -62,7 +61,7 @@ def percent(share: float | None) -> str:
     return NONE if share is None else f"{100 * share:.0f}"
 
 
-def machine(results: Facts) -> dict[str, str]:
+def machine(results: Mapping[str, Any]) -> dict[str, str]:
     """Lines of a page's header: the machine, the versions, the commits of the code that ran, in their order."""
     lines = {name: words(results[name.lower()]) for name in ("Hardware", "Versions")}
     commits = [commit or "unknown" for commit in results.get("commits", ())]

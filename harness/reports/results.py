@@ -1,124 +1,269 @@
-"""results.json of a comparison of students: made from the facts of each seed, and read back."""
+"""results.json of a comparison of students: made from the records of each seed, and read back."""
 
 import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 from apprentice.errors import BadInput
-from harness.reports import samples
-from harness.reports.metrics import ACCURACY, Metric, paired_differences
-from harness.reports.report import Facts
-from harness.reports.uncertainty import paired_interval
-from harness.runs.records import FitRecord, NetRecord, reading
+from harness.reports.measures import FIGURES, take_mean
+from harness.reports.metrics import paired_differences
+from harness.reports.search import Search
+from harness.reports.uncertainty import Interval, paired_interval
+from harness.runs.records import Failure, FitRecord, Header, NetRecord, check_figures, check_format, reading
+from lit_modules.tasks import ACCURACY, METRICS, Metric
 
 BASELINE = "ce"
+SAMPLED = ("test_labels", "test_places")  # values of samples that are the same for each net
+
+Scores = Sequence[float | None]  # one a seed; None where the net failed
+Epochs = list[dict[str, float | None]]  # what a net logged of each epoch
+Packed = str | list[float]  # values of single test samples
 
 
-def bake_off_results(
-    header: Facts,  # `experiment`, `data`, `hardware`, `versions`, `config`, `seeds`, and names of the `classes`
+@dataclass(kw_only=True)
+class NetResults:
+    """A net over all seeds.
+
+    Args:
+        figures: by key, one for all seeds.
+        scores: by key, one a seed.
+        samples: by key, for each seed the values of single test samples.
+        trained_epochs: for each seed, after which training ended.
+        epochs: for each seed, what was logged of each epoch.
+    """
+
+    figures: Mapping[str, float | None]
+    scores: Mapping[str, Scores]
+    samples: Mapping[str, Sequence[Packed | None]] = field(default_factory=dict)
+    trained_epochs: Sequence[float | None] = ()
+    epochs: Sequence[Epochs | None] = ()
+
+    @classmethod
+    def read(cls, facts: Mapping[str, Any]) -> Self:
+        """Read what `to_json` wrote; TypeError if a figure is no number."""
+        named = {name: value for name, value in facts.items() if name in cls.__dataclass_fields__}
+        lists = {name: value for name, value in facts.items() if isinstance(value, list) and name not in named}
+        samples = {name: of for name, of in lists.items() if any(isinstance(value, str | list) for value in of)}
+        scores = {name: of for name, of in lists.items() if name not in samples}
+        figures = {name: value for name, value in facts.items() if name not in {*named, *lists, *SAMPLED}}
+        check_figures(*figures.values(), *(value for of in scores.values() for value in of))
+        return cls(**{**named, "figures": figures, "scores": scores, "samples": samples})
+
+    def to_json(self) -> dict[str, Any]:
+        """Write figures, scores and samples side by side with what else there is."""
+        return {
+            **self.figures, **self.scores, **self.samples,
+            "trained_epochs": self.trained_epochs, "epochs": self.epochs,
+        }  # fmt: skip
+
+    def combined(self) -> dict[str, float | None]:
+        """Its figures, with the means of those that it has of each seed."""
+        means = {figure.key: take_mean(self.scores.get(figure.key, ())) for figure in FIGURES if figure.each_seed}
+        return {**self.figures, **means}
+
+
+@dataclass(kw_only=True)
+class TeacherResults(NetResults):
+    """The teachers of all seeds, or the one `net` that taught with every seed.
+
+    Args:
+        nets: how many they are.
+        max_epochs: that they were to train for.
+        fit_seconds: of each seed; None where it was loaded.
+        sampled: by key, values of the test samples that are the same for each net.
+    """
+
+    nets: int
+    max_epochs: int | None = None
+    fit_seconds: Sequence[float | None] = ()
+    sampled: Mapping[str, Packed] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, facts: Mapping[str, Any]) -> Self:
+        """Read what `to_json` wrote."""
+        return super().read({**facts, "sampled": {name: facts[name] for name in SAMPLED if name in facts}})
+
+    def to_json(self) -> dict[str, Any]:
+        """Write it."""
+        numbers = {"nets": self.nets, "max_epochs": self.max_epochs, "fit_seconds": self.fit_seconds}
+        return {**numbers, **super().to_json(), **self.sampled}
+
+
+@dataclass(kw_only=True)
+class StudentResults(NetResults):
+    """A student.
+
+    Args:
+        objective: the name of what it learns by.
+        failed: for each seed, where its loss stopped being finite, if it did.
+        net: the class of its net, if its objective replaced the one that was chosen.
+        variant: its method, where its name begins with that of a net.
+        baseline: the student that its difference is to.
+        delta_vs_ce: the difference with its interval.
+    """
+
+    objective: str
+    failed: Sequence[Failure | None] = ()
+    net: str | None = None
+    variant: str | None = None
+    baseline: str = BASELINE
+    delta_vs_ce: Interval | None = None
+
+    @classmethod
+    def read(cls, facts: Mapping[str, Any]) -> Self:
+        """Read what `to_json` wrote."""
+        failed = [None if failure is None else Failure(**failure) for failure in facts["failed"]]
+        return super().read({**facts, "failed": failed})
+
+    def to_json(self) -> dict[str, Any]:
+        """Write it."""
+        named = {"variant": self.variant, "baseline": self.baseline} if self.variant else {}
+        return {
+            "objective": self.objective, **({"net": self.net} if self.net else {}), **super().to_json(),
+            "failed": [failure and asdict(failure) for failure in self.failed], "delta_vs_ce": self.delta_vs_ce,
+            **named,
+        }  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class Results(Header):
+    """What results.json says of a comparison of students.
+
+    Args:
+        metric: what nets are judged by.
+        teacher: the teachers.
+        students: by name, in the order of the table.
+        students_fit_seconds: for each seed, of all students together.
+        classes: their names, if they have any.
+        search: of settings, if there was one.
+        pooled: the runs whose seeds these are, if it is several.
+    """
+
+    metric: Metric
+    teacher: TeacherResults
+    students: dict[str, StudentResults]
+    students_fit_seconds: Sequence[float] = ()
+    classes: Sequence[str] = ()
+    search: Search | None = None
+    pooled: Sequence[str] = ()
+
+    @property
+    def nets(self) -> dict[str, NetResults]:
+        """The teacher and the students by name."""
+        return {"teacher": self.teacher, **self.students}
+
+    def seconds_of_seed(self) -> dict[int, float]:
+        """By seed, how long its students took."""
+        return dict(zip(self.seeds, self.students_fit_seconds, strict=True))
+
+    @classmethod
+    def read(cls, facts: Mapping[str, Any]) -> Self:
+        """Read what `to_json` wrote."""
+        named = {name: value for name, value in facts.items() if name in cls.__dataclass_fields__}
+        students = {name: StudentResults.read(student) for name, student in facts["students"].items()}
+        parts = {"metric": METRICS[facts["metric"]["name"]], "teacher": TeacherResults.read(facts["teacher"])}
+        return cls(**{**named, **parts, "students": students, "search": Search.read(facts)})
+
+    def to_json(self) -> dict[str, Any]:
+        """Write it."""
+        return {
+            **super().to_json(),
+            "metric": {"name": self.metric.name, "higher_is_better": self.metric.higher_is_better},
+            "students_fit_seconds": self.students_fit_seconds, "classes": self.classes,
+            "teacher": self.teacher.to_json(),
+            "students": {name: student.to_json() for name, student in self.students.items()},
+            **(self.search.to_json() if self.search else {}),
+            **({"pooled": self.pooled} if self.pooled else {}),
+        }  # fmt: skip
+
+
+def combine(
+    header: Header,
     teachers: Sequence[FitRecord],
     students: Mapping[str, Sequence[NetRecord]],
-    students_fit_seconds: list[float],  # for each seed, of all students together
+    students_fit_seconds: Sequence[float],  # for each seed, of all students together
     metric: Metric = ACCURACY,
     one_teacher: bool = False,  # whether each seed loaded the same net, so that its figures are those of one net
     variants: Mapping[str, str] = MappingProxyType({}),  # the methods of students whose names begin with a net's
     ranked: bool = False,  # whether the best student comes first
-) -> Facts:
-    """Combine the records of each seed to the content of results.json; None stands for what can't be computed.
-
-    A student in `variants` has its `variant` and its `baseline` by name, too.
+) -> Results:
+    """Combine the records of each seed; None stands for what can't be computed.
 
     Raises:
         ValueError: a list does not have one entry per seed.
     """
-    seeds = len(header["seeds"])
+    seeds = len(header.seeds)
     rows: dict[str, Sequence[Any]] = {"teacher": teachers, "students_fit_seconds": students_fit_seconds, **students}
-    for name, entered in rows.items():
-        if len(entered) != seeds:
-            raise ValueError(f"{name}: expected {seeds} entries, one a seed, got {len(entered)}")
-    entries = {name: entry_of(records, metric) for name, records in students.items()}
-    for name, entry in entries.items():
+    for name, row in rows.items():
+        if len(row) != seeds:
+            raise ValueError(f"{name}: expected {seeds} entries, one a seed, got {len(row)}")
+    combined = {name: combine_student(records, metric) for name, records in students.items()}
+    for name, student in combined.items():
         if (variant := variants.get(name, name)) != name:
-            entry |= {"variant": variant, "baseline": name.removesuffix(variant) + BASELINE}
-        own = baseline_of(entry)
-        baseline = entries[own][metric.name] if own in entries else [None] * seeds
-        entry["delta_vs_ce"] = paired_interval(paired_differences(entry[metric.name], baseline))
+            student.variant, student.baseline = variant, name.removesuffix(variant) + BASELINE
+        baseline = combined.get(student.baseline)
+        baseline_scores = baseline.scores[metric.name] if baseline else [None] * seeds
+        student.delta_vs_ce = paired_interval(paired_differences(student.scores[metric.name], baseline_scores))
     if ranked:
-        entries = dict(sorted(entries.items(), key=lambda item: _rank(item[1][metric.name], metric)))
+        combined = dict(sorted(combined.items(), key=lambda item: _rank(item[1].scores[metric.name], metric)))
     nets = [teacher.nets["teacher"] for teacher in teachers]
-    return {
-        **header,
-        "metric": {"name": metric.name, "higher_is_better": metric.higher_is_better},
-        "students_fit_seconds": students_fit_seconds,
-        "teacher": {
-            "nets": 1 if one_teacher else seeds,
-            "parameters": nets[0].figures["parameters"],
-            "max_epochs": teachers[0].max_epochs,
-            **{key: [net.figures[key] for net in nets] for key in metric.tested},
-            "fit_seconds": [teacher.fit_seconds for teacher in teachers],
-            **_costs(nets, nets),
-            "trained_epochs": [net.trained_epochs for net in nets],
-            "epochs": [net.epochs for net in nets],
-            **samples.kept(nets),
-            **samples.of_samples(nets),
-        },
-        "students": entries,
-    }
+    return Results(
+        **vars(header), metric=metric, students=combined, students_fit_seconds=students_fit_seconds,
+        teacher=TeacherResults(
+            **_combine(nets, metric), nets=1 if one_teacher else seeds, max_epochs=teachers[0].max_epochs,
+            fit_seconds=[teacher.fit_seconds for teacher in teachers],
+            sampled={key: nets[0].samples[key] for key in SAMPLED if key in nets[0].samples},
+        ),
+    )  # fmt: skip
 
 
-def _rank(values: Sequence[float | None], metric: Metric) -> float:
-    """A number that is smaller for better values, and largest for none."""
-    known = metric.scaled(values)
+def _rank(scores: Scores, metric: Metric) -> float:
+    """A number that is smaller for better scores, and largest for none."""
+    known = metric.scaled(scores)
     return statistics.mean(known) * (-1 if metric.higher_is_better else 1) if known else math.inf
 
 
-def baseline_of(entry: Facts) -> str:
-    """The name of the student that a student's differences are to, where it is not written the only `ce`."""
-    return str(entry.get("baseline", BASELINE))
+def combine_student(records: Sequence[NetRecord], metric: Metric) -> StudentResults:
+    """Combine the records that a net has of each seed."""
+    first, failed = records[0], [net.failed for net in records]
+    return StudentResults(**_combine(records, metric), objective=first.objective, net=first.net, failed=failed)
 
 
-def entry_of(records: Sequence[NetRecord], metric: Metric) -> Facts:
-    """The entry of a net from its records of each seed; `delta_vs_ce` is None."""
-    first = records[0]
-    return {
-        "objective": first.objective,
-        **({"net": first.net} if first.net else {}),
-        "parameters": first.figures["parameters"],
-        **{key: [None if net.failed else net.figures[key] for net in records] for key in metric.tested},
-        # A student that failed was frozen then: what it cost is no measure of the method.
-        **_costs(records, [net for net in records if not net.failed]),
-        "delta_vs_ce": None,
-        "failed": [net.failed and asdict(net.failed) for net in records],
-        **samples.kept(records),
-        "trained_epochs": [None if net.failed else net.trained_epochs for net in records],
-        "epochs": [net.epochs for net in records],
+def _combine(records: Sequence[NetRecord], metric: Metric) -> dict[str, Any]:
+    """Combine what teachers and students have in common; a net that failed has no figure but those of its kind."""
+    trained = [{} if net.failed else net.figures for net in records]
+    of_seeds = [*metric.tested]
+    of_seeds += [figure.key for figure in FIGURES if figure.each_seed and any(figure.key in net for net in trained)]
+    figures = {
+        figure.key: figure.combine([net.figures.get(figure.key) for net in records if figure.of_net or not net.failed])
+        for figure in FIGURES
+        if not figure.each_seed
     }
-
-
-def _costs(timed: Sequence[NetRecord], counted: Sequence[NetRecord]) -> Facts:
-    milliseconds = [ms for net in timed if (ms := net.figures["step_ms"]) is not None]
-    flops = [count for net in counted if (count := net.figures["train_flops"]) is not None]
+    keys = dict.fromkeys(key for net in records for key in net.samples if key not in SAMPLED)
+    samples = {key: [None if net.failed else net.samples.get(key) for net in records] for key in keys}
+    ended = [None if net.failed else net.trained_epochs for net in records]
     return {
-        "step_ms": statistics.median(milliseconds) if milliseconds else None,
-        "train_flops": next(iter(flops), None),
-    }
+        "figures": figures, "scores": {key: [net.get(key) for net in trained] for key in of_seeds}, "samples": samples,
+        "trained_epochs": ended, "epochs": [net.epochs for net in records],
+    }  # fmt: skip
 
 
-def load_results(folder: str | Path, flag: str = "run") -> Facts:
-    """The results of a finished run; BadInput if its folder, which `flag` named, has no results.json of ours."""
+def load_results(folder: str | Path, flag: str = "run") -> dict[str, Any]:
+    """Read the results.json of a finished run; BadInput if the folder, which `flag` named, has none of ours."""
     path = Path(folder) / "results.json"
     if not path.is_file():
         raise BadInput(flag, folder, f"the folder of a finished run{_why_missing(Path(folder))}")
     with reading(folder, flag):
-        results = json.loads(path.read_text("utf-8"))
-        if not isinstance(results["experiment"], str):
+        facts: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        if not isinstance(facts["experiment"], str):
             raise TypeError("it does not name its experiment")
-    return results
+        check_format(facts, folder, flag)
+    return facts
 
 
 def _why_missing(folder: Path) -> str:

@@ -1,27 +1,22 @@
 """Values of single test samples: how results.json has them, and what they say together.
 
 `test_right`: a bit for each sample. `test_predicted`: its class. Of a teacher `test_labels`, and `test_places` in the
-data set, unless they are counted from 0. All are in base64; before whole numbers stands their type, as in `u1:`,
-without which they have four bytes each, as older versions wrote them. Of texts `test_sample_bpc`: a list of numbers,
-each the mean over a text's own tokens that count; a text without one has none. Means over the samples, or over the
-tokens of texts, are `test_ece`, and of students `test_kl` and `test_agreement`.
+data set, unless they are counted from 0. All are in base64; before whole numbers stands their type, as in `u1:`. Of
+texts `test_sample_bpc`: a list of numbers, each the mean over a text's own tokens that count; a text without one has
+none. Means over the samples, or over the tokens of texts, are `test_ece`, and of students `test_kl` and
+`test_agreement`.
 """
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 from torch import Tensor
 
-from harness.reports.report import Facts
+from harness.reports.results import Packed, Results
 from harness.reports.uncertainty import Interval, crossed_interval
-from harness.runs.records import NetRecord
-from lit_modules.tasks import METRICS, Metric, Task
+from lit_modules.tasks import Task
 
-KEYS = tuple(metric.of_samples for metric in METRICS.values() if metric.of_samples)
-MEANS = ("test_ece", "test_kl", "test_agreement")
-KEPT = (*KEYS, "test_predicted", *MEANS)
-OF_SAMPLES = ("test_labels", "test_places")  # the same for each net; the teacher's entry has them
 DIGITS = 6  # that are kept of a value
 
 
@@ -69,40 +64,30 @@ def classes(numbers: np.ndarray) -> str:
     return f"{kind}:{base64.b64encode(numbers.astype(f'<{kind}').tobytes()).decode()}"
 
 
-def unpacked_classes(stored: str) -> np.ndarray:
+def unpacked_classes(stored: Packed) -> np.ndarray:
     """The whole numbers (n,) again."""
-    kind, _, data = stored.rpartition(":")
-    return np.frombuffer(base64.b64decode(data, validate=True), dtype=f"<{kind or 'i4'}").astype(np.int64)
+    kind, _, data = str(stored).partition(":")
+    return np.frombuffer(base64.b64decode(data, validate=True), dtype=f"<{kind}").astype(np.int64)
 
 
-def kept(records: Sequence[NetRecord]) -> Facts:
-    """What a net's entry has of its seeds' samples; nothing where no seed has any."""
-    facts = [{} if record.failed else {**record.figures, **record.samples} for record in records]
-    keys = [key for key in KEPT if any(key in record.samples or key in record.figures for record in records)]
-    return {key: [values.get(key) for values in facts] for key in keys}
-
-
-def of_samples(records: Sequence[NetRecord]) -> Facts:
-    """What the teacher's entry has of the samples themselves."""
-    return {key: records[0].samples[key] for key in OF_SAMPLES if key in records[0].samples}
-
-
-def both(results: Facts, student: str, baseline: str, metric: Metric) -> Interval | None:
+def both(results: Results, student: str, baseline: str) -> Interval | None:
     """The interval, over seeds and test samples, of a student's difference to the baseline.
 
     Seeds in which both finished count. None for a metric that is no mean over samples, or without their values.
     """
-    key, students = metric.of_samples, results["students"]
-    pairs = zip(students[student].get(key) or [], students[baseline].get(key) or [], strict=False)
-    stored, count = [pair for pair in pairs if None not in pair], len(labels(results))
-    in_bits = any(isinstance(values, str) for pair in stored for values in pair)
-    if not stored or (in_bits and not count):
+    key, students = results.metric.of_samples, results.students
+    values = [students[name].samples.get(key) or [] for name in (student, baseline)] if key else [[], []]
+    pairs = [(a, b) for a, b in zip(*values, strict=False) if a is not None and b is not None]
+    count = len(labels(results))
+    if not pairs or (isinstance(pairs[0][0], str) and not count):
         return None
-    if in_bits:
-        stored = [(unpacked(one, count), unpacked(other, count)) for one, other in stored]
-    return crossed_interval(np.stack([np.asarray(one) - np.asarray(other) for one, other in stored]))
+    return crossed_interval(np.stack([_values(a, count) - _values(b, count) for a, b in pairs]))
 
 
-def labels(results: Facts) -> np.ndarray:
+def _values(stored: Packed, count: int) -> np.ndarray:
+    return unpacked(stored, count) if isinstance(stored, str) else np.asarray(stored)
+
+
+def labels(results: Results) -> np.ndarray:
     """The labels (n,) of the tested samples; none in results without them."""
-    return unpacked_classes(results["teacher"].get("test_labels", ""))
+    return unpacked_classes(results.teacher.sampled.get("test_labels", "u1:"))

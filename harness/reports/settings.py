@@ -1,9 +1,9 @@
 """The settings of a run as people read them: a class with its options, such as `Adam(lr=0.001)`."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from harness.reports.report import Facts
+from harness.reports.results import Results
 
 # These come first; the others follow in the order of the configuration.
 FIRST = (
@@ -19,7 +19,7 @@ NEUTRAL = {
 }  # fmt: skip
 
 
-def settings(config: Facts, free: Collection[str]) -> list[str]:
+def settings(config: Mapping[str, Any], free: Collection[str]) -> list[str]:
     """All settings but the `free` ones, and the devices, as `name value`; what is null or false is left out."""
     flags = {**config, **{f"trainer.{name}": value for name, value in (config.get("trainer") or {}).items()}}
     names = [*(name for name in FIRST if name in flags), *(name for name in flags if name not in FIRST)]
@@ -48,16 +48,16 @@ def shown(value: Any) -> str:
     return str(value.get("class_path", "")).rpartition(".")[2] + (f"({given})" if given else "")
 
 
-def objectives(results: Facts) -> dict[str, str]:
-    """What each student of a bake-off learnt by, with all options; if it was tuned, those that were chosen."""
-    variants = (results["config"] or {}).get("variants") or {}
-    known = {name: variants.get(entry.get("variant", name)) for name, entry in results["students"].items()}
-    found = {name: shown(known[name] or entry["objective"]) for name, entry in results["students"].items()}
-    for name, tuned in results.get("tuning", {}).items():
-        chosen = tuned["settings"][tuned["chosen"]]["options"]
+def objectives(results: Results) -> dict[str, str]:
+    """Say what each student learnt by, with all options; if it was tuned, those that were chosen."""
+    variants = results.config.get("variants") or {}
+    choices = {name: variants.get(student.variant or name) for name, student in results.students.items()}
+    texts = {name: shown(choices[name] or student.objective) for name, student in results.students.items()}
+    for name, tuned in (results.search.methods if results.search else {}).items():
+        chosen = tuned.settings[tuned.chosen].options
         of_optimizer = {option: value for option, value in chosen.items() if "." in option}
-        own = {option: value for option, value in chosen.items() if option not in of_optimizer}
-        choice: Facts = known[name] or {}
-        given = {**choice, "init_args": {**choice["init_args"], **own}}
-        found[name] = shown(given) + "".join(f", {option} {value}" for option, value in of_optimizer.items())
-    return found
+        of_method = {option: value for option, value in chosen.items() if option not in of_optimizer}
+        choice = choices[name] or {"init_args": {}}
+        text = shown({**choice, "init_args": {**choice["init_args"], **of_method}})
+        texts[name] = text + "".join(f", {option} {value}" for option, value in of_optimizer.items())
+    return texts

@@ -83,6 +83,12 @@ def columns(cells: Mapping[str, Callable[[Any], str]], rows: Iterable[Any], left
     return Table(list(cells), [[cell(row) for cell in cells.values()] for row in rows], left)
 
 
+def table_of(columns: Iterable[tuple[str, list[str]]], left: int = 1) -> Table:
+    """Make a table of headings and cells, column by column; the first `left` are words."""
+    header, cells = zip(*columns, strict=True)
+    return Table(list(header), [list(row) for row in zip(*cells, strict=True)], left)
+
+
 def paragraph(text: str, indent: str = "") -> str:
     """The text in lines that stdout has room for; all but the first are indented."""
     options: Any = {"subsequent_indent": indent, "break_long_words": False, "break_on_hyphens": False}
@@ -106,13 +112,6 @@ def short(value: float | None) -> str:
     if abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:#.3g}".rstrip(".") if abs(value) >= 1e-3 else f"{value:.5f}"
-
-
-def flops_unit(flops: Sequence[float | None]) -> tuple[float, str]:
-    """Size and name of one unit that suits all these costs."""
-    largest = max((value for value in flops if value is not None), default=0.0)
-    units = ((1e15, "PFLOPs"), (1e12, "TFLOPs"), (1e9, "GFLOPs"))
-    return next((unit for unit in units if largest >= unit[0]), (1e6, "MFLOPs"))
 
 
 def listed(words: Sequence[str]) -> str:

@@ -1,11 +1,11 @@
-"""The records of a run: what a fit leaves of itself and of each of its nets, as JSON in the run's folder."""
+"""The records of a run as JSON in its folder: how it was made, what a fit leaves of itself and of each of its nets."""
 
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from apprentice.errors import BadInput
 from harness.runs.files import read_text, write_json
@@ -13,6 +13,48 @@ from harness.runs.files import read_text, write_json
 FORMAT = 1  # of records and of results.json; a folder of another format is refused
 LARGEST = 1e300  # of figures, so that sums of them are finite
 SEVERAL = ("students", "rung")  # what names of fits of several nets begin with; others have the name of their net
+
+
+@dataclass(kw_only=True)
+class Header:
+    """How results.json begins: what was run, on what.
+
+    Args:
+        experiment: its name.
+        data: the name of the data set and its sizes.
+        hardware: facts of the machine.
+        versions: of packages.
+        config: the settings.
+        free: those on which no result depends.
+        seeds: of the run.
+        fingerprint: of the samples in each part of the data.
+        commits: of the code in each call; None where it is not known.
+    """
+
+    experiment: str
+    data: dict[str, Any]
+    hardware: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    free: list[str] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
+    fingerprint: dict[str, Any] = field(default_factory=dict)
+    commits: list[str | None] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for name in ("data", "hardware", "versions", "config", "fingerprint"):
+            if not isinstance(vars(self)[name], dict):
+                raise TypeError(f"{name} is none")
+        self.data["name"]  # or it is none of ours
+
+    @classmethod
+    def read(cls, facts: Mapping[str, Any]) -> Self:
+        """Read what `to_json` wrote; TypeError or LookupError if it is something else."""
+        return cls(**{name: facts[name] for name in cls.__dataclass_fields__ if name in facts})
+
+    def to_json(self) -> dict[str, Any]:
+        """Write it side by side with the number of the format."""
+        return {"format": FORMAT, **{name: vars(self)[name] for name in Header.__dataclass_fields__}}
 
 
 @dataclass(frozen=True)

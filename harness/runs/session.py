@@ -27,6 +27,7 @@ from harness.runs import calls, environment, folders, launch, loggers, nets, sam
 from harness.runs.files import recorded, write_json, write_text
 from harness.runs.fit import MakeTrainer
 from harness.runs.quiet import notice, quiet
+from harness.runs.records import Header
 from harness.runs.trainer import trainers
 from lit_modules.nets import Net
 
@@ -139,16 +140,13 @@ class Session:
             if self.reads_data and not (self.out / samples.FILE).exists():
                 write_json(self.out / samples.FILE, self.samples)
 
-    def header(self) -> dict[str, Any]:
-        """How results.json begins."""
-        return {
-            "experiment": self.name, "data": {"name": self.data.name, **self.used},
-            "fingerprint": self.samples["fingerprint"],
-            "hardware": environment.hardware(), "versions": environment.versions(),
-            "commits": calls.commits(self.out), "config": self.parser.as_dict(self.config),
-            "free": self.parser.free,
-            "seeds": list(self.config.seeds),
-        }  # fmt: skip
+    def header(self) -> Header:
+        """Say how results.json begins."""
+        return Header(
+            experiment=self.name, data={"name": self.data.name, **self.used}, fingerprint=self.samples["fingerprint"],
+            hardware=environment.hardware(), versions=environment.versions(), commits=calls.commits(self.out),
+            config=self.parser.as_dict(self.config), free=self.parser.free, seeds=list(self.config.seeds),
+        )  # fmt: skip
 
 
 @contextmanager

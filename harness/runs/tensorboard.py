@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import custom_scalars
 
-from harness.runs import files, hparams
+from harness.runs import files
 from lit_modules.tasks import METRICS
 
 SCORES = {metric.score: metric.chart for metric in METRICS.values()}
@@ -71,7 +71,7 @@ class RunsLogger(Logger):
 
     def _writer(self, run: str) -> SummaryWriter:
         if run not in self._writers:
-            self._writers[run] = writer = _summary_writer(self.root / run, self.part, self.purge_step)
+            self._writers[run] = writer = open_writer(self.root / run, self.part, self.purge_step)
             if not self.part and not _has_layout(self.root / run):
                 writer.add_custom_scalars(layout(self.score))
         return self._writers[run]
@@ -86,7 +86,7 @@ class RunsLogger(Logger):
                 self._writer(run).add_scalar(tag, value, step)
 
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: `log_run` writes a run's options with its results."""
+        """Does nothing: `harness.reports.hparams` writes a run's options with its results."""
 
     @rank_zero_only
     def log_confusion(self, run: str, confusion: Tensor, names: Sequence[str] | None, step: int) -> None:
@@ -113,7 +113,7 @@ class RunsLogger(Logger):
         return self.__dict__ | {"_writers": {}}
 
 
-def _summary_writer(folder: Path, part: str = "", purge_step: int = 0) -> SummaryWriter:
+def open_writer(folder: Path, part: str = "", purge_step: int = 0) -> SummaryWriter:
     """A writer of a run's events, or of a part of them, after purging those of an interrupted session."""
     if purge_step:  # TensorBoard sorts event files by second, then by process: a new file must be the last
         while any(folder.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
@@ -150,24 +150,12 @@ def _is_of(tag: str, score: str) -> bool:
     return tag == f"val/{score}" or tag.removeprefix("val/") not in SCORES
 
 
-def log_run(
-    folder: Path, row: Mapping[str, Any], values: Mapping[str, float | None], score: str, more: Iterable[str] = ()
-) -> None:
-    """Write a finished run's row of the HPARAMS tab (`hparams.summaries`), and values as scalars beside its curves."""
-    with _summary_writer(folder, ".hparams") as writer:
-        for tag, value in values.items():
-            if value is not None:
-                writer.add_scalar(tag, value)
-        for summary in hparams.summaries(row, score, more):
-            writer._get_file_writer().add_summary(summary)
-
-
 def log_curves(folder: Path, curves: Mapping[str, Sequence[ScalarEvent]], begin: float) -> None:
     """Write the run of a method, in place of an earlier one, and the charts of its means.
 
     `begin`, a time in seconds, is that of its first event: TensorBoard gives runs its seven colours in this order.
     """
-    with _summary_writer(folder) as writer:
+    with open_writer(folder) as writer:
         writer._get_file_writer().add_summary(custom_scalars(layout_of_means(curves)), walltime=begin)
         for tag, events in curves.items():
             for event in events:
@@ -176,7 +164,7 @@ def log_curves(folder: Path, curves: Mapping[str, Sequence[ScalarEvent]], begin:
 
 def log_text(folder: Path, tag: str, text: str) -> None:
     """Show a text verbatim in the TEXT tab of a finished run."""
-    with _summary_writer(folder, ".text") as writer:
+    with open_writer(folder, ".text") as writer:
         writer.add_text(tag, indented(text))
 
 

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from lightning.pytorch import Trainer
 from torch import nn
@@ -20,7 +19,8 @@ from harness import cli
 from harness.cli.classes import imported
 from harness.reports.interactive import save_results
 from harness.reports.pages import text
-from harness.reports.results import bake_off_results
+from harness.reports.results import combine
+from harness.reports.search import Search
 from harness.runs import calls, safepoints
 from harness.runs.launch import is_main_process, main_first
 from harness.runs.nets import load_net
@@ -114,9 +114,13 @@ def begin(run: Session) -> None:
 
 
 def run_study(
-    run: Session, make_teacher: MakeTeacher, make_students: MakeStudents, setups: Mapping[str, Setup], **more: Any
+    run: Session,
+    make_teacher: MakeTeacher,
+    make_students: MakeStudents,
+    setups: Mapping[str, Setup],
+    search: Search | None = None,
 ) -> None:
-    """Train and test teacher and students for each seed, then print and save the table; `more` is for its results."""
+    """Train and test teacher and students for each seed, then print and save the table, and what a search found."""
     loaded, out, teachers, students = has_trained_teacher(run), run.out, [], []
 
     def with_teacher(seed: int, members: Sequence[str]) -> tuple[Distillation, dict[str, Candidate]]:
@@ -145,8 +149,8 @@ def run_study(
     if not is_main_process():
         return
     log_means(run, nets)
-    results = bake_off_results(
-        run.header() | {"classes": list(getattr(run.data, "class_names", ()))},
+    results = combine(
+        run.header(),
         teachers,
         {name: [_net(fits, name) for fits in students] for name in names},
         [sum(fit.fit_seconds or 0.0 for fit in fits) for fits in students],
@@ -155,7 +159,7 @@ def run_study(
         variants={name: setup.row.variant for name, setup in setups.items()},
         ranked=run.config.zoo,
     )
-    results |= more
+    results.classes, results.search = list(getattr(run.data, "class_names", ())), search
     save_results(out, results, run.data.test_images, calls.commands(out))
     print(f"{text(results)}\n\n{out}/report.html, results.md, .png, .json; curves: tensorboard --logdir {out}")
 

@@ -23,8 +23,8 @@ from apprentice.keyed import with_seed
 from datamodules import InMemoryData
 from harness import cli
 from harness.cli.classes import imported
-from harness.reports import means, samples
-from harness.runs import hparams, safepoints
+from harness.reports import hparams, means, samples
+from harness.runs import safepoints
 from harness.runs.fit import Fit, fit_and_test
 from harness.runs.launch import is_main_process, main_first
 from harness.runs.nets import Spec, load_net, read_spec, save_checkpoint, save_net, spec
@@ -32,7 +32,6 @@ from harness.runs.progress import progress
 from harness.runs.quiet import notice
 from harness.runs.records import Failure, FitRecord, NetRecord
 from harness.runs.session import Session
-from harness.runs.tensorboard import log_run
 from harness.studies import costs
 from harness.studies.callbacks import drop_unsuited
 from harness.studies.classes import match_classes
@@ -274,8 +273,7 @@ def log_row(run: Session, seed: int, candidate: Candidate, figures: Mapping[str,
         "objective": hparams.call(candidate.objective, options), **hparams.settings(candidate.settings or run.config),
         **options,
     }  # fmt: skip
-    costs = {f"cost/{name}": figures.get(name) for name in ("parameters", "train_flops", "step_ms")}
-    log_run(folder, row, costs, score, hparams.options_of_all(run.config))
+    hparams.log_run(folder, row, figures, score, hparams.options_of_all(run.config))
 
 
 def log_means(run: Session, nets: Sequence[str]) -> None:

@@ -10,14 +10,14 @@ from typing import Any, cast
 from apprentice.errors import BadInput
 from datamodules import Subwords, Text, Vocabulary, vocabulary_of
 from harness.reports import html
-from harness.reports.pages import ended_early, header
-from harness.reports.report import Facts
+from harness.reports.measures import PARAMETERS
+from harness.reports.pages import head, planned_epochs, say_epochs
 from harness.reports.results import load_results
-from harness.reports.tables import Table, count, paragraph, short
+from harness.reports.tables import Table, paragraph, short
 from harness.runs.files import read_text, write_json, write_text
 from harness.runs.launch import is_main_process
 from harness.runs.nets import load_net, read_spec
-from harness.runs.records import reading
+from harness.runs.records import FitRecord, reading
 from harness.runs.session import Session
 from harness.runs.tensorboard import indented, log_text
 from harness.studies.fits import Candidate, log_means, train
@@ -49,32 +49,30 @@ def run_study(run: Session, make: Callable[[Session, int], tuple[LitLanguageMode
         samples.append(_generated(folder, vocabulary.start, run.config))
         if run.tensorboard:
             log_text(folder, "sample", "\n\n".join(samples[-1]))
-    results = run.header() | {
-        "metric": {"name": BITS.name, "higher_is_better": False},
-        "runs": [fit.nets[NAME].to_json() | {"fit_seconds": fit.fit_seconds} for fit in fits],
-        "samples": dict(zip(map(str, run.config.seeds), samples, strict=True)),
-    }
-    shown, first = table(results), samples[0][0]
-    ended = []
-    if results["config"]["trainer"].get("max_time") is not None:
-        of_seeds = {"trained_epochs": [facts["trained_epochs"] for facts in results["runs"]]}
-        ended = ended_early({**results, "students": {NAME: of_seeds}})
-    page = "\n\n".join([header(results), shown.markdown(), *ended, indented(first)])
+    header, texts = run.header(), dict(zip(map(str, run.config.seeds), samples, strict=True))
+    shown, first, ended = table(header.seeds, fits), samples[0][0], list[str]()
+    if header.config["trainer"].get("max_time") is not None:
+        trained = [fit.nets[NAME].trained_epochs for fit in fits]
+        ended = say_epochs({NAME: trained}, {NAME: planned_epochs(header)})
+    page = "\n\n".join([head(header, BITS), shown.markdown(), *ended, indented(first)])
     write_text(out / "results.md", page)
     write_text(out / "report.html", html.page(page, {}))
-    write_json(out / "results.json", results)
+    metric = {"name": BITS.name, "higher_is_better": False}
+    runs = [fit.nets[NAME].to_json() | {"fit_seconds": fit.fit_seconds} for fit in fits]
+    write_json(out / "results.json", {**header.to_json(), "metric": metric, "runs": runs, "samples": texts})
     told = "\n\n".join([first, shown.plain(), *map(paragraph, ended)])
     print(f"{told}\n\n{out}/report.html, results.md, .json; curves: tensorboard --logdir {out}")
 
 
-def table(results: Facts) -> Table:
+def table(seeds: Sequence[int], fits: Sequence[FitRecord]) -> Table:
     """A line for each seed."""
     header = ["seed", "parameters", "held-out loss", "bits a character", "perplexity", "step, ms", "training, s"]
     rows = []
-    for seed, facts in zip(results["seeds"], results["runs"], strict=True):
-        scores = [f"{facts[key]:.4f}" for key in ("test_loss", "test_bpc", "test_perplexity")]
-        times = short(facts["step_ms"]), short(facts["fit_seconds"])
-        rows.append([str(seed), count(facts["parameters"]), *scores, *times])
+    for seed, fit in zip(seeds, fits, strict=True):
+        figures = fit.nets[NAME].figures
+        scores = [f"{figures[key]:.4f}" for key in ("test_loss", "test_bpc", "test_perplexity")]
+        times = short(figures["step_ms"]), short(fit.fit_seconds)
+        rows.append([str(seed), PARAMETERS.text(figures["parameters"]), *scores, *times])
     return Table(header, rows)
 
 

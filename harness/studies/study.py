@@ -4,16 +4,16 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar, Generic, TypedDict, TypeVar
 
 from apprentice.errors import BadInput
 from harness.cli.messages import one_line
-from harness.reports.report import Facts, Report
+from harness.reports.report import Report
 from harness.runs import calls, environment, signals
 from harness.runs.files import read_text, write_json
 from harness.runs.progress import clock
 from harness.runs.quiet import notice
-from harness.runs.records import reading
+from harness.runs.records import FORMAT, check_format, reading
 from harness.runs.session import Session
 
 FIXED = ("devices", "strategy", "accelerator")  # of the Trainer: a resumed fit may change them, figures may not mix
@@ -21,7 +21,26 @@ SLOW = 2.0  # seconds a case takes if each is announced
 MACHINE = ("cpu", "cores", "gpus")
 
 
-class Study:
+Row = TypeVar("Row", bound=Mapping[str, Any])  # an entry of results.json
+
+
+class Header(TypedDict, total=False):
+    """What results.json has above its rows; some keys are of one study alone."""
+
+    format: int
+    experiment: str
+    data: dict[str, Any]
+    fingerprint: str
+    hardware: dict[str, Any]
+    versions: dict[str, str]
+    config: dict[str, Any]
+    free: list[str]  # names of settings that figures do not depend on
+    commits: list[str | None]
+    failed: dict[str, str]
+    peak: dict[str, Any]
+
+
+class Study(Generic[Row]):
     """The base of all studies, which define their cases, their lines and their report.
 
     Args:
@@ -38,49 +57,51 @@ class Study:
 
     def __init__(self, run: Session, **how: int | str) -> None:
         self.out, self.parser = run.out, run.parser
-        self.rows: dict[str, Facts] = {}  # by name
+        self.rows: dict[str, Row] = {}  # by name
         self.failed: dict[str, str] = {}  # one-line reasons by name
-        self.header: Facts = {
-            "experiment": run.name, "hardware": environment.hardware() | how, "versions": environment.versions(),
+        self.header: Header = {
+            "format": FORMAT, "experiment": run.name,
+            "hardware": environment.hardware() | how, "versions": environment.versions(),
             "config": run.parser.as_dict(run.config), "free": run.parser.free,
         }  # fmt: skip
         if run.config.resume and (self.out / "results.json").exists():
             with reading(self.out, "out"):
                 before = json.loads(read_text(self.out / "results.json"))
+                check_format(before, self.out)
                 self._check_same(before, how)
                 self.rows = {row[self.key]: row for row in before["rows"]}
         run.describe()
         self.header["commits"] = calls.commits(self.out)
 
-    def _check_same(self, before: Facts, how: Iterable[str]) -> None:
+    def _check_same(self, before: Mapping[str, Any], how: Iterable[str]) -> None:
         rows = f"the rows in {self.out} were measured"
         now = self.header["config"].get("trainer", {})
         for key in FIXED if now else ():
             if (was := before["config"]["trainer"][key]) != now[key]:
                 old, new = (value["class_path"] if isinstance(value, dict) else value for value in (was, now[key]))
                 raise BadInput(f"trainer.{key}", new, f"{old}, as {rows}; leave it out, or take another --out")
-        places = [*(("hardware", name) for name in (*MACHINE, *how)), ("versions", "torch")]
-        pairs = [(name, before[part].get(name), self.header[part].get(name)) for part, name in places]
-        if differ := [f"{name} {was}, not {here}" for name, was, here in pairs if was != here]:
+        here, there = ({**part["hardware"], "torch": part["versions"]["torch"]} for part in (self.header, before))
+        names = [name for name in (*MACHINE, *how, "torch") if there.get(name) != here.get(name)]
+        if differ := [f"{name} {there.get(name)}, not {here.get(name)}" for name in names]:
             expected = f"the machine on which {rows}: {'; '.join(differ)}; or take another --out"
             raise BadInput("resume", "true", expected)
 
-    def line(self, row: Facts) -> str:
+    def line(self, row: Row) -> str:
         """The line that is printed once a row is measured."""
         raise NotImplementedError
 
-    def write(self, order: Iterable[str]) -> Facts:
-        """Write results.json, rows in this order and then any others; returns its content."""
+    def write(self, order: Iterable[str]) -> list[Row]:
+        """Write results.json, rows in this order and then any others; returns the rows."""
         names = dict.fromkeys([*order, *self.rows])
-        results = {**self.header, "rows": [self.rows[name] for name in names if name in self.rows]}
-        write_json(self.out / "results.json", results)
-        return results
+        rows = [self.rows[name] for name in names if name in self.rows]
+        write_json(self.out / "results.json", {**self.header, "rows": rows})
+        return rows
 
     def has(self, name: str) -> bool:
         """Whether a case is measured, or has failed."""
         return name in self.rows or name in self.failed
 
-    def keep(self, name: str, row: Facts, order: Iterable[str]) -> None:
+    def keep(self, name: str, row: Row, order: Iterable[str]) -> None:
         """Add a row, write it and print its line."""
         self.rows[name] = row
         self.write(order)
@@ -102,7 +123,7 @@ class Study:
         """Reasons, by name, why cases are not in the table: skipped ones, then failed ones."""
         return {**skipped, **{name: f"failed: {line}" for name, line in self.failed.items()}}
 
-    def measure(self, cases: Mapping[str, Callable[[], Facts | None]]) -> None:
+    def measure(self, cases: Mapping[str, Callable[[], Row | None]]) -> None:
         """Measure the missing cases in order; one that fails costs no other, one that gives None is left out."""
         missing = {name: measured for name, measured in cases.items() if not self.has(name)}
         start = time.monotonic()

@@ -1,20 +1,54 @@
 """Data parallelism by hand: average the gradients after backward, as PyTorch's distributed tutorial, in buckets."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apprentice.errors import BadInput
-from strategies.base.gradients import Buckets
+from strategies.base.gradients import pack, unpack
 from strategies.base.private import sync_module_states
 from strategies.ddp import AveragesGradients
 
 
+class Buckets:
+    """Groups of parameters of one type and device with at most `cap_mb` MiB, or one parameter, to be sent together."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], cap_mb: float) -> None:
+        self.buckets: list[list[nn.Parameter]] = []
+        kinds = {p: f"{p.dtype} {p.device}" for p in parameters}
+        for p in sorted(kinds, key=kinds.__getitem__):  # stable: else in their order
+            last = self.buckets[-1] if self.buckets else []
+            if last and kinds[last[0]] == kinds[p] and sum(x.nbytes for x in [*last, p]) <= cap_mb * 2**20:
+                last.append(p)
+            else:
+                self.buckets.append([p])
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Replace each gradient by its mean over the ranks; None counts as zeros where another rank has a gradient."""
+        if (world_size := dist.get_world_size()) == 1:
+            return
+        sent = []
+        for bucket in self.buckets:  # one is filled while others are sent
+            # Divided before the sum, as DDP does: a sum of 16-bit floats may overflow.
+            vector = pack({p: p.grad for p in bucket}).div_(world_size)
+            sent.append((bucket, vector, dist.all_reduce(vector, async_op=True)))
+        for bucket, vector, work in sent:
+            assert work is not None
+            work.wait()
+            for p, mean in unpack(vector, bucket).items():
+                if mean is not None:
+                    p.grad = torch.empty_like(p) if p.grad is None else p.grad
+                    p.grad.copy_(mean)
+
+
 class AllReduce(AveragesGradients):
-    """Synchronous SGD without DistributedDataParallel: all of it is on this page and in `gradients.Buckets`.
+    """Synchronous SGD without DistributedDataParallel: all of it is on this page.
 
     DDP sends a bucket while backward computes the next; here all buckets are sent after backward, so communication is
     not hidden. Accumulated batches are sent once, with the last of them. Manual optimization averages after each

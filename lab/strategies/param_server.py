@@ -145,7 +145,7 @@ class ParamServer(RPCStrategy):
             if not (self.server and self._serves) or missing_ranks.SIGNS.search(str(error)):
                 raise
             expected = "a training_step that takes a batch without rows, as the server's are"
-            raise BadInput("strategy", "param_server", f"{expected}: {error}") from error
+            raise BadInput("strategy", self.rpc_name, f"{expected}: {error}") from error
 
     def _is_of_workers(self, group: Any) -> bool:
         """Whether a collective is over the workers: in training, unless another group is named."""

@@ -49,8 +49,7 @@ class RPCStrategy(DataParallel):
         if not module.automatic_optimization:
             raise BadInput("strategy", self.rpc_name, f"automatic optimization of {type(module).__name__}")
         if self._scales_loss:
-            expected = "one without a loss scale, as bf16-mixed"
-            raise BadInput("precision", "16-mixed", f"{expected}, for {self.rpc_name}")
+            raise BadInput("precision", "16-mixed", f"one without a loss scale, as bf16-mixed, for {self.rpc_name}")
 
     def _check_optimizers(self) -> None:
         """Raise BadInput where an optimizer calls its closure several times a step."""

@@ -111,7 +111,7 @@ class RPCHybrid(RPCStrategy, SharedReplica):
         """Raise BadInput where the strategy can't train the module."""
         super().check_module(module)
         if is_overridden("backward", module, LightningModule):
-            raise BadInput("strategy", "rpc_hybrid", f"Lightning's backward of {type(module).__name__}")
+            raise BadInput("strategy", self.rpc_name, f"Lightning's backward of {type(module).__name__}")
         if self.splits:
             self._cut(module, max(self._counts))
 
@@ -220,7 +220,7 @@ class RPCHybrid(RPCStrategy, SharedReplica):
             if not NO_GRADIENT.search(str(error)):
                 raise
             expected = "no gradient of forward's output before backward, as the workers have computed it"
-            raise BadInput("strategy", "rpc_hybrid", expected) from error
+            raise BadInput("strategy", self.rpc_name, expected) from error
         if not self._forwards:
             raise BadInput("", f"{type(self._module).__name__}.training_step", "a call of forward")
         return output

@@ -1,7 +1,7 @@
 """Gradients and parameters in flat vectors, which one collective carries; and gradients that Lightning takes over."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -62,38 +62,6 @@ def averaged(gradients: Mapping[nn.Parameter, Tensor | None]) -> dict[nn.Paramet
     if replicas.count() == 1 or not gradients:
         return dict(gradients)
     return unpack(replicas.all_reduce_sum_(pack(gradients)) / replicas.count(), list(gradients))
-
-
-class Buckets:
-    """Groups of parameters of one type and device with at most `cap_mb` MiB, or one parameter, to be sent together."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter], cap_mb: float) -> None:
-        self.buckets: list[list[nn.Parameter]] = []
-        kinds = {p: f"{p.dtype} {p.device}" for p in parameters}
-        for p in sorted(kinds, key=kinds.__getitem__):  # stable: else in their order
-            last = self.buckets[-1] if self.buckets else []
-            if last and kinds[last[0]] == kinds[p] and sum(x.nbytes for x in [*last, p]) <= cap_mb * 2**20:
-                last.append(p)
-            else:
-                self.buckets.append([p])
-
-    @torch.no_grad()
-    def average(self) -> None:
-        """Replace each gradient by its mean over the ranks; None counts as zeros where another rank has a gradient."""
-        if (world_size := dist.get_world_size()) == 1:
-            return
-        sent = []
-        for bucket in self.buckets:  # one is filled while others are sent
-            # Divided before the sum, as DDP does: a sum of 16-bit floats may overflow.
-            vector = pack({p: p.grad for p in bucket}).div_(world_size)
-            sent.append((bucket, vector, dist.all_reduce(vector, async_op=True)))
-        for bucket, vector, work in sent:
-            assert work is not None
-            work.wait()
-            for p, mean in unpack(vector, bucket).items():
-                if mean is not None:
-                    p.grad = torch.empty_like(p) if p.grad is None else p.grad
-                    p.grad.copy_(mean)
 
 
 def gather(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:

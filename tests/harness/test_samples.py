@@ -1,6 +1,7 @@
 """Which test samples were right: kept for each net and seed, the same from any number of processes."""
 
 import base64
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,17 @@ import pytest
 from matplotlib.figure import Figure
 
 from harness.reports import samples
+from harness.reports.results import Results, combine_student
 from harness.reports.uncertainty import crossed_interval
 from harness.runs.records import Failure, NetRecord
 from lit_modules.tasks import ACCURACY, BITS
+from tests import bake_off_facts
 from tests.commands import results
 from tests.figures import sketch
 from tests.processes import Run
 
+MEANS = ("test_ece", "test_kl", "test_agreement")
+KEPT = ("test_right", "test_predicted", *MEANS)
 SMALL = [
     "--data.train_size", "150", "--data.test_size", "101", "--data.batch_size", "60", "--only", "ce", "kd",
     "--teacher", "LightNN", "--trainer.max_epochs", "1", "--seeds", "2",
@@ -54,7 +59,7 @@ def test_their_sum_is_what_was_counted(one: Path) -> None:
         right = [samples.unpacked(stored, 101) for stored in entry["test_right"]]
         predicted = [samples.unpacked_classes(stored) for stored in entry["test_predicted"]]
         assert [np.flatnonzero(each).tolist() for each in right] == [
-            np.flatnonzero(each == samples.labels(found)).tolist() for each in predicted
+            np.flatnonzero(each == samples.labels(Results.read(found))).tolist() for each in predicted
         ]
         assert [int(each.sum()) for each in right] == entry["test_correct"]
 
@@ -86,13 +91,13 @@ def test_several_processes_keep_the_same_samples(devices: int, one: Path, tmp_pa
             for count in (1, devices)
         ]
         for student in ("ce", "kd"):
-            ours, other = ({key: run[student][key] for key in samples.KEPT if key in run[student]} for run in runs)
-            assert set(ours) == {"test_right", "test_predicted", *samples.MEANS}
-            means = [{key: facts.pop(key) for key in samples.MEANS} for facts in (ours, other)]
+            ours, other = ({key: run[student][key] for key in KEPT if key in run[student]} for run in runs)
+            assert set(ours) == {"test_right", "test_predicted", *MEANS}
+            means = [{key: facts.pop(key) for key in MEANS} for facts in (ours, other)]
             assert ours == other
             if name == "exact":
                 assert means[0] == means[1]
-            for key in samples.MEANS:
+            for key in MEANS:
                 assert means[0][key] == pytest.approx(means[1][key], abs=1e-6)
 
 
@@ -119,13 +124,17 @@ def test_values_come_back_as_they_were() -> None:
             samples.unpacked(stored, count)
 
 
+FIGURES = {"test_acc": 1.0, "test_correct": 1}
+
+
 def test_seeds_that_failed_have_none() -> None:
-    rows = [NetRecord("kd", {}, samples={"test_right": "gA=="}), NetRecord("kd", {}, Failure(1, "ce"))]
-    entry = samples.kept(rows)
-    assert entry == {"test_right": ["gA==", None]}
-    teacher = {"test_labels": samples.classes(np.array([0]))}
-    found = {"teacher": teacher, "students": {"kd": entry, "ce": {"test_right": ["AA==", "AA=="]}}}
-    assert samples.both(found, "kd", "ce", ACCURACY)["mean"] == 1
-    found["students"]["kd"] = {"test_right": [None, None]}
-    assert samples.both(found, "kd", "ce", ACCURACY) is None
-    assert samples.both(found, "kd", "ce", BITS) is None
+    rows = [NetRecord("kd", FIGURES, samples={"test_right": "gA=="}), NetRecord("kd", {}, Failure(1, "ce"))]
+    kd = combine_student(rows, ACCURACY)
+    assert kd.samples == {"test_right": ["gA==", None]}
+    ce = combine_student([NetRecord("ce", FIGURES, samples={"test_right": "AA=="})] * 2, ACCURACY)
+    found = bake_off_facts.results()
+    found.students, found.teacher.sampled = {"kd": kd, "ce": ce}, {"test_labels": samples.classes(np.array([0]))}
+    assert samples.both(found, "kd", "ce")["mean"] == 1
+    assert samples.both(replace(found, metric=BITS), "kd", "ce") is None
+    kd.samples = {"test_right": [None, None]}
+    assert samples.both(found, "kd", "ce") is None

@@ -75,7 +75,7 @@ def test_charts_survive_a_stop_before_the_first_value(tmp_path: Path) -> None:
 def test_the_score_comes_first_then_what_differs_and_the_cost_last(out: Path) -> None:
     for name in ("teacher", *STUDENTS):
         folder = out / "seed1" / name
-        costs = ["cost/parameters", "cost/train_flops", "cost/step_ms"]
+        costs = ["cost/parameters", "cost/step_ms", "cost/train_flops"]
         assert shown(folder) == ["acc", "net", "objective", "seed", "training", "test/loss", *costs]
         row = hparams(folder, "session_start_info").hparams
         results = json.loads((out / "results.json").read_text())

@@ -190,7 +190,7 @@ def test_a_test_sample_is_read_once_for_each_fit_of_the_table(
         return lambda *of, **more: seen.append((name, {*Counted.counts.tolist()})) or own(*of, **more)
 
     monkeypatch.setattr(tuning.Tuning, "facts", at("tuned", tuning.Tuning.facts))
-    monkeypatch.setattr(distillation, "bake_off_results", at("tested", distillation.bake_off_results))
+    monkeypatch.setattr(distillation, "combine", at("tested", distillation.combine))
     monkeypatch.setattr(Figure, "draw", sketch)
     text = ["--data.path", str(written(tmp_path, 900))] if flags is OF_TEXT else []
     chosen = ["--data", f"{__name__}.{data}", *text]
@@ -217,12 +217,13 @@ def test_pooled_runs_have_the_cost_of_all_searches(
     pooled, found = pool(runs), results(whole)
     commit = " then ".join(map(str, found["commits"]))
     assert f"commits differ: {commit} of one; other of two" in capfd.readouterr().out
-    assert pooled["tuning"] == found["tuning"]
-    assert pooled["tuning_cost"]["student_epochs"] == {"ce": 2 * 12, "hint": 2 * 12}
+    facts = pooled.to_json()
+    assert facts["tuning"] == found["tuning"]
+    assert facts["tuning_cost"]["student_epochs"] == {"ce": 2 * 12, "hint": 2 * 12}
     for key in ("teacher_epochs", "teacher_samples", "fit_seconds"):
-        assert pooled["tuning_cost"][key] == 2 * found["tuning_cost"][key]
+        assert facts["tuning_cost"][key] == 2 * found["tuning_cost"][key]
     assert "The search took in all 2 runs together 48 student-epochs" in " ".join(reports.notes(pooled))
-    assert pool(runs[:1])["tuning_cost"] == found["tuning_cost"]
+    assert pool(runs[:1]).to_json()["tuning_cost"] == found["tuning_cost"]
 
 
 # The same bits

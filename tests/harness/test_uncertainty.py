@@ -34,7 +34,7 @@ def test_interval_is_scipys(values):
 
 def test_interval_of_differences_is_scipys_paired_one():
     paired = scipy.stats.ttest_rel(np.array(KD) / TEST, np.array(CE) / TEST).confidence_interval(0.95)
-    delta = results()["students"]["kd"]["delta_vs_ce"]
+    delta = results().students["kd"].delta_vs_ce
     assert (delta["low"], delta["high"]) == pytest.approx((paired.low, paired.high), abs=1e-12)
 
 

@@ -173,12 +173,12 @@ ONLY = [*QUICK, "--parts", "kernels", "--lengths", "16"]
 
 def with_math(monkeypatch: pytest.MonkeyPatch, instead: Callable[[], object]) -> None:
     """Rows of the math kernel do something else."""
-    whole = Bench._row
+    whole = Bench._outcome
 
     def row(self: Bench, row: Case, folder: Path) -> Any:
         return instead() if row.backend == "math" else whole(self, row, folder)
 
-    monkeypatch.setattr(Bench, "_row", row)
+    monkeypatch.setattr(Bench, "_outcome", row)
 
 
 def test_a_row_that_fails_costs_no_other(

@@ -326,16 +326,17 @@ def test_state_bytes_count_each_tensor() -> None:
 
 
 def test_what_was_not_measured_is_told_apart_from_nothing() -> None:
-    row = {
+    row: Any = {
         "strategy": "fsdp", "devices": 2, "exact": None, "images_per_second": 1234.5, "speedup": 1.9,
         "state_bytes_per_rank": [2**20, 2**21], "peak_memory_per_rank": [None, None], "bytes_sent_per_step": None,
-        "hidden_share": None, "max_difference": None, "threads_per_rank": 1,
+        "hidden_share": None, "first_difference": 0.0, "max_difference": None, "threads_per_rank": 1,
     }  # fmt: skip
     shown = table([row]).rows[0]
-    assert shown == ["fsdp", "2", "1,234", "1.90", "2", "—", "—", "—", "—", "not finite"]
+    assert shown == ["fsdp", "2", "1,234", "1.90", "2", "—", "—", "—", "0", "not finite"]
     config = {"net": {"class_path": "my.Net"}, "data": {"class_path": "my.Data"}}
-    results = {"rows": [{**row, "strategy": "single", "threads_per_rank": 2}, row], "config": config}
-    page = report(results | {"hardware": {}, "versions": {}}, {"hsdp": "no"}).markdown("hardware")
+    rows: Any = [{**row, "strategy": "single", "threads_per_rank": 2}, row]
+    header: Any = {"config": config, "hardware": {}, "versions": {}, "free": []}
+    page = report(header, rows, {"hsdp": "no"}).markdown("hardware")
     assert "Net on Data" in page
     assert "single 2, fsdp 1" in page
     assert "hsdp: no." in page

@@ -10,8 +10,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lab.strategies import AllReduce, DDPRing
+from lab.strategies.allreduce import Buckets
 from strategies import DDP, DataParallel
-from strategies.base.gradients import Buckets
 from tests.ranks import ranks
 from tests.strategies.test_strategies import OPTIONS, Gathered, outcome
 from tests.training import assert_same, classifier, digits, fit, trainer, weights

@@ -4,24 +4,121 @@ A student of several nets is compared with the first run's `ce` of the net of th
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from apprentice.errors import BadInput
 from harness.reports.metrics import conclude, paired_differences
 from harness.reports.pages import ended_early, failures
-from harness.reports.report import Facts
-from harness.reports.uncertainty import paired_interval
-from harness.studies.compare.differences import differences, objectives_of, set_to, settings_of
+from harness.reports.results import Scores, StudentResults
+from harness.reports.uncertainty import Interval, paired_interval
+from harness.studies.compare.differences import Difference, differences, objectives_of, set_to, settings_of
 from harness.studies.compare.fairness import other_settings, why_not_comparable
-from harness.studies.compare.runs import FORMATS, Run
+from harness.studies.compare.runs import FORMATS, FormatResults, Run
+from lit_modules.tasks import Metric
 
 CONFOUNDED = "What differs between them may come from these: no verdict."
-OF_A_ROW = ("objective", "parameters", "step_ms", "train_flops", "bytes", "latency_ms", "images_per_second")
 
 
-def compare(runs: Sequence[Run], against: str | None = None) -> Facts:
-    """The content of compare.json; a run with other settings than the first's has intervals but no verdict.
+@dataclass(frozen=True)
+class Row:
+    """A run's student, language model or format, as `entry`.
+
+    Args:
+        name: in the table.
+        run: the name of its run.
+        student: its name in the run.
+        data: the name of the run's data set and its sizes.
+        seeds: of the run.
+        scores: one a seed; None where it failed.
+        entry: what the run says of it.
+        differences: to the first run's baseline, over the seeds in common, in the order there.
+    """
+
+    name: str
+    run: str
+    student: str
+    data: Mapping[str, Any]
+    seeds: Sequence[int]
+    scores: Scores
+    entry: StudentResults
+    differences: Sequence[float]
+
+    @property
+    def delta(self) -> Interval:
+        """The mean of its differences with its interval."""
+        return paired_interval(self.differences)
+
+    def to_json(self, metric: Metric) -> dict[str, Any]:
+        """Write what compare.json has of it."""
+        entry = self.entry
+        latency = {"latency_ms": entry.latency_ms} if isinstance(entry, FormatResults) else {}
+        return {
+            "name": self.name, "run": self.run, "student": self.student, "data": self.data, "seeds": self.seeds,
+            metric.name: self.scores, **({"objective": entry.objective} if entry.objective else {}), **entry.figures,
+            **latency, **({"baseline": entry.baseline} if entry.variant else {}),
+            "failed": [failure and asdict(failure) for failure in entry.failed], "differences": self.differences,
+            "delta": self.delta,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Source:
+    """A run in a comparison; `other_settings` are, by flag, its value and the first run's."""
+
+    name: str
+    folder: str
+    other_settings: Mapping[str, tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A setting with its number in each run."""
+
+    setting: str
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Finished runs side by side.
+
+    Args:
+        metric: what the runs are measured by.
+        runs: in their order.
+        baseline: the row that others are compared with, if there is one.
+        rows: in the order of the runs.
+        notes: sentences below the table.
+        settings: of all runs and of single ones, in words.
+        objectives: what students learnt by, in words.
+        differences: between the runs.
+        against: the picture's axis, if it is a setting.
+    """
+
+    metric: Metric
+    runs: Sequence[Source]
+    baseline: str | None
+    rows: Sequence[Row]
+    notes: Sequence[str]
+    settings: Mapping[str, str]
+    objectives: Mapping[str, str]
+    differences: Sequence[Difference]
+    against: Axis | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Write the content of compare.json."""
+        return {
+            "experiment": "compare", "metric": self.metric.name,
+            **({"against": asdict(self.against)} if self.against else {}), "runs": [vars(run) for run in self.runs],
+            "baseline": self.baseline, "rows": [row.to_json(self.metric) for row in self.rows], "notes": self.notes,
+            "settings": self.settings, "objectives": self.objectives,
+            "differences": [vars(difference) for difference in self.differences],
+        }  # fmt: skip
+
+
+def compare(runs: Sequence[Run], against: str | None = None) -> Comparison:
+    """Compare runs; one with other settings than the first's has intervals but no verdict.
 
     Args:
         runs: at least one.
@@ -31,54 +128,55 @@ def compare(runs: Sequence[Run], against: str | None = None) -> Facts:
         BadInput: the runs don't have two numbers or more for this setting.
     """
     first, kind, baseline = runs[0], runs[0].kind, runs[0].baseline
-    wanted = {
-        run.name: {n: e.get("baseline", first.experiment.baseline) for n, e in run.entries.items()} for run in runs
-    }
-    found = dict.fromkeys(wanted[first.name].values())
-    bases = {name: dict(_by_seed(first, name)) for name in found if name in first.entries}
-    lacking = (
-        f"{first.name}, the first run, has no student called {first.experiment.baseline}: no differences are given."
-    )
-    rows: list[Facts] = []
-    notes = [] if bases else [lacking]
+    baselines = {run.name: {name: _baseline(entry, first) for name, entry in run.entries.items()} for run in runs}
+    names = [name for name in dict.fromkeys(baselines[first.name].values()) if name in first.entries]
+    bases = {name: _by_seed(first, name) for name in names}
     other = {run.name: other_settings(run, first) if kind.judged else {} for run in runs}
+    rows: list[Row] = []
+    notes: list[str] = []
+    if not bases:
+        student = first.experiment.baseline
+        notes.append(f"{first.name}, the first run, has no student called {student}: no differences are given.")
     confounded: dict[str, list[str]] = {}  # runs by the sentence on their settings
     for run in runs:
         reason = why_not_comparable(first, run) if bases else ""
         if reason:
             notes.append(f"{run.name} is not compared with {baseline or first.name}: {reason}.")
         if flags := ", ".join(other[run.name]):
-            said = f"and {first.name} differ in settings: {flags}.{'' if reason else f' {CONFOUNDED}'}"
-            confounded.setdefault(said, []).append(run.name)
-        rows += [_row(run, name, {} if reason else bases.get(to, {})) for name, to in wanted[run.name].items()]
+            sentence = f"and {first.name} differ in settings: {flags}.{'' if reason else f' {CONFOUNDED}'}"
+            confounded.setdefault(sentence, []).append(run.name)
+        rows += [_row(run, name, {} if reason else bases.get(to, {})) for name, to in baselines[run.name].items()]
         notes += [f"{run.name}: {line}" for line in ended_early(run.results)]
-        notes += failures({"seeds": run.seeds, "students": run.entries}, f"{run.name}/")
-    notes += [f"{', '.join(names)} {said}" for said, names in confounded.items()]
+        notes += failures(run.seeds, {f"{run.name}/{name}": entry.failed for name, entry in run.entries.items()})
+    notes += [f"{', '.join(names)} {sentence}" for sentence, names in confounded.items()]
     if bases and any(set(run.seeds) != set(first.seeds) for run in runs):
         notes.append("Differences are paired over the seeds that a run has in common with the first.")
     for name in bases if kind.judged else ():
         to = f"{first.name}/{name}"
-        own = [row for row in rows if wanted[row["run"]][row["student"]] == name and not other[row["run"]]]
-        notes.append(conclude(to, {row["name"]: row["differences"] for row in own if row["name"] != to}, kind.metric))
+        judged = [row for row in rows if baselines[row.run][row.student] == name and not other[row.run]]
+        notes.append(conclude(to, {row.name: row.differences for row in judged if row.name != to}, kind.metric))
     if kind is FORMATS:
         notes += _of_formats(runs)
-    sources = [{"name": run.name, "folder": str(run.folder), "other_settings": other[run.name]} for run in runs]
-    return {
-        "experiment": "compare",
-        "metric": kind.metric.name,
-        **({"against": _axis(runs, against)} if against else {}),
-        "runs": sources,
-        "baseline": baseline,
-        "rows": rows,
-        "notes": [note for note in notes if note],
-        "settings": settings_of(runs),
-        "objectives": objectives_of(runs),
-        "differences": differences(runs),
-    }
+    return Comparison(
+        metric=kind.metric,
+        runs=[Source(run.name, str(run.folder), other[run.name]) for run in runs],
+        baseline=baseline,
+        rows=rows,
+        notes=[note for note in notes if note],
+        settings=settings_of(runs),
+        objectives=objectives_of(runs),
+        differences=differences(runs),
+        against=_axis(runs, against) if against else None,
+    )
 
 
-def _axis(runs: Sequence[Run], setting: str) -> Facts:
-    """The setting, and its number in each run as `values`."""
+def _baseline(entry: StudentResults, first: Run) -> str:
+    """The student of the first run that a row is compared with."""
+    return entry.baseline if entry.variant else first.experiment.baseline
+
+
+def _axis(runs: Sequence[Run], setting: str) -> Axis:
+    """The setting, and its number in each run."""
     values = {run.name: run.setting(setting) for run in runs}
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -87,35 +185,24 @@ def _axis(runs: Sequence[Run], setting: str) -> Facts:
         raise BadInput(
             "against", setting, f"a setting in which runs differ; in all it is {next(iter(values.values()))}"
         )
-    return {"setting": setting, "values": values}
+    return Axis(setting, values)
 
 
-def _by_seed(run: Run, name: str) -> Any:
-    """Pairs of a seed and the metric of a row."""
-    return zip(run.seeds, run.entries[name][run.kind.metric.name], strict=True)
+def _by_seed(run: Run, name: str) -> dict[int, float | None]:
+    """A row's score with each seed."""
+    return dict(zip(run.seeds, run.entries[name].scores[run.kind.metric.name], strict=True))
 
 
-def _row(run: Run, name: str, base: dict[int, Any]) -> Facts:
-    """A run's row; its differences are over the seeds in common with `base`, in the order there."""
-    entry, metric = run.entries[name], run.kind.metric.name
-    own = dict(_by_seed(run, name))
-    common = [seed for seed in base if seed in own]
-    found = paired_differences([own[seed] for seed in common], [base[seed] for seed in common])
-    return {
-        "name": f"{run.name}/{name}",
-        "run": run.name,
-        "student": name,
-        "data": run.results["data"],
-        "seeds": run.seeds,
-        metric: entry[metric],
-        **{key: entry[key] for key in (*OF_A_ROW, "baseline") if key in entry},
-        "failed": entry.get("failed"),
-        "differences": found,
-        "delta": paired_interval(found),
-    }
+def _row(run: Run, name: str, base: Mapping[int, float | None]) -> Row:
+    """A run's row; its differences are to the scores `base`, by seed."""
+    scores = _by_seed(run, name)
+    common = [seed for seed in base if seed in scores]
+    differences = paired_differences([scores[seed] for seed in common], [base[seed] for seed in common])
+    named = (f"{run.name}/{name}", run.name, name, run.results.data, run.seeds)
+    return Row(*named, list(scores.values()), run.entries[name], differences)
 
 
 def _of_formats(runs: Sequence[Run]) -> list[str]:
     notes = ["One net a format: a difference has no interval, so nothing here says that it is more than noise."]
-    machines = {repr(run.results["hardware"]) for run in runs}
+    machines = {repr(run.results.hardware) for run in runs}
     return notes + ["Latencies were measured on different machines: they don't compare."] * (len(machines) > 1)

@@ -1,10 +1,11 @@
 """What the rows of a comparison were made with, and in what their runs differ."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from harness.reports.report import Facts
+from harness.reports.results import Results
 from harness.reports.settings import objectives, settings, shown
 from harness.reports.tables import NONE, listed
 from harness.studies.compare.fairness import idle_settings, same
@@ -16,9 +17,18 @@ MACHINE = ("cpu", "cores", "gpus", "threads")
 TOLD = {"out", "resume", "overwrite", "seeds", "only", "zoo", "recipe", "metric"}
 
 
+@dataclass(frozen=True)
+class Difference:
+    """A setting, or a fact of a run, that differs: its text in each run."""
+
+    setting: str
+    may_move_results: bool  # what does not may move times, and figures by rounding
+    values: Mapping[str, str]
+
+
 def settings_of(runs: Sequence[Run]) -> dict[str, str]:
     """All settings: those of all runs, then by their names those of single runs."""
-    each = {run.name: {_key(line): line for line in settings(run.config, run.free)} for run in runs}
+    each = {run.name: {_key(line): line for line in settings(run.config, run.results.free)} for run in runs}
     shared = set[str].intersection(*(set(lines) for lines in each.values()))
     own = {name: [line for key, line in lines.items() if key not in shared] for name, lines in each.items()}
     common = [line for key, line in each[runs[0].name].items() if key in shared]
@@ -33,7 +43,7 @@ def _key(line: str) -> str:
 
 def objectives_of(runs: Sequence[Run]) -> dict[str, str]:
     """What students learnt by, by their names; by those of rows where it differs between the runs."""
-    each = {run.name: objectives(run.results) for run in runs if "students" in run.results}
+    each = {run.name: objectives(run.results) for run in runs if isinstance(run.results, Results)}
     found: dict[str, str] = {}
     for student in dict.fromkeys(student for learnt in each.values() for student in learnt):
         texts = {f"{run}/{student}": learnt[student] for run, learnt in each.items() if student in learnt}
@@ -42,33 +52,29 @@ def objectives_of(runs: Sequence[Run]) -> dict[str, str]:
     return found
 
 
-def differences(runs: Sequence[Run]) -> list[Facts]:
-    """What differs: the `setting`, its text in each run as `values`, and whether it `may_move_results`.
+def differences(runs: Sequence[Run]) -> list[Difference]:
+    """What differs between runs.
 
-    What does not may move times, and figures by rounding. Options of a student are compared between the runs that have
+    Options of a student are compared between the runs that have
     one of its name. Where a class differs, its options are in its text.
     """
-    idle, found = idle_settings(runs), dict[str, Facts]()
+    idle, found = idle_settings(runs), dict[str, Difference]()
     for flag in dict.fromkeys(flag for run in runs for flag in run.settings if flag not in TOLD):
         sharing = [run for run in runs if _has_student(run, flag)]
         if not all(same(flag, run.settings.get(flag), sharing[0].settings.get(flag)) for run in sharing):
             name = _outer(flag, sharing, found)
             values = {run.name: set_to(run.setting(name)) for run in sharing}
-            found.setdefault(name, _difference(name, values, not sharing[0].is_free(name) and name not in idle))
+            found.setdefault(name, Difference(name, not sharing[0].is_free(name) and name not in idle, values))
     for name, moves, values in _facts(runs):
         if len(set(values.values())) > 1:
-            found[name] = _difference(name, values, moves)
+            found[name] = Difference(name, moves, values)
     return list(found.values())
-
-
-def _difference(name: str, values: dict[str, str], moves: bool) -> Facts:
-    return {"setting": name, "may_move_results": moves, "values": values}
 
 
 def _has_student(run: Run, flag: str) -> bool:
     """False for an option of a student that the run has not trained."""
     group, _, rest = flag.partition(".")
-    trained = {entry.get("variant", name) for name, entry in run.entries.items()}
+    trained = {entry.variant or name for name, entry in run.entries.items()}
     return group != "variants" or rest.partition(".")[0] in trained
 
 
@@ -84,18 +90,18 @@ def _facts(runs: Sequence[Run]) -> Iterator[tuple[str, bool, dict[str, str]]]:
     """What else a figure may depend on: sizes of the data, seeds, commits, versions; then the machine."""
     counted = runs[0].kind.metric.counted
     for part in ("train", "validation", "test"):
-        yield f"{part} {counted}", True, {run.name: set_to(run.results["data"].get(part)) for run in runs}
+        yield f"{part} {counted}", True, {run.name: set_to(run.results.data.get(part)) for run in runs}
     yield "seeds", True, {run.name: ", ".join(map(str, run.seeds)) for run in runs}
     yield "commit", True, {run.name: _commits(run) for run in runs}
-    versions = {run.name: run.results.get("versions") or {} for run in runs}
+    versions = {run.name: run.results.versions for run in runs}
     for name in dict.fromkeys(name for known in versions.values() for name in known):
         yield name, True, {run: set_to(known.get(name)) for run, known in versions.items()}
     for name in MACHINE:
-        yield name, False, {run.name: set_to((run.results.get("hardware") or {}).get(name)) for run in runs}
+        yield name, False, {run.name: set_to(run.results.hardware.get(name)) for run in runs}
 
 
 def _commits(run: Run) -> str:
-    known = [commit or "unknown" for commit in run.results.get("commits") or ()]
+    known = [commit or "unknown" for commit in run.results.commits]
     return ", then ".join(re.sub(r"^(\w{12})\w+", r"\1", commit) for commit in known) or NONE
 
 
@@ -104,25 +110,21 @@ def set_to(value: Any) -> str:
     return NONE if value is None or value == [] else shown(value)
 
 
-def _by_value(texts: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
+def _by_value(texts: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
     """Each text with the names that have it."""
     for text in dict.fromkeys(texts.values()):
         yield text, [name for name, other in texts.items() if other == text]
 
 
-def lines_of(found: Sequence[Facts], runs: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+def lines_of(found: Sequence[Difference], runs: Sequence[str]) -> tuple[list[str], list[list[str]]]:
     """Header and lines of a table of differences: a column for each of few runs, else a line for each value."""
     if len(runs) <= FEW:
-        return ["setting", *runs], [[each["setting"], *_in_each(each, runs)] for each in found]
+        return ["setting", *runs], [[each.setting, *(each.values.get(run, NONE) for run in runs)] for each in found]
     return ["setting", "value", "runs"], [line for each in found for line in _by_run(each)]
 
 
-def _in_each(difference: Facts, runs: Sequence[str]) -> list[str]:
-    return [difference["values"].get(run, NONE) for run in runs]
-
-
-def _by_run(difference: Facts) -> list[list[str]]:
-    groups = list(_by_value(difference["values"]))
+def _by_run(difference: Difference) -> list[list[str]]:
+    groups = list(_by_value(difference.values))
     most = max((names for _, names in groups), key=len)
     lines = [[text, "the others" if names is most and len(most) > FEW else listed(names)] for text, names in groups]
-    return [["" if i else difference["setting"], *line] for i, line in enumerate(lines)]
+    return [["" if i else difference.setting, *line] for i, line in enumerate(lines)]

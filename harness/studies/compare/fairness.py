@@ -5,7 +5,6 @@ from typing import Any
 
 from datamodules.fingerprints import differing
 from harness.cli.resuming import PLACES
-from harness.reports.report import Facts
 from harness.reports.settings import is_off
 from harness.reports.tables import listed
 from harness.studies.compare.runs import Run
@@ -29,7 +28,7 @@ def why_not_comparable(first: Run, run: Run) -> str:
     other = [key for key in sorted(keys) if ours.get(key) != theirs.get(key)]
     if other:
         return f"other data ({', '.join(f'{key} {ours.get(key)}, not {theirs.get(key)}' for key in other)})"
-    classes = [sorted(each.results.get("classes") or ()) for each in (run, first)]
+    classes = [sorted(each.classes) for each in (run, first)]
     if all(classes) and classes[0] != classes[1]:  # in another order they are the same
         return "other data (of other classes)"
     if parts := [part for part in other_samples(first, run) if part not in limited]:
@@ -40,16 +39,16 @@ def why_not_comparable(first: Run, run: Run) -> str:
 
 
 def other_samples(first: Run, run: Run) -> list[str]:
-    """The parts of the data whose samples differ; none where an older version has kept no fingerprint."""
-    return differing(first.results["fingerprint"], run.results["fingerprint"]) if known_places(first, run) else []
+    """The parts of the data whose samples differ; none where a run has no fingerprint."""
+    return differing(first.results.fingerprint, run.results.fingerprint) if known_places(first, run) else []
 
 
 def known_places(first: Run, run: Run) -> set[str]:
     """The settings that say where the data lie, if fingerprints tell whether they are the same."""
-    return set(PLACES) if first.results.get("fingerprint") and run.results.get("fingerprint") else set()
+    return set(PLACES) if first.results.fingerprint and run.results.fingerprint else set()
 
 
-def _samples(run: Run, limited: set[str]) -> Facts:
+def _samples(run: Run, limited: set[str]) -> dict[str, Any]:
     """What decides which samples a run saw: the data set, its sizes, and the settings that choose from it.
 
     Of `limited` parts one of the two runs used only some batches: there, the option for the size decides.
@@ -58,7 +57,7 @@ def _samples(run: Run, limited: set[str]) -> Facts:
     ignored |= {f"{part}_size" for part in ("train", "validation", "test") if part not in limited}
     names = {flag: flag.removeprefix("data.").partition(".")[0] for flag in run.settings if flag.startswith("data.")}
     chosen = {flag: run.settings[flag] for flag, name in names.items() if name not in ignored}
-    sizes = {key: value for key, value in run.results["data"].items() if key != "validation" or key not in limited}
+    sizes = {key: value for key, value in run.results.data.items() if key != "validation" or key not in limited}
     return {**sizes, **chosen}
 
 
@@ -75,7 +74,7 @@ def other_settings(run: Run, first: Run) -> dict[str, tuple[Any, Any]]:
 
 
 def same(flag: str, one: Any, other: Any) -> bool:
-    """Whether two values of a setting are equal, or both off: older versions lack some switches.
+    """Whether two values of a setting are equal, or both off.
 
     Of samples and batches 1 is a count, and 1.0 stands for all.
     """
@@ -84,7 +83,7 @@ def same(flag: str, one: Any, other: Any) -> bool:
     return one == other and (type(one) is type(other) or not flag.endswith(("_batches", "_interval", "_size")))
 
 
-def _training(run: Run, idle: set[str]) -> Facts:
+def _training(run: Run, idle: set[str]) -> dict[str, Any]:
     data = {f"data.{name}" for name in {*run.data.training_options, CONTEXT}}
     left_out = {"data", "seeds", "trainer.limit_test_batches", *run.experiment.methods, *idle}  # seeds are paired
     return {

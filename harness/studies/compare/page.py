@@ -1,20 +1,21 @@
 """What people read of a comparison: the table, its notes, what differs, the settings, and a picture."""
 
 import zlib
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
 from apprentice.errors import BadInput
 from harness.reports import html
 from harness.reports.figures import Dot, lines_picture, metric_picture
-from harness.reports.pages import cost_axis, costs, starred
-from harness.reports.report import Facts, Part
-from harness.reports.tables import NONE, Table, columns, count, paragraph, short
+from harness.reports.measures import IN_TABLE
+from harness.reports.pages import cost_axis, starred
+from harness.reports.report import Part
+from harness.reports.tables import NONE, Table, count, paragraph, short, table_of
 from harness.runs.files import write_bytes, write_json, write_text
 from harness.runs.folders import run_files
+from harness.studies.compare.comparison import Axis, Comparison, Row
 from harness.studies.compare.differences import lines_of
-from lit_modules.tasks import METRICS, Metric
+from harness.studies.compare.runs import FormatResults
 
 DIFFER = {
     True: "What differs and may move results:",
@@ -22,63 +23,66 @@ DIFFER = {
 }
 
 
-def table(comparison: Facts) -> Table:
+def table(comparison: Comparison) -> Table:
     """One line for each row, in the order of the runs."""
-    rows, metric, baseline = comparison["rows"], METRICS[comparison["metric"]], comparison["baseline"]
-    formats, first = "bytes" in rows[0], comparison["runs"][0]["name"]
-    to = f" to {baseline}" if baseline and len(baseline) < 12 else ""
-    cells: dict[str, Callable[[Facts], str]] = {
-        "run/format" if formats else "run/student": lambda row: starred(row["name"], row),
-        "data": lambda row: f"{row['data'].get('name')} {count(row['data'].get('train'))}",
-        "seeds": lambda row: str(len(row["seeds"])),
-        metric.columns[metric.name].removeprefix("test "): lambda row: metric.mean(row[metric.name]),
-        f"Δ{to}, {metric.unit}": lambda row: (
-            NONE if row["name"] in {baseline, f"{first}/{row.get('baseline')}"} else metric.difference(row["delta"])
-        ),
-    }
-    more = _sizes_and_times(rows) if formats else {"parameters": lambda row: count(row["parameters"]), **costs(rows)}
-    return columns(cells | more, rows, left=2)
+    rows, metric, baseline = comparison.rows, comparison.metric, comparison.baseline
+    first, to = comparison.runs[0].name, f" to {baseline}" if baseline and len(baseline) < 12 else ""
+    formats = [row.entry for row in rows if isinstance(row.entry, FormatResults)]
+    differences = [
+        NONE if row.name == baseline or _is_baseline(row, first) else metric.difference(row.delta) for row in rows
+    ]
+    figures = [row.entry.figures for row in rows]
+    return table_of([
+        ("run/format" if formats else "run/student", [starred(row.name, row.entry.failed) for row in rows]),
+        ("data", [f"{row.data.get('name')} {count(row.data.get('train'))}" for row in rows]),
+        ("seeds", [str(len(row.seeds)) for row in rows]),
+        (metric.columns[metric.name].removeprefix("test "), [metric.mean(row.scores) for row in rows]),
+        (f"Δ{to}, {metric.unit}", differences),
+        *(_sizes_and_times(formats) if formats else (figure.column(figures) for figure in IN_TABLE)),
+    ], left=2)  # fmt: skip
 
 
-def _sizes_and_times(rows: Sequence[Facts]) -> dict[str, Callable[[Facts], str]]:
-    sizes = sorted({size for row in rows for size in row["latency_ms"]}, key=int)
-
-    def milliseconds(size: str, row: Facts) -> str:
-        return short(row["latency_ms"][size]["median"]) if size in row["latency_ms"] else NONE
-
-    return {
-        "KiB": lambda row: NONE if row["bytes"] is None else f"{row['bytes'] / 2**10:,.1f}",
-        **{f"ms, batch {size}": partial(milliseconds, size) for size in sizes},
-    }
+def _is_baseline(row: Row, first: str) -> bool:
+    """Whether it is what other students of its net are compared with."""
+    return row.entry.variant is not None and row.name == f"{first}/{row.entry.baseline}"
 
 
-def _notes(comparison: Facts) -> list[str]:
-    metric, rows = _metric(comparison), comparison["rows"]
-    sizes = {row["data"].get("test") for row in rows}
+def _sizes_and_times(formats: Sequence[FormatResults]) -> list[tuple[str, list[str]]]:
+    kib = [None if size is None else size / 2**10 for size in (row.figures["bytes"] for row in formats)]
+    columns = [("KiB", [NONE if size is None else f"{size:,.1f}" for size in kib])]
+    for size in sorted({size for row in formats for size in row.latency_ms}, key=int):
+        times = [row.latency_ms[size]["median"] if size in row.latency_ms else None for row in formats]
+        columns.append((f"ms, batch {size}", [short(time) for time in times]))
+    return columns
+
+
+def _notes(comparison: Comparison) -> list[str]:
+    metric, rows = comparison.metric, comparison.rows
+    sizes = {row.data.get("test") for row in rows}
     where = f"on {count(*sizes)} test {metric.counted}" if len(sizes) == 1 else "on the test set"
-    several = any(len(row["seeds"]) > 1 for row in rows)
+    several = any(len(row.seeds) > 1 for row in rows)
     legend = f"{metric.word.capitalize()}{': mean ± standard deviation over the seeds,' * several} {where}."
-    nets = any("baseline" in row for row in rows)
-    if comparison["baseline"] or nets:
-        to = comparison["baseline"] or f"the ce of the same net in {comparison['runs'][0]['name']}"
+    nets = any(row.entry.variant for row in rows)
+    if comparison.baseline or nets:
+        to = comparison.baseline or f"the ce of the same net in {comparison.runs[0].name}"
         legend += f" Δ: {'paired ' * several}difference to {to}"
         legend += ", with its 95 % interval." if several else "."
-    return [legend, *comparison["notes"]]
+    return [legend, *comparison.notes]
 
 
-def _differing(comparison: Facts) -> list[Part]:
+def _differing(comparison: Comparison) -> list[Part]:
     """Tables of what differs between the runs, under their titles; nothing for a single run."""
     parts: list[Part] = []
     for moves, title in DIFFER.items():
-        found = [each for each in comparison["differences"] if each["may_move_results"] is moves]
+        found = [each for each in comparison.differences if each.may_move_results is moves]
         if found:
-            head, lines = lines_of(found, [run["name"] for run in comparison["runs"]])
+            head, lines = lines_of(found, [run.name for run in comparison.runs])
             parts += [title, Table(head, lines, left=len(head))]
-    same = len(comparison["runs"]) > 1 and not parts
+    same = len(comparison.runs) > 1 and not parts
     return ["Settings are the same but for --out."] if same else parts
 
 
-def text(comparison: Facts) -> str:
+def text(comparison: Comparison) -> str:
     """The table, its notes, what differs and the settings, for a terminal."""
     notes = "\n".join(map(paragraph, _notes(comparison)))
     differing = [paragraph(part) if isinstance(part, str) else part.plain() for part in _differing(comparison)]
@@ -86,52 +90,47 @@ def text(comparison: Facts) -> str:
     return "\n\n".join([table(comparison).plain(), notes, *differing, *lists])
 
 
-def markdown(comparison: Facts) -> str:
+def markdown(comparison: Comparison) -> str:
     """The content of compare.md."""
-    sources = "\n".join(f"- {run['name']}: `{run['folder']}`" for run in comparison["runs"])
+    sources = "\n".join(f"- {run.name}: `{run.folder}`" for run in comparison.runs)
     page = ["# Runs compared", sources, table(comparison).markdown(), *_notes(comparison)]
     page += [part if isinstance(part, str) else part.markdown() for part in _differing(comparison)]
     page += ["\n".join([f"{title}\n", *(f"- {line}" for line in lines)]) for title, lines in _lists(comparison)]
-    return "\n\n".join([*page, f"![{_metric(comparison).word}](compare.png)"]) + "\n"
+    return "\n\n".join([*page, f"![{comparison.metric.word}](compare.png)"]) + "\n"
 
 
-def _lists(comparison: Facts) -> list[tuple[str, list[str]]]:
+def _lists(comparison: Comparison) -> list[tuple[str, list[str]]]:
     """Titles, and lines of what was set."""
-    titles = {"settings": "Settings:", "objectives": "Objectives:"}
-    found = [(titles[key], [f"{name}: {text}" for name, text in comparison[key].items()]) for key in titles]
-    return [(title, lines) for title, lines in found if lines]
+    lists = {"Settings:": comparison.settings, "Objectives:": comparison.objectives}
+    return [(title, [f"{name}: {text}" for name, text in texts.items()]) for title, texts in lists.items() if texts]
 
 
-def picture(comparison: Facts) -> bytes:
+def picture(comparison: Comparison) -> bytes:
     """A PNG: the metric of each row, and against its cost; rows of a run have one colour.
 
     If runs are compared against a setting: a line for each student, with the runs along the axis.
     """
-    if "against" in comparison:
-        return _against(comparison)
-    rows, names = comparison["rows"], [run["name"] for run in comparison["runs"]]
-    if "bytes" in rows[0]:
-        label, places = "size, KiB", [None if row["bytes"] is None else row["bytes"] / 2**10 for row in rows]
+    if comparison.against:
+        return _against(comparison, comparison.against)
+    rows, names, metric = comparison.rows, [run.name for run in comparison.runs], comparison.metric
+    if isinstance(rows[0].entry, FormatResults):
+        sizes = [row.entry.figures["bytes"] for row in rows]
+        label, places = "size, KiB", [None if size is None else size / 2**10 for size in sizes]
     else:
-        label, places = cost_axis(rows)
+        label, places = cost_axis([row.entry.figures for row in rows])
     lines = zip(rows, places, strict=True)
-    metric = _metric(comparison)
-    dots = [Dot(row["name"], row[metric.name], place, names.index(row["run"]), metric) for row, place in lines]
-    return metric_picture(dots, label)
+    return metric_picture(
+        [Dot(row.name, row.scores, place, names.index(row.run), metric) for row, place in lines], label
+    )
 
 
-def _against(comparison: Facts) -> bytes:
-    rows, axis, metric = comparison["rows"], comparison["against"], _metric(comparison)
-    students = list(dict.fromkeys(row["student"] for row in rows))
+def _against(comparison: Comparison, axis: Axis) -> bytes:
+    students = list(dict.fromkeys(row.student for row in comparison.rows))
     dots = [
-        Dot(row["student"], row[metric.name], axis["values"][row["run"]], students.index(row["student"]), metric)
-        for row in rows
+        Dot(row.student, row.scores, axis.values[row.run], students.index(row.student), comparison.metric)
+        for row in comparison.rows
     ]
-    return lines_picture(dots, axis["setting"])
-
-
-def _metric(comparison: Facts) -> Metric:
-    return METRICS[comparison["metric"]]
+    return lines_picture(dots, axis.setting)
 
 
 def folder_name(runs: Sequence[str]) -> str:
@@ -146,12 +145,12 @@ def check_folder(folder: Path, others: Sequence[str]) -> None:
         raise BadInput("out", folder, f"a folder without a run or another table; this one holds {taken[0]}")
 
 
-def save(comparison: Facts, out: str | Path | None = None, commands: Sequence[str] = ()) -> Path:
+def save(comparison: Comparison, out: str | Path | None = None, commands: Sequence[str] = ()) -> Path:
     """Write report.html, compare.md, .png and .json, and return their folder: `out`, or one under runs/compare/.
 
     `commands` made the runs and this comparison.
     """
-    folder = Path(out) if out else Path("runs", "compare", folder_name([run["name"] for run in comparison["runs"]]))
+    folder = Path(out) if out else Path("runs", "compare", folder_name([run.name for run in comparison.runs]))
     check_folder(folder, run_files(folder))
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -159,7 +158,7 @@ def save(comparison: Facts, out: str | Path | None = None, commands: Sequence[st
         write_text(folder / "compare.md", text)
         write_text(folder / "report.html", html.page(text, {"compare.png": png}, html.repeated(commands)))
         write_bytes(folder / "compare.png", png)
-        write_json(folder / "compare.json", comparison)
+        write_json(folder / "compare.json", comparison.to_json())
     except OSError as error:
         raise BadInput("out", folder, f"a folder that can be written ({error.strerror})") from error
     return folder

@@ -1,6 +1,6 @@
 """Finished runs, and what of them is compared: rows by name, each with a value for every seed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,9 +8,9 @@ from typing import Any
 import datamodules
 from apprentice.errors import BadInput
 from harness.cli.sources import flat
-from harness.reports.report import Facts
-from harness.reports.results import BASELINE, entry_of, load_results
-from harness.runs.records import NetRecord, reading
+from harness.reports.pages import planned_epochs
+from harness.reports.results import BASELINE, Results, StudentResults, combine_student, load_results
+from harness.runs.records import Header, NetRecord, reading
 from lit_modules.tasks import ACCURACY, BITS, METRICS, Metric
 
 
@@ -35,34 +35,58 @@ FORMATS = Kind("a run of quantize.py", ACCURACY, judged=False)
 MEASURED = {kind.metric.name: kind for kind in (*STUDENTS, TEXTS)}
 
 
+@dataclass(kw_only=True)
+class FormatResults(StudentResults):
+    """A format of quantize.py, as a student; by batch size its latencies."""
+
+    latency_ms: Mapping[str, Mapping[str, float]]
+
+
 @dataclass(frozen=True)
 class Experiment:
     """How the runs of an experiment are compared.
 
     Args:
-        rows: from results.json to entries by name, in the form of a bake-off's students.
+        read: from results.json to what is in it, and to its rows by name.
         baseline: the row of the first run that differences are to.
         methods: settings that are compared; where these alone differ there is a verdict.
         idle: settings that move no figure of a row.
     """
 
-    rows: Callable[[Facts], dict[str, Facts]]
+    read: Callable[[Mapping[str, Any]], tuple[Header, Mapping[str, StudentResults]]]
     baseline: str
     methods: frozenset[str]
     idle: frozenset[str] = frozenset()
 
 
-def _formats(results: Facts) -> dict[str, Facts]:
-    return {row["format"]: {**row, "test_acc": [row["test_acc"]]} for row in results["rows"]}
+def _students(facts: Mapping[str, Any]) -> tuple[Results, Mapping[str, StudentResults]]:
+    results = Results.read(facts)
+    return results, results.students
 
 
-def _language_model(results: Facts) -> dict[str, Facts]:
-    return {"gpt": entry_of([NetRecord.from_json(net) for net in results["runs"]], BITS)}
+def _language_model(facts: Mapping[str, Any]) -> tuple[Header, Mapping[str, StudentResults]]:
+    net = combine_student([NetRecord.from_json(run) for run in facts["runs"]], BITS)
+    return Header.read(facts), {"gpt": net}
+
+
+def _formats(facts: Mapping[str, Any]) -> tuple[Header, Mapping[str, StudentResults]]:
+    header = Header.read(facts)
+    header.seeds = header.config["seeds"]
+    rows = {
+        row["format"]: FormatResults(
+            objective="",
+            figures={key: row[key] for key in ("bytes", "images_per_second")},
+            scores={"test_acc": [row["test_acc"]]},
+            latency_ms=row["latency_ms"],
+        )
+        for row in facts["rows"]
+    }
+    return header, rows
 
 
 EXPERIMENTS = {
     "kd": Experiment(
-        lambda results: results["students"], BASELINE, frozenset({"variants"}),
+        _students, BASELINE, frozenset({"variants"}),
         frozenset({"only", "zoo", "recipe", "metric", "teacher_cache_mb", "teacher_cache_dir"}),
     ),
     "gpt": Experiment(
@@ -79,16 +103,15 @@ class Run:
 
     name: str  # the end of its path that tells it from the other runs
     folder: Path
-    results: Facts  # its results.json
+    results: Header  # `Results` of students
+    entries: Mapping[str, StudentResults]  # its rows by name
     kind: Kind
     experiment: Experiment
 
     def __post_init__(self) -> None:
-        self.config: Facts = _with_teachers_epochs(self.results)
-        self.settings = {**dict(flat(self.config)), "data": self.results["data"]["name"]}  # as flags and values
-        self.free: list[str] = self.results["free"]
-        self.seeds: list[int] = self.results["seeds"] if self.kind.judged else self.config["seeds"]
-        self.entries = self.experiment.rows(self.results)  # of its rows, by name
+        self.config = _with_teachers_epochs(self.results)
+        self.settings = {**dict(flat(self.config)), "data": self.results.data["name"]}  # as flags and values
+        self.seeds = self.results.seeds
 
     @property
     def baseline(self) -> str | None:
@@ -98,12 +121,17 @@ class Run:
 
     def is_free(self, flag: str) -> bool:
         """Whether no result depends on a setting, or on what it is an option of."""
-        return any(flag == name or flag.startswith(f"{name}.") for name in self.free)
+        return any(flag == name or flag.startswith(f"{name}.") for name in self.results.free)
 
     @property
     def data(self) -> type[datamodules.InMemoryData]:
         """The class of its data; the base class where it is not one of ours."""
-        return getattr(datamodules, str(self.results["data"]["name"]), datamodules.InMemoryData)
+        return getattr(datamodules, str(self.results.data["name"]), datamodules.InMemoryData)
+
+    @property
+    def classes(self) -> Sequence[str]:
+        """The names of its classes, if they are known."""
+        return self.results.classes if isinstance(self.results, Results) else ()
 
     def setting(self, flag: str) -> Any:
         """A setting as results.json has it; None where it is unset or unknown."""
@@ -116,24 +144,24 @@ class Run:
         return value
 
 
-def _with_teachers_epochs(results: Facts) -> Facts:
+def _with_teachers_epochs(results: Header) -> dict[str, Any]:
     """The configuration; in that of a run that has grown by epochs, those of its teachers are an option of theirs."""
-    config: Facts = results.get("config") or {}
-    epochs, teacher = results.get("teacher", {}).get("max_epochs"), config.get("teacher")
-    if not isinstance(teacher, dict) or epochs in (None, config.get("trainer", {}).get("max_epochs")):
+    config, teacher = results.config, results.config.get("teacher")
+    epochs = results.teacher.max_epochs if isinstance(results, Results) else None
+    if not isinstance(teacher, dict) or epochs in (None, planned_epochs(results)):
         return config
     return config | {"teacher": teacher | {"init_args": (teacher.get("init_args") or {}) | {"max_epochs": epochs}}}
 
 
 def load_run(given: str | Path, path: Path, name: str, like: Run | None = None) -> Run:
     """The run in a folder; BadInput if there is none that can be compared with the run `like`, if given."""
-    results = load_results(given, "RUN")
-    found = " ".join(results["experiment"].split())[:40]
-    experiment = "kd" if results.get("students") else found  # an experiment of the user's own may have students
+    facts = load_results(given, "RUN")
+    found = " ".join(facts["experiment"].split())[:40]
+    experiment = "kd" if facts.get("students") else found  # an experiment of the user's own may have students
     if experiment not in EXPERIMENTS:
         raise BadInput("RUN", given, f"a run of kd.py, gpt.py or quantize.py; this one is of {found}.py")
     with reading(given, "RUN"):
-        metric = ACCURACY.name if experiment == "quantize" else str(results["metric"]["name"])
+        metric = ACCURACY.name if experiment == "quantize" else str(facts["metric"]["name"])
     if metric not in METRICS:
         raise BadInput("RUN", given, f"a run measured by {' or '.join(METRICS)}; this one has {metric}")
     kind = FORMATS if experiment == "quantize" else MEASURED[metric]
@@ -141,4 +169,7 @@ def load_run(given: str | Path, path: Path, name: str, like: Run | None = None) 
         expected = f"{like.kind.title}, to compare with {like.name}"
         raise BadInput("RUN", given, f"{expected}; this one is of {found}.py, measured by {kind.metric.word}")
     with reading(given, "RUN"):
-        return Run(name, path, results, kind, EXPERIMENTS[experiment])
+        results, entries = EXPERIMENTS[experiment].read(facts)
+        if not entries:
+            raise ValueError("it has no rows")
+        return Run(name, path, results, entries, kind, EXPERIMENTS[experiment])

@@ -1,16 +1,17 @@
 """The study of deployment: a student in each format, exported, answered for elsewhere, measured; and its report."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from harness.reports.figures import figure
-from harness.reports.report import Facts, Part, Report, machine
+from harness.reports.report import Part, Report, machine
 from harness.reports.settings import settings
-from harness.reports.tables import NONE, Table, columns, count, short, words
+from harness.reports.tables import NONE, Table, count, short, table_of, words
 from harness.runs import environment
 from harness.runs.nets import Spec, write_spec
 from harness.runs.quiet import notice
@@ -37,7 +38,32 @@ COLUMNS = (
 )
 
 
-class Study(study.Study):
+@dataclass(frozen=True)
+class Row:
+    """What is measured of a format.
+
+    Args:
+        format: its name.
+        test_acc: of the test set.
+        test_correct: predictions.
+        bytes: size of its file; None where it could not be written.
+        latency_ms: by batch size; nothing where it could not be compiled.
+        images_per_second: at the largest batch.
+        max_logit_difference: to float32, on the test set.
+        files: that were written and read again, in the run's folder.
+    """
+
+    format: str
+    test_acc: float
+    test_correct: int
+    bytes: int | None
+    latency_ms: Times
+    images_per_second: float | None
+    max_logit_difference: float
+    files: list[str]
+
+
+class Study(study.Study[Mapping[str, Any]]):
     """Exports and measures formats of a net; rows are named by `format`."""
 
     key = "format"
@@ -56,18 +82,19 @@ class Study(study.Study):
         (N,). `make` makes the net of each format, in eval mode on the CPU; all take these images and give logits.
         """
         self.spec, self.images, self.labels = spec, images, labels
-        done = [row["latency_ms"] and self._has_files(row) for row in self.rows.values()]
+        done = [row.latency_ms and self._has_files(row) for row in _rows(self.rows.values())]
         if len(done) < len(FILES) or not all(done):
             self._measure(make())
         self.header["failed"] = self.failed
         notes = [f"{file} is left out: {fault}" for file, fault in self.failed.items()]
-        self.finish(report(self.write(FILES), notes))
+        shown = "; ".join(settings(self.header["config"], self.header["free"]))
+        head = {"Data": words(self.header["data"]), **machine(self.header), "Settings": shown}
+        self.finish(report(head, _rows(self.write(FILES)), notes))
 
-    def _has_files(self, row: Facts) -> bool:
+    def _has_files(self, row: Row) -> bool:
         """Whether all files of a format were written and are there."""
-        return len(row["files"]) == len(FILES[row["format"]]) and all(
-            (self.out / file).exists() for file in row["files"]
-        )
+        written = len(row.files) == len(FILES[row.format])
+        return written and all((self.out / file).exists() for file in row.files)
 
     def _measure(self, nets: Mapping[str, nn.Module]) -> None:
         logits = {name: logits_of(net, self.images) for name, net in nets.items()}
@@ -86,7 +113,7 @@ class Study(study.Study):
         times = self.latency.measure(nets, self.images, lambda error, name: self.fail(error, f"{name}/latency"))
         for name in nets:
             files = [path for path in good if path.parent.name == name]
-            self.rows[name] = self._row(name, logits, files, times[name])
+            self.rows[name] = asdict(self._row(name, logits, files, times[name]))
 
     def _export(self, name: str, net: nn.Module) -> list[Path]:
         """Write a format's files, each for itself; those that could be written."""
@@ -107,20 +134,25 @@ class Study(study.Study):
                 self.fail(error, f"{name}/{file}")
         return [folder / file for file in FILES[name] if (folder / file).exists()]
 
-    def _row(self, name: str, logits: Mapping[str, Tensor], files: list[Path], times: Times) -> Facts:
+    def _row(self, name: str, logits: Mapping[str, Tensor], files: list[Path], times: Times) -> Row:
         correct = int((logits[name].argmax(1) == self.labels).sum())
         sized = self.out / name / FILES[name][-1]
         largest = max(times, key=int, default="")
-        return {
-            "format": name,
-            "test_acc": correct / len(self.labels),
-            "test_correct": correct,
-            "bytes": sized.stat().st_size if sized in files else None,
-            "latency_ms": times,
-            "images_per_second": int(largest) / times[largest]["median"] * 1e3 if largest else None,
-            "max_logit_difference": float((logits[name] - logits["float32"]).abs().max()),
-            "files": [str(path.relative_to(self.out)) for path in files],
-        }
+        return Row(
+            format=name,
+            test_acc=correct / len(self.labels),
+            test_correct=correct,
+            bytes=sized.stat().st_size if sized in files else None,
+            latency_ms=times,
+            images_per_second=int(largest) / times[largest]["median"] * 1e3 if largest else None,
+            max_logit_difference=float((logits[name] - logits["float32"]).abs().max()),
+            files=[str(path.relative_to(self.out)) for path in files],
+        )
+
+
+def _rows(facts: Iterable[Mapping[str, Any]]) -> list[Row]:
+    """The rows as results.json has them."""
+    return [Row(**row) for row in facts]
 
 
 @torch.no_grad()
@@ -129,52 +161,47 @@ def logits_of(net: nn.Module, images: Tensor) -> Tensor:
     return torch.cat([net(batch) for batch in images.split(BATCH)])
 
 
-def report(results: Facts, notes: Sequence[str]) -> Report:
-    """Build the report from results.json's content and notes on what is left out."""
-    rows = results["rows"]
-    shown = "; ".join(settings(results["config"], results["free"]))
-    header = {"Data": words(results["data"]), **machine(results), "Settings": shown}
+def report(header: Mapping[str, str], rows: Sequence[Row], notes: Sequence[str]) -> Report:
+    """Build the report from the rows and notes on what is left out."""
     text: list[Part] = [table(rows), COLUMNS, *notes]
     pngs = {"results.png": picture(rows)} if _batch_sizes(rows) else {}
     return Report(header, text, [*text, "![accuracy against latency](results.png)"], pngs)
 
 
-def _batch_sizes(rows: Sequence[Facts]) -> list[str]:
+def _batch_sizes(rows: Sequence[Row]) -> list[str]:
     """Batch sizes with a latency."""
-    return sorted({size for row in rows for size in row["latency_ms"]}, key=int)
+    return sorted({size for row in rows for size in row.latency_ms}, key=int)
 
 
-def table(rows: Sequence[Facts]) -> Table:
+def table(rows: Sequence[Row]) -> Table:
     """One line a format."""
-    cells: dict[str, Callable[[Facts], str]] = {
-        "format": lambda row: row["format"],
-        "test accuracy, %": lambda row: f"{100 * row['test_acc']:.2f}",
-        "correct": lambda row: count(row["test_correct"]),
-        "size, KiB": lambda row: NONE if row["bytes"] is None else f"{row['bytes'] / 2**10:,.1f}",
-        **{f"ms, batch {size}": partial(_latency, size) for size in _batch_sizes(rows)},
-        "images/s": lambda row: short(row["images_per_second"]) if row["latency_ms"] else NONE,
-        "difference": lambda row: f"{row['max_logit_difference']:.2g}",
-    }
-    return columns(cells, rows)
+    return table_of([
+        ("format", [row.format for row in rows]),
+        ("test accuracy, %", [f"{100 * row.test_acc:.2f}" for row in rows]),
+        ("correct", [count(row.test_correct) for row in rows]),
+        ("size, KiB", [NONE if row.bytes is None else f"{row.bytes / 2**10:,.1f}" for row in rows]),
+        *((f"ms, batch {size}", [_latency(row, size) for row in rows]) for size in _batch_sizes(rows)),
+        ("images/s", [short(row.images_per_second) for row in rows]),
+        ("difference", [f"{row.max_logit_difference:.2g}" for row in rows]),
+    ])  # fmt: skip
 
 
-def _latency(size: str, row: Facts) -> str:
-    times = row["latency_ms"].get(size)
+def _latency(row: Row, size: str) -> str:
+    times = row.latency_ms.get(size)
     return f"{short(times['median'])} ({short(times['p95'])})" if times else NONE
 
 
-def picture(rows: Sequence[Facts]) -> bytes:
+def picture(rows: Sequence[Row]) -> bytes:
     """A PNG: accuracy against the median latency of each batch size; areas are sizes on disk."""
     sizes = _batch_sizes(rows)
-    rows = [row for row in rows if row["bytes"] is not None and row["latency_ms"]]
-    largest = max((row["bytes"] for row in rows), default=1)
+    placed = [(row, row.bytes) for row in rows if row.bytes is not None and row.latency_ms]
+    largest = max((size for _, size in placed), default=1)
     with figure(5.5 * len(sizes), 4) as (drawn, png):
         for axes, size in zip(drawn.subplots(1, len(sizes), squeeze=False)[0], sizes, strict=True):
-            for number, row in enumerate(rows):
-                place = row["latency_ms"][size]["median"], 100 * row["test_acc"]
-                area = AREA * row["bytes"] / largest
-                axes.scatter(*place, s=area, color=f"C{number}", alpha=0.5, linewidths=0)
-                axes.scatter(*place, s=8, color=f"C{number}", label=f"{row['format']}, {row['bytes'] / 2**10:,.0f} KiB")
+            for number, (row, file_size) in enumerate(placed):
+                place, look = (row.latency_ms[size]["median"], 100 * row.test_acc), {"color": f"C{number}"}
+                axes.scatter(*place, s=AREA * file_size / largest, alpha=0.5, linewidths=0, **look)
+                axes.scatter(*place, s=8, label=f"{row.format}, {file_size / 2**10:,.0f} KiB", **look)
             axes.ticklabel_format(useOffset=False)
             axes.margins(0.25)
             axes.set_xlabel("median latency, ms")

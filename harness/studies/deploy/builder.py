@@ -214,7 +214,7 @@ class Builder:
             checkpoint.unlink(missing_ok=True)
         wait_for_main()
         saved = read_saved(best, "out", f"the best state of {NAME}, or no such file, and it is trained")
-        return module.net.int8(saved.get("state_dict", saved))  # older runs have the state alone
+        return module.net.int8(saved["state_dict"])
 
     def check(self) -> None:
         """Build everything once; BadInput if something can't be trained or quantised."""

@@ -18,7 +18,7 @@ from torch import nn
 
 from apprentice.errors import BadInput
 from harness.cli.classes import Choice
-from harness.reports.report import Facts
+from harness.reports.search import Cost, Search, Setting, Tuned
 from harness.runs.files import read_text, write_json
 from harness.runs.launch import is_main_process, main_first
 from harness.runs.nets import load_net
@@ -81,24 +81,22 @@ class Tuning:
                 alive |= dict.fromkeys(team, kept)
         return alive
 
-    def facts(self) -> Facts:
-        """What results.json has of it, after `chosen`: `tuning`, `tuning_cost` and, as epochs, `tuning_rungs`."""
+    def facts(self) -> Search:
+        """What results.json has of it, after `chosen`."""
         records = [self._records(seed) for seed in self.run.config.seeds]
-        found: Facts = {}
+        methods: dict[str, Tuned] = {}
         for row, trials_of in self.trials.items():
             searched = spaces.spaces(self.run.config, self.setups[row])
             settings = []
             for trial in trials_of:
                 last = [each[trial.name] for each in records]
-                settings.append({
-                    "options": spaces.options(self.run.config, trial, searched),
-                    "validation": [rungs.score(net, self.metric) for net in last],
-                    "epochs": max(len(net.epochs) for net in last),
-                })  # fmt: skip
-            found[row] = {"settings": settings, "chosen": self.best[row]}
-        return {"tuning": found, "tuning_cost": self._cost(), "tuning_rungs": self.ends}
+                options = spaces.options(self.run.config, trial, searched)
+                scores = [rungs.score(net, self.metric) for net in last]
+                settings.append(Setting(options, scores, max(len(net.epochs) for net in last)))
+            methods[row] = Tuned(settings, self.best[row])
+        return Search(methods, self._cost(), self.ends)
 
-    def _cost(self) -> Facts:
+    def _cost(self) -> Cost:
         """Epochs of each row's students, and of the seeds' teachers, unless they were loaded.
 
         Also samples that teachers computed for students, and would have for each setting by itself: outputs that are
@@ -121,11 +119,9 @@ class Tuning:
                 done |= {name: len(net.epochs) for name, net in record.nets.items()}
             for name, count in done.items():
                 epochs[row_of[name]] += count
-        return {
-            "student_epochs": epochs, "teacher_samples": asked, "teacher_samples_alone": alone, "fit_seconds": seconds,
-            "teacher_epochs": sum(teacher.max_epochs or 0 for teacher in teachers),
-            "teacher_fit_seconds": sum(teacher.fit_seconds or 0.0 for teacher in teachers),
-        }  # fmt: skip
+        teacher_epochs = sum(teacher.max_epochs or 0 for teacher in teachers)
+        teacher_seconds = sum(teacher.fit_seconds or 0.0 for teacher in teachers)
+        return Cost(epochs, asked, alone, seconds, teacher_epochs, teacher_seconds)
 
     def _teach(self, seed: int) -> None:
         loaded, epochs = has_trained_teacher(self.run), teacher_epochs(self.run)
@@ -196,7 +192,7 @@ class Tuning:
         return waves
 
 
-def planned(folder: Path, config: Namespace) -> Facts:
+def planned(folder: Path, config: Namespace) -> dict[str, Any]:
     """The plan that a search's folder has: `epochs`, `tune_wave`, and `waves` of settings.
 
     It has no waves yet where there is no plan, or one for another `--tune_wave` by which nothing was trained.
@@ -205,7 +201,7 @@ def planned(folder: Path, config: Namespace) -> Facts:
         BadInput: it is for another number of epochs.
     """
     path, epochs = folder / PLAN, config.trainer.init_args["max_epochs"]
-    plan: Facts = {"epochs": epochs, "tune_wave": config.tune_wave, "waves": []}
+    plan: dict[str, Any] = {"epochs": epochs, "tune_wave": config.tune_wave, "waves": []}
     if path.exists():
         with reading(path, "out", "the plan of a search"):
             plan |= json.loads(read_text(path))
@@ -217,7 +213,7 @@ def planned(folder: Path, config: Namespace) -> Facts:
     return plan
 
 
-def _unplanned(plan: Facts, teams: Sequence[Sequence[str]], found: Trials) -> list[list[str]]:
+def _unplanned(plan: dict[str, Any], teams: Sequence[Sequence[str]], found: Trials) -> list[list[str]]:
     """The settings that are in no wave of a plan, those of a team together."""
     known = {name for wave in plan["waves"] for name in wave}
     units = [[trial_name(name, trial) for name in team] for team in teams for trial in range(len(found[team[0]]))]
@@ -299,7 +295,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 def tuned(
     run: Session, make_teacher: MakeTeacher, make_students: MakeStudents, setups: Mapping[str, Setup]
-) -> tuple[dict[str, Setup], Facts]:
+) -> tuple[dict[str, Setup], Search]:
     """The rows with the best settings that a search found, and what results.json has of it."""
     search = Tuning(run, make_teacher, make_students, setups)
     return search.chosen(), search.facts()

@@ -206,7 +206,7 @@ class RingGroup(ProcessGroup):
         """Send each rank its part, and receive one from each; sizes are numbers of rows, equal if there are none."""
         coming, leaving = self._sizes(output, output_sizes), self._sizes(x, input_sizes)
         if coming[self.links.rank] != leaving[self.links.rank]:
-            raise BadInput("backend", "ring", "the part that stays here to have one size in all_to_all_single")
+            raise BadInput("backend", NAME, "the part that stays here to have one size in all_to_all_single")
         return self.alltoall([*output.detach().split(coming)], [*x.split(leaving)], opts)
 
     alltoall_base = all_to_all_single
@@ -220,12 +220,12 @@ class RingGroup(ProcessGroup):
         for part in parts:
             if part.numel() != share * own.numel() or part.dtype != own.dtype:
                 expected = f"{share * own.numel()} x {own.dtype} for {name}"
-                raise BadInput("backend", "ring", f"{expected}, got {part.numel()} x {part.dtype}")
+                raise BadInput("backend", NAME, f"{expected}, got {part.numel()} x {part.dtype}")
 
     def _sizes(self, x: Tensor, rows: Sequence[int]) -> list[int]:
         counts = rows or [len(x) // self.links.size] * self.links.size
         if sum(counts) != len(x):
-            raise BadInput("backend", "ring", f"{len(x)} rows in all for all_to_all_single, got {sum(counts)}")
+            raise BadInput("backend", NAME, f"{len(x)} rows in all for all_to_all_single, got {sum(counts)}")
         return [*counts]
 
     def _finish(self, x: Tensor, found: Reduction) -> None:
@@ -235,8 +235,8 @@ class RingGroup(ProcessGroup):
     def _add(self, name: str, run: Run, outputs: list[Tensor], inputs: Sequence[Tensor], opts: Options) -> dist.Work:
         for x in (*outputs, *inputs):
             if x.device.type != "cpu" or x.layout != torch.strided:
-                found = f"got {x.layout} on {x.device}"
-                raise BadInput("backend", "ring", f"dense tensors on a CPU for {name}, {found}")
+                got = f"got {x.layout} on {x.device}"
+                raise BadInput("backend", NAME, f"dense tensors on a CPU for {name}, {got}")
         timeout = self._timeout if opts is None or opts.timeout < MESSENGERS_TIMEOUT else opts.timeout
 
         def run_flat() -> None:

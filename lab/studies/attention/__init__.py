@@ -4,12 +4,11 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from harness.reports.report import Facts
 from harness.reports.tables import short
 from harness.runs.session import Session
 from harness.studies import study
 from lab.studies.attention.cases import Case, Options, all_cases
-from lab.studies.attention.measure import Bench
+from lab.studies.attention.measure import Bench, Row
 from lab.studies.attention.report import report
 
 __all__ = ["Bench", "Case", "Options", "Study", "all_cases"]
@@ -20,7 +19,7 @@ PEAK = (
 )
 
 
-class Study(study.Study):
+class Study(study.Study[Row]):
     """Measures calls, and products of matrices before each part and at the end; rows are named by `name`.
 
     A block whose products of matrices alone take longer than `longest` seconds is left out.
@@ -33,7 +32,7 @@ class Study(study.Study):
         self.longest = longest
         self.left_out: dict[str, str] = {}
 
-    def line(self, row: Facts) -> str:
+    def line(self, row: Row) -> str:
         """The case and its speed."""
         if row["refused"]:
             result = "refused"
@@ -46,7 +45,7 @@ class Study(study.Study):
     def run(self, bench: Bench, cases: Sequence[Case]) -> None:
         """Measure the missing cases; print and save the report."""
         bench.prepare(case for case in cases if case.name not in self.rows)
-        calls: dict[str, Callable[[], Facts | None]] = {}
+        calls: dict[str, Callable[[], Row | None]] = {}
 
         def add_products(part: Sequence[Case], when: str) -> None:
             for dtype in dict.fromkeys(case.dtype for case in part):
@@ -59,9 +58,10 @@ class Study(study.Study):
             calls |= {case.name: partial(self._measured, bench, case) for case in mine}
         add_products(cases, "at the end")
         self.measure(calls)
-        self.finish(report(self.write(calls), self.missing(self.left_out)))
+        rows = self.write(calls)
+        self.finish(report(self.header, rows, self.missing(self.left_out)))
 
-    def _measured(self, bench: Bench, case: Case) -> Facts | None:
+    def _measured(self, bench: Bench, case: Case) -> Row | None:
         """The row; None of a case that takes too long."""
         product = self.rows.get(PRODUCTS.format(dtype=case.dtype, when=f"before {case.part}"))
         limit = 1e12 * product["tflops_per_second"] * self.longest if product else math.inf
@@ -71,7 +71,7 @@ class Study(study.Study):
             return None
         return bench.measure(case, self.out)
 
-    def write(self, order: Iterable[str]) -> Facts:
+    def write(self, order: Iterable[str]) -> list[Row]:
         """Write results.json with the peaks, and in each row its share of the peak as known so far."""
         peaks: dict[str, float] = {}
         for row in self.rows.values():

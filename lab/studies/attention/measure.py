@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, autograd, nn
@@ -19,7 +19,6 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from apprentice.errors import BadInput
-from harness.reports.report import Facts
 from harness.runs.files import atomic, write_json
 from harness.runs.quiet import silenced
 from lab.studies.attention.cases import Case
@@ -35,6 +34,73 @@ TIMES, SLOW, TIMES_IF_SLOW = 5, 1.0, 3  # times taken of a call at least; second
 CALLS, HEAVIEST = 25, 10  # as the tutorial profiles
 FUSED = ("flash", "efficient", "cudnn")
 LOGGERS = ("torch._inductor", "torch.fx", "torch.utils.cpp_extension")  # they tell what the compiler misses: a GPU
+
+
+class Operator(TypedDict):
+    """An operator of a profiled call, its figures a call."""
+
+    operator: str
+    microseconds: float
+    calls: float
+    share: float
+
+
+class Timing(TypedDict):
+    """How long a call takes."""
+
+    microseconds: float
+    iqr_microseconds: float
+    times: int
+    tflops_per_second: float
+    threads: int
+
+
+class Product(Timing):
+    """How long a product of two square matrices of so many rows takes."""
+
+    matrix: int
+
+
+class Outcome(TypedDict, total=False):
+    """What a call has shown: why torch refuses it, or its figures."""
+
+    refused: str | None
+    kernel: str
+    peak_bytes: int | None
+    microseconds: float
+    iqr_microseconds: float
+    times: int
+    tflops_per_second: float
+    threads: int
+    operators: list[Operator]  # of a profiled call
+
+
+class Row(Outcome, total=False):
+    """A measured case with its fields, or a product of matrices, which has few of them."""
+
+    name: str
+    part: str
+    dtype: str
+    batch: int
+    length: int
+    heads: int
+    head_dim: int
+    block: bool
+    layer: str
+    backend: str
+    causal: bool
+    backward: bool
+    compiled: bool
+    lengths: list[int] | None
+    bias: bool
+    dropout: float
+    tutorial_us: float | None
+    direction: str
+    matrix: int
+    share_of_peak: float | None
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -53,17 +119,17 @@ class Bench:
             if any(case.compiled for case in cases):
                 importlib.import_module("torch._inductor.compile_fx")
 
-    def measure(self, case: Case, folder: Path) -> Facts:
-        """The case's row; `refused` has torch's reason if it can't run here; a Chrome trace goes into the folder."""
-        facts: Facts = {"name": case.name, **asdict(case), "direction": case.direction, "refused": None}
-        return {**facts, **self._isolated(partial(self._row, case, folder))}
+    def measure(self, case: Case, folder: Path) -> Row:
+        """Measure a case and return its row; a Chrome trace goes into the folder."""
+        row: Any = {"name": case.name, **asdict(case), "direction": case.direction, "refused": None}
+        return {**row, **self._isolated(partial(self._outcome, case, folder))}
 
-    def products(self, name: str, dtype: str) -> Facts:
+    def products(self, name: str, dtype: str) -> Row:
         """The row of this name for the fastest product of two square matrices of the type, by TFLOP/s."""
         fastest = self._isolated(partial(self._matrices, dtype))
         return {"name": name, "part": "matmul", "dtype": dtype, "refused": None, **fastest}
 
-    def _isolated(self, measured: Callable[[], Facts]) -> Facts:
+    def _isolated(self, measured: Callable[[], T]) -> T:
         if self.device.type == "cuda" or not can_fork():
             gc.collect()
             return measured()
@@ -79,7 +145,7 @@ class Bench:
 
     # In a process of its own
 
-    def _row(self, case: Case, folder: Path) -> Facts:
+    def _outcome(self, case: Case, folder: Path) -> Outcome:
         try:
             with silenced(*LOGGERS), call(case, self.device) as called:
                 with autograd.profiler.profile(use_kineto=False) as profiler:
@@ -87,9 +153,12 @@ class Bench:
                 kernel_used = fused([event.key for event in profiler.key_averages()])
                 memory = PeakMemory(self.device)
                 called()
-                facts: Facts = {"kernel": kernel_used, "peak_bytes": memory.bytes()}
-                facts |= self._timed(called, case.operations)
-                return facts | ({"operators": self._profiled(called, case, folder)} if case.part == "profile" else {})
+                peak = memory.bytes()
+                timing = self._timed(called, case.operations)
+                outcome: Outcome = {"kernel": kernel_used, "peak_bytes": peak, **timing}
+                if case.part == "profile":
+                    outcome["operators"] = self._profiled(called, case, folder)
+                return outcome
         except BadInput as error:
             return {"refused": error.expected.partition("torch says: ")[2] or error.expected}
         except RuntimeError as error:
@@ -101,7 +170,7 @@ class Bench:
                 torch.compiler.reset()
                 torch.cuda.empty_cache()
 
-    def _timed(self, called: Call, operations: float) -> Facts:
+    def _timed(self, called: Call, operations: float) -> Timing:
         # Loaded here, as it looks for a CUDA compiler, and tells if there is none
         from torch.utils.benchmark import Measurement, Timer
 
@@ -110,25 +179,25 @@ class Bench:
         first = timer.timeit(1)
         times = TIMES_IF_SLOW if first.median > SLOW else TIMES
         number = max(round(self.seconds / times / first.median), 1)
-        (found,) = Measurement.merge([timer.timeit(number) for _ in range(times)])
+        (merged,) = Measurement.merge([timer.timeit(number) for _ in range(times)])
         return {
-            "microseconds": 1e6 * found.median,
-            "iqr_microseconds": 1e6 * found.iqr,
-            "times": len(found.raw_times),
-            "tflops_per_second": operations / found.median / 1e12,
+            "microseconds": 1e6 * merged.median,
+            "iqr_microseconds": 1e6 * merged.iqr,
+            "times": len(merged.raw_times),
+            "tflops_per_second": operations / merged.median / 1e12,
             "threads": torch.get_num_threads(),
         }
 
-    def _matrices(self, dtype: str) -> Facts:
-        found: list[Facts] = []
+    def _matrices(self, dtype: str) -> Product:
+        products: list[Product] = []
         for n in MATRICES[self.device.type]:
             a, b = torch.randn(2, n, n).to(self.device, getattr(torch, dtype)).unbind()
-            found.append({"matrix": n, **self._timed(partial(torch.mm, a, b), 2 * n**3)})
-            if 8 * found[-1]["microseconds"] > 1e6 * LONG * self.seconds:  # what the next would take
+            products.append({"matrix": n, **self._timed(partial(torch.mm, a, b), 2 * n**3)})
+            if 8 * products[-1]["microseconds"] > 1e6 * LONG * self.seconds:  # what the next would take
                 break
-        return max(found, key=lambda facts: facts["tflops_per_second"])
+        return max(products, key=lambda product: product["tflops_per_second"])
 
-    def _profiled(self, called: Call, case: Case, folder: Path) -> list[Facts]:
+    def _profiled(self, called: Call, case: Case, folder: Path) -> list[Operator]:
         """The operators that take longest by themselves, over some calls, whose Chrome trace is written."""
         on_gpu = self.device.type == "cuda"
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]

@@ -4,8 +4,10 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from harness.reports.figures import GREY, figure
-from harness.reports.report import MIB, Facts, Part, Report, machine, percent
+from harness.reports.report import MIB, Part, Report, machine, percent
 from harness.reports.tables import NONE, Table, columns, listed, short
+from harness.studies.study import Header
+from lab.studies.attention.measure import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,9 +49,9 @@ IMAGES = {
 }
 
 
-def report(results: Facts, missing: Mapping[str, str]) -> Report:
+def report(header: Header, rows: Sequence[Row], missing: Mapping[str, str]) -> Report:
     """Build the report from results.json's content and the reasons why cases are missing."""
-    rows, noted, said = results["rows"], notes(results["rows"], missing), peaks(results)
+    noted, said, peak = notes(rows, missing), peaks(header, rows), header["peak"]["tflops_per_second"]
     of = grouped(rows, lambda row: row["part"])
     ran = grouped((row for row in rows if row["refused"] is None), lambda row: row["part"])
     make = {
@@ -62,11 +64,11 @@ def report(results: Facts, missing: Mapping[str, str]) -> Report:
     found += [(OPERATORS.format(what=what(row)), operators(row)) for row in ran.get("profile", ())]
     draw = {"kernels": draw_kernels, "blocks": draw_blocks}
     drawn = [part for part in draw if part in ran]
-    pngs = {f"{part}.png": draw[part](ran[part], results["peak"]["tflops_per_second"]) for part in drawn}
+    pngs = {f"{part}.png": draw[part](ran[part], peak) for part in drawn}
     text: list[Part] = [said, *(part for note, table in found for part in (table, note)), *noted]
     page: list[Part] = [said, *(part for pair in found for part in pair), *noted]
     page += [*(IMAGES[part] for part in drawn), "## All rows", every(rows)]
-    return Report(machine(results), text, page, pngs)
+    return Report(machine(header), text, page, pngs)
 
 
 def grouped(values: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
@@ -77,7 +79,7 @@ def grouped(values: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     return groups
 
 
-def what(row: Facts) -> str:
+def what(row: Row) -> str:
     """`flash`, `dense compiled`, `jagged eager`."""
     return row["name"].partition(": ")[2].partition(",")[0]
 
@@ -85,7 +87,7 @@ def what(row: Facts) -> str:
 # Tables
 
 
-def kernels(rows: Sequence[Facts]) -> Table:
+def kernels(rows: Sequence[Row]) -> Table:
     """A line for a type, a direction and a length; a column a kernel that ran at all."""
     backends = list(dict.fromkeys(row["backend"] for row in rows if row["refused"] is None))
     header = ["type", "pass", "texts", f"µs: {backends[0]}", *backends[1:], "fastest", "TFLOP/s", "share, %"]
@@ -99,17 +101,17 @@ def kernels(rows: Sequence[Facts]) -> Table:
     return Table(header, body, left=3)
 
 
-def _line(row: Facts) -> tuple[str, str, str]:
+def _line(row: Row) -> tuple[str, str, str]:
     return row["dtype"], "+ backward" if row["backward"] else "forward", f"{row['batch']} x {row['length']}"
 
 
-def _microseconds(row: Facts | None, with_kernel: bool = False) -> str:
+def _microseconds(row: Row | None, with_kernel: bool = False) -> str:
     if row is None or row["refused"] is not None:
         return NONE
     return f"{short(row['microseconds'])}{' ' + row['kernel'] if with_kernel else ''}"
 
 
-def blocks(rows: Sequence[Facts]) -> Table:
+def blocks(rows: Sequence[Row]) -> Table:
     """A line for a type, a direction and a length; a column for dense and jagged or a layer, eager and compiled."""
     kinds = list(dict.fromkeys(what(row) for row in rows))
     body = []
@@ -119,7 +121,7 @@ def blocks(rows: Sequence[Facts]) -> Table:
     return Table(["type", "pass", "texts", f"µs: {kinds[0]}", *kinds[1:]], body, left=3)
 
 
-def tutorial(rows: Sequence[Facts]) -> Table:
+def tutorial(rows: Sequence[Row]) -> Table:
     """A line a row, with the tutorial's figure."""
     cells = {
         "row": lambda r: f"{'block' if r['block'] else 'kernel'} {r['heads']} x {r['head_dim']}, {what(r)}",
@@ -133,14 +135,14 @@ def tutorial(rows: Sequence[Facts]) -> Table:
     return columns(cells, rows, left=4)
 
 
-REACHED: dict[str, Callable[[Facts], str]] = {
+REACHED: dict[str, Callable[[Row], str]] = {
     "TFLOP/s": lambda row: short(row.get("tflops_per_second")),
     "share, %": lambda row: percent(row["share_of_peak"]),
-    "peak, MiB": lambda row: NONE if row.get("peak_bytes") is None else short(row["peak_bytes"] / MIB),
+    "peak, MiB": lambda row: NONE if (peak := row.get("peak_bytes")) is None else short(peak / MIB),
 }
 
 
-def operators(row: Facts) -> Table:
+def operators(row: Row) -> Table:
     """The heaviest operators of a profiled row."""
     cells = {
         "operator": lambda each: each["operator"],
@@ -151,7 +153,7 @@ def operators(row: Facts) -> Table:
     return columns(cells, row["operators"])
 
 
-def every(rows: Sequence[Facts]) -> Table:
+def every(rows: Sequence[Row]) -> Table:
     """A line a row that ran."""
     cells = {
         "row": lambda row: row["name"],
@@ -166,28 +168,28 @@ def every(rows: Sequence[Facts]) -> Table:
 # Notes
 
 
-def peaks(results: Facts) -> str:
+def peaks(header: Header, rows: Iterable[Row]) -> str:
     """The peak of each type, and how it was found."""
     lines = []
-    products = [row for row in results["rows"] if row["part"] == "matmul"]
-    for dtype, peak in results["peak"]["tflops_per_second"].items():
+    products = [row for row in rows if row["part"] == "matmul"]
+    for dtype, peak in header["peak"]["tflops_per_second"].items():
         reached = {row["tflops_per_second"]: row["matrix"] for row in products if row["dtype"] == dtype}
         size = f"{reached[peak]} x {reached[peak]}"
         lines.append(f"{short(peak)} in {dtype} ({size}, the best of {len(reached)} from {short(min(reached))} on)")
-    return f"Peak in TFLOP/s: {listed(lines) or NONE}; {results['peak']['is']}."
+    return f"Peak in TFLOP/s: {listed(lines) or NONE}; {header['peak']['is']}."
 
 
-def notes(rows: Sequence[Facts], missing: Mapping[str, str]) -> list[str]:
+def notes(rows: Sequence[Row], missing: Mapping[str, str]) -> list[str]:
     """How operations are counted; what torch refuses here; what was left out or failed."""
     above = [ABOVE] if any((row.get("share_of_peak") or 0) > 1 for row in rows) else []
     absent = [f"{'; '.join(names)}: {why}." for why, names in grouped(missing, missing.__getitem__).items()]
     return [COUNTED, *above, *refusals(rows), *absent]
 
 
-def refusals(rows: Sequence[Facts]) -> list[str]:
+def refusals(rows: Sequence[Row]) -> list[str]:
     """What torch refuses, a line a reason."""
     lines = []
-    for reason, refused in grouped((row for row in rows if row["refused"]), lambda row: row["refused"]).items():
+    for reason, refused in grouped((row for row in rows if row["refused"]), lambda row: row["refused"] or "").items():
         kinds = listed(list(dict.fromkeys(f"{row['part']}: {what(row)}" for row in refused)))
         dtypes = listed(list(dict.fromkeys(row["dtype"] for row in refused)))
         named = f"{kinds} in {dtypes}, {len(refused)} rows" if len(refused) > 1 else refused[0]["name"]
@@ -198,7 +200,7 @@ def refusals(rows: Sequence[Facts]) -> list[str]:
 # Pictures
 
 
-def draw_kernels(rows: Sequence[Facts], peaks: Mapping[str, float]) -> bytes:
+def draw_kernels(rows: Sequence[Row], peaks: Mapping[str, float]) -> bytes:
     """A PNG: TFLOP/s against length, a panel a type and direction, a line a kernel; dashed the product of matrices."""
     names = list(dict.fromkeys(row["backend"] for row in rows))
     with figure() as (drawn, png):
@@ -219,7 +221,7 @@ def draw_kernels(rows: Sequence[Facts], peaks: Mapping[str, float]) -> bytes:
     return png.getvalue()
 
 
-def draw_blocks(rows: Sequence[Facts], _peaks: Mapping[str, float]) -> bytes:
+def draw_blocks(rows: Sequence[Row], _peaks: Mapping[str, float]) -> bytes:
     """A PNG: µs a call, a panel a type and direction, at each length a bar for dense and jagged, eager and compiled."""
     kinds = list(dict.fromkeys(what(row) for row in rows))
     with figure() as (drawn, png):
@@ -233,9 +235,7 @@ def draw_blocks(rows: Sequence[Facts], _peaks: Mapping[str, float]) -> bytes:
     return png.getvalue()
 
 
-def _panels(
-    drawn: "Figure", rows: Sequence[Facts], xlabel: str, ylabel: str
-) -> Iterator[tuple["Axes", str, list[Facts]]]:
+def _panels(drawn: "Figure", rows: Sequence[Row], xlabel: str, ylabel: str) -> Iterator[tuple["Axes", str, list[Row]]]:
     """A panel for each type and direction, with its rows; then the legend."""
     dtypes, directions = (list(dict.fromkeys(row[key] for row in rows)) for key in ("dtype", "direction"))
     drawn.set_size_inches(4.2 * len(dtypes), 3 * len(directions))

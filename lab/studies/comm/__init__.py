@@ -2,20 +2,19 @@
 
 from collections.abc import Sequence
 
-from harness.reports.report import Facts
 from harness.runs import signals
 from harness.studies import study
 from lab.studies.comm.cases import Backend, Case, Options, all_cases
-from lab.studies.comm.measure import Bench
+from lab.studies.comm.measure import Bench, Row
 from lab.studies.comm.report import report
 
 __all__ = ["Backend", "Bench", "Case", "Options", "Study", "all_cases"]
 
 
-class Study(study.Study):
+class Study(study.Study[Row]):
     """Measures the cases of each backend in one go; rows are named by `name`."""
 
-    def line(self, row: Facts) -> str:
+    def line(self, row: Row) -> str:
         """The case and its latency."""
         return f"{row['name']:52} {row['latency_us']:12,.1f} µs"
 
@@ -27,7 +26,8 @@ class Study(study.Study):
         wrong = [name for name, row in self.rows.items() if not row["correct"]]
         notes = [f"{name}: {reason}." for name, reason in self.missing({}).items()]
         notes += [f"{name}: the result is WRONG." for name in wrong]
-        self.finish(report(self.write(case.name for case in cases), notes), failed=bool(wrong))
+        rows = self.write(case.name for case in cases)
+        self.finish(report(self.header, rows, notes), failed=bool(wrong))
 
     def _measure(self, bench: Bench, backend: Backend, missing: Sequence[Case]) -> None:
         """Measure until all are there or one fails; the others then need new ranks."""

@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-from harness.reports.report import Facts
 from lab.strategies import ring
 from lab.studies.comm.cases import WORLD, Backend, Case
 from lab.studies.comm.operations import Member
@@ -23,6 +22,22 @@ from lab.studies.isolation import can_fork, children_end_with_block
 
 WARMUP = 2  # calls: the first makes connections
 MOST = 200  # calls in a block
+
+
+class Row(TypedDict):
+    """A measured case."""
+
+    name: str
+    backend: str
+    operation: str
+    group: str
+    ranks: int
+    bytes: int
+    correct: bool
+    seconds: list[float]  # a call, of each block, by the slowest rank
+    latency_us: float
+    algorithm_gb_per_s: float | None  # None where nothing is sent
+    bus_gb_per_s: float | None
 
 
 @dataclass(frozen=True)
@@ -34,7 +49,7 @@ class Bench:
     timeout: float = 120.0  # seconds a rank may keep the others waiting
     block: float = 0.02  # seconds of calls that are timed together; one call where that takes longer
 
-    def measure(self, backend: Backend, cases: Sequence[Case]) -> Iterator[Facts | None]:
+    def measure(self, backend: Backend, cases: Sequence[Case]) -> Iterator[Row | None]:
         """None once the ranks have met, then each case's row as soon as it is there; raises what ends a rank."""
         context = multiprocessing.get_context("fork" if can_fork() else "spawn")
         receiver, sender = context.Pipe(duplex=False)
@@ -72,16 +87,16 @@ def _rank(rank: int, bench: Bench, backend: Backend, cases: Sequence[Case], stor
         sender.send(None)
     for case in cases:
         member = members.get(case.group)
-        found: list[Any] = [None] * bench.world_size
-        dist.all_gather_object(found, None if member is None else timed(case, member, bench))
+        timings: list[Any] = [None] * bench.world_size
+        dist.all_gather_object(timings, None if member is None else timed(case, member, bench))
         if rank == 0:
-            sender.send(_row(case, [each for each in found if each is not None]))
+            sender.send(_row(case, [timing for timing in timings if timing is not None]))
     dist.destroy_process_group()
 
 
-def _row(case: Case, found: Sequence[tuple[bool, list[float]]]) -> Facts:
-    """The row, from what all members have found."""
-    blocks = [max(each) for each in zip(*(seconds for _, seconds in found), strict=True)]
+def _row(case: Case, members: Sequence[tuple[bool, list[float]]]) -> Row:
+    """Make the row of what `timed` has returned on all members."""
+    blocks = [max(block) for block in zip(*(seconds for _, seconds in members), strict=True)]
     seconds = statistics.median(blocks)
     algorithm = case.size / seconds / 1e9 if case.count else None
     return {
@@ -91,7 +106,7 @@ def _row(case: Case, found: Sequence[tuple[bool, list[float]]]) -> Facts:
         "group": case.group,
         "ranks": len(case.ranks),
         "bytes": case.size,
-        "correct": all(correct for correct, _ in found),
+        "correct": all(correct for correct, _ in members),
         "seconds": blocks,
         "latency_us": 1e6 * seconds,
         "algorithm_gb_per_s": algorithm,

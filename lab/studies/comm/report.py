@@ -4,9 +4,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from harness.reports.figures import GREY, figure
-from harness.reports.report import Facts, Part, Report, machine
+from harness.reports.report import Part, Report, machine
 from harness.reports.tables import NONE, Table, columns, short
+from harness.studies.study import Header
 from lab.studies.comm.cases import WORLD
+from lab.studies.comm.measure import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,15 +23,14 @@ COLUMNS = (
 PANELS = 4  # side by side
 
 
-def report(results: Facts, notes: Sequence[str]) -> Report:
+def report(header: Header, rows: Sequence[Row], notes: Sequence[str]) -> Report:
     """Build the report from results.json's content and notes on what failed."""
-    rows = results["rows"]
     sizes = sorted(row["bytes"] for row in rows if row["bytes"])
     shown = f"µs at {words(sizes[0])}, bus bandwidth in GB/s at {words(sizes[-1])}." if sizes else "No size."
     text: list[Part] = [table(rows), shown, COLUMNS, *notes]
     image = "![bus bandwidth against size, for each operation](results.png)"
     page = [*text, image, "## All rows", every(rows)]
-    return Report(machine(results), text, page, {"results.png": picture(rows)})
+    return Report(machine(header), text, page, {"results.png": picture(rows)})
 
 
 def words(size: int) -> str:
@@ -40,7 +41,7 @@ def words(size: int) -> str:
     return f"{size} B"
 
 
-def table(rows: Sequence[Facts]) -> Table:
+def table(rows: Sequence[Row]) -> Table:
     """A line for an operation and a group: each backend's latency at the smallest size, bandwidth at the largest."""
     backends = list(dict.fromkeys(row["backend"] for row in rows))
     if not backends:
@@ -57,11 +58,11 @@ def table(rows: Sequence[Facts]) -> Table:
     return Table(header, body, left=2)
 
 
-def every(rows: Sequence[Facts]) -> Table:
+def every(rows: Sequence[Row]) -> Table:
     """A line a row."""
     gloo = {(row["operation"], row["group"], row["bytes"]): row for row in rows if row["backend"] == "gloo"}
 
-    def over_gloo(row: Facts) -> str:
+    def over_gloo(row: Row) -> str:
         rival = gloo.get((row["operation"], row["group"], row["bytes"]))
         return NONE if rival is None or rival is row else f"{row['latency_us'] / rival['latency_us']:.2f} x"
 
@@ -78,7 +79,7 @@ def every(rows: Sequence[Facts]) -> Table:
     return columns(cells, rows, left=3)
 
 
-def picture(rows: Sequence[Facts]) -> bytes:
+def picture(rows: Sequence[Row]) -> bytes:
     """A PNG: bus bandwidth against size, a panel an operation, a line a backend, dashed for the sub-group."""
     rows = [row for row in rows if row["bytes"]]
     operations, backends = (list(dict.fromkeys(row[key] for row in rows)) for key in ("operation", "backend"))
@@ -97,7 +98,7 @@ def picture(rows: Sequence[Facts]) -> bytes:
     return png.getvalue()
 
 
-def _panel(axes: "Axes", rows: Sequence[Facts], backends: Sequence[str]) -> None:
+def _panel(axes: "Axes", rows: Sequence[Row], backends: Sequence[str]) -> None:
     for group in dict.fromkeys(row["group"] for row in rows):
         for number, backend in enumerate(backends):
             mine = [row for row in rows if (row["group"], row["backend"]) == (group, backend)]

@@ -3,30 +3,29 @@
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from harness.reports.report import Facts
 from harness.studies import study
 from lab.studies.hardware.cases import SINGLE, Case, Cases
-from lab.studies.hardware.measure import Bench
+from lab.studies.hardware.measure import Bench, Row
 from lab.studies.hardware.report import report
 
 
-class Study(study.Study):
+class Study(study.Study[Row]):
     """Measures strategies; rows are named by `strategy`."""
 
     key, needed = "strategy", SINGLE
 
-    def line(self, row: Facts) -> str:
+    def line(self, row: Row) -> str:
         """The strategy and its speed."""
         return f"{row['strategy']:16} {row['images_per_second']:10,.0f} images/s"
 
     def run(self, bench: Bench, cases: Sequence[Case], skipped: Mapping[str, str]) -> None:
         """Measure the missing cases, one process first; print and save the report, and why others are skipped."""
 
-        def measured(case: Case) -> Facts:
+        def measured(case: Case) -> Row:
             row = bench.measure(case)
             row["speedup"] = row["images_per_second"] / self.rows.get(SINGLE, row)["images_per_second"]
             return row
 
         calls = {case.name: partial(measured, case) for case in cases}
         self.measure(calls)
-        self.finish(report(self.write(calls), self.missing(skipped)))
+        self.finish(report(self.header, self.write(calls), self.missing(skipped)))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from apprentice.errors import BadInput
-from harness.reports.report import Facts
 from harness.runs.files import write_json
 from harness.runs.progress import Lines
 from lab.strategies.rpc import RPCStrategy
@@ -26,6 +25,35 @@ from lab.studies.meters import Overlap, PeakMemory, Stamps, sent_bytes, state_by
 
 COMPARED = 1, 20  # steps after which weights are compared
 Weights = Mapping[str, Tensor]
+
+
+class Row(TypedDict):
+    """A measured case."""
+
+    strategy: str
+    devices: int
+    exact: int | None
+    images_per_second: float
+    speedup: float  # over one process
+    step_ms: float
+    state_bytes_per_rank: list[int]
+    peak_memory_per_rank: list[int | None]
+    bytes_sent_per_step: float | None  # by a rank, on average
+    hidden_share: float | None
+    first_difference: float | int
+    max_difference: float | int
+    threads_per_rank: int
+
+
+class RankFigures(TypedDict, total=False):
+    """What a rank has measured."""
+
+    seconds: list[float]  # of each block
+    sent: int | None  # bytes, in all blocks; None for RPC
+    state: int  # bytes
+    peak: int | None  # bytes of memory, until the blocks end
+    hidden: float | None  # the share of communication; None for RPC
+    threads: int
 
 
 class Phases(NamedTuple):
@@ -59,17 +87,12 @@ class Phases(NamedTuple):
 
 
 class Measure(Stoppable):
-    """Every rank writes `rank<r>.json` into the folder.
-
-    It holds the `seconds` of each block, bytes `sent` in all blocks, bytes of `state`, bytes of `peak` memory until the
-    blocks end, the share of communication that was `hidden`, and the number of `threads`. `sent` and `hidden` are None
-    for RPC.
-    """
+    """Writes each rank's `RankFigures` to `rank<r>.json` in the folder."""
 
     def __init__(self, folder: Path, phases: Phases) -> None:
         self.folder, self.phases = folder, phases
         self.batch = 0
-        self.found: dict[str, Any] = {"hidden": None}
+        self.figures: RankFigures = {"hidden": None}
         self._overlap: Overlap | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -90,24 +113,24 @@ class Measure(Stoppable):
             self._stamps.mark()
         if timed == self.phases.timed:
             sent = sent_bytes() if self._counted else None
-            self.found["sent"] = sent and sent - (self._sent or 0)
-            self.found["peak"] = self._memory.bytes()
+            self.figures["sent"] = sent and sent - (self._sent or 0)
+            self.figures["peak"] = self._memory.bytes()
             if trainer.world_size > 1 and self._counted:
                 self._overlap = Overlap(trainer.strategy.root_device)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Count the state: gradients are there and sharded ones are cut; from the second step on, moments, too."""
         if self.batch <= self.phases.warmup:
-            self.found["state"] = state_bytes(pl_module, trainer.optimizers)
+            self.figures["state"] = state_bytes(pl_module, trainer.optimizers)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the file."""
         if self.batch < self.phases.batches:
             return  # training has stopped itself: its figures would mislead
         if self._overlap is not None:
-            self.found["hidden"] = self._overlap.share()
-        self.found |= {"seconds": self._stamps.seconds(), "threads": torch.get_num_threads()}
-        write_json(self.folder / f"rank{trainer.global_rank}.json", self.found)
+            self.figures["hidden"] = self._overlap.share()
+        self.figures |= {"seconds": self._stamps.seconds(), "threads": torch.get_num_threads()}
+        write_json(self.folder / f"rank{trainer.global_rank}.json", self.figures)
 
 
 class _KeepWeights(Stoppable):
@@ -147,28 +170,28 @@ class Bench:
             raise BadInput("trainer.accumulate_grad_batches", accumulate, f"at most {whole}, the whole batches there")
         self._references: dict[str, list[Weights]] = {}
 
-    def measure(self, case: Case) -> Facts:
-        """The case's row, without the speed-up."""
+    def measure(self, case: Case) -> Row:
+        """Measure a case and return its row; its speed-up is the study's to say."""
         phases = Phases.of(case.options, self.steps, self.accumulate)
         with tempfile.TemporaryDirectory() as folder:
             files = [Path(folder) / f"rank{rank}.json" for rank in range(1 if case.split else case.devices)]
             steps = phases.batches // self.accumulate
             self._fit(case, Measure(Path(folder), phases), files, steps, limit_train_batches=self.limit)
-            ranks = [json.loads(file.read_text()) for file in files]
+            ranks: list[RankFigures] = [json.loads(file.read_text()) for file in files]
         first, last = self._differences(case)
         seconds = max(statistics.median(rank["seconds"]) for rank in ranks) / phases.block
-        sent = [rank["sent"] for rank in ranks]
+        sent = [rank["sent"] for rank in ranks if rank["sent"] is not None]
         hidden = [rank["hidden"] for rank in ranks if rank["hidden"] is not None]
         return {
             "strategy": case.name,
             "devices": case.devices,
             "exact": case.exact,
             "images_per_second": self.batch_rows / seconds,
-            "speedup": None,
+            "speedup": 1.0,
             "step_ms": seconds * self.accumulate * 1e3,
             "state_bytes_per_rank": [rank["state"] for rank in ranks],
             "peak_memory_per_rank": [rank["peak"] for rank in ranks],
-            "bytes_sent_per_step": None if None in sent else statistics.mean(sent) * self.accumulate / phases.timed,
+            "bytes_sent_per_step": statistics.mean(sent) * self.accumulate / phases.timed if sent else None,
             "hidden_share": statistics.mean(hidden) if hidden else None,
             "first_difference": first,
             "max_difference": last,
@@ -207,7 +230,7 @@ class Bench:
 def difference(weights: Weights, others: Weights, in_bits: bool = False) -> float | int:
     """Of one net's weights the largest absolute difference, NaN if any is; or the number of bits that differ."""
     if {name: x.shape for name, x in weights.items()} != {name: x.shape for name, x in others.items()}:
-        raise ValueError("expected the weights of one net twice")
+        raise BadInput("weights", [*weights], "the weights of one net twice")
     pairs = [(x.flatten(), others[name].flatten()) for name, x in weights.items() if x.numel()]
     if in_bits:
         changed = [x.view(torch.uint8) ^ y.view(torch.uint8) for x, y in pairs]

@@ -1,11 +1,14 @@
 """The report on strategies: table, notes, picture."""
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from harness.reports.figures import GREY, Axes, figure
-from harness.reports.report import MIB, Facts, Part, Report, machine, percent
+from harness.reports.report import MIB, Part, Report, machine, percent
 from harness.reports.settings import settings
 from harness.reports.tables import NONE, Table, columns, short
+from harness.studies.study import Header
+from lab.studies.hardware.measure import Row
 
 COLUMNS = (
     "Images/s: a whole step with the global batch, median after a warm-up; the speed-up is over the first row. "
@@ -17,11 +20,12 @@ COLUMNS = (
 )
 
 
-def report(results: Facts, missing: Mapping[str, str]) -> Report:
+def report(header: Header, rows: Sequence[Row], missing: Mapping[str, str]) -> Report:
     """Build the report from results.json's content and the reasons why strategies are missing."""
-    config, rows = results["config"], results["rows"]
+    config = header["config"]
     net, data = (config[key]["class_path"].rpartition(".")[2] for key in ("net", "data"))
-    header = {"Model": f"{net} on {data}", "Settings": "; ".join(settings(config, results["free"])), **machine(results)}
+    known = settings(config, header["free"])
+    lines = {"Model": f"{net} on {data}", "Settings": "; ".join(known), **machine(header)}
     text: list[Part] = [table(rows), COLUMNS]
     if len({row["threads_per_rank"] for row in rows}) > 1:
         threads = ", ".join(f"{row['strategy']} {row['threads_per_rank']}" for row in rows)
@@ -29,10 +33,10 @@ def report(results: Facts, missing: Mapping[str, str]) -> Report:
         text.append(f"Threads a rank differ, and the speed-up with them: {threads}. {advice}")
     text += [f"{name}: {reason}." for name, reason in missing.items()]
     image = "![speed, memory, bytes sent and differences](results.png)"
-    return Report(header, text, [*text, image], {"results.png": picture(rows)})
+    return Report(lines, text, [*text, image], {"results.png": picture(rows)})
 
 
-def table(rows: Sequence[Facts]) -> Table:
+def table(rows: Sequence[Row]) -> Table:
     """One line a row."""
     cells = {
         "strategy": lambda row: row["strategy"],
@@ -49,10 +53,8 @@ def table(rows: Sequence[Facts]) -> Table:
     return columns(cells, rows)
 
 
-def _difference(row: Facts, key: str, style: str) -> str:
-    """To one process: `0 bits`, `1.2e-15`."""
-    if key not in row:
-        return NONE  # an older version measured it
+def _difference(row: Row, key: Literal["first_difference", "max_difference"], style: str) -> str:
+    """Say how far a row is from one process: `0 bits`, `1.2e-15`."""
     value = row[key]
     if value is None:
         return "not finite"
@@ -67,7 +69,7 @@ def _mib(sizes: Sequence[float | None]) -> str:
     return f"{max(known):.3g}" if max(known) < 100 else f"{max(known):.0f}"
 
 
-def picture(rows: Sequence[Facts]) -> bytes:
+def picture(rows: Sequence[Row]) -> bytes:
     """A PNG with a bar a row in each of four panels: speed-up, memory a rank, bytes sent, difference to one process."""
     with figure(13, max(3.2, 1.3 + 0.34 * len(rows))) as (drawn, png):
         speed, memory, sent, differences = panels = drawn.subplots(1, 4, sharey=True)
@@ -96,22 +98,25 @@ def _bars(axes: Axes, values: Sequence[float], labels: Sequence[str], margin: fl
     axes.margins(x=margin)
 
 
-def _memory(axes: Axes, rows: Sequence[Facts]) -> None:
-    for key, shift, color, label in (("peak_memory", 0.15, "C7", "peak"), ("state_bytes", -0.15, "C1", "state")):
-        values = [max(size or 0 for size in row[f"{key}_per_rank"]) / MIB for row in rows]
+def _memory(axes: Axes, rows: Sequence[Row]) -> None:
+    peaks = [[size or 0 for size in row["peak_memory_per_rank"]] for row in rows]
+    states = [row["state_bytes_per_rank"] for row in rows]
+    for sizes, shift, color, label in ((peaks, 0.15, "C7", "peak"), (states, -0.15, "C1", "state")):
+        values = [max(of_ranks) / MIB for of_ranks in sizes]
         axes.barh([place + shift for place in range(len(rows))], values, height=0.3, color=color, label=label)
     axes.legend(loc="best")
     axes.set_title("MiB a rank")
 
 
-def _differences(axes: Axes, rows: Sequence[Facts]) -> None:
+def _differences(axes: Axes, rows: Sequence[Row]) -> None:
     """On a logarithmic axis; a 0 has no place on it and is written."""
     axes.set_title("largest difference of a weight")
     axes.set_xscale("log")
     axes.set_xlim(1e-18, 1e4)
-    for label, key, color in (("1 step", "first_difference", "C1"), ("20 steps", "max_difference", "C3")):
-        places = [place for place, row in enumerate(rows) if row.get(key) and row["exact"] is None]
-        axes.scatter([rows[place][key] for place in places], places, s=40, color=color, label=label)
+    first, last = ([row["first_difference"] for row in rows], [row["max_difference"] for row in rows])
+    for label, values, color in (("1 step", first, "C1"), ("20 steps", last, "C3")):
+        places = [place for place, row in enumerate(rows) if values[place] and row["exact"] is None]
+        axes.scatter([values[place] for place in places], places, s=40, color=color, label=label)
     for place, row in enumerate(rows):
         if row["exact"] or not row["max_difference"]:
             axes.annotate(_difference(row, "max_difference", "g"), (2e-18, place), va="center", fontsize=8)

@@ -4,17 +4,16 @@ import json
 from collections.abc import Mapping
 from functools import partial
 
-from harness.reports.report import Facts
 from harness.runs.files import read_text, write_json
 from harness.runs.records import reading
 from harness.runs.session import Session
 from harness.studies import study
 from lab.studies.pipeline.cases import ONE, Case, Cases, Cut, Options
-from lab.studies.pipeline.measure import Bench, Noise, Task
+from lab.studies.pipeline.measure import Bench, Noise, Row, Task, Timeline
 from lab.studies.pipeline.report import mean_seconds, report
 
 
-class Study(study.Study):
+class Study(study.Study[Row]):
     """Measures ways to compute a step; rows are named by `name`, timelines of pipelines are in timelines.json."""
 
     needed = ONE
@@ -23,12 +22,12 @@ class Study(study.Study):
     def __init__(self, run: Session, **how: int | str) -> None:
         super().__init__(run, **how)
         self._file = self.out / "timelines.json"
-        self.timelines: dict[str, Facts] = {}
+        self.timelines: dict[str, Timeline] = {}
         if self._file.exists():
             with reading(self._file, "out", "timelines of pipelines, or no such file"):
                 self.timelines = dict(json.loads(read_text(self._file)))
 
-    def line(self, row: Facts) -> str:
+    def line(self, row: Row) -> str:
         """The case and its speed."""
         return f"{row['name']:52} {mean_seconds(row):8.3f} s a step"
 
@@ -45,16 +44,16 @@ class Study(study.Study):
             for case in [*cases.side_by_side(size), *cases.inside(size)]:
                 every.setdefault(case.name, case)
             self._measure(bench, every)
-        self.finish(report(self.write(every), self.timelines, every, size, self.missing(cases.unfit)))
+        self.finish(report(self.header, self.write(every), self.timelines, every, size, self.missing(cases.unfit)))
 
     def _measure(self, bench: Bench, cases: Mapping[str, Case]) -> None:
-        def measured(case: Case) -> Facts:
+        def measured(case: Case) -> Row:
             row, timeline = bench.measure(case)
-            speedup = mean_seconds(self.rows.get(ONE, row)) / mean_seconds(row)
-            share = None if case.bubble_bound is None else speedup / case.bubble_bound
+            row["speedup"] = mean_seconds(self.rows.get(ONE, row)) / mean_seconds(row)
+            row["share_of_bound"] = None if case.bubble_bound is None else row["speedup"] / case.bubble_bound
             if timeline["events"]:
                 self.timelines[case.name] = timeline
                 write_json(self._file, self.timelines)
-            return {**row, "speedup": speedup, "bubble_bound": case.bubble_bound, "share_of_bound": share}
+            return row
 
         self.measure({name: partial(measured, case) for name, case in cases.items()})

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 
-from harness.reports.report import Facts
 from harness.runs.files import write_json
 from harness.runs.progress import Lines
 from lab.studies.isolation import QUIET, Stoppable, fit_isolated
@@ -24,6 +23,25 @@ from lab.studies.pipeline.cases import Case
 
 LEARNING_RATE = 0.001  # the tutorial's
 WARMUP = 2  # steps: the first also allocates, chooses kernels and exchanges the shapes of activations
+
+
+class Row(TypedDict):
+    """A measured case."""
+
+    name: str
+    schedule: str | None
+    num_microbatches: int
+    seconds_per_step: list[float]  # of each repeat, of the slowest rank
+    speedup: float  # over one device
+    bubble_bound: float | None  # the largest speed-up that the schedule allows
+    share_of_bound: float | None
+
+
+class Timeline(TypedDict):
+    """What computed when in the last step of a pipeline."""
+
+    sizes: list[int]  # of stages, in layers
+    events: list[list[Any]]  # rank, stage, micro-batch, kind, start and stop in seconds from the first
 
 
 class Pairs(NamedTuple):
@@ -106,11 +124,8 @@ class Bench:
     batches: int  # steps that are timed together
     repeats: int  # how often
 
-    def measure(self, case: Case) -> tuple[Facts, Facts]:
-        """The case's row without comparisons, and its timeline: `sizes` of stages, and `events` of the last step.
-
-        An event is (rank, stage, micro-batch, kind, start, stop), in seconds from the first.
-        """
+    def measure(self, case: Case) -> tuple[Row, Timeline]:
+        """Measure a case and return its row, whose comparisons are the study's to make, and its timeline."""
         with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
             # It is only timed: the tutorial's ResNet has layers that train to other weights in a pipeline.
             warnings.filterwarnings("ignore", ".*(BatchNorm sees|noise from torch's generator)", UserWarning)
@@ -119,13 +134,20 @@ class Bench:
             # The module is made in the process that trains it, as it may lie on GPUs.
             fit_isolated(trainer, lambda: trainer.fit(self.make(case), self.loader(steps.steps)), threads=1)
             ranks = [json.loads((Path(folder) / f"rank{rank}.json").read_text()) for rank in range(case.devices)]
-        facts = {name: getattr(case, name) for name in ("name", "schedule", "num_microbatches")}
-        facts["seconds_per_step"] = [*map(max, zip(*(rank["seconds"] for rank in ranks), strict=True))]
+        row: Row = {
+            "name": case.name,
+            "schedule": case.schedule,
+            "num_microbatches": case.num_microbatches,
+            "seconds_per_step": [*map(max, zip(*(rank["seconds"] for rank in ranks), strict=True))],
+            "speedup": 1.0,
+            "bubble_bound": case.bubble_bound,
+            "share_of_bound": None,
+        }
         events = [[number, *event] for number, rank in enumerate(ranks) for event in rank["events"]]
         start = min((event[-2] for event in events), default=0.0)
         for event in events:
             event[-2:] = (round(moment - start, 7) for moment in event[-2:])
-        return facts, {"sizes": ranks[0]["sizes"], "events": events}
+        return row, {"sizes": ranks[0]["sizes"], "events": events}
 
 
 class _Steps(Stoppable):

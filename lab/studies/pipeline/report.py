@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from harness.reports.figures import GREY, Axes, figure
-from harness.reports.report import Code, Facts, Part, Report, machine, percent
+from harness.reports.report import Code, Part, Report, machine, percent
 from harness.reports.tables import NONE, Table, columns, listed, paragraph, short
+from harness.studies.study import Header
 from lab.studies.pipeline.cases import BY_TIME, ONE_STAGE, Case
+from lab.studies.pipeline.measure import Row, Timeline
 
-Measured = Sequence[tuple[Case, Facts]]  # cases with their rows
+Measured = Sequence[tuple[Case, Row]]  # cases with their rows
 KINDS = {"one": "C7", "split": "C3", "pipelined": "C0", "inside": "C4"}  # colours of cases
 COLORS = {"forward": "C0", "backward": "C1", "weights": "C2"}
 SHADES = (1.0, 0.6, 0.8, 0.4)  # of a rank's stages
@@ -33,27 +35,32 @@ SPEED = "![seconds a step, and speed-up against the size of micro-batches](resul
 TIMELINE = "![who computes what when in a step](timeline.png)"
 
 
-def mean_seconds(row: Facts) -> float:
+def mean_seconds(row: Row) -> float:
     """Mean seconds of a step."""
     return statistics.mean(row["seconds_per_step"])
 
 
 def report(
-    results: Facts, timelines: Mapping[str, Facts], cases: Mapping[str, Case], size: int | None, missing: dict[str, str]
+    header: Header,
+    rows: Sequence[Row],
+    timelines: Mapping[str, Timeline],
+    cases: Mapping[str, Case],
+    size: int | None,
+    missing: Mapping[str, str],
 ) -> Report:
     """Build the report from results.json's content, the cases' timelines, and the reasons why others are missing.
 
     `size` is the fastest of micro-batches under the strategy's own schedule.
     """
-    config, rows = results["config"], {row["name"]: row for row in results["rows"]}
-    measured = [(case, rows[name]) for name, case in cases.items() if name in rows]
+    config, by_name = header["config"], {row["name"]: row for row in rows}
+    measured = [(case, by_name[name]) for name, case in cases.items() if name in by_name]
     sizes, net = f"{config['batch_size']} images of 3 x {config['image_size']} x {config['image_size']}", config["net"]
     options = ", ".join(f"{name} {value}" for name, value in (net["init_args"] or {}).items() if value is not None)
-    header = {
+    lines = {
         "Net": f"{net['class_path'].rpartition('.')[2]} ({options})",
         "Step": f"{sizes}, {config['num_classes']} classes, mean squared error to one-hot labels, SGD 0.001",
         "Repeats": f"{config['repeats']} of {config['batches']} steps, after two that are not timed",
-        **machine(results),
+        **machine(header),
     }
     text: list[Part] = [table(config, measured), COLUMNS, SOURCE, NORM]
     text += [f"{name}: {why}." for name, why in missing.items()]
@@ -62,10 +69,10 @@ def report(
     if drawn := {name: timelines[name] for name in shown if name in timelines}:
         images.append(TIMELINE)
         pngs["timeline.png"] = timeline(drawn)
-    return Report(header, [*text, *advised], [*text, *images, *advised], pngs)
+    return Report(lines, [*text, *advised], [*text, *images, *advised], pngs)
 
 
-def table(config: Facts, measured: Measured) -> Table:
+def table(config: Mapping[str, Any], measured: Measured) -> Table:
     """One line a case."""
     net = (config["net"]["init_args"] or {}).get("name")
     sizes = config["batch_size"], config["image_size"], config["num_classes"]
@@ -82,7 +89,7 @@ def table(config: Facts, measured: Measured) -> Table:
     return columns(cells, measured)
 
 
-def _seconds(row: Facts) -> str:
+def _seconds(row: Row) -> str:
     spread = f" ± {statistics.stdev(row['seconds_per_step']):.2g}" if len(row["seconds_per_step"]) > 1 else ""
     return short(mean_seconds(row)) + spread
 
@@ -94,7 +101,7 @@ def _published(case: Case) -> str:
     return f"{seconds / 3:.2f}, {PUBLISHED['one', None] / seconds:.2f} x"
 
 
-def advice(measured: Measured, timelines: Mapping[str, Facts]) -> list[Part]:
+def advice(measured: Measured, timelines: Mapping[str, Timeline]) -> list[Part]:
     """The fastest pipeline as options of any experiment and as code, and what else is as fast."""
     pipelines = {case: row for case, row in measured if case.kind == "pipelined"}
     if not pipelines:
@@ -161,7 +168,7 @@ def _curve(axes: Axes, measured: Measured) -> None:
     axes.legend(ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.12))
 
 
-def timeline(timelines: Mapping[str, Facts]) -> bytes:
+def timeline(timelines: Mapping[str, Timeline]) -> bytes:
     """A PNG with a panel a case: a line a rank, a block a computation, white where the rank waits.
 
     On a GPU the blocks are when kernels are queued. See `Bench.measure` for a timeline's content.

@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -10,6 +11,8 @@ from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 from harness import cli
 from harness.cli.classes import imported
 from harness.cli.signatures import options_of
+from harness.reports.measures import FIGURES
+from harness.runs.tensorboard import open_writer
 from lit_modules.tasks import TASKS
 
 # TensorBoard ticks five settings and five metrics, settings first, in the order of their names if all are said to
@@ -18,9 +21,9 @@ from lit_modules.tasks import TASKS
 SCORES = tuple(next(iter(task.metrics.values())).score for task in TASKS.values())
 TICKED = ("net", "objective", "seed", "training")  # beside the score
 METRICS = {
-    "test/loss": "test loss", "cost/parameters": "parameters", "cost/train_flops": "FLOPs of training",
-    "cost/step_ms": "ms a step",
-}  # fmt: skip
+    "test/loss": "test loss",
+    **{f"cost/{figure.key}": figure.curve for figure in FIGURES if figure.curve},
+}
 ALWAYS = ("lr", "batch_size")  # written even where they are the default
 
 
@@ -48,7 +51,7 @@ def settings(config: Namespace) -> dict[str, Any]:
     limit = "epochs" if trainer["max_epochs"] not in {None, -1} else "steps"
     length, precision = trainer[f"max_{limit}"], trainer["precision"] or "32-true"
     method = next(key for key in ("optimizer", "model") if hasattr(config, key))
-    rates = [(key, choice) for key in (method, "scheduler") if (choice := getattr(config, key, None)) is not None]
+    rates = [(key, choice) for key in (method, "scheduler") if (choice := vars(config).get(key)) is not None]
     strategy = trainer["strategy"].name if isinstance(trainer["strategy"], cli.Choice) else str(trainer["strategy"])
     parts = [*(words(choice, key) for key, choice in rates), words(data, "data"), f"{length} {limit}"]
     parts += [
@@ -68,7 +71,28 @@ def settings(config: Namespace) -> dict[str, Any]:
 
 def options_of_all(config: Namespace) -> list[str]:
     """Names of the options of all objectives of an experiment."""
-    return sorted({name for choice in getattr(config, "variants", {}).values() for name in choice.init_args})
+    return sorted({name for choice in vars(config).get("variants", {}).values() for name in choice.init_args})
+
+
+def log_run(
+    folder: Path, row: Mapping[str, Any], figures: Mapping[str, float | None], score: str, more: Iterable[str] = ()
+) -> None:
+    """Write a finished run's row, and figures of its cost as scalars beside its curves.
+
+    Args:
+        folder: of the run.
+        row: its settings and its score by name.
+        figures: by key.
+        score: the name of what nets are judged by.
+        more: names of settings that other rows have.
+    """
+    with open_writer(folder, ".hparams") as writer:
+        for figure in FIGURES:
+            value = figures.get(figure.key)
+            if figure.curve and value is not None:
+                writer.add_scalar(f"cost/{figure.key}", value)
+        for summary in summaries(row, score, more):
+            writer._get_file_writer().add_summary(summary)
 
 
 def summaries(row: Mapping[str, Any], score: str, more: Iterable[str] = ()) -> list[Summary]:

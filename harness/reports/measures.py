@@ -1,0 +1,95 @@
+"""The numbers that a record has of a net beside its scores: each declared once, with all that shows it."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean, median
+
+from harness.reports.tables import NONE, count, short
+
+Values = Sequence[float | None]  # one a seed; None where the net failed, or the number was not measured
+FLOPS = ((1e15, "PFLOPs"), (1e12, "TFLOPs"), (1e9, "GFLOPs"), (1e6, "MFLOPs"))
+
+
+def take_first(values: Values) -> float | None:
+    """Take the first value that is known: it is the same with each seed."""
+    return next((value for value in values if value is not None), None)
+
+
+def take_median(values: Values) -> float | None:
+    """Take the median of the values that are known."""
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def take_mean(values: Values) -> float | None:
+    """Take the mean of the values that are known."""
+    known = [value for value in values if value is not None]
+    return mean(known) if known else None
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number of a net.
+
+    Args:
+        key: its name in records and in results.json.
+        heading: of its column; `{unit}` stands for the unit of all rows.
+        text: writes a value.
+        combine: makes one value of those of all seeds.
+        each_seed: whether results.json has the value of each seed, and not the combined one.
+        of_net: whether a net has it before it is trained: a failed one has it too, and its column precedes the scores.
+        on_page: whether it is shown in a section of report.html, and not in the table.
+        units: sizes and names of units, the largest first, of which one is chosen for all rows.
+        curve: its title in TensorBoard's HPARAMS tab, where it is the scalar `cost/<key>`; empty for none.
+        axis: the label of an axis of costs; empty for none.
+    """
+
+    key: str
+    heading: str
+    text: Callable[[float | None], str] = short
+    combine: Callable[[Values], float | None] = take_median
+    each_seed: bool = False
+    of_net: bool = False
+    on_page: bool = False
+    units: Sequence[tuple[float, str]] = ((1.0, ""),)
+    curve: str = ""
+    axis: str = ""
+
+    def unit(self, values: Iterable[float | None]) -> tuple[float, str]:
+        """Choose the size and the name of a unit that suits all values."""
+        largest = max((value for value in values if value is not None), default=0.0)
+        return next((unit for unit in self.units if largest >= unit[0]), self.units[-1])
+
+    def column(self, rows: Sequence[Mapping[str, float | None]]) -> tuple[str, list[str]]:
+        """Write its heading and its cells for rows of figures by key."""
+        values = [row.get(self.key) for row in rows]
+        size, unit = self.unit(values)
+        return self.heading.format(unit=unit), [self.text(None if x is None else x / size) for x in values]
+
+
+def to_digits(digits: int, scale: float = 1.0) -> Callable[[float | None], str]:
+    """Write a value, scaled, with so many digits after the point."""
+    return lambda value: NONE if value is None else f"{scale * value:.{digits}f}"
+
+
+def to_count(value: float | None) -> str:
+    """Write a whole number with separators."""
+    return count(None if value is None else int(value))
+
+
+FIGURES = (
+    Figure("parameters", "parameters", to_count, take_first, of_net=True, curve="parameters", axis="parameters"),
+    Figure("step_ms", "step, ms", curve="ms a step", axis="own training step, ms"),
+    Figure(
+        "train_flops", "cost, {unit}", combine=take_first, units=FLOPS, curve="FLOPs of training",
+        axis="cost of training, {unit}",
+    ),
+    Figure(
+        "test_agreement", "agreement with the teacher, %", to_digits(2, 100), take_mean, each_seed=True, on_page=True
+    ),
+    Figure("test_kl", "KL to the teacher, nats", to_digits(4), take_mean, each_seed=True, on_page=True),
+    Figure("test_ece", "ECE, %", to_digits(2, 100), take_mean, each_seed=True, on_page=True),
+)  # fmt: skip
+PARAMETERS, STEP, COST = FIGURES[:3]
+IN_TABLE = tuple(figure for figure in FIGURES if not figure.on_page)
+ON_PAGE = tuple(figure for figure in FIGURES if figure.on_page)
