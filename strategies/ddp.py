@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from apprentice.errors import BadInput
 from strategies.base.data_parallel import DataParallel
 from strategies.base.model_parallel import ModelParallel, devices_of
 from strategies.base.private import register_ddp_comm_hook
@@ -50,8 +51,8 @@ class AveragesGradients(DataParallel):
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Check that no parameter was unfrozen since the batch started: its gradient would not be averaged."""
         if unknown := self._unknown():
-            expected = "expected it to be unfrozen in on_train_batch_start or earlier, as its gradient is not averaged"
-            raise ValueError(f"parameter {unknown[0]}: {expected}")
+            expected = "it to be unfrozen in on_train_batch_start or earlier, as its gradient is not averaged"
+            raise BadInput("", f"parameter {unknown[0]}", expected)
         super().pre_backward(closure_loss)
 
 
@@ -113,8 +114,8 @@ class Replicated(AveragesGradients):
         options, flags = self._ddp_kwargs, {p: p.requires_grad for p in self._ever_trained()}
         if options["find_unused_parameters"] and batch_idx % self._trainer.accumulate_grad_batches:
             # Only the old wrapper knows which parameters the accumulated batches have used.
-            expected = "expected parameters to be unfrozen at the first of accumulated batches"
-            raise ValueError(f"batch {batch_idx}: with find_unused_parameters {expected}")
+            expected = "parameters to be unfrozen at the first of accumulated batches"
+            raise BadInput("", f"batch {batch_idx} with find_unused_parameters", expected)
         try:
             for p in flags:
                 p.requires_grad_(True)
@@ -145,11 +146,11 @@ class Replicated(AveragesGradients):
             assert self.parallel_devices is not None
             sizes = sorted({split.num_stages for split in self._unplaced})
             if len(sizes) > 1:
-                raise ValueError(f"ModelParallel: expected one number of stages throughout a module, got {sizes}")
+                raise BadInput("", "ModelParallel", f"one number of stages throughout a module, got {sizes}")
             gpus, devices = torch.cuda.device_count(), self.parallel_devices
             self._split_devices = devices_of(self.local_rank, sizes * len(devices), devices, gpus)
         if self._one_device and len(set(self._split_devices or [])) > 1:
-            raise ValueError("strategy: expected plain ddp, without exact, for a ModelParallel on several GPUs")
+            raise BadInput("", "strategy", "plain ddp, without exact, for a ModelParallel on several GPUs")
         super().setup_environment()
 
     @property
@@ -167,7 +168,7 @@ class Replicated(AveragesGradients):
     def model_to_device(self) -> None:
         """Move the module to this rank's device, and each stage of a split module to its own."""
         if any(split not in self._splits for split in self._split_parts()):
-            raise ValueError("ModelParallel: expected it to be made in the module's constructor, not in a later hook")
+            raise BadInput("", "ModelParallel", "it to be made in the module's constructor, not in a later hook")
         for split in self._unplaced:
             split.place(self._split_devices)
         super().model_to_device()
@@ -176,7 +177,7 @@ class Replicated(AveragesGradients):
         for split in self._splits if self.world_size > 1 else []:
             if split.split_size is not None and (layers := split.gathering()):
                 why = f"as {layers[0]} computes over all ranks, and they can have different numbers of splits"
-                raise ValueError(f"split_size {split.split_size}: expected None, {why}")
+                raise BadInput("split_size", split.split_size, f"None, {why}")
         if self._split_devices is None:
             return super()._setup_model(model)
         return DistributedDataParallel(model, **self._ddp_kwargs)
@@ -206,4 +207,4 @@ class DDP(Exact, Replicated):
     def _check_devices(self) -> None:
         super()._check_devices()
         if self.exact is not None and self._ddp_comm_hook is not None:
-            raise ValueError(f"exact {self.exact}: expected no ddp_comm_hook, as gradients are added as whole numbers")
+            raise BadInput("exact", self.exact, "no ddp_comm_hook, as gradients are added as whole numbers")

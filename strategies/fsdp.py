@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from apprentice import replicas
+from apprentice.errors import BadInput
 from strategies import tensor_parallel
 from strategies.base import checkpoints
 from strategies.base.gradients import NORM, parameters_of
@@ -31,9 +32,9 @@ from strategies.tensor_parallel import DATA, TENSOR
 Half = Literal["bf16", "fp16"]
 # What torch says where a loss or a hook needs what a rank has a part of, and what we say.
 EXPECTED = {
-    "mixed torch.Tensor and DTensor": "expected reshard_after_forward False and a loss that uses parameters after "
+    "mixed torch.Tensor and DTensor": "reshard_after_forward False and a loss that uses parameters after "
     "forward only, as each rank has a part of them before",
-    "for storage of size 0": "expected reshard_after_forward False, as the loss uses gradients of gradients, for which "
+    "for storage of size 0": "reshard_after_forward False, as the loss uses gradients of gradients, for which "
     "layers are no longer whole",
     "data is not allocated yet": f"{NORM}, as each rank has a part of a gradient",
 }
@@ -76,7 +77,7 @@ class FSDP(SharedReplica):
     ) -> None:
         for name, value in {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}.items():
             if value not in DTYPES:
-                raise ValueError(f"{name} {value}: expected bf16 or fp16")
+                raise BadInput(name, value, "bf16 or fp16")
         super().__init__(**kwargs)
         self.param_dtype, self.reduce_dtype = DTYPES[param_dtype], DTYPES[reduce_dtype]
         self.offload, self.activation_checkpointing = offload, activation_checkpointing
@@ -87,14 +88,14 @@ class FSDP(SharedReplica):
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Raise ValueError with what was expected where torch's error speaks of its own parts."""
+        """Raise BadInput with what was expected where torch's error speaks of its own parts."""
         try:
             yield
         except RuntimeError as error:
             expected = next((text for sign, text in EXPECTED.items() if sign in str(error)), None)
             if expected is None:
                 raise
-            raise ValueError(f"strategy {type(self).__name__}: {type(self._module).__name__}: {expected}") from error
+            raise BadInput("", f"strategy {type(self).__name__}: {type(self._module).__name__}", expected) from error
 
     def _sharded(self) -> list[FSDPModule]:
         return [module for module in self._module.modules() if isinstance(module, FSDPModule)]
@@ -137,7 +138,7 @@ class FSDP(SharedReplica):
         if self.mesh is not None:
             tensor_parallel.sizes(self.mesh, self._num_ranks)
         if self.offload and self.root_device.type == "cpu":
-            raise ValueError("offload True: expected False, as the devices are CPUs and all is in their memory")
+            raise BadInput("offload", "True", "False, as the devices are CPUs and all is in their memory")
 
     def _get_process_group_backend(self) -> str:
         backend = super()._get_process_group_backend()
@@ -146,16 +147,16 @@ class FSDP(SharedReplica):
         return backend
 
     def check_trainer(self, trainer: Trainer) -> None:
-        """Raise ValueError for callbacks that average weights."""
+        """Raise BadInput for callbacks that average weights."""
         super().check_trainer(trainer)
         averaging = StochasticWeightAveraging, WeightAveraging
         self._refuse_callbacks(trainer, averaging, "none that averages weights, which no rank has all of")
 
     def check_module(self, module: LightningModule) -> None:
-        """Raise ValueError if a replica has several ranks, which can't compute this module together."""
+        """Raise BadInput if a replica has several ranks, which can't compute this module together."""
         super().check_module(module)
         if self._tensor_size > 1 and (wanted := tensor_parallel.wanted(module, self._tensor_size)):
-            raise ValueError(f"mesh {self.mesh}: expected {wanted}")
+            raise BadInput("mesh", self.mesh, wanted)
 
     def setup_environment(self) -> None:
         """Join the process group, and make the mesh."""

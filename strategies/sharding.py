@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from apprentice.errors import BadInput
 from strategies.base.checkpoints import whole
 from strategies.base.private import module_state_mapping
 from strategies.tensor_parallel import order
@@ -75,14 +76,15 @@ class Sharding:
         for name, p in module.named_parameters():
             if p.requires_grad and p not in inside:
                 place = "inside a child that is called, or a module that `sharded_modules` names"
-                raise ValueError(f"{name} can't be sharded: expected a trainable parameter {place}")
+                raise BadInput("", f"{name} can't be sharded", f"a trainable parameter {place}")
         names = {p: name for name, p in module.named_parameters()}
         if scalars := [names[p] for unit in found for p in unit.parameters() if not p.dim()]:
-            raise ValueError(f"{scalars[0]} can't be sharded: expected a tensor of one number, not a scalar")
+            raise BadInput("", f"{scalars[0]} can't be sharded", "a tensor of one number, not a scalar")
         for unit in found:
             for name, p in unit.named_parameters():
                 if self._is_shared(p, unit):
-                    raise ValueError(f"{name} of {type(unit).__name__} can't be sharded: another module has it too")
+                    where = f"{name} of {type(unit).__name__}"
+                    raise BadInput("", f"{where} can't be sharded", "a parameter of one module; another has it, too")
 
     def _is_shared(self, p: nn.Parameter, module: nn.Module) -> bool:
         inside = set(module.modules())

@@ -24,6 +24,7 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
 from torch.optim import Optimizer
 
+from apprentice.errors import BadInput
 from strategies.base.private import Loop, init_optimizers, name_of_lr
 
 LOOPS = ("fit_loop", "validate_loop", "test_loop", "predict_loop")
@@ -114,7 +115,7 @@ def collected(trainer: Any) -> State:
 
 
 def restore(trainer: Any, state: State, data: LightningDataModule | None) -> None:
-    """Restore all but optimizers and schedulers; ValueError if the module here lacks a weight."""
+    """Restore all but optimizers and schedulers; BadInput if the module here lacks a weight."""
     if state.get("weights") is not None:
         _restore_weights(trainer, state)
     if data is not None and state["data"]:
@@ -200,8 +201,8 @@ def _restore_weights(trainer: Any, state: State) -> None:
         unknown = _load_weights(module, weights)
     if unknown:
         kind = type(module).__name__
-        expected = f"expected layers that are made in {kind}'s constructor, in setup or in configure_model"
-        raise ValueError(f"{unknown[0]} was trained in forked ranks, and {kind} here has no such weight: {expected}")
+        expected = f"layers that are made in {kind}'s constructor, in setup or in configure_model"
+        raise BadInput("", f"{unknown[0]} was trained in forked ranks, and {kind} here has no such weight", expected)
     if saved:
         call._call_lightning_module_hook(trainer, "on_load_checkpoint", saved)
 

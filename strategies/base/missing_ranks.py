@@ -7,6 +7,7 @@ import time
 
 import torch.distributed as dist
 
+from apprentice.errors import BadInput
 from strategies.base.private import default_store
 
 STOP = "should_stop"
@@ -20,7 +21,7 @@ def raise_for_missing(
 ) -> None:
     """Raise an error that names the ranks that don't respond, if `exception` came from a collective.
 
-    TimeoutError: they did not come within `timeout` seconds; ConnectionError: they have gone; ValueError: all respond,
+    TimeoutError: they did not come within `timeout` seconds; ConnectionError: they have gone; BadInput: all respond,
     and on some of them training `should_stop`; SystemExit, with `first_only`: another rank reports that, as all write
     to one terminal.
     """
@@ -51,11 +52,11 @@ def leave_stopped() -> None:
 
 
 def _raise_for_stopped(stopped: list[int]) -> None:
-    """Raise ValueError if some ranks have left the training loop, and others wait for them in it."""
+    """Raise BadInput if some ranks have left the training loop, and others wait for them in it."""
     if 0 < len(stopped) < dist.get_world_size():
         names = f"rank {stopped[0]}" if len(stopped) == 1 else f"ranks {', '.join(map(str, stopped))}"
-        expected = "expected it on all ranks after the same step, or on none"
-        raise ValueError(f"trainer.should_stop: {expected}; it is set on {names} alone")
+        expected = "it on all ranks after the same step, or on none"
+        raise BadInput("", "trainer.should_stop", f"{expected}; it is set on {names} alone")
 
 
 def exchange(key: str, value: str, seconds: float) -> dict[int, str] | None:

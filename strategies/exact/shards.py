@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from apprentice.errors import BadInput
 from apprentice.private import BatchNorm, tree_leaves, tree_map
 from apprentice.replicas import FEWEST_ROWS
 from strategies.base.private import keystr, tree_flatten_with_path
@@ -47,7 +48,7 @@ def fewest_rows(module: nn.Module) -> int:
 
 
 def rows(batch: Any) -> int:
-    """The first dimension of a batch's tensors; ValueError names tensors of several lengths, or says there is none."""
+    """The first dimension of a batch's tensors; BadInput names tensors of several lengths, or says there is none."""
     try:
         leaves = [(keystr(path), leaf) for path, leaf in tree_flatten_with_path(batch)[0]]
     except ValueError:  # a class registered without names for its children
@@ -56,7 +57,7 @@ def rows(batch: Any) -> int:
     first = {len(leaf): f"batch{path} has {len(leaf)}" for path, leaf in reversed(tensors)}
     if len(first) != 1:
         found = ", ".join(first[length] for length in sorted(first)) or "there is none"
-        raise ValueError(f"expected a batch of tensors with one number of rows; {found}")
+        raise BadInput("", "batch", f"tensors with one number of rows; {found}")
     return next(iter(first))
 
 

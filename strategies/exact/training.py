@@ -39,10 +39,11 @@ class RunningStatistics:
     def take(self) -> list[Tensor]:
         """The statistics after a shard, float64 and flat; the buffers get their first values back.
 
-        ValueError if another buffer has changed, which can't be merged.
+        BadInput if another buffer has changed, which can't be merged.
         """
         if changed := [name for name, (buffer, version) in self._others.items() if buffer._version != version]:
-            raise ValueError(f"expected training steps that change no buffer but BatchNorm's; {changed[0]} has changed")
+            expected = "training steps that change no buffer but BatchNorm's"
+            raise BadInput("", "training_step", f"{expected}; {changed[0]} has changed")
         found = [buffer.to(torch.float64, copy=True).flatten() for buffer in self._buffers]
         for buffer, start in zip(self._buffers, self._start, strict=True):
             buffer.data.copy_(start)  # `data`: autograd has saved the buffer and refuses changes that it sees

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import LBFGS, Optimizer
 
 from apprentice import replicas
+from apprentice.errors import BadInput
 from strategies.base import checkpoints, stages
 from strategies.base.gradients import NORM, parameters_of
 from strategies.base.shared_replica import SharedReplica
@@ -54,7 +55,7 @@ class PipelineStrategy(SharedReplica, Exact):
         **kwargs: Exact's.
 
     Raises:
-        ValueError: an option's value can't be used, alone, with these devices or with the module.
+        BadInput: an option's value can't be used, alone, with these devices or with the module.
     """
 
     plain_steps = PipelineSteps
@@ -75,15 +76,15 @@ class PipelineStrategy(SharedReplica, Exact):
         super().__init__(**kwargs)
         self._relates_rows = self.steps.relates_rows
         if schedule not in get_args(Schedule):
-            raise ValueError(f"schedule {schedule}: expected {', '.join(get_args(Schedule))}")
+            raise BadInput("schedule", schedule, f"{', '.join(get_args(Schedule))}")
         counts = {"data_parallel_size": data_parallel_size, "stages_per_rank": stages_per_rank}
         for name, value in {**counts, "num_microbatches": num_microbatches}.items():
             if value is not None and value < 1:
-                raise ValueError(f"{name} {value}: expected at least 1")
+                raise BadInput(name, value, "at least 1")
         if isinstance(balance, str) and balance not in {"parameters", "time"}:
-            raise ValueError(f"balance {balance}: expected parameters, time or a list of numbers of modules")
+            raise BadInput("balance", balance, "parameters, time or a list of numbers of modules")
         if not isinstance(balance, str) and min(balance, default=0) < 1:
-            raise ValueError(f"balance {balance}: expected at least one module for every stage")
+            raise BadInput("balance", balance, "at least one module for every stage")
         self.schedule, self.num_microbatches, self.balance = schedule, num_microbatches, balance
         self.data_parallel_size, self.stages_per_rank = data_parallel_size, stages_per_rank
         self._placement: StagePlacement | None = None
@@ -106,19 +107,19 @@ class PipelineStrategy(SharedReplica, Exact):
 
     def _check_devices(self) -> None:
         if self._num_ranks % self.data_parallel_size:
-            expected = f"expected a number that divides the {self._num_ranks} devices"
-            raise ValueError(f"data_parallel_size {self.data_parallel_size}: {expected}")
+            expected = f"a number that divides the {self._num_ranks} devices"
+            raise BadInput("data_parallel_size", self.data_parallel_size, expected)
         self.pipeline_size = ranks = self._num_ranks // self.data_parallel_size  # ranks of one pipeline
         super()._check_devices()
         count = self.steps.count_microbatches()
         try:
             self.assignment = StageAssignment(self.schedule, ranks, self.stages_per_rank, count)
         except ValueError as error:
-            expected = f"expected one for {count} micro-batches and {ranks} ranks"
-            raise ValueError(f"schedule {self.schedule}: {expected}: {error}") from None
+            expected = f"one for {count} micro-batches and {ranks} ranks"
+            raise BadInput("schedule", self.schedule, f"{expected}: {error}") from None
         if not isinstance(self.balance, str) and len(self.balance) != self.assignment.num_stages:
-            expected = f"expected {self.assignment.num_stages} numbers, one for each stage"
-            raise ValueError(f"balance {self.balance}: {expected}")
+            expected = f"{self.assignment.num_stages} numbers, one for each stage"
+            raise BadInput("balance", self.balance, expected)
 
     def setup_environment(self) -> None:
         """Join the process group, and the groups of this pipeline and of this rank's peers in other pipelines."""
@@ -140,7 +141,7 @@ class PipelineStrategy(SharedReplica, Exact):
         self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
         Strategy.setup(self, trainer)
         if any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers):
-            raise ValueError("strategy pipeline: expected an optimizer other than LBFGS, which needs all gradients")
+            raise BadInput("strategy", "pipeline", "an optimizer other than LBFGS, which needs all gradients")
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Make the optimizers, without initial states of other ranks' parameters."""
@@ -150,19 +151,19 @@ class PipelineStrategy(SharedReplica, Exact):
                 del optimizer.state[p]
 
     def check_module(self, module: LightningModule) -> None:
-        """Raise ValueError if the module can't be cut, or not so; the message names the module or the option."""
+        """Raise BadInput if the module can't be cut, or not so; the message names the module or the option."""
         groups = self._cut(module)
         if self._scales_loss:
-            raise ValueError("precision 16-mixed: expected one without a loss scale, as bf16-mixed, for a pipeline")
+            raise BadInput("precision", "16-mixed", "one without a loss scale, as bf16-mixed, for a pipeline")
         if self._layer_sync is not None:
-            raise ValueError("sync_batchnorm True: expected False, as ranks of a pipeline have different layers")
+            raise BadInput("sync_batchnorm", "True", "False, as ranks of a pipeline have different layers")
         super().check_module(module)
         stages.check_composition(module, groups)
 
     def check_trainer(self, trainer: Trainer) -> None:
-        """Raise ValueError for a setting that needs the whole module; the message names it."""
+        """Raise BadInput for a setting that needs the whole module; the message names it."""
         if trainer._detect_anomaly:
-            raise ValueError("detect_anomaly True: expected False, as it takes the bits of packed tensors for NaN")
+            raise BadInput("detect_anomaly", "True", "False, as it takes the bits of packed tensors for NaN")
         averaging = StochasticWeightAveraging, WeightAveraging
         self._refuse_callbacks(trainer, averaging, "none that averages weights, which no rank has all of")
         self._refuse_callbacks(trainer, (BaseFinetuning,), "none that unfreezes layers, which no rank has all of")
@@ -234,7 +235,7 @@ class PipelineStrategy(SharedReplica, Exact):
             if "meta tensor" not in str(error):
                 raise
             expected = f"{NORM}, as each rank has the gradients of its stages"
-            raise ValueError(f"strategy pipeline: {self.forward.name}: {expected}") from error
+            raise BadInput("", f"strategy pipeline: {self.forward.name}", expected) from error
         for p in others:
             p.grad = None
         optimizer.step(**kwargs)
