@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from apprentice import keyed, replicas
 from apprentice.batch import Batch
 from apprentice.errors import BadInput, naming
-from apprentice.private import tree_map
 from apprentice.replicas import FEWEST_ROWS
 from lit_modules.checkpoints import keep_runs, without
 from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepare_net

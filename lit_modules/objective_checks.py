@@ -8,7 +8,6 @@ from torch import Tensor
 
 from apprentice import keyed
 from apprentice.errors import BadInput
-from apprentice.private import tree_map, tree_map_only
 from lit_modules.nets import Outputs
 from lit_modules.objectives import Objective, Term
 from lit_modules.objectives.base import viewed

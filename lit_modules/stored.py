@@ -13,7 +13,6 @@ from torch import Tensor
 from apprentice import replicas
 from apprentice.batch import Batch
 from apprentice.errors import BadInput, reason
-from apprentice.private import tree_leaves, tree_map
 from apprentice.weights import read_saved
 from lit_modules.nets import Outputs
 from lit_modules.objectives import Objective

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from apprentice import keyed
 from apprentice.batch import Batch, Mixed, counted
 from apprentice.errors import BadInput, naming, reason
-from apprentice.private import tree_map
 from apprentice.relations import related
 from lit_modules.nets import Outputs, globalise, in_type_of, layer, run
 from lit_modules.objective_checks import check_finite, check_gradient, check_labels, check_rows

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from apprentice.errors import BadInput, reason
 from apprentice.keyed import with_seed
-from apprentice.private import tree_map
 from lit_modules.nets.recorded import Recorded
 
 Shape = tuple[int, int, int]  # (C, H, W)
