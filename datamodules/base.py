@@ -62,7 +62,7 @@ class InMemoryData(LightningDataModule):
     """
 
     input_shape: tuple[int, ...]
-    class_names: tuple[str, ...]
+    class_names: tuple[str, ...] = ()
     given_to_nets: tuple[str, ...] = ("input_shape", "num_classes")
     task: str = "classification"
     label_shape: tuple[int, ...] = ()

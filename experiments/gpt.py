@@ -24,9 +24,10 @@ import datamodules
 import strategies
 from apprentice.errors import BadInput
 from harness import cli
+from harness.runs.callbacks import check_callbacks
 from harness.runs.session import Session, session
-from harness.studies.callbacks import check_callbacks
-from harness.studies.fits import Candidate, check_modules, check_net, make_candidate
+from harness.studies.checks import check_modules, check_net
+from harness.studies.choices import build_net
 from harness.studies.language_model import NAME, run_study, sample
 from lit_modules import nets
 from lit_modules.language_model import LitLanguageModel
@@ -85,15 +86,13 @@ def parser() -> cli.Parser:
     return parser
 
 
-def module(run: Session, seed: int) -> tuple[LitLanguageModel, dict[str, Candidate]]:
-    """A seed's module and candidate."""
-    config, data = run.config, run.data
-    candidate = make_candidate(run, "net", seed, "CrossEntropy", {}, run.is_double)
-    rate = cast("datamodules.Text", data).tokens_per_character
-    module = cli.build(
-        config.model, "model", net=candidate.net, tokens_per_character=rate, compiled=config.compile, seed=seed
-    )
-    return module, {NAME: candidate}
+def module(run: Session, seed: int) -> LitLanguageModel:
+    """Build a seed's module."""
+    config, net = run.config, build_net(run, "net", seed)
+    rate = cast("datamodules.Text", run.data).tokens_per_character
+    options = {"tokens_per_character": rate, "compiled": config.compile, "seed": seed}
+    model: LitLanguageModel = cli.build(config.model, "model", net=net, **options)
+    return model
 
 
 def check(run: Session) -> None:
@@ -102,7 +101,7 @@ def check(run: Session) -> None:
     if config.compile and isinstance(trainer.strategy, SharedReplica):
         expected = "false with this --trainer.strategy, under which the net is not called as a whole"
         raise BadInput("compile", True, expected)
-    model, _ = module(run, config.seeds[0])
+    model = module(run, config.seeds[0])
     if not all(hasattr(model.net, name) for name in ("generate", "block_size")):
         raise BadInput("net", config.net.name, "a language model with generate() and block_size, as GPT")
     check_net(run, "net", trainer)

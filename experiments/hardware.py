@@ -26,7 +26,7 @@ import strategies
 from apprentice.errors import BadInput
 from harness import cli
 from harness.runs.session import load_data, session
-from harness.studies.fits import learning, make_net
+from harness.studies.choices import learning, make_net
 from lab.studies.hardware import Bench, Cases, Study
 from lab.studies.isolation import default_devices, one_thread, usual_threads
 from lit_modules import nets

@@ -17,10 +17,9 @@ from harness import start
 if __name__ == "__main__":
     start.script(OMP_WAIT_POLICY="PASSIVE")  # threads that spin while they wait slow small nets down
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from lightning.pytorch import LightningDataModule
 from torch import nn
@@ -31,21 +30,19 @@ from apprentice.errors import BadInput
 from apprentice.keyed import fold_in
 from harness import cli
 from harness.runs.files import can_be_written
-from harness.runs.nets import check_options
-from harness.runs.quiet import notice
-from harness.runs.session import Session, session
-from harness.studies import tuning, zoo
-from harness.studies.classes import classes_beside, match_classes
+from harness.runs.plans import Arm
+from harness.runs.session import session
+from harness.studies import zoo
+from harness.studies.bakeoff import BakeOff
+from harness.studies.choices import build_net, learning
 from harness.studies.continued import go_on
-from harness.studies.distillation import begin, check, run_study
-from harness.studies.fits import Candidate, learning, make_candidate, replaced
 from harness.studies.layers import print_layers
 from harness.studies.recipes import RECIPES, Recipe
-from harness.studies.setups import Setup
+from harness.studies.teachers import checkpoint_of, load_teacher
+from harness.studies.tuning import Tuning
 from lit_modules import nets, objectives
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
-from lit_modules.nets.weights import load_weights
 from lit_modules.tasks import ClassMetric
 
 
@@ -155,49 +152,40 @@ def parser() -> cli.Parser:
     return parser
 
 
-def teacher(run: Session, seed: int) -> tuple[LitClassifier, dict[str, Candidate]]:
-    """The teacher's module, loaded if `--teacher_ckpt` is given."""
-    candidate = make_candidate(run, "teacher", seed, "CrossEntropy", {}, run.is_double)
-    if run.config.teacher_ckpt is not None:
-        path = run.config.teacher_ckpt.replace("{seed}", str(seed))
-        partly, averaged = run.config.teacher_ckpt_partial, run.config.teacher_ckpt_ema
-        told = load_weights(candidate.net, path, "teacher_ckpt", partly, averaged)
-        check_options(path, candidate.spec, "teacher")
-        for line in told:
-            notice(f"seed {seed} teacher   {path}: {line}")
-        names: Any = classes_beside(path) or (None if run.config.teacher_ckpt_partial else ())
-        candidate.net.class_names = names
-        trained, may_move = bool(run.config.teacher_epochs), not run.config.teacher_continue
-        match_classes(run, candidate.net, "teacher_ckpt", path, trained, may_move)
-    if head_only := run.config.teacher_head_only:
-        nets.heads(candidate.net, "teacher")  # or it is refused by its flag
-    options = {**learning(run.config, run.data), "seed": seed, "head_only": head_only}
-    module = LitClassifier(candidate.net, run.data.num_classes, **options)
-    if run.config.teacher_continue:
-        go_on(module, run.config.teacher_ckpt.replace("{seed}", str(seed)))
-    return module, {"teacher": candidate}
+class KD(BakeOff):
+    """What is built: a teacher, and students that differ in their nets and methods alone."""
 
+    def teacher(self, seed: int) -> LitClassifier:
+        """Build a seed's teacher, with its weights if `--teacher_ckpt` is given."""
+        run, config = self.session, self.config
+        net = build_net(run, "teacher", seed)
+        if config.teacher_ckpt is not None:
+            load_teacher(run, net, seed)
+        if config.teacher_head_only:
+            nets.heads(net, "teacher")  # or it is refused by its flag
+        options = {**learning(config, run.data), "seed": seed, "head_only": config.teacher_head_only}
+        module = LitClassifier(net, run.data.num_classes, **options)
+        if config.teacher_continue:
+            go_on(module, checkpoint_of(run, seed))
+        return module
 
-def students(
-    run: Session, seed: int, teacher: nn.Module, setups: Mapping[str, Setup]
-) -> tuple[Distillation, dict[str, Candidate]]:
-    """The module of some students of a teacher."""
-    config, data, nets_and_objectives, candidates = run.config, run.data, {}, {}
-    for name, (row, choice, _, _) in setups.items():
-        objective = setups[name].objective(config)
-        # Equal peers would teach one another nothing.
-        own = fold_in(seed, *row.variant.encode()) if objective.peers else seed
-        candidates[name] = make_candidate(run, row.net, own, choice.name, choice.init_args, run.is_double)
-        candidates[name].settings = setups[name].settings(config)
-        nets_and_objectives[name] = candidates[name].net, objective
-    module = Distillation(
-        teacher, nets_and_objectives, data.input_shape, data.num_classes, seed=seed, **learning(config, data),
-        teacher_cache_mb=config.teacher_cache_mb, teacher_cache_dir=config.teacher_cache_dir,
-        input_dtype=data.example.dtype, samples=data.places, labelled=data.labelled is None,
-        optimizer_options={name: setup.optimizer for name, setup in setups.items() if setup.optimizer},
-    )  # fmt: skip
-    nets_of = {name: student.net for name, student in module.students.items()}
-    return module, {name: replaced(run, candidate, nets_of[name]) for name, candidate in candidates.items()}
+    def students(self, seed: int, arms: Iterable[Arm], teacher: nn.Module) -> Distillation:
+        """Build the module of some students of a teacher."""
+        run, config, data = self.session, self.config, self.session.data
+        students, optimizers = {}, {}
+        for arm in arms:
+            objective = arm.objective(config)
+            # Equal peers would teach one another nothing.
+            seed_of_net = fold_in(seed, *arm.variant.encode()) if objective.peers else seed
+            students[arm.name] = build_net(run, arm.net, seed_of_net), objective
+            if arm.optimizer:
+                optimizers[arm.name] = arm.optimizer
+        return Distillation(
+            teacher, students, data.input_shape, data.num_classes, seed=seed, **learning(config, data),
+            teacher_cache_mb=config.teacher_cache_mb, teacher_cache_dir=config.teacher_cache_dir,
+            input_dtype=data.example.dtype, samples=data.places, labelled=data.labelled is None,
+            optimizer_options=optimizers,
+        )  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -206,18 +194,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         if run.config.list_layers:
             print_layers(run, ["teacher", *dict.fromkeys(row.net for row in cli.rows(run.config).values())])
             return
-        for flag, value in () if run.config.tune else run.config.search.items():
+        if run.config.search and not run.config.tune:
+            flag, value = next(iter(run.config.search.items()))
             raise BadInput(f"search.{flag}", value, "--tune N beside it")
         run.announce()
-        setups = check(run, teacher, students)
-        if run.config.tune:
-            tuning.check(run, teacher, students, setups)
+        bake_off = KD(run)
+        bake_off.check()
+        tuning = Tuning(bake_off) if run.config.tune else None
+        if tuning:
+            tuning.check()
         with run.folder():
-            begin(run)
-            search = None
-            if run.config.tune:
-                setups, search = tuning.tuned(run, teacher, students, setups)
-            run_study(run, teacher, students, setups, search)
+            run.describe()
+            if tuning:
+                bake_off.arms = tuning.search()
+            bake_off.run(tuning.facts() if tuning else None)
 
 
 if __name__ == "__main__":

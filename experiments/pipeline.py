@@ -29,7 +29,7 @@ import strategies
 from apprentice.errors import BadInput
 from harness import cli
 from harness.runs.session import session
-from harness.studies.fits import make_net
+from harness.studies.choices import make_net
 from lab.studies.isolation import default_devices, one_thread
 from lab.studies.pipeline import Bench, Case, Cases, Cut, Noise, Options, Study, Task
 from lab.studies.pipeline.cases import TUTORIALS_CUT

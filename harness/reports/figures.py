@@ -18,6 +18,9 @@ else:
     Axes = Any
 
 GREY = "#555555"
+COLORS = (  # Matplotlib's ten, and Bokeh's
+    "#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf",
+)  # fmt: skip
 LOOK = {
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25, "grid.linewidth": 0.6,
     "axes.titlesize": 10, "axes.titlecolor": GREY, "legend.frameon": False, "legend.fontsize": 8,
@@ -44,18 +47,29 @@ def figure(width: float = 4, height: float = 3) -> Iterator[tuple["Figure", io.B
 
 @dataclass
 class Dot:
-    """One student in a picture."""
+    """What results.png and the plots of report.html draw of one net.
 
-    name: str  # as in the table
-    values: Sequence[float | None]  # the metric of each seed; None where it failed
-    cost: float | None  # its place on the horizontal axis, if known
-    group: int  # students of one group share a colour
+    Args:
+        name: as in the table.
+        values: the metric of each seed; None where it failed.
+        cost: its place on the horizontal axis, if known.
+        group: nets of one group share a colour; a teacher has none, and is grey.
+        metric: of the values.
+    """
+
+    name: str
+    values: Sequence[float | None]
+    cost: float | None
+    group: int | None
     metric: Metric = ACCURACY
 
     def __post_init__(self) -> None:
         self.known = self.metric.scaled(self.values)  # of the seeds that finished, in the metric's unit
         self.mean = statistics.mean(self.known) if self.known else math.nan
-        self.look: dict[str, Any] = {"color": f"C{self.group % 10}", "marker": MARKERS[self.group // 10 % len(MARKERS)]}
+        self.low, self.high = bounds(self.known, self.metric) if self.known else (math.nan, math.nan)
+        self.color = GREY if self.group is None else COLORS[self.group % len(COLORS)]
+        marker = MARKERS[(self.group or 0) // len(COLORS) % len(MARKERS)]
+        self.look: dict[str, Any] = {"color": self.color, "marker": marker}
 
 
 def metric_picture(dots: Sequence[Dot], cost: str, teacher: float | None = None) -> bytes:
@@ -91,11 +105,9 @@ def lines_picture(dots: Sequence[Dot], axis: str) -> bytes:
         axes.minorticks_off()
         for name in dict.fromkeys(dot.name for dot in known):
             line = sorted((dot for dot in known if dot.name == name), key=lambda dot: dot.cost or 0.0)
-            own, heights = [dot.cost or 0.0 for dot in line], [dot.mean for dot in line]
-            ends = [bounds(dot.known, dot.metric) for dot in line]
-            errors = [[dot.mean - low for dot, (low, _) in zip(line, ends, strict=True)],
-                      [high - dot.mean for dot, (_, high) in zip(line, ends, strict=True)]]  # fmt: skip
-            axes.errorbar(own, heights, yerr=errors, capsize=3, linewidth=1.5, label=name, **line[0].look)
+            costs, means = [dot.cost or 0.0 for dot in line], [dot.mean for dot in line]
+            errors = [[dot.mean - dot.low for dot in line], [dot.high - dot.mean for dot in line]]
+            axes.errorbar(costs, means, yerr=errors, capsize=3, linewidth=1.5, label=name, **line[0].look)
         axes.set_xlabel(axis)
         axes.set_ylabel(dots[0].metric.title)
         axes.set_title("mean and 95 % interval", fontsize=10, color=GREY)
@@ -119,7 +131,7 @@ def _values(axes: "Axes", dots: Sequence[Dot], metric: Metric) -> None:
             continue
         offsets = [row + 0.28 - 0.1 * (i % 2) for i in range(len(dot.known))]  # beside the interval, not on it
         axes.scatter(dot.known, offsets, s=14, alpha=0.45, linewidths=0, **dot.look)
-        axes.plot(bounds(dot.known, metric), (row, row), color=dot.look["color"], linewidth=2, solid_capstyle="butt")
+        axes.plot((dot.low, dot.high), (row, row), color=dot.color, linewidth=2, solid_capstyle="butt")
         axes.scatter([dot.mean], [row], s=46, zorder=3, edgecolors="white", **dot.look)
     axes.set_yticks(range(len(dots)), [dot.name for dot in dots], parse_math=False)
     axes.set_ylim(len(dots) - 0.4, -0.6)
@@ -149,7 +161,7 @@ def _name(axes: "Axes", dots: Sequence[Dot]) -> None:
             dot.name, (dot.cost or 0.0, dot.mean), xytext=(1.03, height), textcoords="axes fraction", va="center",
             fontsize=9, parse_math=False, annotation_clip=False,
             arrowprops={
-                "arrowstyle": "-", "color": dot.look["color"], "alpha": 0.4, "linewidth": 0.8, "shrinkB": 4,
+                "arrowstyle": "-", "color": dot.color, "alpha": 0.4, "linewidth": 0.8, "shrinkB": 4,
                 "relpos": (0, 0.5),
             },
         )  # fmt: skip

@@ -27,10 +27,10 @@ METRICS = {
 ALWAYS = ("lr", "batch_size")  # written even where they are the default
 
 
-def words(choice: cli.Choice, key: str, given: Iterable[str] = ()) -> str:
-    """A class with its options other than the default and the `given`, as `Adam(lr=0.001)`."""
-    defaults = _listed(options_of(imported(choice.class_path, key), frozenset(given)).defaults)
-    options = _listed({name: value for name, value in choice.init_args.items() if name not in given})
+def words(choice: cli.Choice, key: str, fixed: Iterable[str] = ()) -> str:
+    """Write a class with its options, but for defaults and those that are `fixed`, as `Adam(lr=0.001)`."""
+    defaults = _listed(options_of(imported(choice.class_path, key), frozenset(fixed)).defaults)
+    options = _listed({name: value for name, value in choice.init_args.items() if name not in fixed})
     return call(choice.name, {k: v for k, v in options.items() if k in ALWAYS or v != defaults.get(k, v)})
 
 
@@ -41,8 +41,8 @@ def _listed(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def call(name: str, options: Mapping[str, Any]) -> str:
     """`Hinton` and {"temperature": 2.0} as `Hinton(temperature=2)`."""
-    shown = (f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in options.items())
-    return f"{name}({', '.join(shown)})" if options else name
+    arguments = (f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in options.items())
+    return f"{name}({', '.join(arguments)})" if options else name
 
 
 def settings(config: Namespace) -> dict[str, Any]:

@@ -36,28 +36,28 @@ def page(markdown: str, pictures: Mapping[str, bytes], sections: Sequence[Sectio
     frame = Environment(autoescape=True).from_string(Path(__file__).with_name("page.html").read_text("utf-8"))
     plots = [plot for section in sections for plot in section.plots]
     resources, script, divs = _embedded(plots) if plots else ("", "", [])
-    left, shown = iter(divs), []
+    left, parts = iter(divs), []
     for section in sections:
         text = _html(section.text) + "\n".join(f'<p><img alt="" src="{_data(png)}"></p>' for png in section.pictures)
-        shown.append({"title": section.title, "text": text, "plots": [next(left) for _ in section.plots]})
-    text = PICTURE.sub(lambda found: _picture(found, pictures), _html(markdown))
+        parts.append({"title": section.title, "text": text, "plots": [next(left) for _ in section.plots]})
+    text = PICTURE.sub(lambda match: _picture(match, pictures), _html(markdown))
     title = markdown.partition("\n")[0].lstrip("# ")
-    return frame.render(title=title, text=text, sections=shown, resources=resources, script=script)
+    return frame.render(title=title, text=text, sections=parts, resources=resources, script=script)
 
 
 def _html(markdown: str) -> str:
     """HTML of Markdown, with the tables of GitHub; what looks like HTML is text."""
     from markdown import Markdown
 
-    made = Markdown(extensions=["tables", "fenced_code", "sane_lists"])
-    made.preprocessors.deregister("html_block")
-    made.inlinePatterns.deregister("html")
-    return made.convert(markdown)
+    converter = Markdown(extensions=["tables", "fenced_code", "sane_lists"])
+    converter.preprocessors.deregister("html_block")
+    converter.inlinePatterns.deregister("html")
+    return converter.convert(markdown)
 
 
-def _picture(found: re.Match[str], pictures: Mapping[str, bytes]) -> str:
-    png = pictures.get(found[2])
-    return found[1] if png is None else f'<img alt="{found[1]}" src="{_data(png)}">'
+def _picture(match: re.Match[str], pictures: Mapping[str, bytes]) -> str:
+    png = pictures.get(match[2])
+    return match[1] if png is None else f'<img alt="{match[1]}" src="{_data(png)}">'
 
 
 def _data(png: bytes) -> str:
@@ -65,10 +65,10 @@ def _data(png: bytes) -> str:
 
 
 def _embedded(plots: Sequence[Any]) -> tuple[str, str, Sequence[str]]:
-    """Bokeh's own script, the script of these plots, and a place for each."""
+    """Bokeh's library script, the script of these plots, and a place for each."""
     from bokeh.embed import components
     from bokeh.resources import Resources
 
     script, divs = components(list(plots))
-    own = Resources(mode="inline", components=["bokeh"]).render_js()
-    return NETWORK.sub(r"\1\2data:,", own), script, divs
+    library = Resources(mode="inline", components=["bokeh"]).render_js()
+    return NETWORK.sub(r"\1\2data:,", library), script, divs

@@ -7,7 +7,7 @@ import numpy as np
 
 from harness.reports import html, mistakes, pages, plots, tuning
 from harness.reports.html import Section
-from harness.reports.measures import ON_PAGE
+from harness.reports.measures import COST, ON_PAGE, PARAMETERS
 from harness.reports.results import Results
 from harness.reports.tables import Table, table_of
 from harness.runs.files import write_bytes, write_json, write_text
@@ -35,17 +35,21 @@ def save_results(
 
 def sections(results: Results, images: Images | None = None, commands: Sequence[str] = ()) -> list[Section]:
     """The parts of report.html below those of results.md; those for which results have nothing are left out."""
-    metric = results.metric
+    metric, described = results.metric, [pages.dots(results, cost) for cost in (COST, PARAMETERS)]
+    *students, teacher = described[0][1]
+    against = [plot for label, dots in described for plot in plots.against(label, dots)]
     validation = f"validation {metric.title.removeprefix('test ')}"
     lines = [
         *plots.curves(results, f"val/{metric.score}", validation, metric.scale),
         *plots.curves(results, "train/loss", "training loss"),
     ]
     drawn = [
-        Section("Intervals", "Each student's seeds, mean and 95 % interval over seeds.", plots.intervals(results)),
+        Section(
+            "Intervals", "Each student's seeds, mean and 95 % interval over seeds.", plots.intervals(students, teacher)
+        ),
         Section("All pairs", _PAIRS, plots.pairs(results)),
         Section("Curves", "Means over seeds. A click on a name hides its line.", lines),
-        Section("Accuracy against cost and size", "", plots.costs(results)),
+        Section("Accuracy against cost and size", "", against),
     ]
     told = [
         Section("Fidelity and calibration", _beside_accuracy(results)),

@@ -20,10 +20,10 @@ def log_means(out: Path, seeds: Sequence[int], nets: Sequence[str]) -> None:
     finished = [folder for folder in folders if all((folder / net / "weights.pt").exists() for net in nets)]
     if len(finished) < 2:
         return
-    found = {net: summary([curves(folder / net) for folder in finished]) for net in nets}
-    times = (event.wall_time for run in found.values() for events in run.values() for event in events)
+    means_by_net = {net: summary([curves(folder / net) for folder in finished]) for net in nets}
+    times = (event.wall_time for run in means_by_net.values() for events in run.values() for event in events)
     begin = min(times, default=1.0) - 1  # before any run of a seed
-    for name, means in found.items():
+    for name, means in means_by_net.items():
         log_curves(out / MEAN / name, means, begin)
 
 
@@ -36,7 +36,7 @@ def curves(folder: Path) -> dict[str, list[ScalarEvent]]:
 
 def summary(runs: Sequence[dict[str, list[ScalarEvent]]]) -> dict[str, list[ScalarEvent]]:
     """Mean curves of runs by tag, and of those in `BANDS` the smallest and the largest value at each step."""
-    found: dict[str, list[ScalarEvent]] = {}
+    events: dict[str, list[ScalarEvent]] = {}
     for tag in runs[0]:
         if not all(tag in run for run in runs):
             continue
@@ -47,5 +47,5 @@ def summary(runs: Sequence[dict[str, list[ScalarEvent]]]) -> dict[str, list[Scal
             band = zip(BANDS.get(tag, ()), (mean, min(values), max(values)), strict=False)
             numbers = {tag: mean, **dict(band)}
             for name, value in numbers.items():
-                found.setdefault(name, []).append(ScalarEvent(points[0][step].wall_time, step, value))
-    return found
+                events.setdefault(name, []).append(ScalarEvent(points[0][step].wall_time, step, value))
+    return events

@@ -16,20 +16,22 @@ LETTERS = 16  # of a class's name over an image
 
 def predictions(net: NetResults, count: int) -> np.ndarray:
     """The classes (seeds, n) that a net predicted with the seeds that have them."""
-    found = [samples.unpacked_classes(stored) for stored in net.samples.get("test_predicted", ()) if stored is not None]
-    return np.stack(found) if found else np.zeros((0, count), dtype=np.int64)
+    classes = [
+        samples.unpacked_classes(stored) for stored in net.samples.get("test_predicted", ()) if stored is not None
+    ]
+    return np.stack(classes) if classes else np.zeros((0, count), dtype=np.int64)
 
 
 def confusions(results: Results) -> dict[str, np.ndarray]:
     """For each net the shares (classes, classes) of a class's samples, in rows, that were taken for a class."""
     truth = samples.labels(results)
-    size, found = _classes(results, truth), {}
+    size, shares = _classes(results, truth), {}
     for name, net in results.nets.items():
         if len(predicted := predictions(net, len(truth))):
             counts = np.zeros((size, size))
             np.add.at(counts, (np.broadcast_to(truth, predicted.shape), predicted), 1)
-            found[name] = counts / counts.sum(1, keepdims=True).clip(min=1)
-    return found
+            shares[name] = counts / counts.sum(1, keepdims=True).clip(min=1)
+    return shares
 
 
 def _classes(results: Results, truth: np.ndarray) -> int:
@@ -46,10 +48,10 @@ def class_names(results: Results) -> list[str]:
 
 def frequent(results: Results) -> list[tuple[int, int, float]]:
     """The pairs of classes that students confuse most: label, class, share of the label's samples over all students."""
-    found = [shares for name, shares in confusions(results).items() if name != "teacher"]
-    if not found:
+    of_students = [shares for name, shares in confusions(results).items() if name != "teacher"]
+    if not of_students:
         return []
-    shares = np.mean(found, axis=0)
+    shares = np.mean(of_students, axis=0)
     np.fill_diagonal(shares, 0)
     order = np.argsort(-shares, axis=None, kind="stable")[:PAIRS]
     pairs = [(int(i // len(shares)), int(i % len(shares))) for i in order]
@@ -59,8 +61,8 @@ def frequent(results: Results) -> list[tuple[int, int, float]]:
 def most_confused(results: Results) -> list[tuple[int, int, int, float]]:
     """The samples that most students got wrong: row, label, what most took it for, share of nets that were wrong."""
     truth = samples.labels(results)
-    found = [predictions(net, len(truth)) for net in results.students.values()]
-    predicted = np.concatenate(found) if found else np.zeros((0, len(truth)), dtype=np.int64)
+    by_student = [predictions(net, len(truth)) for net in results.students.values()]
+    predicted = np.concatenate(by_student) if by_student else np.zeros((0, len(truth)), dtype=np.int64)
     if not len(predicted):
         return []
     wrong = (predicted != truth).mean(0)
@@ -85,8 +87,8 @@ def picture(images: np.ndarray, titles: Sequence[str]) -> bytes:
         for place, image, title in zip(axes, images, titles, strict=False):
             low, high = image.min(), image.max()
             stretched = (image - low) / (high - low or 1)
-            shown = stretched[0] if len(image) == 1 else stretched.transpose(1, 2, 0)
-            place.imshow(shown, cmap="gray", vmin=0, vmax=1)
+            pixels = stretched[0] if len(image) == 1 else stretched.transpose(1, 2, 0)
+            place.imshow(pixels, cmap="gray", vmin=0, vmax=1)
             place.set_title(title, fontsize=7, parse_math=False)
     return png.getvalue()
 

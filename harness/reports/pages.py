@@ -1,10 +1,10 @@
 """Pages of a comparison of students: the table on the terminal, results.md and results.png."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from harness.reports import samples, tuning
 from harness.reports.figures import Dot, metric_picture
-from harness.reports.measures import COST, IN_TABLE, STEP
+from harness.reports.measures import COST, IN_TABLE, STEP, Figure
 from harness.reports.metrics import conclude, lead, paired_differences
 from harness.reports.report import machine
 from harness.reports.results import NetResults, Results, Scores, StudentResults, TeacherResults
@@ -201,20 +201,29 @@ def starred(name: str, failed: Sequence[Failure | None]) -> str:
 
 def picture(results: Results) -> bytes:
     """results.png: the metric with its intervals, and against the cost of training."""
-    metric, students = results.metric, results.students
-    label, places = cost_axis([student.figures for student in students.values()], results.teacher.figures)
-    nets = zip(students.items(), places, strict=True)
-    dots = [Dot(name, e.scores[metric.name], place, group, metric) for group, ((name, e), place) in enumerate(nets)]
-    known = metric.scaled(results.teacher.scores[metric.name])
-    return metric_picture(dots, label, sum(known) / len(known) if known else None)
+    label, (*students, teacher) = dots(results, cost_of([student.figures for student in results.students.values()]))
+    return metric_picture(students, label, teacher.mean if teacher.known else None)
+
+
+def dots(results: Results, cost: Figure) -> tuple[str, list[Dot]]:
+    """Describe what is drawn of nets against a cost: the label of its axis, and a dot for each, the teacher's last."""
+    metric, nets = results.metric, {**results.students, "teacher": results.teacher}
+    label, places = axis(cost, [net.figures for net in nets.values()])
+    groups = [*range(len(results.students)), None]
+    rows = zip(nets.items(), places, groups, strict=True)
+    return label, [Dot(name, net.scores[metric.name], place, group, metric) for (name, net), place, group in rows]
 
 
 Figures = Mapping[str, float | None]  # of a net, by key
 
 
-def cost_axis(nets: Sequence[Figures], *others: Figures) -> tuple[str, list[float | None]]:
-    """Label and values of the cost axis: FLOPs of training, in a unit for `others` too, or milliseconds a step."""
-    figure = STEP if all(net.get(COST.key) is None for net in nets) else COST
-    size, unit = figure.unit([net.get(figure.key) for net in (*nets, *others)])
-    values = [net.get(figure.key) for net in nets]
-    return figure.axis.format(unit=unit), [None if value is None else value / size for value in values]
+def cost_of(nets: Iterable[Figures]) -> Figure:
+    """Choose the cost that nets are compared by: FLOPs of training, or milliseconds a step where none has them."""
+    return STEP if all(net.get(COST.key) is None for net in nets) else COST
+
+
+def axis(cost: Figure, nets: Sequence[Figures]) -> tuple[str, list[float | None]]:
+    """Label an axis of a cost, and return the nets' values in its unit."""
+    values = [net.get(cost.key) for net in nets]
+    size, unit = cost.unit(values)
+    return cost.axis.format(unit=unit), [None if value is None else value / size for value in values]

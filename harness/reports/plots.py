@@ -1,4 +1,8 @@
-"""Plots that answer the mouse, of Bokeh: curves to switch on and off, and values under the pointer."""
+"""Plots that answer the mouse, of Bokeh: curves to switch on and off, and values under the pointer.
+
+Bokeh needs a browser to make a PNG, and Matplotlib can't answer the mouse in a file, so there are both. What
+results.png shows too is described once, by `figures.Dot`.
+"""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,12 +12,10 @@ from typing import Any, Literal
 import numpy as np
 
 from harness.reports import mistakes
-from harness.reports.figures import GREY, bounds
-from harness.reports.measures import COST, PARAMETERS, Figure
+from harness.reports.figures import COLORS, GREY, Dot
 from harness.reports.metrics import paired_differences
-from harness.reports.results import NetResults, Results
+from harness.reports.results import Results
 from harness.reports.uncertainty import CONFIDENCE, Interval, holm, p_value, paired_interval
-from lit_modules.tasks import Metric
 
 WIDTH, HEIGHT, LINE = 1100, 420, 26
 MATRIX = 340  # pixels of a confusion matrix
@@ -21,30 +23,27 @@ NAMED_CLASSES, MOST_CLASSES = 20, 100  # of which a matrix has the names, and of
 DASHES = ("solid", "dashed", "dotted", "dotdash")
 
 
-def intervals(results: Results) -> list[Any]:
-    """A plot of each student's seeds, mean and 95 % interval, with the teacher's mean as a line; none if all failed."""
-    metric, students = results.metric, results.students
-    known = {name: metric.scaled(net.scores[metric.name]) for name, net in students.items()}
-    known = {name: values for name, values in known.items() if values}
-    names = list(known)
-    if not names:
+def intervals(dots: Sequence[Dot], teacher: Dot) -> list[Any]:
+    """Plot each student's seeds, mean and 95 % interval, with the teacher's mean as a line; nothing if all failed."""
+    dots, metric = [dot for dot in dots if dot.known], teacher.metric
+    if not dots:
         return []
     plot = _figure(
-        height=110 + LINE * len(names), y_range=names[::-1], x_axis_label=metric.title,
+        height=110 + LINE * len(dots), y_range=[dot.name for dot in dots][::-1], x_axis_label=metric.title,
         tooltips=[("student", "@name"), ("mean", "@mean{0.000}"), ("interval", "@interval")],
     )  # fmt: skip
-    columns: dict[str, list[Any]] = {key: [] for key in ("name", "mean", "low", "high", "interval", "color")}
-    for color, (name, values) in zip(itertools.cycle(_colors()), known.items(), strict=False):
-        low, high = bounds(values, metric)
-        told = f"{low:.{metric.digits}f} to {high:.{metric.digits}f}" if len({*values}) > 1 else "none without a spread"
-        for key, value in zip(columns, (name, mean(values), low, high, told, color), strict=True):
-            columns[key].append(value)
-        plot.scatter(values, [name] * len(values), size=5, alpha=0.4, color=color)
-    source = _source(columns)
+    for dot in dots:
+        plot.scatter(dot.known, [dot.name] * len(dot.known), size=5, alpha=0.4, color=dot.color)
+    source = _source([
+        {"name": dot.name, "mean": dot.mean, "low": dot.low, "high": dot.high, "color": dot.color,
+         "interval": f"{dot.low:.{metric.digits}f} to {dot.high:.{metric.digits}f}" if len({*dot.known}) > 1
+         else "none without a spread"}
+        for dot in dots
+    ])  # fmt: skip
     plot.segment("low", "name", "high", "name", source=source, line_width=3, color="color")
     plot.scatter("mean", "name", source=source, size=11, color="color", line_color="white")
-    if teacher := metric.scaled(results.teacher.scores[metric.name]):
-        _line(plot, mean(teacher), "height")
+    if teacher.known:
+        _line(plot, teacher.mean, "height")
     return [plot]
 
 
@@ -84,27 +83,28 @@ def pairs(results: Results) -> list[Any]:
         return []
     names, sign = list(results.students), 1 if metric.higher_is_better else -1
     largest = max(abs(pair["difference"]) for pair in found) or 1.0
-    columns: dict[str, list[Any]] = {key: [] for key in ("row", "column", "told", "p", "color", "shown", "ink")}
+    cells: list[dict[str, str]] = []
     for pair in found:
         for row, column, factor in ((pair["one"], pair["other"], 1), (pair["other"], pair["one"], -1)):
             difference, p = factor * pair["difference"], pair["p"]
             beyond = p is not None and p < 1 - CONFIDENCE
             shade = RdBu11[::-1][round(5 + 5 * sign * difference / largest)]
             dark = beyond and abs(difference) > 0.6 * largest
-            told = pair["interval"] if factor == 1 else f"{metric.signed(difference)}, as {column} to {row} mirrored"
-            tested = "none, as it was the same on each seed" if p is None else f"{p:.4f}"
-            values = row, column, told, tested, shade if beyond else "#eeeeee", metric.signed(difference)
-            for key, value in zip(columns, (*values, "white" if dark else "black"), strict=True):
-                columns[key].append(value)
+            mirrored = f"{metric.signed(difference)}, as {column} to {row} mirrored"
+            cells.append({
+                "row": row, "column": column, "difference": metric.signed(difference),
+                "interval": pair["interval"] if factor == 1 else mirrored,
+                "p": "none, as it was the same on each seed" if p is None else f"{p:.4f}",
+                "color": shade if beyond else "#eeeeee", "ink": "white" if dark else "black",
+            })  # fmt: skip
     plot = _figure(
         width=max(340, min(WIDTH, 170 + 62 * len(names))), height=150 + LINE * len(names), x_range=names,
         y_range=names[::-1], x_axis_location="above",
-        tooltips=[("pair", "@row to @column"), (f"difference, {metric.unit}", "@told"), ("p, Holm", "@p")],
+        tooltips=[("pair", "@row to @column"), (f"difference, {metric.unit}", "@interval"), ("p, Holm", "@p")],
     )  # fmt: skip
-    source = _source(columns)
+    source = _source(cells)
     plot.rect("column", "row", 0.96, 0.92, source=source, color="color")
-    plot.text("column", "row", "shown", source=source, text_color="ink", text_align="center", text_baseline="middle",
-              text_font_size="11px")  # fmt: skip
+    _write(plot, "column", "row", "difference", source, "11px")
     plot.xaxis.major_label_orientation = 0.9
     plot.grid.visible = False
     return [plot]
@@ -127,7 +127,7 @@ def curves(results: Results, name: str, title: str, scale: float = 1.0) -> list[
     plot = _figure(
         x_axis_label="epoch", y_axis_label=title, tooltips=[("net", "$name"), ("epoch", "@x"), (title, "@y")]
     )
-    looks = zip(itertools.cycle(_colors()), _dashes())
+    looks = zip(itertools.cycle(COLORS), _dashes())
     for (net, values), (color, dash) in zip(found.items(), looks, strict=False):
         heights = [float("nan") if value is None else scale * value for value in values]
         style: dict[str, Any] = {"color": GREY, "line_dash": "dashed"} if net == "teacher" else {}
@@ -143,35 +143,23 @@ def curves(results: Results, name: str, title: str, scale: float = 1.0) -> list[
     return [plot]
 
 
-def costs(results: Results) -> list[Any]:
-    """The metric against the cost of training and against the number of parameters, where they are known."""
-    nets = {**results.students, "teacher": results.teacher}
-    return [plot for figure in (COST, PARAMETERS) for plot in _against(nets, results.metric, figure)]
-
-
-def _against(nets: Mapping[str, NetResults], metric: Metric, figure: Figure) -> list[Any]:
+def against(label: str, dots: Sequence[Dot]) -> list[Any]:
+    """Plot the mean of the metric against a cost, for the nets of which both are known; nothing without any."""
     from bokeh.models import NumeralTickFormatter
 
-    size, unit = figure.unit([net.figures[figure.key] for net in nets.values()])
-    label = figure.axis.format(unit=unit)
-    scores = {name: metric.scaled(net.scores[metric.name]) for name, net in nets.items()}
-    known = {name: value for name, net in nets.items() if (value := net.figures[figure.key]) and scores[name]}
-    if not known:
+    dots = [dot for dot in dots if dot.known and dot.cost]
+    if not dots:
         return []
+    metric = dots[0].metric
     plot = _figure(
         width=WIDTH // 2 - 12, x_axis_label=label, y_axis_label=f"mean {metric.title}", x_axis_type="log",
         tooltips=[("net", "@name"), (label, "@x{0,0.[00]}"), (metric.title, "@y{0.000}")],
     )  # fmt: skip
     plot.xaxis.formatter = NumeralTickFormatter(format="0.[00]a")  # 200k: powers of ten leave no room
     plot.x_range.range_padding = 0.4  # for the name to the right of the last dot
-    colors = dict(zip(nets, itertools.cycle(_colors())))
-    source = _source({
-        "name": list(known), "x": [value / size for value in known.values()],
-        "y": [mean(scores[name]) for name in known],
-        "color": [GREY if name == "teacher" else colors[name] for name in known],
-    })  # fmt: skip
+    source = _source([{"name": dot.name, "x": dot.cost, "y": dot.mean, "color": dot.color} for dot in dots])
     plot.scatter("x", "y", source=source, size=11, color="color", line_color="white")
-    if len(known) <= 12:  # of more they hide each other; the pointer tells them
+    if len(dots) <= 12:  # of more they hide each other; the pointer tells them
         plot.text("x", "y", "name", source=source, x_offset=8, y_offset=5, text_font_size="11px")
     return [plot]
 
@@ -210,12 +198,17 @@ def confusion(results: Results) -> list[Any]:
 
 def _percentages(plot: Any, shares: np.ndarray) -> None:
     rows, columns = np.nonzero(shares >= 0.005)
-    source = _source({
-        "x": columns + 0.5, "y": rows + 0.5, "told": [f"{100 * share:.0f}" for share in shares[rows, columns]],
-        "ink": ["white" if share > 0.5 else "black" for share in shares[rows, columns]],
-    })  # fmt: skip
-    plot.text("x", "y", "told", source=source, text_color="ink", text_align="center", text_baseline="middle",
-              text_font_size="10px")  # fmt: skip
+    source = _source([
+        {"x": x + 0.5, "y": y + 0.5, "percent": f"{100 * share:.0f}", "ink": "white" if share > 0.5 else "black"}
+        for y, x, share in zip(rows, columns, shares[rows, columns], strict=True)
+    ])  # fmt: skip
+    _write(plot, "x", "y", "percent", source, "10px")
+
+
+def _write(plot: Any, x: str, y: str, text: str, source: Any, size: str) -> None:
+    """Write a column of the source into the middle of cells, in the colours of the column `ink`."""
+    middle = {"text_align": "center", "text_baseline": "middle", "text_font_size": size}
+    plot.text(x, y, text, source=source, text_color="ink", **middle)
 
 
 def _figure(**options: Any) -> Any:
@@ -227,22 +220,16 @@ def _figure(**options: Any) -> Any:
     return plot
 
 
-def _source(columns: Mapping[str, Any]) -> Any:
+def _source(rows: Sequence[Mapping[str, Any]]) -> Any:
     from bokeh.models import ColumnDataSource
 
-    return ColumnDataSource(dict(columns))
+    return ColumnDataSource({key: [row[key] for row in rows] for key in (rows[0] if rows else ())})
 
 
 def _line(plot: Any, place: float, dimension: Literal["width", "height"]) -> None:
     from bokeh.models.annotations import Span
 
     plot.add_layout(Span(location=place, dimension=dimension, line_color=GREY, line_dash="dashed"))
-
-
-def _colors() -> Sequence[str]:
-    from bokeh.palettes import Category10_10
-
-    return Category10_10
 
 
 def _dashes() -> Iterator[str]:

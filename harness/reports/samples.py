@@ -52,10 +52,10 @@ def bits(right: np.ndarray) -> str:
 
 def unpacked(stored: str, count: int) -> np.ndarray:
     """The `count` values of packed bits, float64; ValueError if there are not so many."""
-    found = np.unpackbits(np.frombuffer(base64.b64decode(stored, validate=True), dtype=np.uint8))
-    if len(found) - 7 > count or len(found) < count:
-        raise ValueError(f"{len(found)} bits for {count} samples")
-    return found[:count].astype(np.float64)
+    values = np.unpackbits(np.frombuffer(base64.b64decode(stored, validate=True), dtype=np.uint8))
+    if len(values) - 7 > count or len(values) < count:
+        raise ValueError(f"{len(values)} bits for {count} samples")
+    return values[:count].astype(np.float64)
 
 
 def classes(numbers: np.ndarray) -> str:

@@ -23,13 +23,15 @@ def settings(config: Mapping[str, Any], free: Collection[str]) -> list[str]:
     """All settings but the `free` ones, and the devices, as `name value`; what is null or false is left out."""
     flags = {**config, **{f"trainer.{name}": value for name, value in (config.get("trainer") or {}).items()}}
     names = [*(name for name in FIRST if name in flags), *(name for name in flags if name not in FIRST)]
-    told = [name for name in names if name in FIRST or name not in {*free, *ELSEWHERE}]
-    return [_line(name, flags[name]) for name in told if not is_off(flags[name]) and flags[name] != NEUTRAL.get(name)]
+    written = [name for name in names if name in FIRST or name not in {*free, *ELSEWHERE}]
+    return [
+        _line(name, flags[name]) for name in written if not is_off(flags[name]) and flags[name] != NEUTRAL.get(name)
+    ]
 
 
 def _line(name: str, value: Any) -> str:
     plain = isinstance(value, dict) and "class_path" not in value  # options of a class that can't be chosen
-    return f"{name}{shown(value)}" if plain else f"{name} {shown(value)}"
+    return f"{name}{write_value(value)}" if plain else f"{name} {write_value(value)}"
 
 
 def is_off(value: Any) -> bool:
@@ -37,27 +39,27 @@ def is_off(value: Any) -> bool:
     return value is None or value is False
 
 
-def shown(value: Any) -> str:
+def write_value(value: Any) -> str:
     """A value as text; a class has its options, but for those that are null or false."""
     if isinstance(value, list):
-        return f"[{', '.join(map(shown, value))}]"
+        return f"[{', '.join(map(write_value, value))}]"
     if not isinstance(value, dict):
         return str(value)
     options = value.get("init_args") or {} if "class_path" in value else value
-    given = ", ".join(f"{name}={shown(option)}" for name, option in options.items() if not is_off(option))
-    return str(value.get("class_path", "")).rpartition(".")[2] + (f"({given})" if given else "")
+    arguments = ", ".join(f"{name}={write_value(option)}" for name, option in options.items() if not is_off(option))
+    return str(value.get("class_path", "")).rpartition(".")[2] + (f"({arguments})" if arguments else "")
 
 
 def objectives(results: Results) -> dict[str, str]:
     """Say what each student learnt by, with all options; if it was tuned, those that were chosen."""
     variants = results.config.get("variants") or {}
     choices = {name: variants.get(student.variant or name) for name, student in results.students.items()}
-    texts = {name: shown(choices[name] or student.objective) for name, student in results.students.items()}
+    texts = {name: write_value(choices[name] or student.objective) for name, student in results.students.items()}
     for name, tuned in (results.search.methods if results.search else {}).items():
         chosen = tuned.settings[tuned.chosen].options
         of_optimizer = {option: value for option, value in chosen.items() if "." in option}
         of_method = {option: value for option, value in chosen.items() if option not in of_optimizer}
         choice = choices[name] or {"init_args": {}}
-        text = shown({**choice, "init_args": {**choice["init_args"], **of_method}})
+        text = write_value({**choice, "init_args": {**choice["init_args"], **of_method}})
         texts[name] = text + "".join(f", {option} {value}" for option, value in of_optimizer.items())
     return texts

@@ -115,8 +115,9 @@ class Until(Callback):
 
 
 def max_epochs(state: dict[str, Any]) -> int | None:
-    """How many epochs a checkpoint's fit was to have; None in those of older versions."""
-    return state["callbacks"]["SafePoints"].get("max_epochs")
+    """How many epochs a checkpoint's fit was to have."""
+    epochs: int | None = state["callbacks"]["SafePoints"]["max_epochs"]
+    return epochs
 
 
 def read(path: str | Path) -> dict[str, Any]:
@@ -128,7 +129,7 @@ def read(path: str | Path) -> dict[str, Any]:
     content = read_saved(path, "out", WANTED)
     try:
         whole = content.keys() >= NEEDED and "fit_loop" in content["loops"] and isinstance(content["global_step"], int)
-        whole = whole and {"seconds", "finished"} <= content["callbacks"]["SafePoints"].keys()
+        whole = whole and {"seconds", "finished", "max_epochs", "epochs"} <= content["callbacks"]["SafePoints"].keys()
     except (AttributeError, KeyError, TypeError):
         whole = False
     if not whole:

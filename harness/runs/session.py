@@ -1,5 +1,6 @@
 """One call of an experiment, from its flags to its folder: `with session("kd", parser(), argv) as run:`."""
 
+import copy
 import os
 import sys
 from argparse import Namespace
@@ -25,10 +26,9 @@ from harness.cli.sources import flat
 from harness.console import console
 from harness.runs import calls, environment, folders, launch, loggers, nets, samples, signals
 from harness.runs.files import recorded, write_json, write_text
-from harness.runs.fit import MakeTrainer
 from harness.runs.quiet import notice, quiet
 from harness.runs.records import Header
-from harness.runs.trainer import trainers
+from harness.runs.trainer import MakeTrainer, trainers
 from lit_modules.nets import Net
 
 CROWD = 4  # processes a core, beyond which their start takes so long that we say so
@@ -60,6 +60,13 @@ class Session:
     def reads_data(self) -> bool:
         """Whether the data are used: studies of devices do without."""
         return "data" in vars(self)
+
+    def with_settings(self, **settings: Any) -> "Session":
+        """A copy with other settings, which makes Trainers of its own and has the same data and folder."""
+        other = copy.copy(self)
+        other.config = Namespace(**{**vars(self.config), **settings})
+        vars(other).pop("trainer", None)
+        return other
 
     @cached_property
     def samples(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import inspect
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -20,10 +20,11 @@ from apprentice import extras
 from apprentice.errors import BadInput
 from harness import cli
 from harness.runs import environment
-from harness.runs.fit import MakeTrainer
 from harness.runs.launch import Launch, launched
 from harness.runs.progress import Show
 
+# With the user's settings; takes callbacks, logger and plugins by keyword, and `show` as `trainers` has it.
+MakeTrainer = Callable[..., Trainer]
 REFUSALS = (ValueError, TypeError, RuntimeError, ImportError, MisconfigurationException)  # of options by the Trainer
 
 

@@ -3,7 +3,6 @@
 import json
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,10 +16,12 @@ from harness.reports.tables import Table, paragraph, short
 from harness.runs.files import read_text, write_json, write_text
 from harness.runs.launch import is_main_process
 from harness.runs.nets import load_net, read_spec
+from harness.runs.plans import Arm, FitPlan
 from harness.runs.records import FitRecord, reading
 from harness.runs.session import Session
 from harness.runs.tensorboard import indented, log_text
-from harness.studies.fits import Candidate, log_means, train
+from harness.studies.fits import fit
+from harness.studies.measure import log_means
 from lit_modules import nets
 from lit_modules.language_model import LitLanguageModel
 from lit_modules.tasks import BITS
@@ -28,17 +29,18 @@ from lit_modules.tasks import BITS
 NAME = "gpt"  # of the experiment, of its fit and of the net's folder
 
 
-def run_study(run: Session, make: Callable[[Session, int], tuple[LitLanguageModel, dict[str, Candidate]]]) -> None:
+def run_study(run: Session, build: Callable[[Session, int], LitLanguageModel]) -> None:
     """Train and test a net for each seed, let each write, then print and save the table."""
     run.describe()
-    out, fits, vocabulary = run.out, [], cast("Text", run.data).vocabulary
+    out, records, vocabulary = run.out, [], cast("Text", run.data).vocabulary
     log_means(run, [NAME])
-    plan = dict.fromkeys(((seed, NAME) for seed in run.config.seeds), run.config.trainer.init_args["max_epochs"])
-    for seed in run.config.seeds:
-        fits.append(train(run, seed, NAME, partial(make, run, seed), plan=plan))
-        if fault := fits[-1].fault(NAME):
+    arm, epochs = Arm(NAME, "net"), run.config.trainer.init_args["max_epochs"]
+    plans = [FitPlan(seed, NAME, (arm,), epochs) for seed in run.config.seeds]
+    for plan in plans:
+        records.append(fit(run, plan, lambda plan: build(run, plan.seed), plans))
+        if fault := records[-1].fault(NAME):
             rate = run.config.model.init_args["lr"]
-            raise BadInput("model.lr", rate, f"settings that train the net; with seed {seed} {fault}")
+            raise BadInput("model.lr", rate, f"settings that train the net; with seed {plan.seed} {fault}")
     if not is_main_process():
         return
     log_means(run, [NAME])
@@ -50,28 +52,28 @@ def run_study(run: Session, make: Callable[[Session, int], tuple[LitLanguageMode
         if run.tensorboard:
             log_text(folder, "sample", "\n\n".join(samples[-1]))
     header, texts = run.header(), dict(zip(map(str, run.config.seeds), samples, strict=True))
-    shown, first, ended = table(header.seeds, fits), samples[0][0], list[str]()
+    shown, first, ended = table(header.seeds, records), samples[0][0], list[str]()
     if header.config["trainer"].get("max_time") is not None:
-        trained = [fit.nets[NAME].trained_epochs for fit in fits]
+        trained = [record.nets[NAME].trained_epochs for record in records]
         ended = say_epochs({NAME: trained}, {NAME: planned_epochs(header)})
     page = "\n\n".join([head(header, BITS), shown.markdown(), *ended, indented(first)])
     write_text(out / "results.md", page)
     write_text(out / "report.html", html.page(page, {}))
     metric = {"name": BITS.name, "higher_is_better": False}
-    runs = [fit.nets[NAME].to_json() | {"fit_seconds": fit.fit_seconds} for fit in fits]
+    runs = [record.nets[NAME].to_json() | {"fit_seconds": record.fit_seconds} for record in records]
     write_json(out / "results.json", {**header.to_json(), "metric": metric, "runs": runs, "samples": texts})
     told = "\n\n".join([first, shown.plain(), *map(paragraph, ended)])
     print(f"{told}\n\n{out}/report.html, results.md, .json; curves: tensorboard --logdir {out}")
 
 
-def table(seeds: Sequence[int], fits: Sequence[FitRecord]) -> Table:
+def table(seeds: Sequence[int], records: Sequence[FitRecord]) -> Table:
     """A line for each seed."""
     header = ["seed", "parameters", "held-out loss", "bits a character", "perplexity", "step, ms", "training, s"]
     rows = []
-    for seed, fit in zip(seeds, fits, strict=True):
-        figures = fit.nets[NAME].figures
+    for seed, record in zip(seeds, records, strict=True):
+        figures = record.nets[NAME].figures
         scores = [f"{figures[key]:.4f}" for key in ("test_loss", "test_bpc", "test_perplexity")]
-        times = short(figures["step_ms"]), short(fit.fit_seconds)
+        times = short(figures["step_ms"]), short(record.fit_seconds)
         rows.append([str(seed), PARAMETERS.text(figures["parameters"]), *scores, *times])
     return Table(header, rows)
 

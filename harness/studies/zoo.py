@@ -9,8 +9,8 @@ from harness.cli.classes import Classes, imported
 from harness.cli.messages import one_line
 from harness.cli.signatures import Missing, options_of
 from harness.reports.tables import listed
+from harness.runs.plans import Arm
 from harness.runs.quiet import notice
-from harness.studies.setups import Setup
 from lit_modules import objectives
 from lit_modules.distillation import Distillation
 
@@ -36,35 +36,35 @@ def _is_default(choice: cli.Choice) -> bool:
 
 
 def fitting(
-    config: Namespace, parser: cli.Parser, setups: Mapping[str, Setup], make: Callable[[Sequence[str]], Distillation]
+    config: Namespace, parser: cli.Parser, arms: Mapping[str, Arm], build: Callable[[Sequence[str]], Distillation]
 ) -> list[str]:
-    """The rows that can be trained; a line names each of the others, with the reason.
+    """Name the arms that can be trained; a line names each of the others, with the reason.
 
     A method whose options are not its defaults was asked for by the user, and stays. So does one that is named alone.
 
     Args:
         config: the run's.
         parser: of its command line.
-        setups: of the rows that are wanted.
-        make: builds the module of some rows, by name, or raises.
+        arms: those that are wanted, by name.
+        build: builds the module of some of them, by name, or raises.
 
     Raises:
         BadInput: none of them fits.
     """
-    found, chosen = [], {choice.name for choice in config.variants.values()}
+    fit, chosen = [], {choice.name for choice in config.variants.values()}
     for method, missing in needs().items():
         if missing and method not in chosen and config.only is None:
             notice(f"without {method.lower()}: expected --variants.NAME {method} with its {listed(missing)}")
-    for name, setup in setups.items():
-        if not _is_default(setup.choice) or {name, setup.row.variant} & {*(config.only or ())}:
-            found.append(name)
+    for name, arm in arms.items():
+        if not _is_default(arm.method) or {name, arm.variant} & {*(config.only or ())}:
+            fit.append(name)
             continue
         try:
-            make([name])
+            build([name])
         except Exception as error:  # noqa: BLE001 - whatever it is: the other methods don't depend on it
             notice(f"without {name}: {one_line(error, parser) or reason(error)}")
         else:
-            found.append(name)
-    if not found:
+            fit.append(name)
+    if not fit:
         raise BadInput("zoo", "true", "nets that at least one method fits")
-    return found
+    return fit

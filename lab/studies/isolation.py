@@ -15,8 +15,7 @@ from torch.multiprocessing.spawn import start_processes
 from apprentice.errors import BadInput
 from harness import cli
 from harness.runs import environment, signals
-from harness.runs.fit import MakeTrainer
-from harness.runs.trainer import trainers
+from harness.runs.trainer import MakeTrainer, trainers
 from strategies import NAMES
 
 TIMEOUT = 300.0  # seconds to wait for a rank that hangs, not the half hour of a run that matters

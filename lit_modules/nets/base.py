@@ -46,6 +46,7 @@ class Net(Recorded, nn.Module):
         pooled_layer: the classifier's input, such as pooled features (B, D).
         head_layers: the linear layers that give the logits, if they are more than the last one after `pooled_layer`.
         is_trained: whether it is made of trained nets, and is not trained itself.
+        trained_if: the option by which its weights are trained ones; "" for none.
         class_names: of the classes that its first weights give logits of, in order; () where these are not named, None
             where weights are new, or those of the head.
         expects: the `mean` and `std` of the images that its first weights were trained on, if they were.
@@ -57,6 +58,7 @@ class Net(Recorded, nn.Module):
     pooled_layer: str = ""
     head_layers: tuple[str, ...] = ()
     is_trained: bool = False
+    trained_if: str = ""
     class_names: tuple[str, ...] | None = None
     expects: Mapping[str, tuple[float, ...]] = MappingProxyType({})
 

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from experiments import compare, kd
-from harness.studies import fits
+from harness.runs.plans import FitPlan
+from harness.studies.bakeoff import BakeOff
+from lit_modules.learner import Learner
 from tests.commands import results
 from tests.training import assert_same
 
@@ -58,14 +60,14 @@ def test_a_run_goes_on_from_its_teacher_with_its_labels(folder: Path, tmp_path: 
     class StoppedError(Exception):
         pass
 
-    def train(run: object, seed: int, name: str, *args: object, **options: object) -> object:
-        if name == "students":
+    def build(bake_off: BakeOff, plan: FitPlan) -> Learner:
+        if plan.name == "students":
             raise StoppedError
-        return real(run, seed, name, *args, **options)  # type: ignore[arg-type]
+        return real(bake_off, plan)
 
-    real = fits.train
+    real = BakeOff.build
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("harness.studies.distillation.train", train)
+        patched.setattr(BakeOff, "build", build)
         with pytest.raises(StoppedError):
             ran(tmp_path, "stopped", "--data.labelled", "10")
     found = ran(tmp_path, "stopped", "--data.labelled", "10", "--resume", "true")

@@ -16,7 +16,7 @@ from apprentice import extras
 from datamodules import ImageData
 from experiments import kd, quantize
 from harness.runs.nets import save_net
-from harness.studies.deploy import Study, formats, latency
+from harness.studies.deploy import Row, Study, formats, latency
 from harness.studies.deploy.builder import data_of_run
 from lit_modules.nets import LightNN, ResNet
 from tests.commands import left_by_overwriting, refused, results
@@ -151,9 +151,9 @@ def test_a_finished_run_is_told_again(run: Path, tmp_path: Path) -> None:
 def test_a_format_whose_file_was_deleted_is_not_done(tmp_path: Path) -> None:
     study = Study.__new__(Study)
     study.out = tmp_path
-    row = {"format": "bfloat16", "files": ["bfloat16/model.pt2", "bfloat16/weights.safetensors"]}
+    row = Row("bfloat16", 1.0, 1, 1, {}, None, 0.0, ["bfloat16/model.pt2", "bfloat16/weights.safetensors"])
     (tmp_path / "bfloat16").mkdir()
-    for file in row["files"]:
+    for file in row.files:
         assert not study._has_files(row)
         (tmp_path / file).touch()
     assert study._has_files(row)

@@ -17,7 +17,7 @@ from harness.reports.figures import _spread
 from harness.reports.pages import notes, picture, table
 from harness.reports.results import combine
 from harness.studies import zoo
-from harness.studies.setups import wanted
+from harness.studies.arms import arms
 from lit_modules.nets import Outputs
 from lit_modules.objectives import Objective, Term
 from lit_modules.objectives.cross_entropy import ce_term
@@ -192,7 +192,7 @@ def test_the_zoo_names_what_fails_and_goes_on(capsys: pytest.CaptureFixture[str]
         if names != ["ce"]:
             raise BadInput("variants.x", 1, "2")
 
-    assert zoo.fitting(config, parser, wanted(config), make) == ["ce"]
+    assert zoo.fitting(config, parser, arms(config), make) == ["ce"]
     lines = capsys.readouterr().out.splitlines()
     assert "without sp: no such shape" in lines
     assert "without rkd: --trainer.strategy Pipe: expected another" in lines

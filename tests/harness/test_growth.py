@@ -17,7 +17,7 @@ from experiments import compare, gpt, kd
 from harness.runs import records
 from harness.runs.safepoints import SafePoints
 from harness.runs.session import Session
-from harness.studies import distillation, fits
+from harness.studies import bakeoff, fits
 from tests.commands import results
 from tests.figures import sketch
 from tests.grids import mostly_slow
@@ -300,7 +300,7 @@ MOMENTS = {
     "old students, exported and not recorded": (records, "write_json", 3, False),
     "between old and new": (records, "write_json", 3, True),
     "new student, in mid-epoch": (SafePoints, "on_train_batch_start", 30, True),
-    "everything but the results": (distillation, "save_results", 1, False),
+    "everything but the results": (bakeoff, "save_results", 1, False),
 }
 
 

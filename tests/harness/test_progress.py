@@ -3,7 +3,6 @@
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +12,11 @@ from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgre
 from experiments import kd
 from harness import cli
 from harness.runs import progress
+from harness.runs.plans import FitPlan
 from harness.runs.progress import Display, Lines, is_live
 from harness.runs.quiet import quiet
 from harness.runs.records import FitRecord
-from harness.studies.remaining import Plan, remaining
+from harness.runs.remaining import remaining
 from strategies import NAMES
 from tests.processes import Run
 from tests.terminal import on_terminal
@@ -60,18 +60,19 @@ def test_the_screen_of_a_run(tmp_path: Path) -> None:
 
 def test_the_time_of_the_whole_run_is_estimated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FitRecord, "read", lambda path: FitRecord(**json.loads(path.read_text())))
-    run: Any = SimpleNamespace(out=tmp_path)
 
     def record(seed: int, name: str, seconds: float | None, epochs: int | None) -> None:
         (tmp_path / f"seed{seed}").mkdir(exist_ok=True)
         facts = {"fit_seconds": seconds, "max_epochs": epochs}
         (tmp_path / f"seed{seed}" / f"{name}.json").write_text(json.dumps(facts))
 
-    def told(plan: Plan, seed: int, name: str) -> str | None:
-        rest = remaining(run, plan, seed, name)
+    def told(epochs: dict[tuple[int, str], int | None], seed: int, name: str) -> str | None:
+        plans = [FitPlan(*fit, arms=(), epochs=count) for fit, count in epochs.items()]
+        rest = remaining(tmp_path, plans, next(plan for plan in plans if (plan.seed, plan.name) == (seed, name)))
         return rest and rest(4, 10)
 
-    plan = {(seed, fit): epochs for seed in (0, 1) for fit, epochs in (("teacher", 2), ("students", 5))}
+    fits = {"teacher": 2, "students": 5}
+    plan: dict[tuple[int, str], int | None] = {(seed, fit): fits[fit] for seed in (0, 1) for fit in fits}
     assert told(plan, 0, "teacher") == ", more than 0:00:14 of the run"  # nothing is known of students
     record(0, "teacher", 12.0, 2)
     record(0, "students", 5.0, 5)

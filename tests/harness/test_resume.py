@@ -21,8 +21,9 @@ from experiments import kd
 from harness.reports import interactive
 from harness.runs import fit as stages
 from harness.runs import records, safepoints
+from harness.runs.plans import Arm, FitPlan
 from harness.runs.safepoints import SafePoints
-from harness.studies import distillation, fits
+from harness.studies import bakeoff, fits
 from strategies import DDP, FSDP, DataParallel
 from tests.figures import sketch
 from tests.grids import mostly_slow
@@ -160,7 +161,7 @@ MOMENTS = {
     "students, in mid-epoch": (SafePoints, "on_train_batch_start", 5, True),
     "students, between a checkpoint's write and its rename": (Path, "replace", 5, False),
     "students, one of two exported": (fits, "save_net", 1, True),
-    "everything but the results": (distillation, "save_results", 1, False),
+    "everything but the results": (bakeoff, "save_results", 1, False),
     "in the middle of the results": (interactive, "write_json", 1, False),
 }
 
@@ -317,8 +318,12 @@ def fitted(make: Callable[..., DataParallel], rank: int, path: Path) -> None:
         return trainer(2, strategy=make(timeout=60), max_epochs=1, **kwargs)
 
     save, torch.save = torch.save, slow
-    module, options = classifier(), {"runs": ["run"], "every": 1e-9, "tensorboard": False}
-    found = stages.fit_and_test(module, digits(), made, path / "run.ckpt", **options)
+    config = SimpleNamespace(checkpoint_every=1e-9)
+    run: Any = SimpleNamespace(
+        out=path, data=digits(), trainer=made, config=config, tensorboard=False, loggers=lambda fit: []
+    )
+    module = classifier()
+    found = stages.fit_and_test(run, FitPlan(0, "run", (Arm("run", "net"),)), module)
     facts = {"scores": found.scores, "seconds": found.seconds, "samples": module.samples}
     save({"weights": weights(module), "facts": facts}, path / str(rank))
 

@@ -17,12 +17,12 @@ from datamodules.splits import Split
 from experiments import kd
 from harness.reports import tuning as reports
 from harness.runs import records, safepoints
+from harness.runs.plans import FitPlan
 from harness.runs.safepoints import SafePoints
 from harness.runs.session import session
-from harness.studies import distillation, fits, tuning
+from harness.studies import bakeoff, tuning
 from harness.studies.compare.pool import pool
 from harness.studies.compare.runs import load_run
-from harness.studies.setups import Setup
 from harness.studies.tuning import rungs
 from tests.commands import results
 from tests.figures import sketch
@@ -190,7 +190,7 @@ def test_a_test_sample_is_read_once_for_each_fit_of_the_table(
         return lambda *of, **more: seen.append((name, {*Counted.counts.tolist()})) or own(*of, **more)
 
     monkeypatch.setattr(tuning.Tuning, "facts", at("tuned", tuning.Tuning.facts))
-    monkeypatch.setattr(distillation, "combine", at("tested", distillation.combine))
+    monkeypatch.setattr(bakeoff, "combine", at("tested", bakeoff.combine))
     monkeypatch.setattr(Figure, "draw", sketch)
     text = ["--data.path", str(written(tmp_path, 900))] if flags is OF_TEXT else []
     chosen = ["--data", f"{__name__}.{data}", *text]
@@ -245,27 +245,23 @@ def test_a_survivor_has_the_bits_of_its_setting_alone(kind: str, tmp_path: Path)
     def main() -> None:
         flags = [*SMALL, "--tune", "4", "--tune_seeds", "[7]", *SURVIVORS[kind], "--out", str(tmp_path / "run")]
         with session("kd", kd.parser(), flags) as made, made.folder():
-            setups = distillation.check(made, kd.teacher, kd.students)
-            assert_survivors_are_as_alone(tuning.Tuning(made, kd.teacher, kd.students, setups))
+            bake_off = kd.KD(made)
+            bake_off.check()
+            assert_survivors_are_as_alone(tuning.Tuning(bake_off))
 
     forked = Run(main, log=tmp_path / "log")
     assert forked.wait() == 0, forked.output
 
 
 def assert_survivors_are_as_alone(search: tuning.Tuning) -> None:
-    alive = search.searched()
-    folder = search.run.out / "seed7"
+    alive, inner = search.halve(), search.inner
+    folder = inner.session.out / "seed7"
     together = safepoints.read(folder / "rung3.ckpt")
     for row, (number, *_) in alive.items():
-        setup = search.trials[row][number]
-
-        def alone(setup: Setup = setup) -> Any:
-            teacher = fits.load_net(folder / "teacher", "out")
-            return kd.students(search.run, 7, teacher, {setup.name: setup})
-
-        fits.train(search.run, 7, f"students-{row}", alone, keep=True, tested=False)
+        arm = search.trials[row][number]
+        inner.fit(FitPlan(7, f"students-{row}", (arm,), 3, keeps_checkpoint=True, tested=False))
         whole = safepoints.read(folder / f"students-{row}.ckpt")
-        mine = f"students.{setup.name}."
+        mine = f"students.{arm.name}."
         ours = {key: value for key, value in together["state_dict"].items() if key.startswith(mine)}
         assert_same(ours, whole["state_dict"])
         place = list(alive).index(row)
@@ -285,7 +281,7 @@ def assert_survivors_are_as_alone(search: tuning.Tuning) -> None:
                 )
             )
         alone = json.loads((folder / f"students-{row}.json").read_text())
-        assert alone["nets"][setup.name]["epochs"] == search._records(7)[setup.name].epochs
+        assert alone["nets"][arm.name]["epochs"] == search._last_records(7)[arm.name].epochs
 
 
 @pytest.mark.parametrize("devices", [pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
@@ -322,7 +318,7 @@ PHASES: dict[str, tuple[Any, ...]] = {
     "last rung, in mid-epoch": (SafePoints, "on_train_batch_start", 2, True, "seed8/rung2.json"),
     "all rungs done": (tuning.Tuning, "facts", 1, False),
     "the table's students": (SafePoints, "on_train_batch_start", 6, True, "seed8/rung3.json"),
-    "the results": (distillation, "save_results", 1, False),
+    "the results": (bakeoff, "save_results", 1, False),
 }
 
 

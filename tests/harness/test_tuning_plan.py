@@ -1,6 +1,7 @@
 """What a search plans before it trains: the settings that are tried, which go on, and how many train side by side."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,7 @@ import torch
 from apprentice.errors import BadInput
 from experiments import kd
 from harness.runs.session import Session
-from harness.studies import distillation, tuning
-from harness.studies.setups import Setup
-from harness.studies.tuning import rungs, spaces, waves
+from harness.studies.tuning import Tuning, rungs, spaces, waves
 from lit_modules.objectives.search import Choice, Linear, Log
 from lit_modules.tasks import ACCURACY, BITS
 
@@ -24,11 +23,13 @@ SMALL = ["--data.train_size", "150", "--data.test_size", "100", "--seeds", "[3]"
 def run(tmp_path: Path) -> Any:
     """Sessions of kd.py by their flags, with their folders open."""
 
-    def opened(*flags: str) -> tuple[Session, dict[str, Setup]]:
+    def opened(*flags: str) -> kd.KD:
         made = Session("kd", kd.parser(), [*SMALL, *flags, "--out", str(tmp_path / "run")])
         made.out = tmp_path / "run"
         made.out.mkdir(exist_ok=True)
-        return made, distillation.check(made, kd.teacher, kd.students)
+        bake_off = kd.KD(made)
+        bake_off.check()
+        return bake_off
 
     return opened
 
@@ -37,11 +38,11 @@ def run(tmp_path: Path) -> Any:
 
 
 def test_settings_begin_with_the_given_one_and_follow_the_data_s_seed(run: Any) -> None:
-    made, setups = run("--only", "kd", "--variants.kd.temperature", "4", "--tune", "8")
-    drawn = [spaces.drawn(made.config, setups["kd"], 8, seed) for seed in (0, 0, 1)]
-    tried = [[(each.choice.init_args, each.optimizer) for each in found] for found in drawn]
+    made = run("--only", "kd", "--variants.kd.temperature", "4", "--tune", "8")
+    drawn = [spaces.drawn(made.config, made.arms["kd"], 8, seed) for seed in (0, 0, 1)]
+    tried = [[(each.method.init_args, each.optimizer) for each in found] for found in drawn]
     assert tried[0] == tried[1]
-    assert tried[0][0] == tried[2][0] == (setups["kd"].choice.init_args, {})
+    assert tried[0][0] == tried[2][0] == (made.arms["kd"].method.init_args, {})
     assert tried[0][1:] != tried[2][1:]
     assert [each.trial for each in drawn[0]] == [*range(8)]
     temperatures = [options["temperature"] for options, _ in tried[0]]
@@ -53,19 +54,15 @@ def test_settings_begin_with_the_given_one_and_follow_the_data_s_seed(run: Any) 
 
 
 def test_every_method_tries_the_same_values_of_the_optimizer(run: Any) -> None:
-    made, setups = run(
-        "--zoo", "true", "--tune", "6", "--optimizer", "SGD", "--search.optimizer.momentum", "linear(0,1)"
-    )
-    tried = {name: [each.optimizer for each in found] for name, found in tuning.trials(made, setups).items()}
+    made = run("--zoo", "true", "--tune", "6", "--optimizer", "SGD", "--search.optimizer.momentum", "linear(0,1)")
+    tried = {name: [each.optimizer for each in found] for name, found in Tuning(made).trials.items()}
     assert len(tried) > 20
     assert {name for name, found in tried.items() if found != tried["ce"]} == set()
     assert [sorted(values) for values in tried["ce"]] == [[], *[["lr", "momentum", "weight_decay"]] * 5]
-    own = {name: len(spaces.spaces(made.config, setup)) - 3 for name, setup in setups.items()}
+    own = {name: len(spaces.spaces(made.config, arm)) - 3 for name, arm in made.arms.items()}
     assert {1, 2, 3} <= {*own.values()}  # whatever else a method searches
-    alone = spaces.drawn(made.config, setups["rkd"], 4, 0)
-    assert [each.choice.init_args for each in alone] == [
-        each.choice.init_args for each in tuning.trials(made, setups)["rkd"][:4]
-    ]
+    alone = spaces.drawn(made.config, made.arms["rkd"], 4, 0)
+    assert [each.method for each in alone] == [each.method for each in Tuning(made).trials["rkd"][:4]]
 
 
 def test_flags_narrow_and_add_spaces(run: Any) -> None:
@@ -77,53 +74,51 @@ def test_flags_narrow_and_add_spaces(run: Any) -> None:
         "--search.kd.kd_weight",
         "0.5",
     ]
-    made, setups = run("--only", "kd", "--tune", "4", *flags, "--search.kd.ce_weight", "linear(0,1)")
-    found = spaces.spaces(made.config, setups["kd"])
+    made = run("--only", "kd", "--tune", "4", *flags, "--search.kd.ce_weight", "linear(0,1)")
+    found = spaces.spaces(made.config, made.arms["kd"])
     assert found["temperature"] == Log(2, 3)
     assert found["kd_weight"] == Choice((0.5,))
     assert found["ce_weight"] == Linear(0, 1)
     assert found["optimizer.lr"] == Choice((0.1, 0.2))
     assert "optimizer.weight_decay" in found
-    _, *drawn = spaces.drawn(made.config, setups["kd"], 4, 0)
-    assert {each.choice.init_args["kd_weight"] for each in drawn} == {0.5}
+    _, *drawn = spaces.drawn(made.config, made.arms["kd"], 4, 0)
+    assert {each.method.init_args["kd_weight"] for each in drawn} == {0.5}
     assert {each.optimizer["lr"] for each in drawn} <= {0.1, 0.2}
 
 
 def test_layers_are_searched_where_a_method_or_a_flag_names_them(run: Any) -> None:
     flag = ["--search.cosine.student_layer", "[stage1,stage2]"]
     fitnet = ["--variants.fitnet", "FitNet"]
-    made, setups = run("--only", "cosine", "fitnet", "hint", "--tune", "8", *fitnet, *flag)
-    tuning.check(made, kd.teacher, kd.students, setups)
+    made = run("--only", "cosine", "fitnet", "hint", "--tune", "8", *fitnet, *flag)
+    Tuning(made).check()
     tried = {
-        name: {setup.choice.init_args["student_layer"] for setup in found}
-        for name, found in tuning.trials(made, setups).items()
+        name: {trial.method.init_args["student_layer"] for trial in trials}
+        for name, trials in Tuning(made).trials.items()
     }
     assert tried == {"cosine": {"default", "stage1", "stage2"}, "fitnet": {"middle", "stage-1"}, "hint": {"default"}}
 
 
 def test_settings_are_never_the_same_twice(run: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    made, setups = run(
-        "--only", "ce", "--tune", "9", "--tune_optimizer", "false", "--search.ce.label_smoothing", "[0,0.1]"
-    )
-    assert len(spaces.drawn(made.config, setups["ce"], 9, 0)) == 2
-    tuning.check(made, kd.teacher, kd.students, setups)
+    made = run("--only", "ce", "--tune", "9", "--tune_optimizer", "false", "--search.ce.label_smoothing", "[0,0.1]")
+    assert len(spaces.drawn(made.config, made.arms["ce"], 9, 0)) == 2
+    Tuning(made).check()
     assert "ce: 2 settings, as its options have no more" in capfd.readouterr().out
 
 
 def test_every_setting_of_the_zoo_builds(run: Any) -> None:
-    made, setups = run("--zoo", "true", "--tune", "4")
-    assert len(setups) > 20
-    tuning.check(made, kd.teacher, kd.students, setups)
+    made = run("--zoo", "true", "--tune", "4")
+    assert len(made.arms) > 20
+    Tuning(made).check()
 
 
 def test_peers_are_tried_with_the_same_number(run: Any) -> None:
     dml = ["--variants.a", "DML", "--variants.a.peers", "[b]", "--variants.b", "DML", "--variants.b.peers", "[a]"]
-    made, setups = run("--only", "ce", "a", "b", "--tune", "3", *dml)
-    search = tuning.Tuning(made, kd.teacher, kd.students, setups)
+    made = run("--only", "ce", "a", "b", "--tune", "3", *dml)
+    search = Tuning(made)
     assert search.teams == [("ce",), ("a", "b")]
     assert search.trials["a"][2].objective(made.config).peers == ["b@2"]
-    tuning.check(made, kd.teacher, kd.students, setups)
-    best = search.chosen()
+    search.check()
+    best = search.search()
     assert search.best["a"] == search.best["b"]
     assert best["a"].objective(made.config).peers == ["b"]
 
@@ -144,17 +139,16 @@ def test_rungs_are_thirds_and_half_of_the_settings_go_on() -> None:
 def test_memory_decides_how_many_train_side_by_side(
     run: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    made, setups = run("--only", "ce", "kd", "--tune", "4")
-    found = tuning.trials(made, setups)
-    trials = {each.name: each for of in found.values() for each in of}
-    units = [[name] for name in trials]
-    assert waves.in_waves(made, kd.teacher, kd.students, units, trials) == [list(trials)]
-    module, _ = kd.students(made, 3, kd.teacher(made, 3)[0].net, {"ce": setups["ce"], "kd": setups["kd"]})
-    largest = max(waves.student_bytes(module, name, made, 1) for name in ("ce", "kd"))
+    made = run("--only", "ce", "kd", "--tune", "4")
+    trials = [trial for of_row in Tuning(made).trials.values() for trial in of_row]
+    units = [[trial] for trial in trials]
+    assert waves.in_waves(made, units) == [[trial.name for trial in trials]]
+    module = made.students(3, made.arms.values(), made.teacher(3).net)
+    largest = max(waves.student_bytes(module, name, made.session, 1) for name in ("ce", "kd"))
     size = sum(p.numel() * 4 for p in module.students["kd"].parameters())
     assert 4 * size < largest < 100 * size
     monkeypatch.setattr(waves, "available_bytes", lambda: math.ceil(3 * largest / waves.SHARE) + 8)
-    split = waves.in_waves(made, kd.teacher, kd.students, units, trials)
+    split = waves.in_waves(made, units)
     assert [len(wave) for wave in split] == [3, 3, 2]
     assert "tuning: 8 settings in 3 waves of at most 3, as one takes up to " in capfd.readouterr().out
 
@@ -162,19 +156,18 @@ def test_memory_decides_how_many_train_side_by_side(
 def test_a_gpu_is_asked_for_its_memory_without_cuda(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    made, setups = run("--only", "ce", "kd", "--tune", "4")
-    found = tuning.trials(made, setups)
-    trials = {each.name: each for of in found.values() for each in of}
-    module, _ = kd.students(made, 3, kd.teacher(made, 3)[0].net, {"ce": setups["ce"], "kd": setups["kd"]})
-    largest = max(waves.student_bytes(module, name, made, 1) for name in ("ce", "kd"))
+    made = run("--only", "ce", "kd", "--tune", "4")
+    trials = [trial for of_row in Tuning(made).trials.values() for trial in of_row]
+    module = made.students(3, made.arms.values(), made.teacher(3).net)
+    largest = max(waves.student_bytes(module, name, made.session, 1) for name in ("ce", "kd"))
     gpus = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cuda", 0)), device_ids=[0, 1])
-    monkeypatch.setattr(made, "trainer", lambda: SimpleNamespace(**vars(gpus), world_size=1))
+    monkeypatch.setattr(made.session, "trainer", lambda: SimpleNamespace(**vars(gpus), world_size=1))
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-7")
     tool = tmp_path / "nvidia-smi"
 
     def split() -> list[int]:
-        return [len(wave) for wave in waves.in_waves(made, kd.teacher, kd.students, [[n] for n in trials], trials)]
+        return [len(wave) for wave in waves.in_waves(made, [[trial] for trial in trials])]
 
     mebibytes = math.ceil(3 * largest / waves.SHARE / waves.MIB)
     most = int(waves.SHARE * mebibytes * waves.MIB / largest)
@@ -195,19 +188,19 @@ def test_a_gpu_is_asked_for_its_memory_without_cuda(
 
 
 def test_another_wave_is_planned_until_settings_have_trained(run: Any) -> None:
-    made, setups = run("--only", "ce", "hint", "--tune", "2", "--tune_seeds", "[7]")
+    made = run("--only", "ce", "hint", "--tune", "2", "--tune_seeds", "[7]")
 
     def resumed(wave: int | None) -> list[int]:
         made.config.resume, made.config.tune_wave = True, wave
-        tuning.check(made, kd.teacher, kd.students, setups)
-        return [len(wave) for wave in tuning.Tuning(made, kd.teacher, kd.students, setups)._waves()]
+        Tuning(made).check()
+        return [len(wave) for wave in Tuning(made)._plan_waves()]
 
     assert [resumed(wave) for wave in (None, 1, 3, None, 2)] == [[4], [1] * 4, [3, 1], [4], [2, 2]]
-    trained = made.out / "tuning" / "seed7" / "rung1.ckpt"
+    trained = made.session.out / "tuning" / "seed7" / "rung1.ckpt"
     trained.parent.mkdir()
     trained.touch()
     assert resumed(2) == [2, 2]
     with pytest.raises(BadInput, match=r"^--tune_wave 1: expected 2, as the search in .* began; leave it out"):
         resumed(1)
-    setups |= {"kd": setups["ce"]._replace(row=setups["ce"].row._replace(variant="kd"))}
+    made.arms |= {"kd": replace(made.arms["ce"], row="kd", variant="kd")}
     assert resumed(1) == [2, 2, 1, 1]  # only those that came later can

@@ -21,7 +21,6 @@ from experiments import kd
 from harness.cli.messages import one_line
 from harness.runs.nets import load_net
 from harness.runs.session import Session
-from harness.studies import distillation
 from lab.strategies import DDPFP16, AllReduce, DDPPowerSGD, DDPRing, LocalSGD, ParamServer, RPCHybrid
 from lit_modules.distillation import Distillation
 from lit_modules.nets import ViT, run
@@ -272,7 +271,7 @@ def test_the_kernels_of_another_device_are_not_asked_for_here() -> None:
         )
         run = Session("kd", kd.parser(), flags)
         run.data, run.trainer = data, lambda: trainer
-        distillation.check(run, kd.teacher, kd.students)
+        kd.KD(run).check()
 
     check("cuda")
     with pytest.raises(BadInput, match=r"^--teacher\.backend efficient: expected a kernel"):

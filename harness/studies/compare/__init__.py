@@ -20,12 +20,12 @@ def load_runs(folders: Sequence[str | Path]) -> list[Run]:
     """The runs in these folders, in one table; BadInput if one is not finished, of another kind, or given twice."""
     paths = [Path(os.path.abspath(folder)) for folder in folders]  # noqa: PTH100 - `resolve` would rename links
     runs: list[Run] = []
-    for given, path in zip(folders, paths, strict=True):
+    for folder, path in zip(folders, paths, strict=True):
         if path.resolve() in {run.folder.resolve() for run in runs}:
-            raise BadInput("RUN", given, "each run once; this one is given twice")
+            raise BadInput("RUN", folder, "each run once; this one is given twice")
         others = [other.parts for other in paths if other != path]
         depth = next(end for end in itertools.count(1) if all(other[-end:] != path.parts[-end:] for other in others))
-        runs.append(load_run(given, path, "/".join(path.parts[-depth:]), *runs[:1]))
-        with reading(given, "RUN"):
+        runs.append(load_run(folder, path, "/".join(path.parts[-depth:]), *runs[:1]))
+        with reading(folder, "RUN"):
             text(compare([runs[0], runs[-1]]))  # whatever is told of a run is there
     return runs

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.reports.results import Results
-from harness.reports.settings import objectives, settings, shown
+from harness.reports.settings import objectives, settings, write_value
 from harness.reports.tables import NONE, listed
 from harness.studies.compare.fairness import idle_settings, same
 from harness.studies.compare.runs import Run
@@ -30,10 +30,10 @@ def settings_of(runs: Sequence[Run]) -> dict[str, str]:
     """All settings: those of all runs, then by their names those of single runs."""
     each = {run.name: {_key(line): line for line in settings(run.config, run.results.free)} for run in runs}
     shared = set[str].intersection(*(set(lines) for lines in each.values()))
-    own = {name: [line for key, line in lines.items() if key not in shared] for name, lines in each.items()}
+    single = {name: [line for key, line in lines.items() if key not in shared] for name, lines in each.items()}
     common = [line for key, line in each[runs[0].name].items() if key in shared]
-    found = {"all runs": common, **own} if len(runs) > 1 else {runs[0].name: common}
-    return {name: "; ".join(lines) for name, lines in found.items() if lines}
+    settings_by_run = {"all runs": common, **single} if len(runs) > 1 else {runs[0].name: common}
+    return {name: "; ".join(lines) for name, lines in settings_by_run.items() if lines}
 
 
 def _key(line: str) -> str:
@@ -44,12 +44,12 @@ def _key(line: str) -> str:
 def objectives_of(runs: Sequence[Run]) -> dict[str, str]:
     """What students learnt by, by their names; by those of rows where it differs between the runs."""
     each = {run.name: objectives(run.results) for run in runs if isinstance(run.results, Results)}
-    found: dict[str, str] = {}
+    objectives_by_row: dict[str, str] = {}
     for student in dict.fromkeys(student for learnt in each.values() for student in learnt):
         texts = {f"{run}/{student}": learnt[student] for run, learnt in each.items() if student in learnt}
         groups = list(_by_value(texts))
-        found |= {student if len(groups) == 1 else listed(rows): text for text, rows in groups}
-    return found
+        objectives_by_row |= {student if len(groups) == 1 else listed(rows): text for text, rows in groups}
+    return objectives_by_row
 
 
 def differences(runs: Sequence[Run]) -> list[Difference]:
@@ -58,17 +58,17 @@ def differences(runs: Sequence[Run]) -> list[Difference]:
     Options of a student are compared between the runs that have
     one of its name. Where a class differs, its options are in its text.
     """
-    idle, found = idle_settings(runs), dict[str, Difference]()
+    idle, by_setting = idle_settings(runs), dict[str, Difference]()
     for flag in dict.fromkeys(flag for run in runs for flag in run.settings if flag not in TOLD):
         sharing = [run for run in runs if _has_student(run, flag)]
         if not all(same(flag, run.settings.get(flag), sharing[0].settings.get(flag)) for run in sharing):
-            name = _outer(flag, sharing, found)
+            name = _outer(flag, sharing, by_setting)
             values = {run.name: set_to(run.setting(name)) for run in sharing}
-            found.setdefault(name, Difference(name, not sharing[0].is_free(name) and name not in idle, values))
+            by_setting.setdefault(name, Difference(name, not sharing[0].is_free(name) and name not in idle, values))
     for name, moves, values in _facts(runs):
         if len(set(values.values())) > 1:
-            found[name] = Difference(name, moves, values)
-    return list(found.values())
+            by_setting[name] = Difference(name, moves, values)
+    return list(by_setting.values())
 
 
 def _has_student(run: Run, flag: str) -> bool:
@@ -78,12 +78,12 @@ def _has_student(run: Run, flag: str) -> bool:
     return group != "variants" or rest.partition(".")[0] in trained
 
 
-def _outer(flag: str, runs: Iterable[Run], found: Iterable[str]) -> str:
+def _outer(flag: str, runs: Iterable[Run], settings: Iterable[str]) -> str:
     """The setting to name for a flag: the class that differs around it, or the group that a run lacks."""
     group = flag.partition(".")[0]
     if any(run.config.get(group) is None for run in runs):
         return group
-    return next((name for name in found if flag.startswith(f"{name}.")), flag)
+    return next((name for name in settings if flag.startswith(f"{name}.")), flag)
 
 
 def _facts(runs: Sequence[Run]) -> Iterator[tuple[str, bool, dict[str, str]]]:
@@ -107,7 +107,7 @@ def _commits(run: Run) -> str:
 
 def set_to(value: Any) -> str:
     """What a setting is set to, in words."""
-    return NONE if value is None or value == [] else shown(value)
+    return NONE if value is None or value == [] else write_value(value)
 
 
 def _by_value(texts: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
@@ -116,11 +116,11 @@ def _by_value(texts: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
         yield text, [name for name, other in texts.items() if other == text]
 
 
-def lines_of(found: Sequence[Difference], runs: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+def lines_of(differing: Sequence[Difference], runs: Sequence[str]) -> tuple[list[str], list[list[str]]]:
     """Header and lines of a table of differences: a column for each of few runs, else a line for each value."""
     if len(runs) <= FEW:
-        return ["setting", *runs], [[each.setting, *(each.values.get(run, NONE) for run in runs)] for each in found]
-    return ["setting", "value", "runs"], [line for each in found for line in _by_run(each)]
+        return ["setting", *runs], [[each.setting, *(each.values.get(run, NONE) for run in runs)] for each in differing]
+    return ["setting", "value", "runs"], [line for each in differing for line in _by_run(each)]
 
 
 def _by_run(difference: Difference) -> list[list[str]]:

@@ -8,7 +8,7 @@ from apprentice.errors import BadInput
 from harness.reports import html
 from harness.reports.figures import Dot, lines_picture, metric_picture
 from harness.reports.measures import IN_TABLE
-from harness.reports.pages import cost_axis, starred
+from harness.reports.pages import axis, cost_of, starred
 from harness.reports.report import Part
 from harness.reports.tables import NONE, Table, count, paragraph, short, table_of
 from harness.runs.files import write_bytes, write_json, write_text
@@ -74,9 +74,9 @@ def _differing(comparison: Comparison) -> list[Part]:
     """Tables of what differs between the runs, under their titles; nothing for a single run."""
     parts: list[Part] = []
     for moves, title in DIFFER.items():
-        found = [each for each in comparison.differences if each.may_move_results is moves]
-        if found:
-            head, lines = lines_of(found, [run.name for run in comparison.runs])
+        differing = [each for each in comparison.differences if each.may_move_results is moves]
+        if differing:
+            head, lines = lines_of(differing, [run.name for run in comparison.runs])
             parts += [title, Table(head, lines, left=len(head))]
     same = len(comparison.runs) > 1 and not parts
     return ["Settings are the same but for --out."] if same else parts
@@ -117,7 +117,8 @@ def picture(comparison: Comparison) -> bytes:
         sizes = [row.entry.figures["bytes"] for row in rows]
         label, places = "size, KiB", [None if size is None else size / 2**10 for size in sizes]
     else:
-        label, places = cost_axis([row.entry.figures for row in rows])
+        figures = [row.entry.figures for row in rows]
+        label, places = axis(cost_of(figures), figures)
     lines = zip(rows, places, strict=True)
     return metric_picture(
         [Dot(row.name, row.scores, place, names.index(row.run), metric) for row, place in lines], label

@@ -153,22 +153,22 @@ def _with_teachers_epochs(results: Header) -> dict[str, Any]:
     return config | {"teacher": teacher | {"init_args": (teacher.get("init_args") or {}) | {"max_epochs": epochs}}}
 
 
-def load_run(given: str | Path, path: Path, name: str, like: Run | None = None) -> Run:
+def load_run(folder: str | Path, path: Path, name: str, like: Run | None = None) -> Run:
     """The run in a folder; BadInput if there is none that can be compared with the run `like`, if given."""
-    facts = load_results(given, "RUN")
-    found = " ".join(facts["experiment"].split())[:40]
-    experiment = "kd" if facts.get("students") else found  # an experiment of the user's own may have students
+    facts = load_results(folder, "RUN")
+    script = " ".join(facts["experiment"].split())[:40]
+    experiment = "kd" if facts.get("students") else script  # an experiment of the user's own may have students
     if experiment not in EXPERIMENTS:
-        raise BadInput("RUN", given, f"a run of kd.py, gpt.py or quantize.py; this one is of {found}.py")
-    with reading(given, "RUN"):
+        raise BadInput("RUN", folder, f"a run of kd.py, gpt.py or quantize.py; this one is of {script}.py")
+    with reading(folder, "RUN"):
         metric = ACCURACY.name if experiment == "quantize" else str(facts["metric"]["name"])
     if metric not in METRICS:
-        raise BadInput("RUN", given, f"a run measured by {' or '.join(METRICS)}; this one has {metric}")
+        raise BadInput("RUN", folder, f"a run measured by {' or '.join(METRICS)}; this one has {metric}")
     kind = FORMATS if experiment == "quantize" else MEASURED[metric]
     if like and kind is not like.kind:
         expected = f"{like.kind.title}, to compare with {like.name}"
-        raise BadInput("RUN", given, f"{expected}; this one is of {found}.py, measured by {kind.metric.word}")
-    with reading(given, "RUN"):
+        raise BadInput("RUN", folder, f"{expected}; this one is of {script}.py, measured by {kind.metric.word}")
+    with reading(folder, "RUN"):
         results, entries = EXPERIMENTS[experiment].read(facts)
         if not entries:
             raise ValueError("it has no rows")

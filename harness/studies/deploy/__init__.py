@@ -87,8 +87,8 @@ class Study(study.Study[Mapping[str, Any]]):
             self._measure(make())
         self.header["failed"] = self.failed
         notes = [f"{file} is left out: {fault}" for file, fault in self.failed.items()]
-        shown = "; ".join(settings(self.header["config"], self.header["free"]))
-        head = {"Data": words(self.header["data"]), **machine(self.header), "Settings": shown}
+        settings_line = "; ".join(settings(self.header["config"], self.header["free"]))
+        head = {"Data": words(self.header["data"]), **machine(self.header), "Settings": settings_line}
         self.finish(report(head, _rows(self.write(FILES)), notes))
 
     def _has_files(self, row: Row) -> bool:
@@ -101,11 +101,12 @@ class Study(study.Study[Mapping[str, Any]]):
         written = [path for name, net in nets.items() for path in self._export(name, net)]
         good = []
         notice("reading each file again in a fresh process")
-        for path, found in formats.answers(written, self.images).items():
+        for path, answer in formats.answers(written, self.images).items():
             name = path.parent.name
-            fault = (
-                found if isinstance(found, str) else formats.disagreement(logits[name], found, exact=name == "float32")
-            )
+            if isinstance(answer, str):
+                fault = answer
+            else:
+                fault = formats.disagreement(logits[name], answer, exact=name == "float32")
             if fault:
                 self.failed[f"{name}/{path.name}"] = fault
             else:

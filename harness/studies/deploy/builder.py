@@ -4,11 +4,9 @@ import copy
 import io
 import logging
 import sys
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,25 +20,19 @@ from harness import cli
 from harness.cli import sources
 from harness.cli.classes import imported
 from harness.runs import samples
+from harness.runs.callbacks import check_callbacks
 from harness.runs.files import atomic
 from harness.runs.fit import fit_and_test
 from harness.runs.launch import is_main_process
 from harness.runs.nets import Spec, load_net, read_spec
+from harness.runs.plans import Arm, FitPlan
 from harness.runs.progress import progress
 from harness.runs.session import Session
-from harness.studies.callbacks import check_callbacks, drop_unsuited
-from harness.studies.classes import match_classes
+from harness.studies.checks import check_batch_size, check_net
+from harness.studies.choices import build_net, learning, match_classes
 from harness.studies.deploy import formats
-from harness.studies.fits import (
-    Candidate,
-    check_batch_size,
-    check_net,
-    learning,
-    log_row,
-    make_candidate,
-    train,
-    wait_for_main,
-)
+from harness.studies.fits import fit, wait_for_main
+from harness.studies.measure import log_row
 from lit_modules import nets
 from lit_modules.classifier import LitClassifier
 from lit_modules.learner import adam
@@ -142,20 +134,25 @@ class Builder:
         self.run, self.config, self.data, self.seed = run, run.config, run.data, run.config.seeds[0]
         self.sizes: dict[str, Any] = {"input_shape": run.data.input_shape, "num_classes": run.data.num_classes}
 
-    def fresh(self) -> tuple[LitClassifier, dict[str, Candidate]]:
+    def fresh(self) -> LitClassifier:
         """The module of a student that is trained here."""
-        candidate = make_candidate(self.run, STUDENT, self.seed, "CrossEntropy", {})
-        trainer = cli.Choice(TRAINER, {**self.config.trainer.init_args, "max_epochs": self.config.student_epochs})
-        own = {"trainer": trainer, "optimizer": cli.Choice(ADAM, dict(adam.keywords)), "scheduler": None}
-        candidate.settings = Namespace(**{**vars(self.config), **own})
-        return LitClassifier(candidate.net, self.data.num_classes, seed=self.seed), {STUDENT: candidate}
+        net = build_net(self.run, STUDENT, self.seed)
+        return LitClassifier(net, self.data.num_classes, seed=self.seed)
+
+    def train(self) -> None:
+        """Train a student, unless that is done; BadInput if it fails."""
+        epochs = self.config.student_epochs
+        trainer = cli.Choice(TRAINER, {**self.config.trainer.init_args, "max_epochs": epochs})
+        settings = {"trainer": trainer, "optimizer": cli.Choice(ADAM, dict(adam.keywords)), "scheduler": None}
+        plan = FitPlan(self.seed, STUDENT, (Arm(STUDENT, STUDENT),), epochs)
+        if fit(self.run.with_settings(**settings), plan, lambda _: self.fresh()).fault(STUDENT):
+            raise BadInput(STUDENT, self.config.student.name, "a net that Adam trains; its loss is not finite")
 
     def student(self) -> tuple[nn.Module, Spec]:
         """The student of `--run`, or one that is trained now, and how to rebuild it."""
         if self.config.run is not None:
             return self.read(self.config.run, "run")
-        if train(self.run, self.seed, STUDENT, self.fresh, max_epochs=self.config.student_epochs).fault(STUDENT):
-            raise BadInput(STUDENT, self.config.student.name, "a net that Adam trains; its loss is not finite")
+        self.train()
         return self.read(self.run.out / f"seed{self.seed}" / STUDENT, "out")
 
     def read(self, folder: str | Path, flag: str) -> tuple[nn.Module, Spec]:
@@ -192,11 +189,10 @@ class Builder:
         best, checkpoint = folder / "best.pt", folder.with_suffix(".ckpt")
         if not best.exists():
             self.data.order_seed = self.seed
-            trainer = partial(self.run.trainer, check_val_every_n_epoch=self.config.evaluate_every)
-            fits: dict[str, Any] = {"every": self.config.checkpoint_every, "tensorboard": self.run.tensorboard}
-            fits |= {"more": self.run.loggers(f"seed{self.seed}/{NAME}")}
-            fits |= {"suited": partial(drop_unsuited, self.run, NAME, module)}
-            fit = fit_and_test(module, self.data, trainer, checkpoint, runs=[NAME], show=progress(NAME), **fits)
+            arm, options = Arm(NAME, STUDENT, self.config.objective), self.config.trainer.init_args
+            trainer = {"check_val_every_n_epoch": self.config.evaluate_every}
+            plan = FitPlan(self.seed, NAME, (arm,), options["max_epochs"], trainer=trainer, title=NAME)
+            outcome = fit_and_test(self.run, plan, module, show=progress(NAME))
             if module.failed:
                 chosen = self.config.optimizer.name
                 raise BadInput("optimizer", chosen, f"settings that train {NAME}; its loss is not finite")
@@ -204,9 +200,7 @@ class Builder:
                 folder.mkdir(exist_ok=True)
                 spec = read_spec(self.config.run or self.run.out / f"seed{self.seed}" / STUDENT)
                 if self.run.tensorboard:
-                    chosen = self.config.objective
-                    row = Candidate(net, spec, chosen.name, chosen.init_args)
-                    log_row(self.run, self.seed, row, {"test_acc": fit.scores[f"{NAME}/test/acc"]}, folder)
+                    log_row(self.run, self.seed, arm, spec, {"test_acc": outcome.scores[f"{NAME}/test/acc"]})
                 with atomic(best) as temporary:
                     found = {"epoch": module.best_epoch, "net": spec, "state_dict": module.best_state()}
                     torch.save(found, temporary)
@@ -221,7 +215,7 @@ class Builder:
         trainer = self.run.checked_trainer()
         if self.config.run is None:
             check_net(self.run, STUDENT, trainer)
-            module, flag, value = self.fresh()[0], STUDENT, self.config.student.name
+            module, flag, value = self.fresh(), STUDENT, self.config.student.name
             check_batch_size(self.run, module)
             check_callbacks(self.run, trainer, {STUDENT: module})
             net = module.net

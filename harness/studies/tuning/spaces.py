@@ -5,6 +5,7 @@ import math
 import re
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import yaml
@@ -17,7 +18,7 @@ from harness.cli.messages import near
 from harness.cli.rows import VARIANTS
 from harness.cli.signatures import options_of
 from harness.cli.sources import from_yaml
-from harness.studies.setups import Setup
+from harness.runs.plans import Arm
 from lit_modules.objectives.search import Choice, Linear, Log, Space
 
 OPTIMIZER, SEARCH = "optimizer", "search"
@@ -52,14 +53,14 @@ def _listed(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def spaces(config: Namespace, setup: Setup) -> dict[str, Space]:
+def spaces(config: Namespace, arm: Arm) -> dict[str, Space]:
     """By option the space of a row's settings; those of the optimizer are named `optimizer.lr` and so on.
 
     The optimizer's come first, in the same order for every row: they get the same points whatever a method adds.
     """
     shared: dict[str, Space] = _optimizer_spaces(config) if config.tune_optimizer else {}
-    own: dict[str, Space] = dict(getattr(imported(setup.choice.class_path, VARIANTS), SEARCH, {}))
-    variant = f"{setup.row.variant}."
+    own: dict[str, Space] = dict(getattr(imported(arm.method.class_path, VARIANTS), SEARCH, {}))
+    variant = f"{arm.variant}."
     for flag, value in config.search.items():
         if flag.startswith(f"{OPTIMIZER}."):
             shared[flag] = parsed(value, f"{SEARCH}.{flag}")
@@ -77,12 +78,12 @@ def _optimizer_spaces(config: Namespace) -> dict[str, Space]:
     return found | ({f"{OPTIMIZER}.weight_decay": DECAY} if "weight_decay" in options else {})
 
 
-def check(config: Namespace, setups: Mapping[str, Setup]) -> None:
+def check(config: Namespace, arms: Mapping[str, Arm]) -> None:
     """Raise BadInput for a flag of `--search` that names no option of a row, or a value that the option refuses.
 
     Also if the scheduler sets a rate that does not depend on the optimizer's, which then can't be searched.
     """
-    variants = {setup.row.variant: setup for setup in setups.values()}
+    variants = {arm.variant: arm for arm in arms.values()}
     for flag, value in config.search.items():
         name, _, option = flag.partition(".")
         if name == OPTIMIZER and not config.tune_optimizer:
@@ -105,15 +106,15 @@ def check(config: Namespace, setups: Mapping[str, Setup]) -> None:
         raise BadInput("tune_optimizer", "true", expected)
 
 
-def _check_value(config: Namespace, setup: Setup | None, option: str, value: Any) -> None:
+def _check_value(config: Namespace, arm: Arm | None, option: str, value: Any) -> None:
     """Make the method, or without one the optimizer, with a value of an option; BadInput if it is refused."""
-    choice = config.optimizer if setup is None else setup.choice
+    choice = config.optimizer if arm is None else arm.method
     made = cli.Choice(choice.class_path, {**choice.init_args, option: checked(choice, option, value)})
-    if setup is None:
+    if arm is None:
         with cli.refusals(made, OPTIMIZER):
             cli.factory(made, OPTIMIZER)(nn.Linear(2, 2).parameters())
     else:
-        setup._replace(choice=made).objective(config)
+        replace(arm, method=made).objective(config)
 
 
 def checked(choice: cli.Choice, option: str, value: Any) -> Any:
@@ -139,36 +140,37 @@ def _points(count: int, seed: int) -> Any:
     return engine.random_base2(math.ceil(math.log2(max(count, 2))))
 
 
-def drawn(config: Namespace, setup: Setup, count: int, seed: int) -> list[Setup]:
+def drawn(config: Namespace, arm: Arm, count: int, seed: int) -> list[Arm]:
     """At most `count` settings of a row that differ: the given one, then points of the sequence keyed by `seed`.
 
     Of the optimizer's options all rows try the same values, setting by setting. A point that gives a setting again is
     passed over; there are fewer settings where the spaces have no more.
     """
-    own, trials = spaces(config, setup), [setup._replace(trial=0)]
+    own, trials = spaces(config, arm), [replace(arm, trial=0)]
     seen = [options(config, trials[0], own)]
     for point in _points(POINTS_FOR_ONE * count, seed) if own else ():
         if len(trials) == count:
             break
         values = {name: space.at(float(u)) for (name, space), u in zip(own.items(), point[: len(own)], strict=True)}
-        chosen, optimizer = dict(setup.choice.init_args), dict[str, Any]()
+        chosen, optimizer = dict(arm.method.init_args), dict[str, Any]()
         for name, value in values.items():
             if name.startswith(f"{OPTIMIZER}."):
                 short = name.removeprefix(f"{OPTIMIZER}.")
                 optimizer[short] = checked(config.optimizer, short, value)
             else:
-                chosen[name] = checked(setup.choice, name, value)
-        trial = Setup(setup.row, cli.Choice(setup.choice.class_path, chosen), optimizer, len(trials))
+                chosen[name] = checked(arm.method, name, value)
+        method = cli.Choice(arm.method.class_path, chosen)
+        trial = replace(arm, method=method, optimizer=optimizer, trial=len(trials))
         if options(config, trial, own) not in seen:
             seen.append(options(config, trial, own))
             trials.append(trial)
     return trials
 
 
-def options(config: Namespace, setup: Setup, names: Mapping[str, Space]) -> dict[str, Any]:
+def options(config: Namespace, arm: Arm, names: Mapping[str, Space]) -> dict[str, Any]:
     """The values of the options that are searched, as they are written down."""
-    everything = setup.settings(config).optimizer
+    everything = arm.settings(config).optimizer
     usual = {**options_of(imported(everything.class_path, OPTIMIZER)).defaults, **everything.init_args}
     of_optimizer = {f"{OPTIMIZER}.{name}": value for name, value in usual.items()}
-    found = {name: {**setup.choice.init_args, **of_optimizer}[name] for name in names}
+    found = {name: {**arm.method.init_args, **of_optimizer}[name] for name in names}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}

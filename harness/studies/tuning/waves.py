@@ -2,7 +2,7 @@
 
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from lightning.pytorch import Trainer
@@ -13,10 +13,10 @@ from apprentice.batch import Batch
 from datamodules.memory import available_bytes
 from harness.reports.report import MIB
 from harness.runs import launch
+from harness.runs.plans import Arm
 from harness.runs.quiet import notice
 from harness.runs.session import Session
-from harness.studies.distillation import MakeStudents, MakeTeacher
-from harness.studies.setups import Setup
+from harness.studies.bakeoff import BakeOff
 from lit_modules.distillation import Distillation
 from lit_modules.nets import any_kernel
 
@@ -25,37 +25,31 @@ SMI_SECONDS = 30  # for nvidia-smi to answer
 SHARE = 0.5  # of the available memory; the rest is for what else a process needs
 
 
-def in_waves(
-    run: Session,
-    make_teacher: MakeTeacher,
-    make_students: MakeStudents,
-    units: Sequence[Sequence[str]],
-    setups: Mapping[str, Setup],
-) -> list[list[str]]:
-    """The settings in waves, each of which fits into memory; those of a unit stay together.
+def in_waves(bake_off: BakeOff, units: Sequence[Sequence[Arm]]) -> list[list[str]]:
+    """The names of the settings in waves, each of which fits into memory; those of a unit stay together.
 
     All are one wave where the device does not say how much it has free, and `--tune_wave` is not given.
     """
-    most = run.config.tune_wave
+    run, config = bake_off.session, bake_off.config
+    most = config.tune_wave
     trainer = run.trainer()
     free = free_bytes(trainer) if most is None else None
     if most is None and free is None:
         notice("tuning: all settings in one wave, as the GPU's free memory is not known; fewer by --tune_wave N")
     if free is not None:
-        teacher, _ = make_teacher(run, run.config.seeds[0])
-        first = {unit[0].partition("@")[0]: unit for unit in units}  # one of each row
+        teacher = bake_off.teacher(config.seeds[0])
         sizes = []
-        for unit in first.values():
-            module, _ = make_students(run, run.config.seeds[0], teacher.net, {name: setups[name] for name in unit})
-            sizes += [student_bytes(module, name, run, trainer.world_size) for name in unit]
+        for unit in {unit[0].row: unit for unit in units}.values():  # one of each row
+            module = bake_off.students(config.seeds[0], unit, teacher.net)
+            sizes += [student_bytes(module, arm.name, run, trainer.world_size) for arm in unit]
         most = max(1, int(SHARE * free / max(sizes)))
     waves: list[list[str]] = [[]]
     for unit in units:
         if most is not None and waves[-1] and len(waves[-1]) + len(unit) > most:
             waves.append([])
-        waves[-1] += unit
+        waves[-1] += [arm.name for arm in unit]
     if len(waves) > 1:
-        why = "" if run.config.tune_wave else f", as one takes up to {max(sizes) / MIB:.0f} MiB of a rank's memory"
+        why = "" if config.tune_wave else f", as one takes up to {max(sizes) / MIB:.0f} MiB of a rank's memory"
         notice(f"tuning: {sum(map(len, waves))} settings in {len(waves)} waves of at most {most}{why}")
     return waves
 

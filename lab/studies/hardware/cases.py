@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule
 
 from apprentice.errors import BadInput
 from harness import cli
-from harness.runs.fit import MakeTrainer
+from harness.runs.trainer import MakeTrainer
 from lab.studies.isolation import DURATION, TIMEOUT, probe, with_strategy
 from strategies import FSDP, NAMES
 

@@ -10,7 +10,7 @@ import torch
 
 from apprentice.errors import BadInput
 from harness import cli
-from harness.runs.fit import MakeTrainer
+from harness.runs.trainer import MakeTrainer
 from lab.studies.isolation import DURATION, TIMEOUT, probe, with_strategy
 
 ONE = "one device"

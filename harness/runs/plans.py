@@ -1,0 +1,116 @@
+"""What experiments train: arms, each a net and how it learns, and plans of the fits that train them."""
+
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harness import cli
+from harness.cli.rows import VARIANTS
+from lit_modules.objectives import Objective
+
+SUPERVISED = cli.Choice("lit_modules.objectives.CrossEntropy")  # the method of nets that learn from labels alone
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A student of a comparison, its teacher, or the net of another experiment.
+
+    Attributes:
+        row: its name in the table, in results.json and of its folder.
+        net: the flag that chooses its net: `student`, `students.small`, `teacher`.
+        method: class and options of its objective.
+        variant: the name of the method in --variants.
+        optimizer: options of the optimizer that replace the run's.
+        trial: the number of its setting, where a search tries several of a row.
+    """
+
+    row: str
+    net: str
+    method: cli.Choice = SUPERVISED
+    variant: str = ""
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    trial: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Its name in its fit."""
+        return self.row if self.trial is None else trial_name(self.row, self.trial)
+
+    @property
+    def student(self) -> str | None:
+        """The name of its net in --students."""
+        return self.net.partition(".")[2] or None
+
+    def objective(self, config: Namespace) -> Objective:
+        """Build its objective; peers that are named by their variants are those of its net, others are rows."""
+        objective: Objective = cli.build(self.method, f"{VARIANTS}.{self.variant}")
+        for part in (part for part in objective.modules() if isinstance(part, Objective)):
+            part.peers = [self._peer(peer, config) for peer in part.peers]
+        return objective
+
+    def _peer(self, peer: str, config: Namespace) -> str:
+        row = cli.Row(peer, self.student).name if peer in config.variants else peer
+        return row if self.trial is None else trial_name(row, self.trial)
+
+    def settings(self, config: Namespace) -> Namespace:
+        """The run's settings with its own options of the optimizer."""
+        if not self.optimizer:
+            return config
+        chosen = config.optimizer
+        optimizer = cli.Choice(chosen.class_path, {**chosen.init_args, **self.optimizer})
+        return Namespace(**{**vars(config), "optimizer": optimizer})
+
+
+def trial_name(row: str, trial: int) -> str:
+    """The name of one of several settings of a row; no row has such a name."""
+    return f"{row}@{trial}"
+
+
+@dataclass(frozen=True)
+class FitPlan:
+    """One fit: what it trains, how far, and what is kept and tested.
+
+    Attributes:
+        seed: it belongs to the run's folder `seed<k>`.
+        name: of its record and its checkpoint there.
+        arms: the nets that it trains in one pass over the data.
+        epochs: of its Trainer, as `--trainer.max_epochs` has them; None without training.
+        is_trained: whether the nets have their weights already and are only tested.
+        until: the epoch after which it ends, under the schedule of all epochs; only its checkpoint has the nets.
+        keeps_checkpoint: whether the fit goes on from its checkpoint, once it is finished, if it gets more epochs.
+        tested: whether nets are tested, and their costs measured.
+        all_labels: whether it learns from labels that `--data.labelled` hides, too.
+        trainer: options of the Trainer that replace the user's.
+        title: how lines about it begin; by default by its seed and name.
+    """
+
+    seed: int
+    name: str
+    arms: tuple[Arm, ...]
+    epochs: int | None = None
+    is_trained: bool = False
+    until: int | None = None
+    keeps_checkpoint: bool = False
+    tested: bool = True
+    all_labels: bool = False
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+    title: str = ""
+
+    @property
+    def label(self) -> str:
+        """How lines about it begin."""
+        return self.title or f"seed {self.seed} {self.name}"
+
+    def folder(self, out: Path) -> Path:
+        """Where its nets' folders are, in the run's folder."""
+        return out / f"seed{self.seed}"
+
+    def record(self, out: Path) -> Path:
+        """The file that says what it has found; the fit is finished when it is there."""
+        return self.folder(out) / f"{self.name}.json"
+
+    def checkpoint(self, out: Path) -> Path:
+        """The file from which it resumes."""
+        return self.folder(out) / f"{self.name}.ckpt"

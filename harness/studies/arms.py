@@ -1,0 +1,38 @@
+"""The arms of a comparison: each method of `--variants` for each net of `--students`, as far as `--only` wants them."""
+
+from argparse import Namespace
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from apprentice.errors import BadInput
+from harness import cli
+from harness.cli.rows import VARIANTS
+from harness.runs.plans import Arm
+
+
+def arms(config: Namespace) -> dict[str, Arm]:
+    """The arms of `--only`, by name, and those that they learn from, with the settings that the user gave."""
+    rows = cli.rows(Namespace(**{**vars(config), "only": None}))
+    known = {name: Arm(name, row.net, config.variants[row.variant], row.variant) for name, row in rows.items()}
+    wanted, queue = set[str](), deque(cli.rows(config))
+    while queue:
+        name = queue.popleft()
+        if name in known and name not in wanted:
+            wanted.add(name)
+            queue.extend(known[name].objective(config).peers)
+    return {name: arm for name, arm in known.items() if name in wanted}
+
+
+@contextmanager
+def flags_of(arms: Iterable[Arm]) -> Iterator[None]:
+    """Give errors of an arm, by its name below `--variants`, its method's flag, and its net's if there are several."""
+    try:
+        yield
+    except BadInput as fault:
+        for arm in arms:
+            flag = f"{VARIANTS}.{arm.name}"
+            if arm.student and (fault.flag == flag or fault.flag.startswith(f"{flag}.")):
+                whole = f"{VARIANTS}.{arm.variant}{fault.flag.removeprefix(flag)}"
+                raise BadInput(whole, fault.value, f"{fault.expected} (for --{arm.net})") from None
+        raise

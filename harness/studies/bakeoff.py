@@ -1,0 +1,201 @@
+"""The bake-off: for each seed a teacher and its students, then one table of all seeds.
+
+A finished run may grow. Its students are those of one fit, `students`, and of a further one for those that came each
+time, `students-2` and so on: a student is the same alone and in company. Teachers are kept, and new seeds' teachers
+have as many epochs.
+"""
+
+import itertools
+import math
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from lightning.pytorch import Trainer
+from torch import nn
+
+from apprentice.errors import BadInput
+from harness.reports.interactive import save_results
+from harness.reports.pages import text
+from harness.reports.results import combine
+from harness.reports.search import Search
+from harness.runs import calls, safepoints
+from harness.runs.callbacks import check_callbacks
+from harness.runs.launch import is_main_process, main_first
+from harness.runs.nets import load_net
+from harness.runs.plans import Arm, FitPlan
+from harness.runs.records import FitRecord
+from harness.runs.session import Session
+from harness.studies import zoo
+from harness.studies.arms import arms, flags_of
+from harness.studies.checks import check_batch_size, check_modules, check_net
+from harness.studies.choices import judged_by
+from harness.studies.fits import fit, save_classifier
+from harness.studies.measure import log_means
+from harness.studies.teachers import TEACHER, check_head_only, has_trained_teacher, teacher_epochs
+from lit_modules.classifier import LitClassifier
+from lit_modules.distillation import Distillation
+from lit_modules.learner import Learner
+
+
+class BakeOff:
+    """A comparison of students; a subclass says what is built, by `teacher` and `students`.
+
+    Attributes:
+        arms: the students by name, those of `--only`; after `check` under `--zoo`, those that fit the nets.
+
+    Args:
+        session: its settings, data and folder.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.arms = arms(session.config)
+
+    @property
+    def config(self) -> Namespace:
+        """The run's settings."""
+        return self.session.config
+
+    def teacher(self, seed: int) -> LitClassifier:
+        """Build a seed's teacher, with its weights if it is loaded."""
+        raise NotImplementedError
+
+    def students(self, seed: int, arms: Iterable[Arm], teacher: nn.Module) -> Distillation:
+        """Build the module of some students of a teacher."""
+        raise NotImplementedError
+
+    def build(self, plan: FitPlan) -> Learner:
+        """Build the module of a fit."""
+        if plan.name == TEACHER:
+            return self.teacher(plan.seed)
+        return self.students(plan.seed, plan.arms, load_net(plan.folder(self.session.out) / TEACHER, "out"))
+
+    def check(self) -> None:
+        """Build everything once; under `--zoo`, leave out arms that do not fit the nets, with a line that says why.
+
+        Raises:
+            BadInput: something can't be trained.
+        """
+        session, config, (first, *others) = self.session, self.config, self.config.seeds
+        trainer, is_trained = session.checked_trainer(), has_trained_teacher(session)
+        check_head_only(session)
+        check_net(session, TEACHER, trainer, trained=not is_trained)
+        for net in dict.fromkeys(arm.net for arm in self.arms.values()):
+            check_net(session, net, trainer)
+        if "{seed}" in (config.teacher_ckpt or ""):
+            for seed in others:
+                self.teacher(seed)
+        teacher = self.teacher(first)
+        if not is_trained:  # before it is frozen
+            teacher.check_optimizer(_count_steps(session, trainer, config.teacher_epochs))
+
+        def build(names: Iterable[str]) -> Distillation:
+            with flags_of(self.arms.values()):
+                students = self.students(first, [self.arms[name] for name in names], teacher.net)
+                check_modules(session, trainer, teacher, students)
+                students.check_batch(min(session.data.batch_size, session.data.sizes["train"]))
+                students.check_optimizer(_count_steps(session, trainer))
+            return students
+
+        if config.zoo:
+            names = zoo.fitting(config, session.parser, self.arms, build)
+            self.arms = {name: self.arms[name] for name in names}
+        students = build(self.arms)
+        stages: dict[str, Learner] = {} if is_trained else {TEACHER: teacher}
+        check_batch_size(session, *stages.values(), students)
+        check_callbacks(session, trainer, {**stages, "students": students})
+
+    def run(self, search: Search | None = None) -> None:
+        """Train and test teacher and students for each seed, then print and save the table, and what a search found."""
+        seeds, names = self.config.seeds, [TEACHER, *self.arms]
+        with main_first("students"):
+            plans = {seed: self.plans(seed) for seed in seeds}
+        of_run = [plan for of_seed in plans.values() for plan in of_seed]
+        log_means(self.session, names)
+        records: dict[int, list[FitRecord]] = {}
+        for seed in seeds:
+            records[seed] = [self.fit(plan, of_run) for plan in plans[seed]]
+            if self.config.save_ckpt and is_main_process():
+                for name in names:
+                    save_classifier(self.session, seed, name)
+        if is_main_process():
+            log_means(self.session, names)
+            self._report(list(records.values()), search)
+
+    def fit(self, plan: FitPlan, plans: Sequence[FitPlan] = ()) -> FitRecord:
+        """Train what is planned, unless that is done; BadInput for settings by which the teacher fails."""
+        record = fit(self.session, plan, self.build, plans)
+        if plan.name == TEACHER and (fault := record.fault(TEACHER)):
+            expected = f"settings that train the teacher; with seed {plan.seed} {fault}"
+            raise BadInput("optimizer", self.config.optimizer.name, expected)
+        return record
+
+    def plans(self, seed: int) -> list[FitPlan]:
+        """Plan a seed's fits: the teacher's, those of students that the folder has, and one of students that are new.
+
+        Raises:
+            BadInput: a student learns from one that was trained before it.
+        """
+        plans, new, folder = [self.teacher_plan(seed)], dict(self.arms), self.session.out / f"seed{seed}"
+        epochs = self.config.trainer.init_args["max_epochs"]
+        for name in itertools.chain(["students"], (f"students-{number}" for number in itertools.count(2))):
+            members = set(_list_members(folder, name))
+            chosen = tuple(new.pop(arm) for arm in list(new) if arm in members or not members)
+            if chosen:
+                self._check_peers(chosen)
+                plans.append(FitPlan(seed, name, chosen, epochs, keeps_checkpoint=True))
+            if not members:
+                return plans
+        raise AssertionError("there are always more names")
+
+    def teacher_plan(self, seed: int) -> FitPlan:
+        """Plan the fit of a seed's teacher."""
+        is_trained, arm = has_trained_teacher(self.session), Arm(TEACHER, TEACHER)
+        epochs = None if is_trained else teacher_epochs(self.session)
+        return FitPlan(seed, TEACHER, (arm,), epochs, is_trained=is_trained, all_labels=True)
+
+    def _check_peers(self, arms: Sequence[Arm]) -> None:
+        names = {arm.name for arm in arms}
+        for arm in arms:
+            if earlier := [peer for peer in arm.objective(self.config).peers if peer not in names]:
+                expected = f"students that begin with it; {earlier[0]} was trained before: take another --out"
+                raise BadInput(f"variants.{arm.name}.peers", earlier[0], expected)
+
+    def _report(self, records: Sequence[Sequence[FitRecord]], search: Search | None) -> None:
+        """Print and save the table, given for each seed the records of the teacher and of the students' fits."""
+        session, config, data = self.session, self.config, self.session.data
+        teachers = [teacher for teacher, *_ in records]
+        students = [fits for _, *fits in records]
+        nets = [{name: net for fit in fits for name, net in fit.nets.items()} for fits in students]
+        results = combine(
+            session.header(),
+            teachers,
+            {name: [of_seed[name] for of_seed in nets] for name in self.arms},
+            [sum(fit.fit_seconds or 0.0 for fit in fits) for fits in students],
+            judged_by(config, data),
+            one_teacher=has_trained_teacher(session) and "{seed}" not in (config.teacher_ckpt or ""),
+            variants={name: arm.variant for name, arm in self.arms.items()},
+            ranked=config.zoo,
+        )
+        results.classes, results.search, out = list(data.class_names), search, session.out
+        save_results(out, results, data.test_images, calls.commands(out))
+        print(f"{text(results)}\n\n{out}/report.html, results.md, .png, .json; curves: tensorboard --logdir {out}")
+
+
+def _count_steps(run: Session, trainer: Trainer, epochs: int | None = None) -> float:
+    """Count the optimizer's steps in a fit of so many epochs, by default the Trainer's, of which -1 is no limit."""
+    options = run.config.trainer.init_args
+    steps_per_epoch = math.ceil(run.data.train_batches(trainer) / options["accumulate_grad_batches"])
+    limits = [steps_per_epoch * (epochs or options["max_epochs"] or -1), options["max_steps"]]
+    return min((steps for steps in limits if steps >= 0), default=math.inf)
+
+
+def _list_members(folder: Path, fit: str) -> Iterator[str]:
+    """The students in the record of a fit or, if it is not finished, in its checkpoint."""
+    record, checkpoint = folder / f"{fit}.json", folder / f"{fit}.ckpt"
+    if record.exists():
+        yield from FitRecord.read(record).nets
+    elif checkpoint.exists():
+        keys = safepoints.read(checkpoint)["state_dict"]
+        yield from (key.split(".")[1] for key in keys if key.startswith("students."))

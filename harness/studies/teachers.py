@@ -1,0 +1,72 @@
+"""The teacher of a comparison: whether and how long it is trained, and the weights that it is loaded from."""
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from apprentice.errors import BadInput
+from harness.cli.classes import imported
+from harness.runs.nets import check_options, read_classes
+from harness.runs.quiet import notice
+from harness.runs.records import FitRecord
+from harness.runs.session import Session
+from harness.studies.choices import match_classes, net_spec
+from lit_modules import nets
+from lit_modules.nets.weights import load_weights
+
+TEACHER = "teacher"  # its flag, and the name of its fit and folder
+
+
+def has_trained_teacher(run: Session) -> bool:
+    """Whether the teacher is loaded, not trained."""
+    net_class, config = _declarations(run), run.config
+    brings_weights = config.teacher.init_args.get(net_class.trained_if, False)
+    is_loaded = config.teacher_ckpt is not None or brings_weights
+    return (is_loaded and not config.teacher_epochs) or net_class.is_trained
+
+
+def check_head_only(run: Session) -> None:
+    """Raise BadInput if the teacher's head alone is to be trained and the rest is new, or nothing is trained."""
+    chosen = run.config.teacher
+    brings_weights = any(chosen.init_args.get(name) != value for name, value in _declarations(run).untrained.items())
+    is_loaded = brings_weights or run.config.teacher_ckpt is not None
+    if run.config.teacher_head_only and (not is_loaded or has_trained_teacher(run)):
+        expected = "--teacher_ckpt FILE and --teacher_epochs N beside it, or a teacher with --teacher.weights"
+        raise BadInput("teacher_head_only", "true", expected)
+
+
+def _declarations(run: Session) -> type[nets.Net]:
+    """The class of the teacher or, of one that declares nothing, the base of ours."""
+    net_class = imported(run.config.teacher.class_path, TEACHER)
+    return net_class if issubclass(net_class, nets.Net) else nets.Net
+
+
+def teacher_epochs(run: Session) -> int | None:
+    """Epochs of all teachers: as given, or those of the first that is finished, otherwise the Trainer's."""
+    if run.config.teacher_epochs:
+        return int(run.config.teacher_epochs)
+    records = (run.out / f"seed{seed}" / f"{TEACHER}.json" for seed in run.config.seeds)
+    epochs = (FitRecord.read(record).max_epochs for record in records if record.exists())
+    return next(filter(None, epochs), run.config.trainer.init_args["max_epochs"])
+
+
+def load_teacher(run: Session, net: nn.Module, seed: int) -> None:
+    """Load the weights of `--teacher_ckpt` into a seed's teacher, with its logits in the order of the data's classes.
+
+    Raises:
+        BadInput: they don't fit, are of a net with other options, or have learnt other classes.
+    """
+    config, path = run.config, checkpoint_of(run, seed)
+    for line in load_weights(net, path, "teacher_ckpt", config.teacher_ckpt_partial, config.teacher_ckpt_ema):
+        notice(f"seed {seed} teacher   {path}: {line}")
+    check_options(path, net_spec(run, TEACHER), TEACHER)
+    classes: Any = read_classes(Path(path).parent) or (None if config.teacher_ckpt_partial else ())
+    net.class_names = classes
+    is_trained, may_move = bool(config.teacher_epochs), not config.teacher_continue
+    match_classes(run, net, "teacher_ckpt", path, is_trained, may_move)
+
+
+def checkpoint_of(run: Session, seed: int) -> str:
+    """The path of `--teacher_ckpt` for a seed."""
+    return str(run.config.teacher_ckpt).replace("{seed}", str(seed))
