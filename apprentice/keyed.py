@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from apprentice.private import DropoutNd
+from apprentice.errors import BadInput
 
 T = TypeVar("T")
 Ints = TypeVar("Ints", int, Tensor)
 MASK = 0xFFFFFFFF
+TORCH_DROPOUTS = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout
 
 
 def mix(x: Ints) -> Ints:
@@ -33,7 +34,7 @@ def mix(x: Ints) -> Ints:
 
 
 def fold_in(*keys: int) -> int:
-    """One 32-bit key from several integers; their order matters, and all their bits."""
+    """Hash several integers to one 32-bit key; their order matters, and all their bits."""
     state = 0x9E3779B9
     for key in keys:
         for word in (key & MASK, (key >> 32) & MASK):
@@ -42,27 +43,27 @@ def fold_in(*keys: int) -> int:
 
 
 def bits(key: int, rows: Tensor, columns: int = 1) -> Tensor:
-    """(len(rows), columns) int64 random values in [0, 2**32); row r depends on `key` and `rows[r]` alone."""
+    """Return (len(rows), columns) int64 random values in [0, 2**32); row r depends on `key` and `rows[r]` alone."""
     row_keys = mix((rows * 0x9E3779B1 + key) & MASK)
     column_keys = mix(torch.arange(1, columns + 1, device=rows.device) * 0x85EBCA6B & MASK)
     return mix(row_keys[:, None] ^ column_keys)
 
 
 def permutation(size: int, *keys: int) -> Tensor:
-    """(size,) int64, a random order that depends on the keys alone."""
+    """Return (size,) int64, a random order that depends on the keys alone."""
     return torch.randperm(size, generator=torch.Generator().manual_seed(fold_in(*keys)))
 
 
 def with_seed(seed: int, make: Callable[[], T]) -> T:
     """Call `make` with torch, numpy and `random` seeded, then restore their states."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - other people's nets draw from it
+    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002 - other people's nets use it
     try:
         with torch.random.fork_rng(devices=[]):
             reseed(seed)
             return make()
     finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)  # noqa: NPY002
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)  # noqa: NPY002
 
 
 def reseed(seed: int) -> None:
@@ -77,10 +78,11 @@ class _Context:
 
     def __init__(self, seed: int, step: int, rows: Tensor) -> None:
         self.seed, self.step, self.rows = seed, step, rows
-        self.parts: dict[tuple[int, int], _Context] = {}
-        self.masks: dict[tuple, Tensor] = {}  # nets of equal shape share a mask: it is made once a step
+        self.slices: dict[tuple[int, int], _Context] = {}
+        self.masks: dict[tuple[int, int, float], Tensor] = {}  # nets of equal shape share a mask
 
-    def keep(self, layer: int, columns: int, p: float) -> Tensor:
+    def mask(self, layer: int, columns: int, p: float) -> Tensor:
+        """Return (b, columns) bool, false with probability p."""
         if (layer, columns, p) not in self.masks:
             drawn = bits(fold_in(self.seed, self.step, layer), self.rows, columns)
             self.masks[layer, columns, p] = drawn >= round(p * 2**32)
@@ -91,7 +93,7 @@ _noise: ContextVar[_Context | None] = ContextVar("noise", default=None)
 
 
 def noise(seed: int, step: int, rows: Tensor) -> AbstractContextManager:
-    """Keyed layers inside draw for these rows (b,) int64 of the global batch number `step`."""
+    """Inside, keyed layers draw for these rows, (b,) int64, of the global batch number `step`."""
     return _within(_Context(seed, step, rows))
 
 
@@ -104,65 +106,67 @@ def _within(context: _Context | None) -> Iterator[None]:
         _noise.reset(token)
 
 
-def part(start: int, stop: int) -> Callable[[], AbstractContextManager]:
-    """Makes contexts in which keyed layers draw for a slice of the current context's rows, such as a microbatch."""
+def slice_rows(start: int, stop: int) -> Callable[[], AbstractContextManager]:
+    """Return a maker of contexts in which keyed layers draw for a slice of the current rows, such as a microbatch."""
     context = _noise.get()
     if context is not None:
-        part = _Context(context.seed, context.step, context.rows[start:stop])
-        context = context.parts.setdefault((start, stop), part)
+        sliced = _Context(context.seed, context.step, context.rows[start:stop])
+        context = context.slices.setdefault((start, stop), sliced)
     return partial(_within, context)
 
 
 class Dropout(nn.Module):
-    """Dropout whose mask depends on seed, step, layer and row of the global batch alone.
+    """Dropout whose mask is a function of seed, step, layer and row of the global batch.
 
     Inside `noise(...)` it is keyed; outside, such as in a notebook, it is torch's own dropout.
 
     Args:
         p: probability of a zero.
-        layer: tells the dropout layers of one net apart.
+        layer: number of the layer among the dropout layers of a net.
         channels: drop whole channels of maps (B, C, H, W), as `nn.Dropout2d` does.
 
     Raises:
-        ValueError: `p` is not in [0, 1), or the input has another number of rows than the context.
+        BadInput: `p` is not in [0, 1).
+        ValueError: the input has another number of rows than the context.
     """
 
     def __init__(self, p: float = 0.5, layer: int = 0, channels: bool = False) -> None:
         super().__init__()
         if not 0 <= p < 1:
-            raise ValueError(f"p {p}: expected at least 0, less than 1")
+            raise BadInput("p", p, "at least 0, less than 1")
         self.p, self.layer, self.channels = p, layer, channels
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
-        return self._dropped(x) if self.training and self.p else x
+        return self._drop(x) if self.training and self.p else x
 
     @torch.compiler.disable  # it would compile a kernel for each step's number, and a slow one
-    def _dropped(self, x: Tensor) -> Tensor:
+    def _drop(self, x: Tensor) -> Tensor:
         context = _noise.get()
         if context is None:
             return (F.dropout2d if self.channels else F.dropout)(x, self.p, training=True)
         if len(x) != len(context.rows):
             raise ValueError(f"keyed dropout got {len(x)} rows, expected the {len(context.rows)} of the step's context")
-        dropped = x[:, :, :1, :1] if self.channels else x
-        keep = context.keep(self.layer, dropped[:1].numel() if len(x) else 1, self.p)
-        return x * keep.to(x.device).view_as(dropped) / (1 - self.p)  # a split module's layers are on several devices
+        units = x[:, :, :1, :1] if self.channels else x
+        mask = context.mask(self.layer, units[:1].numel() if len(x) else 1, self.p)
+        return x * mask.to(x.device).view_as(units) / (1 - self.p)  # a split module's layers are on several devices
 
     def extra_repr(self) -> str:  # noqa: D102
         return f"p={self.p}, layer={self.layer}"
 
 
-def unkeyed(module: nn.Module) -> list[str]:
-    """Names of the layers in training mode that draw noise from torch's own generator."""
-    return [name for name, layer in module.named_modules() if layer.training and _rate(layer) > 0]
+def find_unkeyed_layers(module: nn.Module) -> list[str]:
+    """Return the names of the layers in training mode that draw noise from torch's generator."""
+    return [name for name, layer in module.named_modules() if layer.training and _unkeyed_rate(layer) > 0]
 
 
-def _rate(layer: nn.Module) -> float:
+def _unkeyed_rate(layer: nn.Module) -> float:
+    """Return the probability of a zero that a layer draws by itself."""
     if isinstance(rate := getattr(layer, "dropout", None), (int, float)):  # attention and recurrent layers
         return float(rate)
     return float(getattr(layer, "p", 0.0)) if is_dropout(layer) and not isinstance(layer, Dropout) else 0.0
 
 
 def is_dropout(layer: nn.Module) -> bool:
-    """Whether the layer is dropout of any kind, keyed or torch's, and nothing else."""
+    """Return whether the layer is dropout of any kind, keyed or torch's, and nothing else."""
     # torchvision's StochasticDepth is known by its name: importing torchvision is slow
-    return isinstance(layer, Dropout | DropoutNd) or type(layer).__name__ == "StochasticDepth"
+    return isinstance(layer, (Dropout, *TORCH_DROPOUTS)) or type(layer).__name__ == "StochasticDepth"

@@ -1,4 +1,4 @@
-"""Weights files: read without running code, and compared with a net: all keys, shapes and values."""
+"""Weights files: reading without running code, and checking keys, shapes and values against a net."""
 
 import warnings
 import zipfile
@@ -14,7 +14,7 @@ from torch import Tensor
 from apprentice.errors import BadInput
 
 LISTED = 20  # keys in a message, of a kind
-# What weights files hold beside tensors, and torch takes for code: a script's settings, and numpy's numbers.
+# What weights files hold beside tensors, and torch takes for code: settings of a script, numbers of numpy.
 _SCALAR = np.float64(0).__reduce__()[0]
 HARMLESS: list[Any] = [
     Namespace, type(Path()), np.dtype, *(type(np.dtype(kind)) for kind in ("float32", "float64", "int64", "bool")),
@@ -23,7 +23,7 @@ HARMLESS: list[Any] = [
 
 
 def read_saved(path: str | Path, flag: str, what: str = "a file of weights") -> Any:
-    """What torch saved in a user's file, on the CPU; code in the file is never run.
+    """Read what torch saved in a user's file, to the CPU; never run code in it. `flag` is the argument that names it.
 
     Raises:
         BadInput: there is no such file, or it can't be read, is damaged, or a pickle that would run code.
@@ -41,42 +41,42 @@ def read_saved(path: str | Path, flag: str, what: str = "a file of weights") -> 
     except PermissionError as error:
         raise BadInput(flag, path, f"{what} that can be read ({error.strerror})") from None
     except Exception as error:  # noqa: BLE001 - torch.load of a broken file raises whatever its parser meets
-        runs_code = "GLOBAL " in str(error)  # a pickle that names a function or class of its own
+        runs_code = "GLOBAL " in str(error)  # a pickle that names a function or a class
         why = "cut short or no checkpoint at all" if not runs_code else "more than a state_dict: it would run code"
         raise BadInput(flag, path, f"{what}; it is {why}") from None
 
 
-def listed(keys: Sequence[str]) -> str:
-    """The first keys, and the number of others."""
+def list_keys(keys: Sequence[str]) -> str:
+    """Return the first keys, and the number of others, as text."""
     return ", ".join(keys[:LISTED]) + f" and {len(keys) - LISTED} more" * (len(keys) > LISTED)
 
 
 def check_weights(
-    own: Mapping[str, Tensor], weights: Mapping[str, Tensor], path: str, flag: str, name: str = "the net"
+    state: Mapping[str, Tensor], weights: Mapping[str, Tensor], path: str, flag: str, name: str = "the net"
 ) -> None:
-    """Check that weights fit a net: the same keys and shapes, and finite floats for floats.
+    """Check that weights fit a net's state: the same keys and shapes, and finite floats for floats.
 
-    Where the net's own state is infinite, such as in a mask, weights may be too.
+    Where the state is infinite, such as in a mask, weights may be too.
 
     Raises:
         BadInput: they don't fit; the message names the keys.
     """
     faults = {
-        "missing": [key for key in own if key not in weights],
-        "unknown": [key for key in weights if key not in own],
+        "missing": [key for key in state if key not in weights],
+        "unknown": [key for key in weights if key not in state],
         "of another shape": [
-            f"{key} {tuple(value.shape)}, not {tuple(own[key].shape)}"
-            for key, value in weights.items() if key in own and value.shape != own[key].shape
+            f"{key} {tuple(value.shape)}, not {tuple(state[key].shape)}"
+            for key, value in weights.items() if key in state and value.shape != state[key].shape
         ],
     }  # fmt: skip
     if any(faults.values()):
-        named = "; ".join(f"{kind}: {listed(keys)}" for kind, keys in faults.items() if keys)
+        named = "; ".join(f"{kind}: {list_keys(keys)}" for kind, keys in faults.items() if keys)
         raise BadInput(flag, path, f"weights that fit {name}; {named}")
     for key, value in weights.items():
-        if not own[key].is_floating_point():
+        if not state[key].is_floating_point():
             continue
         if not value.is_floating_point():
             raise BadInput(flag, path, f"floats as weights; {key} is {str(value.dtype).removeprefix('torch.')}")
-        if broken := int((own[key].cpu().isfinite() & ~value.float().isfinite()).sum()):
-            found = f"{key} has {broken} of {value.numel()} that are NaN or infinite"
-            raise BadInput(flag, path, f"finite weights; {found}")
+        if broken := int((state[key].cpu().isfinite() & ~value.float().isfinite()).sum()):
+            counts = f"{broken} of {value.numel()} that are NaN or infinite"
+            raise BadInput(flag, path, f"finite weights; {key} has {counts}")

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import common
-from benchmarks.common import Found, Runs, Target
+from benchmarks.common import Measurement, Runs, Target
 from harness.runs import environment
 from lab.strategies import ring
 from lab.studies.comm import Backend, Bench, Case
@@ -38,20 +38,20 @@ TARGETS = {
 
 
 def slowest(seconds: float) -> float:
-    """The maximum over all ranks."""
+    """Return the maximum over all ranks."""
     largest = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return largest.item()
 
 
 def call_seconds(x: torch.Tensor, calls: int, group: Any = None) -> float:
-    """Seconds of an all-reduce, from a loop of calls."""
+    """Return the seconds of an all-reduce, from a loop of calls."""
     dist.barrier(group)
     return slowest(common.seconds(lambda: [dist.all_reduce(x, group=group) for _ in range(calls)]) / calls)
 
 
 def rings(size: int, rounds: int, calls: int) -> Runs:
-    """An all-reduce of so many bytes by each ring, over gloo's."""
+    """Measure an all-reduce of so many bytes by each ring, over gloo's."""
     ring.register()
     groups: dict[str, Any] = {name: dist.new_group(backend=name) for name in ("gloo", ring.NAME, ring.UNCHUNKED)}
     for name, group in groups.items():
@@ -61,12 +61,12 @@ def rings(size: int, rounds: int, calls: int) -> Runs:
     x = torch.zeros(size // ITEM)
     runs = common.take_turns({name: partial(call_seconds, x, calls, group) for name, group in groups.items()}, rounds)
     gloo = runs.pop("gloo")
-    return {f"{name}, {dist.get_world_size()} processes": common.over(each, gloo) for name, each in runs.items()}
+    return {f"{name}, {dist.get_world_size()} processes": common.over(seconds, gloo) for name, seconds in runs.items()}
 
 
 def measurements(sizes: Sequence[int], rounds: int) -> Runs:
-    """What comm.py measures, over a bare loop, at each size."""
-    member, found = Member(None, range(2), dist.get_rank(), common.CPU), {}
+    """Measure what comm.py does, over a bare loop, at each size."""
+    member, ratios = Member(None, range(2), dist.get_rank(), common.CPU), Runs()
 
     def ours(count: int) -> float:
         _, (seconds,) = timed(Case(Backend("gloo"), "all_reduce_sum", WORLD, (0, 1), count), member, Bench(2, 1))
@@ -79,17 +79,17 @@ def measurements(sizes: Sequence[int], rounds: int) -> Runs:
     for size in sizes:
         rivals = {"ours": partial(ours, size // ITEM), "bare": partial(bare, torch.zeros(size // ITEM))}
         runs = common.take_turns(rivals, rounds * PAIRS)
-        found[f"comm.py at {size:,} bytes"] = common.over(runs["ours"], runs["bare"])
-    return found
+        ratios[f"comm.py at {size:,} bytes"] = common.over(runs["ours"], runs["bare"])
+    return ratios
 
 
-def measure(args: argparse.Namespace) -> Found:
-    """All ratios."""
+def measure(args: argparse.Namespace) -> Measurement:
+    """Measure all ratios."""
     environment.keep_memory()
     common.one_thread()
     size, sizes = (64 * 2**10, SIZES[:1]) if args.quick else (16 * MB, SIZES)
-    two, three = (common.in_ranks(count, partial(rings, size, args.rounds, args.calls))[0] for count in (2, 3))
-    return Found({}, two | three | common.in_ranks(2, partial(measurements, sizes, args.rounds))[0])
+    two, three = (common.run_in_ranks(count, partial(rings, size, args.rounds, args.calls))[0] for count in (2, 3))
+    return Measurement({}, two | three | common.run_in_ranks(2, partial(measurements, sizes, args.rounds))[0])
 
 
 def main(argv: Sequence[str] | None = None) -> None:

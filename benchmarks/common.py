@@ -1,4 +1,4 @@
-"""What the benchmarks share: rivals in turns, a clock for fits, processes, ratios with targets, one report."""
+"""Shared parts of benchmarks: rivals that take turns, a clock of fits, processes, ratios with targets, a report."""
 
 import argparse
 import json
@@ -63,14 +63,14 @@ class Noise(ImageData):
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """The time of a call."""
+    """Return the seconds of a call."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
 
 
 def peak_mib() -> float:
-    """The peak memory of this process, without a loader's workers, which share most of theirs."""
+    """Return the peak memory of this process, without a loader's workers, which share most of theirs."""
     return peak_memory(CPU)
 
 
@@ -95,7 +95,7 @@ class Clock(Callback):
         self.stamps.mark()
 
     def on_train_batch_start(self, *args: Any) -> None:
-        """A step begins, and the one before ends."""
+        """Mark the end of a step and the start of the next."""
         self.stamps.mark()
 
     on_train_end: Any = on_train_batch_start
@@ -121,23 +121,25 @@ class Clock(Callback):
         file.write_text(json.dumps(self.record))
 
 
-def fit(module: LightningModule, data: Any, keep: bool = True, more: Sequence[Callback] = (), **settings: Any) -> Any:
-    """Rank zero's record of a fit with more callbacks, on the CPU unless settings say else; `keep` as Clock has it."""
+def fit(
+    module: LightningModule, data: Any, keep: bool = True, callbacks: Sequence[Callback] = (), **settings: Any
+) -> Any:
+    """Fit, on the CPU unless settings differ; return rank zero's record of a `Clock` with `keep`."""
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # such as BatchNorm's in a pipeline
-        trainer = Trainer(callbacks=[Clock(folder, keep), *more], **SILENT | settings)
+        trainer = Trainer(callbacks=[Clock(folder, keep), *callbacks], **SILENT | settings)
         trainer.fit(module, data)
         return json.loads((Path(folder) / f"{type(module).__name__}0.json").read_text())
 
 
 def step_seconds(module: LightningModule, data: Any, steps: int, warmup: int = 2, **settings: Any) -> list[float]:
-    """Seconds of each step of a fit after some to warm up."""
+    """Return the seconds of each step of a fit after warm-up steps."""
     settings |= {"max_steps": warmup + steps, "max_epochs": -1, "limit_val_batches": 0}
     return fit(module, data, **settings)["steps"][warmup:]
 
 
 def take_turns(rivals: Mapping[str, Callable[[], T]], rounds: int, unit: str = "") -> dict[str, list[T]]:
-    """What each rival measures in each round, printed as it comes if it has a unit; odd rounds go backwards."""
+    """Measure each rival in each round, odd rounds in reverse order; print the values if they have a unit."""
     runs: dict[str, list[T]] = {name: [] for name in rivals}
     for number in range(rounds):
         for name, measure in [*rivals.items()][:: -1 if number % 2 else 1]:
@@ -148,25 +150,25 @@ def take_turns(rivals: Mapping[str, Callable[[], T]], rounds: int, unit: str = "
 
 
 class Ratios(list[float]):
-    """The ratio of two sides in each round, of which what slows a whole round down is no part; and their medians."""
+    """Ratios of two sides, round by round, so that what slows a whole round does not count; and the sides' medians."""
 
     sides: tuple[float, float] | None = None
 
 
 def over(above: Sequence[float], below: Sequence[float]) -> list[float]:
-    """One side over the other, `Ratios`."""
-    found = Ratios(a / b for a, b in zip(above, below, strict=True))
-    found.sides = median(above), median(below)
-    return found
+    """Divide one side by the other; return `Ratios`."""
+    ratios = Ratios(a / b for a, b in zip(above, below, strict=True))
+    ratios.sides = median(above), median(below)
+    return ratios
 
 
 # Processes
 
 
-def forked(measure: Callable[[int], T], copies: int = 1) -> list[T]:
-    """What the function returns for each number, in processes forked from this one, all at the same time.
+def run_forked(measure: Callable[[int], T], copies: int = 1) -> list[T]:
+    """Call a function with each number in processes forked from this one, at the same time; return its results.
 
-    It can't fork ranks itself: Lightning refuses that in a fork whose parent has asked for GPUs.
+    The function can't fork ranks: Lightning refuses that in a fork whose parent has initialised GPUs.
     """
     with tempfile.TemporaryDirectory() as folder, children_end_with_block():
         files = [Path(folder) / str(number) for number in range(copies)]
@@ -174,29 +176,29 @@ def forked(measure: Callable[[int], T], copies: int = 1) -> list[T]:
         return [json.loads(file.read_text()) for file in files]
 
 
-def in_ranks(world_size: int, measure: Callable[[], T]) -> list[T]:
-    """What the function returns in each rank of a gloo group of processes forked from this one."""
+def run_in_ranks(world_size: int, measure: Callable[[], T]) -> list[T]:
+    """Call a function in each rank of a gloo group of processes forked from this one; return its results."""
     with tempfile.TemporaryDirectory() as folder:
 
         def rank(number: int) -> T:
             store = f"file://{folder}/store"
             dist.init_process_group("gloo", store, timedelta(minutes=2), world_size=world_size, rank=number)
-            found = measure()
+            result = measure()
             dist.destroy_process_group()
-            return found
+            return result
 
-        return forked(rank, world_size)
+        return run_forked(rank, world_size)
 
 
-def called(function: Callable[..., T], *args: Any, env: Mapping[str, str]) -> T:
-    """What a function returns in a fresh interpreter; a loader in it has to fork its workers."""
+def call_fresh(function: Callable[..., T], *args: Any, env: Mapping[str, str]) -> T:
+    """Call a function in a fresh interpreter and return its result; a loader in it has to fork its workers."""
     spawn = multiprocessing.get_context("spawn")
     with patch.dict(os.environ, env), ProcessPoolExecutor(1, spawn) as processes:
         return processes.submit(function, *args).result()
 
 
-def clocked(experiment: str, *flags: str, env: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Run an experiment; by module and rank, what the clock has found in its last fit."""
+def run_clocked(experiment: str, *flags: str, env: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Run an experiment; return the records of a `Clock` in its last fit, by module and rank."""
     with tempfile.TemporaryDirectory() as folder:
         clock = ["--trainer.callbacks", "benchmarks.common.Clock", "--trainer.callbacks.folder", folder]
         command = [sys.executable, str(ROOT / "experiments" / f"{experiment}.py"), *flags, *clock]
@@ -204,13 +206,13 @@ def clocked(experiment: str, *flags: str, env: Mapping[str, str] | None = None) 
         return {file.stem: json.loads(file.read_text()) for file in Path(folder).glob("*.json")}
 
 
-def threads(count: int | None) -> dict[str, str]:
-    """The environment with so many threads of OpenMP; with the machine's own number if None."""
+def thread_variables(count: int | None) -> dict[str, str]:
+    """Return the environment variables with so many threads of OpenMP; None for the machine's default."""
     return {**os.environ, **({} if count is None else {"OMP_NUM_THREADS": str(count)})}
 
 
 def one_thread() -> None:
-    """Compute with one thread, here and in all processes that are started from here."""
+    """Compute with one thread, in this process and those that it starts."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
 
@@ -219,7 +221,7 @@ def one_thread() -> None:
 
 
 class Target(NamedTuple):
-    """What a ratio compares, its bounds, and what would be better still."""
+    """The text of a ratio, its bounds, and a better value to aim at."""
 
     text: str
     low: float = 0.0
@@ -227,57 +229,57 @@ class Target(NamedTuple):
     aim: str = ""
 
     def reached(self, ratio: float) -> bool:
-        """Whether the ratio is within the bounds."""
+        """Return whether the ratio is within the bounds."""
         return self.low <= ratio <= self.high
 
     def words(self, ratio: float) -> str:
-        """The bounds, and whether the ratio misses them."""
+        """Return the bounds, and whether the ratio misses them, as text."""
         high = f"1/{1 / self.high:g}" if self.high < 0.5 and (1 / self.high).is_integer() else f"{self.high:g}"
         bounds = [f"at least {self.low:g}"] * (self.low > 0) + [f"at most {high}"] * (high != "inf")
         return f"{', '.join(bounds)}{self.aim}{'' if self.reached(ratio) else '   MISSED'}"
 
 
-class Found(NamedTuple):
-    """What a benchmark has measured."""
+class Measurement(NamedTuple):
+    """The figures and ratios of a benchmark."""
 
     figures: dict[str, Runs]  # by unit
     ratios: Runs  # by the name of their target
-    facts: Mapping[str, Any] = {}  # anything else, for the file
+    facts: Mapping[str, Any] = {}  # others, for the file
 
 
-Measure = Callable[[argparse.Namespace], Found]
+Measure = Callable[[argparse.Namespace], Measurement]
 
 
-def merged(parts: Mapping[str, Found]) -> Found:
-    """All that the parts have measured, their figures under their names."""
+def merge(parts: Mapping[str, Measurement]) -> Measurement:
+    """Merge measurements; the units of figures get their names."""
     figures = {f"{unit} ({name})": runs for name, part in parts.items() for unit, runs in part.figures.items()}
     ratios = {name: runs for part in parts.values() for name, runs in part.ratios.items()}
-    return Found(figures, ratios, {key: value for part in parts.values() for key, value in part.facts.items()})
+    return Measurement(figures, ratios, {key: value for part in parts.values() for key, value in part.facts.items()})
 
 
-def table(found: Found, targets: Mapping[str, Target]) -> str:
-    """A line for each figure and each ratio: medians, and the range over all rounds."""
+def table(measurement: Measurement, targets: Mapping[str, Target]) -> str:
+    """Format a line for each figure and each ratio: medians, and the range over all rounds."""
     rows = [
         [f"{name}, {unit}", "", short(median(runs)), f"{short(min(runs))} to {short(max(runs))}"]
-        for unit, named in found.figures.items()
-        for name, runs in named.items()
+        for unit, figures in measurement.figures.items()
+        for name, runs in figures.items()
     ]
-    for name, runs in found.ratios.items():
+    for name, runs in measurement.ratios.items():
         middle, target = median(runs), targets[name]
-        shown = f"{middle:.3f}" + (f" = 1/{1 / middle:.1f}" if middle < 0.5 else "")
-        rows.append([target.text, target.words(middle), shown, f"{min(runs):.2f} to {max(runs):.2f}"])
+        ratio = f"{middle:.3f}" + (f" = 1/{1 / middle:.1f}" if middle < 0.5 else "")
+        rows.append([target.text, target.words(middle), ratio, f"{min(runs):.2f} to {max(runs):.2f}"])
     return Table(["", "target", "median", "all rounds"], rows, left=2).plain(200)
 
 
 def row(target: Target, runs: Sequence[float]) -> list[str]:
-    """What is compared, ours, the rival, their ratio with the range over all rounds, and the target."""
+    """Return a ratio's cells: its text, ours, the rival, their ratio with its range over all rounds, the target."""
     sides = getattr(runs, "sides", None) or (None, None)
     middle, spread = median(runs), f"{min(runs):.2f} to {max(runs):.2f}"
     return [target.text, *map(short, sides), f"{middle:.3f} ({spread})", target.words(middle).strip() or NONE]
 
 
 def parser(description: str | None, rounds: tuple[str, int], rounds_help: str) -> argparse.ArgumentParser:
-    """A parser with `--out` and the option for the number of rounds."""
+    """Make a parser with `--out` and the option for the number of rounds."""
     formatter = argparse.RawDescriptionHelpFormatter
     command = argparse.ArgumentParser(description=description, formatter_class=formatter)
     command.add_argument(rounds[0], dest="rounds", type=int, default=rounds[1], help=rounds_help)
@@ -288,19 +290,23 @@ def parser(description: str | None, rounds: tuple[str, int], rounds_help: str) -
 def run(args: argparse.Namespace, measure: Measure, targets: Mapping[str, Target], strict: bool = False) -> None:
     """Measure, print the table and write `--out`; exit with 2 for bad input, with 1 for a missed target if `strict`."""
     settings = {name: value for name, value in vars(args).items() if name != "out"}
-    header = json.loads(json.dumps(settings, default=str)) | environment.setting()
+    header = json.loads(json.dumps(settings, default=str)) | environment.measurement_conditions()
     flags: Any = SimpleNamespace(flag=lambda name, _: name)  # an option is refused by its class
     with one_line_errors(flags), quiet():
-        found = measure(args)
-    header |= found.facts
-    print(*(f"{key}: {value}" for key, value in header.items()), table(found, targets), sep="\n")
+        measurement = measure(args)
+    header |= measurement.facts
+    print(*(f"{key}: {value}" for key, value in header.items()), table(measurement, targets), sep="\n")
     if settings.get("quick"):
         print("sizes are tiny: what is missed says nothing")
-    ratios = {name: median(runs) for name, runs in found.ratios.items()}
+    ratios = {name: median(runs) for name, runs in measurement.ratios.items()}
     if args.out:
-        figures = {unit: {name: median(runs) for name, runs in named.items()} for unit, named in found.figures.items()}
+        figures = {
+            unit: {name: median(runs) for name, runs in runs_by_name.items()}
+            for unit, runs_by_name in measurement.figures.items()
+        }
         header = {"benchmark": Path(measure.__code__.co_filename).stem, **header, "figures": figures, "ratios": ratios}
-        header["rows"] = [row(targets[name], runs) for name, runs in found.ratios.items()]
-        write_json(args.out, header | {"all_rounds": {"figures": found.figures, "ratios": found.ratios}})
+        header["rows"] = [row(targets[name], runs) for name, runs in measurement.ratios.items()]
+        rounds = {"figures": measurement.figures, "ratios": measurement.ratios}
+        write_json(args.out, header | {"all_rounds": rounds})
     if strict and not all(targets[name].reached(ratio) for name, ratio in ratios.items()):
         sys.exit(1)

@@ -35,7 +35,7 @@ from torchvision.transforms import v2
 
 from apprentice.keyed import with_seed
 from benchmarks import common
-from benchmarks.common import Found, Rivals, Target
+from benchmarks.common import Measurement, Rivals, Target
 from datamodules import ImageFolder
 from datamodules.streams import Streamed
 from harness.runs import environment
@@ -88,7 +88,7 @@ def ours(data: ImageFolder) -> Iterator[Tensor]:
     """Normalised batches; images in memory are augmented here, as on the training device."""
     streamed = isinstance(data.split("train"), Streamed)
     for batch in data.train_dataloader():
-        yield data.normalize(batch.inputs if streamed else data.augmented(batch.inputs, 0, batch.index))
+        yield data.normalize(batch.inputs if streamed else data.augment_images(batch.inputs, 0, batch.index))
 
 
 def plain(root: Path, transforms: str, args: argparse.Namespace) -> Iterator[Tensor]:
@@ -104,7 +104,7 @@ def plain(root: Path, transforms: str, args: argparse.Namespace) -> Iterator[Ten
         yield batch
 
 
-def speeds(root: Path, transforms: str, args: argparse.Namespace) -> Found:
+def speeds(root: Path, transforms: str, args: argparse.Namespace) -> Measurement:
     """Images/s of all sides."""
 
     def rate(batches: Any, *of: Any) -> float:
@@ -117,7 +117,7 @@ def speeds(root: Path, transforms: str, args: argparse.Namespace) -> Found:
     ratios = {
         f"{side} / plain, {transforms}": common.over(runs[side], runs["plain"]) for side in sides if side != "plain"
     }
-    return Found({f"images/s, {transforms}": runs}, ratios)
+    return Measurement({f"images/s, {transforms}": runs}, ratios)
 
 
 class Waits(Callback):
@@ -143,7 +143,7 @@ def waiting(root: Path, args: argparse.Namespace) -> float:
     sizes: dict[str, Any] = {"image_size": 224, "batch_size": args.batch // 2, "validation_size": 0}
     data, waits = ImageFolder(root, cache="none", num_workers=args.workers, augment=True, **sizes), Waits()
     net = with_seed(0, lambda: Torchvision("resnet18", input_shape=(3, 224, 224), num_classes=10))
-    common.fit(LitClassifier(net), data, more=[waits], max_steps=args.steps, max_epochs=-1, limit_val_batches=0)
+    common.fit(LitClassifier(net), data, callbacks=[waits], max_steps=args.steps, max_epochs=-1, limit_val_batches=0)
     return waits.share()
 
 
@@ -155,28 +155,28 @@ def peak(root: str, workers: int) -> float:
     return record["peak_mib"] + resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**10
 
 
-def memory(path: Path, args: argparse.Namespace) -> Found:
-    """The peaks of a twentieth and of all images."""
+def memory(path: Path, args: argparse.Namespace) -> Measurement:
+    """Measure the peak memory for a twentieth of the images and for all."""
     runs = {}
     for count in (args.large // 20, args.large):
         generate(path / str(count), count)
-        found = common.called(peak, str(path / str(count)), args.workers, env=common.threads(None))
-        runs[f"{count:,} images"] = [found]
+        mib = common.call_fresh(peak, str(path / str(count)), args.workers, env=common.thread_variables(None))
+        runs[f"{count:,} images"] = [mib]
     few, many = runs.values()
-    return Found({"MiB, process and largest worker": runs}, {"peak": common.over(many, few)})
+    return Measurement({"MiB, process and largest worker": runs}, {"peak": common.over(many, few)})
 
 
-def measure(args: argparse.Namespace) -> Found:
-    """All parts."""
+def measure(args: argparse.Namespace) -> Measurement:
+    """Measure all parts."""
     with tempfile.TemporaryDirectory() as path:
-        found = [memory(Path(path), args)] if args.large else []  # first: a process begins with its parent's peak
+        parts = [memory(Path(path), args)] if args.large else []  # first: a process begins with its parent's peak
         environment.keep_memory()
         root = Path(path) / "images"
         generate(root, args.images)
-        found += [speeds(root, transforms, args) for transforms in ("light", "heavy")]
-        found.append(Found({}, {"waiting": [waiting(root, args)]}))
-    figures = {unit: runs for part in found for unit, runs in part.figures.items()}
-    return Found(figures, {name: runs for part in found for name, runs in part.ratios.items()})
+        parts += [speeds(root, transforms, args) for transforms in ("light", "heavy")]
+        parts.append(Measurement({}, {"waiting": [waiting(root, args)]}))
+    figures = {unit: runs for part in parts for unit, runs in part.figures.items()}
+    return Measurement(figures, {name: runs for part in parts for name, runs in part.ratios.items()})
 
 
 def main(argv: Sequence[str] | None = None) -> None:

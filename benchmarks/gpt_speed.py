@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from apprentice.keyed import with_seed
 from benchmarks import common
-from benchmarks.common import Found, Rivals, Runs, Target
+from benchmarks.common import Measurement, Rivals, Runs, Target
 from datamodules import Text
 from harness.runs import environment
 from lab.studies.meters import Stamps
@@ -145,7 +145,7 @@ def experiment(side: str, path: str | Path | None, steps: int, env: Mapping[str,
     }  # fmt: skip
     flags = [*EXPERIMENT[side], *(f"--{name}={value}" for name, value in sizes.items())]
     flags += [] if path is None else [f"--data.path={path}"]
-    return mean(common.clocked("gpt", *flags, env=env)["LitLanguageModel0"]["steps"][SKIPPED:]) * 1e3
+    return mean(common.run_clocked("gpt", *flags, env=env)["LitLanguageModel0"]["steps"][SKIPPED:]) * 1e3
 
 
 def fetching(path: str | Path | None, rounds: int = 7) -> Runs:
@@ -170,22 +170,22 @@ def generation(path: str | Path | None, rounds: int = 3) -> Runs:
 
 
 def ratios(steps: Runs, fetched: Runs, generated: Runs) -> Runs:
-    """Ours over theirs."""
-    found = {name: common.over(*(steps[side] for side in name.split(" / "))) for name in TARGETS if "/" in name}
-    found["fetching"] = common.over(fetched["ours"], fetched["slices"])
-    return found | {"generation": common.over(generated["cached"], generated["recomputed"])}
+    """Return ours over theirs."""
+    by_name = {name: common.over(*(steps[side] for side in name.split(" / "))) for name in TARGETS if "/" in name}
+    by_name["fetching"] = common.over(fetched["ours"], fetched["slices"])
+    return by_name | {"generation": common.over(generated["cached"], generated["recomputed"])}
 
 
-def measure(args: argparse.Namespace) -> Found:
-    """All sides in turn, then fetching and generation."""
-    env = common.threads(args.threads)
+def measure(args: argparse.Namespace) -> Measurement:
+    """Measure all sides in turn, then fetching and generation."""
+    env = common.thread_variables(args.threads)
     text, steps = args.data, args.steps
-    sides: Rivals = {side.__name__: partial(common.called, side, text, steps, env=env) for side in (loop, bare)}
+    sides: Rivals = {side.__name__: partial(common.call_fresh, side, text, steps, env=env) for side in (loop, bare)}
     sides |= {side: partial(experiment, side, text, steps, env) for side in EXPERIMENT}
     step_times = common.take_turns(sides, args.rounds, "ms a step")
-    fetched, generated = (common.called(part, args.data, env=env) for part in (fetching, generation))
+    fetched, generated = (common.call_fresh(part, args.data, env=env) for part in (fetching, generation))
     figures = {"ms a step": step_times, "µs to fetch a batch": fetched, "s for 255 tokens": generated}
-    return Found(figures, ratios(step_times, fetched, generated))
+    return Measurement(figures, ratios(step_times, fetched, generated))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

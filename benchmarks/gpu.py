@@ -93,12 +93,12 @@ def kd(size: Size) -> Rows:
         return of_steps(*(1e3 * seconds[name] / epochs / len(batches) for name in ("teacher", "all students")))
 
     def ours(*flags: str) -> Facts:
-        given = ["--data", "benchmarks.gpu.Images", "--data.train_size", str(count), "--data.validation_size", "0"]
-        given += ["--data.batch_size", str(batch), "--seeds", "1", "--trainer.max_epochs", str(epochs)]
-        given += ["--data.test_size", str(batch), "--trainer.logger", "false", *size.trainer]
-        found = common.clocked("kd", *given, *flags, env=on_path())
-        teacher, students = found["LitClassifier0"], found["Distillation0"]
-        steps = (1e3 * median(each["steps"][1:]) for each in (teacher, students))
+        options = ["--data", "benchmarks.gpu.Images", "--data.train_size", str(count), "--data.validation_size", "0"]
+        options += ["--data.batch_size", str(batch), "--seeds", "1", "--trainer.max_epochs", str(epochs)]
+        options += ["--data.test_size", str(batch), "--trainer.logger", "false", *size.trainer]
+        records = common.run_clocked("kd", *options, *flags, env=on_path())
+        teacher, students = records["LitClassifier0"], records["Distillation0"]
+        steps = (1e3 * median(record["steps"][1:]) for record in (teacher, students))
         return of_steps(*steps) | {"peak, MiB": students["peak_mib"]}
 
     def of_steps(teacher: float, students: float) -> Facts:
@@ -123,9 +123,9 @@ def gpt(size: Size) -> Rows:
             "net.embed_dim": width, "trainer.max_steps": steps, "trainer.val_check_interval": steps + 1,
             "trainer.limit_test_batches": 1, "trainer.logger": "false",
         }  # fmt: skip
-        given = [*(f"--{name}={value}" for name, value in sizes.items()), *size.trainer]
-        found = common.clocked("gpt", *given, *flags, env=on_path())["LitLanguageModel0"]
-        return of_step(1e3 * median(found["steps"][gpt_speed.SKIPPED :]), found["peak_mib"])
+        options = [*(f"--{name}={value}" for name, value in sizes.items()), *size.trainer]
+        record = common.run_clocked("gpt", *options, *flags, env=on_path())["LitLanguageModel0"]
+        return of_step(1e3 * median(record["steps"][gpt_speed.SKIPPED :]), record["peak_mib"])
 
     def bare(half: bool, compiled: bool) -> Facts:
         device = torch.device(size.device)
@@ -162,9 +162,9 @@ def precision(size: Size) -> Rows:
             module.to(memory_format=torch.contiguous_format)
         settings: Facts = {"accelerator": size.device, "devices": 1, "precision": precision}
         settings |= {"max_steps": warmup + steps, "max_epochs": -1, "limit_val_batches": 0}
-        found = common.fit(module, Images(rows, validation_size=0), **settings)
-        ms = 1e3 * median(found["steps"][warmup:])
-        return {"ms a step": ms, "images/s": rows / ms * 1e3, "peak, MiB": found["peak_mib"]}
+        record = common.fit(module, Images(rows, validation_size=0), **settings)
+        ms = 1e3 * median(record["steps"][warmup:])
+        return {"ms a step": ms, "images/s": rows / ms * 1e3, "peak, MiB": record["peak_mib"]}
 
     yield "float32", partial(measured, "32-true")
     yield "bf16-mixed", partial(measured, "bf16-mixed")
@@ -251,19 +251,19 @@ def run(command: Sequence[str], seconds: float, env: dict[str, str]) -> str:
 
 
 def measure(part: str, size: Size, path: Path) -> None:
-    """In a process of its own: write a line for each row of a part."""
+    """Write a line for each row of a part, in a process of its own."""
     with path.open("a") as file, quiet():
         for name, call in PARTS[part].rows(size):
             try:
-                found = call()
+                figures = call()
             except Exception as error:  # noqa: BLE001 - it costs its row
-                found = {WHY: reason(error)}
-            file.write(json.dumps([name, found]) + "\n")
+                figures = {WHY: reason(error)}
+            file.write(json.dumps([name, figures]) + "\n")
             file.flush()
 
 
 def measured(part: str, args: argparse.Namespace) -> str:
-    """A part's section, of all rows that it has measured in its time."""
+    """Return a part's section, of all rows that it measures in its time."""
     seconds = PARTS[part].seconds * (4 if args.quick else 1)  # on a busy processor
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows"
@@ -290,9 +290,9 @@ def section(part: str, rows: Sequence[tuple[str, Facts]], failed: str = "") -> s
 
 def head(args: argparse.Namespace) -> str:
     """What was measured, where, and when."""
-    setting = environment.setting()
+    setting = environment.measurement_conditions()
     name = "a CPU" if args.device == "cpu" else torch.cuda.get_device_name()
-    lines = [f"# Figures of {name}", f"`{' '.join(['python', 'benchmarks/gpu.py', *args.given])}`"]
+    lines = [f"# Figures of {name}", f"`{' '.join(['python', 'benchmarks/gpu.py', *args.command])}`"]
     lines += ["Sizes are tiny: these figures say nothing."] if args.quick else []
     return "\n\n".join([*lines, *(f"{key}: {value}" for key, value in setting.items())])
 
@@ -306,7 +306,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     command.add_argument("--out", type=Path, default=Path("gpu.md"))
     command.add_argument("--rows", type=Path, help=argparse.SUPPRESS)  # in the process of a part: where rows go
     args = command.parse_args(argv)
-    args.given = sys.argv[1:] if argv is None else list(argv)
+    args.command = sys.argv[1:] if argv is None else list(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         command.error("--device cuda: torch sees no GPU here")
     if args.rows:

@@ -31,7 +31,7 @@ from typing import Any
 
 from apprentice.keyed import with_seed
 from benchmarks import common
-from benchmarks.common import Found, Noise, Target
+from benchmarks.common import Measurement, Noise, Target
 from benchmarks.kd_speed import ARCHIVE, bake_off, unpacked
 from datamodules import Digits
 from lab.studies.hardware.measure import Measure, Phases
@@ -53,7 +53,7 @@ TARGETS = {
 }
 
 
-def ddp(args: argparse.Namespace) -> Found:
+def ddp(args: argparse.Namespace) -> Measurement:
     """Images/s of one process, of DDP and of two halves."""
 
     def images_per_second(batch_size: int, **settings: Any) -> float:
@@ -61,30 +61,30 @@ def ddp(args: argparse.Namespace) -> Found:
         return batch_size / median(common.step_seconds(module, data, 8, 4, **settings))
 
     rivals = {
-        "one": lambda: common.forked(lambda _: images_per_second(128, devices=1))[0],
+        "one": lambda: common.run_forked(lambda _: images_per_second(128, devices=1))[0],
         "ddp": lambda: images_per_second(128, devices=2, strategy=DDP()),
-        "halves": lambda: sum(common.forked(lambda _: images_per_second(64, devices=1), 2)),
+        "halves": lambda: sum(common.run_forked(lambda _: images_per_second(64, devices=1), 2)),
     }
     runs = common.take_turns(rivals, args.rounds, "images/s")
-    return Found({"images/s": runs}, {name: common.over(runs[name], runs["one"]) for name in ("ddp", "halves")})
+    return Measurement({"images/s": runs}, {name: common.over(runs[name], runs["one"]) for name in ("ddp", "halves")})
 
 
-def startup(args: argparse.Namespace) -> Found:
+def startup(args: argparse.Namespace) -> Measurement:
     """Seconds from the command to the first batch of 1 rank and of 8."""
     flags = ["--seeds", "1", "--teacher", "LightNN", "--only", "ce", "--trainer.max_epochs", "1"]
 
     def seconds(devices: int) -> float:
         start = time.time()
-        found = common.clocked("kd", *flags, "--trainer.logger", "false", "--trainer.devices", str(devices))
-        firsts = [each["first"] for name, each in found.items() if name.startswith("LitClassifier")]
+        records = common.run_clocked("kd", *flags, "--trainer.logger", "false", "--trainer.devices", str(devices))
+        firsts = [record["first"] for name, record in records.items() if name.startswith("LitClassifier")]
         assert len(firsts) == devices
         return max(firsts) - start
 
     runs = common.take_turns({f"{n} ranks": partial(seconds, n) for n in (1, 8)}, args.rounds, "s")
-    return Found({"s": runs}, {"startup": common.over(runs["8 ranks"], runs["1 ranks"])})
+    return Measurement({"s": runs}, {"startup": common.over(runs["8 ranks"], runs["1 ranks"])})
 
 
-def exact(args: argparse.Namespace) -> Found:
+def exact(args: argparse.Namespace) -> Measurement:
     """Seconds of a bake-off, plain and exact, on one process and on two."""
 
     def parts(folder: str, devices: int, *flags: str) -> dict[str, float]:
@@ -97,36 +97,36 @@ def exact(args: argparse.Namespace) -> Found:
     with unpacked(args) as folder:
         kinds = [(name, n, flags) for n in (1, 2) for name, flags in (("plain", []), ("exact", ["--exact", "8"]))]
         rivals = {f"{name} {n}": partial(parts, folder, n, *flags) for name, n, flags in kinds}
-        found = common.take_turns(rivals, args.rounds)
-    runs = {f"{name}, {key}": [each[key] for each in found[name]] for name in rivals for key in found[name][0]}
+        rounds = common.take_turns(rivals, args.rounds)
+    runs = {f"{name}, {key}": [seconds[key] for seconds in rounds[name]] for name in rivals for key in rounds[name][0]}
     ratios = {
         f"{key} {n}": common.over(runs[f"exact {n}, {part}"], runs[f"plain {n}, {part}"])
         for key, part in (("exact", "bake-off"), ("students", "students step"))
         for n in (1, 2)
     }
-    return Found({"s": runs}, ratios)
+    return Measurement({"s": runs}, ratios)
 
 
-def overhead(args: argparse.Namespace) -> Found:
+def overhead(args: argparse.Namespace) -> Measurement:
     """Milliseconds of a step with and without the callback."""
 
     def step_ms(watched: bool) -> float:
         with tempfile.TemporaryDirectory() as folder:
             watch = [Measure(Path(folder), Phases(warmup=0, block=1, blocks=10**9, profiled=1))] if watched else []
             module = LitClassifier(with_seed(0, partial(LightNN, (1, 8, 8))))
-            return 1e3 * median(common.step_seconds(module, Digits(validation_size=0), STEPS, more=watch))
+            return 1e3 * median(common.step_seconds(module, Digits(validation_size=0), STEPS, callbacks=watch))
 
     runs = common.take_turns({"with": partial(step_ms, True), "without": partial(step_ms, False)}, args.rounds)
-    return Found({"ms a step": runs}, {"overhead": common.over(runs["with"], runs["without"])})
+    return Measurement({"ms a step": runs}, {"overhead": common.over(runs["with"], runs["without"])})
 
 
 PARTS = {"ddp": ddp, "startup": startup, "exact": exact, "overhead": overhead}
 
 
-def measure(args: argparse.Namespace) -> Found:
+def measure(args: argparse.Namespace) -> Measurement:
     """All parts that were asked for."""
     common.one_thread()
-    return common.merged({name: PARTS[name](args) for name in args.parts})
+    return common.merge({name: PARTS[name](args) for name in args.parts})
 
 
 def main(argv: Sequence[str] | None = None) -> None:

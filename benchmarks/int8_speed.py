@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from apprentice.keyed import with_seed
 from benchmarks import common
-from benchmarks.common import Found, Runs, Target
+from benchmarks.common import Measurement, Runs, Target
 from harness.studies.deploy import Latency, formats
 from lit_modules.nets import ResNet
-from lit_modules.quantization import post_training
+from lit_modules.quantization import quantize_post_training
 
 SHAPE = (3, 32, 32)
 INFO = Path("/proc/cpuinfo")
@@ -32,29 +32,29 @@ TARGETS = {
 }
 
 
-def both(depth: int, batch_size: int) -> tuple[dict[str, nn.Module], Tensor]:
-    """The net in float32 and int8, and images (batch_size, 3, 32, 32) of noise."""
+def build_both(depth: int, batch_size: int) -> tuple[dict[str, nn.Module], Tensor]:
+    """Build the net in float32 and int8, and images (batch_size, 3, 32, 32) of noise."""
     net = with_seed(0, lambda: ResNet(depth, SHAPE)).eval()
     images = torch.randn(batch_size, *SHAPE, generator=torch.Generator().manual_seed(0))
-    return {"float32": net, "int8": post_training(net, [images])}, images
+    return {"float32": net, "int8": quantize_post_training(net, [images])}, images
 
 
 def onnx_bytes(net: nn.Module, images: Tensor) -> int:
-    """Size of its ONNX file."""
+    """Return the size of a net's ONNX file."""
     with tempfile.TemporaryDirectory() as folder:
         formats.write_onnx(net, images, Path(folder))
         return (Path(folder) / formats.ONNX).stat().st_size
 
 
-def measure(args: argparse.Namespace) -> Found:
-    """Images/s and bytes of both, and their ratios."""
-    nets, images = both(args.depth, args.batch_size)
+def measure(args: argparse.Namespace) -> Measurement:
+    """Measure images/s and bytes of both, and their ratios."""
+    nets, images = build_both(args.depth, args.batch_size)
     latency = Latency(args.threads, [args.batch_size], args.rounds).measure(nets, images)
-    times = {name: each[str(args.batch_size)] for name, each in latency.items()}
-    speeds: Runs = {name: [args.batch_size / each["median"] * 1e3] for name, each in times.items()}
+    times = {name: by_size[str(args.batch_size)] for name, by_size in latency.items()}
+    speeds: Runs = {name: [args.batch_size / time["median"] * 1e3] for name, time in times.items()}
     sizes: Runs = {name: [onnx_bytes(net, images)] for name, net in nets.items()}
     ratios = {key: common.over(runs["int8"], runs["float32"]) for key, runs in (("speed", speeds), ("size", sizes))}
-    return Found({"images/s": speeds, "bytes": sizes}, ratios, {"vnni": VNNI, "latency_ms": times})
+    return Measurement({"images/s": speeds, "bytes": sizes}, ratios, {"vnni": VNNI, "latency_ms": times})
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -30,7 +30,7 @@ from torchvision import transforms
 
 from apprentice.errors import BadInput
 from benchmarks import common
-from benchmarks.common import Found, Target
+from benchmarks.common import Measurement, Target
 from datamodules import ImageFolder
 from lit_modules.nets import DeepNN, LightNN
 
@@ -77,8 +77,8 @@ def loss_of(name: str, student: Any, teacher: Any, images: Tensor, labels: Tenso
         divergence = F.kl_div(F.log_softmax(logits / 2, 1), F.softmax(teachers_logits / 2, 1), reduction="batchmean")
         return loss + 0.25 * 2**2 * divergence
     if name == "student cosine":  # flattened maps; the teacher's 2048 values are pooled to the student's 1024
-        wanted = F.avg_pool1d(torch.flatten(teachers_maps, 1), 2)
-        return loss + 0.25 * F.cosine_embedding_loss(torch.flatten(maps, 1), wanted, images.new_ones(len(images)))
+        target = F.avg_pool1d(torch.flatten(teachers_maps, 1), 2)
+        return loss + 0.25 * F.cosine_embedding_loss(torch.flatten(maps, 1), target, images.new_ones(len(images)))
     # hint: the student's maps go through a convolution that is trained with it
     return loss + 0.25 * F.mse_loss(student.regressor(maps), teachers_maps)
 
@@ -113,8 +113,8 @@ def loops(
         if name == "student hint":
             net.regressor = nn.Conv2d(16, 32, 3, padding=1)
         net.to(device)
-        told = None if name == "student ce" else teacher
-        figures[name] = common.seconds(partial(train, name, net, told, loader, epochs))
+        guide = None if name == "student ce" else teacher
+        figures[name] = common.seconds(partial(train, name, net, guide, loader, epochs))
         nets[name] = net.eval()
         teacher = teacher or net
     return figures | {"all students": sum(figures[name] for name in STUDENTS)}, nets
@@ -141,7 +141,7 @@ def bake_off(folder: str, count: int, epochs: int, *flags: str, env: Mapping[str
     """Rank zero's records of the two fits of `kd.py`, on so many of a folder's images, the classes in balance."""
     sizes = ["--data.train_size", str(count), "--data.test_size", str(count // 10), "--data.validation_size", "0"]
     data = ["--data", "ImageFolder", "--data.root", folder, *sizes, "--trainer.max_epochs", str(epochs)]
-    clocks = common.clocked("kd", *data, *flags, env=env)
+    clocks = common.run_clocked("kd", *data, *flags, env=env)
     return [clocks["LitClassifier0"], clocks["Distillation0"]]
 
 
@@ -166,26 +166,26 @@ def unpacked(args: argparse.Namespace) -> Iterator[str]:
         yield str(data)
 
 
-def measure(args: argparse.Namespace) -> Found:
-    """Both sides in turn, and what ours take of the tutorial's."""
-    usual, passive = common.threads(args.threads), {"OMP_WAIT_POLICY": "PASSIVE"}
+def measure(args: argparse.Namespace) -> Measurement:
+    """Measure both sides in turn, and the ratios of ours to the tutorial's."""
+    usual, passive = common.thread_variables(args.threads), {"OMP_WAIT_POLICY": "PASSIVE"}
     envs = {"tutorial": usual | (passive if args.wait_policy == "passive" else {}), "ours": passive | usual}
     with unpacked(args) as folder:
         sizes = folder, args.images, args.epochs
-        sides: Any = {"tutorial": partial(common.called, tutorial), "ours": ours}
+        sides: Any = {"tutorial": partial(common.call_fresh, tutorial), "ours": ours}
         rivals = {name: partial(side, *sizes, env=envs[name]) for name, side in sides.items()}
         runs: dict[str, list[dict[str, Any]]] = common.take_turns(rivals, args.rounds)
-    threads = {side: int(found[0].pop("threads")) for side, found in runs.items()}
-    accuracies = [found.pop("accuracies") for found in runs["tutorial"]]
+    threads = {side: int(rounds[0].pop("threads")) for side, rounds in runs.items()}
+    accuracies = [figures.pop("accuracies") for figures in runs["tutorial"]]
     policies = {side: env.get("OMP_WAIT_POLICY", "the machine's default") for side, env in envs.items()}
-    for each in [*runs["tutorial"], *runs["ours"]]:
-        each["teacher and students"] = each["teacher"] + each["all students"]
-    named = {f"{side}, {name}": [each[name] for each in runs[side]] for side in runs for name in runs[side][0]}
+    for figures in [*runs["tutorial"], *runs["ours"]]:
+        figures["teacher and students"] = figures["teacher"] + figures["all students"]
+    values = {f"{side}, {name}": [figures[name] for figures in runs[side]] for side in runs for name in runs[side][0]}
     names = {key: target.text.partition(",")[0] for key, target in TARGETS.items()}
-    ratios = {key: common.over(named[f"ours, {name}"], named[f"tutorial, {name}"]) for key, name in names.items()}
-    memory = {name: named.pop(name) for name in [*named] if name.endswith("memory")}
+    ratios = {key: common.over(values[f"ours, {name}"], values[f"tutorial, {name}"]) for key, name in names.items()}
+    memory = {name: values.pop(name) for name in [*values] if name.endswith("memory")}
     facts = {"threads": threads, "wait_policy": policies, "accuracies": accuracies}
-    return Found({"s": named, "MiB": memory}, ratios, facts)
+    return Measurement({"s": values, "MiB": memory}, ratios, facts)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -44,15 +44,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = []
     print("optimizer  strategy      loss at 1/3   at 2/3   at the end   steps   seconds")
     for label, optimizer in OPTIMIZERS.items():
-        made = {"ddp": DDP()} | {f"local_sgd k={k}": LocalSGD(period=k) for k in options.periods}
-        for name, strategy in made.items():
+        strategies = {"ddp": DDP()} | {f"local_sgd k={k}": LocalSGD(period=k) for k in options.periods}
+        for name, strategy in strategies.items():
             module = LitClassifier(with_seed(0, partial(DeepNN, Digits.input_shape)), optimizer=optimizer)
             settings = {"devices": options.devices, "max_epochs": options.epochs, "num_sanity_val_steps": 0}
             with quiet():
                 record = common.fit(module, Digits(), strategy=strategy, **settings)
             losses, seconds = record["losses"], sum(record["steps"])
-            shown = [losses[len(losses) * third // 3 - 1][1] for third in (1, 2, 3)]
-            numbers = f"{shown[0]:11.3f}  {shown[1]:7.3f}  {shown[2]:11.3f}  {losses[-1][0]:6}  {seconds:8.1f}"
+            thirds = [losses[len(losses) * third // 3 - 1][1] for third in (1, 2, 3)]
+            numbers = f"{thirds[0]:11.3f}  {thirds[1]:7.3f}  {thirds[2]:11.3f}  {losses[-1][0]:6}  {seconds:8.1f}"
             print(f"{label:9}  {name:13}{numbers}", flush=True)
             rows.append({"optimizer": label, "strategy": name, "losses": losses, "seconds": seconds})
     machine = {"hardware": environment.hardware(), "versions": environment.versions()}

@@ -16,14 +16,14 @@ COLUMNS = ["benchmark", "compared", "ours", "rival", "ratio", "target", "date"]
 BEGIN, END = "<!-- table -->\n", "\n<!-- end -->"
 
 
-def updated(page: str, found: Sequence[dict]) -> str:
-    """The page with a row for each ratio of the results, in place of earlier ones of the same benchmarks."""
+def update_table(page: str, results: Sequence[dict]) -> str:
+    """Replace the rows of the results' benchmarks in a page; return the page."""
     before, _, rest = page.partition(BEGIN)
     old, _, after = rest.partition(END)
     cells = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in old.splitlines()[2:]]
-    measured = {each["benchmark"] for each in found}
+    measured = {result["benchmark"] for result in results}
     rows = [line for line in cells if line[0] not in measured]
-    rows += [[each["benchmark"], *row, each["date"]] for each in found for row in each["rows"]]
+    rows += [[result["benchmark"], *row, result["date"]] for result in results for row in result["rows"]]
     rows.sort(key=lambda line: line[0])
     return before + BEGIN + Table(COLUMNS, rows, left=2).markdown() + END + after
 
@@ -32,7 +32,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Read the files and write the page."""
     files = [Path(name) for name in (sys.argv[1:] if argv is None else argv)]
     results = [json.loads(file.read_text()) for file in files]
-    PAGE.write_text(updated(PAGE.read_text(), [each for each in results if "rows" in each and "benchmark" in each]))
+    PAGE.write_text(
+        update_table(PAGE.read_text(), [result for result in results if {"rows", "benchmark"} <= result.keys()])
+    )
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from torch.optim import SGD
 
 from apprentice.keyed import with_seed
 from benchmarks import common
-from benchmarks.common import Found, Rivals, Target
+from benchmarks.common import Measurement, Rivals, Target
 from harness.runs import environment
 from lab.studies.meters import Stamps
 from lab.studies.pipeline import Noise, Task
@@ -66,9 +66,9 @@ class Setting:
         net = with_seed(0, lambda: make(input_shape=self.shape, num_classes=classes))
         self.layers, self.steps = nets.pipeline_stages(net), args.steps
         piece = self.loader(-(-self.batch // MICROBATCHES), 1).batch.images
-        self.sizes = (
-            args.balance or common.forked(lambda _: sizes_by_cost(layer_seconds(self.layers, (piece,)), range(2)))[0]
-        )
+        self.sizes = args.balance
+        if not self.sizes:
+            self.sizes = common.run_forked(lambda _: sizes_by_cost(layer_seconds(self.layers, (piece,)), range(2)))[0]
         print(f"layers of the stages: {self.sizes}", flush=True)
 
     def loader(self, rows: int, steps: int) -> Noise:
@@ -84,7 +84,7 @@ class Setting:
     def alone(self, num_microbatches: int = 1, copies: int = 1, keep: bool = True) -> float:
         """A step on one process, or of the slower of two that share the batch; `keep` as Clock has it."""
         settings: dict[str, Any] = {"devices": 1, "keep": keep}
-        return max(common.forked(lambda _: self.step_seconds(num_microbatches, copies, **settings), copies))
+        return max(common.run_forked(lambda _: self.step_seconds(num_microbatches, copies, **settings), copies))
 
     def pipelined(self, schedule: str, num_microbatches: int) -> float:
         """A step on two; under a schedule of several stages a rank, cut by time in each fit."""
@@ -114,10 +114,10 @@ class Setting:
                 optimizer.step()
             return mean(stamps.seconds()[WARMUP:])
 
-        return max(common.in_ranks(2, seconds))
+        return max(common.run_in_ranks(2, seconds))
 
 
-def fits(setting: Setting, args: argparse.Namespace) -> Found:
+def fits(setting: Setting, args: argparse.Namespace) -> Measurement:
     """Seconds a step of each rival, and their ratios."""
     same = {f"{name} {MICROBATCHES}": (name, MICROBATCHES) for name in args.schedules}
     last = args.schedules[-1]
@@ -126,7 +126,7 @@ def fits(setting: Setting, args: argparse.Namespace) -> Found:
         "one": setting.alone,
         f"one {MICROBATCHES}": partial(setting.alone, MICROBATCHES),
         "split": partial(setting.pipelined, "GPipe", 1),
-        **{name: partial(setting.pipelined, *each) for name, each in pipelines.items()},
+        **{name: partial(setting.pipelined, *options) for name, options in pipelines.items()},
         "halves": partial(setting.alone, copies=2),
         "plain": partial(setting.alone, keep=False),
     }
@@ -139,25 +139,25 @@ def fits(setting: Setting, args: argparse.Namespace) -> Found:
         "plain": common.over(runs["plain"], runs[best]),
         "halves": common.over(runs[best], runs["halves"]),
     }
-    return Found({"s a step": runs}, ratios, {"best": best, f"best of {MICROBATCHES}": best_same})
+    return Measurement({"s a step": runs}, ratios, {"best": best, f"best of {MICROBATCHES}": best_same})
 
 
-def cost(setting: Setting, args: argparse.Namespace) -> Found:
+def cost(setting: Setting, args: argparse.Namespace) -> Measurement:
     """Seconds a step of the strategy and of the bare loop."""
     setting.steps = args.pairs
     rivals: Rivals = {"strategy": partial(setting.pipelined, "1F1B", MICROBATCHES), "bare": setting.bare}
     runs = common.take_turns(rivals, args.rounds, "s a step")
-    return Found({"s a step": runs}, {"cost": common.over(runs["strategy"], runs["bare"])})
+    return Measurement({"s a step": runs}, {"cost": common.over(runs["strategy"], runs["bare"])})
 
 
 PARTS = {"fits": fits, "cost": cost}
 
 
-def measure(args: argparse.Namespace) -> Found:
+def measure(args: argparse.Namespace) -> Measurement:
     """All parts that were asked for."""
     common.one_thread()
     setting = Setting(args)
-    return common.merged({name: PARTS[name](setting, args) for name in args.parts})
+    return common.merge({name: PARTS[name](setting, args) for name in args.parts})
 
 
 def main(argv: Sequence[str] | None = None) -> None:

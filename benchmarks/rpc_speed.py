@@ -17,7 +17,7 @@ from statistics import median
 
 from apprentice.keyed import with_seed
 from benchmarks import common
-from benchmarks.common import Found, Noise, Runs, Target
+from benchmarks.common import Measurement, Noise, Runs, Target
 from lab.strategies import ParamServer, RPCHybrid
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import DeepNN, LightNN
@@ -43,7 +43,7 @@ def step_ms(net: str, rival: str, devices: int, steps: int) -> float:
     return 1e3 * median(common.step_seconds(module, data, steps, 1, devices=devices, strategy=RIVALS[rival]()))
 
 
-def measure(args: argparse.Namespace) -> Found:
+def measure(args: argparse.Namespace) -> Measurement:
     """Milliseconds a step of all rivals, net by net."""
     common.one_thread()
     figures, ratios = Runs(), Runs()
@@ -51,7 +51,7 @@ def measure(args: argparse.Namespace) -> Found:
         rivals = {f"{net}, {name}": partial(step_ms, net, name, args.devices, args.steps) for name in RIVALS}
         figures |= common.take_turns(rivals, args.rounds)
         ratios |= {name: common.over(figures[name], figures[f"{net}, ddp"]) for name in rivals}
-    return Found({"ms a step": figures}, ratios)
+    return Measurement({"ms a step": figures}, ratios)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from benchmarks import common
-from benchmarks.common import ROOT, Found, Target
+from benchmarks.common import ROOT, Measurement, Target
 
 EXPERIMENTS = sorted(file.stem for file in (ROOT / "experiments").glob("*.py"))
 FITS = {"kd": ["--only", "ce", "--trainer.max_epochs", "1"], "gpt": ["--trainer.max_steps", "2"]}
@@ -29,48 +29,50 @@ TARGETS = {
 
 
 def importing() -> float:
-    """Seconds of the import alone."""
+    """Return the seconds of the import alone."""
     return common.seconds(partial(subprocess.run, [sys.executable, "-c", IMPORT], check=True))
 
 
 def refusal(name: str) -> float:
-    """Seconds until a wrong flag is refused."""
+    """Return the seconds until a wrong flag is refused."""
     command = [sys.executable, str(ROOT / "experiments" / f"{name}.py"), "--nosuch", "1"]
     start = time.perf_counter()
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2, done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 2, process.stderr
     return time.perf_counter() - start
 
 
 def first_batch(name: str) -> float:
-    """Seconds until a fit has its first batch behind it."""
+    """Return the seconds until a fit has finished its first batch."""
     start = time.time()
-    found = common.clocked(name, *FITS[name], "--trainer.logger", "false")
-    return min(each["first"] for each in found.values()) - start
+    records = common.run_clocked(name, *FITS[name], "--trainer.logger", "false")
+    return min(record["first"] for record in records.values()) - start
 
 
 def first_line(name: str) -> float:
-    """Seconds until a study measures, or has measured first."""
+    """Return the seconds until a study prints its second line."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(ROOT / "experiments" / f"{name}.py"), "--out", f"{folder}/out"]
         start = time.perf_counter()
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
             assert process.stdout is not None
             announced = process.stdout.readline(), process.stdout.readline()
-            found = time.perf_counter() - start
+            seconds = time.perf_counter() - start
             process.terminate()
         assert all(announced), f"{name}: expected two lines"
-    return found
+    return seconds
 
 
-def measure(args: argparse.Namespace) -> Found:
-    """All starts, in turn."""
+def measure(args: argparse.Namespace) -> Measurement:
+    """Measure all starts, in turn."""
     rivals = {"import": importing}
     rivals |= {f"{name}, refusal": partial(refusal, name) for name in args.only}
     rivals |= {f"{name}, step": partial(first_batch, name) for name in args.only if name in FITS}
     rivals |= {f"{name}, step": partial(first_line, name) for name in args.only if name in STUDIES}
     runs = common.take_turns(rivals, args.rounds, "s")
-    return Found({"s": runs}, {name: common.over(runs[name], runs["import"]) for name in runs if name != "import"})
+    return Measurement(
+        {"s": runs}, {name: common.over(runs[name], runs["import"]) for name in runs if name != "import"}
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from apprentice.keyed import with_seed
 from benchmarks import common
-from benchmarks.common import Found, Runs, Target
+from benchmarks.common import Measurement, Runs, Target
 from datamodules import Digits
 from lab.studies.meters import Stamps
 from lit_modules.distillation import Distillation
@@ -115,7 +115,7 @@ def ours(name: str, steps: int) -> float:
     return 1e3 * median(common.step_seconds(module, Digits(batch_size=BATCH, validation_size=0), steps, WARMUP))
 
 
-def measure(args: argparse.Namespace) -> Found:
+def measure(args: argparse.Namespace) -> Measurement:
     """All rivals, in turn, for each net."""
     common.one_thread()
     rivals = {"bare": bare, "lightning": lightning, "ours": ours}
@@ -123,7 +123,7 @@ def measure(args: argparse.Namespace) -> Found:
     runs: Runs = common.take_turns(calls, args.rounds, "ms")
     ratios = {net: common.over(runs[f"{net}, ours"], runs[f"{net}, bare"]) for net in NETS}
     ratios |= {f"{net}, lightning": common.over(runs[f"{net}, lightning"], runs[f"{net}, bare"]) for net in NETS}
-    return Found({"ms a step": runs}, ratios)
+    return Measurement({"ms a step": runs}, ratios)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks import common
-from benchmarks.common import Found, Target
+from benchmarks.common import Measurement, Target
 from benchmarks.zoo_speed import forward, measured
 
 SEED = 10_000  # of the search
@@ -36,31 +36,32 @@ def experiment(args: argparse.Namespace, out: Path, *flags: str) -> Path:
     """Run kd.py on noise; its folder."""
     sizes = ["--data.batch_size", str(args.batch_size), "--teacher.depth", str(args.teacher), "--student.depth", "8"]
     nets = ["--data", "benchmarks.common.Noise", "--teacher", "ResNet", "--student", "ResNet", *sizes]
-    own = ["--teacher_cache_mb", "0", "--trainer.logger", "false", "--out", str(out), *flags]
-    command = [sys.executable, str(common.ROOT / "experiments" / "kd.py"), *nets, *own]
-    done = subprocess.run(command, env=common.threads(1), capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(done.stderr)
+    options = ["--teacher_cache_mb", "0", "--trainer.logger", "false", "--out", str(out), *flags]
+    command = [sys.executable, str(common.ROOT / "experiments" / "kd.py"), *nets, *options]
+    process = subprocess.run(command, env=common.thread_variables(1), capture_output=True, text=True, check=False)
+    if process.returncode:
+        raise RuntimeError(process.stderr)
     return out
 
 
 def read(path: Path) -> Any:
-    """A JSON file."""
+    """Read a JSON file."""
     return json.loads(path.read_text())
 
 
-def round_of(args: argparse.Namespace, folder: Path) -> dict[str, float]:
-    """Seconds of the search and of its settings, and the batches for which the teacher was not asked again."""
+def measure_round(args: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """Measure seconds of the search and of its settings, and the batches that needed no forward of the teacher."""
     search = ["--tune", str(args.settings), "--tune_seeds", "1", "--only", *args.only, "--seeds", "1"]
     run = experiment(args, folder / "run", *search, "--trainer.max_epochs", str(args.epochs))
-    found, cost = read(run / "results.json")["tuning"], read(run / "results.json")["tuning_cost"]
+    results = read(run / "results.json")
+    tuning, cost = results["tuning"], results["tuning_cost"]
     teacher = run / "tuning" / f"seed{SEED}" / "teacher" / "weights.pt"
     alone = 0.0
-    for method, entry in found.items():
+    for method, entry in tuning.items():
         for number, setting in enumerate(entry["settings"]):
-            chosen = setting["options"].items()
-            of = [(f"variants.{method}.{name}" if "." not in name else name, value) for name, value in chosen]
-            flags = [f"--{name}={value}" for name, value in of] + ["--trainer.max_epochs", str(setting["epochs"])]
+            options = setting["options"].items()
+            named = [(f"variants.{method}.{name}" if "." not in name else name, value) for name, value in options]
+            flags = [f"--{name}={value}" for name, value in named] + ["--trainer.max_epochs", str(setting["epochs"])]
             flags += ["--only", method, "--seeds", f"[{SEED}]", "--teacher_ckpt", str(teacher)]
             fit = experiment(args, folder / f"{method}{number}", *flags) / f"seed{SEED}" / "students.json"
             alone += read(fit)["fit_seconds"]
@@ -68,23 +69,23 @@ def round_of(args: argparse.Namespace, folder: Path) -> dict[str, float]:
     return {"together": cost["fit_seconds"], "alone": alone, "saved": saved}
 
 
-def measure(args: argparse.Namespace) -> Found:
-    """Rounds of the search, its settings and the teacher's forward."""
+def measure(args: argparse.Namespace) -> Measurement:
+    """Measure rounds of the search, its settings and the teacher's forward."""
     common.one_thread()
     rounds = []
     for _ in range(args.rounds):
         with tempfile.TemporaryDirectory() as folder:
-            found = round_of(args, Path(folder))
-        rounds.append(found | {"teacher": measured(partial(forward, args))[0]})
+            seconds = measure_round(args, Path(folder))
+        rounds.append(seconds | {"teacher": measured(partial(forward, args))[0]})
         print(*(f"{name} {value:.3f}" for name, value in rounds[-1].items()), flush=True)
-    together, alone, saved, teacher = ([each[name] for each in rounds] for name in rounds[0])
+    together, alone, saved, teacher = ([figures[name] for figures in rounds] for name in rounds[0])
     least = [a - s * t for a, s, t in zip(alone, saved, teacher, strict=True)]
     ratios = {
         "together / alone": common.over(together, alone), "least / alone": common.over(least, alone),
         "together / least": common.over(together, least),
     }  # fmt: skip
     figures = {"s": {"together": together, "alone": alone, "teacher's forward": teacher}}
-    return Found(figures, ratios, {"batches for which the teacher was not asked again": median(saved)})
+    return Measurement(figures, ratios, {"batches for which the teacher was not asked again": median(saved)})
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -20,7 +20,7 @@ from torch import nn
 from apprentice.errors import BadInput
 from apprentice.keyed import with_seed
 from benchmarks import common
-from benchmarks.common import Found, Noise, Runs, Target
+from benchmarks.common import Measurement, Noise, Runs, Target
 from harness.runs import environment
 from harness.studies import zoo
 from lit_modules import objectives
@@ -49,18 +49,18 @@ def module(args: argparse.Namespace, methods: Mapping[str, str]) -> Distillation
 
 
 def fitting(args: argparse.Namespace) -> dict[str, str]:
-    """The methods that fit the nets."""
-    found = {}
+    """Return the methods that fit the nets."""
+    methods = {}
     for name, method in zoo.methods(NAMES).items():
         try:
             module(args, {name: method})
         except BadInput as fault:
             print(f"without {name}: {fault}")
         else:
-            found[name] = method
-    if unknown := set(args.only or ()) - set(found):
-        raise BadInput("only", min(unknown), f"some of {', '.join(found)}")
-    return {name: method for name, method in found.items() if not args.only or name in args.only}
+            methods[name] = method
+    if unknown := set(args.only or ()) - set(methods):
+        raise BadInput("only", min(unknown), f"some of {', '.join(methods)}")
+    return {name: method for name, method in methods.items() if not args.only or name in args.only}
 
 
 def measured(make: Callable[[], Any]) -> list[float]:
@@ -69,7 +69,7 @@ def measured(make: Callable[[], Any]) -> list[float]:
     def child(_number: int) -> list[float]:
         return [median(make()), common.peak_mib()]
 
-    ((found, peak),), ((_, idle),) = common.forked(child), common.forked(lambda _: [0.0, common.peak_mib()])
+    ((found, peak),), ((_, idle),) = common.run_forked(child), common.run_forked(lambda _: [0.0, common.peak_mib()])
     return [found, peak - idle]
 
 
@@ -87,7 +87,7 @@ def steps(args: argparse.Namespace, methods: Mapping[str, str]) -> list[float]:
     return common.step_seconds(module(args, methods), Noise(batch_size=args.batch_size), args.steps)
 
 
-def measure(args: argparse.Namespace) -> Found:
+def measure(args: argparse.Namespace) -> Measurement:
     """Rounds of single runs, of one pass, and of the teacher's forward."""
     common.one_thread()
     methods = fitting(args)
@@ -100,21 +100,17 @@ def measure(args: argparse.Namespace) -> Found:
     milliseconds: Runs = {name: [1e3 * found for found, _ in runs] for name, runs in rounds.items()}
     mib: Runs = {name: [peak for _, peak in runs] for name, runs in rounds.items() if name != TEACHER}
     taught = sum(getattr(objectives, method).uses_teacher for method in methods.values())
-    return Found({"ms": milliseconds, "MiB": mib}, ratios(milliseconds, mib, list(methods), taught))
+    return Measurement({"ms": milliseconds, "MiB": mib}, ratios(milliseconds, mib, list(methods), taught))
 
 
 def ratios(milliseconds: Runs, mib: Runs, methods: Sequence[str], taught: int) -> Runs:
     """The ratios of each round; `taught` methods use the teacher."""
-    teacher, (sums, peaks) = (
-        milliseconds[TEACHER],
-        (
-            [sum(values) for values in zip(*(runs[name] for name in methods), strict=True)]
-            for runs in (milliseconds, mib)
-        ),
+    sums, peaks = (
+        [sum(values) for values in zip(*(runs[name] for name in methods), strict=True)] for runs in (milliseconds, mib)
     )
-    least = [(total - (taught - 1) * t) / total for total, t in zip(sums, teacher, strict=True)]
-    found, memory = common.over(milliseconds[ALL], sums), common.over(mib[ALL], peaks)
-    return {"pass / runs": found, "least / runs": least, "pass / least": common.over(found, least), "memory": memory}
+    least = [(total - (taught - 1) * t) / total for total, t in zip(sums, milliseconds[TEACHER], strict=True)]
+    ratio, memory = common.over(milliseconds[ALL], sums), common.over(mib[ALL], peaks)
+    return {"pass / runs": ratio, "least / runs": least, "pass / least": common.over(ratio, least), "memory": memory}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -22,11 +22,11 @@ from datamodules.shared_loaders import (
     Loader,
     SharedLoader,
     class_names_of,
-    fetched,
+    draw_batches,
+    fetch_batches,
     is_indexed,
-    pair_of,
-    places_of_batches,
     read_rows,
+    unpack_pair,
 )
 from datamodules.splits import Split
 
@@ -146,7 +146,9 @@ class Adapted(InMemoryData):
 
     def _call_hooks(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """A pair as the data module's hooks make it."""
-        return pair_of(self.data.on_after_batch_transfer(self.data.on_before_batch_transfer((inputs, labels), 0), 0))
+        return unpack_pair(
+            self.data.on_after_batch_transfer(self.data.on_before_batch_transfer((inputs, labels), 0), 0)
+        )
 
     def _batch_size(self, part: str) -> int:
         return getattr(self._loaders.get(part), "batch_size", None) or self.batch_size
@@ -173,13 +175,13 @@ class Adapted(InMemoryData):
         self.sizes  # noqa: B018 - set up
         loader, read = self._loaders[part], list[tuple[Tensor, Tensor]]()
         if is_indexed(loader):
-            order = torch.tensor([place for batch in places_of_batches(loader, self.seed) for place in batch])
-            read = [pair_of(next(fetched(loader, self.seed, [order[chosen].tolist()])))]
+            order = torch.tensor([place for batch in draw_batches(loader, self.seed) for place in batch])
+            read = [unpack_pair(next(fetch_batches(loader, self.seed, [order[chosen].tolist()])))]
             chosen = torch.arange(len(chosen))
         else:
             batches = iter(loader)
             while sum(len(labels) for _, labels in read) <= int(chosen.max()):
-                read.append(pair_of(next(batches)))
+                read.append(unpack_pair(next(batches)))
         inputs, labels = (torch.cat(batches)[chosen] for batches in zip(*read, strict=True))
         inputs, labels = self._call_hooks(inputs, labels)
         return Split(self.normalize(inputs, dtype), labels)
@@ -249,13 +251,13 @@ class Adapted(InMemoryData):
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Lightning's hook: as the data module does."""
-        inputs, labels = pair_of(self.data.on_before_batch_transfer((batch.inputs, batch.labels), dataloader_idx))
+        inputs, labels = unpack_pair(self.data.on_before_batch_transfer((batch.inputs, batch.labels), dataloader_idx))
         return batch._replace(inputs=inputs, labels=labels)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Lightning's hook, on the device: as the data module does; floats get the module's type."""
         pair = self.data.on_after_batch_transfer((batch.inputs, batch.labels), dataloader_idx)
-        inputs, labels = pair_of(pair)
+        inputs, labels = unpack_pair(pair)
         if labels.is_cpu:  # on a GPU this would wait for it
             self._check_batch(inputs, labels, "a batch")
         return super().on_after_batch_transfer(batch._replace(inputs=inputs, labels=labels), dataloader_idx)

@@ -122,17 +122,17 @@ class InMemoryData(LightningDataModule):
             if name.encode(errors="replace").decode() != name:  # bytes that are not UTF-8 are surrogates
                 raise BadInput("data", self.name, f"classes named in UTF-8; {os.fsencode(name)!r} is not")
         sizes = self.train_size, 0 if others else self.validation_size
-        train, validation = splits.train_and_validation(training.labels, *sizes, self.seed, self.subset)
+        train, validation = splits.draw_train_and_validation(training.labels, *sizes, self.seed, self.subset)
         validating = others[0] if others else training
         if others:
             validation = torch.arange(len(validating.labels) if self.validation_size else 0)
-        test = splits.test_places(testing.labels, self.test_size, self.seed, self.subset)
+        test = splits.draw_test(testing.labels, self.test_size, self.seed, self.subset)
         self.check_fits(len(train) + len(validation) + len(test))
         chosen = {"train": (training, train), "validation": (validating, validation), "test": (testing, test)}
         if self.labelled is not None:
-            self._labelled_samples = splits.labelled_samples(training.labels[train], self.labelled, self.seed)
+            self._labelled_samples = splits.draw_labelled(training.labels[train], self.labelled, self.seed)
         self._splits = {part: self.hold(source, places) for part, (source, places) in chosen.items()}
-        if counts := splits.unequal_counts(self._splits["train"].labels, self.class_names):
+        if counts := splits.describe_imbalance(self._splits["train"].labels, self.class_names):
             self.say(f"training samples of a class: {counts}")
 
     def say(self, line: str) -> None:

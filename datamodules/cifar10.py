@@ -12,24 +12,15 @@ class CIFAR10(Downloaded):
     source: type[torchvision.datasets.CIFAR10] = torchvision.datasets.CIFAR10
     input_shape = (3, 32, 32)
     class_names: tuple[str, ...] = (
-        "airplane",
-        "automobile",
-        "bird",
-        "cat",
-        "deer",
-        "dog",
-        "frog",
-        "horse",
-        "ship",
-        "truck",
-    )
+        "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck",
+    )  # fmt: skip
     mean, std = IMAGENET  # as in the distillation tutorial
     flips = True
 
     def origin(self) -> Origin:
         """One archive, in `root` itself; torchvision checks the sum of each extracted file."""
-        known = self.source
-        return Origin([known.url], [(self.root / known.filename, known.tgz_md5)], self.root / known.base_folder)
+        source = self.source
+        return Origin([source.url], [(self.root / source.filename, source.tgz_md5)], self.root / source.base_folder)
 
 
 class CIFAR100(CIFAR10):

@@ -1,4 +1,4 @@
-"""Decoded images in a file: each is written once, with a checksum, and read at the speed of the disk's cache."""
+"""Decoded images in a file, each written once, with a checksum, and read at the speed of the disk's cache."""
 
 import fcntl
 import hashlib
@@ -17,24 +17,24 @@ from torch import Tensor
 from apprentice.errors import BadInput
 from datamodules.encoded import Encoded, with_progress
 from datamodules.splits import Split
-from datamodules.streams import Streamed, reading
+from datamodules.streams import Streamed, read_batches
 
 CHUNK = 64  # images that a worker decodes at once
 SUM = np.dtype("<u4")  # of a checksum
 
 
 class Decoded:
-    """Some of the images of `encoded`, decoded into a file below `folder`, by this process or an earlier one.
+    """Images of `encoded` at `places`, decoded into a file in `folder` by this process or an earlier one.
 
-    The file is named after what makes its bytes, so runs with other subsets share it. It has a CRC-32 (n,) for each
-    image, 0 for one that is not decoded yet, then their pixels (n, 3, H, W) uint8; it is sparse. It is read and not
-    mapped: a mapping counts as memory of the process, and would end it where the file is cut short. An image that does
-    not have its checksum is decoded anew.
+    The file's name is a hash of what determines its bytes, so runs with other subsets share it. It has a CRC-32 (n,)
+    of each image, 0 if it is not decoded yet, then their pixels (n, 3, H, W) uint8; it is sparse. It is read and not
+    mapped: a mapping counts as memory of the process, and would end it if the file were cut short. An image without its
+    checksum is decoded again.
 
     Args:
-        encoded: all images that may be in it.
-        places: (k,) of the images that shall be.
-        folder: where it is.
+        encoded: all images for which the file has room.
+        places: (k,) of the images to decode.
+        folder: of the file.
         workers: processes that decode; None for this machine's cores.
 
     Raises:
@@ -44,7 +44,7 @@ class Decoded:
     def __init__(self, encoded: Encoded, places: Tensor, folder: Path, workers: int | None = None) -> None:
         self.encoded, self.places, self.labels = encoded, places, encoded.labels[places]
         self.shape, self.path = (3, *encoded.size), folder / f"{_key(encoded)}.decoded"
-        with self._opened() as file:
+        with self._open() as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             sums = np.zeros(len(encoded.labels), SUM)
             os.preadv(file, [sums.data], 0)
@@ -55,16 +55,17 @@ class Decoded:
                     f"a folder on a disk with room for {need / 1e9:.2f} GB of images; {free / 1e9:.2f} GB are free"
                 )
                 raise BadInput("data.cache_dir", folder, expected)
-            each = reading(Streamed(encoded, workers), missing.split(CHUNK))
-            for slots, split in with_progress(zip(missing.split(CHUNK), each, strict=True), len(missing), CHUNK):
+            places_of_chunks = missing.split(CHUNK)
+            chunks = zip(places_of_chunks, read_batches(Streamed(encoded, workers), places_of_chunks), strict=True)
+            for slots, split in with_progress(chunks, len(missing), CHUNK):
                 for slot, pixels in zip(slots.tolist(), split.inputs.numpy(), strict=True):
                     sums[slot] = self._write(file, slot, pixels)
         self.sums = sums[places.numpy()]
 
     def take(self, chosen: Tensor) -> Split:
-        """Read the chosen images, (k, 3, H, W) uint8; BadInput names one that is damaged here and at its origin."""
+        """Read images (k, 3, H, W) uint8 at places (k,); raise BadInput if one is damaged here and at its origin."""
         images = torch.empty(len(chosen), *self.shape, dtype=torch.uint8)
-        with self._opened() as file:
+        with self._open() as file:
             for pixels, place in zip(images.numpy(), chosen.tolist(), strict=True):
                 slot = int(self.places[place])
                 whole = os.preadv(file, [pixels], self._start(slot)) == pixels.nbytes
@@ -74,7 +75,7 @@ class Decoded:
         return Split(images, self.labels[chosen])
 
     def _write(self, file: int, slot: int, pixels: np.ndarray) -> int:
-        """Pixels first: an image whose writing was interrupted has no checksum, or a wrong one."""
+        """Write the pixels first: an image whose writing is interrupted has no checksum, or a wrong one."""
         total = zlib.crc32(pixels.data)
         _write_all(file, pixels.tobytes(), self._start(slot))
         _write_all(file, np.array(total, SUM).tobytes(), slot * SUM.itemsize)
@@ -84,7 +85,7 @@ class Decoded:
         return len(self.encoded.labels) * SUM.itemsize + slot * int(np.prod(self.shape))
 
     @contextmanager
-    def _opened(self) -> Iterator[int]:
+    def _open(self) -> Iterator[int]:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -98,7 +99,7 @@ class Decoded:
 
 
 def _key(encoded: Encoded) -> str:
-    """Of what makes the bytes of decoded images: what they are made of, their size, Pillow's version."""
+    """Hash what determines the bytes of decoded images: their sources, their size, Pillow's version."""
     key = hashlib.blake2b(f"{PIL.__version__} {encoded.image_size} {encoded.size}".encode(), digest_size=12)
     for part in encoded.cache_key():
         key.update(part)

@@ -3,7 +3,7 @@
 import torch
 
 from datamodules.images import ImageData
-from datamodules.splits import Split, balanced_subset, without
+from datamodules.splits import Split, balanced_subset, complement
 
 
 class Digits(ImageData):
@@ -25,4 +25,4 @@ class Digits(ImageData):
         digits = load_digits()
         whole = Split(torch.from_numpy(digits.images).byte()[:, None], torch.from_numpy(digits.target).long())
         test = balanced_subset(whole.labels, 360, key=0)
-        return whole.take(without(test, len(whole.labels))), whole.take(test)
+        return whole.take(complement(test, len(whole.labels))), whole.take(test)

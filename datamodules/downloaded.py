@@ -1,4 +1,4 @@
-"""Data sets that torchvision downloads and reads; it knows their addresses and checksums."""
+"""Data sets that torchvision downloads and reads, with its addresses and checksums."""
 
 import contextlib
 import http.client
@@ -19,7 +19,7 @@ from apprentice.errors import BadInput
 from datamodules.images import ImageData
 from datamodules.splits import Split
 
-PATIENCE = 9.0  # a download that writes nothing in a span of so many seconds is given up, so at the latest after twice
+PATIENCE = 9.0  # a download is abandoned after so many seconds without a byte, at the latest after twice as many
 FETCHING = (OSError, RuntimeError, EOFError, http.client.HTTPException, tarfile.TarError, zlib.error)
 READING = (OSError, RuntimeError, EOFError, ValueError, AssertionError, TypeError, KeyError, IndexError)
 
@@ -33,10 +33,10 @@ class Origin(NamedTuple):
 
 
 class Downloaded(ImageData):
-    """A data set that one of torchvision's classes, `source`, downloads and reads.
+    """A data set that a class of torchvision, `source`, downloads and reads.
 
     Args:
-        root: the folder that holds the data or gets it.
+        root: the folder that holds the data, or to which they are downloaded.
         options: those of ImageData.
 
     Raises:
@@ -51,11 +51,11 @@ class Downloaded(ImageData):
         self.root = Path(root).expanduser()
 
     def origin(self) -> Origin:
-        """Where torchvision gets the data, and where it looks for it."""
+        """Return where torchvision downloads the data from, and where it looks for them."""
         raise NotImplementedError
 
     def prepare_data(self) -> None:
-        """Download and extract, unless that is done; Lightning calls this in one process of each machine."""
+        """Download and extract the data unless they are there; Lightning calls this in one process of each machine."""
         if self._splits or self._open("test") is not None:
             return
         files = self.origin().files
@@ -65,12 +65,12 @@ class Downloaded(ImageData):
             fetch(lambda: self.source(self.root, train=False, download=True), targets)
         except FETCHING as error:
             for folder in absent:
-                with contextlib.suppress(OSError):  # it is not there, or holds what has come so far
+                with contextlib.suppress(OSError):  # it is not there, or holds a part of the download
                     folder.rmdir()
             raise BadInput("data.root", self.root, self._remedy(error)) from error
 
     def read(self) -> tuple[Split, Split]:
-        """Both sets whole; 0.2 GB for CIFAR-10."""
+        """Read both sets whole; 0.2 GB for CIFAR-10."""
         return self._read("train"), self._read("test")
 
     def _open(self, part: str) -> Any:
@@ -102,9 +102,9 @@ class Downloaded(ImageData):
         addresses, archives, _ = self.origin()
         names = " and ".join(filter(None, [", ".join(p.name for p, _ in archives[:-1]), archives[-1][0].name]))
         corrupt = [
-            f"{path} is corrupt or incomplete (its MD5 sum is {found}, not {md5})"
+            f"{path} is corrupt or incomplete (its MD5 sum is {actual}, not {md5})"
             for path, md5 in archives
-            if path.is_file() and (found := calculate_md5(path)) != md5
+            if path.is_file() and (actual := calculate_md5(path)) != md5
         ]
         return (
             f"{self.name} there; it is not, and downloading it from {' or '.join(addresses)} failed: "
@@ -114,10 +114,10 @@ class Downloaded(ImageData):
 
 
 def fetch(download: Callable[[], object], targets: Sequence[Path]) -> None:
-    """Run `download`, with its progress bars on a terminal only.
+    """Run `download` in a thread, with its progress bars on a terminal only.
 
-    It runs in a thread, which is abandoned with a TimeoutError when nothing is written to the targets for PATIENCE
-    seconds: a limit on sockets would apply to each address of a name anew, and not to looking the name up.
+    Abandons it with a TimeoutError when nothing is written to the targets for PATIENCE seconds: a timeout of sockets
+    would apply to each address of a name in turn, and not to the lookup of the name.
     """
     raised: list[BaseException] = []
 
@@ -134,15 +134,15 @@ def fetch(download: Callable[[], object], targets: Sequence[Path]) -> None:
             quiet.enter_context(contextlib.redirect_stderr(io.StringIO()))
         worker.start()
         while worker.is_alive():
-            before = _bytes_in(targets)
+            before = _count_bytes(targets)
             worker.join(PATIENCE)
-            if worker.is_alive() and _bytes_in(targets) == before:
+            if worker.is_alive() and _count_bytes(targets) == before:
                 raise TimeoutError(f"timed out: nothing came for {PATIENCE:g} seconds")
     if raised:
         raise raised[0]
 
 
-def _bytes_in(targets: Sequence[Path]) -> int:
+def _count_bytes(targets: Sequence[Path]) -> int:
     paths = (path for target in targets for path in (target, *target.rglob("*")))
     return sum(path.stat().st_size for path in paths if path.is_file())
 

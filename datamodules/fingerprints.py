@@ -1,4 +1,4 @@
-"""What tells a data set from another: a fingerprint of its samples, by which a run that goes on knows them again."""
+"""Fingerprints of a data set's samples, by which a resumed run checks that they are the same."""
 
 import hashlib
 import itertools
@@ -22,41 +22,43 @@ Fingerprint = Mapping[str, Any]  # of each part, as JSON has it
 
 
 def of_samples(samples: Samples | Streamed) -> str:
-    """Of all labels and inputs; of streamed ones, all labels and as many inputs as `SAMPLED`."""
+    """Hash all labels and inputs; of streamed samples, all labels and `SAMPLED` inputs."""
     if isinstance(samples, Streamed):
-        return of_tensors(samples.labels, samples.take(_spread(len(samples.labels), SAMPLED)).inputs)
+        return of_tensors(samples.labels, samples.take(_spread_places(len(samples.labels), SAMPLED)).inputs)
     return of_tensors(samples.inputs, samples.labels)
 
 
 def of_tensors(*tensors: Tensor) -> str:
-    """Of tensors with their shapes and types."""
+    """Hash tensors with their shapes and types."""
     shapes = repr([(tuple(values.shape), values.dtype) for values in tensors])
     return _hash([shapes.encode(), *map(_buffer, tensors)])
 
 
 def of_images(images: Encoded) -> str | dict[str, str]:
-    """Of names, labels, sizes and content of files; of a set larger than `READ`, the content of `SAMPLED` of them.
+    """Hash names, labels, sizes and content of files; of a set larger than `READ`, the content of `SAMPLED` files.
 
-    Such a set has a fingerprint of the files' times beside that. These tell less: a copy of the same files has others.
+    Such a set also has a hash of the files' times, a weaker sign: they differ in a copy of the same files.
     """
     sizes, times = images.sizes_and_times().T
     is_small = sizes.sum() <= READ
-    places = _spread(len(sizes), len(sizes) if is_small else SAMPLED).tolist()
-    described = [images.all_names(), sizes.tobytes(), _buffer(images.labels)]
-    files = _hash(itertools.chain(described, map(images.content, places)))
+    places = _spread_places(len(sizes), len(sizes) if is_small else SAMPLED).tolist()
+    header = [images.all_names(), sizes.tobytes(), _buffer(images.labels)]
+    files = _hash(itertools.chain(header, map(images.content, places)))
     return files if is_small else {"files": files, TIMES: _hash([times.tobytes()])}
 
 
-def differing(before: Fingerprint, now: Fingerprint) -> list[str]:
-    """The parts, such as `train`, whose samples are others."""
+def changed_parts(before: Fingerprint, now: Fingerprint) -> list[str]:
+    """Return the parts, such as `train`, whose samples differ."""
     return [part for part in {**before, **now} if not _same(before.get(part), now.get(part))]
 
 
-def touched(before: Fingerprint, now: Fingerprint) -> list[str]:
-    """The parts whose files have other times, if not all of their content was read."""
-    found = (fingerprint.items() for fingerprint in (before, now))
-    one, other = ({part: of[TIMES] for part, of in each if isinstance(of, dict) and TIMES in of} for each in found)
-    return [part for part in one if part in other and one[part] != other[part]]
+def touched_parts(before: Fingerprint, now: Fingerprint) -> list[str]:
+    """Return the parts whose files have other times, if not all of their content was read."""
+    old_times, new_times = (
+        {part: hashes[TIMES] for part, hashes in fingerprint.items() if isinstance(hashes, dict) and TIMES in hashes}
+        for fingerprint in (before, now)
+    )
+    return [part for part in old_times if part in new_times and old_times[part] != new_times[part]]
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -69,8 +71,8 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _spread(size: int, count: int) -> Tensor:
-    """(count,) int64, places spread evenly over `size`; all of them if there are no more."""
+def _spread_places(size: int, count: int) -> Tensor:
+    """Return (count,) int64, places spread evenly over `size`; all of them if there are no more."""
     return torch.arange(min(count, size)) * size // max(min(count, size), 1)
 
 

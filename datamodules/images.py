@@ -1,4 +1,4 @@
-"""The base of all image data modules: normalisation and augmentation of a batch on the training device."""
+"""The base class of image data modules: normalisation and augmentation of a batch on the training device."""
 
 import functools
 import math
@@ -23,7 +23,7 @@ IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean and deviation of
 class ImageData(InMemoryData):
     """Images in memory as uint8.
 
-    For a data set of your own, set the attributes and override `read`, and `prepare_data` if it must be downloaded.
+    For another data set, set the attributes and override `read`, and `prepare_data` if it must be downloaded.
 
     Attributes:
         input_shape: (C, H, W).
@@ -41,7 +41,7 @@ class ImageData(InMemoryData):
         mixup: mix each training image with another one, by shares from Beta(mixup, mixup), drawn from seed and step;
             the teacher sees the mixed image, and losses with labels are mixed alike.
         cutmix: paste a part of another training image into each, by Beta(cutmix, cutmix); with `mixup` too, half of the
-            batches get each.
+            batches get one, half the other.
         mean: of each channel, on a scale from 0 to 1, in place of the set's usual one.
         std: standard deviation of each channel, likewise.
         options: those of InMemoryData.
@@ -84,12 +84,12 @@ class ImageData(InMemoryData):
             setattr(self, flag, tuple(values))
 
     def setup(self, stage: str | None = None) -> None:
-        """As in InMemoryData; then try the transforms on an image of zeros."""
+        """Read the data as InMemoryData does; then try the transforms on an image of zeros."""
         super().setup(stage)
-        self._keyed  # noqa: B018
+        self._keyed_transforms  # noqa: B018
 
     @functools.cached_property
-    def _keyed(self) -> Transforms:
+    def _keyed_transforms(self) -> Transforms:
         return Transforms(self.transforms, self.input_shape)
 
     @property
@@ -103,7 +103,7 @@ class ImageData(InMemoryData):
         return bool(self.mixing)
 
     def normalize(self, images: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Stored (B, C, H, W) uint8 to floats of mean 0 and deviation 1.
+        """Normalise stored images (B, C, H, W) uint8 to floats of mean 0 and deviation 1.
 
         Equal to torchvision's ToTensor and Normalize, bit for bit. Computes in float64 if that is the `dtype` (default:
         torch's default type), otherwise in float32.
@@ -114,14 +114,14 @@ class ImageData(InMemoryData):
         return images.to(exact).div_(self.levels).sub_(mean).div_(std).to(dtype)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Lightning's hook, on the device: augment in training, then normalise to the module's type."""
+        """Augment in training, then normalise to the module's type; Lightning's hook, on the device."""
         training = self.trainer is not None and self.trainer.training
-        streamed = training and isinstance(self.split("train"), Streamed)  # then workers have done it
+        streamed = training and isinstance(self.split("train"), Streamed)  # workers have augmented these
         if isinstance(batch, Batch) and training and not streamed and not self.train_inputs_repeat:
             epoch = batch.step // math.ceil(self.sizes["train"] / self.batch_size)
-            batch = batch._replace(inputs=self.augmented(batch.inputs, epoch, batch.index))
+            batch = batch._replace(inputs=self.augment_images(batch.inputs, epoch, batch.index))
             if isinstance(batch.mixed, Partners):
-                second = self.augmented(batch.mixed.inputs, epoch, batch.mixed.index)
+                second = self.augment_images(batch.mixed.inputs, epoch, batch.mixed.index)
                 batch = batch._replace(mixed=batch.mixed._replace(inputs=second))
         batch = super().on_after_batch_transfer(batch, dataloader_idx)
         if training and isinstance(batch, Batch) and isinstance(batch.mixed, Partners):
@@ -129,19 +129,19 @@ class ImageData(InMemoryData):
             batch = self.mixing(batch._replace(mixed=batch.mixed._replace(inputs=second)), self.order_seed)
         return batch
 
-    def augmented(self, images: Tensor, epoch: int, index: Tensor) -> Tensor:
-        """Stored training images (B, C, H, W) as an epoch sees them; `index` (B,) has their places in the data set."""
+    def augment_images(self, images: Tensor, epoch: int, index: Tensor) -> Tensor:
+        """Augment stored images (B, C, H, W) for an epoch; `index` (B,) has their places in the data set."""
         return self.finish(images, epoch, index)
 
     @property
     def finish(self) -> Finish:
-        """Augmentation: by the workers where images are streamed, otherwise on the device."""
-        return Augmentation(self.order_seed, self.augment, self.flips, self._keyed)
+        """Augmentation, by the workers where images are streamed, otherwise on the device."""
+        return Augmentation(self.order_seed, self.augment, self.flips, self._keyed_transforms)
 
 
 @dataclass(frozen=True)
 class Augmentation:
-    """What training images get: a shift, a mirror image of half of them if `flips`, then the transforms."""
+    """Augments training images: shifts, mirrors half of them if `flips`, then transforms."""
 
     seed: int
     shifts: bool
@@ -149,7 +149,7 @@ class Augmentation:
     transforms: Transforms
 
     def __call__(self, images: Tensor, epoch: int, index: Tensor) -> Tensor:
-        """Stored images (B, C, H, W) as an epoch sees them; `index` (B,) has their places in the data set."""
+        """Augment stored images (B, C, H, W) for an epoch; `index` (B,) has their places in the data set."""
         key = keyed.fold_in(self.seed, epoch)
         if self.shifts:
             images = augment(images, key, index, self.flips)
@@ -158,8 +158,8 @@ class Augmentation:
 
 @functools.cache
 def _per_channel(values: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """(C, 1, 1); cached, because a copy to a GPU waits for all work queued there."""
-    with torch.inference_mode(False):  # the first call may be in a test, and a later one in training
+    """Return values as (C, 1, 1); cached, because a copy to a GPU waits for all work queued there."""
+    with torch.inference_mode(False):  # the first call may be in evaluation, a later one in training
         return torch.tensor(values, dtype=dtype, device=device)[:, None, None]
 
 

@@ -8,7 +8,7 @@ import torch
 
 from apprentice.errors import BadInput
 from datamodules.base import InMemoryData
-from datamodules.splits import Split, without
+from datamodules.splits import Split, complement
 
 Line = tuple[str, bytes]  # a label, and the text
 
@@ -68,4 +68,4 @@ class LabelledText(InMemoryData):
         whole = Split(torch.frombuffer(bytearray(rows), dtype=torch.uint8).view(-1, self.length), labels)
         classes = [(labels == number).nonzero().flatten() for number in numbers.values()]
         test = torch.cat([places[TEST_EVERY - 1 :: TEST_EVERY] for places in classes]).sort().values
-        return whole.take(without(test, len(labels))), whole.take(test)
+        return whole.take(complement(test, len(labels))), whole.take(test)

@@ -1,4 +1,4 @@
-"""The order of samples in an epoch, and loaders of batches: indexing of a tensor in memory, or reading of a stream."""
+"""The order of samples in an epoch, and loaders of batches, from tensors in memory or from a stream."""
 
 import itertools
 import math
@@ -14,20 +14,20 @@ from apprentice import keyed
 from apprentice.batch import HIDDEN, Batch, Partners
 from apprentice.private import tree_flatten
 from datamodules.splits import Samples
-from datamodules.streams import Finish, Streamed, reading
+from datamodules.streams import Finish, Streamed, read_batches
 
 
 class EpochOrder:
     """The seeded order of the current epoch, the same on every rank.
 
-    Lightning calls `set_epoch` before each of its passes. Such a pass begins at `position()`, which is above zero when
-    a fit resumes in mid-epoch; any other pass over the loader begins at the start.
+    Lightning calls `set_epoch` before its passes, which begin at `position()`: above zero when a fit resumes in
+    mid-epoch. Other passes over the loader begin at the start.
 
     Args:
         size: number of samples.
         seed: the training seed.
         position: batches of the current epoch that the running fit has completed.
-        repeats: whether all epochs have the order of the first, as for a Trainer's `overfit_batches`.
+        repeats: whether all epochs have the order of the first, as with a Trainer's `overfit_batches`.
     """
 
     def __init__(self, size: int, seed: int, position: Callable[[], int] = lambda: 0, repeats: bool = False) -> None:
@@ -42,17 +42,17 @@ class EpochOrder:
         self.epoch, self._announced = epoch, True
 
     def start(self) -> int:
-        """The batch at which the pass that begins now starts; each `set_epoch` counts for one pass."""
+        """Return the batch at which a new pass starts; each `set_epoch` counts for one pass."""
         announced, self._announced = self._announced, False
         return self._position() if announced else 0
 
     def indices(self) -> Tensor:
-        """(size,) int64, the order of the current epoch."""
+        """Return (size,) int64, the order of the current epoch."""
         return keyed.permutation(self.size, self.seed, self._turn)
 
     @property
     def key(self) -> int:
-        """What is drawn in the current epoch depends on this."""
+        """The key of draws in the current epoch."""
         return keyed.fold_in(self.seed, self._turn)
 
     @property
@@ -60,34 +60,36 @@ class EpochOrder:
         return 0 if self._repeats else self.epoch
 
     def share(self, start: int, count: int, rank: int, replicas: int) -> Tensor:
-        """(b,) int64, the rows that this rank sees of a global batch of `count` from `start` on; b may be 0."""
+        """Return (b,) int64, a rank's rows of the global batch of `count` samples from `start` on; b may be 0."""
         return torch.arange(count).tensor_split(replicas)[rank]
 
 
 class PartitionedOrder(EpochOrder):
     """Gives each rank a fixed, seeded partition of the samples, in an order of its own in each epoch.
 
-    Partitions alternate in the global order in proportion to their sizes. Every global batch keeps its size, and has
-    about a rank's fraction of samples from that rank's partition, perhaps none. `chosen` is the partition's seed.
+    Partitions alternate in the global order in proportion to their sizes. A global batch keeps its size and has about a
+    rank's fraction of its samples from that rank's partition, perhaps none. `partition_seed` seeds the partitions.
     """
 
-    def __init__(self, fractions: Sequence[float], chosen: int, size: int, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, fractions: Sequence[float], partition_seed: int, size: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(size, *args, **kwargs)
         cuts = [round(sum(fractions[:i]) * size) for i in range(len(fractions))]
-        self.parts = keyed.permutation(size, chosen).split([b - a for a, b in itertools.pairwise([*cuts, size])])
+        self.parts = keyed.permutation(size, partition_seed).split(
+            [b - a for a, b in itertools.pairwise([*cuts, size])]
+        )
         turns = [(torch.arange(len(part)) + 0.5) / max(len(part), 1) for part in self.parts]
         owners = [torch.full((len(part),), rank) for rank, part in enumerate(self.parts)]
-        self._owners = torch.cat(owners)[torch.cat(turns).argsort(stable=True)]  # (size,) of each place in the order
+        self._owners = torch.cat(owners)[torch.cat(turns).argsort(stable=True)]  # (size,), of places in the order
 
     def indices(self) -> Tensor:
-        """(size,) int64, the order of the current epoch."""
+        """Return (size,) int64, the order of the current epoch."""
         order = torch.empty(self.size, dtype=torch.int64)
         for rank, part in enumerate(self.parts):
             order[self._owners == rank] = part[keyed.permutation(len(part), self.seed, self._turn, rank)]
         return order
 
     def share(self, start: int, count: int, rank: int, replicas: int) -> Tensor:
-        """(b,) int64, the rows of a global batch from this rank's partition; b may be 0."""
+        """Return (b,) int64, the rows of a global batch from this rank's partition; b may be 0."""
         return (self._owners[start : start + count] == rank).nonzero().flatten()
 
 
@@ -95,9 +97,17 @@ class TrainLoader:
     """This rank's rows of each global batch, in the sampler's order.
 
     The last batch may be smaller; none is dropped. Every rank gets the same number of batches, some perhaps empty.
-    `batch_size` counts samples of the global batch; batches are on the split's device. `labelled` (n,) bool, on the
-    CPU, says whose labels are known; the others are hidden. With `partners` a batch brings, for each row, the sample of
-    the row before, to be mixed with. `finish(inputs, epoch, index)` is what remains to be done to streamed inputs.
+    Batches are on the split's device.
+
+    Args:
+        split: the samples.
+        batch_size: samples in a global batch.
+        sampler: the order.
+        rank: of this process.
+        replicas: number of ranks.
+        labelled: (n,) bool, on the CPU, whose labels are known; others are hidden.
+        partners: whether a batch brings for each row the sample of the row before, to be mixed with.
+        finish: augmentation of streamed inputs.
     """
 
     def __init__(
@@ -118,12 +128,12 @@ class TrainLoader:
         return math.ceil(len(self.sampler) / self.batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
-        # A generator asks for the position with the first batch; Lightning calls iter() long before.
+        # As a generator it reads the position with the first batch; Lightning calls iter() long before.
         epoch, start, order = self.sampler.epoch, self.sampler.start(), self.sampler.indices()
         device, ahead = self.split.labels.device, deque[tuple[Tensor, Tensor, Tensor]]()
         known = None if self.labelled is None else self.labelled.to(device)
 
-        def wanted() -> Iterator[Tensor]:
+        def places() -> Iterator[Tensor]:
             for first in range(start * self.batch_size, len(order), self.batch_size):
                 whole = order[first : first + self.batch_size]
                 rows = self.sampler.share(first, len(whole), self.rank, self.replicas)
@@ -131,7 +141,7 @@ class TrainLoader:
                 ahead.append((whole, rows.to(device, non_blocking=True), index))
                 yield index
 
-        batches = reading(self.split, wanted(), self.finish, epoch)
+        batches = read_batches(self.split, places(), self.finish, epoch)
         for step, (inputs, true) in enumerate(batches, epoch * len(self) + start):
             whole, rows, index = ahead.popleft()
             b, labels, weight, mixed = len(rows), true, None, None
@@ -144,7 +154,7 @@ class TrainLoader:
 
     # Without these two Lightning warns when it resumes in mid-epoch.
     def state_dict(self) -> dict:
-        """Empty: seed and epoch give the order, and Lightning's progress has the position."""
+        """Return nothing: the order follows from seed and epoch, the position from Lightning's progress."""
         return {}
 
     def load_state_dict(self, state_dict: dict) -> None:
@@ -152,12 +162,12 @@ class TrainLoader:
 
 
 class ChunkLoader:
-    """A split in index order, in chunks that are dealt to the ranks in turn: chunk c goes to rank c % replicas.
+    """A split in index order, in chunks dealt to the ranks in turn: chunk c goes to rank c % replicas.
 
-    Chunks are the same for any number of ranks, so a kernel sees the same shapes, and gives the same bits, on all of
-    them. Each sample is visited exactly once. Every rank gets the same number of batches, the last perhaps empty. A
-    batch stands for itself: `replicas` is 1, `step` 0 and `count` its rows (1 if empty, so that its mean is 0).
-    `index` (n,) int64 are the places of those that are visited; default: all.
+    Chunks are the same for any number of ranks, so kernels see the same shapes and give the same bits. Each sample is
+    visited exactly once. Every rank gets the same number of batches, the last perhaps empty. A batch stands for itself:
+    `replicas` is 1, `step` 0 and `count` its rows (1 if empty, so that its mean is 0). `index` (n,) int64 are the
+    places to visit; default: all.
     """
 
     def __init__(
@@ -180,13 +190,13 @@ class ChunkLoader:
         rows = torch.arange(min(self.batch_size, len(index)), device=device)
         starts = [(deal * self.replicas + self.rank) * self.batch_size for deal in range(len(self))]
         chunks = [index[start : start + self.batch_size] for start in starts]
-        for chunk, samples in zip(chunks, reading(self.split, chunks), strict=True):
+        for chunk, samples in zip(chunks, read_batches(self.split, chunks), strict=True):
             b = len(chunk)
             yield Batch(*samples, chunk, rows[:b], max(b, 1), 1, 0)
 
 
 def no_loaders() -> CombinedLoader:
-    """No loader: Lightning skips the stage silently. It would warn of an empty list or loader."""
+    """Return a loader without batches, for which Lightning skips the stage; it would warn of an empty list."""
     loaders = CombinedLoader([], "sequential")
     loaders._flattened, loaders._spec = tree_flatten([])  # it takes an empty list for one loader
     iter(loaders)  # which gives it a length

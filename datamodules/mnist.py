@@ -14,9 +14,9 @@ class MNIST(Downloaded):
     mean, std = (0.1307,), (0.3081,)
 
     def origin(self) -> Origin:
-        """Four archives, in one folder with the extracted files; torchvision checks the sums of the archives only."""
-        folder, known = self.root / self.source.__name__ / "raw", self.source
-        return Origin(known.mirrors, [(folder / name, md5) for name, md5 in known.resources], folder)
+        """Four archives, in one folder with the extracted files; torchvision checks the archives' sums only."""
+        folder = self.root / self.source.__name__ / "raw"
+        return Origin(self.source.mirrors, [(folder / name, md5) for name, md5 in self.source.resources], folder)
 
 
 class FashionMNIST(MNIST):

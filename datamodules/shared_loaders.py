@@ -1,4 +1,4 @@
-"""Batches of other people's loaders: in an order that the seed fixes, and of each the rows of a rank."""
+"""Ranks' shares of batches from other people's loaders, in an order that the seed determines."""
 
 import copy
 import math
@@ -15,7 +15,7 @@ from apprentice.keyed import fold_in, with_seed
 from datamodules.loaders import EpochOrder
 from datamodules.streams import quiet_worker
 
-Loader: TypeAlias = Any  # a DataLoader, or what else gives batches (inputs, labels) and has a length
+Loader: TypeAlias = Any  # a DataLoader, or another iterable of batches (inputs, labels) with a length
 
 
 class SharedLoader:
@@ -39,7 +39,7 @@ class SharedLoader:
 
     # Without these two Lightning warns when it resumes in mid-epoch.
     def state_dict(self) -> dict:
-        """Empty, as the order follows from seed and epoch."""
+        """Return nothing, as the order follows from seed and epoch."""
         return {}
 
     def load_state_dict(self, state_dict: dict) -> None:
@@ -60,12 +60,12 @@ class DealtLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         numbers = range(self.rank, len(self) * self.replicas, self.replicas)
-        wanted = [(number, torch.arange) if number < self.kept else (self.kept - 1, _none) for number in numbers]
-        for part in read_rows(self.loader, self.key, wanted):
+        choices = [(number, torch.arange) if number < self.kept else (self.kept - 1, _no_rows) for number in numbers]
+        for part in read_rows(self.loader, self.key, choices):
             yield Batch(part.inputs, part.labels, part.index, part.rows, max(len(part.rows), 1), 1, 0)
 
 
-Rows: TypeAlias = Callable[[int], Tensor]  # of a batch of so many, those that are wanted
+Rows: TypeAlias = Callable[[int], Tensor]  # from the size of a batch to the rows to read
 
 
 class Part(NamedTuple):
@@ -78,33 +78,33 @@ class Part(NamedTuple):
     count: int  # type: ignore[assignment]
 
 
-def _none(_: int) -> Tensor:
+def _no_rows(_: int) -> Tensor:
     return torch.arange(0)
 
 
-def read_rows(loader: Loader, key: int, wanted: Sequence[tuple[int, Rows]]) -> Iterator[Part]:
-    """The wanted rows of the batches of these numbers, which don't decrease."""
+def read_rows(loader: Loader, key: int, choices: Sequence[tuple[int, Rows]]) -> Iterator[Part]:
+    """Read rows of batches; `choices` are the numbers of batches, which don't decrease, and their rows."""
     if not is_indexed(loader):
-        batches, first, found, at = iter(loader), 0, (torch.empty(0), torch.empty(0)), -1
-        for number, choose in wanted:
+        batches, first, inputs, labels, at = iter(loader), 0, torch.empty(0), torch.empty(0), -1
+        for number, choose in choices:
             while at < number:
-                first += len(found[1])
-                found, at = pair_of(next(batches)), at + 1
-            rows, count = choose(len(found[1])), len(found[1])
-            yield Part(found[0][rows], found[1][rows], rows + first, rows, count)
+                first += len(labels)
+                (inputs, labels), at = unpack_pair(next(batches)), at + 1
+            rows = choose(len(labels))
+            yield Part(inputs[rows], labels[rows], rows + first, rows, len(labels))
         return
-    wholes = places_of_batches(loader, key)
-    chosen = [choose(len(wholes[number])) for number, choose in wanted]
-    places = [torch.tensor(wholes[number]) for number, _ in wanted]
+    drawn = draw_batches(loader, key)
+    chosen = [choose(len(drawn[number])) for number, choose in choices]
+    places = [torch.tensor(drawn[number]) for number, _ in choices]
     # A data set may not be able to give no samples: for their shape, one is read.
     lists = [(whole[rows] if len(rows) else whole[:1]).tolist() for whole, rows in zip(places, chosen, strict=True)]
-    for whole, rows, batch in zip(places, chosen, fetched(loader, key, lists), strict=True):
-        inputs, labels = pair_of(batch)
+    for whole, rows, batch in zip(places, chosen, fetch_batches(loader, key, lists), strict=True):
+        inputs, labels = unpack_pair(batch)
         yield Part(inputs[: len(rows)], labels[: len(rows)], whole[rows], rows, len(whole))
 
 
 def is_indexed(loader: Loader) -> bool:
-    """Whether its batches are lists of places in a data set."""
+    """Return whether a loader's batches are lists of places in a data set."""
     return (
         isinstance(loader, DataLoader)
         and loader.batch_sampler is not None
@@ -113,7 +113,7 @@ def is_indexed(loader: Loader) -> bool:
 
 
 def class_names_of(loader: Loader) -> tuple[str, ...]:
-    """Names of the classes of a loader's data set, as torchvision's have them; none if it does not say."""
+    """Return the class names of a loader's data set, its `classes` as in torchvision; () if it has none."""
     dataset = getattr(loader, "dataset", None)
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
@@ -121,21 +121,21 @@ def class_names_of(loader: Loader) -> tuple[str, ...]:
     return tuple(map(str, names)) if isinstance(names, list | tuple) else ()
 
 
-def places_of_batches(loader: DataLoader, key: int) -> list[list[int]]:
-    """The places of all batches of an epoch, as its sampler draws them from global generators, or from its own."""
-    own = getattr(loader.sampler, "generator", None)
-    if own is not None:
-        own.manual_seed(key)
+def draw_batches(loader: DataLoader, key: int) -> list[list[int]]:
+    """Return the places of all batches of an epoch, as the sampler draws them with its generators seeded by the key."""
+    generator = getattr(loader.sampler, "generator", None)
+    if generator is not None:
+        generator.manual_seed(key)
     return with_seed(key, lambda: list(loader.batch_sampler))  # type: ignore[arg-type]
 
 
-def fetched(loader: DataLoader, key: int, batches: list[list[int]]) -> Iterator[Any]:
-    """These batches, by the loader's workers."""
+def fetch_batches(loader: DataLoader, key: int, batches: list[list[int]]) -> Iterator[Any]:
+    """Read batches of these places by the loader's workers."""
     changed = copy.copy(loader)
     # A DataLoader lets none of these be assigned.
     vars(changed).update(
         dataset=_Keyed(loader.dataset, key), batch_sampler=batches, generator=torch.Generator(), _iterator=None,
-        worker_init_fn=loader.worker_init_fn or quiet_worker, collate_fn=_Collated(loader.collate_fn),
+        worker_init_fn=loader.worker_init_fn or quiet_worker, collate_fn=_Collate(loader.collate_fn),
     )  # fmt: skip
     for batch in changed:
         if isinstance(batch, BadInput):
@@ -143,8 +143,8 @@ def fetched(loader: DataLoader, key: int, batches: list[list[int]]) -> Iterator[
         yield batch
 
 
-class _Collated:
-    """Joins samples; a fault is handed over, as an exception in a worker would lose what it says."""
+class _Collate:
+    """Joins samples; returns a fault as BadInput, as an exception in a worker would lose its message."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self.collate = collate
@@ -157,7 +157,7 @@ class _Collated:
 
 
 class _Keyed(Dataset):
-    """A data set in which what a sample draws depends on the key and its place alone."""
+    """A data set whose samples draw random numbers that depend on the key and their places alone."""
 
     def __init__(self, dataset: Dataset, key: int) -> None:
         self.dataset, self.key = dataset, key
@@ -166,19 +166,19 @@ class _Keyed(Dataset):
         return with_seed(fold_in(self.key, place), lambda: self.dataset[place])
 
 
-def pair_of(batch: Any) -> tuple[Tensor, Tensor]:
-    """The (inputs (n, ...), labels (n,) int64) of a batch; BadInput if it is none."""
+def unpack_pair(batch: Any) -> tuple[Tensor, Tensor]:
+    """Return inputs (n, ...) and labels (n,) int64 of a batch; raise BadInput if it is no such pair."""
     inputs, labels = batch if isinstance(batch, list | tuple) and len(batch) == 2 else (batch, None)
-    if not isinstance(inputs, Tensor) or not isinstance(labels, Tensor) or labels.dim() != 1 or _fractions(labels):
+    if not isinstance(inputs, Tensor) or not isinstance(labels, Tensor) or labels.dim() != 1 or _has_fractions(labels):
         kinds = ", ".join(map(_kind, batch)) if isinstance(batch, list | tuple) else _kind(batch)
         expected = "batches of two tensors, inputs (n, ...) and labels (n,) of whole numbers, a class for each sample"
         raise BadInput("data", kinds, expected)
     return inputs, labels.long()
 
 
-def _fractions(labels: Tensor) -> bool:
+def _has_fractions(labels: Tensor) -> bool:
     return labels.is_floating_point() or labels.is_complex()
 
 
-def _kind(found: Any) -> str:
-    return f"{tuple(found.shape)} {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
+def _kind(value: Any) -> str:
+    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__

@@ -16,11 +16,11 @@ Subset = Literal["balanced", "proportional"]
 
 
 class Source(Protocol):
-    """A data set before subsets are drawn: its labels are known, its inputs may not be read yet."""
+    """A data set before subsets are drawn: its labels are in memory, its inputs may not be."""
 
     @property
     def labels(self) -> Tensor:
-        """(n,) int64, or (n, T) with a label for each token."""
+        """Labels (n,) int64, or (n, T) with a label for each token."""
 
     def take(self, chosen: Tensor) -> "Split":
         """Read the samples at these (k,) places."""
@@ -33,11 +33,11 @@ class Split(NamedTuple):
     labels: Tensor
 
     def take(self, chosen: Tensor) -> "Split":
-        """The samples at these (k,) places."""
+        """Return the samples at these (k,) places."""
         return Split(self.inputs[chosen], self.labels[chosen])
 
     def to(self, device: torch.device) -> "Split":
-        """The same on that device."""
+        """Move to a device."""
         return Split(self.inputs.to(device), self.labels.to(device))
 
 
@@ -58,12 +58,12 @@ class Windows(NamedTuple):
         return self.text[1:].unfold(0, self.length, 1)
 
     def take(self, chosen: Tensor) -> Split:
-        """The samples at these (k,) places, both (k, T) int64: one gather."""
+        """Return the samples at these (k,) places, both (k, T) int64, in one gather."""
         windows = self.text.unfold(0, self.length + 1, 1).index_select(0, chosen).long()
         return Split(windows[:, :-1], windows[:, 1:])
 
     def to(self, device: torch.device) -> "Windows":
-        """The same on that device."""
+        """Move to a device."""
         return Windows(self.text.to(device), self.length)
 
 
@@ -71,34 +71,34 @@ Samples = Split | Windows  # in memory
 
 
 def balanced_subset(labels: Tensor, size: int, key: int) -> Tensor:
-    """(size,) int64, sorted places in `labels`; class counts differ by at most one until a class is used up.
+    """Draw (size,) int64, sorted places in `labels`; class counts differ by at most one until a class is used up.
 
-    Each class gives a random sample in turn, so a smaller subset of the same key lies within a larger one.
+    Classes take turns with a random sample each, so a smaller subset of the same key lies within a larger one.
     """
-    order, turn, _ = _shuffled(labels, key)
+    order, turn, _ = _shuffle(labels, key)
     return order[turn.argsort(stable=True)[:size]].sort().values
 
 
 def proportional_subset(labels: Tensor, size: int, key: int) -> Tensor:
-    """(size,) int64, sorted places in `labels`; each class gives its proportion, rounded down or up at random.
+    """Draw (size,) int64, sorted places in `labels`, from each class its proportion, rounded down or up at random.
 
     The last sample of a class is taken only when nothing else is left. If equal counts are within one sample of all
     proportions, the subset is balanced as in `balanced_subset`.
     """
-    order, turn, counts = _shuffled(labels, key)
+    order, turn, counts = _shuffle(labels, key)
     classes = labels[order]
     proportion = counts.double() * size / max(len(labels), 1)
     equal = size / max(int(counts.count_nonzero()), 1)
     if (proportion - equal)[counts > 0].abs().lt(1).all():
         proportion.zero_()
-    given = proportion.floor().long()
-    rank = (turn - given[classes]).clamp(min=-1)  # -1: within a class's proportion; beyond that, classes take turns
+    quota = proportion.floor().long()
+    rank = (turn - quota[classes]).clamp(min=-1)  # -1: within a class's proportion; beyond that, classes take turns
     rank[turn == counts[classes] - 1] = len(labels)
     return order[rank.argsort(stable=True)[:size]].sort().values
 
 
-def _shuffled(labels: Tensor, key: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A random order (n,), how many samples of its class precede each one there (n,), and the class counts (C,)."""
+def _shuffle(labels: Tensor, key: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a random order (n,), the number of earlier samples of each one's class (n,), and the class counts (C,)."""
     order = keyed.permutation(len(labels), key)
     shuffled = labels[order]
     by_class = shuffled.argsort(stable=True)
@@ -109,15 +109,15 @@ def _shuffled(labels: Tensor, key: int) -> tuple[Tensor, Tensor, Tensor]:
     return order, turn, counts
 
 
-def without(places: Tensor, size: int) -> Tensor:
-    """The places below `size` without these, sorted."""
+def complement(places: Tensor, size: int) -> Tensor:
+    """Return the places below `size` without these, sorted."""
     others = torch.ones(size, dtype=torch.bool)
     others[places] = False
     return others.nonzero().flatten()
 
 
-def unequal_counts(labels: Tensor, class_names: Sequence[str]) -> str:
-    """The class counts as text; empty if they differ by no more than one or a tenth."""
+def describe_imbalance(labels: Tensor, class_names: Sequence[str]) -> str:
+    """Return the class counts as text; "" if they differ by no more than one or a tenth."""
     counts = labels.bincount(minlength=len(class_names)).tolist()
     least, most = min(counts), max(counts)
     if most - least <= max(1, least / 10):
@@ -139,8 +139,8 @@ def check_sizes(train_size: int | None, test_size: int | None, validation_size: 
         raise BadInput("data.validation_size", validation_size, "a count (0, 1, 2, …) or a fraction (0.0 <= f < 1.0)")
 
 
-def labelled_samples(labels: Tensor, size: int, seed: int) -> Tensor:
-    """(n,) bool, the `size` of n samples whose labels are known: a balanced subset, which a larger one contains."""
+def draw_labelled(labels: Tensor, size: int, seed: int) -> Tensor:
+    """Draw the `size` of n samples whose labels are known, (n,) bool: a balanced subset, which larger ones contain."""
     classes = len(labels.unique())
     if not classes <= size <= len(labels):
         expected = (
@@ -153,7 +153,7 @@ def labelled_samples(labels: Tensor, size: int, seed: int) -> Tensor:
 
 
 def check_partition(partition: Sequence[float] | None, replicas: int | None = None, exact: int | None = None) -> None:
-    """Raise BadInput for fractions that can't be partitions, for this number of replicas if known, and `--exact`."""
+    """Raise BadInput for fractions that can't be partitions, or not of this number of replicas, or under `--exact`."""
     if partition is None:
         return
     if not partition or not all(math.isfinite(f) and f >= 0 for f in partition) or abs(sum(partition) - 1) > ROUNDING:
@@ -165,46 +165,49 @@ def check_partition(partition: Sequence[float] | None, replicas: int | None = No
         raise BadInput("data.partition", list(partition), expected)
 
 
-def held_out(validation_size: float, size: int) -> int:
-    """The number of samples to hold out in addition to `size` training samples, or from a whole set of `size`."""
+def count_held_out(validation_size: float, size: int) -> int:
+    """Return the number of samples to hold out in addition to `size` training samples, or from a set of `size`."""
     return validation_size if isinstance(validation_size, int) else round(validation_size * size)
 
 
-def train_and_validation(
+def draw_train_and_validation(
     labels: Tensor, train_size: int | None, validation_size: float, seed: int, subset: Subset
 ) -> tuple[Tensor, Tensor]:
-    """Places in `labels` for training and for validation, each sorted, and disjoint.
+    """Draw disjoint places in `labels` for training and for validation, each sorted.
 
     Validation samples are drawn first, in proportion to the classes; if `validation_size` is a count, they are the same
-    for any `train_size`. At least one sample of each class is for training. BadInput if there are too few samples.
+    for any `train_size`. At least one sample of each class is for training.
+
+    Raises:
+        BadInput: there are too few samples.
     """
     available, classes = len(labels), len(labels.unique())
-    count = held_out(validation_size, available if train_size is None else train_size)
+    count = count_held_out(validation_size, available if train_size is None else train_size)
     if count > available - classes and (train_size is None or isinstance(validation_size, int)):
         most = f"at most {available - classes} of the {available} training samples, as one of each class has to train"
         raise BadInput("data.validation_size", validation_size, most)
     if train_size is not None and train_size < classes:
         raise BadInput("data.train_size", train_size, f"at least {classes}, one sample of each class")
     if train_size is not None and train_size + count > available:
-        largest = next(n for n in range(available, -1, -1) if n + held_out(validation_size, n) <= available)
+        largest = next(n for n in range(available, -1, -1) if n + count_held_out(validation_size, n) <= available)
         most = f"at most {largest} of the {available} training samples, as --data.validation_size is {validation_size}"
         raise BadInput("data.train_size", train_size, most)
     validation = proportional_subset(labels, count, keyed.fold_in(seed, 0))
-    train = without(validation, available)
+    train = complement(validation, available)
     if train_size is not None:
-        train = train[chosen(labels[train], train_size, keyed.fold_in(seed, 1), subset)]
+        train = train[draw_places(labels[train], train_size, keyed.fold_in(seed, 1), subset)]
     return train, validation
 
 
-def test_places(labels: Tensor, test_size: int | None, seed: int, subset: Subset) -> Tensor:
-    """Places in `labels` for testing, sorted; all if no size is given. BadInput if there are fewer samples."""
+def draw_test(labels: Tensor, test_size: int | None, seed: int, subset: Subset) -> Tensor:
+    """Draw places in `labels` for testing, sorted; all without a size. Raise BadInput if there are fewer samples."""
     if test_size is not None and test_size > len(labels):
         raise BadInput("data.test_size", test_size, f"at most {len(labels)}, the test samples there are")
-    return chosen(labels, len(labels) if test_size is None else test_size, keyed.fold_in(seed, 2), subset)
+    return draw_places(labels, len(labels) if test_size is None else test_size, keyed.fold_in(seed, 2), subset)
 
 
-def chosen(labels: Tensor, size: int, key: int, subset: Subset) -> Tensor:
-    """(size,) int64, sorted places in `labels`, stratified as `subset` says, with every class if possible."""
+def draw_places(labels: Tensor, size: int, key: int, subset: Subset) -> Tensor:
+    """Draw (size,) int64, sorted places in `labels`, stratified as `subset` says, with every class if possible."""
     if subset == "balanced":
         return balanced_subset(labels, size, key)
-    return without(proportional_subset(labels, len(labels) - size, key), len(labels))
+    return complement(proportional_subset(labels, len(labels) - size, key), len(labels))

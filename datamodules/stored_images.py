@@ -1,4 +1,4 @@
-"""The base of sets of images that may not fit in memory: kept there, decoded on disk, or read anew while training."""
+"""The base class of image sets that may not fit in memory: kept there, on disk, or read while training."""
 
 from collections import Counter
 from pathlib import Path
@@ -16,7 +16,7 @@ from datamodules.encoded import Damaged, Encoded
 from datamodules.fingerprints import Fingerprint
 from datamodules.images import IMAGENET, ImageData
 from datamodules.splits import Samples, Source, Split
-from datamodules.streams import Streamed, reading
+from datamodules.streams import Streamed, read_batches
 
 Cache = Literal["memory", "disk", "none"]
 OnError = Literal["stop", "skip"]
@@ -33,17 +33,17 @@ class StoredImages(ImageData):
         image_size: resize the short side of each image to so many pixels, and crop the centre. Required unless all
             images have one size.
         cache: where decoded images are kept: in `memory`; on `disk`, written before training unless an earlier run has
-            done it; or nowhere, `none`: then each is decoded whenever it is wanted. Default: in memory if they fit,
-            otherwise nowhere. Results do not depend on it.
+            done it; or nowhere, `none`: then they are decoded at each use. Default: in memory if they fit, otherwise
+            nowhere. Results do not depend on it.
         cache_dir: the folder of the cache on disk; default: `.apprentice` beside the images. It may be deleted.
         num_workers: processes for each device that read, and augment, ahead; with `memory`, that only augment. Default:
             this machine's cores over its devices, and none with `memory` or `disk`. Results do not depend on it.
-        on_error: what an image that can't be read does: `stop` the run, or have it checked before training, in one pass
-            over all images, and `skip` what can't be read, counted in a line.
+        on_error: at an image that can't be read `stop` the run; or check all images before training, in one pass, and
+            `skip` those that can't be read, counted in a line.
         options: those of ImageData; `mean` and `std` are ImageNet's by default.
 
     Raises:
-        BadInput: an image can't be read, or all of them would not fit where they shall be kept.
+        BadInput: an image can't be read, or the images do not fit in the cache.
     """
 
     mean, std = IMAGENET
@@ -74,11 +74,11 @@ class StoredImages(ImageData):
         self._encoded: list[Encoded] = []  # of train, validation and test
 
     def beside(self) -> Path:
-        """The folder of the images, which by default has that of the cache."""
+        """Return the folder of the images, which by default holds that of the cache."""
         raise NotImplementedError
 
     def usable(self, sets: Sets, skipped: Counter[str], place: object) -> tuple[Encoded, ...]:
-        """What `read` returns of these sets: with `on_error` skip, those that can be read; tells what was skipped."""
+        """Return the sets for `read`: images of one size and, with `on_error` skip, readable; say what is skipped."""
         if self.on_error == "skip":
             sets = {part: self._without_damaged(part, images, skipped) for part, images in sets.items()}
         first, size = sets["train"].name(0), sets["train"].first_size()
@@ -90,32 +90,32 @@ class StoredImages(ImageData):
         return tuple(sets.values())
 
     def _without_damaged(self, part: str, images: Encoded, skipped: Counter[str]) -> Encoded:
-        """The images that can be read; every one is. BadInput if none can."""
+        """Read all images and return those that can be read; raise BadInput if none can."""
         places = torch.arange(len(images.labels))
-        checked = reading(Streamed(_Checked(images), self.num_workers), places.split(CHECKED))
-        whole = torch.cat([split.inputs for split in checked])
-        if damaged := int((~whole).sum()):
+        checks = read_batches(Streamed(_Check(images), self.num_workers), places.split(CHECKED))
+        readable = torch.cat([split.inputs for split in checks])
+        if damaged := int((~readable).sum()):
             skipped.update({"damaged": damaged})
-        if damaged == len(whole):
+        if damaged == len(readable):
             raise BadInput("data.on_error", self.on_error, f"images of {part} that can be read; none of {damaged} can")
-        return images.part(whole.nonzero().flatten())
+        return images.part(readable.nonzero().flatten())
 
     def check_fits(self, count: int) -> None:
-        """Choose where images are kept, if that is not given; BadInput if they would not fit in memory, but shall."""
+        """Choose where images are kept, unless set; raise BadInput if they are to be in memory and do not fit."""
         need, have = count * int(np.prod(self.input_shape)), memory.available_bytes()
         if need > have and self.cache in {None, "memory"}:
             size = "x".join(map(str, self.input_shape))
-            found = f"{count} of {size} take {need / 1e9:.2f} GB, {have / 1e9:.2f} GB are available"
+            sizes = f"{count} of {size} take {need / 1e9:.2f} GB, {have / 1e9:.2f} GB are available"
             if self.cache == "memory":
                 advice = (
                     "give --data.cache disk or none, a smaller --data.image_size, --data.train_size or --data.test_size"
                 )
-                raise BadInput("data.cache", self.cache, f"images that fit in memory: {found}; {advice}")
-            self.say(f"images are read while training (--data.cache none): {found}")
+                raise BadInput("data.cache", self.cache, f"images that fit in memory: {sizes}; {advice}")
+            self.say(f"images are read while training (--data.cache none): {sizes}")
             self.cache = "none"
 
     def hold(self, source: Source, places: Tensor) -> Samples | Streamed:
-        """Decoded images in memory or on disk, or encoded ones that are read while training."""
+        """Return decoded images in memory or on disk, or encoded ones that are read while training."""
         images = cast("Encoded", source)
         self._encoded.append(images.part(places))
         if self.cache == "none":
@@ -127,26 +127,26 @@ class StoredImages(ImageData):
         return Streamed(decoded, self.num_workers) if self.num_workers else decoded
 
     def fingerprint(self) -> Fingerprint:
-        """Of the images as they are stored: decoded ones are pixels of this machine's libraries."""
+        """Hash the images as stored; decoded pixels depend on this machine's libraries."""
         self.split("train")
         return {part: fingerprints.of_images(images) for part, images in zip(LIMITS, self._encoded, strict=True)}
 
 
-class _Checked(NamedTuple):
-    """Whether images can be read, in place of their pixels."""
+class _Check(NamedTuple):
+    """A source that tells whether images can be read, in place of their pixels."""
 
     images: Encoded
 
     @property
     def labels(self) -> Tensor:
-        """(n,), of the images."""
+        """Labels (n,) of the images."""
         return self.images.labels
 
     def take(self, chosen: Tensor) -> Split:
-        """(k,) bool for each of the chosen."""
-        return Split(torch.tensor([self._readable(place) for place in chosen.tolist()]), self.labels[chosen])
+        """Return (k,) bool, whether each image can be read, and the labels."""
+        return Split(torch.tensor([self._is_readable(place) for place in chosen.tolist()]), self.labels[chosen])
 
-    def _readable(self, place: int) -> bool:
+    def _is_readable(self, place: int) -> bool:
         try:
             self.images.decoded(place)
         except Damaged:

@@ -19,7 +19,7 @@ from datamodules.base import InMemoryData
 from datamodules.fingerprints import Fingerprint
 from datamodules.loaders import EpochOrder
 from datamodules.memory import available_bytes
-from datamodules.splits import Split, Windows, held_out
+from datamodules.splits import Split, Windows, count_held_out
 
 Unit = Literal["characters", "bytes"]
 EVALUATED = 8192  # tokens in an evaluation batch, about
@@ -261,7 +261,7 @@ class Text(InMemoryData):
     def _bounds(self, size: int) -> tuple[int, int]:
         """Where in a text of this size the validation part begins, and the test's."""
         cut = size * 9 // 10
-        return max(cut - held_out(self.validation_size, cut), 0), cut
+        return max(cut - count_held_out(self.validation_size, cut), 0), cut
 
     def check_tokenizer(self, name: str, whose: str) -> None:
         """Raise BadInput if tokens are not those of this Hugging Face tokenizer, which is that of `whose` weights."""

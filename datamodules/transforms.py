@@ -1,4 +1,4 @@
-"""Random transforms of torchvision's, an image at a time, whose draws depend on seed, epoch and sample alone."""
+"""Random transforms of torchvision, an image at a time, whose draws depend on seed, epoch and sample alone."""
 
 import difflib
 import importlib
@@ -18,8 +18,8 @@ FLAG = "data.transforms"
 class Transforms:
     """Transforms of (C, H, W) uint8 images to images of the same size, applied one after another.
 
-    They draw from torch's generator on the CPU, numpy's and Python's, which are seeded for each image and restored, so
-    an image's bits do not depend on the rank, the worker or the other images.
+    They draw from the generators of torch on the CPU, numpy and Python, which are seeded for each image and restored,
+    so an image's bits do not depend on the rank, the worker or the other images.
 
     Args:
         entries: each a name in `torchvision.transforms.v2`, an import path, one of these with options as
@@ -33,21 +33,22 @@ class Transforms:
 
     def __init__(self, entries: Sequence[Any], shape: tuple[int, ...]) -> None:
         self.shape, self.names = shape, [_name(entry) for entry in entries]
-        self.steps = [_made(entry, list(shape[1:])) for entry in entries]
+        self.steps = [_build(entry, list(shape[1:])) for entry in entries]
         self(torch.zeros(1, *shape, dtype=torch.uint8), 0, torch.zeros(1, dtype=torch.int64))
 
     def __call__(self, images: Tensor, key: int, index: Tensor) -> Tensor:
-        """(B, C, H, W), transformed by draws for `key` and each sample's `index` (B,); a new tensor."""
-        return keyed.with_seed(0, lambda: self._each(images, key, index))
+        """Return (B, C, H, W), transformed by draws for `key` and each sample's `index` (B,); a new tensor."""
 
-    def _each(self, images: Tensor, key: int, index: Tensor) -> Tensor:
-        done = torch.empty_like(images)
-        for row, place in enumerate(index.tolist()):
-            keyed.reseed(keyed.fold_in(key, place))
-            done[row] = self._one(images[row])
-        return done
+        def transform() -> Tensor:
+            transformed = torch.empty_like(images)
+            for row, place in enumerate(index.tolist()):
+                keyed.reseed(keyed.fold_in(key, place))
+                transformed[row] = self._transform(images[row])
+            return transformed
 
-    def _one(self, image: Tensor) -> Tensor:
+        return keyed.with_seed(0, transform)
+
+    def _transform(self, image: Tensor) -> Tensor:
         for name, step in zip(self.names, self.steps, strict=True):
             try:
                 image = step(image)
@@ -68,8 +69,8 @@ def _name(entry: Any) -> str:
     return entry if isinstance(entry, str) else type(entry).__name__
 
 
-def _made(entry: Any, size: list[int]) -> Callable[[Any], Any]:
-    """An entry's transform."""
+def _build(entry: Any, size: list[int]) -> Callable[[Any], Any]:
+    """Build the transform of an entry."""
     if callable(entry):
         return entry
     options = next(iter(entry.values())) if isinstance(entry, dict) and len(entry) == 1 else {}
@@ -77,33 +78,32 @@ def _made(entry: Any, size: list[int]) -> Callable[[Any], Any]:
         expected = "a name in torchvision.transforms.v2, an import path, or one of them with options: {NAME: {...}}"
         raise BadInput(FLAG, entry, expected)
     name = _name(entry)
-    make, options = _found(name), dict(options)
+    make, options = _import_class(name), dict(options)
     if isinstance(options.get("transforms"), list):
-        options["transforms"] = [_made(inner, size) for inner in options["transforms"]]
+        options["transforms"] = [_build(inner, size) for inner in options["transforms"]]
     if isinstance(options.get("interpolation"), str):
         from torchvision.transforms import InterpolationMode
 
         options["interpolation"] = InterpolationMode(options["interpolation"])
     try:
-        asked = inspect.signature(make).parameters.get("size")
-        if asked is not None and asked.default is asked.empty:
+        parameter = inspect.signature(make).parameters.get("size")
+        if parameter is not None and parameter.default is parameter.empty:
             options.setdefault("size", size)
         return make(**options)
     except Exception as error:  # whatever a user's class does
         raise BadInput(FLAG, name, f"options that it takes: {reason(error)}") from error
 
 
-def _found(name: str) -> Callable[..., Any]:
-    module_name, _, short = (
-        f"torchvision.transforms.v2.{name}".rpartition(".") if "." not in name else name.rpartition(".")
-    )
+def _import_class(name: str) -> Callable[..., Any]:
+    path = name if "." in name else f"torchvision.transforms.v2.{name}"
+    module_name, _, short = path.rpartition(".")
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # whatever a user's module does
         raise BadInput(FLAG, name, f"an import path; {reason(error)}") from error
-    found = getattr(module, short, None)
-    if not inspect.isclass(found):
+    transform = getattr(module, short, None)
+    if not inspect.isclass(transform):
         classes = [other for other, value in vars(module).items() if inspect.isclass(value)]
         near = ", ".join(difflib.get_close_matches(short, classes))
         raise BadInput(FLAG, name, f"a class of {module_name}{near and f'; near: {near}'}")
-    return found
+    return transform

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from apprentice.errors import BadInput
+from harness.cli.messages import with_flag
 from harness.cli.sources import at_home
 from harness.console import console
 from harness.reports import pages
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             compared = comparison.compare(runs, arguments.against)
             folder = comparison.save(compared, arguments.out, again)
         except BadInput as error:
-            parser.error(str(error).removeprefix("--RUN "))  # the runs are given without a flag
+            parser.error(with_flag(error).removeprefix("--RUN "))  # the runs are given without a flag
         print(comparison.text(compared))
         print(f"\nSaved report.html, compare.md, .png and .json in {folder}")
 

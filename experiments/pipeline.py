@@ -55,7 +55,7 @@ def other_cut(net: nn.Module, layers: Sequence[nn.Module], path: str | None) -> 
     if path is None or (path == TUTORIALS_CUT and path not in dict(net.named_modules())):
         return None
     try:
-        first = nets.stage_of(net, layers, path)[0] + 1
+        first = nets.find_stage(net, layers, path)[0] + 1
     except BadInput:
         first = len(layers)
     if first == len(layers):

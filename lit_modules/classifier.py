@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from apprentice.batch import Batch, Mixed
 from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepare_net
 from lit_modules.nets import heads, pipeline_stages, run
-from lit_modules.nets.recorded import Spec, made
-from lit_modules.objectives.base import of_labelled, shown
+from lit_modules.nets.recorded import Spec, rebuild
+from lit_modules.objectives.base import average_labelled, fill_uncounted
 from lit_modules.tasks import Classification, Task
 
 
@@ -48,7 +48,7 @@ class LitClassifier(Learner):
     ) -> None:
         super().__init__([""], task or Classification(num_classes), optimizer, scheduler, seed)
         self.of_labels = {"loss", *self.scores_of("").trained}
-        self.net = prepare_net(made(net)).to(memory_format=torch.channels_last)
+        self.net = prepare_net(rebuild(net)).to(memory_format=torch.channels_last)
         self.head_only = head_only
         if head_only:
             trained = heads(self.net)
@@ -79,11 +79,11 @@ class LitClassifier(Learner):
     def losses(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """The supervised loss of logits (b, ..., classes), and values to log."""
         self.check_labels(outputs, batch)
-        losses = self.task.loss(outputs, shown(batch.labels, batch.label_weight))
+        losses = self.task.loss(outputs, fill_uncounted(batch.labels, batch.label_weight))
         if isinstance(batch.mixed, Mixed):
             losses = batch.mixed.mean(losses, self.task.loss(outputs, batch.mixed.labels))
         parts = {"loss": losses, **self.scores_of("").per_label(outputs, batch.labels, losses)}
-        parts = {name: of_labelled(x, batch.labels, batch.label_weight) for name, x in parts.items()}
+        parts = {name: average_labelled(x, batch.labels, batch.label_weight) for name, x in parts.items()}
         return self.loss_scales.scaled("", batch.mean(parts["loss"])), parts | self.task.counts(batch)
 
     def pipeline_stages(self) -> list[nn.Module]:
@@ -102,7 +102,7 @@ class LitClassifier(Learner):
 
         def step() -> Tensor:
             net.zero_grad()
-            losses = self.task.loss(net(batch.inputs), shown(batch.labels, batch.label_weight))
-            return batch.mean(of_labelled(losses, batch.labels, batch.label_weight))
+            losses = self.task.loss(net(batch.inputs), fill_uncounted(batch.labels, batch.label_weight))
+            return batch.mean(average_labelled(losses, batch.labels, batch.label_weight))
 
         return step

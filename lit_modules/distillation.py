@@ -17,13 +17,13 @@ from apprentice.errors import BadInput, naming
 from apprentice.replicas import FEWEST_ROWS
 from lit_modules.checkpoints import keep_runs, without
 from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepare_net
-from lit_modules.nets import Ensemble, Outputs, any_kernel, globalise, has_no_running_statistics, in_type_of, run
+from lit_modules.nets import Ensemble, Outputs, any_kernel, globalise, has_no_running_statistics, match_dtype, run
 from lit_modules.nets.classes import check_classes
 from lit_modules.nets.ensemble import MEMBERS
-from lit_modules.nets.layers import layer, of_inputs
-from lit_modules.nets.recorded import Spec, made
+from lit_modules.nets.layers import input_names, layer
+from lit_modules.nets.recorded import Spec, rebuild
 from lit_modules.objectives import Objective, Place
-from lit_modules.objectives.base import condensed, of_labelled
+from lit_modules.objectives.base import average_labelled, condense_teacher
 from lit_modules.side_by_side import side_by_side
 from lit_modules.stored import TeacherCache, describe_sizes
 from lit_modules.student import CE, Student, check_parameters, choose_layers
@@ -95,8 +95,8 @@ class Distillation(Learner):
         self._batch_norms = {  # of the teacher, those by which its outputs for a sample depend on the batch
             name: globalise(m) for name, m in self.teacher.named_modules() if has_no_running_statistics(m)
         }
-        self._example = torch.zeros(1, *input_shape, dtype=made(input_dtype))
-        by_name = {name: self._student(name, *made(pair, f"students.{name}")) for name, pair in students.items()}
+        self._example = torch.zeros(1, *input_shape, dtype=rebuild(input_dtype))
+        by_name = {name: self._student(name, *rebuild(pair, f"students.{name}")) for name, pair in students.items()}
         self.students = nn.ModuleDict(by_name)  # type: ignore[assignment]  # it has a mapping's methods
         check_parameters(self.teacher, self.students)
         self.cache = TeacherCache(self.teacher, teacher_cache_mb, teacher_cache_dir, self.print)
@@ -141,7 +141,7 @@ class Distillation(Learner):
         for name, student in self.students.items():
             beside = {peer: self.students[peer].eval() for peer in student.objective.peers}
             peers = {peer: other.raw(example) for peer, other in beside.items()}
-            known = teacher and in_type_of(teacher, student.net)
+            known = teacher and match_dtype(teacher, student.net)
             student.build(example, known, self.seed, f"variants.{name}", self._samples, self._labelled, peers)
             self.of_labels |= {f"{name}/{what}" for what in (*student.of_labels, *self.scores_of(name).trained)}
 
@@ -177,11 +177,11 @@ class Distillation(Learner):
         """The layers whose outputs, or inputs where that is true, objectives read, for strategies that cut layers."""
         nets = [(self.teacher, self._teacher_layers)]
         nets += [(s.net, {*s.objective.student_layers.values()}) for s in self.students.values()]
-        return [(layer(net, name), name in of_inputs(net, names)) for net, names in nets for name in names]
+        return [(layer(net, name), name in input_names(net, names)) for net, names in nets for name in names]
 
     def _ask_teacher(self, inputs: Tensor) -> Outputs:
         with torch.no_grad():
-            return condensed(run(self.teacher, inputs, self._teacher_layers), self._objectives)
+            return condense_teacher(run(self.teacher, inputs, self._teacher_layers), self._objectives)
 
     def train(self, mode: bool = True) -> "Distillation":
         """Set the students' mode; the teacher and failed students stay in eval mode."""
@@ -297,7 +297,7 @@ class Distillation(Learner):
             total, values = student.losses(student.rows(name, teacher, students, batch), place, batch.label_weight)
             loss = loss + self.loss_scales.scaled(name, batch.mean(total))
             measured = self.scores_of(name).per_label(students[name].logits, batch.labels, values.pop(CE, None))
-            measured = {what: of_labelled(x, batch.labels, batch.label_weight) for what, x in measured.items()}
+            measured = {what: average_labelled(x, batch.labels, batch.label_weight) for what, x in measured.items()}
             parts |= {f"{name}/{what}": x for what, x in {**values, "loss": total, **measured}.items()}
         return loss, parts
 

@@ -16,12 +16,12 @@ from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
 from apprentice import keyed, replicas
 from apprentice.batch import Batch
 from apprentice.errors import BadInput, reason
-from apprentice.keyed import Dropout, unkeyed
+from apprentice.keyed import Dropout, find_unkeyed_layers
 from lit_modules.labels import is_pair, require_batch
 from lit_modules.loss_scale import HOPELESS, LossScales
-from lit_modules.nets import giving_logits, globalise, has_no_running_statistics
-from lit_modules.nets.batch_norm import of_own_rows
-from lit_modules.nets.recorded import made
+from lit_modules.nets import globalise, has_no_running_statistics, unwrap_logits
+from lit_modules.nets.batch_norm import find_local_batch_norms
+from lit_modules.nets.recorded import rebuild
 from lit_modules.run_metrics import RunMetrics, global_means, tags
 from lit_modules.tasks.base import LABELLED, TOKENS, Task
 
@@ -61,8 +61,8 @@ class Learner(RunMetrics):
         scheduler: MakeScheduler | None = None,
         seed: int = 0,
     ) -> None:
-        super().__init__(runs, made(task, "task"))
-        self.make_optimizer, self.make_scheduler = made(optimizer, "optimizer"), made(scheduler, "scheduler")
+        super().__init__(runs, rebuild(task, "task"))
+        self.make_optimizer, self.make_scheduler = rebuild(optimizer, "optimizer"), rebuild(scheduler, "scheduler")
         self.seed = seed
         self.loss_scales = LossScales()
         self._accumulated: list[float] = []  # of texts, the tokens that count in each batch since the last step
@@ -332,14 +332,14 @@ def prepare_net(net: nn.Module) -> nn.Module:
     if len({m.layer for m in keyed_layers}) < len(keyed_layers):
         for number, module in enumerate(keyed_layers):
             module.layer = number  # otherwise two layers of one width would draw one mask
-    if names := unkeyed(net):
+    if names := find_unkeyed_layers(net):
         listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         advice = "without --exact numbers move with the device count and a resume; apprentice.keyed.Dropout's do not"
         rank_zero_warn(f"{type(net).__name__} draws noise from torch's generator in {listed}: {advice}")
     if names := [name for name, module in net.named_modules() if has_no_running_statistics(module)]:
         keeps = f"{type(net).__name__} keeps no running statistics in {names[0] or 'itself'}"
         rank_zero_warn(f"{keeps}: its scores for a sample depend on those that are evaluated with it")
-    if names := of_own_rows(globalise(net)):
+    if names := find_local_batch_norms(globalise(net)):
         advice = "numbers move with the device count; those of torch's BatchNorm do not"
         rank_zero_warn(f"{type(net).__name__} has a BatchNorm of its own in {names[0]}: {advice}")
-    return giving_logits(net)
+    return unwrap_logits(net)

@@ -10,7 +10,7 @@ from apprentice import keyed
 from apprentice.errors import BadInput
 from lit_modules.nets import Outputs
 from lit_modules.objectives import Objective, Term
-from lit_modules.objectives.base import viewed
+from lit_modules.objectives.base import select_view
 
 Sample = tuple[Outputs, Outputs | None, Tensor]  # what a student and perhaps a teacher give, and labels
 RANGES = (0, 1), (-10, 10)  # of outputs: the first has finite roots and logarithms, the second confident softmaxes
@@ -57,7 +57,7 @@ def check_finite(objective: Objective, student: Outputs, teacher: Outputs, flag:
     objective = copy.deepcopy(objective)
     student = student.map(lambda x: x.detach().requires_grad_(x.is_floating_point()))
     labels = torch.zeros(student.logits.shape[:-1], dtype=torch.int64)
-    terms = objective.terms(objective.adapt(student), objective.adapt_teacher(viewed("", teacher)), labels)
+    terms = objective.terms(objective.adapt(student), objective.adapt_teacher(select_view("", teacher)), labels)
     loss = sum((term.values.sum() * term.weight for term in terms.values()), start=torch.zeros(()))
     leaves = [x for x in (*student.tensors(), *objective.parameters()) if x.requires_grad]
     gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
@@ -87,7 +87,7 @@ def _repeatable_terms(
 ) -> dict[str, Term]:
     """Terms that are equal in each call, even if the objective keeps state or draws noise; its parameters are fixed."""
     objective = copy.deepcopy(objective).eval().requires_grad_(False)
-    known = teacher and objective.adapt_teacher(viewed("", teacher))
+    known = teacher and objective.adapt_teacher(select_view("", teacher))
     return keyed.with_seed(0, lambda: objective.terms(objective.adapt(student), known, labels))
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from apprentice.errors import BadInput, naming
 from lit_modules.distillation import Distillation
-from lit_modules.nets.layers import layer, of_inputs, run
+from lit_modules.nets.layers import input_names, layer, run
 from lit_modules.objectives import CrossEntropy, Objective
 from lit_modules.quantization.fake_quantized import FakeQuantized
 
@@ -57,7 +57,7 @@ class Quantized(Distillation):
             objective.choose(net, teacher or net)
         for flag, path in objective.student_layers.items():
             layer(net, path, f"objective.{flag}", objective.needs)
-            if of_inputs(net, [path]):
+            if input_names(net, [path]):
                 expected = "the output of a layer: inputs are not seen while a net learns to be int8"
                 raise BadInput(f"objective.{flag}", path, expected)
         example = torch.zeros(1, *input_shape, dtype=next(net.parameters()).dtype)
@@ -65,7 +65,9 @@ class Quantized(Distillation):
         try:
             super().__init__(teacher or nn.Identity(), {NAME: (fake, objective)}, input_shape, **options)
         except BadInput as fault:  # the flag is that of one objective, not of variants
-            raise BadInput(fault.flag.replace(f"variants.{NAME}", "objective"), fault.value, fault.expected) from None
+            raise BadInput(
+                fault.argument.replace(f"variants.{NAME}", "objective"), fault.value, fault.expected
+            ) from None
         self.freeze_epoch = freeze_epoch
         self.best: dict[str, Tensor] = {}  # epoch and correct answers, () int64; the net's state under net.<name>
         self._int8: list[nn.Module] = []

@@ -8,8 +8,8 @@ from torch.nn import functional as F
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
 
-from apprentice.batch import counted
-from lit_modules.objectives.base import widened
+from apprentice.batch import label_mask
+from lit_modules.objectives.base import widen
 
 
 class PerSample(Metric):
@@ -54,10 +54,10 @@ def fidelity(logits: Tensor, teacher: Tensor, labels: Tensor) -> dict[str, Tenso
     Logits (b, ..., classes). Of texts they are means over the tokens that have a label. (Stanton et al., "Does
     Knowledge Distillation Really Work?", 2021.)
     """
-    log_q, log_p = (F.log_softmax(widened(x), -1) for x in (logits, teacher))
+    log_q, log_p = (F.log_softmax(widen(x), -1) for x in (logits, teacher))
     kl = F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
     values = {"kl": kl, "agreement": (logits.argmax(-1) == teacher.argmax(-1)).to(kl.dtype)}
     if labels.ndim == 1:
         return values
-    known = counted(labels)
+    known = label_mask(labels)
     return {name: x.where(known, 0.0).sum(1) / known.sum(1).clamp(min=1) for name, x in values.items()}

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from apprentice.errors import BadInput
-from lit_modules.nets import Outputs, any_kernel, pipeline_stages, stage_of, typed
-from lit_modules.nets.layers import observed, of_inputs
-from lit_modules.objectives.base import condensed
+from lit_modules.nets import Outputs, any_kernel, cast_inputs, find_stage, pipeline_stages
+from lit_modules.nets.layers import input_names, observe
+from lit_modules.objectives.base import condense_teacher
 from lit_modules.student import TEACHER, Student
 
 Active = Callable[[], tuple[bool, Sequence[str]]]
@@ -50,11 +50,11 @@ def side_by_side(
 def _track(net: nn.Module, layers: Mapping[str, str], modules: list[nn.Module], count: int, example: Tensor) -> Track:
     slots = [number * count // len(modules) for number in range(len(modules))]
     pieces = [[m for m, slot in zip(modules, slots, strict=True) if slot == stage] for stage in range(count)]
-    stages = {path: stage_of(net, modules, path, layers[path]) for path in sorted(layers)}
+    stages = {path: find_stage(net, modules, path, layers[path]) for path in sorted(layers)}
     features = {path: (slots[number], module) for path, (number, module) in stages.items()}
     modes = {m: m.training for m in net.modules()}
     widths: list[int] = []
-    x: tuple[Tensor, ...] = (typed(net, example),)
+    x: tuple[Tensor, ...] = (cast_inputs(net, example),)
     with torch.no_grad(), any_kernel(net):
         net.eval()
         for piece in pieces:
@@ -63,7 +63,7 @@ def _track(net: nn.Module, layers: Mapping[str, str], modules: list[nn.Module], 
             widths.append(len(x))
     for module, mode in modes.items():
         module.training = mode
-    return Track(pieces, features, of_inputs(net, layers), widths)
+    return Track(pieces, features, input_names(net, layers), widths)
 
 
 def _tuple(x: Any) -> tuple[Tensor, ...]:
@@ -93,7 +93,7 @@ class Stage(nn.Module):
         outputs = {name: Outputs(state[0], features) for name, (state, features) in states.items()}
         teacher_outputs = outputs.pop(TEACHER, None)
         if teacher_outputs is not None:
-            teacher_outputs = condensed(teacher_outputs, self.objectives)  # type: ignore[arg-type]  # it has a mapping's methods
+            teacher_outputs = condense_teacher(teacher_outputs, self.objectives)  # type: ignore[arg-type]  # it has a mapping's methods
         return teacher_outputs, {name: self.objectives[name].adapt(out) for name, out in outputs.items()}  # type: ignore[operator]
 
     def _net(self, name: str, tensors: Iterator[Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
@@ -104,7 +104,7 @@ class Stage(nn.Module):
             x = (x[0].to(first.dtype),)
         features = {path: next(tensors) for path, (stage, _) in track.features.items() if stage < self.number}
         here = {path: module for path, (stage, module) in track.features.items() if stage == self.number}
-        with torch.set_grad_enabled(torch.is_grad_enabled() and name != TEACHER), observed(here, track.inputs) as read:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and name != TEACHER), observe(here, track.inputs) as read:
             for module in track.pieces[self.number]:
                 x = _tuple(module(*x))
         features |= read

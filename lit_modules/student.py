@@ -9,13 +9,20 @@ import torch
 from torch import Tensor, nn
 
 from apprentice import keyed
-from apprentice.batch import Batch, Mixed, counted
+from apprentice.batch import Batch, Mixed, label_mask
 from apprentice.errors import BadInput, naming, reason
-from apprentice.relations import related
-from lit_modules.nets import Outputs, globalise, in_type_of, layer, run
+from apprentice.relations import relate
+from lit_modules.nets import Outputs, globalise, layer, match_dtype, run
 from lit_modules.objective_checks import check_finite, check_gradient, check_labels, check_rows
 from lit_modules.objectives import Objective, Place
-from lit_modules.objectives.base import condensed, masked, shown, viewed, weighted_sum, wide
+from lit_modules.objectives.base import (
+    condense_teacher,
+    fill_uncounted,
+    mask_tokens,
+    select_view,
+    weighted_sum,
+    widen_outputs,
+)
 
 CE = "cross-entropy"  # of the logits with the labels, whatever the term's name
 LAST_EPOCH = 1e6  # objectives are tested as at the end of training, when weights that grow have their full size
@@ -56,11 +63,13 @@ class Student(nn.Module):
         """What the losses of this student are computed from, given the outputs of all for a rank's rows."""
         others = {}
         if teacher is not None and self.objective.uses_teacher:
-            others[TEACHER] = wide(self.objective.adapt_teacher(in_type_of(viewed(name, teacher), self.net)))
+            others[TEACHER] = widen_outputs(
+                self.objective.adapt_teacher(match_dtype(select_view(name, teacher), self.net))
+            )
         for peer in self.objective.peers:
-            others[peer] = wide(students[peer]).map(Tensor.detach)
+            others[peer] = widen_outputs(students[peer]).map(Tensor.detach)
         mixed = (batch.mixed,) if isinstance(batch.mixed, Mixed) else ()
-        return Rows(wide(students[name]), others, batch.labels, batch.index, mixed)
+        return Rows(widen_outputs(students[name]), others, batch.labels, batch.index, mixed)
 
     def losses(self, rows: Rows, place: Place, label_weight: float | None) -> tuple[Tensor, dict[str, Tensor]]:
         """The losses (b,) of a rank's rows, the values (b,) of their terms, and as `CE` cross-entropies, one a label.
@@ -70,20 +79,20 @@ class Student(nn.Module):
         if not self.objective.relates_rows:
             return self._terms(rows, place, label_weight)
         assert place.rows is not None
-        return related(partial(self._terms, place=place, label_weight=label_weight), rows, place.rows, place.count)
+        return relate(partial(self._terms, place=place, label_weight=label_weight), rows, place.rows, place.count)
 
     def _terms(self, rows: Rows, place: Place, label_weight: float | None) -> tuple[Tensor, dict[str, Tensor]]:
         """The result of `losses` for rows that are related to no others: all of the batch if the objective relates."""
         objective, student, others, labels = self.objective, rows.student, rows.others, rows.labels
         counts = None
         if labels.dim() > 1 and label_weight is not None:
-            counts = counted(labels)
-            student, others = masked(student, counts), {name: masked(x, counts) for name, x in others.items()}
+            counts = label_mask(labels)
+            student, others = mask_tokens(student, counts), {name: mask_tokens(x, counts) for name, x in others.items()}
         teacher, peers = others.get(TEACHER), {name: others[name] for name in objective.peers}
         if objective.relates_rows:
             place = place._replace(rows=torch.arange(len(labels), device=labels.device), count=len(labels))
         objective.place = place._replace(index=rows.places, peers=peers, counted=counts)
-        visible = shown(labels, label_weight)
+        visible = fill_uncounted(labels, label_weight)
         terms = objective.terms(student, teacher, visible)
         for mixed in rows.mixed:
             second = objective.terms(student, teacher, mixed.labels)
@@ -133,7 +142,7 @@ class Student(nn.Module):
         globalise(objective.to(outputs.logits.dtype))
         objective.place = objective.place._replace(epoch=LAST_EPOCH, progress=1.0)
         try:
-            known = teacher and condensed(teacher, {"": objective})
+            known = teacher and condense_teacher(teacher, {"": objective})
             check_rows(objective, outputs, known, flag)
             check_gradient(objective, outputs, known, flag)
             if known is not None and not known.logits.isfinite().all():

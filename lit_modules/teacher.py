@@ -7,14 +7,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from apprentice.errors import BadInput
-from lit_modules.nets import giving_logits
-from lit_modules.nets.recorded import Spec, made
+from lit_modules.nets import unwrap_logits
+from lit_modules.nets.recorded import Spec, rebuild
 from lit_modules.nets.weights import load_weights
 
 
 def trained_teacher(teacher: nn.Module | Spec, weights: str | Path | None) -> nn.Module:
     """The frozen teacher, with weights of a file if one is given; BadInput for one that would have none."""
-    net: nn.Module = giving_logits(made(teacher, "teacher"))
+    net: nn.Module = unwrap_logits(rebuild(teacher, "teacher"))
     if weights is not None:
         for line in load_weights(net, str(weights), "teacher_weights"):
             warnings.warn(f"{weights}: {line}", stacklevel=3)

@@ -43,7 +43,7 @@ def left_by_overwriting(out: Path, tmp_path: Path) -> set[str]:
     for path in foreign:
         path.parent.mkdir(exist_ok=True)
         path.write_text("mine")
-    with folders.opened(copy, overwrite=True):
+    with folders.open_folder(copy, overwrite=True):
         left = {path for path in copy.rglob("*") if path.is_file() and (path.parent != copy or path.name[0] != ".")}
     assert {path for path in left if path in foreign and path.read_text() == "mine"} == foreign
     return {str(path.relative_to(copy)) for path in left - foreign}

@@ -4,7 +4,7 @@ First the classes are found that flags and files choose; then jsonargparse reads
 """
 
 from harness.cli.classes import Choice, arguments, build, factory, refusals
-from harness.cli.messages import one_line_errors
+from harness.cli.messages import one_line_errors, with_flag
 from harness.cli.options import MOST_SEEDS, OneSeedOptions, RunOptions
 from harness.cli.parser import Parser
 from harness.cli.resuming import CALL, FREE, GROWS, OnResume
@@ -14,5 +14,5 @@ from harness.cli.training import Names, Strategies
 __all__ = [
     "CALL", "FREE", "GROWS", "MOST_SEEDS", "Choice", "Names", "OnResume", "OneSeedOptions", "Parser", "Row",
     "RunOptions", "Strategies", "arguments", "build", "chosen", "factory", "flags_of", "one_line_errors", "pick",
-    "refusals", "rows",
+    "refusals", "rows", "with_flag",
 ]  # fmt: skip

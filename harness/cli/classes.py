@@ -3,7 +3,7 @@
 import functools
 import inspect
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -148,7 +148,7 @@ def build(choice: Any, key: str, **extra: Any) -> Any:
     if isinstance(choice, list):
         return [build(entry, f"{key}.{i}", **extra) for i, entry in enumerate(choice)]
     make = factory(choice, key, **extra)
-    with refusals(choice, key):
+    with refusals(choice, key, passed=extra):
         return make()
 
 
@@ -167,19 +167,26 @@ def arguments(choice: Choice, key: str, **extra: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def refusals(choice: Choice, key: str, kinds: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
+def refusals(
+    choice: Choice, key: str, kinds: tuple[type[Exception], ...] = (Exception,), passed: Collection[str] = ()
+) -> Iterator[None]:
     """Turn errors of these kinds into BadInput with the whole flag; with key and class if they name no option.
 
-    Those of files stay as they are.
+    Those of files stay as they are. `passed` are arguments that no flag sets, such as those that the data determines.
     """
     try:
         yield
     except OSError:
         raise
     except BadInput as error:
-        inside = error.flag == key or error.flag.startswith(f"{key}.")
-        flag = error.flag if inside else f"{key}.{_place(choice, error.flag) or error.flag}".removesuffix(".")
-        raise BadInput(flag, error.value, error.expected) from error
+        if error.argument == key or error.argument.startswith(f"{key}."):
+            raise
+        if error.argument in passed:
+            raise BadInput(key, choice.name, f"options that it takes: {error}") from error
+        place = _place(choice, error.argument)
+        if place is None and error.argument.isidentifier() and error.argument not in _options(choice):
+            place = _option_with(choice, str(error.value))  # a part inside calls it by another name
+        raise BadInput(f"{key}.{place or error.argument}".removesuffix("."), error.value, error.expected) from error
     except kinds as error:
         message = reason(error) if isinstance(error, KeyError) else " ".join(str(error).split()) or reason(error)
         option = REFUSAL.fullmatch(message)
@@ -197,6 +204,10 @@ def _refused(choice: Choice, name: str, value: str) -> str | None:
     place = _place(choice, name)
     has_value = place is not None and str(choice.init_args.get(place)) == value
     return place if has_value else _option_with(choice, value) or place
+
+
+def _options(choice: Choice) -> Collection[str]:
+    return options_of(imported(choice.class_path, "")).hints
 
 
 def _option_with(choice: Choice, value: str) -> str | None:

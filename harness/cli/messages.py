@@ -48,9 +48,10 @@ REFUSAL = re.compile(r"(\w+) (.*?): expected (.*)")
 # The last line of a forked rank's error, where it is one for users.
 WORKER = re.compile(r"DataLoader worker (\(pid\D*\d+\) )?(is killed by signal: \w+|exited unexpectedly)")
 FROM_RANK = re.compile(
-    r"([\w.]*\.)?(?P<kind>BadInput|MisconfigurationException|ValueError|\w+(?=: --)"
+    r"([\w.]*\.)?(?P<kind>BadInput|Damaged|Missing|MisconfigurationException|ValueError|\w+(?=: --)"
     r"|(OS|Permission|FileNotFound|Timeout|Connection)Error): (?P<text>.*)"
 )
+OF_ARGUMENT = re.compile(r"[\w.]+ .*?: expected ")  # the beginning of a BadInput that names an argument
 # What torch, numpy and Python say where memory ends, and how much they wanted.
 OUT_OF_MEMORY = re.compile(
     r"^[\w.]*Error: .*(out of memory|can't allocate memory|Unable to allocate|CUBLAS_STATUS_ALLOC).*$|^MemoryError.*",
@@ -79,9 +80,10 @@ def one_line_errors(parser: "Parser | None" = None) -> Iterator[None]:
 
 def one_line(error: Exception, parser: "Parser | None" = None) -> str | None:
     """The message of an error that users can do something about; `parser` finds the whole flag of an option."""
-    for_users = isinstance(error, BadInput) or str(error).startswith("--")
+    text = with_flag(error) if isinstance(error, BadInput) else str(error)
+    for_users = isinstance(error, BadInput) or text.startswith("--")
     if for_users or (isinstance(error, ValueError) and not isinstance(error, OSError)):
-        return _refused_option(str(error), parser, for_users)
+        return _refused_option(text, parser, for_users)
     if isinstance(error, OSError):
         place = f": {error.filename}" if error.filename else ""
         return f"{FULL}{place}; {KEPT}" if error.errno == errno.ENOSPC else f"{error.strerror or error}{place}"
@@ -89,11 +91,19 @@ def one_line(error: Exception, parser: "Parser | None" = None) -> str | None:
         return f"{lost}; {GOES_ON}"
     if isinstance(error, ProcessRaisedException):
         found = FROM_RANK.fullmatch(str(error).strip().splitlines()[-1])
-        text = found and f"{'--trainer: ' if found['kind'] == MISCONFIGURED else ''}{found['text']}"
-        return text and found and _refused_option(text, parser, found["kind"] != "ValueError")
+        if found is None:
+            return None
+        of_argument = found["kind"] in {"BadInput", "Damaged"} and OF_ARGUMENT.match(found["text"])
+        prefix = "--trainer: " if found["kind"] == MISCONFIGURED else "--" if of_argument else ""
+        return _refused_option(f"{prefix}{found['text']}", parser, found["kind"] != "ValueError")
     torch_save = isinstance(error, RuntimeError) and "inline_container" in str(error)
     trainer = f"--trainer: {error}" if type(error).__name__ == MISCONFIGURED else None
     return f"{FULL}, or it can't be written; {KEPT}" if torch_save else trainer
+
+
+def with_flag(error: BadInput) -> str:
+    """The message of bad input, whose argument is a flag."""
+    return f"--{error}" if error.argument else str(error)
 
 
 def _lost(error: Exception) -> str | None:
@@ -119,7 +129,7 @@ def _refused_option(message: str, parser: "Parser | None", for_users: bool) -> s
     """The message with the whole flag where it refuses an option; else as it is, if it is for users."""
     found = REFUSAL.fullmatch(message.removeprefix("--"))
     if found and parser and (flag := parser.flag(found[1], found[2])):
-        return str(BadInput(flag, found[2], found[3]))
+        return with_flag(BadInput(flag, found[2], found[3]))
     return message if for_users or message.startswith("--") else None
 
 

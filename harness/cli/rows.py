@@ -87,7 +87,7 @@ def flags_of(wanted: Iterable[Row]) -> Iterator[None]:
     except BadInput as fault:
         for row in wanted:
             flag = f"{VARIANTS}.{row.name}"
-            if row.student and (fault.flag == flag or fault.flag.startswith(f"{flag}.")):
-                whole = f"{VARIANTS}.{row.variant}{fault.flag.removeprefix(flag)}"
+            if row.student and (fault.argument == flag or fault.argument.startswith(f"{flag}.")):
+                whole = f"{VARIANTS}.{row.variant}{fault.argument.removeprefix(flag)}"
                 raise BadInput(whole, fault.value, f"{fault.expected} (for --{row.net})") from None
         raise

@@ -131,12 +131,12 @@ def as_given(given: Layer) -> Iterator[None]:
     try:
         yield
     except BadInput as error:
-        value, flag = error.value, error.flag
+        value, flag = error.value, error.argument
         while flag and flag not in given:
             flag = flag.rpartition(".")[0]
         source = given[flag].source if flag else ""
-        if flag == error.flag and flag:
+        if flag == error.argument and flag:
             value = given[flag].value
             value = " ".join(map(str, value)) if isinstance(value, list) and not source else value
         place = f" (in {source})" if source else ""
-        raise BadInput(error.flag, value, f"{error.expected}{place}") from error
+        raise BadInput(error.argument, value, f"{error.expected}{place}") from error

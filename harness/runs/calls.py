@@ -1,4 +1,4 @@
-"""environment.json: the machine, and each call of a run with its command line and the commit of the code that ran."""
+"""environment.json: the machine, and the calls of a run, each with its command line and the commit of the code."""
 
 import json
 import os
@@ -18,56 +18,60 @@ from harness.runs import environment, launch
 FILE = "environment.json"
 THREADS = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 GIT_SECONDS = 10
-CHANGED = 20  # names of changed files that are kept
+CHANGED = 20  # names of changed files to keep
 
 
 def facts(out: Path, prog: str, argv: Sequence[str]) -> dict[str, Any]:
-    """The content of environment.json in a run's folder: machine, versions, threads, and all `calls`, this one last.
+    """Return the content of environment.json in a run's folder: machine, versions, threads and `calls`, this one last.
 
-    Earlier calls are taken from the folder; null stands for those that the file there doesn't tell about.
+    Earlier calls are read from the folder; null stands for a call that can't be read.
     """
     threads = {"os": platform.platform(), "threads": torch.get_num_threads()}
     variables = {name.lower(): os.environ.get(name) for name in THREADS}
-    calls = [*_recorded(out), _call(prog, argv)]
+    calls = [*_read_calls(out), _call(prog, argv)]
     return {**environment.hardware(), **environment.versions(), **threads, **variables, "calls": calls}
 
 
 def commits(out: Path) -> list[str | None]:
-    """The commits of a run's calls, each once; `-dirty` follows that of a changed checkout, None is an unknown one."""
-    known = [call if call and call.get("commit") else None for call in _recorded(out)]
-    found = [None if call is None else f"{call['commit']}{'-dirty' if call.get('dirty') else ''}" for call in known]
-    return list(dict.fromkeys(found))
+    """Return the commits of a run's calls, each once, with `-dirty` for a changed checkout; None if unknown."""
+
+    def commit_of(call: dict[str, Any] | None) -> str | None:
+        if not call or not call.get("commit"):
+            return None
+        return f"{call['commit']}{'-dirty' if call.get('dirty') else ''}"
+
+    return list(dict.fromkeys(map(commit_of, _read_calls(out))))
 
 
 def commands(out: Path) -> list[str]:
-    """The command lines of a run's calls, each once, the first one first."""
-    return list(dict.fromkeys(call["command"] for call in _recorded(out) if call and call.get("command")))
+    """Return the command lines of a run's calls, each once, in order."""
+    return list(dict.fromkeys(call["command"] for call in _read_calls(out) if call and call.get("command")))
 
 
 def command(prog: str, argv: Sequence[str]) -> str:
-    """The command line of this call, as it was typed; of a call of `main` in Python, one that does the same."""
+    """Return the command line of this call as typed; for a call of `main` in Python, one that does the same."""
     return shlex.join(sys.orig_argv if sys.argv[1:] == [*argv] else [prog, *argv])
 
 
 def program(script: str) -> str:
-    """How to start a script of the experiments: with Python in a clone, or as a sub-command of the installed one."""
+    """Return how to start an experiment: its script in a clone, or a sub-command of the installed `apprentice`."""
     if any(Path(word).name == "apprentice" for word in sys.orig_argv[:2]):
         return f"apprentice {Path(script).stem}"
     return f"python experiments/{script}"
 
 
-def _recorded(out: Path) -> list[dict[str, Any] | None]:
+def _read_calls(out: Path) -> list[dict[str, Any] | None]:
     if not (out / FILE).exists():
         return []
     try:
         calls = json.loads((out / FILE).read_text("utf-8"))["calls"]
         return [call if isinstance(call, dict) else None for call in calls]
-    except (ValueError, LookupError, TypeError, RecursionError):  # of an older version, or changed by hand
+    except (ValueError, LookupError, TypeError, RecursionError):  # changed by hand
         return [None]
 
 
 def _call(prog: str, argv: Sequence[str]) -> dict[str, Any]:
-    started_by = launch.launched()
+    started_by = launch.find_launch()
     return {
         "command": command(prog, argv),
         "launcher": started_by and {"name": started_by.by, "ranks": started_by.size, "nodes": started_by.nodes},
@@ -77,18 +81,18 @@ def _call(prog: str, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def checkout(file: Path) -> dict[str, Any]:
-    """The `commit` of the repository that tracks a file, whether it is `dirty`, and which tracked files `changed`.
+    """Return the `commit` of the repository that tracks a file, whether it is `dirty`, and which files `changed`.
 
-    All are None where no repository tracks it, such as in an installed package, and where git is missing or too slow.
+    All are None if no repository tracks the file, as in an installed package, and if git is missing or too slow.
     """
 
     def git(*arguments: str) -> list[str]:
         command = ["git", "--no-optional-locks", "-C", str(file.parent), *arguments]
-        done = subprocess.run(command, check=True, capture_output=True, encoding="utf-8", timeout=GIT_SECONDS)
-        return done.stdout.splitlines()
+        result = subprocess.run(command, check=True, capture_output=True, encoding="utf-8", timeout=GIT_SECONDS)
+        return result.stdout.splitlines()
 
     try:
-        git("ls-files", "--error-unmatch", file.name)  # a package in .venv is in the user's repository, not of it
+        git("ls-files", "--error-unmatch", file.name)  # a package in .venv lies in the user's repository, untracked
         (commit,), changed = git("rev-parse", "HEAD"), git("diff", "--name-only", "HEAD")
     except (OSError, subprocess.SubprocessError, ValueError):
         return {"commit": None, "dirty": None, "changed": None}

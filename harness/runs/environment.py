@@ -1,4 +1,4 @@
-"""The machine: what it is, for reports, and how many threads and how much memory a run uses."""
+"""The machine: its description for reports, and limits of the threads and memory of a run."""
 
 import ctypes
 import importlib.metadata
@@ -18,11 +18,11 @@ PACKAGES = ("apprentice", "torch", "torchvision", "lightning", "torchmetrics", "
 
 
 def hardware() -> dict[str, Any]:
-    """Processor, cores, memory in GiB and GPUs."""
+    """Return processor, cores, memory in GiB and GPUs."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30 if hasattr(os, "sysconf") else None
     # Reading a GPU's name initialises CUDA, after which a fork can't use it.
-    named = torch.cuda.is_initialized()
-    gpus = [torch.cuda.get_device_name(i) if named else "GPU" for i in range(torch.cuda.device_count())]
+    initialized = torch.cuda.is_initialized()
+    gpus = [torch.cuda.get_device_name(i) if initialized else "GPU" for i in range(torch.cuda.device_count())]
     info = Path("/proc/cpuinfo")
     model = re.search(r"^model name\s*:(.*)", info.read_text() if info.exists() else "", re.MULTILINE)
     cpu = model[1].strip() if model else platform.processor() or platform.machine()
@@ -40,32 +40,32 @@ def limit_threads(input_shape: Sequence[int]) -> None:
 
 
 def hide_gpus() -> None:
-    """Let a run on CPUs see no GPU: autograd starts a thread for each one, and after that no fork can go backward."""
+    """Hide GPUs from a run on CPUs: autograd starts a thread for each one, after which no fork can run a backward."""
     if not torch.cuda.is_initialized():
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def keep_memory() -> None:
-    """Make glibc keep freed memory: saves a fifth of every step on a CPU, costs up to a fifth of peak memory."""
+    """Make glibc keep freed memory: a CPU's steps are a fifth faster, peak memory is up to a fifth larger."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):  # other C libraries have none
         mmap_threshold, trim_threshold = -3, -1
         libc.mallopt(mmap_threshold, 2**30)
         libc.mallopt(trim_threshold, 2**31 - 1)
 
 
-def setting() -> dict[str, Any]:
-    """The conditions of a measurement: date, load, hardware and versions."""
+def measurement_conditions() -> dict[str, Any]:
+    """Return the conditions of a measurement: date, load, hardware and versions."""
     load = os.getloadavg()[0]
     return {"date": time.strftime("%Y-%m-%d"), "load_before": load, "hardware": hardware(), "versions": versions()}
 
 
-def versions(*more: str) -> dict[str, str]:
-    """Versions of Python, of the packages that numbers depend on, and of more."""
-    return {"python": platform.python_version()} | {name: _version(name) for name in (*PACKAGES, *more)}
+def versions(*packages: str) -> dict[str, str]:
+    """Return versions of Python, of the packages on which numbers depend, and of others."""
+    return {"python": platform.python_version()} | {name: _version(name) for name in (*PACKAGES, *packages)}
 
 
 def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:  # a checkout on the path, as where nothing can be installed
+    except importlib.metadata.PackageNotFoundError:  # a checkout on the path, not installed
         return "not installed"

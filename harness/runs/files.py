@@ -1,4 +1,4 @@
-"""Files written whole or not at all; a run's are recorded first, and `--overwrite true` deletes these and no others."""
+"""Atomic writes of files; those of a run are recorded first, and `--overwrite true` deletes recorded files only."""
 
 import errno
 import json
@@ -38,13 +38,13 @@ def atomic(path: str | Path) -> Iterator[Path]:
 
 
 def can_be_written(folder: Path) -> bool:
-    """Whether files can be written into the folder, or into a new one of this name."""
+    """Return whether files can be written into a folder, or into a new one of this name."""
     nearest = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
     return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a regular file, in UTF-8; OSError or ValueError if there is none."""
+    """Read a regular file as UTF-8; raise OSError or ValueError if it can't be."""
     if Path(path).exists() and not Path(path).is_file():  # reading a pipe would wait for its writer
         raise OSError(errno.EINVAL, "Not a file", str(path))
     return Path(path).read_text("utf-8")
@@ -87,8 +87,8 @@ def _temporary(path: Path) -> Path:
 
 
 @contextmanager
-def recording(out: Path) -> Iterator[None]:
-    """Let `record` record files of this folder inside the block."""
+def record_files(out: Path) -> Iterator[None]:
+    """Inside, `record` records the files of this folder."""
     os.environ[RUN] = str(out.absolute())
     try:
         yield
@@ -97,30 +97,30 @@ def recording(out: Path) -> Iterator[None]:
 
 
 def record(path: str | Path) -> None:
-    """Record a file as the open run's before it is written; files outside its folder are not recorded."""
+    """Record a file of the open run before it is written; files outside the run's folder are ignored."""
     run = os.environ.get(RUN)
     if run is None or not Path(path).absolute().is_relative_to(run) or is_recorded(path):
         return
     with Path(run, RECORD).open("a", encoding="utf-8") as file:
         name = Path(path).absolute().relative_to(run).as_posix()
-        file.write(f"\n{json.dumps(name)}")  # a line that a killed process has not finished stays by itself
+        file.write(f"\n{json.dumps(name)}")  # a line that a killed process left unfinished stays apart
         file.flush()
         os.fsync(file.fileno())
 
 
 def is_recorded(path: str | Path) -> bool:
-    """Whether the open run has recorded this file."""
+    """Return whether the open run has recorded a file."""
     run = os.environ.get(RUN)
     return run is not None and Path(path).absolute() in {Path(run, name) for name in _names(Path(run))}
 
 
-def recorded(out: Path) -> list[Path]:
-    """The recorded files that exist."""
+def list_recorded(out: Path) -> list[Path]:
+    """Return the recorded files that exist."""
     return [path for name in _names(out) if (path := out / name).is_file()]
 
 
 def remove_recorded(out: Path) -> None:
-    """Delete the recorded files, temporary files of killed processes, and folders that are empty then."""
+    """Delete the recorded files, temporary files of killed processes, and folders that become empty."""
     names = _names(out)
     for path in (out / name for name in names):
         for file in (path, _temporary(path)):
@@ -133,9 +133,11 @@ def remove_recorded(out: Path) -> None:
 
 
 def _names(out: Path) -> list[str]:
-    """The recorded names; a damaged line or a path out of the folder is ignored."""
+    """Read the recorded names; ignore damaged lines and paths out of the folder."""
     path, names = out / RECORD, []
-    for line in path.read_text("utf-8", errors="replace").splitlines() if path.exists() else ():
+    if not path.exists():
+        return []
+    for line in path.read_text("utf-8", errors="replace").splitlines():
         with suppress(ValueError, RecursionError):
             names.append(json.loads(line))
     names = [name for name in names if isinstance(name, str) and ".." not in Path(name).parts]

@@ -16,7 +16,7 @@ from harness.runs import safepoints, signals
 from harness.runs.callbacks import drop_unsuited
 from harness.runs.files import atomic
 from harness.runs.launch import is_main_process
-from harness.runs.loggers import end
+from harness.runs.loggers import finish_runs
 from harness.runs.plans import FitPlan
 from harness.runs.progress import Show
 from harness.runs.quiet import quiet
@@ -106,7 +106,7 @@ def fit_and_test(
         testing = trainer(part=".test", callbacks=[Tested(path)], **only_test)
         scores = dict(testing.test(module, run.data, verbose=False)[0]) if plan.tested else {}
         testing.strategy.barrier()
-        end(loggers)
+        finish_runs(loggers)
     samples: dict[str, dict[str, Tensor]] = {}
     if is_main_process() and path.exists():
         samples = torch.load(path)
@@ -127,7 +127,7 @@ def _place_checkpoints(trainer: Trainer, checkpoint: Path) -> None:
 def _stop_after_save() -> Iterator[None]:
     """Defer signals during a fit; raise Interrupted if it ended on account of one, in one process or many."""
     try:
-        with signals.deferred():
+        with signals.defer_signals():
             yield
     except (SystemExit, ProcessExitedException) as stop:
         if getattr(stop, "code", signals.SAVED) == signals.SAVED:

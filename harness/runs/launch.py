@@ -1,4 +1,4 @@
-"""Which launcher started this process (torchrun, SLURM, MPI or the user), its rank, and what ranks tell each other."""
+"""The launcher of this process (torchrun, SLURM, MPI or the user), its rank, and a store of values for all ranks."""
 
 import os
 import time
@@ -15,12 +15,11 @@ from strategies import DataParallel
 from strategies.base.private import default_store
 
 POLL_SECONDS = 0.02
-_written, _read = Counter[str](), Counter[str]()  # how often each key was set and got
-
+_written, _read = Counter[str](), Counter[str]()  # how often a key was set, and read
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
-# The variables by which a launcher tells a process its rank, their number, that on each machine, and that of machines.
-# The first that fits counts: mpirun may run inside a SLURM job, and srun sets MPICH's variables too.
+# Launchers' variables for the rank, the number of ranks, of ranks on a machine, and of machines. The first launcher
+# that fits counts: mpirun may run inside a SLURM job, and srun sets MPICH's variables too.
 LAUNCHERS = {
     "torchrun": TORCHRUN,  # only with TORCHELASTIC_RUN_ID
     "mpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", ""),
@@ -40,25 +39,25 @@ class Launch(NamedTuple):
 
 
 def is_main_process() -> bool:
-    """Whether this process writes files: not so for the other ranks of a launcher's or Lightning's."""
+    """Return whether this process writes files: it is no rank but the first of a launcher or of Lightning."""
     ranks = [*(variables[0] for variables in LAUNCHERS.values()), "LOCAL_RANK"]
     return next((os.environ[name] for name in ranks if name in os.environ), "0") == "0"
 
 
-def launched() -> Launch | None:
-    """This process's place if a launcher started it; BadInput if the launcher's variables contradict each other."""
+def find_launch() -> Launch | None:
+    """Return this process's place if a launcher started it; raise BadInput if the launcher's variables contradict."""
     interactive = os.environ.get("SLURM_JOB_NAME") in {"bash", "interactive"}
     for by, (rank, size, local_size, nodes) in LAUNCHERS.items():
-        other = (by == "torchrun" and "TORCHELASTIC_RUN_ID" not in os.environ) or (by == "slurm" and interactive)
-        if other or not {rank, size} <= os.environ.keys():
+        inactive = (by == "torchrun" and "TORCHELASTIC_RUN_ID" not in os.environ) or (by == "slurm" and interactive)
+        if inactive or not {rank, size} <= os.environ.keys():
             continue
-        mine, total = _number(rank), _number(size)
-        if not 0 <= mine < total:
-            raise BadInput("", f"{rank} {mine}", f"a number from 0 to {total - 1}, as {size} is {total}")
-        each = max(_number(local_size) if local_size in os.environ else total, 1)
-        machines = _number(nodes) if nodes in os.environ else total // each
+        number, total = _number(rank), _number(size)
+        if not 0 <= number < total:
+            raise BadInput("", f"{rank} {number}", f"a number from 0 to {total - 1}, as {size} is {total}")
+        local_total = max(_number(local_size) if local_size in os.environ else total, 1)
+        machines = _number(nodes) if nodes in os.environ else total // local_total
         if total > 1 or by not in {"mpi", "mpich"}:
-            return Launch("mpi" if by == "mpich" else by, mine, total, max(machines, 1))
+            return Launch("mpi" if by == "mpich" else by, number, total, max(machines, 1))
     return None
 
 
@@ -77,35 +76,35 @@ def join(trainer: Trainer) -> None:
         TimeoutError: rank 0 does not answer, or a rank is missing.
         ConnectionError: the port or the file can't be used, or a rank was started twice.
     """
-    launch, strategy = launched(), trainer.strategy
+    launch, strategy = find_launch(), trainer.strategy
     if launch is None:
         return
     if launch.size != trainer.num_devices * trainer.num_nodes:
-        each = f"{launch.size / trainer.num_nodes:g} on each of {trainer.num_nodes} nodes"
-        raise BadInput("trainer.devices", trainer.num_devices, f"{each}, as {launch.size} ranks were started")
+        expected = f"{launch.size / trainer.num_nodes:g} on each of {trainer.num_nodes} nodes"
+        raise BadInput("trainer.devices", trainer.num_devices, f"{expected}, as {launch.size} ranks were started")
     if strategy.launcher is not None:
         strategy.join() if isinstance(strategy, DataParallel) else strategy.setup_environment()
 
 
 def torchrun_job(argv: Sequence[str]) -> str:
-    """What identifies a torchrun job after a restart: its id and its command line; "" under other launchers."""
+    """Return what identifies a torchrun job after a restart: its id and command line; "" under other launchers."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     return "" if run_id is None else "\n".join([run_id, *argv])
 
 
 def ranks() -> int:
-    """Number of ranks that have joined; 1 before that."""
+    """Return the number of ranks that have joined; 1 before that."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def store_set(key: str, value: str) -> None:
-    """Publish a value for the other ranks, or the next value of a key."""
+    """Publish the next value of a key for the other ranks."""
     _written[key] += 1
     default_store().set(f"apprentice/{key}/{_written[key]}", value)
 
 
 def store_get(key: str) -> str:
-    """Wait for a key's next value from another rank; ConnectionError if rank zero, which holds it, has ended."""
+    """Wait for the next value of a key; raise ConnectionError if rank zero, which holds the store, has ended."""
     _read[key] += 1
     store, entry = default_store(), f"apprentice/{key}/{_read[key]}"
     try:

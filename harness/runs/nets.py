@@ -15,7 +15,7 @@ from apprentice.errors import BadInput
 from apprentice.weights import check_weights
 from harness.cli.classes import imported
 from harness.runs.files import atomic, read_text, write_text
-from lit_modules.nets import giving_logits
+from lit_modules.nets import unwrap_logits
 from lit_modules.nets.weights import load_checked, read_weights
 
 Spec = dict[str, Any]
@@ -130,7 +130,7 @@ def _untrained(value: Any, flag: str) -> Any:
     if not (isinstance(value, dict) and set(value) == {"class_path", "init_args"}):
         return value
     arguments = {name: _untrained(argument, flag) for name, argument in value["init_args"].items()}
-    return giving_logits(imported(value["class_path"], flag, (nn.Module,))(**arguments))
+    return unwrap_logits(imported(value["class_path"], flag, (nn.Module,))(**arguments))
 
 
 def load_net(folder: str | Path, flag: str = "run", weights: Mapping[str, Tensor] | None = None) -> nn.Module:

@@ -1,4 +1,4 @@
-"""What a user sees of a fit: a live display on a terminal, lines elsewhere."""
+"""The progress of a fit: a live display on a terminal, lines elsewhere."""
 
 import os
 import sys
@@ -21,13 +21,13 @@ SCORES = [f"val/{metric.score}" for task in TASKS.values() for metric in reverse
 TAGS = (*SCORES, "val/loss", "train/acc", "train/loss")
 SILENCE = 9.0  # seconds without a line, at most, where batches are shorter
 REDRAW = 0.1  # seconds between two pictures of the display
-OTHERS = 6  # lines of the screen that are not the table's
+MARGIN = 6  # lines of the screen beside the table
 Rest = Callable[[float, float], str]
-Show = Callable[[bool], Callback]  # makes the callback that shows a fit; the argument is whether it may be live
+Show = Callable[[bool], Callback]  # from whether a display may be live to the callback that shows a fit
 
 
 def is_live() -> bool:
-    """Whether output goes to a terminal on which lines can be drawn again."""
+    """Return whether output goes to a terminal on which lines can be redrawn."""
     if not (sys.stdout.isatty() and sys.stderr.isatty()):
         return False
     if os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") in {"dumb", "unknown"}:
@@ -36,22 +36,23 @@ def is_live() -> bool:
 
 
 def progress(label: str, rest: Rest | None = None) -> Show:
-    """What shows a fit: a display on a terminal, lines elsewhere; the arguments are those of `Display`."""
+    """Return a maker of displays, on a terminal, or lines; the arguments are those of `Display`."""
     return lambda live: Display(label, rest) if live and is_live() else Lines(label)
 
 
 class Lines(Callback):
     """Prints a line an epoch, or a validation where training is counted in steps, and at least one every 9 seconds.
 
-    It has each run's accuracy, or another score: of validation, or else of training.
+    A line has the accuracy, or another score, of each run: of validation, or else of training.
 
     Args:
-        label: begins each line.
+        label: beginning of each line.
     """
 
     def __init__(self, label: str) -> None:
         self.label = label
-        self._began = self._spoke = self._batch = time.monotonic()  # the epoch; the last line; the last batch's end
+        # Start of the epoch, time of the last line, end of the last batch.
+        self._began = self._spoke = self._batch = time.monotonic()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clocks in the process that trains."""
@@ -63,19 +64,19 @@ class Lines(Callback):
             self._began = time.monotonic()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        """Say how far it is, after some silence."""
+        """Print how far the fit is, after some silence."""
         self._break_silence(trainer, "batch", trainer.fit_loop.epoch_loop.batch_idx, trainer.num_training_batches)
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *args: Any
     ) -> None:
-        """Say how far it is, after some silence."""
+        """Print how far the fit is, after some silence."""
         self._break_silence(trainer, "validation batch", batch_idx, sum(trainer.num_val_batches))
 
     def on_test_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *args: Any
     ) -> None:
-        """Say how far it is, after some silence."""
+        """Print how far the fit is, after some silence."""
         self._break_silence(trainer, "test batch", batch_idx, sum(trainer.num_test_batches))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -104,9 +105,9 @@ class Lines(Callback):
         return f"epoch {_of(trainer.current_epoch + 1, trainer.max_epochs or -1)}"
 
     def _scores(self, trainer: Trainer, module: LightningModule) -> str:
-        tag, found = scores(trainer, module)
-        shown = "  ".join(f"{name} {value:.4f}".strip() for name, value in found.items())
-        return f"{time.monotonic() - self._began:.1f} s  {tag} {shown}"
+        tag, values = scores(trainer, module)
+        words = "  ".join(f"{name} {value:.4f}".strip() for name, value in values.items())
+        return f"{time.monotonic() - self._began:.1f} s  {tag} {words}"
 
     def _say(self, trainer: Trainer, *parts: str) -> None:
         self._spoke = time.monotonic()
@@ -118,11 +119,11 @@ class Lines(Callback):
 
 
 class Display(Lines):
-    """Keeps the state of a RunMetrics' fit in view, below the lines of finished epochs: scores, speed, time left.
+    """Shows the state of a RunMetrics' fit below the lines of finished epochs: scores, speed, time left.
 
     Args:
-        label: begins each line.
-        rest: what to say of the whole run, given the seconds that this fit will still take, and takes in all.
+        label: beginning of each line.
+        rest: text about the whole run, from the seconds that this fit has left and takes in all.
     """
 
     def __init__(self, label: str, rest: Rest | None = None) -> None:
@@ -137,13 +138,13 @@ class Display(Lines):
         self._start, self._first = time.monotonic(), trainer.global_step
         self._samples = cast("RunMetrics", pl_module).samples
         if trainer.is_global_zero:
-            # No thread draws it: ranks may be forked.
+            # No thread refreshes it: ranks may be forked.
             self._live = Live(console=Console(highlight=False), auto_refresh=False, transient=True)
             self._live.start()
             self._live.console.show_cursor()  # which a process that is killed could not bring back
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        """Draw it again, at most ten times a second."""
+        """Redraw the display, at most ten times a second."""
         now = time.monotonic()
         if self._live and now - self._drawn > REDRAW:
             self._drawn = now
@@ -163,8 +164,8 @@ class Display(Lines):
             self._live = None
 
     def _scores(self, trainer: Trainer, module: LightningModule) -> str:
-        tag, found = scores(trainer, module)  # in little room: four students fit into 80 columns
-        return f"{tag} " + " ".join(f"{name} {value:.3f}".strip() for name, value in found.items())
+        tag, values = scores(trainer, module)  # short: four students fit into 80 columns
+        return f"{tag} " + " ".join(f"{name} {value:.3f}".strip() for name, value in values.items())
 
     def _print(self, line: str) -> None:
         if self._live:
@@ -181,29 +182,29 @@ class Display(Lines):
         head.add_row(self.label, self._place(trainer), bar, speed)
         left = ""
         if 0 < total < float("inf") and done:
-            still, whole = (spent / done * steps for steps in (total - trainer.global_step, total))
-            left = f"{clock(still)} left of this fit" + (self._rest(still, whole) if self._rest else "")
-        return Group(head, left, self._table(trainer, module, console.height - OTHERS))
+            remaining, whole = (spent / done * steps for steps in (total - trainer.global_step, total))
+            left = f"{clock(remaining)} left of this fit" + (self._rest(remaining, whole) if self._rest else "")
+        return Group(head, left, self._table(trainer, module, console.height - MARGIN))
 
     def _table(self, trainer: Trainer, module: RunMetrics, room: int) -> Table:
-        """Each run's mean training loss in this epoch so far, and its last score."""
-        tag, found = scores(trainer, module)
-        shown, means = module.runs[: max(room, 1)], module.epoch_means()
+        """Return a table of each run's mean training loss in this epoch so far, and its last score."""
+        tag, values = scores(trainer, module)
+        visible, means = module.runs[: max(room, 1)], module.epoch_means()
         table = Table.grid(padding=(0, 2))
-        table.add_row("", "train/loss", tag if found else "")
-        for run in shown:
+        table.add_row("", "train/loss", tag if values else "")
+        for run in visible:
             loss = means.get(f"{run}/loss".lstrip("/"))
             words = "failed" if run in module.failed else "" if loss is None else f"{loss:.4f}"
-            table.add_row(run, words, f"{found[run]:.4f}" if run in found else "")
-        if len(module.runs) > len(shown):
-            table.add_row(f"and {len(module.runs) - len(shown)} more")
+            table.add_row(run, words, f"{values[run]:.4f}" if run in values else "")
+        if len(module.runs) > len(visible):
+            table.add_row(f"and {len(module.runs) - len(visible)} more")
         return table
 
 
 def scores(trainer: Trainer, module: LightningModule) -> tuple[str, dict[str, float]]:
-    """What is shown of each run, the first of `TAGS` that was logged, and its values by run.
+    """Return the first of `TAGS` that was logged, and its values by run.
 
-    Those of training are means over the epoch so far, not the last batch's.
+    Values of training are means over the epoch so far, not those of the last batch.
     """
     values: dict[str, Any] = dict(trainer.callback_metrics)
     if isinstance(module, RunMetrics):
@@ -213,7 +214,7 @@ def scores(trainer: Trainer, module: LightningModule) -> tuple[str, dict[str, fl
 
 
 def clock(seconds: float) -> str:
-    """0:01:30."""
+    """Format seconds as 0:01:30."""
     return str(timedelta(seconds=round(seconds)))
 
 

@@ -1,4 +1,4 @@
-"""What libraries say that users need not read, and notices of ours."""
+"""Filters of libraries' messages that users need not read, and notices to users."""
 
 import logging
 import shutil
@@ -21,36 +21,36 @@ EXPECTED_WARNINGS = (
     r"The PyTorch API of nested tensors is in prototype stage",
     r"Glyph \d+ .* missing from font",  # names of users' classes in pictures
 )
-# Loggers with which Lightning prints what a flag has asked for: --trainer.profiler and enable_model_summary.
-WANTED = ("lightning.pytorch.profilers.profiler", "lightning.pytorch.callbacks.model_summary")
+# Loggers by which Lightning prints the results of flags: --trainer.profiler and enable_model_summary.
+OF_FLAGS = ("lightning.pytorch.profilers.profiler", "lightning.pytorch.callbacks.model_summary")
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence Lightning's information messages and expected warnings inside the block; other warnings are a line."""
-    wished = {"lightning.pytorch": logging.WARNING, "lightning.fabric": logging.WARNING}
-    wished["torch.utils.cpp_extension"] = logging.ERROR  # "No CUDA runtime is found", where Inductor compiles
-    wished["torch.multiprocessing.spawn"] = logging.ERROR  # which ranks it ends when one has failed
-    wished |= dict.fromkeys(WANTED, logging.INFO)
-    before, form = {name: logging.getLogger(name).level for name in wished}, warnings.formatwarning
+    """Inside, Lightning's information and expected warnings are silent; other warnings are one line."""
+    levels = {"lightning.pytorch": logging.WARNING, "lightning.fabric": logging.WARNING}
+    levels["torch.utils.cpp_extension"] = logging.ERROR  # "No CUDA runtime is found", where Inductor compiles
+    levels["torch.multiprocessing.spawn"] = logging.ERROR  # names of ranks that it ends when one has failed
+    levels |= dict.fromkeys(OF_FLAGS, logging.INFO)
+    before, formatter = {name: logging.getLogger(name).level for name in levels}, warnings.formatwarning
     with warnings.catch_warnings():
         for message in EXPECTED_WARNINGS:
             warnings.filterwarnings("ignore", message)
         warnings.filterwarnings("ignore", module=r"lit_modules\.nets\.attention$")  # the refusal has torch's reasons
         warnings.formatwarning = _line
-        for name, level in wished.items():
+        for name, level in levels.items():
             logging.getLogger(name).setLevel(level)
         try:
             yield
         finally:
-            warnings.formatwarning = form
+            warnings.formatwarning = formatter
             for name, level in before.items():
                 logging.getLogger(name).setLevel(level)
 
 
 @contextmanager
-def silenced(*names: str) -> Iterator[None]:
-    """Inside the block these loggers report errors alone, and warnings are ignored."""
+def silence(*names: str) -> Iterator[None]:
+    """Inside, these loggers report errors only, and warnings are ignored."""
     levels = {logger: logger.level for logger in map(logging.getLogger, names)}
     for logger in levels:
         logger.setLevel(logging.ERROR)
@@ -63,12 +63,13 @@ def silenced(*names: str) -> Iterator[None]:
 
 
 def _line(message: Warning | str, *_: Any, **__: Any) -> str:
-    """What `warnings` prints: no source line."""
+    """Format a warning as one line, without its source."""
     return f"warning: {' '.join(str(message).split())}\n"
 
 
 def notice(line: str) -> None:
-    """Tell the user what goes on, once on all ranks that a launcher started."""
+    """Print a line to the user, in the main process alone."""
     if is_main_process():
-        shown = textwrap.fill(line, shutil.get_terminal_size().columns, subsequent_indent="  ")
-        print(shown if sys.stdout.isatty() else line, flush=True)
+        if sys.stdout.isatty():
+            line = textwrap.fill(line, shutil.get_terminal_size().columns, subsequent_indent="  ")
+        print(line, flush=True)

@@ -25,10 +25,10 @@ from harness.cli.resuming import CALL
 from harness.cli.sources import flat
 from harness.console import console
 from harness.runs import calls, environment, folders, launch, loggers, nets, samples, signals
-from harness.runs.files import recorded, write_json, write_text
+from harness.runs.files import list_recorded, write_json, write_text
 from harness.runs.quiet import notice, quiet
 from harness.runs.records import Header
-from harness.runs.trainer import MakeTrainer, trainers
+from harness.runs.trainer import MakeTrainer, trainer_factory
 from lit_modules.nets import Net
 
 CROWD = 4  # processes a core, beyond which their start takes so long that we say so
@@ -48,7 +48,7 @@ class Session:
     @cached_property
     def trainer(self) -> MakeTrainer:
         """Makes Trainers with the user's settings."""
-        return trainers(self.config.trainer, self.config.exact, strategies.NAMES)
+        return trainer_factory(self.config.trainer, self.config.exact, strategies.NAMES)
 
     @cached_property
     def data(self) -> InMemoryData:
@@ -71,7 +71,7 @@ class Session:
     @cached_property
     def samples(self) -> dict[str, Any]:
         """What data.json says of the data."""
-        return samples.facts(self.data)
+        return samples.describe_samples(self.data)
 
     @property
     def tensorboard(self) -> bool:
@@ -80,7 +80,7 @@ class Session:
 
     def loggers(self, fit: str) -> list[Logger]:
         """Those that the user has chosen beside TensorBoard's, new ones for a fit, which is a run in each."""
-        return loggers.chosen(
+        return loggers.make_loggers(
             self.config.trainer.init_args["logger"], f"{Path(self.config.out or self.name).name}/{fit}"
         )
 
@@ -109,7 +109,7 @@ class Session:
         where = self.config.out or f"a new folder in runs/{self.name}"
         notice(f"{self.name}: {self.parser.summary(self.config)}; writes to {where}")
         devices = self.config.trainer.init_args["devices"] if "trainer" in self.config else "auto"
-        if isinstance(devices, int) and devices > CROWD * cores() and launch.launched() is None:
+        if isinstance(devices, int) and devices > CROWD * cores() and launch.find_launch() is None:
             fits = f"each fit starts {devices} processes, which takes a while on {cores()} cores"
             notice(f"--trainer.devices {devices}: {fits}")
 
@@ -118,8 +118,8 @@ class Session:
         """Open and lock the run's folder, `--out` or a new one; where a signal ends it, print the command that resumes.
 
         Raises:
-            BadInput: the folder can't be used (`folders.opened`), is to be replaced by a run that reads its files, or
-                holds a run that lacks a finished net or began with other data.
+            BadInput: the folder can't be used (`folders.open_folder`), is to be replaced by a run that reads its
+                files, or holds a run that lacks a finished net or began with other data.
         """
         config, job = self.config, launch.torchrun_job(self.argv)
         self.out = Path(config.out) if config.out else folders.new_folder(self.name, job)
@@ -127,16 +127,16 @@ class Session:
             settings = flat(self.parser.as_dict(config))
             values = {flag: value for flag, value in settings if self.parser.on_resume(flag) is not CALL}
             _check_inputs(self.out, values, config.seeds[0])
-        with folders.opened(self.out, config.resume, config.overwrite, job):
+        with folders.open_folder(self.out, config.resume, config.overwrite, job):
             if not config.out:
                 notice(f"writes to {self.out}")
             with launch.main_first("finished"):
                 if launch.is_main_process():
                     nets.check_finished(self.out)
                     if self.reads_data:
-                        samples.check(self.out, self.samples)
+                        samples.check_samples(self.out, self.samples)
             again = f"{calls.program(self.parser.prog)} --out {self.out} --resume true"
-            with signals.advised(f"stopped; go on with: {again}\n" if launch.is_main_process() else ""):
+            with signals.advise_at_stop(f"stopped; go on with: {again}\n" if launch.is_main_process() else ""):
                 yield self.out
 
     def describe(self) -> None:
@@ -163,7 +163,7 @@ def session(name: str, parser: cli.Parser, argv: Sequence[str] | None = None) ->
     Raises:
         SystemExit: with code 2 after one line on stderr, for what the user can correct; after --help; on a signal.
     """
-    with console(), cli.one_line_errors(parser), signals.handled(), quiet():
+    with console(), cli.one_line_errors(parser), signals.handle_signals(), quiet():
         run = Session(name, parser, argv)
         strategies.register()
         environment.keep_memory()
@@ -192,7 +192,7 @@ def load_data(config: Namespace) -> InMemoryData:
 
 def _check_inputs(out: Path, settings: dict[str, Any], seed: int) -> None:
     """Raise BadInput if a setting names a file, or a folder of files, that would be deleted before it is read."""
-    inside = {place for path in recorded(out) for place in (path, *path.parents)} - {out, *out.parents}
+    inside = {place for path in list_recorded(out) for place in (path, *path.parents)} - {out, *out.parents}
     deleted = {place.absolute() for place in inside}
     for flag, value in settings.items():
         if isinstance(value, str):

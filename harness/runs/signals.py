@@ -1,7 +1,7 @@
-"""Ctrl-C, SIGTERM and SIGHUP: a fit finishes its batch, saves and stops; anything else ends the process at once.
+"""Ctrl-C, SIGTERM and SIGHUP: a fit finishes its batch, saves and stops; outside of a fit the process ends at once.
 
-A handler raises nothing: an exception is lost where it comes in a callback of a weak reference or of C, in `__del__` or
-in somebody's `except`. Files are written whole or not at all, so a process may end anywhere.
+A handler raises nothing: an exception is lost in a callback of a weak reference or of C, in `__del__` or in somebody's
+`except`. Files are written whole or not at all, so a process may end anywhere.
 """
 
 import atexit
@@ -18,7 +18,7 @@ from harness.console import leave
 
 SAVED = 75  # exit code of a rank that stopped after saving (EX_TEMPFAIL: try again later)
 SIGHUP = getattr(signal, "SIGHUP", None)  # the terminal was closed; Windows has none
-PATIENCE = 2.0  # seconds for exit functions, which take folders for temporary files away
+PATIENCE = 2.0  # seconds for exit functions, which remove temporary folders
 FORWARDED = getattr(signal, "SIGUSR1", signal.SIGINT)  # from a process to its ranks; Windows has no SIGUSR1
 
 
@@ -27,14 +27,14 @@ class Interrupted(SystemExit):
 
 
 class State:
-    """What this process knows of signals."""
+    """The state of signal handling in this process."""
 
-    requested: int | None = None  # the signal on which a fit that can save should do so and stop
-    by_user = False  # not only forwarded by our parent process
-    deferring = False  # a fit that saves on a signal runs or is being started
+    requested: int | None = None  # the signal on which a fit is to save and stop
+    by_user = False  # whether the signal came from the user, not only from the parent process
+    deferring = False  # whether a fit that saves on a signal runs or starts
     owner = 0  # the process that handles signals, not a rank that it forked
-    ending = False  # its exit functions run
-    advice = ""  # the line that says how a run goes on, while there is one
+    ending = False  # whether exit functions run
+    advice = ""  # the line on how to resume the run, while there is one
 
 
 def stop_if_requested() -> None:
@@ -56,10 +56,10 @@ def _handle(signum: int, _frame: Any) -> None:
 
 
 def _end(code: int) -> None:
-    """End this process and those that it started, after the line on how the run goes on."""
-    is_rank = os.getpid() != State.owner  # a forked one; its parent prints the line, and takes its folders away
+    """End this process and its children, after the line on how to resume the run."""
+    is_rank = os.getpid() != State.owner  # a forked one, whose parent prints the line and removes its folders
     if hasattr(sys, "ps1") and not is_rank:
-        raise Interrupted(code)  # in a notebook, which shall live on
+        raise Interrupted(code)  # in a notebook, which goes on
     for child in multiprocessing.active_children():
         child.kill()
     if not is_rank and not State.ending:
@@ -76,7 +76,7 @@ def _end(code: int) -> None:
     os._exit(code)
 
 
-def _forwarded(_signum: int, _frame: Any) -> None:
+def _handle_forwarded(_signum: int, _frame: Any) -> None:
     """Handle a forwarded signal once: a terminal signals this rank as well, `kill` only its parent."""
     if State.requested is None:
         _handle(FORWARDED, None)
@@ -87,12 +87,12 @@ def _install() -> dict[int, Any]:
     if SIGHUP is not None and signal.getsignal(SIGHUP) is not signal.SIG_IGN:  # `nohup` ignores it
         stopping.append(SIGHUP)
     before = {s: signal.signal(s, _handle) for s in stopping}
-    return before | {FORWARDED: signal.signal(FORWARDED, _forwarded)}
+    return before | {FORWARDED: signal.signal(FORWARDED, _handle_forwarded)}
 
 
 @contextmanager
-def handled() -> Iterator[None]:
-    """Handle these signals inside the block; does nothing outside of the main thread."""
+def handle_signals() -> Iterator[None]:
+    """Inside, handle these signals; does nothing outside of the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -106,8 +106,8 @@ def handled() -> Iterator[None]:
 
 
 @contextmanager
-def advised(line: str) -> Iterator[None]:
-    """Print the line where a signal ends the block."""
+def advise_at_stop(line: str) -> Iterator[None]:
+    """Inside, a signal that ends the process prints the line."""
     State.advice = line
     try:
         yield
@@ -119,8 +119,8 @@ def advised(line: str) -> Iterator[None]:
 
 
 @contextmanager
-def deferred() -> Iterator[None]:
-    """Inside the block the first signal only sets `requested`; a second one stops at once."""
+def defer_signals() -> Iterator[None]:
+    """Inside, the first signal only sets `requested`; a second one stops at once."""
     State.deferring = True
     try:
         yield
@@ -129,7 +129,7 @@ def deferred() -> Iterator[None]:
 
 
 def take_over() -> None:
-    """Replace Lightning's handlers in a rank; these would communicate with other ranks inside a signal handler."""
+    """Replace Lightning's handlers in a rank, which would communicate with other ranks inside a signal handler."""
     State.deferring = True  # a spawned rank does not inherit it
     if threading.current_thread() is threading.main_thread():
         _install()

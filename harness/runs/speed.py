@@ -1,4 +1,4 @@
-"""What a fit costs while it runs, in the log: samples a second, and memory."""
+"""The cost of a fit in its log: samples a second, and memory."""
 
 import resource
 import sys
@@ -14,14 +14,14 @@ from lit_modules.run_metrics import RunMetrics
 class Speed(Callback):
     """Logs `train/samples_per_sec`, of training without validation, and `train/peak_memory_mib`, of rank zero.
 
-    It is apart from the modules, which log the same values on any machine.
+    This is no part of the modules, whose logs are the same on any machine.
     """
 
     def __init__(self) -> None:
-        self._step = 0  # of the last reading
+        self._step = 0  # at which it logged last
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock, in mid-epoch too."""
+        """Start the clock, also in mid-epoch."""
         self._start(pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -47,7 +47,7 @@ class Speed(Callback):
 
 
 def peak_memory(device: torch.device) -> float:
-    """MiB that tensors took on a GPU at most; on the CPU, the most that this process had in memory."""
+    """Return the peak MiB of tensors on a GPU; on the CPU, the peak resident memory of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     unit = 1 if sys.platform == "darwin" else 2**10

@@ -1,4 +1,4 @@
-"""Trainers as the command line describes them, each with parts of its own, on the ranks of whatever launcher."""
+"""Trainers as the command line configures them, for the ranks of any launcher."""
 
 import inspect
 import os
@@ -20,20 +20,20 @@ from apprentice import extras
 from apprentice.errors import BadInput
 from harness import cli
 from harness.runs import environment
-from harness.runs.launch import Launch, launched
+from harness.runs.launch import Launch, find_launch
 from harness.runs.progress import Show
 
-# With the user's settings; takes callbacks, logger and plugins by keyword, and `show` as `trainers` has it.
+# With the user's settings; takes callbacks, logger and plugins by keyword, and `show` as `trainer_factory` has it.
 MakeTrainer = Callable[..., Trainer]
-REFUSALS = (ValueError, TypeError, RuntimeError, ImportError, MisconfigurationException)  # of options by the Trainer
+REFUSALS = (ValueError, TypeError, RuntimeError, ImportError, MisconfigurationException)  # for options of the Trainer
 
 
-def trainers(chosen: cli.Choice, exact: int | None, strategies: cli.Names) -> MakeTrainer:
-    """What makes Trainers; it takes their arguments by keyword, `callbacks` and `plugins` on top of the user's.
+def trainer_factory(chosen: cli.Choice, exact: int | None, strategies: cli.Names) -> MakeTrainer:
+    """Return a maker of Trainers, which takes their arguments by keyword; `callbacks` and `plugins` add to the user's.
 
-    It also takes `show`, of type `progress.Show`. A user who chooses a progress bar of Lightning's gets that instead.
+    It also takes `show`, of type `progress.Show`; a progress bar of Lightning's that the user chose replaces it.
 
-    `chosen` and `strategies` are of `cli.Parser`; the strategy named ddp serves `--exact` where none is chosen.
+    `chosen` and `strategies` are of `cli.Parser`; without a chosen strategy, ddp serves `--exact`.
 
     Raises:
         BadInput: a strategy or precision that does not support `--exact`; when called, what Lightning refuses.
@@ -44,8 +44,8 @@ def trainers(chosen: cli.Choice, exact: int | None, strategies: cli.Names) -> Ma
     if strategy == "auto":
         strategy = family.choose("ddp")
     if not family.exact(strategy):
-        holding = ", ".join(name for name in family.names if family.exact(family.choose(name)))
-        raise BadInput("exact", exact, f"a strategy that can hold it: {holding}; {family.label(strategy)} can't")
+        names = ", ".join(name for name in family.names if family.exact(family.choose(name)))
+        raise BadInput("exact", exact, f"a strategy that can hold it: {names}; {family.label(strategy)} can't")
     if str(chosen.init_args.get("precision")) in {"16", "16-mixed"}:
         raise BadInput("exact", exact, "--trainer.precision other than 16-mixed, whose loss scale it can't hold")
     strategy = replace(strategy, init_args={**strategy.init_args, "exact": exact})
@@ -57,39 +57,39 @@ def _trainer(
     callbacks: Sequence[Any] = (),
     plugins: Sequence[Any] = (),
     show: Show | None = None,
-    **own: Any,
+    **options: Any,
 ) -> Trainer:
-    chosen = replace(chosen, init_args={**chosen.init_args, "logger": False})  # those of a fit are given
+    chosen = replace(chosen, init_args={**chosen.init_args, "logger": False})  # a fit passes its loggers
     settings = cli.arguments(chosen, "trainer")
-    settings |= {name: settings[name] or 0 for name in ("enable_model_summary", "num_sanity_val_steps")} | own
+    settings |= {name: settings[name] or 0 for name in ("enable_model_summary", "num_sanity_val_steps")} | options
     if settings["accelerator"] == "auto" and torch.backends.mps.is_available():
         settings["accelerator"] = "cpu"  # evaluation adds in float64, which Apple's GPUs don't have
-    for name, more in (("callbacks", callbacks), ("plugins", plugins)):
-        given = settings[name] or []
-        settings[name] = [*(given if isinstance(given, list) else [given]), *more]
+    for name, added in (("callbacks", callbacks), ("plugins", plugins)):
+        chosen_ones = settings[name] or []
+        settings[name] = [*(chosen_ones if isinstance(chosen_ones, list) else [chosen_ones]), *added]
     if settings.get("enable_checkpointing") is False:
-        settings["callbacks"] = [each for each in settings["callbacks"] if not isinstance(each, Checkpoint)]
-    asked, bars = settings["enable_progress_bar"], [c for c in settings["callbacks"] if isinstance(c, ProgressBar)]
-    settings["enable_progress_bar"] = bool(bars or (show and asked))
+        settings["callbacks"] = [c for c in settings["callbacks"] if not isinstance(c, Checkpoint)]
+    enabled, bars = settings["enable_progress_bar"], [c for c in settings["callbacks"] if isinstance(c, ProgressBar)]
+    settings["enable_progress_bar"] = bool(bars or (show and enabled))
     if show and not settings["enable_progress_bar"]:
-        settings["callbacks"].append(show(asked is None))
+        settings["callbacks"].append(show(enabled is None))
     settings = with_launcher(settings)
     try:
         with cli.refusals(chosen, "trainer", REFUSALS):
-            made = Trainer(**settings)
+            trainer = Trainer(**settings)
     except BadInput as error:
-        if error.flag != "trainer":
-            flag = error.flag.replace("trainer.strategy.exact", "exact")
+        if error.argument != "trainer":
+            flag = error.argument.replace("trainer.strategy.exact", "exact")
             raise BadInput(flag, error.value, error.expected) from error
-        wanted = f"what Lightning takes on this machine: {error.__cause__}"
-        raise BadInput(*_at_fault(chosen, settings), wanted) from None
-    if made.strategy.root_device.type == "cpu":
+        expected = f"what Lightning takes on this machine: {error.__cause__}"
+        raise BadInput(*_find_fault(chosen, settings), expected) from None
+    if trainer.strategy.root_device.type == "cpu":
         environment.hide_gpus()
-    return made
+    return trainer
 
 
-def _at_fault(chosen: cli.Choice, settings: dict[str, Any]) -> tuple[str, Any]:
-    """The first option, with its value, without which the Trainer could be made; else the machine's."""
+def _find_fault(chosen: cli.Choice, settings: dict[str, Any]) -> tuple[str, Any]:
+    """Find the first option, with its value, without which the Trainer can be made; else return the accelerator."""
     defaults = inspect.signature(Trainer).parameters
     for name, value in chosen.init_args.items():
         if value != (default := defaults[name].default):
@@ -100,25 +100,25 @@ def _at_fault(chosen: cli.Choice, settings: dict[str, Any]) -> tuple[str, Any]:
 
 
 def with_launcher(settings: dict[str, Any]) -> dict[str, Any]:
-    """The Trainer's settings with the launcher's cluster environment, and its devices and nodes if none are given."""
-    launch = launched()
-    if launch is not None and launch.by == "hand" and launch.nodes == 1:  # no variable tells the number of nodes
+    """Add the launcher's cluster environment to a Trainer's settings, and its devices and nodes unless set."""
+    launch = find_launch()
+    if launch is not None and launch.by == "hand" and launch.nodes == 1:  # no variable has the number of nodes
         launch = launch._replace(nodes=settings["num_nodes"])
-    found, nodes, devices = settings["plugins"], settings["num_nodes"], settings["devices"]
-    if not any(isinstance(plugin, ClusterEnvironment) for plugin in found):
+    plugins, nodes, devices = settings["plugins"], settings["num_nodes"], settings["devices"]
+    if not any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):
         if launch is None and nodes > 1:
             raise BadInput("trainer.num_nodes", nodes, "1, unless torchrun, srun or mpirun starts the ranks")
-        found = [*found, *_environment(launch)]
+        plugins = [*plugins, *_environment(launch)]
     if launch is not None:
         nodes = launch.nodes if nodes == 1 else nodes
         devices = launch.size // launch.nodes if devices == "auto" else devices
-    return settings | {"plugins": found, "num_nodes": nodes, "devices": devices}
+    return settings | {"plugins": plugins, "num_nodes": nodes, "devices": devices}
 
 
 def _environment(launch: Launch | None) -> list[ClusterEnvironment]:
     if launch is None:
         return [] if environments.LSFEnvironment.detect() else [environments.LightningEnvironment()]
-    if launch.by == "slurm":  # Lightning asks for it, and `srun -n` does not set it
+    if launch.by == "slurm":  # Lightning needs it, and `srun -n` does not set it
         os.environ.setdefault("SLURM_NTASKS_PER_NODE", str(launch.size // launch.nodes))
     if launch.by == "hand":
         return [ByHand(max(launch.size // launch.nodes, 1))]
@@ -127,17 +127,17 @@ def _environment(launch: Launch | None) -> list[ClusterEnvironment]:
 
 @lru_cache(1)
 def _mpi(size: int) -> "MPI":
-    """The environment under `mpirun -n SIZE`, made once, as MPI can be asked only once."""
+    """Return the environment under `mpirun -n SIZE`, made once, as MPI can be initialised only once."""
     try:
         return MPI()
     except (ImportError, RuntimeError) as error:  # no mpi4py, or no MPI library for it
         why = "which is not there" if isinstance(error, ModuleNotFoundError) else f"and a library for it ({error})"
-        expected = f"mpi4py, {why}; the extra [mpi] brings it: {extras.install('mpi')}"
+        expected = f"mpi4py, {why}; the extra [mpi] brings it: {extras.install_command('mpi')}"
         raise BadInput("", f"mpirun -n {size}", expected) from None
 
 
 class ByHand(environments.TorchElasticEnvironment):
-    """Torchrun's variables, set by the user, who may leave out those that follow from RANK and WORLD_SIZE."""
+    """Torchrun's variables as the user sets them; those that follow from RANK and WORLD_SIZE may be missing."""
 
     def __init__(self, local_size: int) -> None:
         super().__init__()
@@ -145,16 +145,16 @@ class ByHand(environments.TorchElasticEnvironment):
         self.guesses = "LOCAL_RANK" not in os.environ
 
     def local_rank(self) -> int:
-        """The rank's number on its machine."""
+        """Return the rank's number on its machine."""
         return int(os.environ.get("LOCAL_RANK", self.global_rank() % self._local_size))
 
     def node_rank(self) -> int:
-        """The machine's number."""
+        """Return the machine's number."""
         return int(os.environ.get("GROUP_RANK", self.global_rank() // self._local_size))
 
 
 class MPI(environments.MPIEnvironment):
-    """Asks MPI for the ranks and an address, then finalises MPI; gloo or NCCL sends the tensors.
+    """Gets ranks and an address from MPI, then finalises MPI; gloo or NCCL sends the tensors.
 
     With MPI still active a failing rank would wait in MPI_Finalize for the others, and no process could fork.
     """

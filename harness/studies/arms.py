@@ -32,7 +32,7 @@ def flags_of(arms: Iterable[Arm]) -> Iterator[None]:
     except BadInput as fault:
         for arm in arms:
             flag = f"{VARIANTS}.{arm.name}"
-            if arm.student and (fault.flag == flag or fault.flag.startswith(f"{flag}.")):
-                whole = f"{VARIANTS}.{arm.variant}{fault.flag.removeprefix(flag)}"
+            if arm.student and (fault.argument == flag or fault.argument.startswith(f"{flag}.")):
+                whole = f"{VARIANTS}.{arm.variant}{fault.argument.removeprefix(flag)}"
                 raise BadInput(whole, fault.value, f"{fault.expected} (for --{arm.net})") from None
         raise

@@ -44,7 +44,7 @@ def check_modules(run: Session, trainer: Trainer, *modules: Learner) -> None:
                 with cli.refusals(run.config.trainer, "trainer"):
                     trainer.strategy.check_module(module)
             except BadInput as error:
-                option = error.flag.removeprefix("trainer.")
+                option = error.argument.removeprefix("trainer.")
                 if error.__cause__ is not None and option in {"trainer", *vars(run.config)}:  # such as --exact
                     raise error.__cause__ from None
                 raise
@@ -56,6 +56,6 @@ def check_batch_size(run: Session, *modules: Learner) -> None:
         return
     for module in modules:
         try:
-            copy.deepcopy(module).train()(nets.typed(module, run.data.example[:1]))
+            copy.deepcopy(module).train()(nets.cast_inputs(module, run.data.example[:1]))
         except ValueError as error:
             raise BadInput("data.batch_size", run.data.batch_size, f"at least 2; {reason(error)}") from None

@@ -14,7 +14,7 @@ from harness.cli.classes import imported
 from harness.runs.nets import Spec, load_net, read_spec, spec
 from harness.runs.session import Session
 from lit_modules import nets
-from lit_modules.nets.classes import class_order, classes_of, members_of, named, reorder_classes
+from lit_modules.nets.classes import are_named, class_order, classes_of, members_of, reorder_classes
 from lit_modules.nets.recorded import Recorded
 from lit_modules.tasks import Metric, Task, task_of
 
@@ -25,7 +25,7 @@ def make_net(config: Namespace, key: str, seed: int, given: Mapping[str, Any], d
     """Build the net chosen under a key, its first weights from the seed alone, with arguments that the data fixes."""
     choice = cli.chosen(config, key)
     members = {name: [load_net(folder, f"{key}.{name}") for folder in of] for name, of in _folders(choice).items()}
-    net: nn.Module = nets.giving_logits(with_seed(seed, lambda: cli.build(choice, key, **given, **members)))
+    net: nn.Module = nets.unwrap_logits(with_seed(seed, lambda: cli.build(choice, key, **given, **members)))
     return net.double() if double else net
 
 
@@ -50,7 +50,9 @@ def net_spec(run: Session, key: str) -> Spec:
     members = {name: [read_spec(folder, f"{key}.{name}") for folder in of] for name, of in _folders(choice).items()}
     arguments = cli.arguments(choice, key, **run.data.net_arguments, **members)
     net_class = imported(choice.class_path, key)
-    return spec(choice.class_path, net_class.remade_by(arguments) if issubclass(net_class, Recorded) else arguments)
+    if issubclass(net_class, Recorded):
+        arguments = net_class.rebuild_arguments(arguments)
+    return spec(choice.class_path, arguments)
 
 
 def trained_spec(run: Session, key: str, net: nn.Module) -> Spec:
@@ -102,9 +104,9 @@ def match_classes(
         except BadInput as fault:
             if not trained:
                 raise
-            run.tell(f"{fault}; its head begins with the weights of other classes")
+            run.tell(f"{cli.with_flag(fault)}; its head begins with the weights of other classes")
             continue
-        if order.note and (known or named(wanted)):  # if neither has names, there is nothing to tell
+        if order.note and (known or are_named(wanted)):  # if neither has names, there is nothing to tell
             run.tell(f"{key} {value}: {order.note}, in this order")
         if order.moves:
             if not may_move:

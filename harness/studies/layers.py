@@ -13,7 +13,7 @@ from harness.runs.session import Session
 from harness.studies.checks import check_net
 from harness.studies.choices import make_net
 from lit_modules import nets
-from lit_modules.nets.layers import DEFAULT_LAYER, INPUT, MIDDLE, observed, resolved
+from lit_modules.nets.layers import DEFAULT_LAYER, INPUT, MIDDLE, observe, resolve
 
 
 def print_layers(run: Session, keys: Sequence[str]) -> None:
@@ -31,11 +31,11 @@ def print_layers(run: Session, keys: Sequence[str]) -> None:
 def layers(net: nn.Module, example: Tensor) -> list[tuple[str, str, str]]:
     """A net's layers for an input (1, ...): name or path, what it is, the shape of its output for one sample."""
     modules = {path: module for path, module in net.named_modules() if path}
-    named = {name: path for name in _names(net) if (path := resolved(net, name))}
+    named = {name: path for name in _names(net) if (path := resolve(net, name))}
     inputs = {path for path in named.values() if path.endswith(INPUT)}
     watched = modules | {path: modules[path.removesuffix(INPUT)] for path in inputs}
-    with torch.no_grad(), nets.any_kernel(net), observed(watched, inputs) as found:
-        net.eval()(nets.typed(net, example))
+    with torch.no_grad(), nets.any_kernel(net), observe(watched, inputs) as found:
+        net.eval()(nets.cast_inputs(net, example))
     lines = [(name, path, _shape(found.get(path))) for name, path in named.items()]
     return lines + [(path, type(module).__name__, _shape(found.get(path))) for path, module in modules.items()]
 

@@ -176,7 +176,7 @@ class RPCHybrid(RPCStrategy, SharedReplica):
             output = self._forward_on_workers([tuple(x[a:b] for x in args) for a, b in spans])
             self.broadcast(tree_map_only(Tensor, lambda x: x.detach().cpu(), output))  # pickled with its device
             return output
-        noise = keyed.part(*spans[self.global_rank - 1])
+        noise = keyed.slice_rows(*spans[self.global_rank - 1])
 
         def compute(*inputs: Tensor) -> Any:
             x: Any = tuple(x.to(self.root_device) for x in inputs)

@@ -15,7 +15,7 @@ from torch.multiprocessing.spawn import start_processes
 from apprentice.errors import BadInput
 from harness import cli
 from harness.runs import environment, signals
-from harness.runs.trainer import MakeTrainer, trainers
+from harness.runs.trainer import MakeTrainer, trainer_factory
 from strategies import NAMES
 
 TIMEOUT = 300.0  # seconds to wait for a rank that hangs, not the half hour of a run that matters
@@ -94,7 +94,7 @@ def call_isolated(function: Callable[[], object], threads: int) -> None:
 
 def fit_isolated(trainer: Trainer, fit: Callable[[], object], threads: int) -> None:
     """Fit in processes that end with it, one by itself with so many threads; a `Stoppable` lets a signal end it."""
-    with children_end_with_block(), signals.deferred():
+    with children_end_with_block(), signals.defer_signals():
         if trainer.strategy.launcher is None:
             call_isolated(fit, threads)
         else:
@@ -133,7 +133,7 @@ def with_strategy(trainer: cli.Choice, strategy: Any, exact: int | None = None, 
         settings["devices"] = chosen[:1] if isinstance(chosen, list) else 1
 
     def make(**kwargs: Any) -> Trainer:
-        return trainers(cli.Choice(trainer.class_path, settings), exact, NAMES)(**kwargs)
+        return trainer_factory(cli.Choice(trainer.class_path, settings), exact, NAMES)(**kwargs)
 
     return make
 

@@ -4,19 +4,19 @@ from lit_modules.nets.attention import Cache, SelfAttention, any_kernel
 from lit_modules.nets.base import (
     Net,
     Outputs,
+    cast_inputs,
     check_fits,
     check_same_start,
-    giving_logits,
-    in_type_of,
+    match_dtype,
     pipeline_stages,
-    typed,
+    unwrap_logits,
 )
 from lit_modules.nets.batch_norm import globalise, has_no_running_statistics
 from lit_modules.nets.classes import class_order, classes_of, reorder_classes
 from lit_modules.nets.ensemble import Ensemble
 from lit_modules.nets.gpt import GPT
 from lit_modules.nets.hugging_face import HuggingFace, HuggingFaceLM
-from lit_modules.nets.layers import DEFAULT_LAYER, heads, layer, run, stage_of
+from lit_modules.nets.layers import DEFAULT_LAYER, find_stage, heads, layer, run
 from lit_modules.nets.mobilenet import MobileNetV2
 from lit_modules.nets.plain import DeepNN, LeNet, LightNN, MNISTNet
 from lit_modules.nets.resnet import ResNet

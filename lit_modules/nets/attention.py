@@ -1,4 +1,4 @@
-"""Multi-head self-attention (Vaswani et al. 2017), and the choice of torch's kernel for it."""
+"""Multi-head self-attention (Vaswani et al. 2017) with a choice of torch's kernels."""
 
 import logging
 import re
@@ -20,18 +20,18 @@ KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
 }  # fmt: skip
 NO_KERNEL = re.compile("No available kernel|No viable backend")
-CHOOSES = ("cpu", "cuda", "xpu", "meta")  # devices on which torch follows the choice of a kernel
+SELECTABLE = ("cpu", "cuda", "xpu", "meta")  # devices on which torch follows the choice of a kernel
 
 
 class Cache:
     """Keys and values of up to `max_length` tokens that one causal attention layer has seen, for generation.
 
-    Use one for each layer and batch of texts. It starts empty and grows with each `SelfAttention.forward(x, cache)` by
-    the tokens of x; `length` is their number, and the position of the next. It holds no gradients: generate under
-    `torch.no_grad()`.
+    Use one for each layer and batch of texts. It starts empty and grows by the tokens of x with each
+    `SelfAttention.forward(x, cache)`; `length` is their number, and the position of the next. It holds no gradients:
+    generate under `torch.no_grad()`.
 
     Raises:
-        ValueError: it is full, holds another number of texts, or gradients are on.
+        BadInput: it is full, holds another number of texts, or gradients are on.
     """
 
     def __init__(self, max_length: int) -> None:
@@ -40,14 +40,14 @@ class Cache:
         self._values: Tensor | None = None
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add keys and values (B, heads, t, D / heads); returns those of all tokens, (B, heads, length, D / heads)."""
+        """Append keys and values (B, heads, t, D / heads); return those of all tokens (B, heads, length, D / heads)."""
         if keys.requires_grad:
-            raise ValueError("a cache holds no gradients: expected a call under torch.no_grad()")
+            raise BadInput("", "a cache holds no gradients", "a call under torch.no_grad()")
         end = self.length + keys.shape[2]
         if end > self.max_length:
-            raise ValueError(f"max_length {self.max_length}: expected at least {end}, the tokens to be cached")
+            raise BadInput("max_length", self.max_length, f"at least {end}, the tokens to be cached")
         if self._keys is not None and len(keys) != len(self._keys):
-            raise ValueError(f"{len(keys)} texts: expected the {len(self._keys)} whose tokens are cached")
+            raise BadInput("", f"{len(keys)} texts", f"the {len(self._keys)} whose tokens are cached")
         if self._keys is None or self._values is None:
             shape = (*keys.shape[:2], self.max_length, keys.shape[3])
             self._keys, self._values = keys.new_empty(shape), values.new_empty(shape)
@@ -60,8 +60,8 @@ class Cache:
 class SelfAttention(nn.Module):
     """Multi-head self-attention, softmax(q kᵀ / √(D / heads)) v, with queries, keys and values from one matrix.
 
-    Dropout of attention weights happens inside torch's kernel and draws from torch's generator, so unlike the suite's
-    other dropout it is not keyed. Under `torch.compile` a refusal may be a compiler error that quotes torch's.
+    Dropout of attention weights happens inside torch's kernel and draws from torch's generator, so it is not keyed as
+    the suite's other dropout is. Under `torch.compile` a refusal may be a compiler error that quotes torch's.
 
     Args:
         embed_dim: D, width of tokens.
@@ -69,10 +69,10 @@ class SelfAttention(nn.Module):
         causal: whether a token attends only to itself and earlier tokens.
         dropout: probability that a weight is zero, in training.
         bias: whether the projections have one.
-        backend: the kernel; `auto` leaves the choice to torch, any other is used or refused, never replaced.
+        backend: the kernel; `auto` leaves the choice to torch, another is used or refused, never replaced.
 
     Raises:
-        ValueError: `num_heads` does not divide `embed_dim`, `dropout` is not in [0, 1), or the backend is unknown.
+        BadInput: `num_heads` does not divide `embed_dim`, `dropout` is not in [0, 1), or the backend is unknown.
     """
 
     def __init__(
@@ -86,55 +86,56 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         if num_heads < 1 or embed_dim % num_heads:
-            raise ValueError(f"num_heads {num_heads}: expected a divisor of embed_dim, {embed_dim}")
+            raise BadInput("num_heads", num_heads, f"a divisor of embed_dim, {embed_dim}")
         if not 0 <= dropout < 1:
-            raise ValueError(f"dropout {dropout}: expected at least 0, less than 1")
+            raise BadInput("dropout", dropout, "at least 0, less than 1")
         check_backend(backend)
         self.embed_dim, self.num_heads, self.causal = embed_dim, num_heads, causal
         self.dropout, self.backend = float(dropout), backend
         self.qkv = nn.Linear(embed_dim, 3 * embed_dim, bias)
-        # Its rows are of three matrices, and those of a head stay together, if several ranks compute it.
+        # If several ranks compute it: its rows are of three matrices, and the rows of a head stay together.
         self.qkv.joined = (3, num_heads)  # type: ignore[assignment]
         self.out = nn.Linear(embed_dim, embed_dim, bias)
 
     def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
-        """(B, T, D) of tokens (B, T, D), which may be a jagged nested tensor: texts of unequal lengths, no padding.
+        """Return (B, T, D) of tokens (B, T, D), which may be a jagged nested tensor: texts of unequal lengths.
 
-        With a cache, x are the tokens after the cached ones, and attend to these too.
+        With a cache, x holds the tokens after the cached ones, and attends to these too.
 
         Raises:
-            BadInput: the backend has no kernel for this input; the message has torch's reasons.
-            ValueError: a cache is full, or given for attention that is not causal, jagged texts or with gradients on; a
-                nested tensor is strided.
+            BadInput: the backend has no kernel for this input, with torch's reasons; the cache is full, or passed to
+                attention that is not causal, with jagged texts or gradients; a nested tensor is strided.
         """
         if x.is_nested and x.layout != torch.jagged:
-            raise ValueError("nested tensors: expected torch.nested.nested_tensor(texts, layout=torch.jagged)")
+            raise BadInput("", "nested tensors", "torch.nested.nested_tensor(texts, layout=torch.jagged)")
         query, key, value = self._heads(x)
         mask, causal = None, self.causal
         if cache is not None:
             if not self.causal or x.is_nested:
-                raise ValueError("a cache serves causal attention over texts of one length (B, T, D)")
+                raise BadInput("cache", "a Cache", "None, but for causal attention over texts of one length (B, T, D)")
             past = cache.length
             key, value = cache.append(key, value)
             if past:  # query t attends to keys up to past + t; torch's `is_causal` would count from the first
                 causal = False
                 if x.shape[1] > 1:
                     mask = torch.ones(x.shape[1], cache.length, dtype=torch.bool, device=x.device).tril(past)
-        return self.out(self._attended(query, key, value, mask, causal).transpose(1, 2).flatten(-2))
+        return self.out(self._attend(query, key, value, mask, causal).transpose(1, 2).flatten(-2))
 
     def _heads(self, x: Tensor) -> list[Tensor]:
-        """Queries, keys and values (B, heads, T, D / heads) of tokens (B, T, D), of all heads or this rank's."""
+        """Project tokens (B, T, D) to queries, keys and values (B, heads, T, D / heads) of all heads or this rank's."""
         width = self.embed_dim // self.num_heads
         parts = self.qkv(x).chunk(3, -1)
         if x.is_nested and not (x.is_cuda and x.dtype != torch.float64 and self.backend != "math"):
             parts = [part.contiguous() for part in parts]  # for jagged texts torch's math kernel takes nothing else
         return [part.unflatten(-1, (-1, width)).transpose(1, 2) for part in parts]
 
-    def _attended(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         call = (query, key, value, mask, self.dropout if self.training else 0.0, causal)
         if self.backend == "auto" and not query.is_nested:
             return F.scaled_dot_product_attention(*call)
-        with chosen(self.backend, query) if torch.compiler.is_compiling() else kernel(self.backend, *call):
+        with (
+            restrict_kernels(self.backend, query) if torch.compiler.is_compiling() else use_kernel(self.backend, *call)
+        ):
             return F.scaled_dot_product_attention(*call)
 
     def extra_repr(self) -> str:  # noqa: D102
@@ -143,7 +144,7 @@ class SelfAttention(nn.Module):
 
 @contextmanager
 def any_kernel(module: nn.Module) -> Iterator[None]:
-    """Inside, attention in this module uses any kernel: to learn shapes on another device than the training's."""
+    """Inside, attention in this module may use any kernel, to learn shapes on another device than that of training."""
     backends = {m: m.backend for m in module.modules() if isinstance(m, SelfAttention)}
     for attention in backends:
         attention.backend = "auto"
@@ -155,42 +156,45 @@ def any_kernel(module: nn.Module) -> Iterator[None]:
 
 
 def check_backend(backend: str) -> None:
-    """Raise ValueError for an unknown backend."""
+    """Raise BadInput for an unknown backend."""
     if backend not in get_args(Backend):
-        raise ValueError(f"backend {backend}: expected one of {', '.join(get_args(Backend))}")
+        raise BadInput("backend", backend, f"one of {', '.join(get_args(Backend))}")
 
 
 @contextmanager
-def kernel(backend: str, query: Tensor, *others: Any) -> Iterator[None]:
-    """Inside, `scaled_dot_product_attention(query, *others)` uses this kernel; BadInput, with torch's reasons, if not.
+def use_kernel(backend: str, query: Tensor, *others: Any) -> Iterator[None]:
+    """Inside, `scaled_dot_product_attention(query, *others)` uses this kernel; `auto` leaves the choice to torch.
 
-    `auto` leaves the choice to torch. It is global to the process: two threads can't use different kernels at once.
+    The choice is global to the process: two threads can't use different kernels at once.
+
+    Raises:
+        BadInput: the kernel does not serve this call; the message has torch's reasons.
     """
     check_backend(backend)
     device = query.device.type
     kind = f"{str(query.dtype).removeprefix('torch.')} {'jagged' if query.is_nested else 'dense'} on {device}"
-    if backend not in {"auto", "math"} and device not in CHOOSES:
+    if backend not in {"auto", "math"} and device not in SELECTABLE:
         raise BadInput("backend", backend, f"auto or math: torch chooses the kernel itself for {kind}")
     try:
-        with chosen(backend, query):
+        with restrict_kernels(backend, query):
             yield
     except RuntimeError as error:
-        asked_gpu = device == "cpu" and isinstance(error, torch.AcceleratorError)  # for jagged texts, without a GPU
-        if not asked_gpu and not NO_KERNEL.search(str(error)):
+        needs_gpu = device == "cpu" and isinstance(error, torch.AcceleratorError)  # for jagged texts, without a GPU
+        if not needs_gpu and not NO_KERNEL.search(str(error)):
             raise
-        reasons = " ".join([first_line(error), *_reasons(backend, query, *others)])
+        reasons = " ".join([first_line(error), *_collect_reasons(backend, query, *others)])
         raise BadInput("backend", backend, f"a kernel that serves attention of {kind}; torch says: {reasons}") from None
 
 
-def chosen(backend: str, query: Tensor) -> AbstractContextManager:
-    """Restricts torch to this kernel."""
+def restrict_kernels(backend: str, query: Tensor) -> AbstractContextManager:
+    """Inside, torch may use this kernel alone."""
     if backend == "auto" and query.is_nested and query.device.type == "cpu":
         backend = "math"  # the only one; torch would ask a GPU about the others
     return nullcontext() if backend == "auto" else sdpa_kernel(KERNELS[backend])
 
 
-def _reasons(backend: str, query: Tensor, *others: Any) -> list[str]:
-    """Why torch rejects this kernel: repeats the call, and collects the warnings, and for jagged texts the log."""
+def _collect_reasons(backend: str, query: Tensor, *others: Any) -> list[str]:
+    """Repeat a rejected call and collect torch's reasons: its warnings, and for jagged texts its log."""
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
@@ -198,17 +202,18 @@ def _reasons(backend: str, query: Tensor, *others: Any) -> list[str]:
     propagate, logger.propagate = logger.propagate, False
     logger.addHandler(handler)
     try:
-        with warnings.catch_warnings(record=True) as warned, suppress(RuntimeError), chosen(backend, query):
+        with warnings.catch_warnings(record=True) as warned, suppress(RuntimeError), restrict_kernels(backend, query):
             warnings.simplefilter("always")
             F.scaled_dot_product_attention(query, *others)
     finally:
         logger.removeHandler(handler)
         logger.propagate = propagate
-    return [*_against(backend, logged), *_against(backend, [str(each.message) for each in warned])]
+    messages = [str(warning.message) for warning in warned]
+    return [*_filter_reasons(backend, logged), *_filter_reasons(backend, messages)]
 
 
-def _against(backend: str, messages: list[str]) -> list[str]:
-    """The reasons against this backend in torch's messages; all reasons, if none names a backend."""
+def _filter_reasons(backend: str, messages: list[str]) -> list[str]:
+    """Keep the reasons against this backend in torch's messages; all reasons, if none names a backend."""
     sections: list[tuple[str, list[str]]] = [("", [])]
     for message in messages:
         reason = message.partition("(Triggered internally at")[0].strip()
@@ -216,5 +221,5 @@ def _against(backend: str, messages: list[str]) -> list[str]:
             sections.append((reason.lower(), []))
         elif "runtime disabled" not in reason:  # true of all kernels but the chosen one
             sections[-1][1].append(reason)
-    mine = [reasons for header, reasons in sections if len(sections) == 1 or backend == "auto" or backend in header]
-    return list(dict.fromkeys(reason for reasons in mine for reason in reasons))
+    matching = [reasons for header, reasons in sections if len(sections) == 1 or backend == "auto" or backend in header]
+    return list(dict.fromkeys(reason for reasons in matching for reason in reasons))

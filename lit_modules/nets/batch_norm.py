@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from apprentice import replicas
 from apprentice.private import BatchNorm
-from lit_modules.nets.stand_ins import counted
+from lit_modules.nets.stand_ins import drop_stand_ins
 
 
 class _Normalize(torch.autograd.Function):
@@ -15,9 +15,9 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mean: Tensor, invstd: Tensor, total: Tensor) -> Tensor:
-        normal = (x - _like(mean, x)) * _like(invstd, x)
+        normal = (x - _per_channel(mean, x)) * _per_channel(invstd, x)
         ctx.save_for_backward(normal, invstd, total)
-        ctx.is_counted = len(counted(x)) == len(x)
+        ctx.is_counted = len(drop_stand_ins(x)) == len(x)
         ctx.total = replicas.bound_all_reduce_sum()  # bound here: backward can run in a thread without this context
         return normal
 
@@ -28,34 +28,42 @@ class _Normalize(torch.autograd.Function):
         sums = torch.stack([grad.sum(axes), (grad * normal).sum(axes)])
         sums = ctx.total(sums) / total
         if not ctx.is_counted:  # the statistics do not depend on these rows
-            return _like(invstd, grad) * grad, None, None, None
-        return _like(invstd, grad) * (grad - _like(sums[0], grad) - normal * _like(sums[1], grad)), None, None, None
+            return _per_channel(invstd, grad) * grad, None, None, None
+        return (
+            _per_channel(invstd, grad) * (grad - _per_channel(sums[0], grad) - normal * _per_channel(sums[1], grad)),
+            None,
+            None,
+            None,
+        )
 
 
-def _like(per_channel: Tensor, x: Tensor) -> Tensor:
+def _per_channel(per_channel: Tensor, x: Tensor) -> Tensor:
     return per_channel.view(1, -1, *[1] * (x.dim() - 2))
 
 
 def _statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and biased variance (C,) over all ranks, and the values in a channel; stable: each rank is centred first."""
+    """Return mean and biased variance (C,) over all ranks, and the count of values in a channel.
+
+    Numerically stable, as each rank is centred first.
+    """
     axes = [d for d in range(x.dim()) if d != 1]
     count = x.numel() / max(x.shape[1], 1)
     mean = x.sum(axes) / max(count, 1)
-    spread = (x - _like(mean, x)).square().sum(axes)
+    spread = (x - _per_channel(mean, x)).square().sum(axes)
     parts = replicas.all_gather(torch.cat([mean, spread, mean.new_tensor([count])]).double())  # (replicas, 2 C + 1)
     means, spreads = parts[:, :-1].chunk(2, 1)
     counts = parts[:, -1:]
     total = counts.sum()
-    merged = (means * counts).sum(0) / total
-    variance = (spreads + counts * (means - merged).square()).sum(0) / total
-    return merged.to(x.dtype), variance.to(x.dtype), total.to(x.dtype)
+    global_mean = (means * counts).sum(0) / total
+    variance = (spreads + counts * (means - global_mean).square()).sum(0) / total
+    return global_mean.to(x.dtype), variance.to(x.dtype), total.to(x.dtype)
 
 
 class _Global(BatchNorm):
-    """In training with several replicas it uses the global batch's statistics; otherwise it is torch's BatchNorm.
+    """BatchNorm by the global batch's statistics in training with several replicas; otherwise torch's BatchNorm.
 
-    The only value of a channel in a global batch has no variance: it is normalised by the running statistics, which
-    stay as they are. ValueError if no batch before it gave any.
+    A single value of a channel in a global batch has no variance: it is normalised by the running statistics, which
+    stay as they are; ValueError if no earlier batch gave any.
 
     Attributes:
         gathers: whether all replicas have to compute it together, also those without rows.
@@ -64,7 +72,7 @@ class _Global(BatchNorm):
     gathers = True
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = counted(x)
+        rows = drop_stand_ins(x)
         if not self.training or (replicas.count() == 1 and rows.numel() > x.shape[1]):
             return super().forward(x)
         if x.dtype in {torch.float16, torch.bfloat16}:  # sums and counts would overflow or round
@@ -76,7 +84,7 @@ class _Global(BatchNorm):
         else:
             self._track(mean, variance * total / (total - 1))
             normal = _Normalize.apply(x, mean, (variance + self.eps).rsqrt(), total)
-        return normal if self.weight is None else normal * _like(self.weight, x) + _like(self.bias, x)
+        return normal if self.weight is None else normal * _per_channel(self.weight, x) + _per_channel(self.bias, x)
 
     def _by_running_statistics(self, x: Tensor, has_value: bool) -> Tensor:
         mean, variance = self.running_mean, self.running_var
@@ -85,7 +93,7 @@ class _Global(BatchNorm):
         if mean is None or variance is None or (has_value and not self.num_batches_tracked):
             expected = "expected more than one value a channel, or running statistics of batches before"
             raise ValueError(f"BatchNorm: {expected}; got an input of shape {tuple(x.shape)}")
-        return (x - _like(mean, x)) * _like((variance + self.eps).rsqrt(), x)
+        return (x - _per_channel(mean, x)) * _per_channel((variance + self.eps).rsqrt(), x)
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor) -> None:
@@ -112,15 +120,16 @@ GLOBAL: dict[type[nn.Module], type[_Global]] = {
 
 
 def has_no_running_statistics(module: nn.Module) -> bool:
-    """Whether it is a BatchNorm that takes the batch's statistics in eval mode, too."""
+    """Return whether a module is a BatchNorm that uses the batch's statistics in eval mode, too."""
     batch_norm = isinstance(module, BatchNorm)
     return batch_norm and module.running_mean is None and module.running_var is None
 
 
 def globalise(net: nn.Module) -> nn.Module:
-    """Make every BatchNorm inside `net` use the global batch; parameters, buffers and their names stay the same.
+    """Let every BatchNorm inside `net` use the global batch; parameters, buffers and their names stay the same.
 
-    Other people's subclasses of BatchNorm stay as they are, but for timm's with an activation: see `of_own_rows`.
+    Other people's subclasses of BatchNorm stay as they are, but for timm's with an activation;
+    `find_local_batch_norms` finds them.
     """
     for module in net.modules():
         if _is_timms(module):
@@ -131,8 +140,8 @@ def globalise(net: nn.Module) -> nn.Module:
     return net
 
 
-def of_own_rows(net: nn.Module) -> list[str]:
-    """Names of the BatchNorm layers in training mode that see no rows of other ranks."""
+def find_local_batch_norms(net: nn.Module) -> list[str]:
+    """Return the names of the BatchNorm layers in training mode that see no rows of other ranks."""
     over_ranks = (_Global, nn.SyncBatchNorm)
     layers = [(name, m) for name, m in net.named_modules() if isinstance(m, BatchNorm)]
     return [name for name, layer in layers if layer.training and not isinstance(layer, over_ranks)]

@@ -1,4 +1,4 @@
-"""The names of the classes that a net's logits stand for, and how the logits come into the order of the data's."""
+"""Names of the classes of a net's logits, and the reordering of logits to the order of the data's classes."""
 
 import re
 from collections.abc import Sequence
@@ -9,47 +9,47 @@ from torch import Tensor, nn
 
 from apprentice.errors import BadInput
 from apprentice.keyed import with_seed
-from lit_modules.nets.base import typed
+from lit_modules.nets.base import cast_inputs
 from lit_modules.nets.ensemble import Ensemble
 from lit_modules.nets.layers import heads
 
 WORDNET = re.compile(r"n\d{8}")  # how folders of ImageNet's classes are called
-SPELLED = 0.1  # of all names, those that may be spelled in another way if all others are in their places
+SPELLED = 0.1  # share of names that may be spelled differently if all others are in their places
 LISTED = 4
 Names = Sequence[str]
 
 
 class ClassOrder(NamedTuple):
-    """For each class of the data its place in a net's logits, and what a user should know of it; "" for nothing."""
+    """For each class of the data its place in a net's logits, and a note for the user; "" for none."""
 
     places: list[int]
     note: str
 
     @property
     def moves(self) -> bool:
-        """Whether logits have to change places."""
+        """Whether logits change places."""
         return self.places != list(range(len(self.places)))
 
 
 def classes_of(net: nn.Module) -> tuple[str, ...] | None:
-    """Names of the classes of a net's weights, in order: its `class_names`, or those of a transformers model.
+    """Return the names of the classes of a net's weights, in order: its `class_names`, or a transformers model's.
 
-    Empty if there are none, None if the weights know no classes: they, or those of the head, are new.
+    Empty if the classes have no names; None if there are no classes, as the weights, or those of the head, are new.
     """
     if (names := getattr(net, "class_names", None)) is not None:
         return tuple(map(str, names))
     labels = getattr(getattr(net, "config", None), "id2label", None)
-    return named_labels(labels) if isinstance(labels, dict) else None
+    return label_names(labels) if isinstance(labels, dict) else None
 
 
-def named_labels(labels: dict[int, str]) -> tuple[str, ...]:
-    """The names in a transformers configuration; none of LABEL_0 and so on, which stand for no names."""
+def label_names(labels: dict[int, str]) -> tuple[str, ...]:
+    """Return the names in a transformers configuration; () for LABEL_0 and so on, which stand for no names."""
     names = tuple(str(labels[number]) for number in sorted(labels, key=int))
     return () if names == tuple(f"LABEL_{number}" for number in range(len(names))) else names
 
 
 def members_of(net: nn.Module) -> list[nn.Module]:
-    """The nets whose classes count: the net, or the members of an ensemble."""
+    """Return the nets that have classes: the net itself, or the members of an ensemble."""
     return [*net.members.nets] if isinstance(net, Ensemble) else [net]
 
 
@@ -59,55 +59,55 @@ def check_classes(net: nn.Module, wanted: Names, flag: str) -> None:
     for member in members_of(net):
         known = classes_of(member)
         if wanted and known and class_order(known, wanted, flag, name).moves:
-            expected = f"a net with the data's order of classes ({_listed(wanted)}); reorder_classes changes it"
-            raise BadInput(flag, name, f"{expected}; it has {_listed(known)}")
+            expected = f"a net with the data's order of classes ({_shorten(wanted)}); reorder_classes changes it"
+            raise BadInput(flag, name, f"{expected}; it has {_shorten(known)}")
 
 
 def class_order(known: Names, wanted: Names, flag: str, value: object) -> ClassOrder:
-    """Where a net that knows `known` classes has the `wanted` ones, by their names.
+    """Match the classes `known` to a net and the `wanted` classes of the data by name; return the order.
 
-    Names are equal but for case, spaces and underscores; one may list synonyms behind commas. Names that only the net
-    or only the data has, numbers for instance, are taken in their order, with a note.
+    Names match but for case, spaces and underscores; one may list synonyms behind commas. Where only one of both has
+    real names, or both have names of different kinds, classes are matched in their order, with a note.
 
     Raises:
         BadInput: the net has other classes, or another number of them.
     """
     if not known:
-        return ClassOrder([*range(len(wanted))], f"its weights name no classes: they are taken for {_listed(wanted)}")
+        return ClassOrder([*range(len(wanted))], f"its weights name no classes: they are taken for {_shorten(wanted)}")
     if len(known) != len(wanted):
         raise BadInput(flag, value, f"a net of {len(wanted)} classes, as the data has; it has {len(known)}")
     ours, theirs = [_synonyms(name) for name in wanted], [_synonyms(name) for name in known]
-    places = [_place(name, number, known, theirs) for number, name in enumerate(wanted)]
+    places = [_find_place(name, number, known, theirs) for number, name in enumerate(wanted)]
     if None not in places and len({*places}) == len(places):
         return ClassOrder([place for place in places if place is not None], "")
     order, lost = [*range(len(wanted))], [number for number, place in enumerate(places) if place is None]
     few = len(lost) <= SPELLED * len(wanted) and all(place in {None, number} for number, place in enumerate(places))
     if lost and (few or _kind(known) != _kind(wanted)):
-        both = [_listed([names[number] for number in lost]) for names in (known, wanted)]
+        both = [_shorten([names[number] for number in lost]) for names in (known, wanted)]
         return ClassOrder(order, "its classes {} are taken for {}".format(*both))
-    strange = [name for name, names in zip(known, theirs, strict=True) if not any(names & other for other in ours)]
-    fault = f"it has {strange[0]}" if strange else "several of its classes have one name"
+    unknown = [name for name, names in zip(known, theirs, strict=True) if not any(names & other for other in ours)]
+    fault = f"it has {unknown[0]}" if unknown else "several of its classes have one name"
     missing = f", and the data has {wanted[lost[0]]}" if lost else ""
     raise BadInput(flag, value, f"a net of the data's classes; {fault}{missing}")
 
 
 @torch.no_grad()
 def reorder_classes(net: nn.Module, places: Sequence[int], example: Tensor, flag: str = "net") -> None:
-    """Move the rows of a net's head, so that logit i is what logit places[i] was; `example` (b, ...) are inputs.
+    """Permute the rows of a net's head: logit i becomes what logit places[i] was. `example` (b, ...) holds inputs.
 
     Raises:
         BadInput: the net does not end in a linear layer (`heads`), or does more with its logits.
     """
-    was = [(module, module.training) for module in net.modules()]
+    modes = [(module, module.training) for module in net.modules()]
     if example.is_floating_point():  # zeros may hide what the head does
         example = with_seed(0, lambda: torch.rand_like(example))
-    inputs = typed(net.eval(), example)
+    inputs = cast_inputs(net.eval(), example)
     before = net(inputs)
     for head in heads(net, flag):
         for parameter in head.parameters():
             parameter.copy_(parameter[torch.tensor(places, device=parameter.device)])
     after = net(inputs)
-    for module, mode in was:
+    for module, mode in modes:
         module.training = mode
     if not torch.allclose(after, before[..., places], 1e-3, 1e-4):
         expected = "a net whose last layer gives its logits; their order can't be changed"
@@ -119,8 +119,8 @@ def _synonyms(name: str) -> set[str]:
     return {part.strip() for part in plain.split(",")} | {plain.replace(",", "")}
 
 
-def _place(name: str, number: int, known: Names, theirs: Sequence[set[str]]) -> int | None:
-    """The place of the class of a name: spelled so, or at the same place, or the only one with such a name."""
+def _find_place(name: str, number: int, known: Names, theirs: Sequence[set[str]]) -> int | None:
+    """Find a class by its exact name, or a synonym at the same place, or the only synonym."""
     if known.count(name) == 1:
         return known.index(name)
     names = _synonyms(name)
@@ -130,18 +130,18 @@ def _place(name: str, number: int, known: Names, theirs: Sequence[set[str]]) -> 
     return places[0] if len(places) == 1 else None
 
 
-def named(names: Names) -> bool:
-    """Whether they are more than numbers that count classes."""
+def are_named(names: Names) -> bool:
+    """Return whether names are more than numbers that count classes."""
     return list(names) != [str(number) for number in range(len(names))]
 
 
 def _kind(names: Names) -> str:
-    """What names are: numbers that count them, WordNet's numbers, or words."""
-    if not named(names):
+    """Return what names are: numbers that count them, WordNet's numbers, or words."""
+    if not are_named(names):
         return "numbers"
     return "WordNet" if all(map(WORDNET.fullmatch, names)) else "words"
 
 
-def _listed(names: Names) -> str:
+def _shorten(names: Names) -> str:
     more = len(names) - LISTED
     return "; ".join(names[:LISTED]) + f" and {more} more" * (more > 0)

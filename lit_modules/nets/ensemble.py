@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from apprentice.errors import BadInput
 from lit_modules.nets.base import Net
 
-MEMBERS = "members"  # the layer that gives the members' logits; objectives get it from any teacher that has it
+MEMBERS = "members"  # the layer of the members' logits; objectives get it from any teacher that has it
 
 
 class Ensemble(Net):
     """The mean of the members' probabilities: logits (B, classes) are its logarithm.
 
-    The layer `members` gives each member's logits (B, members, classes), as a mean of softened probabilities is not
-    that of softened means. The members are frozen: an ensemble is a teacher.
+    The layer `members` gives each member's logits (B, members, classes), because the mean of softened probabilities is
+    not the softened mean. The members are frozen: an ensemble is a teacher.
 
     Args:
         members: trained nets; on the command line their folders, as `[RUN/seed0/teacher, RUN/seed1/teacher]`.
@@ -48,8 +48,8 @@ class _Members(nn.Module):
         self.nets = nn.ModuleList(nets)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        found = [net(inputs) for net in self.nets]
-        if len({x.shape for x in found}) > 1:
-            classes = [x.shape[-1] for x in found]
+        logits = [net(inputs) for net in self.nets]
+        if len({x.shape for x in logits}) > 1:
+            classes = [x.shape[-1] for x in logits]
             raise BadInput("members", classes, "nets of the same classes; these are their numbers of logits")
-        return torch.stack(found, 1)  # (B, members, classes)
+        return torch.stack(logits, 1)  # (B, members, classes)

@@ -36,7 +36,7 @@ class GPT(Net):
         backend: the attention kernel, see `SelfAttention`.
 
     Raises:
-        ValueError: a size is below 1, or `SelfAttention` refuses one.
+        BadInput: a size is below 1, or `SelfAttention` refuses one.
     """
 
     feature_layer = "norm"
@@ -57,6 +57,8 @@ class GPT(Net):
     ) -> None:
         super().__init__()
         check_sizes(vocab_size=vocab_size, block_size=block_size, num_layers=num_layers, embed_dim=embed_dim)
+        if not 0 <= attention_dropout < 1:
+            raise BadInput("attention_dropout", attention_dropout, "at least 0, less than 1")
         self.block_size, self.tie_weights = block_size, tie_weights
         self.embedding = _Embedding(vocab_size, block_size, embed_dim, dropout)
         attention = partial(SelfAttention, embed_dim, num_heads, True, attention_dropout, bias, backend)
@@ -78,7 +80,7 @@ class GPT(Net):
             self.head.weight = self.embedding.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (B, T, V) of tokens (B, T) of any integer type; ValueError if T is more than the block size."""
+        """Logits (B, T, V) of tokens (B, T) of any integer type; BadInput if T is more than the block size."""
         x = self.embedding(tokens)  # (B, T, D)
         for block in self.blocks:
             x = block(x)
@@ -91,7 +93,7 @@ class GPT(Net):
         return [self.embedding, *self.blocks, self.norm, self.head]
 
     def tensor_parallel_plan(self) -> dict[str, ParallelStyle]:
-        """How several ranks compute the blocks together, by the paths of layers."""
+        """Return how several ranks compute the blocks together, by the paths of layers."""
         return tensor_parallel_plan()
 
     @torch.no_grad()
@@ -106,7 +108,7 @@ class GPT(Net):
     ) -> Tensor:
         """Continue prompts, at most up to the block size.
 
-        Draws depend on seed, row and position alone: other rows change a row by rounding only.
+        Draws depend on seed, row and position alone, so other rows change a row by rounding only.
 
         Args:
             tokens: (B, t) int64, the prompts, 1 to `block_size` tokens.
@@ -120,17 +122,17 @@ class GPT(Net):
             (B, t + new) int64, prompts included.
 
         Raises:
-            ValueError: a prompt is empty or longer than the block, or an option's value can't be used.
+            BadInput: a prompt is empty or longer than the block, or an option's value can't be used.
         """
         if length is not None and length < 0:
-            raise ValueError(f"length {length}: expected 0 or more tokens")
+            raise BadInput("length", length, "0 or more tokens")
         if not 0 <= temperature < math.inf:
-            raise ValueError(f"temperature {temperature}: expected 0 or more")
+            raise BadInput("temperature", temperature, "0 or more")
         if top_k is not None and top_k < 1:
-            raise ValueError(f"top_k {top_k}: expected at least 1")
+            raise BadInput("top_k", top_k, "at least 1")
         rows, room = tokens.shape[0], self.block_size - tokens.shape[1]
         if not tokens.shape[1] or room < 0:
-            raise ValueError(f"tokens {tuple(tokens.shape)}: expected prompts of 1 to {self.block_size} tokens")
+            raise BadInput("tokens", tuple(tokens.shape), f"prompts of 1 to {self.block_size} tokens")
         caches = [Cache(self.block_size) if cached else None for _ in self.blocks]
         text = tokens.new_empty(rows, tokens.shape[1] + (room if length is None else min(room, length)))
         text[:, : tokens.shape[1]] = tokens
@@ -146,7 +148,7 @@ class GPT(Net):
         return text
 
     def _last(self, tokens: Tensor, caches: Sequence[Cache | None]) -> Tensor:
-        """Logits (B, V) after the last of tokens (B, T), which follow any cached ones."""
+        """Compute logits (B, V) after the last of tokens (B, T), which follow any cached ones."""
         x = self.embedding(tokens, 0 if caches[0] is None else caches[0].length)
         for block, cache in zip(self.blocks, caches, strict=True):
             x = block(x, cache)
@@ -164,13 +166,13 @@ class _Embedding(nn.Module):
         """(B, T) -> (B, T, D), the first token at position `start`."""
         end, block_size = start + tokens.shape[1], self.positions.num_embeddings
         if end > block_size:
-            raise ValueError(f"tokens {tuple(tokens.shape)}: expected texts of at most {block_size}, the block size")
+            raise BadInput("tokens", tuple(tokens.shape), f"texts of at most {block_size}, the block size")
         places = torch.arange(start, end, device=tokens.device)
         return self.noise(self.tokens(tokens.long()) + self.positions(places))
 
 
 def _sample(logits: Tensor, temperature: float, top_k: int | None, key: int) -> Tensor:
-    """(B,) tokens drawn from softmax(logits / temperature) of logits (B, V), by the Gumbel-max trick."""
+    """Draw tokens (B,) from softmax(logits / temperature) of logits (B, V), by the Gumbel-max trick."""
     if temperature == 0:
         return logits.argmax(1)
     rows, count = logits.shape

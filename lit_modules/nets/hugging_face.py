@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from apprentice.errors import BadInput, reason
 from apprentice.extras import need
-from lit_modules.nets.base import Net, Shape, of_images
+from lit_modules.nets.base import Net, Shape, image_shape
 from lit_modules.nets.classes import classes_of
 from lit_modules.nets.pretrained import load_backbone
 
@@ -22,10 +22,11 @@ class HuggingFace(Net):
     """An image classifier of transformers.
 
     Args:
-        name: of the hub, or a folder that `save_pretrained` wrote; to rebuild the net its configuration is read again.
+        name: a model of the hub, or a folder that `save_pretrained` wrote; its configuration is read again to rebuild
+            the net.
         input_shape: (C, H, W).
         num_classes: number of logits.
-        pretrained: begin with its weights; a head of another size stays new.
+        pretrained: start with its weights; a head of another size stays new.
 
     Raises:
         Missing: transformers is not installed.
@@ -38,16 +39,18 @@ class HuggingFace(Net):
         self, name: str, input_shape: Shape = (3, 32, 32), num_classes: int = 10, pretrained: bool = False
     ) -> None:
         super().__init__()
-        channels, height, width = of_images(input_shape)
+        channels, height, width = image_shape(input_shape)
         size = height if height == width else (height, width)
-        with library(name, f"an image classifier that can be made for {tuple(input_shape)} images") as transformers:
+        with import_transformers(
+            name, f"an image classifier that can be made for {tuple(input_shape)} images"
+        ) as transformers:
             config = transformers.AutoConfig.from_pretrained(name, num_labels=num_classes, **SAFE)
             for option, value in {"num_channels": channels, "image_size": size}.items():
                 if hasattr(config, option):
                     setattr(config, option, value)
             kind = transformers.AutoModelForImageClassification
             self.model: nn.Module = kind.from_config(config, dtype=torch.float32)
-            whole, missing = _loaded(kind, name) if pretrained else (None, [])
+            whole, missing = _load(kind, name) if pretrained else (None, [])
             with torch.no_grad():
                 self.model.eval()(torch.zeros(1, channels, height, width))
             self.model.train()
@@ -60,7 +63,7 @@ class HuggingFace(Net):
                 has_head = load_backbone(self.model, whole.state_dict(), head, name) and not missing
             except BadInput as fault:
                 raise BadInput("pretrained", True, f"{fault.expected}, for {tuple(input_shape)} images") from None
-            self.expects = expected_images(transformers, name, channels)
+            self.expects = read_normalization(transformers, name, channels)
             self.class_names = classes_of(whole) if has_head else None
         self.pooled_layer = f"model.{head}<"
 
@@ -73,17 +76,18 @@ class HuggingFace(Net):
 class HuggingFaceLM(Net):
     """A causal language model of transformers, for the tokens of its own tokenizer: `--data.tokenizer NAME`.
 
-    Logits behind those of the data's vocabulary, with which some models are padded, are cut off. With its weights it is
-    a trained teacher, as `--teacher_ckpt` would load it.
+    Logits beyond the data's vocabulary, with which some models are padded, are cut off. With its weights it is a
+    trained teacher, as if `--teacher_ckpt` had loaded it.
 
     Attributes:
-        tokenizer: whose tokens its weights know; None without them.
+        tokenizer: name of the tokenizer that its weights were trained with; None without weights.
 
     Args:
-        name: of the hub, or a folder that `save_pretrained` wrote; to rebuild the net its configuration is read again.
+        name: a model of the hub, or a folder that `save_pretrained` wrote; its configuration is read again to rebuild
+            the net.
         vocab_size: number of tokens, V.
         block_size: tokens of a text at most, T.
-        pretrained: begin with its weights; otherwise with new ones.
+        pretrained: start with its weights, not with new ones.
 
     Raises:
         Missing: transformers is not installed.
@@ -102,12 +106,12 @@ class HuggingFaceLM(Net):
     def __init__(self, name: str, vocab_size: int, block_size: int, pretrained: bool = False) -> None:
         super().__init__()
         self.vocab_size = vocab_size
-        with library(name, "a causal language model") as transformers:
+        with import_transformers(name, "a causal language model") as transformers:
             config = transformers.AutoConfig.from_pretrained(name, **SAFE)
             kind = transformers.AutoModelForCausalLM
             self.model: nn.Module
             if pretrained:
-                self.model, missing = _loaded(kind, name)
+                self.model, missing = _load(kind, name)
                 self.tokenizer = name
             else:
                 self.model, missing = kind.from_config(config, dtype=torch.float32), []
@@ -122,9 +126,9 @@ class HuggingFaceLM(Net):
         limits = {"tokens": (config.vocab_size, vocab_size)}
         if (longest := getattr(config, "max_position_embeddings", None)) is not None:
             limits["tokens of a text"] = longest, block_size
-        for what, (has, wanted) in limits.items():
-            if has < wanted:
-                raise BadInput("name", name, f"a model for {wanted} {what}; it has {has}")
+        for what, (largest, needed) in limits.items():
+            if largest < needed:
+                raise BadInput("name", name, f"a model for {needed} {what}; it has {largest}")
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits (B, T, V) of tokens (B, T) of any integer type."""
@@ -132,15 +136,15 @@ class HuggingFaceLM(Net):
         return logits[..., : self.vocab_size]
 
 
-def _loaded(kind: Any, name: str) -> tuple[nn.Module, list[str]]:
-    """The model with its weights, and the names of those that it lacks."""
-    model, told = kind.from_pretrained(name, dtype=torch.float32, output_loading_info=True, **SAFE)
-    return model, sorted(told["missing_keys"])
+def _load(kind: Any, name: str) -> tuple[nn.Module, list[str]]:
+    """Load a model with its weights; return also the names of the weights that it lacks."""
+    model, info = kind.from_pretrained(name, dtype=torch.float32, output_loading_info=True, **SAFE)
+    return model, sorted(info["missing_keys"])
 
 
 @contextmanager
-def library(name: str, expected: str) -> Iterator[Any]:
-    """The package, silent; BadInput, with its own words, for what it raises in the block."""
+def import_transformers(name: str, expected: str) -> Iterator[Any]:
+    """Inside, use the package without its output; turn what it raises into BadInput with its words."""
     need("transformers", "transformers.modeling_utils")  # which imports torchao, if that is there
     import transformers
 
@@ -153,15 +157,15 @@ def library(name: str, expected: str) -> Iterator[Any]:
         raise BadInput("name", name, f"{expected}; it says: {reason(error)}") from None
 
 
-def expected_images(transformers: Any, name: str, channels: int) -> dict[str, tuple[float, ...]]:
-    """The mean and deviation of the images that the weights were trained on, if the model says so."""
+def read_normalization(transformers: Any, name: str, channels: int) -> dict[str, tuple[float, ...]]:
+    """Return `mean` and `std` of the images that the weights were trained on, if the model says so."""
     try:
-        found, _ = transformers.ImageProcessingMixin.get_image_processor_dict(name)
+        processor, _ = transformers.ImageProcessingMixin.get_image_processor_dict(name)
     except OSError:
         return {}
-    if not found.get("do_normalize", True):
+    if not processor.get("do_normalize", True):
         return {"mean": (0.0,) * channels, "std": (1.0,) * channels}
-    expected = {name: tuple(found[f"image_{name}"]) for name in ("mean", "std") if f"image_{name}" in found}
-    if found.get("include_top") and "std" in expected:  # EfficientNet's processor divides by the deviation twice
+    expected = {key: tuple(processor[f"image_{key}"]) for key in ("mean", "std") if f"image_{key}" in processor}
+    if processor.get("include_top") and "std" in expected:  # EfficientNet's processor divides by the deviation twice
         expected["std"] = tuple(value**2 for value in expected["std"])
     return expected

@@ -2,27 +2,28 @@
 
 from torch import Tensor, nn
 
-from lit_modules.nets.base import Mean, Net, Shape, cuttable, of_images
+from apprentice.errors import BadInput
+from lit_modules.nets.base import Mean, Net, Shape, image_shape, split_sequences
 
 BLOCKS = ((1, 16, 1, 1), (6, 24, 2, 1), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
 LAST = 1280
 
 
-def _convolved(in_channels: int, out_channels: int, kernel: int, stride: int = 1, groups: int = 1) -> list[nn.Module]:
+def _conv_norm(in_channels: int, out_channels: int, kernel: int, stride: int = 1, groups: int = 1) -> list[nn.Module]:
     padding = kernel // 2
     convolution = nn.Conv2d(in_channels, out_channels, kernel, stride, padding, groups=groups, bias=False)
     return [convolution, nn.BatchNorm2d(out_channels)]
 
 
 class _Residual(nn.Module):
-    """Widened by a 1 x 1 convolution, convolved by channel, narrowed again; added to the input if it has that shape."""
+    """Expands channels (1 x 1), convolves each (3 x 3), projects back (1 x 1); adds the input if shapes agree."""
 
     def __init__(self, in_channels: int, out_channels: int, stride: int, expand: int) -> None:
         super().__init__()
         inner = in_channels * expand
         self.layers = nn.Sequential(
-            *_convolved(in_channels, inner, 1), nn.ReLU(), *_convolved(inner, inner, 3, stride, inner), nn.ReLU(),
-            *_convolved(inner, out_channels, 1),
+            *_conv_norm(in_channels, inner, 1), nn.ReLU(), *_conv_norm(inner, inner, 3, stride, inner), nn.ReLU(),
+            *_conv_norm(inner, out_channels, 1),
         )  # fmt: skip
         self.adds = stride == 1 and in_channels == out_channels
 
@@ -37,12 +38,12 @@ class MobileNetV2(Net):
     A block ends in a linear layer: there is no ReLU, and `preactivations` are the stages themselves.
 
     Args:
-        width: what the numbers of channels are multiplied by.
+        width: factor of the numbers of channels.
         input_shape: (C, H, W).
         num_classes: number of logits.
 
     Raises:
-        ValueError: `width` leaves a stage without channels.
+        BadInput: `width` leaves a stage without channels.
     """
 
     feature_layer = "blocks.6"
@@ -53,16 +54,16 @@ class MobileNetV2(Net):
     def __init__(self, width: float = 0.5, input_shape: Shape = (3, 32, 32), num_classes: int = 10) -> None:
         super().__init__()
         if not 1 / 16 <= width <= 16:
-            raise ValueError(f"width {width}: expected 1/16 or more, at most 16")
+            raise BadInput("width", width, "1/16 or more, at most 16")
         channels, last = int(32 * width), max(LAST, int(LAST * width))
-        self.stem = nn.Sequential(*_convolved(of_images(input_shape)[0], channels, 3, stride=2), nn.ReLU())
+        self.stem = nn.Sequential(*_conv_norm(image_shape(input_shape)[0], channels, 3, stride=2), nn.ReLU())
         self.blocks = nn.Sequential()
         for expand, out_channels, count, stride in BLOCKS:
-            wide = int(out_channels * width)
-            first = _Residual(channels, wide, stride, expand)
-            self.blocks.append(nn.Sequential(first, *(_Residual(wide, wide, 1, expand) for _ in range(count - 1))))
-            channels = wide
-        self.last = nn.Sequential(*_convolved(channels, last, 1), nn.ReLU())
+            scaled = int(out_channels * width)
+            first = _Residual(channels, scaled, stride, expand)
+            self.blocks.append(nn.Sequential(first, *(_Residual(scaled, scaled, 1, expand) for _ in range(count - 1))))
+            channels = scaled
+        self.last = nn.Sequential(*_conv_norm(channels, last, 1), nn.ReLU())
         self.head = nn.Linear(last, num_classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
@@ -76,4 +77,4 @@ class MobileNetV2(Net):
 
     def pipeline_stages(self) -> list[nn.Module]:
         """The stem, each block, and the last convolution with the mean over positions and the head."""
-        return [self.stem, *cuttable(self.blocks), nn.Sequential(self.last, Mean(), self.head)]
+        return [self.stem, *split_sequences(self.blocks), nn.Sequential(self.last, Mean(), self.head)]

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor, nn
 
+from apprentice.errors import BadInput
 from apprentice.keyed import Dropout
-from lit_modules.nets.base import Net, Shape, check_sizes, check_widths, of_images
+from lit_modules.nets.base import Net, Shape, check_sizes, check_widths, image_shape
 
 
 class _Chain(Net):
@@ -31,9 +32,9 @@ class _Plain(_Chain):
         self, features: list[nn.Module], hidden: int, input_shape: Shape, num_classes: int, dropout: float
     ) -> None:
         super().__init__()
-        _, height, width = of_images(input_shape)
+        _, height, width = image_shape(input_shape)
         if min(height, width) < 4:
-            raise ValueError(f"input_shape {tuple(input_shape)}: expected at least 4 x 4 pixels")
+            raise BadInput("input_shape", tuple(input_shape), "at least 4 x 4 pixels")
         check_sizes(hidden=hidden)
         self.features = nn.Sequential(*features)
         pools = [number for number, module in enumerate(features) if isinstance(module, nn.MaxPool2d)]
@@ -47,13 +48,13 @@ class _Plain(_Chain):
 
 
 class _Small(_Chain):
-    """Two convolutions of 5 x 5 without padding, each with ReLU, at `relus`, and 2 x 2 max pooling."""
+    """Two 5 x 5 convolutions without padding, each with a ReLU, at the paths `relus`, and 2 x 2 max pooling."""
 
     def __init__(self, features: list[nn.Module], relus: tuple[str, str], input_shape: Shape) -> None:
         super().__init__()
-        _, height, width = of_images(input_shape)
+        _, height, width = image_shape(input_shape)
         if min(height, width) < 16:
-            raise ValueError(f"input_shape {tuple(input_shape)}: expected at least 16 x 16 pixels")
+            raise BadInput("input_shape", tuple(input_shape), "at least 16 x 16 pixels")
         self.features = nn.Sequential(*features)
         self.stages, self.preactivations = relus, tuple(f"{relu}<" for relu in relus)
         self.positions = (((height - 4) // 2 - 4) // 2) * (((width - 4) // 2 - 4) // 2)
@@ -137,7 +138,7 @@ class MNISTNet(_Small):
     Args:
         input_shape: (C, H, W).
         num_classes: number of logits.
-        dropout: the probability of a zero: a channel's of the second convolution, and a hidden unit's.
+        dropout: probability of a zero channel of the second convolution, and of a zero hidden unit.
     """
 
     def __init__(self, input_shape: Shape = (1, 28, 28), num_classes: int = 10, dropout: float = 0.5) -> None:

@@ -6,7 +6,8 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lit_modules.nets.base import Mean, Net, Norm, Shape, check_widths, norm_layer, of_images
+from apprentice.errors import BadInput
+from lit_modules.nets.base import Mean, Net, Norm, Shape, check_widths, image_shape, norm_layer
 
 Normed = Callable[[int], nn.Module]
 Shortcut = Literal["pad", "conv"]
@@ -59,7 +60,7 @@ class ResNet(Net):
         shortcut: where a block changes the shape: padded with zeros, as in the paper, or a 1 x 1 convolution.
 
     Raises:
-        ValueError: `depth` is not 6n + 2, or widths are not four, or fall from one stage to the next without "conv".
+        BadInput: `depth` is not 6n + 2, or widths are not four, or fall from one stage to the next without "conv".
     """
 
     feature_layer = "stage3"
@@ -74,12 +75,12 @@ class ResNet(Net):
         normed = norm_layer(norm)
         blocks, rest = divmod(depth - 2, 6)
         if blocks < 1 or rest:
-            raise ValueError(f"depth {depth}: expected 6n + 2, as 8, 20, 32, 56 or 110")
+            raise BadInput("depth", depth, "6n + 2, as 8, 20, 32, 56 or 110")
         stem, first, second, third = check_widths(widths, 4)
         if shortcut == "pad" and sorted(widths) != list(widths):
-            raise ValueError(f"widths {list(widths)}: expected them to grow, or shortcut conv")
+            raise BadInput("widths", list(widths), "them to grow, or shortcut conv")
         self.stem = nn.Sequential(
-            nn.Conv2d(of_images(input_shape)[0], stem, 3, padding=1, bias=False), normed(stem), nn.ReLU()
+            nn.Conv2d(image_shape(input_shape)[0], stem, 3, padding=1, bias=False), normed(stem), nn.ReLU()
         )
         self.stage1 = self._stage(stem, first, blocks, 1, normed, shortcut)
         self.stage2 = self._stage(first, second, blocks, 2, normed, shortcut)

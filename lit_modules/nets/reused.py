@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from apprentice.errors import BadInput, reason
-from lit_modules.nets.base import Net, pipeline_stages, typed
-from lit_modules.nets.layers import DEFAULT_LAYER, run, stage_of
+from lit_modules.nets.base import Net, cast_inputs, pipeline_stages
+from lit_modules.nets.layers import DEFAULT_LAYER, find_stage, run
 
 
 class ReusedClassifier(Net):
@@ -19,8 +19,8 @@ class ReusedClassifier(Net):
 
     Args:
         student: a net whose feature layer gives maps (B, C, H, W).
-        teacher: a trained one.
-        input_shape: of one input of both.
+        teacher: a trained net, likewise.
+        input_shape: shape of one input.
 
     Raises:
         BadInput: a net that can't be cut after its feature layer, or whose feature layer gives no maps; maps too small
@@ -35,14 +35,14 @@ class ReusedClassifier(Net):
         super().__init__()
         example = torch.zeros(2, *input_shape)
         body, _, maps = _cut(student, example, "student")
-        _, classifier, wanted = _cut(teacher, example, "teacher")
-        pool = _PoolTo(min(maps[1], wanted[1]), min(maps[2], wanted[2]))
+        _, classifier, teacher_maps = _cut(teacher, example, "teacher")
+        pool = _PoolTo(min(maps[1], teacher_maps[1]), min(maps[2], teacher_maps[2]))
         self.body = nn.Sequential(*body, pool)
-        self.projector = _projector(maps[0], wanted[0]).to(next(student.parameters()))
+        self.projector = _projector(maps[0], teacher_maps[0]).to(next(student.parameters()))
         self.classifier = copy.deepcopy(nn.Sequential(*classifier)).requires_grad_(False).eval()
         try:
             with torch.no_grad():
-                self.classifier(next(teacher.parameters()).new_zeros(2, wanted[0], *pool.size))
+                self.classifier(next(teacher.parameters()).new_zeros(2, teacher_maps[0], *pool.size))
         except RuntimeError as error:
             expected = f"one whose classifier takes the student's maps {maps}; it says: {reason(error)}"
             raise BadInput("teacher", type(teacher).__name__, expected) from None
@@ -63,25 +63,25 @@ class ReusedClassifier(Net):
 
 
 def _cut(net: nn.Module, example: Tensor, flag: str) -> tuple[list[nn.Module], list[nn.Module], tuple[int, int, int]]:
-    """The net's modules up to its feature layer and those after it, and the shape (C, H, W) of the maps between."""
+    """Cut a net after its feature layer; return the modules before and after, and the maps' shape (C, H, W)."""
     modules = pipeline_stages(net, flag)
-    number, _ = stage_of(net, modules, DEFAULT_LAYER, flag)
+    number, _ = find_stage(net, modules, DEFAULT_LAYER, flag)
     before, after = modules[: number + 1], modules[number + 1 :]
-    was = [(module, module.training) for module in net.modules()]
+    modes = [(module, module.training) for module in net.modules()]
     with torch.no_grad():
-        inputs = typed(net.eval(), example)
-        found, maps = nn.Sequential(*before)(inputs), run(net, inputs, {DEFAULT_LAYER}).features[DEFAULT_LAYER]
-    for module, mode in was:
+        inputs = cast_inputs(net.eval(), example)
+        output, maps = nn.Sequential(*before)(inputs), run(net, inputs, {DEFAULT_LAYER}).features[DEFAULT_LAYER]
+    for module, mode in modes:
         module.training = mode
-    if not (isinstance(found, Tensor) and found.dim() == 4 and after and torch.equal(found, maps)):
+    if not (isinstance(output, Tensor) and output.dim() == 4 and after and torch.equal(output, maps)):
         raise BadInput(flag, type(net).__name__, "a net whose feature layer gives maps, with its classifier after it")
-    _, channels, height, width = found.shape
+    _, channels, height, width = output.shape
     return before, after, (channels, height, width)
 
 
-def _projector(channels: int, wanted: int) -> nn.Sequential:
-    widths, layers = [channels, wanted // 2, wanted // 2, wanted], list[nn.Module]()
-    for before, after, size in zip(widths, widths[1:], (1, 3, 1), strict=False):
+def _projector(in_channels: int, out_channels: int) -> nn.Sequential:
+    inner, layers = out_channels // 2, list[nn.Module]()
+    for before, after, size in ((in_channels, inner, 1), (inner, inner, 3), (inner, out_channels, 1)):
         layers += [nn.Conv2d(before, after, size, padding=size // 2, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
     return nn.Sequential(*layers)
 

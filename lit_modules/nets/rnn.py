@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from apprentice.errors import BadInput
 from apprentice.keyed import Dropout
 from lit_modules.nets.base import Net, check_sizes
 
@@ -24,7 +25,7 @@ class RNNClassifier(Net):
         num_classes: number of logits.
 
     Raises:
-        ValueError: the inputs are not text.
+        BadInput: the inputs are not text.
     """
 
     feature_layer = "gru"
@@ -42,7 +43,7 @@ class RNNClassifier(Net):
     ) -> None:
         super().__init__()
         if len(input_shape) != 1:
-            raise ValueError(f"input_shape {tuple(input_shape)}: expected (T,), texts")
+            raise BadInput("input_shape", tuple(input_shape), "(T,), texts")
         check_sizes(embedding_dim=embedding_dim, hidden=hidden)
         self.embedding = _Embedding(vocab_size, embedding_dim)
         self.gru = _LastState(embedding_dim, hidden)
@@ -53,7 +54,7 @@ class RNNClassifier(Net):
         return self.head(self.gru(*self.embedding(tokens)))
 
     def pipeline_stages(self) -> list[nn.Module]:
-        """Embedding, GRU and head; the first gives the second a tuple."""
+        """Embedding, GRU and head; the embedding's output is a tuple."""
         return [self.embedding, self.gru, self.head]
 
 
@@ -63,7 +64,7 @@ class _Embedding(nn.Module):
         self.table = nn.Embedding(vocab_size, embedding_dim)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, T) -> (B, T, D), and the texts' lengths (B,)."""
+        """(B, T) -> (B, T, D), and the lengths (B,) of the texts."""
         ends = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
         return self.table(tokens.long()), ((tokens != 0) * ends).amax(1)
 

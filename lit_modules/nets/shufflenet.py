@@ -5,68 +5,66 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from lit_modules.nets.base import Mean, Net, Shape, of_images
+from apprentice.errors import BadInput
+from lit_modules.nets.base import Mean, Net, Shape, image_shape
 
 STEM = 24
-OF_GROUPS = {1: (144, 288, 576), 2: (200, 400, 800), 3: (240, 480, 960), 4: (272, 544, 1088), 8: (384, 768, 1536)}
-OF_WIDTH = {
-    0.5: (48, 96, 192, 1024),
-    1.0: (116, 232, 464, 1024),
-    1.5: (176, 352, 704, 1024),
-    2.0: (244, 488, 976, 2048),
-}
+WIDTHS_BY_GROUPS = {
+    1: (144, 288, 576), 2: (200, 400, 800), 3: (240, 480, 960), 4: (272, 544, 1088), 8: (384, 768, 1536),
+}  # fmt: skip
+WIDTHS_BY_FACTOR = {  # the last is that of the last convolution
+    0.5: (48, 96, 192, 1024), 1.0: (116, 232, 464, 1024), 1.5: (176, 352, 704, 1024), 2.0: (244, 488, 976, 2048),
+}  # fmt: skip
 
 
-def _shuffled(x: Tensor, groups: int) -> Tensor:
-    """(B, C, H, W): channels of `groups` groups taken by turns."""
+def _shuffle(x: Tensor, groups: int) -> Tensor:
+    """Interleave the channels of `groups` groups of x (B, C, H, W)."""
     return x.unflatten(1, (groups, -1)).transpose(1, 2).flatten(1, 2)
 
 
-def _convolved(in_channels: int, out_channels: int, groups: int = 1) -> nn.Sequential:
+def _pointwise(in_channels: int, out_channels: int, groups: int = 1) -> nn.Sequential:
     """A 1 x 1 convolution with its norm."""
     return nn.Sequential(
         nn.Conv2d(in_channels, out_channels, 1, groups=groups, bias=False), nn.BatchNorm2d(out_channels)
     )
 
 
-def _by_channel(channels: int, stride: int) -> nn.Sequential:
+def _depthwise(channels: int, stride: int) -> nn.Sequential:
     """A 3 x 3 convolution of each channel with its norm."""
     convolution = nn.Conv2d(channels, channels, 3, stride, padding=1, groups=channels, bias=False)
     return nn.Sequential(convolution, nn.BatchNorm2d(channels))
 
 
 class _Grouped(nn.Module):
-    """V1: a bottleneck of grouped convolutions; the input is added, or pooled and joined where maps are halved."""
+    """V1: a bottleneck of grouped convolutions; adds the input, or concatenates it, pooled, where maps are halved."""
 
     def __init__(self, in_channels: int, out_channels: int, stride: int, groups: int) -> None:
         super().__init__()
-        made = out_channels - in_channels if stride == 2 else out_channels
-        inner, self.groups = made // 4, 1 if in_channels == STEM else groups
-        self.reduce, self.by_channel = _convolved(in_channels, inner, self.groups), _by_channel(inner, stride)
-        self.expand, self.relu = _convolved(inner, made, groups), nn.ReLU()
+        new_channels = out_channels - in_channels if stride == 2 else out_channels
+        inner, self.groups = new_channels // 4, 1 if in_channels == STEM else groups
+        self.reduce, self.by_channel = _pointwise(in_channels, inner, self.groups), _depthwise(inner, stride)
+        self.expand, self.relu = _pointwise(inner, new_channels, groups), nn.ReLU()
         self.pool = nn.AvgPool2d(3, stride=2, padding=1) if stride == 2 else None
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, in, H, W) -> (B, out, H / stride, W / stride)."""
-        y = _shuffled(self.reduce(x).relu(), self.groups)
+        y = _shuffle(self.reduce(x).relu(), self.groups)
         y = self.expand(self.by_channel(y).relu())
         return self.relu(y + x if self.pool is None else torch.cat([y, self.pool(x)], 1))
 
 
 class _Split(nn.Module):
-    """V2: half of the channels stay as they are, half are convolved; where maps are halved, all go both ways."""
+    """V2: keeps half of the channels and convolves the other half; where maps are halved, convolves all in two ways."""
 
     def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
         super().__init__()
         half, self.halves = out_channels // 2, stride == 2
         entering = in_channels if self.halves else half
         self.left = (
-            nn.Sequential(_by_channel(in_channels, 2), _convolved(in_channels, half), nn.ReLU())
-            if self.halves
-            else None
+            nn.Sequential(_depthwise(in_channels, 2), _pointwise(in_channels, half), nn.ReLU()) if self.halves else None
         )
         self.right = nn.Sequential(
-            _convolved(entering, half), nn.ReLU(), _by_channel(half, stride), _convolved(half, half)
+            _pointwise(entering, half), nn.ReLU(), _depthwise(half, stride), _pointwise(half, half)
         )
         self.relu = nn.ReLU()
 
@@ -75,8 +73,8 @@ class _Split(nn.Module):
         if self.left is not None:
             left, right = self.left(x), x
         else:
-            left, right = x.chunk(2, 1)  # both of ReLU, so that the next one leaves the left as it is
-        return _shuffled(self.relu(torch.cat([left, self.right(right)], 1)), 2)
+            left, right = x.chunk(2, 1)  # outputs of a ReLU, so that the next ReLU does not change the left half
+        return _shuffle(self.relu(torch.cat([left, self.right(right)], 1)), 2)
 
 
 class _ShuffleNet(Net):
@@ -90,7 +88,7 @@ class _ShuffleNet(Net):
         self, input_shape: Shape, stages: Sequence[Sequence[nn.Module]], last: nn.Module, head: nn.Linear
     ) -> None:
         super().__init__()
-        stem = nn.Conv2d(of_images(input_shape)[0], STEM, 1, bias=False)
+        stem = nn.Conv2d(image_shape(input_shape)[0], STEM, 1, bias=False)
         self.stem = nn.Sequential(stem, nn.BatchNorm2d(STEM), nn.ReLU())
         self.stage1, self.stage2, self.stage3 = (nn.Sequential(*stage) for stage in stages)
         self.preactivations = tuple(
@@ -104,7 +102,7 @@ class _ShuffleNet(Net):
         return self.head(x.mean((2, 3)))
 
     def pipeline_stages(self) -> list[nn.Module]:
-        """The stem, each block, and the head with what is before it."""
+        """The stem, each block, and the head with the last convolution and the mean over positions."""
         end = nn.Sequential(self.last, Mean(), self.head)
         return [self.stem, *self.stage1, *self.stage2, *self.stage3, end]
 
@@ -118,14 +116,14 @@ class ShuffleNetV1(_ShuffleNet):
         num_classes: number of logits.
 
     Raises:
-        ValueError: another number of groups.
+        BadInput: another number of groups.
     """
 
     def __init__(self, groups: int = 3, input_shape: Shape = (3, 32, 32), num_classes: int = 10) -> None:
-        if groups not in OF_GROUPS:
-            raise ValueError(f"groups {groups}: expected {', '.join(map(str, OF_GROUPS))}")
+        if groups not in WIDTHS_BY_GROUPS:
+            raise BadInput("groups", groups, ", ".join(map(str, WIDTHS_BY_GROUPS)))
         channels, stages = STEM, []
-        for count, width in zip((4, 8, 4), OF_GROUPS[groups], strict=True):
+        for count, width in zip((4, 8, 4), WIDTHS_BY_GROUPS[groups], strict=True):
             first = _Grouped(channels, width, 2, groups)
             stages.append([first, *(_Grouped(width, width, 1, groups) for _ in range(count - 1))])
             channels = width
@@ -143,15 +141,17 @@ class ShuffleNetV2(_ShuffleNet):
         num_classes: number of logits.
 
     Raises:
-        ValueError: another width.
+        BadInput: another width.
     """
 
     def __init__(self, width: float = 1.0, input_shape: Shape = (3, 32, 32), num_classes: int = 10) -> None:
-        if width not in OF_WIDTH:
-            raise ValueError(f"width {width}: expected {', '.join(map(str, OF_WIDTH))}")
-        channels, stages, widths = STEM, [], OF_WIDTH[width]
-        for count, wide in zip((4, 8, 4), widths, strict=False):
-            stages.append([_Split(channels, wide, 2), *(_Split(wide, wide, 1) for _ in range(count - 1))])
-            channels = wide
-        last = nn.Sequential(_convolved(channels, widths[-1]), nn.ReLU())
-        super().__init__(input_shape, stages, last, nn.Linear(widths[-1], num_classes))
+        if width not in WIDTHS_BY_FACTOR:
+            raise BadInput("width", width, ", ".join(map(str, WIDTHS_BY_FACTOR)))
+        channels, stages = STEM, []
+        *widths, last_width = WIDTHS_BY_FACTOR[width]
+        for count, out_channels in zip((4, 8, 4), widths, strict=True):
+            blocks = (_Split(out_channels, out_channels, 1) for _ in range(count - 1))
+            stages.append([_Split(channels, out_channels, 2), *blocks])
+            channels = out_channels
+        last = nn.Sequential(_pointwise(channels, last_width), nn.ReLU())
+        super().__init__(input_shape, stages, last, nn.Linear(last_width, num_classes))

@@ -1,4 +1,4 @@
-"""Rows in place of none: many nets can't take a batch without rows, such as most of transformers."""
+"""Stand-in rows for a batch without rows, which many nets can't take, such as most of transformers."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,23 +14,23 @@ from apprentice.private import tree_map_only
 _computing: ContextVar[bool] = ContextVar("computing", default=False)
 
 
-def without_rows(compute: Callable[[Tensor], Any], inputs: Tensor) -> Any:
-    """What a net computes for inputs (0, ...), by computing stand-ins, which count nowhere."""
+def run_without_rows(compute: Callable[[Tensor], Any], inputs: Tensor) -> Any:
+    """Return what a net computes for inputs (0, ...), by computing two stand-in rows, which count nowhere."""
     rows = torch.arange(2, device=inputs.device)  # two, as torch's BatchNorm refuses one
     shape = inputs.shape[1:]
     noise = keyed.bits(0, rows, shape.numel()).view(-1, *shape) / 2**32  # below 1: integers are all 0
-    with _stand_in(), keyed.noise(0, 0, rows):
+    with _mark_stand_ins(), keyed.noise(0, 0, rows):
         outputs = compute(noise.to(inputs.dtype))
     return tree_map_only(Tensor, lambda x: x[:0], outputs)
 
 
-def counted(x: Tensor) -> Tensor:
-    """The rows of x (b, ...) that statistics count: all, or none of stand-ins."""
+def drop_stand_ins(x: Tensor) -> Tensor:
+    """Return the rows of x (b, ...) that count in statistics: all, or none if they are stand-ins."""
     return x[:0] if _computing.get() else x
 
 
 @contextmanager
-def _stand_in() -> Iterator[None]:
+def _mark_stand_ins() -> Iterator[None]:
     token = _computing.set(True)
     try:
         yield

@@ -9,22 +9,22 @@ from torch import Tensor, nn
 
 from apprentice.errors import BadInput, first_line
 from apprentice.extras import need
-from lit_modules.nets.base import Net, Shape, of_images
+from lit_modules.nets.base import Net, Shape, image_shape
 from lit_modules.nets.pretrained import load_backbone
 from lit_modules.nets.weights import read_weights
 
 
 class Timm(Net):
-    """A classifier of timm, for images of any size and number of channels that it can be made for.
+    """A classifier of timm, for images of any size and number of channels that it supports.
 
-    `stages` are those at which timm's own feature extractor would read, if the model says which.
+    `stages` are the layers that timm's feature extractor reads, if the model names them.
 
     Args:
         name: one of `timm.list_models()`, such as resnet18 or vit_tiny_patch16_224.
         input_shape: (C, H, W).
         num_classes: number of logits.
-        pretrained: begin with timm's weights, which are downloaded once; a head of another size stays new.
-        weights: a file of such weights in their place.
+        pretrained: start with timm's weights, downloaded once; a head of another size stays new.
+        weights: a file of such weights, in place of the download.
 
     Raises:
         Missing: timm is not installed.
@@ -44,7 +44,7 @@ class Timm(Net):
         if not timm.is_model(name):
             near = difflib.get_close_matches(name, timm.list_models(), 5, 0.4)
             raise BadInput("name", name, f"a model of timm, as {', '.join(near or ['resnet18'])}")
-        channels, height, width = of_images(input_shape)
+        channels, height, width = image_shape(input_shape)
         options: dict[str, Any] = {"pretrained": pretrained, "num_classes": num_classes, "in_chans": channels}
         try:
             try:
@@ -55,19 +55,19 @@ class Timm(Net):
             flag, value = ("pretrained", True) if pretrained else ("name", name)
             expected = f"a model that can be made for {tuple(input_shape)} images; it says: {first_line(error)}"
             raise BadInput(flag, value, expected) from None
-        usual: Any = self.model.pretrained_cfg
-        head = usual["classifier"]
+        config: Any = self.model.pretrained_cfg
+        head = config["classifier"]
         if weights is not None:
             if not Path(weights).exists():
                 raise BadInput("weights", weights, "a file of weights; there is none")
             has_head = load_backbone(self.model, read_weights(weights, "weights"), head, weights)
             self.class_names = () if has_head else None
-        elif pretrained and num_classes == usual["num_classes"]:
+        elif pretrained and num_classes == config["num_classes"]:
             self.class_names = _class_names(timm.data, self.model)
         if pretrained:
-            self.expects = {name: tuple(usual[name]) for name in ("mean", "std")}
+            self.expects = {key: tuple(config[key]) for key in ("mean", "std")}
         self.pooled_layer = f"model.{head}<"
-        self.stages = tuple(f"model.{each['module']}" for each in getattr(self.model, "feature_info", None) or ())
+        self.stages = tuple(f"model.{stage['module']}" for stage in getattr(self.model, "feature_info", None) or ())
         self.feature_layer = self.stages[-1] if self.stages else ""
 
     def forward(self, images: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class Timm(Net):
 
 
 def _class_names(data: Any, model: nn.Module) -> tuple[str, ...]:
-    """WordNet's numbers and the names of the classes of ImageNet's that timm's weights know; none of other classes."""
+    """Return WordNet's numbers and names of the ImageNet classes that the weights know; () if they know others."""
     subset = data.infer_imagenet_subset(model)
     if subset is None:
         return tuple(model.pretrained_cfg.get("label_names") or ())  # type: ignore[union-attr, operator]

@@ -15,44 +15,44 @@ from torch import Tensor, nn
 from torchvision import models
 
 from apprentice.errors import BadInput, first_line
-from lit_modules.nets.base import Net, Norm, Shape, cuttable, norm_layer, of_images
-from lit_modules.nets.layers import observed
+from lit_modules.nets.base import Net, Norm, Shape, image_shape, norm_layer, split_sequences
+from lit_modules.nets.layers import observe
 from lit_modules.nets.pretrained import load_backbone
 from lit_modules.nets.weights import read_weights
 
 WITH_AUXILIARY = {"googlenet", "inception_v3"}  # heads for training, and another normalisation inside
-# What models do between two children without a module for it.
+# Operations that models do between two children without a module.
 GLUES: tuple[tuple[nn.Module, ...], ...] = ((), (nn.Flatten(1),), (nn.AdaptiveAvgPool2d(1), nn.Flatten(1)))
-NOT_MAPS = ("pool", "classifier", "head")  # children whose output may have four dimensions and be no map
+NOT_MAPS = ("pool", "classifier", "head")  # children whose output may have four dimensions without being maps
 
 
 class Torchvision(Net):
     """A torchvision classification model by name; repeats grey images to three channels.
 
-    The feature layer is the last part of the model that still gives maps (B, C, H, W).
+    The feature layer is the model's last child whose output is maps (B, C, H, W).
 
     Args:
         name: one of `torchvision.models.list_models`, such as resnet18 or mobilenet_v2.
         input_shape: (C, H, W), C 1 or 3.
         num_classes: number of logits.
-        norm: BatchNorm, where the model has it, or GroupNorm in its place.
-        weights: DEFAULT or another name of torchvision's weights, downloaded once, or a file of its weights; if the
-            head has another number of classes, it stays new. Default: random weights.
-        transform_input: of GoogLeNet and Inception v3: whether they bring images normalised as torchvision's to mean
-            and deviation 0.5, as torchvision's weights expect. Default: with `weights`, as torchvision has it.
+        norm: BatchNorm, as the model has it, or GroupNorm in its place.
+        weights: DEFAULT or another name of torchvision's weights, downloaded once, or a file of such weights; a head
+            of another number of classes stays new. Default: random weights.
+        transform_input: for GoogLeNet and Inception v3: whether to change torchvision's usual normalisation of images
+            to mean and deviation 0.5, as torchvision's weights expect. Default: if `weights` is set.
 
     Raises:
-        BadInput: no such model, or it can't take images of this size, gives no logits (B, classes) or has no such norm;
-            no such weights, or they don't fit the model.
+        BadInput: no such model, or it can't take images of this size, gives no logits (B, classes) or has no such
+            norm; no such weights, or they don't fit the model.
     """
 
     untrained = MappingProxyType({"weights": None})
 
     @classmethod
-    def remade_by(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments without weights, but with what these changed."""
+    def rebuild_arguments(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments without weights, but with the input transform that these imply."""
         transforms = _transforms_input(arguments["name"], arguments["weights"], arguments.get("transform_input"))
-        return {**super().remade_by(arguments), "transform_input": transforms or None}
+        return {**super().rebuild_arguments(arguments), "transform_input": transforms or None}
 
     unused_weights = ("model.aux1.", "model.aux2.", "model.AuxLogits.")  # auxiliary heads in torchvision's files
 
@@ -61,11 +61,11 @@ class Torchvision(Net):
         weights: str | None = None, transform_input: bool | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        known = models.list_models(module=models)
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 5, 0.4)
-            raise BadInput("name", name, f"a classification model of torchvision, as {', '.join(near or known[:5])}")
-        if of_images(input_shape)[0] not in {1, 3}:
+        names = models.list_models(module=models)
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 5, 0.4)
+            raise BadInput("name", name, f"a classification model of torchvision, as {', '.join(near or names[:5])}")
+        if image_shape(input_shape)[0] not in {1, 3}:
             raise BadInput("name", name, f"images of 1 or 3 channels, not {input_shape[0]}")
         self.name, self.input_shape, self.num_classes = name, tuple(input_shape), num_classes
         if transform_input is not None and name not in WITH_AUXILIARY:
@@ -82,8 +82,8 @@ class Torchvision(Net):
                 state = known[weights].get_state_dict(progress=False, check_hash=True)
             except OSError as error:
                 raise BadInput("weights", weights, f"weights that can be downloaded ({error})") from None
-            usual = known[weights].transforms()
-            self.expects = {"mean": tuple(usual.mean), "std": tuple(usual.std)}
+            preprocessing = known[weights].transforms()
+            self.expects = {"mean": tuple(preprocessing.mean), "std": tuple(preprocessing.std)}
         elif Path(weights).exists():
             state = read_weights(weights, "weights")
         else:
@@ -110,12 +110,12 @@ class Torchvision(Net):
 
     @torch.no_grad()
     def _name_layers(self) -> None:
-        """Run the model once, or refuse it; find its layers that objectives read."""
+        """Run the model once; set the names of the layers that objectives read. Raise BadInput if it can't run."""
         height, width = self.input_shape[1:]
         fits = f"a model that takes {height} x {width} images"
         try:
             layers = {name: module for name, module in self.model.named_modules() if name and name.count(".") < 2}
-            with observed(layers) as outputs:
+            with observe(layers) as outputs:
                 logits = self.model.eval()(torch.zeros(2, 3, height, width))
         except (RuntimeError, ValueError, AssertionError) as error:
             raise BadInput("name", self.name, f"{fits}; it says: {first_line(error)}") from None
@@ -126,7 +126,7 @@ class Torchvision(Net):
         children = [name for name in sizes if "." not in name and not any(word in name for word in NOT_MAPS)]
         self.feature_layer = f"model.{children[-1]}" if children else ""
         self.pooled_layer = f"model.{[name for name in outputs if '.' not in name][-1]}<"
-        # Children made of blocks, as layer1 to layer4; where there are not so many, those of one, as features.
+        # Children that consist of blocks, as layer1 to layer4; of fewer than three, the blocks of the last one.
         blocks = [name for name in children if any(True for _ in layers[name].children())]
         if len(blocks) < 3:
             blocks = [name for name in sizes if name.startswith(f"{blocks[-1]}.")] if blocks else []
@@ -141,18 +141,22 @@ class Torchvision(Net):
         return self.model(images.expand(-1, 3, -1, -1))
 
     def pipeline_stages(self) -> list[nn.Module]:
-        """The model's children and what it does between them, its sequences split; BadInput if it is no such chain."""
+        """Return the model's children and the operations between them, sequences split.
+
+        Raises:
+            BadInput: the model is no chain of its children.
+        """
         example = torch.rand(2, 3, *self.input_shape[1:], generator=torch.Generator().manual_seed(0))
         try:
-            parts = chain(self.model, example.to(next(self.model.parameters())))
+            parts = split_chain(self.model, example.to(next(self.model.parameters())))
         except ValueError:
             like = "a model that is a chain of its children, as resnet50 or vgg11"
             raise BadInput("name", self.name, f"{like}: {self.name} can't be cut into pipeline stages") from None
-        return cuttable([_ThreeChannels(), *parts])
+        return split_sequences([_ThreeChannels(), *parts])
 
 
 def _transforms_input(name: str, weights: str | None, transform_input: bool | None) -> bool:
-    """Whether a model normalises its input anew; with weights it does by default, as torchvision's builders do."""
+    """Return whether a model normalises its input anew: by default if it has weights, as in torchvision's builders."""
     return name in WITH_AUXILIARY and (weights is not None if transform_input is None else transform_input)
 
 
@@ -162,45 +166,49 @@ class _ThreeChannels(nn.Module):
 
 
 @torch.no_grad()
-def chain(model: nn.Module, example: Tensor) -> list[nn.Module]:
-    """The model's children in order, with modules for what it does between them; ValueError if these are unknown.
+def split_chain(model: nn.Module, example: Tensor) -> list[nn.Module]:
+    """Return the model's children in order, with modules for the operations between them.
 
     Their composition equals the model's forward, bit for bit, in eval mode and for the example's inputs.
+
+    Raises:
+        ValueError: the model is no chain of its children, or does something else between two of them.
     """
-    names, tensors = _traced(copy.deepcopy(model).eval(), example)
+    names, tensors = _trace_children(copy.deepcopy(model).eval(), example)
     if len(set(names)) < len(names):
         raise ValueError("a child is called twice")
-    found = list(_between(*tensors[0]))
+    parts = list(_find_glue(*tensors[0]))
     for name, junction in zip(names, tensors[1:], strict=True):
-        found += [model.get_submodule(name), *_between(*junction)]
-    return found
+        parts += [model.get_submodule(name), *_find_glue(*junction)]
+    return parts
 
 
-def _traced(model: nn.Module, example: Tensor) -> tuple[list[str], list[tuple[Tensor, Tensor]]]:
-    """The children's names in call order; for each gap around them the tensor before and the tensor after it."""
+def _trace_children(model: nn.Module, example: Tensor) -> tuple[list[str], list[tuple[Tensor, Tensor]]]:
+    """Return the children's names in call order, and for each gap around them the tensors before and after it."""
     names: list[str] = []
-    given, taken = [example], []
+    outputs, inputs = [example], []
 
     def enter(_module: nn.Module, args: tuple[Any, ...]) -> None:
         if len(args) != 1 or not isinstance(args[0], Tensor):
             raise ValueError("a child takes more than one tensor")
-        taken.append(args[0].clone())  # a child may work in place
+        inputs.append(args[0].clone())  # a child may work in place
 
     def leave(name: str, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         if not isinstance(output, Tensor):
             raise ValueError("a child gives more than one tensor")
         names.append(name)
-        given.append(output.clone())
+        outputs.append(output.clone())
 
     for name, child in model.named_children():
         child.register_forward_pre_hook(enter)
         child.register_forward_hook(partial(leave, name))
-    taken.append(model(example.clone()))
-    return names, list(zip(given, taken, strict=True))
+    inputs.append(model(example.clone()))
+    return names, list(zip(outputs, inputs, strict=True))
 
 
-def _between(given: Tensor, taken: Tensor) -> tuple[nn.Module, ...]:
-    for glue in GLUES if given.dim() == 4 else ((),):
-        if torch.equal(nn.Sequential(*glue)(given), taken):
+def _find_glue(before: Tensor, after: Tensor) -> tuple[nn.Module, ...]:
+    """Return the modules that turn one tensor into the other."""
+    for glue in GLUES if before.dim() == 4 else GLUES[:1]:
+        if torch.equal(nn.Sequential(*glue)(before), after):
             return glue
-    raise ValueError(f"an unknown operation between {tuple(given.shape)} and {tuple(taken.shape)}")
+    raise ValueError(f"an unknown operation between {tuple(before.shape)} and {tuple(after.shape)}")

@@ -16,11 +16,11 @@ class Block(nn.Module):
         mlp_ratio: the MLP's hidden width divided by D.
         dropout: probability of a zero in the residual branches; keyed.
         bias: whether the MLP and norms have a bias.
-        layer: number of its first dropout layer; it has two.
+        layer: number of the first of its two dropout layers in the net.
         norm_eps: epsilon of the norms.
 
     Raises:
-        ValueError: `mlp_ratio` is below 1.
+        BadInput: `mlp_ratio` is below 1.
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class Block(nn.Module):
         self.dropout2 = Dropout(dropout, layer + 1)
 
     def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
-        """(B, T, D) of tokens (B, T, D), which follow any cached ones."""
+        """Return (B, T, D) of tokens (B, T, D), which follow any cached ones."""
         x = x + self.dropout1(self.attention(self.norm1(x), cache))
         return x + self.dropout2(self.mlp(self.norm2(x)))
 
 
 def tensor_parallel_plan() -> dict[str, ParallelStyle]:
-    """How several ranks compute the `blocks` of a net: a part of the heads each, and of the MLP's hidden width."""
+    """Return how ranks share the `blocks` of a net: each computes some of the heads and of the MLPs' hidden units."""
     return {
         "blocks.*.attention.qkv": ColwiseParallel(),
         "blocks.*.attention.out": RowwiseParallel(),

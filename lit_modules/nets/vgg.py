@@ -4,7 +4,8 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from lit_modules.nets.base import Mean, Net, Shape, cuttable, of_images
+from apprentice.errors import BadInput
+from lit_modules.nets.base import Mean, Net, Shape, image_shape, split_sequences
 
 LAYERS = {  # convolutions of the stem and of each stage
     8: (1, 1, 1, 1, 1), 11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4),
@@ -15,9 +16,9 @@ WIDTHS = (64, 128, 256, 512, 512)
 class VGG(Net):
     """A stem and four stages of 3 x 3 convolutions with BatchNorm and ReLU, pooled, and one linear layer.
 
-    VGG-13 has 9,462,180 parameters for 3 x 32 x 32 images and a hundred classes, VGG-8 3,965,028. The first maps count
-    as the stem's, as in the code of published tables, whose methods do not read them. Maps are halved after the stem,
-    after the first two stages, after the third for images of 64 pixels or more, and averaged after the last.
+    VGG-13 has 9,462,180 parameters for 3 x 32 x 32 images and a hundred classes, VGG-8 3,965,028. As in the code of
+    published tables, the first maps belong to the stem and are no stage. Maps are halved after the stem, after the
+    first two stages, after the third for images of 64 pixels or more, and averaged after the last.
 
     Args:
         depth: 8, 11, 13, 16 or 19.
@@ -25,7 +26,7 @@ class VGG(Net):
         num_classes: number of logits.
 
     Raises:
-        ValueError: images smaller than 8 x 8.
+        BadInput: images smaller than 8 x 8.
     """
 
     feature_layer = "stage4"
@@ -36,9 +37,9 @@ class VGG(Net):
         self, depth: Literal[8, 11, 13, 16, 19] = 8, input_shape: Shape = (3, 32, 32), num_classes: int = 10
     ) -> None:
         super().__init__()
-        channels, height, width = of_images(input_shape)
+        channels, height, width = image_shape(input_shape)
         if min(height, width) < 8:
-            raise ValueError(f"input_shape {tuple(input_shape)}: expected at least 8 x 8 pixels")
+            raise BadInput("input_shape", tuple(input_shape), "at least 8 x 8 pixels")
         counts = LAYERS[depth]
         for name, count, out_channels in zip(("stem", *self.stages), counts, WIDTHS, strict=True):
             members: list[nn.Module] = []
@@ -74,4 +75,4 @@ class VGG(Net):
 
     def pipeline_stages(self) -> list[nn.Module]:
         """Each layer."""
-        return cuttable(self._layers())
+        return split_sequences(self._layers())

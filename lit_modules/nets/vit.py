@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from apprentice.errors import BadInput
 from apprentice.keyed import Dropout
 from lit_modules.nets.attention import Backend, Cache, SelfAttention
-from lit_modules.nets.base import Net, Shape, check_sizes, of_images
+from lit_modules.nets.base import Net, Shape, check_sizes, image_shape
 from lit_modules.nets.transformer import Block, tensor_parallel_plan
 
 STD = 0.02  # of initial weights, as in DeiT
@@ -33,13 +34,13 @@ class ViT(Net):
         num_heads: attention heads, a divisor of `embed_dim`.
         mlp_ratio: the MLPs' hidden width divided by D.
         dropout: probability of a zero in the embedding and the residual branches; keyed.
-        distillation_token: whether there is one.
+        distillation_token: whether to add a distillation token and its head.
         backend: the attention kernel, see `SelfAttention`.
         input_shape: (C, H, W).
         num_classes: number of logits.
 
     Raises:
-        ValueError: patch size or number of heads doesn't divide its width, or there is no block.
+        BadInput: patch size or number of heads doesn't divide its width, or there is no block.
     """
 
     pooled_layer = "head<"
@@ -58,9 +59,9 @@ class ViT(Net):
         num_classes: int = 10,
     ) -> None:
         super().__init__()
-        channels, height, width = of_images(input_shape)
+        channels, height, width = image_shape(input_shape)
         if patch_size < 1 or height % patch_size or width % patch_size:
-            raise ValueError(f"patch_size {patch_size}: expected a divisor of the images' {height} x {width} pixels")
+            raise BadInput("patch_size", patch_size, f"a divisor of the images' {height} x {width} pixels")
         check_sizes(embed_dim=embed_dim, num_layers=num_layers)
         rows, columns, self.num_tokens = height // patch_size, width // patch_size, 1 + distillation_token
         self.embedding = _Embedding(channels, patch_size, self.num_tokens, rows * columns, embed_dim, dropout)
@@ -83,7 +84,7 @@ class ViT(Net):
 
     @property
     def heads(self) -> list[nn.Module]:
-        """One head for each token before the patches."""
+        """The heads, one for each token before the patches."""
         return [self.head, self.head_dist] if self.num_tokens == 2 else [self.head]
 
     def forward(self, images: Tensor) -> Tensor:
@@ -98,7 +99,7 @@ class ViT(Net):
         return [self.embedding, *self.blocks, _Heads(self.norm, self.heads)]
 
     def tensor_parallel_plan(self) -> dict[str, ParallelStyle]:
-        """How several ranks compute the blocks together, by the paths of layers."""
+        """Return how several ranks compute the blocks together, by the paths of layers."""
         return tensor_parallel_plan()
 
 
@@ -130,7 +131,7 @@ class _Maps(nn.Module):
 
 
 class _Block(Block):
-    """A block; hooks on `maps` see its input as maps."""
+    """A block whose child `maps` shows its input as maps to hooks."""
 
     def __init__(self, rows: int, columns: int, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -153,6 +154,6 @@ class _Heads(nn.Module):
 
 
 def _logits(norm: nn.Module, heads: Sequence[nn.Module] | nn.ModuleList, x: Tensor) -> Tensor:
-    """(B, classes), the mean of the heads' logits from the first tokens of (B, T, D)."""
+    """Return (B, classes), the mean of the heads' logits, from the first tokens of x (B, T, D)."""
     x = norm(x[:, : len(heads)])
     return torch.stack([head(x[:, number]) for number, head in enumerate(heads)]).mean(0)

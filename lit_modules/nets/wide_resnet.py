@@ -2,8 +2,9 @@
 
 from torch import Tensor, nn
 
+from apprentice.errors import BadInput
 from apprentice.keyed import Dropout
-from lit_modules.nets.base import Mean, Net, Shape, of_images
+from lit_modules.nets.base import Mean, Net, Shape, image_shape
 
 
 class _Block(nn.Module):
@@ -41,7 +42,7 @@ class WideResNet(Net):
         dropout: the probability of a zero between the convolutions of a block.
 
     Raises:
-        ValueError: `depth` is not 6n + 4, or `widen` is not positive.
+        BadInput: `depth` is not 6n + 4, or `widen` is not positive.
     """
 
     feature_layer = "stage3"
@@ -55,15 +56,15 @@ class WideResNet(Net):
         super().__init__()
         blocks, rest = divmod(depth - 4, 6)
         if blocks < 1 or rest:
-            raise ValueError(f"depth {depth}: expected 6n + 4, as 16, 28 or 40")
+            raise BadInput("depth", depth, "6n + 4, as 16, 28 or 40")
         if widen < 1:
-            raise ValueError(f"widen {widen}: expected 1 or more")
-        self.stem = nn.Conv2d(of_images(input_shape)[0], 16, 3, padding=1, bias=False)
+            raise BadInput("widen", widen, "1 or more")
+        self.stem = nn.Conv2d(image_shape(input_shape)[0], 16, 3, padding=1, bias=False)
         channels, stages = 16, []
         for number, width in enumerate((16 * widen, 32 * widen, 64 * widen)):
             first = _Block(channels, width, 1 if number == 0 else 2, dropout, number * blocks)
-            rest_of_it = (_Block(width, width, 1, dropout, number * blocks + n) for n in range(1, blocks))
-            stages.append(nn.Sequential(first, *rest_of_it))
+            others = (_Block(width, width, 1, dropout, number * blocks + n) for n in range(1, blocks))
+            stages.append(nn.Sequential(first, *others))
             channels = width
         self.stage1, self.stage2, self.stage3 = stages
         self.preactivations = ("stage2.0.norm1", "stage3.0.norm1", "norm")

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Term, weight, widened
+from lit_modules.objectives.base import Term, weight, widen
 from lit_modules.objectives.cross_entropy import ce_term
 from lit_modules.objectives.maps import MapsObjective
 from lit_modules.objectives.search import Log, space
@@ -38,14 +38,15 @@ class AttentionTransfer(MapsObjective):
         self.check_positions()
 
     def of_teacher(self, maps: Tensor) -> Tensor:
-        """(b, H * W): the attention vectors of maps (b, C, H, W)."""
+        """Return (b, H * W), the attention vectors of maps (b, C, H, W)."""
         return _attention(maps)
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
         differences = [_attention(f_s) - q_t for f_s, q_t in self.pairs(student, teacher)]
-        found = [d.square().mean(1) if self.squared else d.norm(dim=1) for d in differences]
-        return {"at": Term(sum(found[1:], found[0]), self.at_weight), "ce": ce_term(student, labels, self.ce_weight)}
+        distances = [d.square().mean(1) if self.squared else d.norm(dim=1) for d in differences]
+        at = Term(sum(distances[1:], distances[0]), self.at_weight)
+        return {"at": at, "ce": ce_term(student, labels, self.ce_weight)}
 
 
 def _attention(maps: Tensor) -> Tensor:
-    return F.normalize(widened(maps).square().mean(1).flatten(1))
+    return F.normalize(widen(maps).square().mean(1).flatten(1))

@@ -20,7 +20,7 @@ class CC(EmbeddingObjective):
 
     k is the Gaussian kernel exp(-gamma |a_i - a_j|^2) of embeddings divided by their length, expanded to second order:
     the sum over p = 0, 1, 2 of exp(-2 gamma) (2 gamma)^p / p! <a_i, a_j>^p (equation 9), over the global batch. This is
-    the paper's loss; the method "CC" of Tian et al. 2020 (arXiv:1910.10699) is another one.
+    the paper's loss; the method "CC" of Tian et al. 2020 (arXiv:1910.10699) is a different one.
 
     Args:
         cc_weight: weight of the difference of correlations; 100 is that of a public reimplementation.
@@ -37,7 +37,7 @@ class CC(EmbeddingObjective):
         self.gamma = positive("gamma", gamma)
 
     def build(self, student: Outputs, teacher: Outputs | None) -> None:
-        """Refuse embeddings of one value."""
+        """Raise BadInput for embeddings of one value."""
         self.check_directions(student, "student_layer", self.student_layer, "a layer of more values")
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
@@ -47,7 +47,7 @@ class CC(EmbeddingObjective):
 
 
 def _correlations(e: Tensor, gamma: float) -> Tensor:
-    """(B, B) of the rows of e (B, d)."""
+    """Return the correlations (B, B) of the rows of e (B, d)."""
     squares = e.square().sum(1, keepdim=True)
     a = (e / squares.where(squares > 0, 1.0).sqrt()).where(squares > 0, 0.0)  # a row of zeros gets no gradient
     products = a @ a.T

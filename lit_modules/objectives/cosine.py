@@ -33,7 +33,7 @@ class Cosine(FeatureObjective):
         self.cosine_weight, self.ce_weight = weight("cosine_weight", cosine_weight), weight("ce_weight", ce_weight)
 
     def build(self, student: Outputs, teacher: Outputs | None) -> None:
-        """Refuse features of one value."""
+        """Raise BadInput for features of one value."""
         for flag, features in zip(("student_layer", "teacher_layer"), self.features(student, teacher), strict=True):
             if features.flatten(1).shape[1] < 2:
                 expected = "a layer of more than one value, whose cosine would be 1 or -1 and has no gradient"

@@ -54,7 +54,7 @@ class CRD(EmbeddingObjective):
     needs_labels = True
     bank_s: Tensor
     bank_t: Tensor
-    classes: Tensor  # (N,) of the samples, -1 of those not seen
+    classes: Tensor  # (N,) of the samples, -1 if not seen yet
     normalisers: Tensor  # (2,) Z of student and teacher, 0 before the first batch
 
     def __init__(
@@ -84,31 +84,31 @@ class CRD(EmbeddingObjective):
         self.register_buffer("normalisers", torch.zeros(2))
 
     def teacher_parts(self) -> list[nn.Module]:
-        """The teacher's linear map."""
+        """Return the teacher's linear map."""
         return [self.head_t]
 
     def adapt(self, student: Outputs) -> Outputs:
-        """The student's outputs with its embeddings (b, 128), not yet normalised."""
+        """Map the student's features to embeddings (b, 128), not yet normalised."""
         path = self.student_layer
-        return student._replace(features=student.features | {path: self.head_s(student.features[path].flatten(1))})
+        return student.with_features({path: self.head_s(student.features[path].flatten(1))})
 
     def adapt_teacher(self, teacher: Outputs) -> Outputs:
-        """The teacher's outputs with its embeddings (b, 128), not yet normalised."""
+        """Map the teacher's features to embeddings (b, 128), not yet normalised."""
         path = self.teacher_layer
-        return teacher._replace(features=teacher.features | {path: self.head_t(teacher.features[path].flatten(1))})
+        return teacher.with_features({path: self.head_t(teacher.features[path].flatten(1))})
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
-        sides = enumerate(self._compared(student, teacher, labels))
+        sides = enumerate(self._scores(student, teacher, labels))
         contrasts = [_contrast(*side, self._normaliser(i, *side), len(self.classes)) for i, side in sides]
         crd = Term(contrasts[0] + contrasts[1], self.crd_weight, labelled=True)
         return {"crd": crd, "ce": ce_term(student, labels, self.ce_weight)}
 
     def after_batch(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> None:
-        """Fix Z, if this is the first batch, and move the rows of its samples in the banks."""
-        sides = self._compared(student, teacher, labels)
+        """Fix Z in the first batch; move the rows of the batch's samples in the banks."""
+        sides = self._scores(student, teacher, labels)
         self.normalisers.copy_(torch.stack([self._normaliser(i, *side) for i, side in enumerate(sides)]))
-        self.classes.copy_(self._known(labels))
-        for bank, g in zip((self.bank_s, self.bank_t), self._unit(student, teacher), strict=True):
+        self.classes.copy_(self._classes_with(labels))
+        for bank, g in zip((self.bank_s, self.bank_t), self._unit_embeddings(student, teacher), strict=True):
             moved = F.normalize(0.5 * bank[self._index].to(g) + 0.5 * g, dim=1)
             bank[self._index] = moved.to(bank)
 
@@ -117,26 +117,26 @@ class CRD(EmbeddingObjective):
         assert self.place.index is not None  # as `samples` is known
         return self.place.index
 
-    def _unit(self, student: Outputs, teacher: Outputs | None) -> list[Tensor]:
+    def _unit_embeddings(self, student: Outputs, teacher: Outputs | None) -> list[Tensor]:
         return [F.normalize(e, dim=1) for e in self.embeddings(student, teacher)]
 
-    def _compared(
+    def _scores(
         self, student: Outputs, teacher: Outputs | None, labels: Tensor
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """For student and teacher: scores of the own sample (B,) and of others (B, n), and the mask of these."""
-        draw = self._others(self._known(labels), labels)
-        for g, bank in zip(self._unit(student, teacher), (self.bank_t, self.bank_s), strict=True):
-            # By a product with the whole bank: its rows for each sample, B x K x 128 floats, take more time and memory.
+        """Yield for student and teacher the scores with the same sample (B,), with others (B, n), and their mask."""
+        draw = self._draw_others(self._classes_with(labels), labels)
+        for g, bank in zip(self._unit_embeddings(student, teacher), (self.bank_t, self.bank_s), strict=True):
+            # A product with the whole bank: its rows for each sample, B x K x 128 floats, take more time and memory.
             scores = g @ bank.to(g, copy=True).T / self.temperature  # (B, N); the bank changes before the backward
-            own = scores.gather(1, self._index[:, None])[:, 0]
-            yield own, *draw(scores)
+            same = scores.gather(1, self._index[:, None])[:, 0]
+            yield same, *draw(scores)
 
-    def _known(self, labels: Tensor) -> Tensor:
-        """The samples' classes, with those of this batch."""
+    def _classes_with(self, labels: Tensor) -> Tensor:
+        """Return the classes of all samples, updated by the labels of this batch."""
         return self.classes.index_copy(0, self._index, labels)
 
-    def _others(self, classes: Tensor, labels: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-        """A function from scores (B, N) to those with samples of other classes, and their mask."""
+    def _draw_others(self, classes: Tensor, labels: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+        """Return a function from scores (B, N) to those with samples of other classes, and their mask."""
         if len(classes) <= self.negatives:
             return lambda scores: (scores, classes != labels[:, None])
         ordered, order = classes.sort(stable=True)
@@ -146,17 +146,17 @@ class CRD(EmbeddingObjective):
         drawn = order[place.where(place < first, place + last - first)]
         return lambda scores: (scores.gather(1, drawn), torch.ones_like(drawn, dtype=torch.bool))
 
-    def _normaliser(self, side: int, own: Tensor, others: Tensor, mask: Tensor) -> Tensor:
-        """Z of the student's side or the teacher's."""
+    def _normaliser(self, side: int, same: Tensor, others: Tensor, mask: Tensor) -> Tensor:
+        """Return Z of the student's side (0) or the teacher's (1)."""
         if self.normalisers[side]:
-            return self.normalisers[side].to(own)
-        total = own.detach().exp().sum() + others.detach().exp().where(mask, 0.0).sum()
-        return len(self.classes) * total / (len(own) + mask.sum())
+            return self.normalisers[side].to(same)
+        total = same.detach().exp().sum() + others.detach().exp().where(mask, 0.0).sum()
+        return len(self.classes) * total / (len(same) + mask.sum())
 
 
-def _contrast(own: Tensor, others: Tensor, mask: Tensor, z: Tensor, samples: int) -> Tensor:
-    """(B,) losses of scores with the own sample (B,) and with others (B, n) where the mask is true."""
-    c = mask.sum(1).clamp(min=1).to(own) / samples
-    same = torch.log1p((c + EPS) / (own - z.log()).exp())
-    different = torch.log1p(((others - z.log()).exp() + EPS) / c[:, None])
-    return same + different.where(mask, 0.0).sum(1)
+def _contrast(same: Tensor, others: Tensor, mask: Tensor, z: Tensor, samples: int) -> Tensor:
+    """Return losses (B,) of scores with the same sample (B,) and with others (B, n) where the mask is true."""
+    c = mask.sum(1).clamp(min=1).to(same) / samples
+    positive_loss = torch.log1p((c + EPS) / (same - z.log()).exp())
+    negative_losses = torch.log1p(((others - z.log()).exp() + EPS) / c[:, None])
+    return positive_loss + negative_losses.where(mask, 0.0).sum(1)

@@ -5,7 +5,7 @@ from torch.nn import functional as F
 
 from apprentice.errors import BadInput
 from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Objective, Term, widened
+from lit_modules.objectives.base import Objective, Term, widen
 from lit_modules.objectives.search import Linear, space
 
 
@@ -34,11 +34,11 @@ class CrossEntropy(Objective):
 
 
 def ce_term(student: Outputs, labels: Tensor, weight: float) -> Term:
-    """The cross-entropy of the student's logits with the labels."""
+    """Return the cross-entropy of the student's logits with the labels as a term."""
     return Term(cross_entropy(student.logits, labels), weight, is_ce=True, labelled=True)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """(b, ...) cross-entropies of logits (b, ..., classes) with labels (b, ...); 0 where a label is -100."""
-    z, y = widened(logits).flatten(0, -2), labels.flatten()
+    """Return (b, ...), cross-entropies of logits (b, ..., classes) with labels (b, ...); 0 where a label is -100."""
+    z, y = widen(logits).flatten(0, -2), labels.flatten()
     return F.cross_entropy(z, y, reduction="none", label_smoothing=label_smoothing).view_as(labels)

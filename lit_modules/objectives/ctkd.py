@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from lit_modules.nets.base import Outputs
 from lit_modules.objectives.base import Term, kl, positive, weight
 from lit_modules.objectives.cross_entropy import ce_term
-from lit_modules.objectives.logits import LogitObjective, tempered
+from lit_modules.objectives.logits import LogitObjective, temper
 from lit_modules.objectives.search import Log, space
 
 LEAST, RANGE, FIRST = 1.0, 20.0, 1.0  # T = LEAST + RANGE * sigmoid(theta), theta = FIRST at first: T is 15.6
@@ -26,7 +26,7 @@ class CTKD(LogitObjective):
     Args:
         kd_weight: weight of the divergence.
         ce_weight: weight of the cross-entropy with the labels.
-        warmup_epochs: in which lambda grows.
+        warmup_epochs: epochs in which lambda grows.
         standardize: that of LogitObjective.
     """
 
@@ -45,15 +45,15 @@ class CTKD(LogitObjective):
         self.curriculum = _Temperature()
 
     def adapt(self, student: Outputs) -> Outputs:
-        """The student's outputs with T (b,) added."""
-        return student._replace(features=student.features | {"temperature": self.curriculum(len(student.logits))})
+        """Add T (b,) to the student's outputs."""
+        return student.with_features({"temperature": self.curriculum(len(student.logits))})
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
         assert teacher is not None
         t = student.features["temperature"]
-        harder = (1 - math.cos(math.pi * min(self.place.epoch / self.warmup_epochs, 1.0))) / 2
-        t = (1 + harder) * t.detach() - harder * t  # T, with its gradient reversed
-        log_s, log_t = (F.log_softmax(tempered(x, t, self.standardize), -1) for x in (student, teacher))
+        reversal = (1 - math.cos(math.pi * min(self.place.epoch / self.warmup_epochs, 1.0))) / 2  # lambda
+        t = (1 + reversal) * t.detach() - reversal * t  # T, with its gradient reversed
+        log_s, log_t = (F.log_softmax(temper(x, t, self.standardize), -1) for x in (student, teacher))
         soft = kl(log_t, log_s)
         return {
             "kd": Term(soft * t.square().view(-1, *[1] * (soft.dim() - 1)), self.kd_weight),

@@ -9,7 +9,7 @@ from apprentice.errors import BadInput
 from lit_modules.nets.base import Outputs
 from lit_modules.objectives.base import Term, kl, weight
 from lit_modules.objectives.cross_entropy import ce_term, cross_entropy
-from lit_modules.objectives.logits import LogitObjective, tempered
+from lit_modules.objectives.logits import LogitObjective, temper
 from lit_modules.objectives.search import Choice, Log, space
 
 
@@ -54,10 +54,10 @@ class DeiTToken(LogitObjective):
         self.student_layers = {"student_layer": student_layer, "class_layer": class_layer}
 
     def build(self, student: Outputs, teacher: Outputs | None) -> None:
-        """Refuse a layer that gives no logits, and what LogitObjective refuses."""
+        """Raise BadInput for a layer that gives no logits, and as in LogitObjective."""
         for flag, path in self.student_layers.items():
-            if (found := student.features[path].shape[1:]) != (wanted := student.logits.shape[1:]):
-                raise BadInput(flag, path, f"a head that gives logits {tuple(wanted)}; this layer gives {tuple(found)}")
+            if (shape := student.features[path].shape[1:]) != (logits := student.logits.shape[1:]):
+                raise BadInput(flag, path, f"a head that gives logits {tuple(logits)}; this layer gives {tuple(shape)}")
         if self.kind == "soft":
             super().build(student, teacher)
 
@@ -67,7 +67,7 @@ class DeiTToken(LogitObjective):
         if self.kind == "hard":
             token = cross_entropy(z_token, teacher.logits.argmax(-1))
         else:
-            pair = (tempered(x, self.temperature, self.standardize) for x in (teacher, Outputs(z_token, {})))
+            pair = (temper(x, self.temperature, self.standardize) for x in (teacher, Outputs(z_token, {})))
             token = kl(*(F.log_softmax(z, -1) for z in pair)) * self.temperature**2
         return {
             "token": Term(token, self.token_weight),

@@ -16,9 +16,9 @@ EPS = 1e-8
 class DIST(LogitObjective):
     """T^2 * (inter_weight * (1 - r over a sample's classes) + intra_weight * (1 - mean r over a class's samples)) + CE.
 
-    r is Pearson's correlation of the teacher's and the student's probabilities, over the classes of
-    a sample, and for each class over the samples of the global batch, weighted by `ce_weight` like the others. The
-    paper has weights 2 and T 4 for CIFAR, 1 and 1 for ImageNet.
+    r is Pearson's correlation of the teacher's and the student's probabilities: over the classes of a sample, and for
+    each class over the samples of the global batch. CE is weighted by `ce_weight`. The paper has weights 2 and T 4 for
+    CIFAR, 1 and 1 for ImageNet.
 
     Args:
         temperature: T.
@@ -48,7 +48,7 @@ class DIST(LogitObjective):
         self.ce_weight = weight("ce_weight", ce_weight)
 
     def build(self, student: Outputs, teacher: Outputs | None) -> None:
-        """Refuse correlations of two values, which have no gradient; each token is a sample of its own."""
+        """Raise BadInput for correlations of two values, which have no gradient; each token is a sample."""
         super().build(student, teacher)
         if self.inter_weight and (classes := student.logits.shape[-1]) < 3:
             why = "two probabilities always correlate by 1 or -1"
@@ -56,7 +56,7 @@ class DIST(LogitObjective):
         self.fewest_related = 3 if self.intra_weight and student.logits.dim() == 2 else 1
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
-        p_s, p_t = (z.softmax(-1).flatten(0, -2) for z in self.tempered(student, teacher))  # tokens are samples
+        p_s, p_t = (z.softmax(-1).flatten(0, -2) for z in self.temper(student, teacher))  # tokens are samples
         inter = (1 - _correlation(p_s, p_t)).view(labels.shape)
         if (counts := self.place.counted) is not None:
             p_s, p_t = (p[counts.flatten()] for p in (p_s, p_t))
@@ -70,7 +70,7 @@ class DIST(LogitObjective):
 
 
 def _correlation(a: Tensor, b: Tensor) -> Tensor:
-    """(n,) of the rows of a and b, (n, m); 0, without gradient, where one of them is constant up to rounding."""
+    """Correlate the rows of a and b, (n, m): (n,); 0, without gradient, where one is constant up to rounding."""
     a, b = (x - x.mean(1, keepdim=True) for x in (a, b))
     lengths = a.norm(dim=1), b.norm(dim=1)
     constant = torch.minimum(*lengths) <= 16 * torch.finfo(a.dtype).eps

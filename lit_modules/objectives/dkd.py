@@ -9,10 +9,10 @@ from lit_modules.objectives.cross_entropy import ce_term
 from lit_modules.objectives.logits import (
     LogitObjective,
     check_classes,
-    checked_warmup,
+    check_warmup,
     divergence,
     split_at_label,
-    whole_epochs_share,
+    warmup_share,
 )
 from lit_modules.objectives.search import Log, space
 
@@ -54,19 +54,19 @@ class DKD(LogitObjective):
         self.alpha = weight("alpha", alpha)
         self.beta = weight("beta", beta)
         self.ce_weight = weight("ce_weight", ce_weight)
-        self.warmup = checked_warmup(warmup)
+        self.warmup = check_warmup(warmup)
 
     def build(self, student: Outputs, teacher: Outputs | None) -> None:
-        """Refuse two classes."""
+        """Raise BadInput for two classes."""
         super().build(student, teacher)
         check_classes(student, "DKD")
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
-        own, theirs = (split_at_label(z, labels) for z in self.tempered(student, teacher))
-        target = divergence(*(torch.stack(parts[:2], -1) for parts in (theirs, own)))
-        # Of the label's own class both logarithms are 0: their difference counts nothing.
-        others = divergence(theirs[2], own[2])
-        scale = whole_epochs_share(self.place.epoch, self.warmup) * self.temperature**2
+        student_split, teacher_split = (split_at_label(z, labels) for z in self.temper(student, teacher))
+        target = divergence(*(torch.stack(split[:2], -1) for split in (teacher_split, student_split)))
+        # Both logarithms of the label's class are 0, so that their difference counts nothing.
+        others = divergence(teacher_split[2], student_split[2])
+        scale = warmup_share(self.place.epoch, self.warmup) * self.temperature**2
         return {
             "tckd": Term(target, scale * self.alpha, labelled=True),
             "nckd": Term(others, scale * self.beta, labelled=True),

@@ -15,8 +15,8 @@ class DML(Objective):
     """mutual_weight * mean over peers j of KL(softmax(z_j) || softmax(z_s)) + ce_weight * CE, without a teacher.
 
     Peers are students trained beside this one, each with its own objective; those that name each other are a cohort.
-    All learn from the same batch at the same time, where the paper's take turns. Members of
-    one class need different first weights, as they stay equal otherwise; `kd.py` makes these from seed and name.
+    All learn from the same batch at the same time, while the paper's take turns. Members of one class need different
+    initial weights, or they stay equal; `kd.py` draws these from seed and name.
 
     Args:
         peers: names of the students to learn from.
@@ -35,7 +35,7 @@ class DML(Objective):
         self.mutual_weight, self.ce_weight = weight("mutual_weight", mutual_weight), weight("ce_weight", ce_weight)
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
-        own = F.log_softmax(student.logits, -1)
-        found = [kl(F.log_softmax(self.place.peers[peer].logits, -1), own) for peer in self.peers]
-        mutual = Term(torch.stack(found).mean(0), self.mutual_weight)
+        log_s = F.log_softmax(student.logits, -1)
+        divergences = [kl(F.log_softmax(self.place.peers[peer].logits, -1), log_s) for peer in self.peers]
+        mutual = Term(torch.stack(divergences).mean(0), self.mutual_weight)
         return {"mutual": mutual, "ce": ce_term(student, labels, self.ce_weight)}

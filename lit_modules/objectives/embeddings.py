@@ -1,4 +1,4 @@
-"""The base of objectives that relate samples."""
+"""The base class of objectives that relate samples."""
 
 from torch import Tensor
 
@@ -22,12 +22,12 @@ class EmbeddingObjective(FeatureObjective):
         super().__init__(student_layer, teacher_layer)
 
     def embeddings(self, student: Outputs, teacher: Outputs | None) -> tuple[Tensor, Tensor]:
-        """(B, d_s) and (B, d_t) of all rows of the global batch."""
+        """Return embeddings (B, d_s) and (B, d_t) of all rows of the global batch."""
         f_s, f_t = self.features(student, teacher)
         return f_s.flatten(1), f_t.flatten(1)
 
     def check_directions(self, student: Outputs, option: str, value: str | float, expected: str) -> None:
-        """Raise BadInput if the student's embeddings have one value: then their cosines are 1 or -1."""
+        """Raise BadInput for `option` if the student's embeddings have one value: their cosines are 1 or -1."""
         if student.features[self.student_layer].flatten(1).shape[1] < 2:
             why = f"{self.student_layer} of the student has one value, whose cosines are 1 or -1 and have no gradient"
             raise BadInput(option, value, f"{expected}: {why}")

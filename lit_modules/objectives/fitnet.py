@@ -52,16 +52,15 @@ class FitNet(FeatureObjective):
         f_s, f_t = self.features(student, teacher)
         check_map("student_layer", self.student_layer, f_s)
         check_map("teacher_layer", self.teacher_layer, f_t)
-        (_, c_s, *own), (_, c_t, *other) = f_s.shape, f_t.shape
-        if not _all_larger(own, other) and not _all_larger(other, own):
+        (_, c_s, *size_s), (_, c_t, *size_t) = f_s.shape, f_t.shape
+        if not _covers(size_s, size_t) and not _covers(size_t, size_s):
             sizes = f"the student's is {tuple(f_s.shape[1:])}, the teacher's {tuple(f_t.shape[1:])}"
             raise BadInput("student_layer", self.student_layer, f"maps not higher and less wide than others; {sizes}")
-        self.regressor = nn.Sequential(_convolution(c_s, c_t, own, other), nn.BatchNorm2d(c_t), nn.ReLU())
+        self.regressor = nn.Sequential(_convolution(c_s, c_t, size_s, size_t), nn.BatchNorm2d(c_t), nn.ReLU())
 
     def adapt(self, student: Outputs) -> Outputs:
-        """The student's outputs with its maps replaced by the regressor's (b, C_t, H_t, W_t)."""
-        path = self.student_layer
-        return student._replace(features=student.features | {path: self.regressor(student.features[path])})
+        """Replace the student's maps by the regressor's (b, C_t, H_t, W_t)."""
+        return student.with_features({self.student_layer: self.regressor(student.features[self.student_layer])})
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
         f_s, f_t = self.features(student, teacher)
@@ -69,15 +68,16 @@ class FitNet(FeatureObjective):
         return {"hint": Term(distance, self.hint_weight), "ce": ce_term(student, labels, self.ce_weight)}
 
 
-def _all_larger(own: list[int], other: list[int]) -> bool:
-    return all(a >= b for a, b in zip(own, other, strict=True))
+def _covers(size: list[int], other: list[int]) -> bool:
+    """Return whether maps of a size are at least as high and as wide as others."""
+    return all(a >= b for a, b in zip(size, other, strict=True))
 
 
-def _convolution(c_s: int, c_t: int, own: list[int], other: list[int]) -> nn.Module:
-    """Maps (b, c_s, *own) to (b, c_t, *other), without bias: BatchNorm would remove it."""
-    if own == [2 * size for size in other]:
+def _convolution(c_s: int, c_t: int, size_s: list[int], size_t: list[int]) -> nn.Module:
+    """Build a layer from maps (b, c_s, *size_s) to (b, c_t, *size_t), without bias: BatchNorm would remove it."""
+    if size_s == [2 * side for side in size_t]:
         return nn.Conv2d(c_s, c_t, 3, stride=2, padding=1, bias=False)
-    if other == [2 * size for size in own]:
+    if size_t == [2 * side for side in size_s]:
         return nn.ConvTranspose2d(c_s, c_t, 4, stride=2, padding=1, bias=False)
-    height, width = (1 + abs(a - b) for a, b in zip(own, other, strict=True))
-    return (nn.Conv2d if _all_larger(own, other) else nn.ConvTranspose2d)(c_s, c_t, (height, width), bias=False)
+    height, width = (1 + abs(a - b) for a, b in zip(size_s, size_t, strict=True))
+    return (nn.Conv2d if _covers(size_s, size_t) else nn.ConvTranspose2d)(c_s, c_t, (height, width), bias=False)

@@ -37,9 +37,8 @@ class Hint(FeatureObjective):
         self.regressor = nn.Conv2d(f_s.shape[1], f_t.shape[1], 3, padding=1)
 
     def adapt(self, student: Outputs) -> Outputs:
-        """The student's outputs with its maps replaced by the regressor's (b, C_t, H, W)."""
-        path = self.student_layer
-        return student._replace(features=student.features | {path: self.regressor(student.features[path])})
+        """Replace the student's maps by the regressor's (b, C_t, H, W)."""
+        return student.with_features({self.student_layer: self.regressor(student.features[self.student_layer])})
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
         f_s, f_t = self.features(student, teacher)

@@ -33,7 +33,7 @@ class Hinton(LogitObjective):
         self.teacher_entropy = teacher_entropy
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
-        log_s, log_t = (F.log_softmax(z, -1) for z in self.tempered(student, teacher))
+        log_s, log_t = (F.log_softmax(z, -1) for z in self.temper(student, teacher))
         soft = kl(log_t, log_s)
         if self.teacher_entropy:
             soft = soft - (log_t.exp() * log_t).sum(-1)

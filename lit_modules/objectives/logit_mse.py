@@ -25,6 +25,6 @@ class LogitMSE(LogitObjective):
         self.mse_weight, self.ce_weight = weight("mse_weight", mse_weight), weight("ce_weight", ce_weight)
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
-        z_s, z_t = self.tempered(student, teacher)
+        z_s, z_t = self.temper(student, teacher)
         mse = Term((z_s - z_t).square().mean(-1), self.mse_weight)
         return {"mse": mse, "ce": ce_term(student, labels, self.ce_weight)}

@@ -4,9 +4,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Term, checked_temperature, weight
+from lit_modules.objectives.base import Term, check_temperature, weight
 from lit_modules.objectives.cross_entropy import ce_term
-from lit_modules.objectives.logits import LogitObjective, check_classes, of_label, split_at_label, tempered
+from lit_modules.objectives.logits import LogitObjective, check_classes, pick_label, split_at_label, temper
 from lit_modules.objectives.search import Log, space
 
 
@@ -39,21 +39,21 @@ class NKD(LogitObjective):
         ce_weight: float = 1.0,
         standardize: bool = False,
     ) -> None:
-        super().__init__(checked_temperature(temperature), standardize)
+        super().__init__(check_temperature(temperature), standardize)
         self.gamma, self.target_weight = weight("gamma", gamma), weight("target_weight", target_weight)
         self.ce_weight = weight("ce_weight", ce_weight)
 
     def build(self, student: Outputs, teacher: Outputs | None) -> None:
-        """Refuse two classes."""
+        """Raise BadInput for two classes."""
         super().build(student, teacher)
         check_classes(student, "NKD")
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
         assert teacher is not None
-        log_s, log_t = (F.log_softmax(tempered(x, 1.0, self.standardize), -1) for x in (student, teacher))
-        target = -of_label(log_t, labels).exp() * of_label(log_s, labels)
-        (*_, own, _), (*_, theirs, others) = (split_at_label(z, labels) for z in self.tempered(student, teacher))
-        rest = -(theirs.exp() * own).where(others, 0.0).sum(-1)
+        log_s, log_t = (F.log_softmax(temper(x, 1.0, self.standardize), -1) for x in (student, teacher))
+        target = -pick_label(log_t, labels).exp() * pick_label(log_s, labels)
+        (*_, rest_s, _), (*_, rest_t, others) = (split_at_label(z, labels) for z in self.temper(student, teacher))
+        rest = -(rest_t.exp() * rest_s).where(others, 0.0).sum(-1)
         return {
             "target": Term(target, self.target_weight, labelled=True),
             "others": Term(rest, self.gamma * self.temperature**2, labelled=True),

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Term, weight, widened
+from lit_modules.objectives.base import Term, weight, widen
 from lit_modules.objectives.cross_entropy import ce_term
 from lit_modules.objectives.maps import MapsObjective
 from lit_modules.objectives.search import Log, space
@@ -39,19 +39,20 @@ class NST(MapsObjective):
         self.check_positions()
 
     def of_teacher(self, maps: Tensor) -> Tensor:
-        """(b, C, H * W): each channel's map divided by its length."""
+        """Return (b, C, H * W), each channel's map divided by its length."""
         return _selectivity(maps)
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
         pairs = [(_selectivity(f_s), x_t) for f_s, x_t in self.pairs(student, teacher)]
-        found = [_kernel(x_t, x_t) + _kernel(x_s, x_s) - 2 * _kernel(x_s, x_t) for x_s, x_t in pairs]
-        return {"nst": Term(sum(found[1:], found[0]), self.nst_weight), "ce": ce_term(student, labels, self.ce_weight)}
+        discrepancies = [_kernel(x_t, x_t) + _kernel(x_s, x_s) - 2 * _kernel(x_s, x_t) for x_s, x_t in pairs]
+        nst = Term(sum(discrepancies[1:], discrepancies[0]), self.nst_weight)
+        return {"nst": nst, "ce": ce_term(student, labels, self.ce_weight)}
 
 
 def _selectivity(maps: Tensor) -> Tensor:
-    return F.normalize(widened(maps).flatten(2), dim=2)
+    return F.normalize(widen(maps).flatten(2), dim=2)
 
 
 def _kernel(x: Tensor, y: Tensor) -> Tensor:
-    """(b,) means of K for x (b, C, P) and y (b, D, P)."""
+    """Return (b,), the means of K for x (b, C, P) and y (b, D, P)."""
     return torch.bmm(x, y.mT).square().mean((1, 2))

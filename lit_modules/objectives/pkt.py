@@ -33,7 +33,7 @@ class PKT(EmbeddingObjective):
         self.pkt_weight, self.ce_weight = weight("pkt_weight", pkt_weight), weight("ce_weight", ce_weight)
 
     def build(self, student: Outputs, teacher: Outputs | None) -> None:
-        """Refuse embeddings of one value."""
+        """Raise BadInput for embeddings of one value."""
         self.check_directions(student, "student_layer", self.student_layer, "a layer of more values")
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
@@ -43,9 +43,9 @@ class PKT(EmbeddingObjective):
 
 
 def _similarities(e: Tensor) -> Tensor:
-    """(B, B) of the rows of e (B, d), each row with sum 1."""
+    """Return the similarities (B, B) of the rows of e (B, d); each row sums to 1."""
     squares = e.square().sum(1, keepdim=True)
     lengths = squares.where(squares > 0, 1.0).sqrt().where(squares > 0, 0.0)
     a = e / (lengths + EPS)
-    found = (a @ a.T + 1) / 2
-    return found / found.sum(1, keepdim=True)
+    similarities = (a @ a.T + 1) / 2
+    return similarities / similarities.sum(1, keepdim=True)

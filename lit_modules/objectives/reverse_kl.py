@@ -32,6 +32,6 @@ class ReverseKL(LogitObjective):
         self.reverse_weight, self.ce_weight = weight("reverse_weight", reverse_weight), weight("ce_weight", ce_weight)
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
-        log_s, log_t = (F.log_softmax(z, -1) for z in self.tempered(student, teacher))
+        log_s, log_t = (F.log_softmax(z, -1) for z in self.temper(student, teacher))
         reverse = Term(kl(log_s, log_t) * self.temperature**2, self.reverse_weight)
         return {"reverse": reverse, "ce": ce_term(student, labels, self.ce_weight)}

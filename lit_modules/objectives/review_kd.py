@@ -7,12 +7,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lit_modules.nets.base import Outputs
-from lit_modules.nets.layers import resolved
+from lit_modules.nets.layers import resolve
 from lit_modules.objectives.base import Term, weight
 from lit_modules.objectives.cross_entropy import ce_term
-from lit_modules.objectives.maps import Size, check_map, pooled
+from lit_modules.objectives.maps import Size, check_map, pool_to
 from lit_modules.objectives.search import Log, space
-from lit_modules.objectives.stages import StagesObjective
+from lit_modules.objectives.stages import StagesObjective, number_layers
 
 POOLS = (4, 2, 1)  # heights and widths of HCL's coarser maps
 WIDEST = 512  # channels of fused maps
@@ -33,7 +33,7 @@ class ReviewKD(StagesObjective):
     Args:
         review_weight: weight of the levels' differences.
         ce_weight: weight of the cross-entropy with the labels.
-        warmup_epochs: in which that weight grows from 0; 0: none.
+        warmup_epochs: epochs in which the weight of the levels grows from 0; 0 for none.
         layers: those of StagesObjective, from the first to the deepest level, which give maps of any sizes or vectors.
 
     Raises:
@@ -51,15 +51,15 @@ class ReviewKD(StagesObjective):
         self.warmup_epochs = weight("warmup_epochs", warmup_epochs)
 
     def choose(self, student: nn.Module, teacher: nn.Module) -> None:
-        """All stages that both nets have, those of the teacher before ReLU, and the pooled vectors, unless given."""
+        """Choose all stages that both nets have, the teacher's before ReLU, and the pooled vectors, unless set."""
         super().choose(student, teacher)
-        own, other = list(self.student_layers.values()), list(self.teacher_layers.values())
-        if not self.given["teacher_stages"]:
-            other = [f"{path}.pre" if resolved(teacher, f"{path}.pre") else path for path in other]
-        if not any(self.given.values()) and all(resolved(net, "pooled") for net in (student, teacher)):
-            own, other = [*own, "pooled"], [*other, "pooled"]
-        self.student_layers = {f"student_stages.{number}": path for number, path in enumerate(own)}
-        self.teacher_layers = {f"teacher_stages.{number}": path for number, path in enumerate(other)}
+        student_paths, teacher_paths = list(self.student_layers.values()), list(self.teacher_layers.values())
+        if not self.stages["teacher_stages"]:
+            teacher_paths = [f"{path}.pre" if resolve(teacher, f"{path}.pre") else path for path in teacher_paths]
+        if not any(self.stages.values()) and all(resolve(net, "pooled") for net in (student, teacher)):
+            student_paths, teacher_paths = [*student_paths, "pooled"], [*teacher_paths, "pooled"]
+        self.student_layers = number_layers("student_stages", student_paths)
+        self.teacher_layers = number_layers("teacher_stages", teacher_paths)
 
     def build(self, student: Outputs, teacher: Outputs | None) -> None:  # noqa: D102
         assert teacher is not None
@@ -74,17 +74,16 @@ class ReviewKD(StagesObjective):
         )
 
     def parts(self) -> list[nn.Module]:
-        """One for each level."""
+        """Return one fusion for each level."""
         return list(self.fusions)
 
     def adapt(self, student: Outputs) -> Outputs:
-        """The student's outputs with a map of the teacher's shape added for each level, as `fused.<number>`."""
-        found, deeper = dict(student.features), None
-        paths = list(self.student_layers.values())
-        for number in reversed(range(len(paths))):
-            x = _as_map(student.features[paths[number]])
-            found[f"fused.{number}"], deeper = self.fusions[number](x, deeper, self.sizes[number])
-        return student._replace(features=found)
+        """Add for each level a map of the teacher's shape, as `fused.<number>`."""
+        fused, deeper = dict[str, Tensor](), None
+        for number, path in reversed(list(enumerate(self.student_layers.values()))):
+            x = _as_map(student.features[path])
+            fused[f"fused.{number}"], deeper = self.fusions[number](x, deeper, self.sizes[number])
+        return student.with_features(fused)
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
         total = torch.zeros(())
@@ -96,9 +95,10 @@ class ReviewKD(StagesObjective):
 
 
 class _Fusion(nn.Module):
-    """ABF: a level's map (b, C_s, H, W), joined with what deeper levels gave, as (b, C_t, *size).
+    """ABF: joins a level's map (b, C_s, H, W) with that of the deeper levels.
 
-    Also as it is before the last convolution, (b, width, *size), for the level above.
+    Returns the joint map (b, C_t, *size), and the map before the last convolution, (b, width, *size), for the level
+    above.
     """
 
     def __init__(self, c_s: int, width: int, c_t: int, joins: bool) -> None:
@@ -114,8 +114,8 @@ class _Fusion(nn.Module):
         x = self.first(x)
         if self.attention is not None and deeper is not None:
             deeper = _nearest(deeper, (x.shape[2], x.shape[3]))
-            own, other = self.attention(torch.cat([x, deeper], 1)).split(1, 1)  # each (b, 1, H, W)
-            x = x * own + deeper * other
+            share_x, share_deeper = self.attention(torch.cat([x, deeper], 1)).split(1, 1)  # each (b, 1, H, W)
+            x = x * share_x + deeper * share_deeper
         x = _nearest(x, size)
         return self.last(x), x
 
@@ -129,11 +129,10 @@ def _nearest(x: Tensor, size: Size) -> Tensor:
 
 
 def _hcl(f_s: Tensor, f_t: Tensor) -> Tensor:
-    """(b,) of maps (b, C, H, W)."""
-    sides = [side for side in POOLS if side < min(f_t.shape[2:])]
-    found, share, shares = (f_s - f_t).square().mean((1, 2, 3)), 1.0, 1.0
-    for side in sides:
+    """Return HCL (b,) of maps (b, C, H, W)."""
+    loss, share, shares = (f_s - f_t).square().mean((1, 2, 3)), 1.0, 1.0
+    for side in [side for side in POOLS if side < min(f_t.shape[2:])]:
         share /= 2
         shares += share
-        found = found + share * pooled(f_s - f_t, (side, side)).square().mean((1, 2, 3))
-    return found / shares
+        loss = loss + share * pool_to(f_s - f_t, (side, side)).square().mean((1, 2, 3))
+    return loss / shares

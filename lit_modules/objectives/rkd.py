@@ -12,7 +12,7 @@ from lit_modules.objectives.cross_entropy import ce_term
 from lit_modules.objectives.embeddings import EmbeddingObjective
 from lit_modules.objectives.search import Log, space
 
-SAME = 1e-6  # embeddings closer than this have no direction between them
+SAME = 1e-6  # distance below which two embeddings have no direction between them
 
 
 class RKD(EmbeddingObjective):
@@ -45,7 +45,7 @@ class RKD(EmbeddingObjective):
         self.ce_weight = weight("ce_weight", ce_weight)
 
     def build(self, student: Outputs, teacher: Outputs | None) -> None:
-        """Refuse angles of embeddings of one value."""
+        """Raise BadInput for angles of embeddings of one value."""
         if self.angle_weight:
             self.check_directions(student, "angle_weight", self.angle_weight, "0")
 
@@ -60,16 +60,16 @@ class RKD(EmbeddingObjective):
 
 
 def _distances(e: Tensor) -> Tensor:
-    """(B, B) distances between the rows of e (B, d), over their mean without the diagonal; all 0 if rows are equal."""
-    found = (e[:, None] - e).square().sum(-1)  # not by products of e with itself, which lose digits far from zero
-    near = found < SAME**2
-    distances = found.where(~near, 1.0).sqrt().where(~near, 0.0)
+    """Return (B, B), distances of the rows of e (B, d) over their mean without the diagonal; 0 if rows are equal."""
+    squares = (e[:, None] - e).square().sum(-1)  # products of e with itself would lose digits far from zero
+    near = squares < SAME**2
+    distances = squares.where(~near, 1.0).sqrt().where(~near, 0.0)
     mean = distances.sum() / max(len(e) * (len(e) - 1), 1)
     return distances / mean.where(~near.all(), 1.0)
 
 
 def _angles(e: Tensor) -> Tensor:
-    """(B, B, B) cosines at row i of the angle between rows j and k of e (B, d); 0 where one of them is row i."""
+    """Return (B, B, B), cosines at row i of the angle between rows j and k of e (B, d); 0 where one is row i."""
     difference = e - e[:, None]  # of j from i, (B, B, d)
     squares = difference.square().sum(-1, keepdim=True)
     near = squares < SAME**2

@@ -5,17 +5,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Term, checked_temperature, weight
+from lit_modules.objectives.base import Term, check_temperature, weight
 from lit_modules.objectives.cross_entropy import ce_term
 from lit_modules.objectives.logits import (
     LogitObjective,
     check_classes,
-    checked_warmup,
+    check_warmup,
     divergence,
-    of_label,
+    pick_label,
     split_at_label,
-    tempered,
-    whole_epochs_share,
+    temper,
+    warmup_share,
 )
 from lit_modules.objectives.search import Log, space
 
@@ -24,8 +24,8 @@ class RLD(LogitObjective):
     """w * (alpha * S^2 * SCD + beta * T^2 * MCD) + ce_weight * CE.
 
     SCD, at S, is the divergence between the teacher's (max p_t, 1 - max p_t) and the student's (p_s,y, 1 - p_s,y), y
-    the label: the student becomes as confident, and right. MCD, at T, is that between the distributions over the
-    classes that the teacher finds less likely than the label: what it believes wrongly is left out.
+    the label: the student becomes as confident, and right. MCD, at T, is the divergence between the distributions over
+    the classes that the teacher finds less likely than the label: its mistakes are left out.
 
     Args:
         alpha: weight of SCD.
@@ -54,28 +54,30 @@ class RLD(LogitObjective):
         scd_temperature: float = 1.0,
     ) -> None:
         super().__init__(temperature, standardize)
-        self.scd_temperature = checked_temperature(scd_temperature)
+        self.scd_temperature = check_temperature(scd_temperature)
         self.alpha = weight("alpha", alpha)
         self.beta = weight("beta", beta)
         self.ce_weight = weight("ce_weight", ce_weight)
-        self.warmup = checked_warmup(warmup)
+        self.warmup = check_warmup(warmup)
 
     def build(self, student: Outputs, teacher: Outputs | None) -> None:
-        """Refuse two classes."""
+        """Raise BadInput for two classes."""
         super().build(student, teacher)
         check_classes(student, "RLD")
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
         assert teacher is not None
-        z_s, z_t = (tempered(x, self.scd_temperature, self.standardize) for x in (student, teacher))
-        own, theirs = split_at_label(z_s, labels), split_at_label(z_t, z_t.argmax(-1))
-        confidence = divergence(*(torch.stack(parts[:2], -1) for parts in (theirs, own)))
-        lower = z_t < of_label(z_t, labels)[..., None]
-        some = lower.any(-1, keepdim=True)
-        masked = (F.log_softmax(z.masked_fill(~lower & some, -torch.inf), -1) for z in self.tempered(student, teacher))
-        log_s, log_t = (z.where(lower, 0.0) for z in masked)
+        z_s, z_t = (temper(x, self.scd_temperature, self.standardize) for x in (student, teacher))
+        splits = split_at_label(z_t, z_t.argmax(-1)), split_at_label(z_s, labels)
+        confidence = divergence(*(torch.stack(split[:2], -1) for split in splits))
+        lower = z_t < pick_label(z_t, labels)[..., None]
+        excluded = ~lower & lower.any(-1, keepdim=True)
+        log_s, log_t = (
+            F.log_softmax(z.masked_fill(excluded, -torch.inf), -1).where(lower, 0.0)
+            for z in self.temper(student, teacher)
+        )
         correlation = (log_t.exp() * (log_t - log_s)).where(lower, 0.0).sum(-1)
-        share = whole_epochs_share(self.place.epoch, self.warmup)
+        share = warmup_share(self.place.epoch, self.warmup)
         return {
             "scd": Term(confidence, share * self.alpha * self.scd_temperature**2, labelled=True),
             "mcd": Term(correlation, share * self.beta * self.temperature**2, labelled=True),

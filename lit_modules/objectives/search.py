@@ -1,4 +1,4 @@
-"""Spaces in which an objective's options are searched."""
+"""Spaces in which the options of an objective are searched."""
 
 import math
 from collections.abc import Mapping
@@ -9,13 +9,13 @@ from typing import Any, TypeAlias
 
 @dataclass(frozen=True)
 class Log:
-    """Numbers from `low` to `high`, both above 0, evenly spread in their logarithm."""
+    """Numbers from `low` to `high`, both above 0, uniform in the logarithm."""
 
     low: float
     high: float
 
     def at(self, u: float) -> float:
-        """The value at a place from 0 to 1, to three digits."""
+        """Return the value at a place u from 0 to 1, to three digits."""
         return float(f"{math.exp(math.log(self.low) + u * math.log(self.high / self.low)):.3g}")
 
     def __contains__(self, value: Any) -> bool:
@@ -24,13 +24,13 @@ class Log:
 
 @dataclass(frozen=True)
 class Linear:
-    """Numbers from `low` to `high`, evenly spread."""
+    """Numbers from `low` to `high`, uniform."""
 
     low: float
     high: float
 
     def at(self, u: float) -> float:
-        """The value at a place from 0 to 1, to three digits."""
+        """Return the value at a place u from 0 to 1, to three digits."""
         return float(f"{self.low + u * (self.high - self.low):.3g}")
 
     def __contains__(self, value: Any) -> bool:
@@ -44,7 +44,7 @@ class Choice:
     values: tuple[Any, ...]
 
     def at(self, u: float) -> Any:
-        """The value at a place from 0 to below 1."""
+        """Return the value at a place u from 0 to below 1."""
         return self.values[min(int(u * len(self.values)), len(self.values) - 1)]
 
     def __contains__(self, value: Any) -> bool:
@@ -55,5 +55,5 @@ Space: TypeAlias = Log | Linear | Choice
 
 
 def space(**options: Space) -> Mapping[str, Space]:
-    """An objective's search space: a space for each option that is searched."""
+    """Return an objective's search space: a space for each option to search."""
     return MappingProxyType(options)

@@ -24,11 +24,11 @@ class SimKD(FeatureObjective):
         super().__init__()
 
     def wrap(self, net: nn.Module, teacher: nn.Module, example: Tensor) -> nn.Module:
-        """The net with a projector and the teacher's classifier."""
+        """Wrap the net's layers, a projector and the teacher's classifier into a `ReusedClassifier`."""
         try:
             return ReusedClassifier(net, teacher, tuple(example.shape[1:]))
         except BadInput as fault:
-            raise BadInput("", "SimKD", f"as {fault.flag} {fault.expected}; it is {fault.value}") from None
+            raise BadInput("", "SimKD", f"as {fault.argument} {fault.expected}; it is {fault.value}") from None
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
         f_s, f_t = self.features(student, teacher)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from apprentice.errors import BadInput, naming
 from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Objective, Term, merged, viewed, weight
+from lit_modules.objectives.base import Objective, Term, merge_views, select_view, weight
 
 
 class Sum(Objective):
@@ -36,24 +36,24 @@ class Sum(Objective):
         self.needs = "; ".join(o.needs for o in objectives if o.needs)
 
     def _name_layers(self) -> None:
-        self.student_layers = _of_parts(o.student_layers for _, o in self._parts())
-        self.teacher_layers = _of_parts(o.teacher_layers for _, o in self._parts())
+        self.student_layers = _prefix_layers(o.student_layers for _, o in self._parts())
+        self.teacher_layers = _prefix_layers(o.teacher_layers for _, o in self._parts())
 
     def _parts(self) -> Iterator[tuple[str, Objective]]:
-        """Each part with its position, at the place of the sum."""
+        """Yield each part with its position, and set its place to that of the sum."""
         for i, objective in cast("Iterator[tuple[str, Objective]]", self.objectives.named_children()):
             objective.place = self.place
             yield i, objective
 
     def wrap(self, net: nn.Module, teacher: nn.Module, example: Tensor) -> nn.Module:
-        """The net as the one part that replaces it does."""
-        replaced = [other for _, o in self._parts() if (other := o.wrap(net, teacher, example)) is not net]
-        if len(replaced) > 1:
-            raise BadInput("objectives", len(replaced), "at most one that replaces the student's net")
-        return replaced[0] if replaced else net
+        """Return the net of the one part that replaces the student's, if any."""
+        wrapped = [other for _, o in self._parts() if (other := o.wrap(net, teacher, example)) is not net]
+        if len(wrapped) > 1:
+            raise BadInput("objectives", len(wrapped), "at most one that replaces the student's net")
+        return wrapped[0] if wrapped else net
 
     def choose(self, student: nn.Module, teacher: nn.Module) -> None:
-        """Let each part choose."""
+        """Let each part choose its layers."""
         for i, objective in self._parts():
             with naming(f"objectives.{i}"):
                 objective.choose(student, teacher)
@@ -66,39 +66,37 @@ class Sum(Objective):
         self.fewest_related = max(objective.fewest_related for _, objective in self._parts())
 
     def parts(self) -> list[nn.Module]:
-        """The parts of all objectives."""
+        """Return the parts of all objectives."""
         return [part for _, objective in self._parts() for part in objective.parts()]
 
     def teacher_parts(self) -> list[nn.Module]:
-        """Those on the teacher's side."""
+        """Return the teacher's parts of all objectives."""
         return [part for _, objective in self._parts() for part in objective.teacher_parts()]
 
     def adapt(self, student: Outputs) -> Outputs:
-        """The student's outputs, with the features that parts made added as `<position>><path>`."""
-        return student._replace(
-            features=student.features | merged(student, {i: o.adapt(student) for i, o in self._parts()})
-        )
+        """Add the features that parts adapt, as `<position>><path>`."""
+        return student.with_features(merge_views(student, {i: o.adapt(student) for i, o in self._parts()}))
 
     def condense(self, teacher: Outputs) -> Outputs:
-        """The teacher's outputs as the parts need them, those that parts made as `<position>><path>`."""
-        return teacher._replace(features=merged(teacher, {i: o.condense(teacher) for i, o in self._parts()}))
+        """Reduce the teacher's outputs to what the parts need, features that they condense as `<position>><path>`."""
+        return teacher._replace(features=merge_views(teacher, {i: o.condense(teacher) for i, o in self._parts()}))
 
     def adapt_teacher(self, teacher: Outputs) -> Outputs:
-        """The condensed outputs, with the features that parts made added as `<position>><path>`."""
-        views = {i: o.adapt_teacher(viewed(i, teacher)) for i, o in self._parts()}
-        return teacher._replace(features=teacher.features | merged(teacher, views))
+        """Add the features that parts adapt, as `<position>><path>`."""
+        views = {i: o.adapt_teacher(select_view(i, teacher)) for i, o in self._parts()}
+        return teacher.with_features(merge_views(teacher, views))
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
         return {
             f"{i}.{name}": term._replace(weight=term.weight * self.weights[int(i)])
             for i, objective in self._parts()
-            for name, term in objective(viewed(i, student), teacher and viewed(i, teacher), labels).items()
+            for name, term in objective(select_view(i, student), teacher and select_view(i, teacher), labels).items()
         }
 
     def after_batch(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> None:  # noqa: D102
         for i, objective in self._parts():
-            objective.after_batch(viewed(i, student), teacher and viewed(i, teacher), labels)
+            objective.after_batch(select_view(i, student), teacher and select_view(i, teacher), labels)
 
 
-def _of_parts(layers: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    return {f"objectives.{i}.{flag}": path for i, named in enumerate(layers) for flag, path in named.items()}
+def _prefix_layers(layers: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    return {f"objectives.{i}.{option}": path for i, paths in enumerate(layers) for option, path in paths.items()}

@@ -7,9 +7,9 @@ from torch.nn import functional as F
 
 from apprentice.errors import BadInput
 from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Objective, Term, checked_temperature, weight
+from lit_modules.objectives.base import Objective, Term, check_temperature, weight
 from lit_modules.objectives.cross_entropy import ce_term
-from lit_modules.objectives.logits import of_label
+from lit_modules.objectives.logits import pick_label
 from lit_modules.objectives.search import Linear, Log, space
 
 
@@ -35,7 +35,7 @@ class TfKD(Objective):
             raise BadInput("correct", correct, "a probability above 0 and below 1")
         if weight("alpha", alpha) > 1:
             raise BadInput("alpha", alpha, "a number from 0 to 1")
-        self.alpha, self.correct, self.temperature = alpha, correct, checked_temperature(temperature)
+        self.alpha, self.correct, self.temperature = alpha, correct, check_temperature(temperature)
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
         log_p = F.log_softmax(student.logits / self.temperature, -1)
@@ -43,8 +43,8 @@ class TfKD(Objective):
         high, low = (math.log(u) / self.temperature for u in (self.correct, (1 - self.correct) / count))
         size = math.log(math.exp(high) + count * math.exp(low))
         high, low = high - size, low - size  # logarithms of u^T
-        own = of_label(log_p, labels)
+        log_p_label = pick_label(log_p, labels)
         entropy = math.exp(high) * high + count * math.exp(low) * low
-        values = entropy - math.exp(high) * own - math.exp(low) * (log_p.sum(-1) - own)
+        values = entropy - math.exp(high) * log_p_label - math.exp(low) * (log_p.sum(-1) - log_p_label)
         regularised = Term(values, self.alpha, labelled=True)
         return {"tfkd": regularised, "ce": ce_term(student, labels, 1 - self.alpha)}

@@ -43,9 +43,9 @@ class TTM(LogitObjective):
         self.ttm_weight, self.ce_weight = weight("ttm_weight", ttm_weight), weight("ce_weight", ce_weight)
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
-        own, theirs = (F.log_softmax(z, -1) for z in self.tempered(student, teacher))
-        powers = self.gamma * theirs
+        log_s, log_t = (F.log_softmax(z, -1) for z in self.temper(student, teacher))
+        powers = self.gamma * log_t
         size = powers.logsumexp(-1, keepdim=True)  # logarithm of the sum of the powers
         q = powers - size
-        values = (q.exp() * (q - own)).sum(-1) * (size.exp().squeeze(-1) if self.weighted else 1.0)
+        values = (q.exp() * (q - log_s)).sum(-1) * (size.exp().squeeze(-1) if self.weighted else 1.0)
         return {"ttm": Term(values, self.ttm_weight), "ce": ce_term(student, labels, self.ce_weight)}

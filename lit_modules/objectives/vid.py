@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from lit_modules.nets.base import Outputs
 from lit_modules.objectives.base import Term, weight
 from lit_modules.objectives.cross_entropy import ce_term
-from lit_modules.objectives.maps import MapsObjective, pooled
+from lit_modules.objectives.maps import MapsObjective, pool_to
 from lit_modules.objectives.search import Log, space
 
 FIRST_VARIANCE, EPS = 5.0, 1e-5
@@ -42,16 +42,16 @@ class VID(MapsObjective):
         self.gaussians = nn.ModuleList(_Gaussian(f_s.shape[1], f_t.shape[1]) for f_s, f_t in pairs)
 
     def parts(self) -> list[nn.Module]:
-        """One for each layer."""
+        """Return one Gaussian for each layer."""
         return list(self.gaussians)
 
     def adapt(self, student: Outputs) -> Outputs:
-        """The student's outputs with means (b, C_t, H, W) and variances (b, C_t, 1, 1) added for each layer."""
-        found = dict(student.features)
+        """Add means (b, C_t, H, W) and variances (b, C_t, 1, 1) for each layer."""
+        added = dict[str, Tensor]()
         layers = zip(self.student_layers.values(), self.sizes, self.gaussians, strict=True)
         for number, (path, size, gaussian) in enumerate(layers):
-            found[f"mean.{number}"], found[f"variance.{number}"] = gaussian(pooled(student.features[path], size))
-        return student._replace(features=found)
+            added[f"mean.{number}"], added[f"variance.{number}"] = gaussian(pool_to(student.features[path], size))
+        return student.with_features(added)
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
         total = torch.zeros(())

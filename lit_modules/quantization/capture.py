@@ -1,4 +1,4 @@
-"""A net as a graph of torch's operations, by torch.export."""
+"""Capture of a net as a graph of torch's operations, by torch.export."""
 
 import operator
 from collections.abc import Iterator, Sequence
@@ -34,22 +34,25 @@ class _WithFeatures(nn.Module):
 
 
 class _Dropout(nn.Module):
-    """Stands in for any layer of dropout during capture, so that it differs from other noise and can be removed."""
+    """Replaces any dropout layer during capture, so that it differs from other noise and can be removed."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.dropout(x, training=self.training)
 
 
-def captured(net: nn.Module, example: Tensor, layers: Sequence[str] = ()) -> GraphModule:
-    """The net's operations on inputs like `example` (b, ...) with any number of rows, in the net's current mode.
+def capture(net: nn.Module, example: Tensor, layers: Sequence[str] = ()) -> GraphModule:
+    """Capture the net's operations on inputs like `example` (b, ...), with any number of rows, in its current mode.
 
     The graph returns a tuple: logits (b, classes), and the layers' outputs. Dropout of any kind is `aten.dropout`.
-    BadInput if torch.export can't capture the net, it draws other noise, or a BatchNorm has no statistics or
-    does more than that.
+
+    Raises:
+        BadInput: torch.export can't capture the net, it draws other noise, or a BatchNorm has no statistics or does
+            more than normalise.
     """
     norms = {path: m for path, m in net.named_modules() if isinstance(m, BatchNorm)}
-    if more := [path for path, norm in norms.items() if [*norm.children()]]:  # as timm's, with an activation
-        raise BadInput("net", type(net).__name__, f"a net with torch's BatchNorm; {more[0]} does more")
+    for path, norm in norms.items():
+        if [*norm.children()]:  # as timm's, with an activation
+            raise BadInput("net", type(net).__name__, f"a net with torch's BatchNorm; {path} does more")
     # Autograd counts devices at the first backward, and export registers one more: with threads for it, no fork of this
     # process could run a backward.
     with torch.enable_grad():
@@ -60,18 +63,18 @@ def captured(net: nn.Module, example: Tensor, layers: Sequence[str] = ()) -> Gra
         with _plain_layers(net), replicas.shard(0):  # nothing of other ranks is captured
             program = torch.export.export(_WithFeatures(net, layers), (example,), dynamic_shapes=rows)
     except RuntimeError as error:
-        said = f"a net that torch.export can capture for batches of any size; it says: {first_line(error)}"
-        raise BadInput("net", type(net).__name__, said) from error
+        expected = f"a net that torch.export can capture for batches of any size; it says: {first_line(error)}"
+        raise BadInput("net", type(net).__name__, expected) from error
     graph = program.module(check_guards=False)
     for node in graph.graph.nodes:
-        wanted = ""
-        if draws(node) and not is_dropout(net.get_submodule(path_of(node))):
+        expected = ""
+        if draws_noise(node) and not is_dropout(net.get_submodule(path_of(node))):
             where = path_of(node) or "its forward"
-            wanted = f"draws noise in layers such as nn.Dropout only; {where} calls {node.target}"
+            expected = f"draws noise in layers such as nn.Dropout only; {where} calls {node.target}"
         elif node.target is ATEN.batch_norm.default and node.args[3] is None:
-            wanted = f"has BatchNorm with running statistics; {path_of(node)} has none"
-        if wanted:
-            raise BadInput("net", type(net).__name__, f"a net that {wanted}")
+            expected = f"has BatchNorm with running statistics; {path_of(node)} has none"
+        if expected:
+            raise BadInput("net", type(net).__name__, f"a net that {expected}")
         if node.op == "call_function" and (source := _source(node)):
             node.meta["source_fn_stack"] = [source]
     return graph
@@ -79,7 +82,7 @@ def captured(net: nn.Module, example: Tensor, layers: Sequence[str] = ()) -> Gra
 
 @contextmanager
 def _plain_layers(net: nn.Module) -> Iterator[None]:
-    """Inside, the net's BatchNorm and dropout are of classes whose names the quantiser knows."""
+    """Inside, the net's BatchNorm and dropout layers have classes whose names the quantiser knows."""
     kinds: dict[nn.Module, Any] = {module: type(module) for module in net.modules()}
     try:
         for module, kind in kinds.items():
@@ -93,27 +96,27 @@ def _plain_layers(net: nn.Module) -> Iterator[None]:
             module.__class__ = kind
 
 
-def draws(node: Node) -> bool:
-    """Whether an operation draws random numbers."""
+def draws_noise(node: Node) -> bool:
+    """Return whether an operation draws random numbers."""
     operation: Any = node.target
     if torch.Tag.nondeterministic_seeded not in getattr(operation, "tags", ()):
         return False
     arguments = operation._schema.arguments
-    given = {argument.name: argument.default_value for argument in arguments}
-    given |= dict(zip(given, node.args, strict=False)) | node.kwargs
-    return all(given.get(name, True) for name in ("p", "dropout_p", "dropout", "train", "training"))
+    values = {argument.name: argument.default_value for argument in arguments}
+    values |= dict(zip(values, node.args, strict=False)) | node.kwargs
+    return all(values.get(name, True) for name in ("p", "dropout_p", "dropout", "train", "training"))
 
 
 def _source(node: Node) -> tuple[str, Any] | None:
-    """The operation's origin, by which the quantiser finds patterns."""
-    known: dict[Any, Any] = {ATEN.relu.default: nn.ReLU, ATEN.relu_.default: nn.ReLU, ATEN.add.Tensor: operator.add}
-    if node.target in known:
+    """Return the operation's origin, by which the quantiser finds patterns."""
+    origins: dict[Any, Any] = {ATEN.relu.default: nn.ReLU, ATEN.relu_.default: nn.ReLU, ATEN.add.Tensor: operator.add}
+    if node.target in origins:
         tensors = all(isinstance(value, Node) for value in node.args)  # it fails at the sum of a tensor and a number
-        return node.name, known[node.target] if tensors else node.target
+        return node.name, origins[node.target] if tensors else node.target
     path, module = list(node.meta["nn_module_stack"].values())[-1]  # torch 2.11 does not look there itself
     return (path, resolve_name(module)) if module.startswith("torch.nn.modules.") else None
 
 
 def path_of(node: Node) -> str:
-    """Path of the module that called the operation, in its net; "" is the net itself."""
+    """Return the path in the net of the module that called the operation; "" is the net itself."""
     return list(node.meta["nn_module_stack"].values())[-1][0].removeprefix(NET).removeprefix(".")

@@ -1,4 +1,4 @@
-"""A float net that computes as its int8 form will, so that training compensates for rounding."""
+"""A float net that rounds as its int8 form will, so that training compensates for rounding."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from apprentice import replicas
 from apprentice.private import BatchNorm
-from lit_modules.nets.layers import layer, resolved
+from lit_modules.nets.layers import layer, resolve
 from lit_modules.quantization import graphs
 from lit_modules.quantization.ranges import Range
 
@@ -22,7 +22,7 @@ class FakeQuantized(nn.Module):
     Args:
         net: a trained float net; it is copied.
         example: inputs (1, ...), of the net's type.
-        layers: layers whose outputs objectives compare, as they name them.
+        layers: names of the layers whose outputs objectives compare.
 
     Raises:
         Missing: torchao is not installed.
@@ -37,10 +37,10 @@ class FakeQuantized(nn.Module):
         self.frozen = False
         for name in layers:
             layer(net, name)
-        paths = list(dict.fromkeys(resolved(net, name) for name in layers))
+        paths = list(dict.fromkeys(resolve(net, name) for name in layers))
         net = copy.deepcopy(net)
-        template = graphs.trainable_graph(net, example, paths)
-        graph = graphs.with_modules(copy.deepcopy(template), net)
+        template = graphs.prepare_trainable_graph(net, example, paths)
+        graph = graphs.restore_modules(copy.deepcopy(template), net)
         # In lists, so that they are not submodules: the state dict is the graph's.
         self._template, self._taps = [template], [_tap(self, path) for path in paths]
         self.graph = graph
@@ -49,7 +49,7 @@ class FakeQuantized(nn.Module):
 
     @torch.no_grad()
     def _learn_shapes(self, example: Tensor) -> None:
-        """Give weight ranges their size, a scale for each channel; activations are observed later."""
+        """Set the size of weight ranges, a scale for each channel; activations are observed later."""
         self.graph.eval()
         ranges = [module for module in self.graph.modules() if isinstance(module, Range)]
         for module in ranges:
@@ -92,7 +92,7 @@ class FakeQuantized(nn.Module):
         return self
 
     def int8(self, state: Mapping[str, Tensor] | None = None) -> nn.Module:
-        """The net to deploy, in float32 where it is not int8, from a state dict of this net (default: the current one).
+        """Convert to the net to deploy, in float32 where it is not int8; `state` defaults to the current state dict.
 
         Rounds weights by their current ranges, or by those at the time of freezing. This net stays as it is.
         """
@@ -100,12 +100,12 @@ class FakeQuantized(nn.Module):
         state = self.state_dict() if state is None else state
         graph.to(next(iter(self.parameters())).dtype)
         graph.load_state_dict({name.removeprefix("graph."): value for name, value in state.items()})
-        graphs.observe_weights(graphs.folded(graph))
-        return graphs.converted(graph.float())
+        graphs.observe_weights(graphs.fold_batch_norms(graph))
+        return graphs.convert(graph.float())
 
 
 def _tap(root: nn.Module, path: str) -> nn.Module:
-    """A module at that path which passes on the layer's output, so that hooks see it."""
+    """Add a module at that path that passes on the layer's output, so that hooks see it; return it."""
     for part in path.split("."):
         if not isinstance(getattr(root, part, None), nn.Module):
             root.add_module(part, nn.Identity())
@@ -113,14 +113,16 @@ def _tap(root: nn.Module, path: str) -> nn.Module:
     return root
 
 
-def post_training(net: nn.Module, batches: Iterator[Tensor] | Sequence[Tensor]) -> nn.Module:
-    """The int8 form of a trained net, inputs (b, ...) -> logits (b, classes), with ranges from batches of inputs.
+def quantize_post_training(net: nn.Module, batches: Iterator[Tensor] | Sequence[Tensor]) -> nn.Module:
+    """Convert a trained net to int8, inputs (b, ...) -> logits (b, classes), with ranges from batches of inputs.
 
-    Raises Missing without torchao, BadInput if the net can't be captured or nothing in it can be int8.
+    Raises:
+        Missing: torchao is not installed.
+        BadInput: the net can't be captured, or nothing in it can be int8.
     """
     batches = list(batches)
-    graph = graphs.prepared_graph(copy.deepcopy(net), batches[0])
+    graph = graphs.prepare_graph(copy.deepcopy(net), batches[0])
     with torch.no_grad():
         for inputs in batches:
             graph(inputs)
-    return graphs.converted(graph)
+    return graphs.convert(graph)

@@ -1,4 +1,4 @@
-"""Captured graphs with observers or fake quantisers from torchao's PT2E in them, and their conversion to int8."""
+"""Graphs with observers or fake quantisers from torchao's PT2E, and their conversion to int8."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -12,8 +12,7 @@ from torch.nn import functional as F
 
 from apprentice import extras
 from apprentice.errors import BadInput
-from apprentice.private import DropoutNd
-from lit_modules.quantization.capture import ATEN, NET, captured, draws, path_of
+from lit_modules.quantization.capture import ATEN, NET, capture, draws_noise, path_of
 from lit_modules.quantization.ranges import Range
 
 EXTRA = ("quant", "torchao")
@@ -21,7 +20,7 @@ PT2E = [f"torchao.quantization.pt2e.{name}" for name in ("quantize_pt2e", "quant
 
 
 def quantizer(training: bool) -> Any:
-    """PT2E's quantiser for x86: activations uint8 per tensor, weights int8 per channel."""
+    """Return PT2E's quantiser for x86: activations uint8 per tensor, weights int8 per channel."""
     extras.need(*EXTRA, *PT2E)
     from torchao.quantization.pt2e import FakeQuantize
     from torchao.quantization.pt2e.quantizer import QuantizationSpec
@@ -37,21 +36,21 @@ def quantizer(training: bool) -> Any:
     return x86.X86InductorQuantizer().set_global(config)
 
 
-def prepared_graph(net: nn.Module, example: Tensor, layers: Sequence[str] = (), training: bool = False) -> GraphModule:
-    """A copy of a trained net with observers, which learn ranges; with fake quantisers instead if it is to train."""
+def prepare_graph(net: nn.Module, example: Tensor, layers: Sequence[str] = (), training: bool = False) -> GraphModule:
+    """Return a copy of a trained net with observers, which learn ranges, or to train, with fake quantisers."""
     spec = quantizer(training)
     from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e, prepare_qat_pt2e
 
-    graph = (prepare_qat_pt2e if training else prepare_pt2e)(captured(net.train(training), example, layers), spec)
+    graph = (prepare_qat_pt2e if training else prepare_pt2e)(capture(net.train(training), example, layers), spec)
     if not any(name.startswith("activation_post_process") for name, _ in graph.named_children()):
-        wanted = "a net with layers that torchao quantises, such as nn.Conv2d and nn.Linear"
-        raise BadInput("net", type(net).__name__, wanted)
+        expected = "a net with layers that torchao quantises, such as nn.Conv2d and nn.Linear"
+        raise BadInput("net", type(net).__name__, expected)
     return graph
 
 
-def trainable_graph(net: nn.Module, example: Tensor, layers: Sequence[str] = ()) -> GraphModule:
-    """The net in training mode with fake quantisers, which compute in floats what int8 will give."""
-    graph = with_modes(prepared_graph(net, example, layers, training=True))
+def prepare_trainable_graph(net: nn.Module, example: Tensor, layers: Sequence[str] = ()) -> GraphModule:
+    """Return the net in training mode with fake quantisers, which round floats as int8 will."""
+    graph = restore_modes(prepare_graph(net, example, layers, training=True))
     for node in list(graph.graph.nodes):
         if node.target is ATEN.add_.Tensor and str(node.args[0].target).endswith("num_batches_tracked"):
             graph.graph.erase_node(node)  # the modules count
@@ -64,25 +63,26 @@ def trainable_graph(net: nn.Module, example: Tensor, layers: Sequence[str] = ())
     return graph
 
 
-def with_modes(graph: GraphModule) -> GraphModule:
-    """The graph with the `train` and `eval` of every module; PT2E removes them."""
+def restore_modes(graph: GraphModule) -> GraphModule:
+    """Restore `train` and `eval`, which PT2E replaces; return the graph."""
     for name in ("train", "eval"):
         vars(graph).pop(name, None)
     return graph
 
 
-def with_modules(graph: GraphModule, net: nn.Module) -> GraphModule:
+def restore_modules(graph: GraphModule, net: nn.Module) -> GraphModule:
     """Replace the graph's BatchNorm and dropout by the net's layers, with the same names of parameters and buffers."""
     for node in list(graph.graph.nodes):
         norm = node.target is ATEN.batch_norm.default
-        if not norm and not draws(node):
+        if not norm and not draws_noise(node):
             continue
-        own = _norm_path(node) if norm else path_of(node)
-        module, path = net.get_submodule(own), f"{NET}.{own}"
-        if isinstance(module, DropoutNd):
+        net_path = _norm_path(node) if norm else path_of(node)
+        path = f"{NET}.{net_path}"
+        module: Any = net.get_submodule(net_path)
+        if getattr(module, "inplace", False):
             module.inplace = False  # other nodes of the graph may use its input
-        known = graph.get_submodule(path) if norm else nn.Module()
-        for name, value in [*known.named_parameters(recurse=False), *known.named_buffers(recurse=False)]:
+        tensors = graph.get_submodule(path) if norm else nn.Module()
+        for name, value in [*tensors.named_parameters(recurse=False), *tensors.named_buffers(recurse=False)]:
             setattr(module, name, value)
         graph.add_submodule(path, module)
         with graph.graph.inserting_after(node):
@@ -98,14 +98,14 @@ def _norm_path(norm: Node) -> str:
     return str(mean.target).rpartition(".")[0].removeprefix(f"{NET}.")
 
 
-def folded(graph: GraphModule) -> GraphModule:
-    """A trained graph for inference: without dropout, and with each BatchNorm folded into the convolution before it.
+def fold_batch_norms(graph: GraphModule) -> GraphModule:
+    """Remove dropout from a trained graph, and fold each BatchNorm into the convolution before it; return the graph.
 
-    Source: Krishnamoorthi 2018, "Quantizing deep convolutional networks for efficient inference", section 3.2.2, which
-    training simulates. torchao does the same by matching patterns, which takes it half a minute.
+    Training simulates this (Krishnamoorthi 2018, "Quantizing deep convolutional networks for efficient inference",
+    section 3.2.2). torchao does the same by matching patterns, which takes half a minute.
     """
     for node in list(graph.graph.nodes):
-        if draws(node):
+        if draws_noise(node):
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)  # torch does not count random operations as dead code
         elif node.target is ATEN.batch_norm.default:
@@ -116,7 +116,7 @@ def folded(graph: GraphModule) -> GraphModule:
 
 
 def _fold(graph: GraphModule, norm: Node) -> None:
-    """Fold a BatchNorm into its convolution, if there is one that was scaled for it."""
+    """Fold a BatchNorm into its convolution, if there is one that torchao scaled for it."""
     arguments: Any = norm.args
     x, eps = arguments[0], arguments[7]
     conv_bias = None
@@ -128,7 +128,7 @@ def _fold(graph: GraphModule, norm: Node) -> None:
     fake = conv.args[1]
     (scaled,) = fake.args
     if scaled.target is not ATEN.mul.Tensor:
-        return  # the net's own division
+        return  # a division of the net
     with torch.no_grad():
         gamma, beta, mean, variance = (_tensor(graph, node) for node in arguments[1:5])
         factor = gamma / (variance + eps).sqrt()
@@ -147,7 +147,7 @@ def _fold(graph: GraphModule, norm: Node) -> None:
 
 
 def observe_weights(graph: GraphModule) -> None:
-    """Observe the current weights of a folded graph; training has the ranges of the step before."""
+    """Observe the current weights of a folded graph; training left the ranges of the step before."""
     for node in graph.graph.nodes:
         quantiser: Any = graph.get_submodule(node.target) if node.op == "call_module" else None
         if getattr(quantiser, "is_per_channel", False) and quantiser.observer_enabled:
@@ -158,15 +158,15 @@ def _tensor(graph: GraphModule, node: Node) -> Tensor:
     return attrgetter(str(node.target))(graph)
 
 
-def converted(graph: GraphModule) -> nn.Module:
-    """The int8 net of a graph whose ranges are known: inputs (b, ...) -> logits (b, classes); in place."""
+def convert(graph: GraphModule) -> nn.Module:
+    """Convert a graph with known ranges, in place, to the int8 net: inputs (b, ...) -> logits (b, classes)."""
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e
 
     for node in graph.graph.nodes:
         if node.target is ATEN.batch_norm.default:  # torchao would search its convolution for half a minute
             x, weight, bias, mean, variance, _, momentum, eps, _ = node.args
             node.target, node.args = F.batch_norm, (x, mean, variance, weight, bias, False, momentum, eps)
-    graph = with_modes(convert_pt2e(graph))
+    graph = restore_modes(convert_pt2e(graph))
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
     output.args = (output.args[0][0],)
     graph.graph.eliminate_dead_code()

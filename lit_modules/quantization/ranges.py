@@ -1,4 +1,4 @@
-"""Ranges of tensors over the global batch, which give scales and zero points.
+"""Ranges of tensors over the global batch, from which scales and zero points follow.
 
 torchao's observers see only one rank's rows, and observe in evaluation too.
 """
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from apprentice import replicas
-from lit_modules.nets.stand_ins import counted
+from lit_modules.nets.stand_ins import drop_stand_ins
 
 
 class Range(nn.Module):
@@ -36,7 +36,7 @@ class Range(nn.Module):
         averaging_constant: float = 0.01,
         eps: float = 2**-12,
         is_dynamic: bool = False,
-        **_more: Any,
+        **_options: Any,
     ) -> None:
         super().__init__()
         self.dtype, self.qscheme, self.quant_min, self.quant_max = dtype, qscheme, quant_min, quant_max
@@ -54,16 +54,16 @@ class Range(nn.Module):
             else:
                 low, high = self._ends(x)
             first = not self.low.isfinite().all()
-            for own, seen in ((self.low, low), (self.high, high)):
-                own.resize_(seen.shape).copy_(seen if first else own.lerp(seen, self.averaging_constant))
+            for average, value in ((self.low, low), (self.high, high)):
+                average.resize_(value.shape).copy_(value if first else average.lerp(value, self.averaging_constant))
         return x
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Range":
-        def wide(x: Tensor) -> Tensor:  # in 16 bits a moving average of 0.01 would not move
-            moved = fn(x)
-            return moved if moved.element_size() >= 4 else x.to(moved.device)
+        def apply(x: Tensor) -> Tensor:  # in 16 bits a moving average of 0.01 would not move
+            y = fn(x)
+            return y if y.element_size() >= 4 else x.to(y.device)
 
-        return super()._apply(wide, recurse)
+        return super()._apply(apply, recurse)
 
     def forget(self) -> None:
         """Reset to nothing observed."""
@@ -72,20 +72,20 @@ class Range(nn.Module):
 
     def _ends(self, x: Tensor) -> tuple[Tensor, Tensor]:
         ends = self.low.new_full((2,), -torch.inf)
-        if (rows := counted(x.detach())).numel():
+        if (rows := drop_stand_ins(x.detach())).numel():
             low, high = torch.aminmax(rows)
             ends = torch.stack([-low, high]).to(self.low.dtype)
         ends = replicas.all_gather(ends).amax(0)  # over the ranks
         return -ends[:1], ends[1:]
 
-    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *more: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         for name in ("low", "high"):
             if f"{prefix}{name}" in state_dict:
                 getattr(self, name).resize_(state_dict[f"{prefix}{name}"].shape)  # one for each channel, once observed
-        super()._load_from_state_dict(state_dict, prefix, *more)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:
-        """Scale in float32 and zero point, (1,) or (channels,); 1 and 0 before anything is observed."""
+        """Return scale in float32 and zero point, (1,) or (channels,); 1 and 0 before anything is observed."""
         if not self.low.isfinite().all():
             return torch.ones_like(self.low).float(), torch.zeros_like(self.low, dtype=torch.int64)
         low, high = self.low.clamp(max=0), self.high.clamp(min=0)

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from apprentice.batch import Batch, counted
+from apprentice.batch import Batch, label_mask
 from apprentice.errors import BadInput
 from lit_modules.nets.recorded import Recorded
 from lit_modules.objectives.cross_entropy import cross_entropy
@@ -60,7 +60,7 @@ class Task(Recorded):
 
     def counts(self, batch: Batch) -> dict[str, Tensor]:
         """What of a row's labels counts, (b,), by the names LABELLED or TOKENS; nothing if each row has one label."""
-        return {} if batch.label_weight is None else {LABELLED: counted(batch.labels)}
+        return {} if batch.label_weight is None else {LABELLED: label_mask(batch.labels)}
 
     def keep_samples(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """What a record keeps of single test samples, given their values (n,) by `Scores.sampled`."""

@@ -11,7 +11,7 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 
 from apprentice.batch import HIDDEN, IGNORED
 from apprentice.errors import BadInput
-from lit_modules.objectives.base import widened
+from lit_modules.objectives.base import widen
 from lit_modules.objectives.cross_entropy import cross_entropy
 from lit_modules.tasks.base import Range, Task, check_classes
 from lit_modules.tasks.metric import Metric
@@ -148,7 +148,7 @@ class ClassScores(Scores):
 
     def of_sample(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Whether it is right, the class that is predicted, that class's probability, and the label."""
-        predicted, confidence = logits.argmax(1), widened(logits).softmax(1).amax(1)
+        predicted, confidence = logits.argmax(1), widen(logits).softmax(1).amax(1)
         return {"right": predicted == labels, "predicted": predicted, "confidence": confidence, "label": labels}
 
     def confusion_matrix(self) -> Tensor:

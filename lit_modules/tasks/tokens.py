@@ -9,9 +9,9 @@ import numpy as np
 from torch import Tensor
 from torch.nn import functional as F
 
-from apprentice.batch import IGNORED, Batch, counted
+from apprentice.batch import IGNORED, Batch, label_mask
 from apprentice.errors import BadInput
-from lit_modules.objectives.base import widened
+from lit_modules.objectives.base import widen
 from lit_modules.objectives.cross_entropy import cross_entropy
 from lit_modules.tasks.base import TOKENS, Range, Task, check_classes
 from lit_modules.tasks.metric import Metric
@@ -61,7 +61,7 @@ class Tokens(Task):
         """The tokens that count in each row, (b,)."""
         if batch.label_weight is None:
             return {TOKENS: batch.labels.new_full(batch.labels.shape[:1], batch.labels.shape[1])}
-        return {TOKENS: counted(batch.labels).sum(1)}
+        return {TOKENS: label_mask(batch.labels).sum(1)}
 
     def keep_samples(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """The bits per character of each text that has a token that counts."""
@@ -86,8 +86,8 @@ class TokenScores(Scores):
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
         """Add the tokens of b texts: logits (b, T, V), labels (b, T)."""
-        losses = F.cross_entropy(widened(logits).flatten(0, 1), labels.flatten(), reduction="none")
-        self.loss.update(losses[counted(labels).flatten()])
+        losses = F.cross_entropy(widen(logits).flatten(0, 1), labels.flatten(), reduction="none")
+        self.loss.update(losses[label_mask(labels).flatten()])
 
     def compute(self) -> dict[str, Tensor]:
         """{"loss", "bpc", "perplexity"} over all ranks."""
@@ -100,6 +100,6 @@ class TokenScores(Scores):
 
     def of_sample(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Bits per character, a mean over the tokens that count, and their number."""
-        tokens = counted(labels).sum(1)
-        bits = self.per_label(logits, labels)["bpc"].where(counted(labels), 0.0)
+        tokens = label_mask(labels).sum(1)
+        bits = self.per_label(logits, labels)["bpc"].where(label_mask(labels), 0.0)
         return {"bpc": bits.sum(1) / tokens.clamp(min=1), "tokens": tokens}

@@ -103,7 +103,7 @@ class ModelParallel(nn.Module):
         # One empty span for an empty batch, which a rank can have.
         rows = len(inputs[0])
         spans = list(itertools.pairwise([*range(0, rows, self.split_size), rows])) or [(0, 0)]
-        noises = [keyed.part(start, stop) for start, stop in spans]
+        noises = [keyed.slice_rows(start, stop) for start, stop in spans]
         pieces: list[Any] = [tuple(x[start:stop] for x in inputs) for start, stop in spans]
         for split, stage in in_turn(len(pieces), self.num_stages):
             with noises[split]():

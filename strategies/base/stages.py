@@ -84,7 +84,7 @@ def check(module: nn.Module, stages: Sequence[Sequence[nn.Module]]) -> None:
                 raise BadInput("", "pipeline_stages", f"that a weight belongs to one stage; {found}")
             if tensor not in names:
                 raise BadInput("", "pipeline_stages", f"{expected}; stage {number} has a weight from elsewhere")
-        for noisy in (part.get_submodule(name) for part in stage for name in keyed.unkeyed(part)):
+        for noisy in (part.get_submodule(name) for part in stage for name in keyed.find_unkeyed_layers(part)):
             if noisy not in own:
                 raise BadInput("", "pipeline_stages", f"{expected}; a {type(noisy).__name__} is not")
     for tensor, name in names.items():

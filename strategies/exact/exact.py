@@ -25,7 +25,7 @@ class Exact(DataParallel):
     logs appears under the names, and is reduced by the `reduce_fx`, of Lightning on one device. A module that acts on
     a global batch's values offers `shard_step(batch) -> (loss, {name: (b,) values})`, called for each shard instead,
     and `on_global_batch(means, count) -> parameters that take no step`, called once. With a true `relates_rows` its
-    `shard_step` may call `apprentice.relations.related`, and is called twice.
+    `shard_step` may call `apprentice.relations.relate`, and is called twice.
 
     BatchNorm computes statistics of a shard. With such a layer a shard has at least 8 rows, or the whole batch; the
     other shards are empty. A module may ask for more rows by an attribute `fewest_rows`. BadInput: a module that

@@ -71,7 +71,7 @@ class StageAssignment:
 
 def warn_of_other_numbers(module: LightningModule, splits_batches: bool) -> None:
     """Warn of layers whose numbers depend on the pipeline, before the module is cut."""
-    if noisy := keyed.unkeyed(module):
+    if noisy := keyed.find_unkeyed_layers(module):
         advice = "its numbers depend on the stages; those of apprentice.keyed.Dropout do not"
         rank_zero_warn(f"{', '.join(noisy)}: noise from torch's generator; {advice}")
     if splits_batches and (normalised := stages.batch_norms(module)):

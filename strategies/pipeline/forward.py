@@ -75,7 +75,7 @@ class StagedForward:
                 return self._evaluate(args)
             if call.inputs:
                 raise self.fault(f"{ONE_CALL}, got a second")
-            call.inputs, call.noise = args, keyed.part(0, len(args[0]))
+            call.inputs, call.noise = args, keyed.slice_rows(0, len(args[0]))
             if call.answer is None:
                 raise _StepEnds
             return call.answer(args)
@@ -165,4 +165,4 @@ def cut_microbatch(
     inputs: tuple[Tensor, ...], start: int, stop: int, loss: Callable[[Any], Tensor] | None = None
 ) -> MicroBatch:
     """Return the rows `start` to `stop` of the inputs of `forward` as a micro-batch."""
-    return MicroBatch(stop - start, tuple(x[start:stop] for x in inputs), loss, keyed.part(start, stop))
+    return MicroBatch(stop - start, tuple(x[start:stop] for x in inputs), loss, keyed.slice_rows(start, stop))

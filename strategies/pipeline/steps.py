@@ -93,7 +93,7 @@ class ExactPipelineSteps(ExactSteps):
     def check_module(self, module: LightningModule) -> None:
         """Raise BadInput if the module can't be exact, or draws from torch's generators."""
         super().check_module(module)
-        if noisy := keyed.unkeyed(module):
+        if noisy := keyed.find_unkeyed_layers(module):
             expected = f"apprentice.keyed.Dropout in a pipeline; {noisy[0]} is torch's"
             raise BadInput("exact", self.shards, expected)
 

@@ -99,7 +99,7 @@ def test_layers_with_noise_of_torchs_own_are_named() -> None:
         "ours": SelfAttention(4, 2, dropout=0.1),
         "none": nn.Dropout(0.0), "quiet": nn.LSTM(3, 3), "frozen": nn.Dropout(0.2).eval(), "keyed": keyed.Dropout(0.1),
     }  # fmt: skip
-    assert keyed.unkeyed(nn.ModuleDict(layers)) == ["dropout", "attention", "rnn", "depth", "ours"]
+    assert keyed.find_unkeyed_layers(nn.ModuleDict(layers)) == ["dropout", "attention", "rnn", "depth", "ours"]
 
 
 def test_seeded_makes_the_same_from_every_generator_and_leaves_their_states() -> None:

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from benchmarks import common, page, start_speed, step_speed
-from benchmarks.common import Found, Target
+from benchmarks.common import Measurement, Target
 
 
 def test_a_page_has_a_row_for_each_ratio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Found({}, {"a": common.over([3.0, 1.0, 2.0], [2.0, 2.0, 2.0]), "c": [0.2]})
+    found = Measurement({}, {"a": common.over([3.0, 1.0, 2.0], [2.0, 2.0, 2.0]), "c": [0.2]})
     targets = {"a": Target("a over b", 0.9, 1.1), "c": Target("c over d", high=1 / 8)}
     common.run(argparse.Namespace(out=tmp_path / "new.json"), lambda _: found, targets)
     other = {"benchmark": "z_speed", "date": "2026-01-01", "rows": [["e over f", "1", "2", "0.5", "—"]]}

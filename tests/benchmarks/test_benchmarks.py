@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from benchmarks import common, data_speed, gpt_speed, gpu, int8_speed, kd_speed, local_sgd, tune_speed, zoo_speed
-from benchmarks.common import Found, Target
+from benchmarks.common import Measurement, Target
 from tests.language import written
 from tests.processes import Run
 
@@ -40,7 +40,7 @@ def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_targets_are_told_and_misses_marked() -> None:
     targets = {"a": Target("a over b", 0.9, 1.1), "c": Target("c over d", high=1 / 8), "e": Target("e over f", low=2.0)}
-    found = Found({"ms": {"a": [3.0, 1.0, 2.0]}}, {"a": [0.5, 1.0, 3.0], "c": [0.2], "e": [2.5]})
+    found = Measurement({"ms": {"a": [3.0, 1.0, 2.0]}}, {"a": [0.5, 1.0, 3.0], "c": [0.2], "e": [2.5]})
     lines = common.table(found, targets).splitlines()[2:]
     assert [line.split("  ")[0] for line in lines] == ["a, ms", "a over b", "c over d", "e over f"]
     assert "2.00" in lines[0]
@@ -136,7 +136,7 @@ def test_a_language_models_step_is_timed_beside_a_plain_loop(tmp_path: Path) -> 
     ratios = gpt_speed.ratios(every, gpt_speed.fetching(path, 1), {"recomputed": [3.0], "cached": [1.0]})
     assert set(ratios) == set(gpt_speed.TARGETS)
     assert min(ratios.values()) > [0]
-    told = common.table(Found({}, ratios), gpt_speed.TARGETS)
+    told = common.table(Measurement({}, ratios), gpt_speed.TARGETS)
     assert "over the bare step" in told
     assert "1/3.0" in told
     assert "at most 1/3" in told
@@ -286,7 +286,7 @@ def test_experiments_take_the_flags_of_a_gpus_figures(monkeypatch: pytest.Monkey
     given: list[tuple[str, tuple[str, ...]]] = []
     record = {"steps": [1.0] * 100, "peak_mib": 1.0}
     records = dict.fromkeys(("LitClassifier0", "Distillation0", "LitLanguageModel0"), record)
-    monkeypatch.setattr(common, "clocked", lambda name, *flags, env: given.append((name, flags)) or records)
+    monkeypatch.setattr(common, "run_clocked", lambda name, *flags, env: given.append((name, flags)) or records)
     monkeypatch.setattr(gpu, "study", lambda name, *flags: given.append((name, flags)) or [])
     for part in ("kd", "gpt", "strategies", "attention"):
         for quick in (False, True):

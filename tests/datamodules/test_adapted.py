@@ -256,21 +256,21 @@ A_CLASS = "labels (n,) of whole numbers, a class for each sample"
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (of(pairs(*USUAL), num_classes=None), "--num_classes None: expected the number of classes, at least 2; Mine"),
-        (of(pairs(*USUAL), num_classes=2), "--num_classes 2: expected labels from 0 to 1; the first batch has 0 to 2"),
-        (of([pairs(*USUAL)] * 2), "--data Mine: expected one loader from train_dataloader(); it gives list"),
-        (of(DataLoader(Stream())), "--data Mine: expected a loader with a length from train_dataloader()"),
+        (of(pairs(*USUAL), num_classes=None), "num_classes None: expected the number of classes, at least 2; Mine"),
+        (of(pairs(*USUAL), num_classes=2), "num_classes 2: expected labels from 0 to 1; the first batch has 0 to 2"),
+        (of([pairs(*USUAL)] * 2), "data Mine: expected one loader from train_dataloader(); it gives list"),
+        (of(DataLoader(Stream())), "data Mine: expected a loader with a length from train_dataloader()"),
         (
             of(pairs(USUAL[0], torch.zeros(8))),
-            "--data (4, 1, 8, 8) torch.float32, (4,) torch.float32: expected batches",
+            "data (4, 1, 8, 8) torch.float32, (4,) torch.float32: expected batches",
         ),
-        (of(DataLoader(Images(), collate_fn=lambda _: {"x": 1})), "--data dict: expected batches of two tensors"),
+        (of(DataLoader(Images(), collate_fn=lambda _: {"x": 1})), "data dict: expected batches of two tensors"),
         (
             of(DataLoader(Images(), sampler=DistributedSampler(Images(), 2, 0))),
-            "--data Mine: expected a loader without a DistributedSampler from train_dataloader()",
+            "data Mine: expected a loader without a DistributedSampler from train_dataloader()",
         ),
-        (LightningDataModule(), "--data LightningDataModule: expected a data module with train_dataloader()"),
-        (of(pairs(*USUAL), num_classes=1), "--num_classes 1: expected the number of classes, at least 2, each with a"),
+        (LightningDataModule(), "data LightningDataModule: expected a data module with train_dataloader()"),
+        (of(pairs(*USUAL), num_classes=1), "num_classes 1: expected the number of classes, at least 2, each with a"),
         (of(samples((IMAGE, 0), (LARGER, 1))), "samples that can be joined, of one size; they can't: stack expects"),
         (of(samples((IMAGE, 0), (LARGER, 1), num_workers=1)), "they can't: stack expects each tensor to be equal size"),
         (
@@ -283,7 +283,7 @@ A_CLASS = "labels (n,) of whole numbers, a class for each sample"
         (of(samples((IMAGE, 0.5))), A_CLASS),
         (of(samples((Image.new("L", (8, 8)), 0))), "they can't: default_collate: batch must contain tensors"),
         (of(samples((IMAGE.byte(), 0))), "images of floats, as ToTensor makes them; train_dataloader() gives uint8"),
-        (of(samples((IMAGE, 0), drop_last=True)), "--data Mine: expected a batch or more from train_dataloader()"),
+        (of(samples((IMAGE, 0), drop_last=True)), "data Mine: expected a batch or more from train_dataloader()"),
         (
             of(samples((LARGER, 0))),
             "first batch of val_dataloader() has (1, 8, 8), and the first of training (1, 8, 9)",
@@ -326,9 +326,9 @@ def test_what_can_not_be_used_is_refused(data: LightningDataModule, message: str
 @pytest.mark.parametrize(
     ("late", "message"),
     [
-        ((IMAGE, 3), "--num_classes 3: expected labels from 0 to 2; a batch has 3 to 3"),
-        ((IMAGE, -100), "--num_classes 3: expected labels from 0 to 2; a batch has -100 to -100"),
-        ((LARGER, 0), "--data Mine: expected images of one size; a batch has (1, 8, 9), and the first of training"),
+        ((IMAGE, 3), "num_classes 3: expected labels from 0 to 2; a batch has 3 to 3"),
+        ((IMAGE, -100), "num_classes 3: expected labels from 0 to 2; a batch has -100 to -100"),
+        ((LARGER, 0), "data Mine: expected images of one size; a batch has (1, 8, 9), and the first of training"),
     ],
     ids=["above", "below", "size"],
 )

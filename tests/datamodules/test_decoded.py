@@ -147,7 +147,7 @@ def test_a_full_disk_is_one_line(root: Path, monkeypatch: pytest.MonkeyPatch, de
             contents(root)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert str(error.value) == f"--data.cache_dir {folder}: expected {expected}"
+    assert str(error.value) == f"data.cache_dir {folder}: expected {expected}"
     monkeypatch.undo()
     if fault == "no room for a file":
         kept = len(decoded)

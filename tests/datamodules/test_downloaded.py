@@ -202,7 +202,7 @@ def test_junk_in_extracted_mnist_is_one_clear_line(mnist: None, tmp_path: Path, 
     folder = tmp_path / "MNIST" / "raw"
     (folder / name).write_bytes(junk)
     assert refusal(MNIST(tmp_path)).startswith(
-        f"--data.root {tmp_path}: expected intact files of MNIST; those in {folder} are damaged ("
+        f"data.root {tmp_path}: expected intact files of MNIST; those in {folder} are damaged ("
     )
 
 
@@ -214,7 +214,7 @@ def test_a_server_that_never_answers_is_given_up(
     monkeypatch.setattr(Source, "url", silent + Source.filename)
     monkeypatch.setattr(torchvision.datasets.MNIST, "mirrors", [silent])
     message = refusal(kind(tmp_path))
-    assert message.startswith(f"--data.root {tmp_path}: expected {kind.__name__} there; it is not, and downloading it")
+    assert message.startswith(f"data.root {tmp_path}: expected {kind.__name__} there; it is not, and downloading it")
     assert silent in message
     assert "timed out" in message
     assert str(tmp_path) in message.split("Put ")[1]
@@ -271,7 +271,7 @@ def test_without_name_resolution_the_line_says_what_helps(
 def test_a_root_that_cant_be_written_is_named(cifar: bytes, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     message = refusal(CIFAR10(tmp_path / "file" / "data"))
-    assert message.startswith(f"--data.root {tmp_path}/file/data: expected CIFAR10 there")
+    assert message.startswith(f"data.root {tmp_path}/file/data: expected CIFAR10 there")
     assert "Not a directory" in message
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 from apprentice.keyed import fold_in, with_seed
 from datamodules import Digits, ImageFolder, InMemoryData, LabelledText, Text, fingerprints
 from datamodules.adapted import Adapted
-from datamodules.fingerprints import Fingerprint, differing, touched
+from datamodules.fingerprints import Fingerprint, changed_parts, touched_parts
 from datamodules.splits import Split
 from tests.datamodules.test_adapted import Mine, Plain
 from tests.datamodules.test_hugging_face import made  # noqa: F401 - a fixture
@@ -64,12 +64,12 @@ def test_a_changed_folder_is_another(
     copied = shutil.copytree(root, tmp_path / "copy", copy_function=shutil.copyfile)  # with other times
     for options in ({}, {"cache": "none"}, {"cache": "disk"}, {"num_workers": 0}):
         again = of_folder(copied, **options)
-        assert differing(before, again) == []
-        assert touched(before, again) == (["train", "test"] if large else [])
-    assert touched(before, of_folder(root)) == []
+        assert changed_parts(before, again) == []
+        assert touched_parts(before, again) == (["train", "test"] if large else [])
+    assert touched_parts(before, of_folder(root)) == []
     act, parts = CHANGES[change]
     act(root)
-    assert differing(before, of_folder(root)) == parts
+    assert changed_parts(before, of_folder(root)) == parts
 
 
 def test_of_a_large_folder_few_files_are_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,9 +83,9 @@ def test_of_a_large_folder_few_files_are_read(root: Path, monkeypatch: pytest.Mo
     before = of_folder(root)
     assert len(read) == 8  # of two sets with samples
     replaced(root / "train/dog/4.bmp")  # is not read
-    assert differing(before, of_folder(root)) == []
+    assert changed_parts(before, of_folder(root)) == []
     replaced(root / "train/cat/0.bmp")
-    assert differing(before, of_folder(root)) == ["train"]
+    assert changed_parts(before, of_folder(root)) == ["train"]
 
 
 def test_what_a_run_does_not_use_may_change(root: Path) -> None:
@@ -93,9 +93,9 @@ def test_what_a_run_does_not_use_may_change(root: Path) -> None:
     before = data.fingerprint()
     used = [Path(data._encoded[0].name(place)) for place in range(4)]
     replaced(next(path for path in sorted(root.glob("train/*/*")) if path not in used))
-    assert differing(before, of_folder(root, train_size=4)) == []
+    assert changed_parts(before, of_folder(root, train_size=4)) == []
     replaced(used[0])
-    assert differing(before, of_folder(root, train_size=4)) == ["train"]
+    assert changed_parts(before, of_folder(root, train_size=4)) == ["train"]
 
 
 def test_samples_in_memory_count_to_the_bit() -> None:
@@ -112,11 +112,11 @@ def test_samples_in_memory_count_to_the_bit() -> None:
         flipped = 3
 
     before = Own(validation_size=0).fingerprint()
-    assert differing(before, Own(validation_size=0).fingerprint()) == []
-    assert differing(before, Changed(validation_size=0).fingerprint()) == ["train", "test"]
+    assert changed_parts(before, Own(validation_size=0).fingerprint()) == []
+    assert changed_parts(before, Changed(validation_size=0).fingerprint()) == ["train", "test"]
     assert [*Digits().fingerprint()] == PARTS
-    assert differing(Digits().fingerprint(), Digits(augment=True, batch_size=7).fingerprint()) == []
-    assert differing(Digits().fingerprint(), Digits(seed=1).fingerprint()) == ["train", "validation"]
+    assert changed_parts(Digits().fingerprint(), Digits(augment=True, batch_size=7).fingerprint()) == []
+    assert changed_parts(Digits().fingerprint(), Digits(seed=1).fingerprint()) == ["train", "validation"]
 
 
 @pytest.mark.parametrize("kind", [Text, LabelledText])
@@ -125,11 +125,11 @@ def test_texts_are_known_again(kind: Any, tmp_path: Path) -> None:
     path.write_text("".join(f"{'ab'[number % 2]}\tline {number}\n" for number in range(80)))
     shutil.copyfile(path, again)
     before = kind(path).fingerprint()
-    assert differing(before, kind(again).fingerprint()) == []
+    assert changed_parts(before, kind(again).fingerprint()) == []
     if kind is Text:
-        assert differing(before, Text(path, block_size=8).fingerprint()) == []  # the same held-out tokens
+        assert changed_parts(before, Text(path, block_size=8).fingerprint()) == []  # the same held-out tokens
     path.write_text(path.read_text().replace("line 4\n", "line 5\n"))
-    assert differing(before, kind(path).fingerprint()) == ["train"]
+    assert changed_parts(before, kind(path).fingerprint()) == ["train"]
 
 
 class Tensors(LightningDataModule):
@@ -167,17 +167,17 @@ def of(data: LightningDataModule) -> Fingerprint:
 def test_anothers_data_module_is_known_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datamodules.adapted.READ", 60)
     before = of(Tensors())
-    assert differing(before, of(Tensors())) == []
-    assert differing(before, of(Tensors(changed=1e-9))) == []  # another processor's rounding
-    assert len(differing(before, of(Tensors(changed=0.1)))) == 1
-    assert differing(before, of(Tensors(labels=1))) == ["train", "test"]
-    assert differing(before, of(Tensors(count=61))) == ["train", "test"]
+    assert changed_parts(before, of(Tensors())) == []
+    assert changed_parts(before, of(Tensors(changed=1e-9))) == []  # another processor's rounding
+    assert len(changed_parts(before, of(Tensors(changed=0.1)))) == 1
+    assert changed_parts(before, of(Tensors(labels=1))) == ["train", "test"]
+    assert changed_parts(before, of(Tensors(count=61))) == ["train", "test"]
     noisy = of(Tensors(noise=True))
     assert noisy["train"]["means"] is None
-    assert differing(noisy, of(Tensors(noise=True))) == []
+    assert changed_parts(noisy, of(Tensors(noise=True))) == []
     for kind in (Mine, Plain):
         assert [*of(kind())] == PARTS
-        assert differing(of(kind()), of(kind())) == []
+        assert changed_parts(of(kind()), of(kind())) == []
 
 
 def test_anothers_data_module_may_say_it_itself() -> None:
@@ -197,7 +197,7 @@ def test_hugging_faces_rows_are_known_again(kind: str, made: Any) -> None:  # no
     before = HuggingFaceImages(str(folder)).fingerprint()
     assert [*before] == PARTS
     shutil.rmtree(folder)
-    assert differing(before, HuggingFaceImages(str(made(kind)), cache="none").fingerprint()) == []
+    assert changed_parts(before, HuggingFaceImages(str(made(kind)), cache="none").fingerprint()) == []
     shutil.rmtree(folder)
     other = made(kind, {"train": 40, "validation": 6, "test": 7})
-    assert differing(before, HuggingFaceImages(str(other)).fingerprint()) == ["test"]
+    assert changed_parts(before, HuggingFaceImages(str(other)).fingerprint()) == ["test"]

@@ -66,5 +66,5 @@ def equal(one: Batch, other: Batch) -> bool:
 
 @pytest.mark.parametrize("labelled", [-1, 0, 9, 102])
 def test_a_number_that_no_training_set_has_is_refused(labelled: int) -> None:
-    with pytest.raises(BadInput, match=rf"^--data.labelled {labelled}: expected 10 to 101: "):
+    with pytest.raises(BadInput, match=rf"^data.labelled {labelled}: expected 10 to 101: "):
         digits(labelled=labelled)

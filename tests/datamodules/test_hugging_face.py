@@ -129,7 +129,7 @@ def test_parquet_files_with_classes_of_their_own_are_refused(made: Any) -> None:
 
     labels = {"train": datasets.ClassLabel(names=["cat", "dog"]), "test": datasets.ClassLabel(names=["dog", "cat"])}
     path = made("files", {"train": 4, "test": 2}, labels)
-    expected = f"--data.path {path / 'test.parquet'}: expected the classes cat, dog in this order, as in train"
+    expected = f"data.path {path / 'test.parquet'}: expected the classes cat, dog in this order, as in train"
     with pytest.raises(BadInput, match=f"^{expected}") as error:
         HuggingFaceImages(str(path)).setup()
     assert "\n" not in str(error.value)
@@ -173,7 +173,7 @@ def test_a_class_that_train_lacks_and_labels_that_are_no_classes_are_refused(
 
 def test_a_picture_that_is_none_is_named_or_skipped(made: Any, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(made("saved", {"train": 7, "test": 4}, lost=[0, 3]))
-    with pytest.raises(BadInput, match=r"^--data\.path train\[0\]: expected an image; there is none$"):
+    with pytest.raises(BadInput, match=r"^data\.path train\[0\]: expected an image; there is none$"):
         HuggingFaceImages(path, cache="none").setup()
     data = HuggingFaceImages(path, on_error="skip", validation_size=0, num_workers=0)
     assert data.sizes == {"train": 5, "validation": 0, "test": 2}
@@ -184,10 +184,10 @@ def test_a_picture_that_is_none_is_named_or_skipped(made: Any, capsys: pytest.Ca
 def test_faults_are_one_line(made: Any, tmp_path: Path) -> None:
     path = str(made(counts={"train": 6}))
     cases = {
-        "nobody/nothing": ({}, "--data.path nobody/nothing: expected a data set of images, by name or folder; "),
-        path: ({"label": "name"}, "--data.label name: expected a column of the data set, one of picture, kind"),
-        f"{path}/": ({"image": "kind"}, "--data.image kind: expected a column of images; it is of ClassLabel"),
-        f"{path}/.": ({}, f"--data.path {path}/.: expected a split test with labels; it is not there"),
+        "nobody/nothing": ({}, "data.path nobody/nothing: expected a data set of images, by name or folder; "),
+        path: ({"label": "name"}, "data.label name: expected a column of the data set, one of picture, kind"),
+        f"{path}/": ({"image": "kind"}, "data.image kind: expected a column of images; it is of ClassLabel"),
+        f"{path}/.": ({}, f"data.path {path}/.: expected a split test with labels; it is not there"),
     }
     for where, (options, message) in cases.items():
         with pytest.raises(BadInput) as error:

@@ -151,7 +151,7 @@ def test_levels_of_no_known_range_are_refused(root: Path, values: np.ndarray, to
     path = root / "train" / "dog" / "scan.tiff"
     Image.fromarray(values).save(path)
     expected = "an image of 8 or 16 bits a channel, or floats from 0 to 1; this one has"
-    assert refusal(ImageFolder(root, image_size=4)) == f"--data.root {path}: expected {expected} {told}"
+    assert refusal(ImageFolder(root, image_size=4)) == f"data.root {path}: expected {expected} {told}"
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -212,7 +212,7 @@ def test_a_first_picture_that_can_not_be_read_is_skipped(root: Path, capsys: pyt
     assert "1 damaged" in capsys.readouterr().err
     for path in (root / "test").glob("*/*.png"):
         path.write_bytes(b"no image")
-    expected = "--data.on_error skip: expected images of test that can be read; none of 6 can"
+    expected = "data.on_error skip: expected images of test that can be read; none of 6 can"
     assert refusal(ImageFolder(root, on_error="skip", num_workers=0)) == expected
 
 
@@ -221,7 +221,7 @@ def test_a_link_that_leads_nowhere_is_named_where_it_is_read(root: Path, cache: 
     link = root / "train" / "dog" / "9.png"
     link.symlink_to(root / "nowhere.png")
     data = ImageFolder(root, cache=cache, cache_dir=root / "decoded", validation_size=0, num_workers=0)
-    with pytest.raises(BadInput, match=f"^--data.root {link}: expected an image that can be read") as error:
+    with pytest.raises(BadInput, match=f"^data.root {link}: expected an image that can be read") as error:
         data.split("train").take(torch.arange(13))
     assert "\n" not in str(error.value)
     data = ImageFolder(root, cache=cache, cache_dir=root / "skipped", on_error="skip", num_workers=0)
@@ -252,7 +252,7 @@ def test_folders_within_a_class_are_searched_and_what_is_skipped_is_told(
 def test_one_class_is_refused(root: Path) -> None:
     for part in ("train", "test"):
         shutil.rmtree(root / part / "dog")
-    assert refusal(ImageFolder(root)) == f"--data.root {root}: expected at least 2 classes; there is one, cat"
+    assert refusal(ImageFolder(root)) == f"data.root {root}: expected at least 2 classes; there is one, cat"
 
 
 def test_names_that_are_no_utf8_are_refused_before_anything_is_trained(
@@ -274,7 +274,7 @@ def test_names_that_are_no_utf8_are_refused_before_anything_is_trained(
 def test_missing_part_is_named(root: Path, part: str) -> None:
     (root / part).rename(root / "elsewhere")
     message = refusal(ImageFolder(root))
-    assert message.startswith(f"--data.root {root}: expected images (.jpg, ")
+    assert message.startswith(f"data.root {root}: expected images (.jpg, ")
     assert f"in train/<class>/ and test/<class>/; {root / part}: [Errno 2] No such file or directory" in message
 
 
@@ -301,13 +301,13 @@ def test_class_without_images_is_named(root: Path) -> None:
 def test_unreadable_image_is_named(root: Path, fault: str) -> None:
     path = root / "train" / "dog" / "3.png"
     path.write_bytes({"text": b"no image", "empty": b"", "truncated": path.read_bytes()[:150]}[fault])
-    assert refusal(ImageFolder(root)).startswith(f"--data.root {path}: expected an image that can be read (")
+    assert refusal(ImageFolder(root)).startswith(f"data.root {path}: expected an image that can be read (")
 
 
 def test_another_size_is_refused_naming_both_files_and_the_flag(root: Path) -> None:
     picture(root / "test" / "dog" / "2.png", 0, size=(9, 10))
     assert refusal(ImageFolder(root)) == (
-        "--data.image_size None: expected a size to bring all images to, as "
+        "data.image_size None: expected a size to bring all images to, as "
         f"{root / 'test' / 'dog' / '2.png'} is 9x10 and {root / 'train' / 'cat' / '0.png'} is 12x10"
     )
 
@@ -339,11 +339,11 @@ def test_memory_heeds_a_containers_limit(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"image_size": 0}, "--data.image_size 0: expected at least 1 pixel"),
-        ({"std": [1.0, 0.0, 1.0]}, "--data.std [1.0, 0.0, 1.0]: expected a list of 3 numbers, one a channel, above 0"),
+        ({"image_size": 0}, "data.image_size 0: expected at least 1 pixel"),
+        ({"std": [1.0, 0.0, 1.0]}, "data.std [1.0, 0.0, 1.0]: expected a list of 3 numbers, one a channel, above 0"),
         (
             {"mean": [1.0, float("nan"), 1.0]},
-            "--data.mean [1.0, nan, 1.0]: expected a list of 3 numbers, one a channel",
+            "data.mean [1.0, nan, 1.0]: expected a list of 3 numbers, one a channel",
         ),
     ],
     ids=str,

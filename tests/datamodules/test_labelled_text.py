@@ -85,8 +85,8 @@ def test_what_is_no_labelled_text_is_refused(content: str | None, expected: str,
         path.write_text(content)
     with pytest.raises(BadInput) as refused:
         LabelledText(path).setup()
-    assert str(refused.value).startswith(f"--data.root {path}: expected {expected}")
-    with pytest.raises(BadInput, match=r"^--data\.length 0: expected at least 1"):
+    assert str(refused.value).startswith(f"data.root {path}: expected {expected}")
+    with pytest.raises(BadInput, match=r"^data\.length 0: expected at least 1"):
         LabelledText(path, length=0)
 
 
@@ -95,7 +95,7 @@ PLAY = "Ada:\n{}\nBob:\n{}\nCarl:\nAlone: I said.\n".format("One.\n" * 30, "Two.
 
 def test_speakers_of_plays(tmp_path: Path) -> None:
     file = tmp_path / "tinyshakespeare" / "input.txt"
-    with pytest.raises(BadInput, match=rf"^--data.root {tmp_path}: expected tiny Shakespeare; {file} is not there"):
+    with pytest.raises(BadInput, match=rf"^data.root {tmp_path}: expected tiny Shakespeare; {file} is not there"):
         Shakespeare(tmp_path).setup()
     file.parent.mkdir()
     file.write_text(PLAY)
@@ -104,7 +104,7 @@ def test_speakers_of_plays(tmp_path: Path) -> None:
         assert data.split("test").labels.bincount().tolist() == [3, 2]
         assert data.class_names == ("Ada", "Bob")
     for speakers in (1, 3):
-        with pytest.raises(BadInput, match=rf"^--data.speakers {speakers}: expected 2 to 2, the speakers of at least"):
+        with pytest.raises(BadInput, match=rf"^data.speakers {speakers}: expected 2 to 2, the speakers of at least"):
             Shakespeare(tmp_path, speakers=speakers).setup()
 
 
@@ -160,9 +160,9 @@ def test_the_bake_off_takes_text_and_tells_nets_of_images_apart() -> None:
     assert cli.build(config.data, "data").speakers == 8
     built = cli.build(config.teacher, "teacher", input_shape=(64,), num_classes=8)
     assert built(torch.zeros(2, 64, dtype=torch.int64)).shape == (2, 8)
-    with pytest.raises(BadInput, match=r"^--teacher RNNClassifier: .*input_shape \(1, 8, 8\): expected \(T,\), texts"):
+    with pytest.raises(BadInput, match=r"^teacher RNNClassifier: .*input_shape \(1, 8, 8\): expected \(T,\), texts"):
         cli.build(config.teacher, "teacher", input_shape=(1, 8, 8))
     for name in ("LightNN", "ResNet", "Torchvision"):
         choice = kd.parser().parse(["--student", name]).student
-        with pytest.raises(BadInput, match=rf"^--student {name}: .*input_shape \(64,\): expected \(C, H, W\), images"):
+        with pytest.raises(BadInput, match=rf"^student {name}: .*input_shape \(64,\): expected \(C, H, W\), images"):
             cli.build(choice, "student", input_shape=(64,), num_classes=8)

@@ -121,7 +121,7 @@ def test_teachers_pass_and_training_number_samples_alike() -> None:
 
 
 def test_a_batch_smaller_than_the_number_of_devices_is_refused() -> None:
-    with pytest.raises(BadInput, match=r"^--data.batch_size 7: expected at least 8, one sample for each device$"):
+    with pytest.raises(BadInput, match=r"^data.batch_size 7: expected at least 8, one sample for each device$"):
         digits(8, 0, batch_size=7).train_dataloader()
 
 

@@ -160,11 +160,11 @@ def test_evaluation_sees_whole_images() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mixup": -1.0}, "--data.mixup -1.0: expected a number of 0 or more"),
-        ({"cutmix": float("nan")}, "--data.cutmix nan: expected a number of 0 or more"),
+        ({"mixup": -1.0}, "data.mixup -1.0: expected a number of 0 or more"),
+        ({"cutmix": float("nan")}, "data.cutmix nan: expected a number of 0 or more"),
         (
             {"mixup": 1.0, "labelled": 50},
-            "--data.labelled 50: expected all labels, as --data.mixup and --data.cutmix mix them",
+            "data.labelled 50: expected all labels, as --data.mixup and --data.cutmix mix them",
         ),
     ],
 )

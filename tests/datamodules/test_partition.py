@@ -119,10 +119,10 @@ def test_a_run_that_is_resumed_in_mid_epoch_ends_as_if_undisturbed(
 
 
 REFUSED = {
-    "a sum that is not 1": ([0.7, 0.2], "--data.partition [0.7, 0.2]: expected fractions of at least 0 that add up to"),
-    "negative": ([1.5, -0.5], "--data.partition [1.5, -0.5]: expected fractions of at least 0"),
-    "not a number": ([float("nan"), 1.0], "--data.partition [nan, 1.0]: expected fractions"),
-    "nothing": ([], "--data.partition []: expected fractions"),
+    "a sum that is not 1": ([0.7, 0.2], "data.partition [0.7, 0.2]: expected fractions of at least 0 that add up to"),
+    "negative": ([1.5, -0.5], "data.partition [1.5, -0.5]: expected fractions of at least 0"),
+    "not a number": ([float("nan"), 1.0], "data.partition [nan, 1.0]: expected fractions"),
+    "nothing": ([], "data.partition []: expected fractions"),
 }
 
 

@@ -6,7 +6,7 @@ import torch
 from apprentice import keyed
 from apprentice.errors import BadInput
 from datamodules import Digits, ImageData
-from datamodules.splits import Split, balanced_subset, proportional_subset, train_and_validation
+from datamodules.splits import Split, balanced_subset, draw_train_and_validation, proportional_subset
 
 LABELS = torch.tensor([0] * 50 + [1] * 7 + [2] * 30 + [4] * 20)[keyed.permutation(107, 0)]  # no sample of class 3
 
@@ -50,7 +50,7 @@ def test_classes_are_held_out_in_proportion_and_each_goes_on_training(counts: li
     have = torch.tensor(counts)
     labels = torch.arange(len(counts)).repeat_interleave(have)[keyed.permutation(sum(counts), 0)]
     for count in range(0, sum(counts) - have.count_nonzero() + 1, max(sum(counts) // 40, 1)):
-        train, validation = train_and_validation(labels, None, count, seed=0, subset="balanced")
+        train, validation = draw_train_and_validation(labels, None, count, seed=0, subset="balanced")
         assert sorted([*train.tolist(), *validation.tolist()]) == list(range(sum(counts)))
         held = labels[validation].bincount(minlength=len(counts))
         assert (held < have)[have > 0].all()
@@ -63,7 +63,7 @@ def test_classes_are_held_out_in_proportion_and_each_goes_on_training(counts: li
 
 def test_a_tenth_of_an_unequal_set_leaves_both_classes() -> None:
     labels = torch.tensor([0] * 1000 + [1] * 50)
-    train, validation = train_and_validation(labels, None, 0.1, seed=0, subset="balanced")
+    train, validation = draw_train_and_validation(labels, None, 0.1, seed=0, subset="balanced")
     assert labels[train].bincount().tolist() == [900, 45]
     assert labels[validation].bincount().tolist() == [100, 5]
 
@@ -162,16 +162,16 @@ def test_digits_have_a_fixed_stratified_split() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch_size": 0}, "--data.batch_size 0: expected a whole number of at least 1"),
-        ({"batch_size": 1.5}, "--data.batch_size 1.5: expected a whole number of at least 1"),
-        ({"train_size": 0}, "--data.train_size 0: expected a whole number of at least 1"),
-        ({"train_size": -4}, "--data.train_size -4: expected a whole number"),
-        ({"test_size": 0}, "--data.test_size 0: expected a whole number"),
-        ({"validation_size": -1}, "--data.validation_size -1: expected a count"),
-        ({"validation_size": 1.0}, "--data.validation_size 1.0: expected a count"),
-        ({"validation_size": -0.1}, "--data.validation_size -0.1: expected a count"),
-        ({"validation_size": float("nan")}, "--data.validation_size nan: expected a count"),
-        ({"subset": "random"}, "--data.subset random: expected balanced or proportional"),
+        ({"batch_size": 0}, "data.batch_size 0: expected a whole number of at least 1"),
+        ({"batch_size": 1.5}, "data.batch_size 1.5: expected a whole number of at least 1"),
+        ({"train_size": 0}, "data.train_size 0: expected a whole number of at least 1"),
+        ({"train_size": -4}, "data.train_size -4: expected a whole number"),
+        ({"test_size": 0}, "data.test_size 0: expected a whole number"),
+        ({"validation_size": -1}, "data.validation_size -1: expected a count"),
+        ({"validation_size": 1.0}, "data.validation_size 1.0: expected a count"),
+        ({"validation_size": -0.1}, "data.validation_size -0.1: expected a count"),
+        ({"validation_size": float("nan")}, "data.validation_size nan: expected a count"),
+        ({"subset": "random"}, "data.subset random: expected balanced or proportional"),
     ],
     ids=str,
 )
@@ -184,13 +184,13 @@ def test_impossible_sizes_are_refused_when_constructed(options: dict, message: s
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"train_size": 108, "validation_size": 0}, "--data.train_size 108: expected at most 107 of the 107"),
-        ({"train_size": 107}, "--data.train_size 107: expected at most 97 of the 107 training samples, as --data"),
-        ({"train_size": 90, "validation_size": 20}, "--data.train_size 90: expected at most 87 of the 107"),
-        ({"validation_size": 104}, "--data.validation_size 104: expected at most 103 of the 107 training samples, as"),
-        ({"train_size": 4, "validation_size": 200}, "--data.validation_size 200: expected at most 103 of the 107"),
-        ({"train_size": 3}, "--data.train_size 3: expected at least 4, one sample of each class"),
-        ({"test_size": 108}, "--data.test_size 108: expected at most 107"),
+        ({"train_size": 108, "validation_size": 0}, "data.train_size 108: expected at most 107 of the 107"),
+        ({"train_size": 107}, "data.train_size 107: expected at most 97 of the 107 training samples, as --data"),
+        ({"train_size": 90, "validation_size": 20}, "data.train_size 90: expected at most 87 of the 107"),
+        ({"validation_size": 104}, "data.validation_size 104: expected at most 103 of the 107 training samples, as"),
+        ({"train_size": 4, "validation_size": 200}, "data.validation_size 200: expected at most 103 of the 107"),
+        ({"train_size": 3}, "data.train_size 3: expected at least 4, one sample of each class"),
+        ({"test_size": 108}, "data.test_size 108: expected at most 107"),
     ],
     ids=str,
 )
@@ -203,8 +203,8 @@ def test_sizes_beyond_the_data_are_refused_naming_the_largest(options: dict, mes
 @pytest.mark.parametrize("validation_size", [0, 1, 13, 0.1, 0.37, 0.5, 0.99])
 def test_the_largest_size_named_is_the_largest(validation_size: float) -> None:
     with pytest.raises(BadInput) as error:
-        train_and_validation(LABELS, 10_000, validation_size, seed=0, subset="balanced")
+        draw_train_and_validation(LABELS, 10_000, validation_size, seed=0, subset="balanced")
     largest = int(str(error.value).split("at most ")[1].split()[0])
-    assert len(train_and_validation(LABELS, largest, validation_size, seed=0, subset="balanced")[0]) == largest
+    assert len(draw_train_and_validation(LABELS, largest, validation_size, seed=0, subset="balanced")[0]) == largest
     with pytest.raises(BadInput):
-        train_and_validation(LABELS, largest + 1, validation_size, seed=0, subset="balanced")
+        draw_train_and_validation(LABELS, largest + 1, validation_size, seed=0, subset="balanced")

@@ -174,14 +174,14 @@ def study(root: Path, out: Path, *flags: str, before: Callable[[], None] = lambd
 
 
 def kill_a_worker() -> None:
-    finished, calls = Streamed.finished, itertools.count()
+    finished, calls = Streamed.read_finished, itertools.count()
 
     def counting(*args: Any) -> Any:
         if get_worker_info() and next(calls) == 3:
             os.kill(os.getpid(), signal.SIGKILL)
         return finished(*args)
 
-    Streamed.finished = counting  # type: ignore[method-assign]
+    Streamed.read_finished = counting  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")
@@ -293,9 +293,9 @@ def test_tiny_imagenets_labels_are_read_from_its_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"cache": "ram"}, "--data.cache ram: expected memory or disk or none"),
-        ({"on_error": "ignore"}, "--data.on_error ignore: expected stop or skip"),
-        ({"num_workers": -1}, "--data.num_workers -1: expected a number of processes: 0, 1, 2, …"),
+        ({"cache": "ram"}, "data.cache ram: expected memory or disk or none"),
+        ({"on_error": "ignore"}, "data.on_error ignore: expected stop or skip"),
+        ({"num_workers": -1}, "data.num_workers -1: expected a number of processes: 0, 1, 2, …"),
     ],
     ids=str,
 )

@@ -174,7 +174,7 @@ def test_a_vocabulary_there_and_back() -> None:
     assert (Vocabulary("b\na").start, Vocabulary("ba").start, Vocabulary().start) == ("\n", "a", "\n")
     with pytest.raises(BadInput) as refused:
         Vocabulary("hello").encode("hellö wörld", "sample")
-    assert str(refused.value).startswith("--sample 'hellö wörld': expected the 4 characters that were trained on;")
+    assert str(refused.value).startswith("sample 'hellö wörld': expected the 4 characters that were trained on;")
     assert str(refused.value).endswith("unknown: ' ' 'd' 'r' 'w' 'ö'")
 
 
@@ -196,26 +196,26 @@ def test_tiny_shakespeare_is_split_as_is_the_custom(data_root: Path) -> None:
 
 
 BAD: dict[str, tuple[bytes | None, dict[str, Any], str]] = {
-    "absent": (None, {}, "--data.path {path}: expected a file of text (No such file"),
-    "empty": (b"", {}, "--data.path {path}: expected a file of text; this one is empty"),
+    "absent": (None, {}, "data.path {path}: expected a file of text (No such file"),
+    "empty": (b"", {}, "data.path {path}: expected a file of text; this one is empty"),
     "undecodable": (
         b"abc\xff" * 50,
         {},
-        "--data.path {path}: expected text in UTF-8; byte 3 is not. --data.vocabulary b",
+        "data.path {path}: expected text in UTF-8; byte 3 is not. --data.vocabulary b",
     ),
-    "short": (b"abcd" * 20, {}, "--data.block_size 8: expected fewer tokens than the 8 of the text's last tenth"),
-    "no block": (b"abcd" * 90, {"block_size": 0}, "--data.block_size 0: expected a whole number of tokens, at least 1"),
-    "half a block": (b"abcd" * 90, {"block_size": 8.5}, "--data.block_size 8.5: expected a whole number of tokens"),
-    "vocabulary": (b"abcd" * 90, {"vocabulary": "byte"}, "--data.vocabulary byte: expected characters or bytes"),
+    "short": (b"abcd" * 20, {}, "data.block_size 8: expected fewer tokens than the 8 of the text's last tenth"),
+    "no block": (b"abcd" * 90, {"block_size": 0}, "data.block_size 0: expected a whole number of tokens, at least 1"),
+    "half a block": (b"abcd" * 90, {"block_size": 8.5}, "data.block_size 8.5: expected a whole number of tokens"),
+    "vocabulary": (b"abcd" * 90, {"vocabulary": "byte"}, "data.vocabulary byte: expected characters or bytes"),
     "no room to validate": (
         b"abcd" * 22,
         {},
-        "--data.validation_size 0.1: expected 0, or more than a block of 8 tokens, with two blocks left to train on",
+        "data.validation_size 0.1: expected 0, or more than a block of 8 tokens, with two blocks left to train on",
     ),
-    "all validates": (b"abcd" * 90, {"validation_size": 400}, "--data.validation_size 400: expected 0, or more than"),
-    "too little": (b"abcd" * 90, {"validation_size": 8}, "--data.validation_size 8: expected 0, or more than"),
-    "no share": (b"abcd" * 90, {"validation_size": 1.5}, "--data.validation_size 1.5: expected a count"),
-    "no batch": (b"abcd" * 90, {"batch_size": 0}, "--data.batch_size 0: expected a whole number of at least 1"),
+    "all validates": (b"abcd" * 90, {"validation_size": 400}, "data.validation_size 400: expected 0, or more than"),
+    "too little": (b"abcd" * 90, {"validation_size": 8}, "data.validation_size 8: expected 0, or more than"),
+    "no share": (b"abcd" * 90, {"validation_size": 1.5}, "data.validation_size 1.5: expected a count"),
+    "no batch": (b"abcd" * 90, {"batch_size": 0}, "data.batch_size 0: expected a whole number of at least 1"),
 }
 
 
@@ -237,5 +237,5 @@ def test_a_text_too_large_for_memory_is_refused(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_folder_is_no_text(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=rf"--data.path {tmp_path}: expected a file of text"):
+    with pytest.raises(BadInput, match=rf"data.path {tmp_path}: expected a file of text"):
         Text(tmp_path).setup()

@@ -109,7 +109,7 @@ def test_training_with_them_is_the_same_on_any_number_of_processes(devices: int)
 def test_what_is_no_transform_of_one_image_is_refused(entry: Any, message: str) -> None:
     with pytest.raises(BadInput) as error:
         Transforms(["RandomHorizontalFlip", entry], SHAPE)
-    assert str(error.value).startswith(f"--data.transforms {message}")
+    assert str(error.value).startswith(f"data.transforms {message}")
     assert "\n" not in str(error.value)
 
 
@@ -118,8 +118,8 @@ def test_mean_and_deviation_of_every_set_can_be_given() -> None:
     white = data.normalize(torch.full((1, 3, 32, 32), 255, dtype=torch.uint8))
     assert white[0, :, 0, 0].tolist() == [2, 2, 1]
     refused: dict[str, dict[str, Any]] = {
-        "--data.mean [0.5]: expected a list of 3 numbers, one a channel": {"mean": [0.5]},
-        "--data.std [1, 0, 1]: expected a list of 3 numbers, one a channel, above 0": {"std": [1, 0, 1]},
+        "data.mean [0.5]: expected a list of 3 numbers, one a channel": {"mean": [0.5]},
+        "data.std [1, 0, 1]: expected a list of 3 numbers, one a channel, above 0": {"std": [1, 0, 1]},
     }
     for message, options in refused.items():
         with pytest.raises(BadInput) as error:

@@ -326,7 +326,7 @@ def test_a_missing_extra_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torchao", None)
-    refused(quantize.main, [], "torchao", extras.install("quant"), tmp_path, capsys)
+    refused(quantize.main, [], "torchao", extras.install_command("quant"), tmp_path, capsys)
 
 
 @needs_extras
@@ -334,4 +334,4 @@ def test_so_is_the_other_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "onnxscript", None)
-    refused(quantize.main, [], "onnxscript", extras.install("export"), tmp_path, capsys)
+    refused(quantize.main, [], "onnxscript", extras.install_command("export"), tmp_path, capsys)

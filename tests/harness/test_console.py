@@ -22,7 +22,7 @@ from harness.reports.tables import Table
 from harness.runs import session, signals
 from harness.runs.files import write_json
 from harness.runs.safepoints import SafePoints
-from harness.runs.signals import handled
+from harness.runs.signals import handle_signals
 from tests.bake_off_facts import results
 from tests.launching import ROOT, TINY, by_hand, free_port
 from tests.processes import Run
@@ -118,7 +118,7 @@ def test_a_terminal_that_is_gone_is_left(tmp_path: Path) -> None:
         master, slave = pty.openpty()
         os.dup2(slave, 1)
         os.close(slave)
-        with handled():
+        with handle_signals():
             signals.State.deferring = True
             os.close(master)
             os.kill(os.getpid(), signal.SIGHUP)

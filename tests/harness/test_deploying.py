@@ -29,12 +29,12 @@ needs_extras = pytest.mark.extras
 def test_what_is_said_of_a_net_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with of_net("run", "FOLDER", "net"):
         sys.stderr.write("noted\n")
-    said = "--run FOLDER: expected a net that can be quantised; it says: KeyError: 'a graph'"
+    said = "run FOLDER: expected a net that can be quantised; it says: KeyError: 'a graph'"
     with pytest.raises(BadInput, match=said), of_net("run", "FOLDER", "net"):
         raise KeyError(sys.stderr.write("a whole graph\n") and "a graph")
-    with pytest.raises(BadInput, match="--run FOLDER: expected another"), of_net("run", "FOLDER", "net"):
+    with pytest.raises(BadInput, match="run FOLDER: expected another"), of_net("run", "FOLDER", "net"):
         raise BadInput("net", "LightNN", "another")
-    with pytest.raises(BadInput, match="--objective Hint: expected another"), of_net("run", "FOLDER", "net"):
+    with pytest.raises(BadInput, match="objective Hint: expected another"), of_net("run", "FOLDER", "net"):
         raise BadInput("objective", "Hint", "another")
     assert capsys.readouterr().err == "noted\n"
 
@@ -122,7 +122,7 @@ def test_only_our_own_files_are_replaced(tmp_path: Path, monkeypatch: pytest.Mon
     folder.mkdir()
     for name in ("notes.txt", "weights.safetensors", "model.pt2", "../results.json"):
         (folder / name).touch()
-    with pytest.raises(BadInput, match=r"this one holds results\.json"), folders.opened(tmp_path):
+    with pytest.raises(BadInput, match=r"this one holds results\.json"), folders.open_folder(tmp_path):
         pass
     monkeypatch.setattr(formats, "write_program", lambda net, example, folder: None)
     monkeypatch.setattr(formats, "write_weights", lambda net, folder: None)

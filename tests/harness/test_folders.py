@@ -14,7 +14,7 @@ from apprentice.errors import BadInput
 from experiments import kd
 from harness.reports.hparams import log_run
 from harness.runs import folders
-from harness.runs.files import atomic, recorded, write_text
+from harness.runs.files import atomic, list_recorded, write_text
 from harness.runs.tensorboard import RunsLogger
 from tests.processes import Run
 
@@ -29,7 +29,7 @@ def files(out: Path) -> set[str]:
 
 def run(out: Path) -> None:
     """What a run writes, in every way that there is."""
-    with folders.opened(out):
+    with folders.open_folder(out):
         write_text(out / "config.yaml", "data: Digits")
         (out / "seed0").mkdir()
         write_text(out / "seed0" / "teacher.json", "{}")
@@ -50,13 +50,13 @@ def test_overwriting_deletes_what_was_recorded_and_nothing_else(tmp_path: Path) 
         (out / name).touch()
     with pytest.raises(BadInput, match=r"this one holds config.yaml; or --resume true, --overwrite true"):
         run(out)
-    with folders.opened(out, overwrite=True):
+    with folders.open_folder(out, overwrite=True):
         assert files(out) == mine
 
 
 def test_overwriting_takes_what_a_killed_run_has_left_and_empty_folders(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    with folders.opened(out):
+    with folders.open_folder(out):
         (out / "seed0" / "kd").mkdir(parents=True)
         (out / "seed1" / "mine").mkdir(parents=True)
         for seed in ("seed0", "seed1"):
@@ -66,21 +66,21 @@ def test_overwriting_takes_what_a_killed_run_has_left_and_empty_folders(tmp_path
         write_text(out / "seed0" / "kd" / "net.yaml", "")
     with (out / ".files").open("a") as record:
         record.write('\n"seed0/mi')  # cut off when it was written
-    with folders.opened(out, overwrite=True):
+    with folders.open_folder(out, overwrite=True):
         write_text(out / "config.yaml", "")
         assert files(out) == {"config.yaml"}
         assert not (out / "seed0").exists()
         assert (out / "seed1" / "mine").exists()
-    assert recorded(out) == [out / "config.yaml"]
+    assert list_recorded(out) == [out / "config.yaml"]
 
 
 def test_files_elsewhere_or_written_when_no_run_is_open_are_not_recorded(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    with folders.opened(out):
+    with folders.open_folder(out):
         write_text(tmp_path / "elsewhere", "")
         write_text(out / "results.json", "")
     write_text(out / "later", "")
-    assert recorded(out) == [out / "results.json"]
+    assert list_recorded(out) == [out / "results.json"]
     assert "APPRENTICE_RUN" not in os.environ
 
 
@@ -93,11 +93,11 @@ def test_what_may_be_a_runs_and_is_in_no_record_is_not_touched(name: str, record
     (out / name).parent.mkdir(parents=True, exist_ok=True)
     (out / name).write_text("mine")
     before = files(out)
-    with pytest.raises(BadInput, match="this one holds"), folders.opened(out):
+    with pytest.raises(BadInput, match="this one holds"), folders.open_folder(out):
         pass
     with (
         pytest.raises(BadInput, match=f"{name} is in no record: delete that by hand"),
-        folders.opened(out, overwrite=True),
+        folders.open_folder(out, overwrite=True),
     ):
         pass
     assert files(out) == before
@@ -109,7 +109,7 @@ def test_a_new_folder_may_hold_files_of_the_users(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     before = files(tmp_path)
-    with folders.opened(tmp_path):
+    with folders.open_folder(tmp_path):
         pass
     assert before <= files(tmp_path)
 
@@ -121,7 +121,7 @@ def test_a_record_deletes_nothing_outside_of_its_folder(line: str, tmp_path: Pat
     run(out)
     with (out / ".files").open("ab") as record:
         record.write(f"\n{line}".format(elsewhere=mine).encode(errors="surrogateescape"))
-    with folders.opened(out, overwrite=True):
+    with folders.open_folder(out, overwrite=True):
         assert files(out) == set()
     assert mine.exists()
 
@@ -177,10 +177,10 @@ def test_a_run_without_its_settings_does_not_go_on(
 
 
 def test_a_new_folder_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with folders.opened(tmp_path / "typo", resume=True):
+    with folders.open_folder(tmp_path / "typo", resume=True):
         assert capsys.readouterr().err == f"{tmp_path / 'typo'} holds no run to go on with: a new one starts\n"
         write_text(tmp_path / "typo" / "config.yaml", "")
-    with folders.opened(tmp_path / "typo", resume=True):
+    with folders.open_folder(tmp_path / "typo", resume=True):
         assert capsys.readouterr().err == ""
 
 
@@ -189,10 +189,10 @@ def test_a_seeds_folder_may_be_a_link_to_another_disk(tmp_path: Path) -> None:
     out.mkdir()
     disk.mkdir()
     (out / "seed0").symlink_to(disk)
-    with folders.opened(out):
+    with folders.open_folder(out):
         write_text(out / "seed0" / "teacher.json", "{}")
     assert (disk / "teacher.json").exists()
-    with folders.opened(out, overwrite=True):
+    with folders.open_folder(out, overwrite=True):
         assert not any(disk.iterdir())
     assert (out / "seed0").is_symlink()
 
@@ -209,10 +209,10 @@ def test_a_seeds_folder_may_be_a_link_to_another_disk(tmp_path: Path) -> None:
 def test_a_seeds_folder_that_can_not_be_one_is_found_before_training(make: Any, found: str, tmp_path: Path) -> None:
     make(tmp_path / "seed0")
     with pytest.raises(BadInput, match=f"expected folders for seeds; {tmp_path / 'seed0'} is {found}"):
-        folders.opened(tmp_path).__enter__()
+        folders.open_folder(tmp_path).__enter__()
     make(tmp_path / "other")
     with pytest.raises(BadInput, match=r"a folder that can be written \(this is a "):
-        folders.opened(tmp_path / "other").__enter__()
+        folders.open_folder(tmp_path / "other").__enter__()
 
 
 @pytest.mark.slow

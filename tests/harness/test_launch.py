@@ -57,9 +57,9 @@ def test_slurms_variables_give_the_ranks(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.delenv(variable)
     for key, value in slurm(1).items():
         monkeypatch.setenv(key, str(value))
-    assert launches.launched() == launches.Launch("slurm", 1, 2, 2)
+    assert launches.find_launch() == launches.Launch("slurm", 1, 2, 2)
     monkeypatch.setenv("SLURM_JOB_NAME", "interactive")
-    assert launches.launched() is None
+    assert launches.find_launch() is None
 
 
 def test_one_launcher_inside_another_is_the_one_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,11 +67,11 @@ def test_one_launcher_inside_another_is_the_one_that_counts(monkeypatch: pytest.
     mpich = {"PMI_RANK": 0, "PMI_SIZE": 1}
     for key, value in (slurm(0) | mpirun | mpich).items():
         monkeypatch.setenv(key, str(value))
-    assert launches.launched() == launches.Launch("mpi", 1, 2, 1)
+    assert launches.find_launch() == launches.Launch("mpi", 1, 2, 1)
     assert not launches.is_main_process()
     for key in (*mpirun, *slurm(0)):
         monkeypatch.delenv(key)
-    assert launches.launched() is None
+    assert launches.find_launch() is None
 
 
 def test_a_rank_by_hand_knows_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_mpirun_without_mpi4py_names_the_extra(tmp_path: Path) -> None:
     (line,) = "".join(run.said for run in runs).splitlines()  # one of the machine's ranks tells
     assert line.startswith("error: mpirun -n 2: expected mpi4py")
     assert "the extra [mpi]" in line
-    assert extras.install("mpi") in line
+    assert extras.install_command("mpi") in line
 
 
 @pytest.mark.parametrize("given", [["--local-rank", "1"], ["--local_rank", "1"], ["--local_rank=1"]])

@@ -121,11 +121,11 @@ class Trainers:
     """Trainers as the experiments make them, with some flags."""
 
     def __init__(self, *flags: str) -> None:
-        from harness.runs.trainer import trainers
+        from harness.runs.trainer import trainer_factory
 
         parser = cli.Parser("x.py")
         parser.add_trainer(NAMES, accelerator="cpu", max_epochs=1, logger=False)
-        self.make = trainers(parser.parse(list(flags)).trainer, None, NAMES)
+        self.make = trainer_factory(parser.parse(list(flags)).trainer, None, NAMES)
 
     def __call__(self, **kwargs: Any) -> Trainer:
         return self.make(enable_checkpointing=False, **kwargs)

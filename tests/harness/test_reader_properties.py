@@ -217,7 +217,7 @@ def test_records_of_files(tmp_path: Path, content: bytes) -> None:
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
     (out / files.RECORD).write_bytes(content)
-    with refused(), folders.opened(out, overwrite=True):
+    with refused(), folders.open_folder(out, overwrite=True):
         pass
     os.environ.pop(files.RUN, None)
 

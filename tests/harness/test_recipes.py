@@ -50,9 +50,7 @@ def test_every_recipe_is_one_of_the_command_line(name: Recipe) -> None:
 
 
 def test_a_recipe_for_images_is_refused_for_texts() -> None:
-    with pytest.raises(
-        BadInput, match=r"^--data\.augment False: expected an option of Text.*\(in --recipe tutorial\)$"
-    ):
+    with pytest.raises(BadInput, match=r"^data\.augment False: expected an option of Text.*\(in --recipe tutorial\)$"):
         chosen("--recipe", "tutorial", "--data", "Text", "--teacher", "GPT", "--student", "GPT")
 
 

@@ -440,7 +440,7 @@ def test_missing_folder_is_the_systems_error(tmp_path):
 def test_folders_of_others_are_refused(tmp_path, content, said):
     if content is not None:
         (tmp_path / "results.json").write_text(content)
-    with pytest.raises(BadInput, match=f"^--run {tmp_path}: expected .*") as caught:
+    with pytest.raises(BadInput, match=f"^run {tmp_path}: expected .*") as caught:
         load_results(tmp_path)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)

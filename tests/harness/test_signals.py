@@ -55,7 +55,7 @@ PLACES = [in_a_weak_reference, in_a_finalizer, in_an_except]
 @pytest.mark.parametrize("place", PLACES)
 def test_no_signal_is_lost(place: Callable[[], None], tmp_path: Path) -> None:
     def main() -> None:
-        with signals.handled(), signals.advised("go on so\n"):
+        with signals.handle_signals(), signals.advise_at_stop("go on so\n"):
             print("before")
             place()
             print("after")
@@ -82,7 +82,7 @@ def test_a_run_says_how_it_goes_on(tmp_path: Path) -> None:
 def test_a_notebook_lives_on(tmp_path: Path) -> None:
     def main() -> None:
         sys.ps1 = ">>> "
-        with pytest.raises(signals.Interrupted), signals.handled():
+        with pytest.raises(signals.Interrupted), signals.handle_signals():
             stop()
         print("alive")
 
@@ -97,7 +97,7 @@ def test_nothing_is_left_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     def main() -> None:
         weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]  # a fork's exit functions are cleared
-        with signals.handled(), tempfile.TemporaryDirectory():
+        with signals.handle_signals(), tempfile.TemporaryDirectory():
             CONTEXT.Process(target=time.sleep, args=[300]).start()
             stop()
 

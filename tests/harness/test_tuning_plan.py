@@ -200,7 +200,7 @@ def test_another_wave_is_planned_until_settings_have_trained(run: Any) -> None:
     trained.parent.mkdir()
     trained.touch()
     assert resumed(2) == [2, 2]
-    with pytest.raises(BadInput, match=r"^--tune_wave 1: expected 2, as the search in .* began; leave it out"):
+    with pytest.raises(BadInput, match=r"^tune_wave 1: expected 2, as the search in .* began; leave it out"):
         resumed(1)
     made.arms |= {"kd": replace(made.arms["ce"], row="kd", variant="kd")}
     assert resumed(1) == [2, 2, 1, 1]  # only those that came later can

@@ -255,7 +255,7 @@ def test_a_net_that_has_no_plan_is_not_computed_by_several_ranks() -> None:
     assert [*unsuited] == ["tensor_parallel"] == [case.name for case in found if case not in left]
     assert "expected a net with tensor_parallel_plan()" in unsuited["tensor_parallel"]
     assert cases.suited(found, classifier(ViT), ["tensor_parallel"]) == (found, {})
-    with pytest.raises(BadInput, match="--only tensor_parallel: expected a strategy that can train this net: mesh"):
+    with pytest.raises(BadInput, match="only tensor_parallel: expected a strategy that can train this net: mesh"):
         cases.suited(found, classifier(), ["tensor_parallel"])
 
 

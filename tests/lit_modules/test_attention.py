@@ -18,7 +18,7 @@ from apprentice.keyed import with_seed
 from harness.runs.quiet import quiet
 from harness.studies import costs
 from lit_modules.nets import Cache, SelfAttention
-from lit_modules.nets.attention import Backend, kernel
+from lit_modules.nets.attention import Backend, use_kernel
 
 HERE: list[Backend] = ["auto", "math", "flash"]  # on a CPU
 D, HEADS = 12, 3
@@ -218,7 +218,7 @@ def test_what_a_kernel_cannot_serve_is_refused_with_torchs_reason(kind: str) -> 
     for _ in range(2):  # torch does not say it once only
         with pytest.raises(BadInput, match=reason) as error:
             net(x)
-        assert str(error.value).startswith(f"--backend {backend}: expected a kernel that serves attention of float64")
+        assert str(error.value).startswith(f"backend {backend}: expected a kernel that serves attention of float64")
         assert "Triggered" not in str(error.value)
         assert "\n" not in str(error.value)
 
@@ -226,7 +226,7 @@ def test_what_a_kernel_cannot_serve_is_refused_with_torchs_reason(kind: str) -> 
 def test_other_errors_pass() -> None:
     x = noise(1, HEADS, 4, 4)
     call = x, x[..., :2], x
-    with pytest.raises(RuntimeError, match="size"), kernel("math", *call):
+    with pytest.raises(RuntimeError, match="size"), use_kernel("math", *call):
         F.scaled_dot_product_attention(*call)
 
 

@@ -20,7 +20,7 @@ from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.language_model import LitLanguageModel
 from lit_modules.nets import GPT, DeepNN, LightNN, pipeline_stages
-from lit_modules.nets.recorded import made, plain
+from lit_modules.nets.recorded import rebuild, to_plain
 from lit_modules.objectives import Hint, Hinton, SimKD, Sum
 from tests.training import assert_same, digits, weights
 
@@ -78,7 +78,7 @@ def test_a_distillation_loads_with_a_teacher_or_its_weights(tmp_path: Path) -> N
         assert_same(weights(found), weights(module))
         assert_same(weights(found.teacher), weights(teacher))
         assert found.students["kd"].objective.temperature == 3.0
-    with pytest.raises(BadInput, match=r"^--teacher DeepNN: expected a trained net, or beside it teacher_weights=FILE"):
+    with pytest.raises(BadInput, match=r"^teacher DeepNN: expected a trained net, or beside it teacher_weights=FILE"):
         Distillation.load_from_checkpoint(path)
 
 
@@ -95,15 +95,15 @@ def test_a_net_of_anyones_is_given_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["os.system", "builtins.eval", "nowhere.Net", "torch.nope", "Net", ""])
 def test_a_checkpoint_makes_nothing_but_parts_of_modules(path: str) -> None:
-    with pytest.raises(BadInput, match=r"^--net .*: expected (the import path|a net, an objective)"):
-        made({"class_path": path, "init_args": {}})
+    with pytest.raises(BadInput, match=r"^net .*: expected (the import path|a net, an objective)"):
+        rebuild({"class_path": path, "init_args": {}})
 
 
 def test_specs_are_plain_and_make_the_same_again() -> None:
     for value in (LightNN(SHAPE, widths=(4, 2)), Sum([Hinton(2.5), Hint(0.5)]), partial(SGD, lr=0.5), torch.int64):
-        spec = plain(value)
-        assert plain(made(spec)) == spec
-    assert isinstance(made(plain(LightNN(SHAPE))), LightNN)
+        spec = to_plain(value)
+        assert to_plain(rebuild(spec)) == spec
+    assert isinstance(rebuild(to_plain(LightNN(SHAPE))), LightNN)
 
 
 def test_predictions_are_the_logits_of_the_test_samples_in_order() -> None:

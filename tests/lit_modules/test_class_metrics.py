@@ -79,6 +79,6 @@ def test_two_processes_have_the_bits_of_one(metric: ClassMetric) -> None:
 
 
 def test_the_first_five_of_five_classes_are_refused() -> None:
-    with pytest.raises(BadInput, match=r"^--metric top5: expected another metric: of 5 classes the label is always"):
+    with pytest.raises(BadInput, match=r"^metric top5: expected another metric: of 5 classes the label is always"):
         Classification(5, "top5")
     assert Classification(6, "top5").scores().names == ("top5", "acc", "correct")

@@ -86,7 +86,7 @@ def test_places_follow_the_names(known: list[str], wanted: list[str], places: li
 def test_other_classes_are_refused(known: list[str], wanted: list[str], told: str) -> None:
     with pytest.raises(BadInput) as error:
         class_order(known, wanted, "teacher", "X")
-    assert str(error.value) == f"--teacher X: expected a net of the data's classes; {told}"
+    assert str(error.value) == f"teacher X: expected a net of the data's classes; {told}"
 
 
 @pytest.mark.parametrize("make", [LightNN, ResNet])
@@ -160,5 +160,5 @@ def test_a_teacher_in_python_is_refused_until_its_classes_are_those_of_the_data(
     teacher = load_net(tmp_path)
     data = Named(train_size=40, validation_size=0, test_size=40)
     expected = "a net with the data's order of classes .zero; one; two; three and 6 more.; reorder_classes changes it"
-    with pytest.raises(BadInput, match=f"^--teacher DeepNN: expected {expected}; it has eight; five;"):
+    with pytest.raises(BadInput, match=f"^teacher DeepNN: expected {expected}; it has eight; five;"):
         fit(Distillation(teacher, {"kd": (net(), Hinton())}, SHAPE), data, max_epochs=1)

@@ -93,12 +93,12 @@ def test_the_memory_is_neither_sent_each_step_nor_part_of_the_net() -> None:
 @pytest.mark.parametrize(
     ("objective", "options", "message"),
     [
-        (CRD, {"samples": None}, r"--variants\.crd CRD: expected a data module whose batches name their samples"),
-        (CRD, {"labelled": False}, r"--variants\.crd CRD: expected labels of all training samples; some are hidden"),
-        (lambda: Sum([CRD()]), {"samples": None}, r"--variants\.crd\.objectives\.0 CRD: expected a data module"),
-        (lambda: Sum([CRD()]), {"labelled": False}, r"--variants\.crd Sum: expected labels of all"),
-        (lambda: CRD(negatives=0), {}, r"--negatives 0: expected a number above 0"),
-        (lambda: CRD(temperature=0.01), {}, r"--temperature 0.01: expected a number from 0.02"),
+        (CRD, {"samples": None}, r"variants\.crd CRD: expected a data module whose batches name their samples"),
+        (CRD, {"labelled": False}, r"variants\.crd CRD: expected labels of all training samples; some are hidden"),
+        (lambda: Sum([CRD()]), {"samples": None}, r"variants\.crd\.objectives\.0 CRD: expected a data module"),
+        (lambda: Sum([CRD()]), {"labelled": False}, r"variants\.crd Sum: expected labels of all"),
+        (lambda: CRD(negatives=0), {}, r"negatives 0: expected a number above 0"),
+        (lambda: CRD(temperature=0.01), {}, r"temperature 0.01: expected a number from 0.02"),
     ],
 )
 def test_refused(objective: Callable[[], Objective], options: dict[str, Any], message: str) -> None:

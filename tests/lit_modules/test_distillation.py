@@ -195,13 +195,13 @@ def test_noise_that_is_not_keyed_is_named_once() -> None:
 
 @pytest.mark.parametrize("name", ["items", "type", "a.b"])
 def test_a_name_that_torch_cannot_hold_is_refused(name: str) -> None:
-    with pytest.raises(BadInput, match=f"--variants {name}: expected a name"):
+    with pytest.raises(BadInput, match=f"variants {name}: expected a name"):
         Distillation(net(DeepNN), {name: (net(), CrossEntropy())}, input_shape=SHAPE)
 
 
 def test_a_refused_pair_names_the_variants_flag() -> None:
     teacher: nn.Module = net(DeepNN)
-    with pytest.raises(BadInput, match=r"--variants\.h\.student_layer features\.0: .*\(16, 8, 8\).*\(32, 2, 2\)"):
+    with pytest.raises(BadInput, match=r"variants\.h\.student_layer features\.0: .*\(16, 8, 8\).*\(32, 2, 2\)"):
         Distillation(teacher, {"h": (net(), Hint(student_layer="features.0"))}, input_shape=SHAPE)
     with pytest.raises(BadInput, match=r"conv7"):
         Distillation(teacher, {"h": (net(), Hint(teacher_layer="conv7"))}, input_shape=SHAPE)
@@ -234,9 +234,7 @@ def entropies(s: Outputs, _t: Outputs, y: torch.Tensor) -> torch.Tensor:
 )
 def test_a_term_has_a_value_for_each_row(formula: Any, given: str) -> None:
     wrong = Sum([CrossEntropy(), Formula(formula)])
-    with pytest.raises(
-        BadInput, match=rf"^--variants\.a Sum: .* term 1\.x has a value a row, \(3,\); it gives {given}$"
-    ):
+    with pytest.raises(BadInput, match=rf"^variants\.a Sum: .* term 1\.x has a value a row, \(3,\); it gives {given}$"):
         Distillation(net(DeepNN), {"a": (net(), wrong)}, input_shape=SHAPE)
 
 
@@ -255,7 +253,7 @@ def test_what_relates_rows_says_so(name: str) -> None:
     def made() -> Objective:
         return Formula(RELATING[name])
 
-    told = r"^--variants\.a \w+: .* x has a value a row that depends on no other row, or one with relates_rows = True$"
+    told = r"^variants\.a \w+: .* x has a value a row that depends on no other row, or one with relates_rows = True$"
     with pytest.raises(BadInput, match=told.replace(" x ", r" (0\.)?x ")):
         Distillation(net(DeepNN), {"a": (net(), made())}, input_shape=SHAPE)
     says_so = made()

@@ -69,9 +69,9 @@ def test_two_processes_compute_what_one_does() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_members_that_differ_in_classes_or_none_are_refused() -> None:
     ensemble = Ensemble([net(), net(num_classes=7)])
-    with pytest.raises(BadInput, match=r"^--teacher\.members \[10, 7\]: expected nets of the same classes"):
+    with pytest.raises(BadInput, match=r"^teacher\.members \[10, 7\]: expected nets of the same classes"):
         check_fits(ensemble, torch.rand(2, *SHAPE), (10,), "teacher", trained=False)
-    with pytest.raises(BadInput, match=r"^--members \[\]: expected one trained net or more"):
+    with pytest.raises(BadInput, match=r"^members \[\]: expected one trained net or more"):
         Ensemble([])
 
 

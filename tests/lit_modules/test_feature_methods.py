@@ -17,7 +17,7 @@ from apprentice.keyed import with_seed
 from lit_modules.distillation import Distillation
 from lit_modules.nets import GPT, DeepNN, Outputs, ResNet, ViT, globalise, run
 from lit_modules.objectives import CC, NST, VID, AttentionTransfer, CrossEntropy, FitNet, Objective, Place, ReviewKD
-from lit_modules.objectives.base import Term, condensed, viewed
+from lit_modules.objectives.base import Term, condense_teacher, select_view
 from strategies import DDP
 from tests.training import SHAPE, LinesLogger, assert_same, digits, fit, net, weights
 
@@ -223,7 +223,7 @@ def built(make: Callable[[], Objective], student: Outputs, teacher: Outputs) -> 
 
 
 def terms(objective: Objective, student: Outputs, teacher: Outputs, rows: int = B) -> dict[str, Term]:
-    known = viewed("", condensed(teacher, {"": objective}))
+    known = select_view("", condense_teacher(teacher, {"": objective}))
     return objective.terms(objective.adapt(student), known, torch.arange(rows) % CLASSES)
 
 
@@ -238,7 +238,7 @@ def test_equals_the_formula_and_its_gradients(name: str, sizes: str) -> None:
     pairs = SHAPES[sizes]
     student, teacher = outputs(1, [own for own, _ in pairs]), outputs(2, [other for _, other in pairs])
     if name == "fitnet" and sizes == "crossed":
-        with pytest.raises(BadInput, match=r"^--student_layer l0: expected maps not higher and less wide than others"):
+        with pytest.raises(BadInput, match=r"^student_layer l0: expected maps not higher and less wide than others"):
             built(make, student, teacher)
         return
     objective = built(make, student, teacher)
@@ -327,7 +327,7 @@ def test_attention_is_cached_in_5_kb_an_image() -> None:
     objective.choose(small, small)
     raw = run(small.eval(), torch.zeros(1, 3, 32, 32), set(objective.teacher_layers.values()))
     objective.build(raw, raw)
-    cached = condensed(raw, {"at": objective}).features
+    cached = condense_teacher(raw, {"at": objective}).features
     assert sum(x.nbytes for x in raw.features.values()) == 4 * (16 * 32**2 + 32 * 16**2 + 64 * 8**2)  # 114,688
     assert sum(x.nbytes for x in cached.values()) == 4 * (32**2 + 16**2 + 8**2)  # 5,376
 
@@ -354,7 +354,7 @@ def test_layers_without_maps_are_refused(make: Callable[..., Objective], options
     student, teacher = net(DeepNN), net(ResNet, depth=8)
     with pytest.raises(BadInput) as fault:
         Distillation(teacher, {"mine": (student, make(**options))}, input_shape=SHAPE)
-    assert str(fault.value).startswith(f"--variants.mine.{expected}")
+    assert str(fault.value).startswith(f"variants.mine.{expected}")
     assert "\n" not in str(fault.value)
 
 
@@ -364,7 +364,7 @@ def test_maps_of_one_position_have_no_gradient_and_are_refused(make: Callable[..
     objective = make(**layers)
     objective.choose(nn.Identity(), nn.Identity())
     student, teacher = (Outputs(torch.zeros(3, CLASSES), {"l0": torch.rand(3, 2, 1, 1)}) for _ in range(2))
-    line = r"^--student_stages \[l0\]: expected layers of which one at least gives maps larger than 1 x 1"
+    line = r"^student_stages \[l0\]: expected layers of which one at least gives maps larger than 1 x 1"
     with pytest.raises(BadInput, match=line):
         objective.build(student, teacher)
     f_s = student.features["l0"].requires_grad_()
@@ -379,7 +379,7 @@ def test_tokens_are_refused(make: Callable[..., Objective]) -> None:
     objective = make()
     objective.choose(gpt, gpt)
     found = run(gpt, torch.zeros(2, 4, dtype=torch.int64), set(objective.student_layers.values()))
-    expected = r"^--student_stages.0 stage-2: expected a layer that gives maps \(C, H, W\); its output is \(4, 8\)$"
+    expected = r"^student_stages.0 stage-2: expected a layer that gives maps \(C, H, W\); its output is \(4, 8\)$"
     with pytest.raises(BadInput, match=expected):
         objective.build(found, found)
 

@@ -106,19 +106,19 @@ def test_a_batch_that_cannot_be_used_is_one_line(name: str, kind: str) -> None:
     make, expected = BAD[name]
     with pytest.raises(BadInput) as refusal:
         fitted(KINDS[kind](), make())
-    assert str(refusal.value).startswith(f"--data {expected}")
+    assert str(refusal.value).startswith(f"data {expected}")
     assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_so_is_one_of_the_validation(kind: str) -> None:
-    with pytest.raises(BadInput, match=r"^--data labels from -1 to 9: expected 0 to 9, the classes$"):
+    with pytest.raises(BadInput, match=r"^data labels from -1 to 9: expected 0 to 9, the classes$"):
         fitted(KINDS[kind](), loader(), late(-1))
 
 
 @pytest.mark.parametrize("strategy", [lambda: DDP(timeout=60, exact=2), PipelineStrategy], ids=["exact", "pipeline"])
 def test_so_is_one_under_strategies_that_cut_batches(strategy: Callable[[], Any]) -> None:
-    with pytest.raises(Exception, match=r"--data labels from \d+ to 10: expected 0 to 9, the classes"):
+    with pytest.raises(Exception, match=r"data labels from \d+ to 10: expected 0 to 9, the classes"):
         fitted(distillation(["ce", "kd"]), late(10), devices=2, strategy=strategy())
 
 
@@ -138,7 +138,7 @@ def test_labels_are_read_before_they_go_to_a_gpu(monkeypatch: pytest.MonkeyPatch
         made.inspect_labels((IMAGES, LABELS.clamp(max=8).where(LABELS != 9, label)))
         logits = torch.empty(ROWS, 10, device="meta")
         if datamodule is None and label == 10:
-            with pytest.raises(BadInput, match=r"^--data labels from 0 to 10: expected 0 to 9, the classes$"):
+            with pytest.raises(BadInput, match=r"^data labels from 0 to 10: expected 0 to 9, the classes$"):
                 made.check_labels(logits, batch)
         else:
             made.check_labels(logits, batch)
@@ -205,7 +205,7 @@ def test_a_frozen_net_is_not_trained() -> None:
     frozen = classifier()
     frozen.net.requires_grad_(False)
     for made, flag in ((module(net(), net().requires_grad_(False)), "variants.b"), (frozen, "net")):
-        with pytest.raises(BadInput, match=f"^--{flag} {expected}"):
+        with pytest.raises(BadInput, match=f"^{flag} {expected}"):
             fitted(made, loader())
 
 
@@ -249,5 +249,5 @@ def test_a_class_that_a_teacher_excludes_counts_nothing() -> None:
     ],
 )
 def test_a_teacher_that_gives_no_finite_loss_is_refused(value: float, objective: Objective) -> None:
-    with pytest.raises(BadInput, match=r"^--variants.a \w+: expected a teacher with finite logits; for zeros it gives"):
+    with pytest.raises(BadInput, match=r"^variants.a \w+: expected a teacher with finite logits; for zeros it gives"):
         Distillation(Lacks(value), {"a": (net(), objective)}, input_shape=SHAPE)

@@ -17,7 +17,7 @@ from harness.studies import zoo
 from lit_modules import objectives
 from lit_modules.distillation import Distillation
 from lit_modules.nets import ResNet, ViT
-from lit_modules.nets.attention import Backend, kernel
+from lit_modules.nets.attention import Backend, use_kernel
 from lit_modules.objectives import CrossEntropy
 from strategies import DDP
 from tests.gpus import on_gpu
@@ -51,7 +51,7 @@ def is_the_formula(dtype: torch.dtype, backend: Backend) -> None:
             *heads, grad = like.unbind()
             heads = [x.detach().clone().requires_grad_() for x in heads]
             if like.is_cuda:
-                with kernel(backend, *heads, None, 0.0, causal):
+                with use_kernel(backend, *heads, None, 0.0, causal):
                     y = F.scaled_dot_product_attention(*heads, is_causal=causal)
             else:
                 y = attended(*heads, causal)
@@ -69,7 +69,7 @@ def test_attention_is_the_formula(dtype: torch.dtype, backend: Backend, tmp_path
 def refuses() -> None:
     heads = [torch.zeros(1, 1, 8, 64, device="cuda") for _ in range(3)]
     with pytest.raises(BadInput, match="backend flash: expected a kernel that serves attention of float32 dense"):  # noqa: SIM117
-        with kernel("flash", *heads, None, 0.0, False):
+        with use_kernel("flash", *heads, None, 0.0, False):
             F.scaled_dot_product_attention(*heads)
 
 

@@ -83,9 +83,9 @@ def test_a_checkpoint_resumes_to_the_same_bits_and_loads_as_a_probe(tmp_path: Pa
 
 def test_nets_without_a_head_of_their_own_are_refused() -> None:
     for net in (nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), Torchvision("squeezenet1_1", (3, 64, 64))):
-        with pytest.raises(BadInput, match=r"^--net \w+: expected a net that names its classifier, by its attribute"):
+        with pytest.raises(BadInput, match=r"^net \w+: expected a net that names its classifier, by its attribute"):
             heads(net)
-    with pytest.raises(BadInput, match=r"^--net GPT: expected a net whose head has weights of its own; embedding"):
+    with pytest.raises(BadInput, match=r"^net GPT: expected a net whose head has weights of its own; embedding"):
         heads(GPT(10, 8, embed_dim=8, num_layers=1, num_heads=1))
     assert heads(Torchvision("vgg11", (3, 32, 32), 7))[0].out_features == 7
 

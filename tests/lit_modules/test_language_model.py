@@ -173,7 +173,7 @@ def test_noise_in_attentions_kernel_is_exact_under_exact_alone(tmp_path: Path) -
 
 def test_a_pipeline_refuses_what_it_can_not_hold(tmp_path: Path) -> None:
     data = text(tmp_path)
-    with pytest.raises(BadInput, match=r"--tie_weights True: expected False in a pipeline: tie_weights=False"):
+    with pytest.raises(BadInput, match=r"tie_weights True: expected False in a pipeline: tie_weights=False"):
         fit(language_model(data), data, 2, strategy=PipelineStrategy(timeout=60))
     with pytest.warns(UserWarning, match=NOISE):
         noisy = language_model(data, tie_weights=False, attention_dropout=0.1)
@@ -301,10 +301,10 @@ def test_weight_decay_is_for_matrices_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lr": 0}, "--lr 0: expected a number above 0"),
-        ({"warmup_steps": -1}, "--warmup_steps -1: expected a number of 0 or more"),
-        ({"clip_norm": math.inf}, "--clip_norm inf: expected a number of 0 or more"),
-        ({"betas": (0.9, 1.0)}, r"--betas \[0.9, 1.0\]: expected two numbers"),
+        ({"lr": 0}, "lr 0: expected a number above 0"),
+        ({"warmup_steps": -1}, "warmup_steps -1: expected a number of 0 or more"),
+        ({"clip_norm": math.inf}, "clip_norm inf: expected a number of 0 or more"),
+        ({"betas": (0.9, 1.0)}, r"betas \[0.9, 1.0\]: expected two numbers"),
     ],
 )
 def test_values_that_can_not_be_used_are_refused(options: dict[str, Any], message: str) -> None:

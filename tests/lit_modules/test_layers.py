@@ -9,7 +9,7 @@ from torch import nn
 from apprentice.errors import BadInput
 from lit_modules.distillation import Distillation
 from lit_modules.nets import GPT, DeepNN, LightNN, ResNet, RNNClassifier, Torchvision, ViT, run
-from lit_modules.nets.layers import resolved
+from lit_modules.nets.layers import resolve
 from lit_modules.objectives import Objective, Term
 from tests.training import SHAPE, net
 
@@ -59,10 +59,10 @@ def test_what_a_module_gets_is_seen_before_it_works_in_place() -> None:
 
 
 def test_a_net_without_the_layer_says_which_it_has() -> None:
-    assert resolved(nn.Sequential(nn.Linear(1, 1)), "stage1") == ""
+    assert resolve(nn.Sequential(nn.Linear(1, 1)), "stage1") == ""
     for name in ("stage4", "stage-4", "nothing", "nothing<", ""):
         shown = name or "''"
-        with pytest.raises(BadInput, match=rf"^--layer {shown}: expected a layer of ResNet .*; it has stem, "):
+        with pytest.raises(BadInput, match=rf"^layer {shown}: expected a layer of ResNet .*; it has stem, "):
             run(ResNet(8), torch.rand(1, 3, 32, 32), {name})
 
 

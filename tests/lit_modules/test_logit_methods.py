@@ -33,7 +33,7 @@ from lit_modules.objectives import (
     Term,
     TfKD,
 )
-from lit_modules.objectives.logits import standardized, tempered
+from lit_modules.objectives.logits import temper, zscore
 from tests.training import SHAPE, net
 
 B, C = 6, 5
@@ -239,7 +239,7 @@ def test_standardised_logits_may_be_moved_and_scaled(name: str) -> None:
     first, second = (terms(EVERY[name](standardize=True), student, t, y) for t in (teacher, moved))
     for term in first:
         torch.testing.assert_close(first[term].values, second[term].values, rtol=1e-5, atol=1e-7)
-    assert standardized(torch.full((2, 4), 5.0)).tolist() == [[0.0] * 4] * 2
+    assert zscore(torch.full((2, 4), 5.0)).tolist() == [[0.0] * 4] * 2
 
 
 @pytest.mark.parametrize("name", [name for name in EVERY if name != "mse"])  # whose logits may not be moved
@@ -250,7 +250,7 @@ def test_an_ensemble_is_the_mean_of_its_distributions(name: str, standardize: bo
     alone, thrice = (terms(EVERY[name](standardize=standardize), student, t, y) for t in (Outputs(members[0], {}), one))
     for term in alone:
         torch.testing.assert_close(alone[term].values, thrice[term].values, rtol=0, atol=1e-10)
-    mixed = tempered(Outputs(members[0], {"members": torch.stack(members, 1)}), 4.0)
+    mixed = temper(Outputs(members[0], {"members": torch.stack(members, 1)}), 4.0)
     expected = sum((z / 4).softmax(1) for z in members) / 3
     torch.testing.assert_close(mixed.softmax(1), expected, rtol=0, atol=1e-14)
     assert mixed.logsumexp(1).abs().max() < 1e-14
@@ -277,7 +277,7 @@ def test_autocast_rounds_no_loss(name: str) -> None:
 @pytest.mark.parametrize("method", [DKD, NKD, RLD])
 def test_two_classes_have_no_others(method: Callable[[], Objective]) -> None:
     nets = [net(make, num_classes=2) for make in (DeepNN, DeepNN)]
-    with pytest.raises(BadInput, match=r"^--variants\.a\.classes 2: expected at least 3: \w+ compares classes other"):
+    with pytest.raises(BadInput, match=r"^variants\.a\.classes 2: expected at least 3: \w+ compares classes other"):
         Distillation(nets[0], {"a": (nets[1], method())}, input_shape=SHAPE, num_classes=2)
 
 
@@ -292,7 +292,7 @@ def two_classes(objective: Objective) -> Distillation:
     ids=lambda make: getattr(make, "__name__", "intra"),
 )
 def test_two_standardised_logits_have_no_gradient_and_are_refused(make: Callable[..., LogitObjective]) -> None:
-    line = r"^--variants\.a\.standardize True: expected at least 3 classes, not 2: standardised logits of two are"
+    line = r"^variants\.a\.standardize True: expected at least 3 classes, not 2: standardised logits of two are"
     with pytest.raises(BadInput, match=line):
         two_classes(make(standardize=True))
     student, teacher = (outputs(seed, classes=2) for seed in (1, 2))
@@ -302,10 +302,10 @@ def test_two_standardised_logits_have_no_gradient_and_are_refused(make: Callable
 
 
 def test_two_probabilities_always_correlate_and_are_refused() -> None:
-    line = r"^--variants\.a\.inter_weight 2\.0: expected 0, as there are 2 classes: two probabilities always correlate"
+    line = r"^variants\.a\.inter_weight 2\.0: expected 0, as there are 2 classes: two probabilities always correlate"
     with pytest.raises(BadInput, match=line):
         two_classes(DIST())
-    with pytest.raises(BadInput, match=r"^--variants\.a\.objectives\.1\.inter_weight 2\.0: expected 0, as "):
+    with pytest.raises(BadInput, match=r"^variants\.a\.objectives\.1\.inter_weight 2\.0: expected 0, as "):
         two_classes(Sum([Hinton(), DIST()]))
     two_classes(DIST(inter_weight=0.0))
     two_classes(DeiTToken(student_layer="classifier", class_layer="classifier", standardize=True))
@@ -317,13 +317,13 @@ def test_two_probabilities_always_correlate_and_are_refused() -> None:
 @pytest.mark.parametrize(
     ("make", "line"),
     [
-        (lambda: DKD(warmup=-1), "--warmup -1: expected a number of epochs, 0 or more"),
-        (lambda: TTM(gamma=0), "--gamma 0: expected a number above 0, at most 1"),
-        (lambda: TfKD(correct=1.0), "--correct 1.0: expected a probability above 0 and below 1"),
-        (lambda: TfKD(alpha=1.5), "--alpha 1.5: expected a number from 0 to 1"),
-        (lambda: CrossEntropy(1.0), "--label_smoothing 1.0: expected a share of 0 or more, below 1"),
-        (lambda: DIST(temperature=0), "--temperature 0: expected a number above 0, from 1e-18 to 1e+18"),
-        (lambda: NKD(gamma=math.nan), "--gamma nan: expected a number of 0 or more"),
+        (lambda: DKD(warmup=-1), "warmup -1: expected a number of epochs, 0 or more"),
+        (lambda: TTM(gamma=0), "gamma 0: expected a number above 0, at most 1"),
+        (lambda: TfKD(correct=1.0), "correct 1.0: expected a probability above 0 and below 1"),
+        (lambda: TfKD(alpha=1.5), "alpha 1.5: expected a number from 0 to 1"),
+        (lambda: CrossEntropy(1.0), "label_smoothing 1.0: expected a share of 0 or more, below 1"),
+        (lambda: DIST(temperature=0), "temperature 0: expected a number above 0, from 1e-18 to 1e+18"),
+        (lambda: NKD(gamma=math.nan), "gamma nan: expected a number of 0 or more"),
     ],
 )
 def test_bad_options_are_one_line(make: Callable[[], Objective], line: str) -> None:

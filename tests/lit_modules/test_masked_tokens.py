@@ -287,7 +287,7 @@ def test_a_batch_with_ignored_tokens_says_what_its_labels_weigh() -> None:
     tokens, labels = texts(4)
     batch = Batch(tokens, labels, torch.arange(4), torch.arange(4), 4, 1, 0)
     loader: Any = DataLoader([batch], batch_size=None, collate_fn=lambda x: x)  # type: ignore[arg-type]
-    with pytest.raises(BadInput, match=r"^--data labels of -100: expected a Batch with its label_weight"):
+    with pytest.raises(BadInput, match=r"^data labels of -100: expected a Batch with its label_weight"):
         trainer(limit_val_batches=0).fit(LitLanguageModel(gpt(V, T, tie_weights=False)), loader, loader)
 
 

@@ -82,10 +82,10 @@ def test_those_who_learn_from_one_that_fails_fail_with_it(capfd: pytest.CaptureF
 @pytest.mark.parametrize(
     ("cohort", "message"),
     [
-        ({"a": ["q"], "b": ["a"]}, r"--variants\.a\.peers q: expected students trained beside it: b"),
-        ({"a": ["a"]}, r"--variants\.a\.peers a: expected students trained beside it: there are none"),
-        ({"a": []}, r"--peers \[\]: expected names of one student or more"),
-        ({"a": ["b", "b"]}, r"--peers \['b', 'b'\]: expected names of one student or more, each once"),
+        ({"a": ["q"], "b": ["a"]}, r"variants\.a\.peers q: expected students trained beside it: b"),
+        ({"a": ["a"]}, r"variants\.a\.peers a: expected students trained beside it: there are none"),
+        ({"a": []}, r"peers \[\]: expected names of one student or more"),
+        ({"a": ["b", "b"]}, r"peers \['b', 'b'\]: expected names of one student or more, each once"),
     ],
 )
 def test_peers_that_are_not_there_are_refused(cohort: dict[str, list[str]], message: str) -> None:

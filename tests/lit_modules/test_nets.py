@@ -30,14 +30,14 @@ from lit_modules.nets import (
     any_kernel,
     check_fits,
     check_same_start,
+    find_stage,
     globalise,
     pipeline_stages,
     run,
-    stage_of,
 )
 from lit_modules.nets.base import group_norm
-from lit_modules.nets.layers import layer, resolved
-from lit_modules.nets.torchvision import chain
+from lit_modules.nets.layers import layer, resolve
+from lit_modules.nets.torchvision import split_chain
 from lit_modules.objectives import NST, VID, AttentionTransfer, FitNet
 
 
@@ -172,7 +172,7 @@ def test_stages_are_the_maps_that_published_tables_compare(name: str) -> None:
     names = [f"stage{number}" for number in range(1, len(net.stages) + 1)]
     found = run(net, torch.zeros(1, 3, 32, 32), [*names, "middle", "default"]).features
     assert [tuple(found[stage].shape[1:3]) for stage in names] == maps
-    assert resolved(net, "middle") == resolved(net, "stage2")
+    assert resolve(net, "middle") == resolve(net, "stage2")
     assert torch.equal(found["default"], found[names[-1]])
     with pytest.raises(BadInput):
         layer(net, f"stage{len(maps) + 1}")
@@ -312,9 +312,9 @@ def test_batch_norm_of_other_people_is_named() -> None:
 
 
 def in_stages(net: nn.Module, x: torch.Tensor, paths: set[str]) -> Outputs:
-    """The net run stage by stage, with features caught where `stage_of` says."""
+    """The net run stage by stage, with features caught where `find_stage` says."""
     stages = pipeline_stages(net)
-    places = {path: stage_of(net, stages, path) for path in paths}
+    places = {path: find_stage(net, stages, path) for path in paths}
     features: dict[str, torch.Tensor] = {}
     for number, stage in enumerate(stages):
         here = [(path, module) for path, (place, module) in places.items() if place == number]
@@ -391,13 +391,13 @@ def test_no_stage_begins_in_place() -> None:
 
 
 def test_what_cannot_be_cut_is_named() -> None:
-    with pytest.raises(BadInput, match=r"^--name vit_b_16: expected .*resnet50.*vit_b_16 can't be cut"):
+    with pytest.raises(BadInput, match=r"^name vit_b_16: expected .*resnet50.*vit_b_16 can't be cut"):
         pipeline_stages(Torchvision("vit_b_16"))
-    with pytest.raises(BadInput, match=r"^--net Bilinear: expected .*pipeline_stages"):
+    with pytest.raises(BadInput, match=r"^net Bilinear: expected .*pipeline_stages"):
         pipeline_stages(nn.Bilinear(2, 2, 2))
     net = Torchvision("resnet18")
-    with pytest.raises(BadInput, match=r"^--layer model: expected a layer of Torchvision inside a pipeline stage"):
-        stage_of(net, pipeline_stages(net), "model")
+    with pytest.raises(BadInput, match=r"^layer model: expected a layer of Torchvision inside a pipeline stage"):
+        find_stage(net, pipeline_stages(net), "model")
 
 
 def test_group_norm_has_at_most_32_groups_of_at_least_8_channels() -> None:
@@ -411,7 +411,7 @@ def test_group_norm_takes_the_place_of_every_batch_norm() -> None:
         assert [name for name, m in group.named_modules() if isinstance(m, nn.GroupNorm)] == norms
         assert parameters(batch) == parameters(group)
     for name in ("vgg11_bn", "vit_b_16"):
-        with pytest.raises(BadInput, match=rf"^--norm group: expected batch for {name}"):
+        with pytest.raises(BadInput, match=rf"^norm group: expected batch for {name}"):
             Torchvision(name, norm="group")
     with pytest.raises(ValueError, match=r"^norm layer: expected batch or group"):
         ResNet(8, norm="layer")
@@ -450,7 +450,7 @@ class _Odd(nn.Module):
 @pytest.mark.parametrize("way", ["residual", "twice", "after"])
 def test_a_model_that_is_no_chain_of_its_children_is_found_out(way: str) -> None:
     with pytest.raises(ValueError, match=r"a child is called twice|an unknown operation between"):
-        with_seed(0, lambda: chain(_Odd(way), torch.randn(8, 4)))
+        with_seed(0, lambda: split_chain(_Odd(way), torch.randn(8, 4)))
 
 
 class _Noisy(nn.Module):
@@ -474,7 +474,7 @@ def test_whether_a_net_fits_is_seen_in_training_too_and_changes_nothing() -> Non
     assert all(torch.equal(value, net.state_dict()[name]) for name, value in before[0].items())
     assert [m.training for m in net.modules()] == before[1]
     assert torch.equal(torch.get_rng_state(), before[2])
-    with pytest.raises(BadInput, match=r"^--student _Noisy: expected a net that gives logits \(3,\).*; it gives tuple"):
+    with pytest.raises(BadInput, match=r"^student _Noisy: expected a net that gives logits \(3,\).*; it gives tuple"):
         check_fits(_Noisy(pair=True), example, (3,), "student")
     check_fits(_Noisy(pair=True), example, (3,), trained=False)
 
@@ -485,7 +485,7 @@ def test_a_net_that_fails_without_a_message_is_refused_in_one_line() -> None:
 
     net = LightNN()
     net.forward = forward  # type: ignore[method-assign,assignment]
-    with pytest.raises(BadInput, match=r"^--net LightNN: expected a net that takes inputs .*; it says: ValueError$"):
+    with pytest.raises(BadInput, match=r"^net LightNN: expected a net that takes inputs .*; it says: ValueError$"):
         check_fits(net, torch.zeros(2, 3, 32, 32), (10,))
 
 
@@ -495,5 +495,5 @@ def test_shapes_can_be_learned_where_another_device_s_kernel_is_missing() -> Non
     with any_kernel(net):
         assert net(images).shape == (2, 10)
     assert {m.backend for m in net.modules() if isinstance(m, SelfAttention)} == {"cudnn"}
-    with pytest.raises(BadInput, match=r"^--backend cudnn: expected a kernel that serves"):
+    with pytest.raises(BadInput, match=r"^backend cudnn: expected a kernel that serves"):
         net(images)

@@ -158,7 +158,7 @@ def test_a_cohort_fails_together(capsys: pytest.CaptureFixture) -> None:
 
 @pytest.mark.parametrize("peer", ["nobody", "a"])
 def test_a_peer_is_another_student(peer: str) -> None:
-    with pytest.raises(BadInput, match=rf"^--variants\.a\.peers {peer}: expected students trained beside it: b$"):
+    with pytest.raises(BadInput, match=rf"^variants\.a\.peers {peer}: expected students trained beside it: b$"):
         module(a=Imitates(peer), b=CrossEntropy())
 
 
@@ -191,6 +191,6 @@ class Undeclared(Objective):
 def test_a_term_that_needs_labels_says_so() -> None:
     teacher = net(DeepNN, seed=1)
     Distillation(teacher, {"a": (net(), Undeclared())}, input_shape=SHAPE)
-    expected = r"^--variants\.a Undeclared: expected an objective whose term x needs no label, as some are hidden"
+    expected = r"^variants\.a Undeclared: expected an objective whose term x needs no label, as some are hidden"
     with pytest.raises(BadInput, match=expected):
         Distillation(teacher, {"a": (net(), Undeclared())}, input_shape=SHAPE, labelled=False)

@@ -209,7 +209,7 @@ def test_a_distillation_head_gives_logits(path: str) -> None:
     name = "student_layer" if path == "default" else "class_layer"
     student = outputs(1, 3, heads=HEADS)
     student.features["head"] = student.features["head"][:, :3]
-    with pytest.raises(BadInput, match=rf"^--{name} {path}: expected a head that gives logits \(10,\); .* \(3,"):
+    with pytest.raises(BadInput, match=rf"^{name} {path}: expected a head that gives logits \(10,\); .* \(3,"):
         DeiTToken(student_layer="default" if path == "default" else "head_dist").build(student, outputs(2, 6))
 
 
@@ -305,5 +305,5 @@ def test_hint_refuses_maps_of_other_sizes_naming_both() -> None:
     ],
 )
 def test_bad_options_are_refused(make: type[Objective], options: dict) -> None:
-    with pytest.raises(BadInput, match=r"^--\w+ .*: expected "):
+    with pytest.raises(BadInput, match=r"^\w+ .*: expected "):
         make(**options)

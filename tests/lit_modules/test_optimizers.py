@@ -95,7 +95,7 @@ def test_a_cycle_is_resumed_in_the_middle(tmp_path: Path) -> None:
 
 def test_a_cycle_that_ends_too_early_is_refused() -> None:
     module = LitClassifier(net(), optimizer=sgd, scheduler=partial(OneCycleLR, max_lr=0.1, total_steps=5))
-    with pytest.raises(BadInput, match=r"^--scheduler.total_steps 5: expected at least 6, the optimizer's steps"):
+    with pytest.raises(BadInput, match=r"^scheduler.total_steps 5: expected at least 6, the optimizer's steps"):
         fit(module, digits())
 
 
@@ -110,7 +110,7 @@ def test_muon_trains_a_net_of_matrices() -> None:
 
 def test_it_names_the_first_parameter_that_it_does_not_take() -> None:
     muon = partial(Muon, lr=0.02)
-    expected = r"^--optimizer Muon: expected one that takes {} \(16, 1, 3, 3\); it says: Muon only supports 2D"
+    expected = r"^optimizer Muon: expected one that takes {} \(16, 1, 3, 3\); it says: Muon only supports 2D"
     with pytest.raises(BadInput, match=expected.format("net.features.0.weight")):
         fit(LitClassifier(net(), optimizer=muon), digits())
     students: Any = {"a": (matrices(), CrossEntropy()), "b": (net(), CrossEntropy())}

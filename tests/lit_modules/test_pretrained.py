@@ -15,9 +15,9 @@ from apprentice.errors import BadInput
 from apprentice.keyed import with_seed
 from experiments import kd
 from lit_modules.classifier import LitClassifier
-from lit_modules.nets import LightNN, Timm, Torchvision, giving_logits
+from lit_modules.nets import LightNN, Timm, Torchvision, unwrap_logits
 from lit_modules.nets import run as run_net
-from lit_modules.nets.recorded import made, plain
+from lit_modules.nets.recorded import rebuild, to_plain
 from lit_modules.nets.timm import _class_names
 from lit_modules.nets.weights import load_weights
 from tests.processes import Run
@@ -48,16 +48,16 @@ def test_a_head_of_another_size_stays_new(resnet: tuple[nn.Module, Path]) -> Non
     assert torch.equal(net.model.fc.weight, fresh.model.fc.weight)
     assert (net.class_names, fresh.class_names) == (None, None)
     assert torch.equal(net.model.layer4[1].conv2.weight, model.layer4[1].conv2.weight)
-    assert plain(net)["init_args"]["weights"] is None  # a file of its own weights stands in for them
+    assert to_plain(net)["init_args"]["weights"] is None  # a file of its own weights stands in for them
 
 
 def test_weights_that_are_not_there_are_refused(resnet: tuple[nn.Module, Path], tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"^--weights nope: expected IMAGENET1K_V1, DEFAULT, or a file of weights$"):
+    with pytest.raises(BadInput, match=r"^weights nope: expected IMAGENET1K_V1, DEFAULT, or a file of weights$"):
         Torchvision("resnet18", weights="nope")
     with pytest.raises(BadInput, match=r"weights that fit ResNet; missing: "):
         Torchvision("resnet34", weights=str(resnet[1]))
     (tmp_path / "x.pth").write_text("no weights")
-    with pytest.raises(BadInput, match=r"^--weights .*x\.pth: expected a file of weights; "):
+    with pytest.raises(BadInput, match=r"^weights .*x\.pth: expected a file of weights; "):
         Torchvision("resnet18", weights=str(tmp_path / "x.pth"))
 
 
@@ -77,7 +77,7 @@ def test_named_weights_are_downloaded_and_name_their_images(
         raise OSError("no network")
 
     monkeypatch.setattr(enum, "get_state_dict", offline)
-    with pytest.raises(BadInput, match=r"^--weights DEFAULT: expected weights that can be downloaded \(no network\)$"):
+    with pytest.raises(BadInput, match=r"^weights DEFAULT: expected weights that can be downloaded \(no network\)$"):
         Torchvision("resnet18", weights="DEFAULT")
 
 
@@ -101,7 +101,7 @@ def test_weights_bring_the_normalisation_that_torchvision_gives_them(
     files = {weights: Torchvision(name, (3, size, size), 1000, weights=weights) for weights in ("DEFAULT", file)}
     for ours in files.values():
         assert torch.equal(ours.eval()(images), theirs(images))
-    again = made(plain(files["DEFAULT"]))  # without the weights, which a file of its own has
+    again = rebuild(to_plain(files["DEFAULT"]))  # without the weights, which a file of its own has
     again.load_state_dict(files["DEFAULT"].state_dict())
     assert torch.equal(again.eval()(images), theirs(images))
     chosen = Torchvision(name, (3, size, size), 1000, weights="DEFAULT", transform_input=False).eval()
@@ -109,7 +109,7 @@ def test_weights_bring_the_normalisation_that_torchvision_gives_them(
 
 
 def test_only_some_models_normalise_their_input() -> None:
-    with pytest.raises(BadInput, match=r"^--transform_input True: expected googlenet or inception_v3, not resnet18$"):
+    with pytest.raises(BadInput, match=r"^transform_input True: expected googlenet or inception_v3, not resnet18$"):
         Torchvision("resnet18", transform_input=True)
 
 
@@ -196,7 +196,7 @@ def _timm(folder: Path) -> None:
     assert (names[0], len(names)) == ("n01440764, tench, Tinca tinca", 1000)
     vit = Timm("vit_tiny_patch16_224", (1, 32, 32), 4)
     assert vit(torch.rand(2, 1, 32, 32)).shape == (2, 4)
-    with pytest.raises(BadInput, match=r"^--name resnet10: expected a model of timm, as .*resnet10t"):
+    with pytest.raises(BadInput, match=r"^name resnet10: expected a model of timm, as .*resnet10t"):
         Timm("resnet10")
     kd.main([*KD, "--student", "Timm", "--student.name", "resnet10t", "--out", str(folder / "run")])
 
@@ -204,7 +204,7 @@ def _timm(folder: Path) -> None:
 @pytest.mark.parametrize("kind", ["tuple", "dict", "object"])
 def test_logits_inside_of_other_outputs_are_found(kind: str) -> None:
     net = Many(kind)
-    module = fit(LitClassifier(giving_logits(giving_logits(net))), digits(), max_epochs=1)
+    module = fit(LitClassifier(unwrap_logits(unwrap_logits(net))), digits(), max_epochs=1)
     assert isinstance(module(torch.zeros(2, 1, 8, 8)), torch.Tensor)
     assert len(net._forward_hooks) == 1
     assert list(net.state_dict()) == ["layers.1.weight", "layers.1.bias"]

@@ -24,7 +24,7 @@ from harness.studies.deploy import logits_of
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import DeepNN, LightNN, ResNet, ViT
 from lit_modules.objectives import CrossEntropy, Hint, Hinton
-from lit_modules.quantization import EXTRA, FakeQuantized, post_training
+from lit_modules.quantization import EXTRA, FakeQuantized, quantize_post_training
 from lit_modules.quantization.ranges import Range
 from lit_modules.quantized import Quantized
 from tests.grids import mostly_slow
@@ -116,7 +116,7 @@ def test_int8_computes_what_training_has_simulated(make: Any, left: int) -> None
     assert len(stored) == len(layers)
     assert {value.dtype for value in stored} == {torch.int8}
     assert sum("batch_norm" in str(node.target) for node in int8.graph.nodes) == left
-    after = post_training(student.eval(), [inputs(100)])
+    after = quantize_post_training(student.eval(), [inputs(100)])
     assert torch.int8 in {value.dtype for value in after.state_dict().values()}
 
 
@@ -250,26 +250,26 @@ class Templates(nn.Module):
 
 
 def test_what_can_not_be_trained_is_refused() -> None:
-    with pytest.raises(BadInput, match=r"--net Templates: expected a net with layers that torchao quantises"):
+    with pytest.raises(BadInput, match=r"net Templates: expected a net with layers that torchao quantises"):
         Quantized(Templates(), input_shape=SHAPE)
-    with pytest.raises(BadInput, match=r"--net Templates: expected a net with layers that torchao quantises"):
-        post_training(Templates(), [torch.zeros(2, *SHAPE)])
-    with pytest.raises(BadInput, match=r"--net Branching: expected a net that torch.export can capture .*; it says: "):
+    with pytest.raises(BadInput, match=r"net Templates: expected a net with layers that torchao quantises"):
+        quantize_post_training(Templates(), [torch.zeros(2, *SHAPE)])
+    with pytest.raises(BadInput, match=r"net Branching: expected a net that torch.export can capture .*; it says: "):
         Quantized(Branching(), input_shape=SHAPE)
     for drop, where in ((nn.functional.dropout, "its forward"), (nn.RReLU(), "drop")):
-        with pytest.raises(BadInput, match=rf"--net Noisy: expected a net that draws noise in .*; {where} calls aten"):
+        with pytest.raises(BadInput, match=rf"net Noisy: expected a net that draws noise in .*; {where} calls aten"):
             Quantized(Noisy(drop), input_shape=SHAPE)
-    with pytest.raises(BadInput, match=r"--net Noisy: expected a net that has BatchNorm with .*; drop has none"):
+    with pytest.raises(BadInput, match=r"net Noisy: expected a net that has BatchNorm with .*; drop has none"):
         Quantized(Noisy(nn.BatchNorm1d(32, track_running_stats=False)), input_shape=SHAPE)
     activated = nn.BatchNorm1d(32)
     activated.act = nn.SiLU()
-    with pytest.raises(BadInput, match=r"--net Noisy: expected a net with torch's BatchNorm; drop does more"):
+    with pytest.raises(BadInput, match=r"net Noisy: expected a net with torch's BatchNorm; drop does more"):
         Quantized(Noisy(activated), input_shape=SHAPE)
-    with pytest.raises(BadInput, match="--objective Hinton: expected CrossEntropy, or a teacher"):
+    with pytest.raises(BadInput, match="objective Hinton: expected CrossEntropy, or a teacher"):
         Quantized(net(), Hinton(), None, SHAPE)
-    with pytest.raises(BadInput, match=r"^--objective Formula: expected an objective whose term x has a value a row"):
+    with pytest.raises(BadInput, match=r"^objective Formula: expected an objective whose term x has a value a row"):
         Quantized(net(), Formula(lambda s, t, y: s.logits.sum()), net(DeepNN), SHAPE)
-    with pytest.raises(BadInput, match="--freeze_epoch 0"):
+    with pytest.raises(BadInput, match="freeze_epoch 0"):
         Quantized(net(), input_shape=SHAPE, freeze_epoch=0)
 
 
@@ -331,7 +331,7 @@ def test_int8_is_as_good_as_float_on_mnist(make: Any, data_root: Path) -> None:
     calibration = data.normalize(data.split("train").take(torch.arange(256))[0], torch.float32)
     nets = {
         "float32": student.eval(),
-        "int8-ptq": post_training(student, calibration.split(128)),
+        "int8-ptq": quantize_post_training(student, calibration.split(128)),
         "int8-qat": aware.net.int8(aware.best_state()),
     }
     images, labels = data.split("test").take(torch.arange(2000))

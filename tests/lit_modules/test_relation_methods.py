@@ -160,6 +160,6 @@ def test_relations_of_too_few_rows_have_no_gradient_and_are_refused(objective: O
     students = {"a": (net(LightNN), objective)}
     module = Distillation(net(LightNN), students, input_shape=SHAPE)
     module.check_batch(fewest)
-    line = rf"^--data\.batch_size {fewest - 1}: expected at least {fewest}: {type(objective).__name__} relates samples"
+    line = rf"^data\.batch_size {fewest - 1}: expected at least {fewest}: {type(objective).__name__} relates samples"
     with pytest.raises(BadInput, match=line):
         fit(module, digits(batch_size=fewest - 1, train_size=12), max_epochs=1)

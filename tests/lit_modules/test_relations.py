@@ -115,7 +115,7 @@ def test_a_rows_loss_has_the_gradient_of_all() -> None:
         return losses, {"half": losses / 2}
 
     weight = torch.rand((), generator=g, dtype=torch.float64)
-    losses, values = relations.related(relation, x, torch.arange(5), 5)
+    losses, values = relations.relate(relation, x, torch.arange(5), 5)
     (found,) = torch.autograd.grad(losses.sum() * weight, x)
     (expected,) = torch.autograd.grad(relation(x)[0].sum() * weight, x)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
@@ -123,11 +123,11 @@ def test_a_rows_loss_has_the_gradient_of_all() -> None:
     sharded, total = relations.ShardedRelations(5), torch.zeros_like(x)
     for part in (range(2), range(2, 5)):
         with sharded.shard():
-            relations.related(relation, x[list(part)], torch.tensor(part), len(part))
+            relations.relate(relation, x[list(part)], torch.tensor(part), len(part))
     sharded.compute()
     for part in (range(2), range(2, 5)):
         with sharded.shard():
-            some, _ = relations.related(relation, x[list(part)], torch.tensor(part), len(part))
+            some, _ = relations.relate(relation, x[list(part)], torch.tensor(part), len(part))
         assert torch.equal(some, losses[list(part)])
         total += torch.autograd.grad(some.sum() * weight, x)[0]
     torch.testing.assert_close(total, expected, rtol=0, atol=1e-12)

@@ -126,10 +126,10 @@ def test_larger_maps_are_pooled(size: int, shared: int) -> None:
 @pytest.mark.parametrize(
     ("student", "teacher", "objective", "message"),
     [
-        (lambda: net(ViT), net, SimKD, r"--variants\.a SimKD: expected as student a net whose .* it is ViT$"),
-        (net, lambda: net(ViT), SimKD, r"--variants\.a SimKD: expected as teacher a net whose .* it is ViT$"),
-        (lambda: Pooled(1), net, SimKD, r"--variants\.a SimKD: expected as teacher one whose classifier takes"),
-        (net, net, lambda: Sum([SimKD(), SimKD()]), r"--variants\.a\.objectives 2: expected at most one"),
+        (lambda: net(ViT), net, SimKD, r"variants\.a SimKD: expected as student a net whose .* it is ViT$"),
+        (net, lambda: net(ViT), SimKD, r"variants\.a SimKD: expected as teacher a net whose .* it is ViT$"),
+        (lambda: Pooled(1), net, SimKD, r"variants\.a SimKD: expected as teacher one whose classifier takes"),
+        (net, net, lambda: Sum([SimKD(), SimKD()]), r"variants\.a\.objectives 2: expected at most one"),
     ],
 )
 def test_refused(student: Any, teacher: Any, objective: Callable[[], Objective], message: str) -> None:

@@ -97,7 +97,7 @@ def test_a_damaged_file_is_made_anew(run: Run, tmp_path: Path, capfd: pytest.Cap
     found, asked = run(tmp_path)
     assert asked == FIRST + ONCE
     told = capfd.readouterr().out
-    assert f"teacher's outputs are computed anew: --teacher_cache_dir {file}: expected a file of weights" in told
+    assert f"teacher's outputs are computed anew: teacher_cache_dir {file}: expected a file of weights" in told
     assert_same(expected, found)
     assert file.read_bytes() == whole
 

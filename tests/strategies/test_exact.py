@@ -388,7 +388,7 @@ class Complex(Normed):
 
 
 def test_complex_parameters_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"--exact \d: expected real parameters; phase is complex"):
+    with pytest.raises(ValueError, match=r"exact \d: expected real parameters; phase is complex"):
         normed(16, 16, make=Complex, strategy=DDP(exact=8))
 
 

@@ -308,7 +308,7 @@ def test_an_unknown_argument_names_the_class_that_was_called(make: Callable[...,
 
 @pytest.mark.parametrize("make", [EMAWeightAveraging, lambda: StochasticWeightAveraging(swa_lrs=0.1)])
 def test_sharded_weights_are_not_averaged(make: Callable[[], Callback]) -> None:
-    with quiet(), pytest.raises(ValueError, match=r"^--callbacks \w+: expected none that averages weights"):
+    with quiet(), pytest.raises(ValueError, match=r"^callbacks \w+: expected none that averages weights"):
         trainer(2, strategy=FSDP(timeout=60), callbacks=[make()]).fit(classifier(), digits())
 
 

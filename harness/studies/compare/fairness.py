@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from datamodules.fingerprints import differing
+from datamodules.fingerprints import changed_parts
 from harness.cli.resuming import PLACES
 from harness.reports.settings import is_off
 from harness.reports.tables import listed
@@ -40,7 +40,7 @@ def why_not_comparable(first: Run, run: Run) -> str:
 
 def other_samples(first: Run, run: Run) -> list[str]:
     """The parts of the data whose samples differ; none where a run has no fingerprint."""
-    return differing(first.results.fingerprint, run.results.fingerprint) if known_places(first, run) else []
+    return changed_parts(first.results.fingerprint, run.results.fingerprint) if known_places(first, run) else []
 
 
 def known_places(first: Run, run: Run) -> set[str]:

@@ -36,8 +36,8 @@ from harness.studies.measure import log_row
 from lit_modules import nets
 from lit_modules.classifier import LitClassifier
 from lit_modules.learner import adam
-from lit_modules.quantization import post_training
-from lit_modules.quantization.capture import captured
+from lit_modules.quantization import quantize_post_training
+from lit_modules.quantization.capture import capture
 from lit_modules.quantized import NAME, Quantized
 
 STUDENT = "student"
@@ -107,7 +107,7 @@ def of_net(flag: str, value: object, *more: str) -> Iterator[None]:
             yield
         sys.stderr.write(output.getvalue())
     except BadInput as fault:
-        if fault.flag.partition(".")[0] not in {flag, *more}:
+        if fault.argument.partition(".")[0] not in {flag, *more}:
             raise
         raise BadInput(flag, value, fault.expected) from None
     except Exception as error:
@@ -224,7 +224,7 @@ class Builder:
             self._check_samples()
         with of_net(flag, value, "net"):
             aware = self.aware(net)
-            captured(copy.deepcopy(net).eval(), self.data.example.float())
+            capture(copy.deepcopy(net).eval(), self.data.example.float())
         check_callbacks(self.run, self.run.trainer(check_val_every_n_epoch=self.config.evaluate_every), {NAME: aware})
 
     def _check_samples(self) -> None:
@@ -233,10 +233,15 @@ class Builder:
         settings = folder / "config.yaml"
         known = sources.load(settings, "run").get("data") if settings.is_file() else None
         if known == self.run.parser.as_dict(self.config)["data"]:
-            samples.check(folder, self.run.samples, "train a student of these")
+            samples.check_samples(folder, self.run.samples, "train a student of these")
 
     def formats(self, net: nn.Module, int8: nn.Module) -> dict[str, nn.Module]:
         """The net of each format, in eval mode on the CPU."""
         images, _ = images_of(self.data, "train", self.config.calibration_size)
         rounded = formats.Rounded(copy.deepcopy(net), torch.bfloat16)
-        return {"float32": net, "bfloat16": rounded, "int8-ptq": post_training(net, images.split(128)), NAME: int8}
+        return {
+            "float32": net,
+            "bfloat16": rounded,
+            "int8-ptq": quantize_post_training(net, images.split(128)),
+            NAME: int8,
+        }

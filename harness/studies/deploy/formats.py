@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.runs.files import atomic, write_bytes
-from harness.runs.quiet import silenced
+from harness.runs.quiet import silence
 from harness.studies.deploy import answer
 
 WEIGHTS, PROGRAM, ONNX = "weights.safetensors", "model.pt2", "model.onnx"
@@ -59,7 +59,7 @@ def write_onnx(net: nn.Module, example: Tensor, folder: Path) -> None:
     from torch.onnx import export
 
     names: dict[str, Any] = {"input_names": ["images"], "output_names": ["logits"]}
-    with silenced("torch.onnx", "onnxscript"):  # their notices to each other
+    with silence("torch.onnx", "onnxscript"):  # their notices to each other
         program = export(_exported(net, example), (example,), dynamo=True, verbose=False, **names)
     assert program is not None
     proto = program.model_proto

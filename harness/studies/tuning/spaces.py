@@ -96,7 +96,7 @@ def check(config: Namespace, arms: Mapping[str, Arm]) -> None:
             try:
                 _check_value(config, variants.get(name), option, each)
             except BadInput as fault:
-                of_option = fault.flag.rpartition(".")[2] == option
+                of_option = fault.argument.rpartition(".")[2] == option
                 expected = fault.expected if of_option else f"values that fit: of {each}, expected {fault.expected}"
                 if of_option and value == each:  # it may be meant as a form
                     expected = f"{expected}, or {EXPECTED}"

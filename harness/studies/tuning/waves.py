@@ -60,7 +60,7 @@ def free_bytes(trainer: Trainer) -> int | None:
     GPUs are asked by NVIDIA's own tool: once this process had initialised CUDA, forked ranks could not use it.
     """
     if trainer.strategy.root_device.type == "cpu":
-        local = trainer.num_devices if launch.launched() is None else max(launch.ranks() // trainer.num_nodes, 1)
+        local = trainer.num_devices if launch.find_launch() is None else max(launch.ranks() // trainer.num_nodes, 1)
         return available_bytes() // local
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     try:

@@ -20,11 +20,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from apprentice.errors import BadInput
 from harness.runs.files import atomic, write_json
-from harness.runs.quiet import silenced
+from harness.runs.quiet import silence
 from lab.studies.attention.cases import Case
 from lab.studies.isolation import call_isolated, can_fork, children_end_with_block
 from lab.studies.meters import PeakMemory
-from lit_modules.nets.attention import SelfAttention, kernel
+from lit_modules.nets.attention import SelfAttention, use_kernel
 from lit_modules.nets.transformer import Block
 
 Call = Callable[[], object]
@@ -114,7 +114,7 @@ class Bench:
     @staticmethod
     def prepare(cases: Iterable[Case]) -> None:
         """Load what takes time once, not in the process of every case."""
-        with silenced(*LOGGERS):
+        with silence(*LOGGERS):
             importlib.import_module("torch.utils.benchmark")
             if any(case.compiled for case in cases):
                 importlib.import_module("torch._inductor.compile_fx")
@@ -147,7 +147,7 @@ class Bench:
 
     def _outcome(self, case: Case, folder: Path) -> Outcome:
         try:
-            with silenced(*LOGGERS), call(case, self.device) as called:
+            with silence(*LOGGERS), call(case, self.device) as called:
                 with autograd.profiler.profile(use_kineto=False) as profiler:
                     called()  # the first call, in which a compiler takes memory, too
                 kernel_used = fused([event.key for event in profiler.key_averages()])
@@ -240,7 +240,7 @@ def call(case: Case, device: torch.device) -> Iterator[Call]:
         # Queries, keys, values, and the gradient of what comes out: (B, heads, T, D / heads)
         *drawn, grad = (noise(case.batch, case.heads, case.length, case.head_dim) for _ in range(4))
         heads = query, key, value = [x.requires_grad_(case.backward) for x in drawn]
-        with kernel(case.backend, *heads, None, 0.0, case.causal):
+        with use_kernel(case.backend, *heads, None, 0.0, case.causal):
             forward = partial(F.scaled_dot_product_attention, query, key, value, is_causal=case.causal)
             yield (lambda: torch.autograd.grad(forward(), heads, grad)) if case.backward else forward
 

@@ -106,7 +106,7 @@ class Cases:
         except BadInput as error:
             if name == self._given:
                 raise
-            unfit = str(error)
+            unfit = cli.with_flag(error)
         if group is not None and self.devices <= group:
             unfit = f"it would be fsdp, as its shard_size {group} is not below the number of devices, {self.devices}"
         return Case(name, self.devices, make, choice.init_args, reference.exact, reference=reference, unfit=unfit)

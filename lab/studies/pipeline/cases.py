@@ -160,7 +160,7 @@ class Cases:
             try:
                 make()
             except BadInput as error:
-                refused = refused or str(error)
+                refused = refused or cli.with_flag(error)
                 continue
             bound = bubble_bound(self.devices, count) if schedule in ONE_STAGE else None
             size = size if count == least else self._count(count)
