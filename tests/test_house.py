@@ -208,6 +208,21 @@ print(json.dumps([key for key in before if before[key] != after[key]]))
 """
 
 
+LAZY = """
+import sys
+import harness.studies.bakeoff, strategies
+assert not [name for name in sys.modules if name.split(".")[0] == "lab"]
+from harness.studies.pipeline.report import timeline
+from strategies import AllReduce, DDPFP16, DDPPowerSGD, DDPRing, LocalSGD, ParamServer, RPCHybrid, ring
+assert {timeline.__module__, ring.__name__} == {"lab.studies.pipeline.report", "lab.strategies.ring"}
+"""
+
+
+def test_lab_is_loaded_when_it_is_chosen_and_keeps_the_names_that_pages_have_shown() -> None:
+    run = subprocess.run([sys.executable, "-c", LAZY], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+
+
 def test_importing_changes_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SNAPSHOT, "--no-such-flag", *modules(*LIBRARY, "lab")]
     run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
