@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from apprentice import replicas
+from apprentice.private import tree_flatten, tree_unflatten
 
 Values = dict[str, Tensor]  # each (n,)
 # From a tree of tensors (B, ...), all rows in order, to the rows' losses (B,), and values that are only logged.

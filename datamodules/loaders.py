@@ -9,10 +9,10 @@ from typing import Any, cast
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
 from apprentice import keyed
 from apprentice.batch import HIDDEN, Batch, Partners
+from apprentice.private import tree_flatten
 from datamodules.splits import Samples
 from datamodules.streams import Finish, Streamed, read_batches
 

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from apprentice.errors import BadInput
 from strategies.base.data_parallel import DataParallel
 from strategies.base.model_parallel import ModelParallel, devices_of
+from strategies.base.private import register_ddp_comm_hook
 from strategies.exact import Exact
 
 # Options of DistributedDataParallel that pass through `**kwargs`; the strategy sets the devices.
@@ -50,8 +51,8 @@ class AveragesGradients(DataParallel):
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Check that no parameter was unfrozen since the batch started: its gradient would not be averaged."""
         if unknown := self._unknown():
-            expected = "expected it to be unfrozen in on_train_batch_start or earlier, as its gradient is not averaged"
-            raise ValueError(f"parameter {unknown[0]}: {expected}")
+            expected = "it to be unfrozen in on_train_batch_start or earlier, as its gradient is not averaged"
+            raise BadInput("", f"parameter {unknown[0]}", expected)
         super().pre_backward(closure_loss)
 
 
@@ -73,7 +74,6 @@ class Replicated(AveragesGradients):
     """
 
     _saves_alone = True
-    _one_device = False  # whether a rank needs its parameters on one device
 
     def __init__(
         self,
@@ -114,8 +114,8 @@ class Replicated(AveragesGradients):
         options, flags = self._ddp_kwargs, {p: p.requires_grad for p in self._ever_trained()}
         if options["find_unused_parameters"] and batch_idx % self._trainer.accumulate_grad_batches:
             # Only the old wrapper knows which parameters the accumulated batches have used.
-            expected = "expected parameters to be unfrozen at the first of accumulated batches"
-            raise ValueError(f"batch {batch_idx}: with find_unused_parameters {expected}")
+            expected = "parameters to be unfrozen at the first of accumulated batches"
+            raise BadInput("", f"batch {batch_idx} with find_unused_parameters", expected)
         try:
             for p in flags:
                 p.requires_grad_(True)
@@ -130,7 +130,7 @@ class Replicated(AveragesGradients):
         """Register the communication hook on any device; Lightning silently ignores it on CPU."""
         if self._ddp_comm_hook is not None:
             assert isinstance(self.model, DistributedDataParallel)
-            _register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
+            register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
 
     @property
     def root_device(self) -> torch.device:
@@ -146,13 +146,17 @@ class Replicated(AveragesGradients):
             assert self.parallel_devices is not None
             sizes = sorted({split.num_stages for split in self._unplaced})
             if len(sizes) > 1:
-                raise ValueError(f"ModelParallel: expected one number of stages throughout a module, got {sizes}")
+                raise BadInput("", "ModelParallel", f"one number of stages throughout a module, got {sizes}")
             gpus, devices = torch.cuda.device_count(), self.parallel_devices
             self._split_devices = devices_of(self.local_rank, sizes * len(devices), devices, gpus)
-        one_device = self._one_device or getattr(self, "exact", None) is not None
-        if one_device and len(set(self._split_devices or [])) > 1:
-            raise ValueError("strategy: expected plain ddp, without exact, for a ModelParallel on several GPUs")
+        if self._one_device and len(set(self._split_devices or [])) > 1:
+            raise BadInput("", "strategy", "plain ddp, without exact, for a ModelParallel on several GPUs")
         super().setup_environment()
+
+    @property
+    def _one_device(self) -> bool:
+        """Whether a rank needs its parameters on one device."""
+        return False
 
     def _split_parts(self) -> list[ModelParallel]:
         return [part for part in self._module.modules() if isinstance(part, ModelParallel)]
@@ -164,7 +168,7 @@ class Replicated(AveragesGradients):
     def model_to_device(self) -> None:
         """Move the module to this rank's device, and each stage of a split module to its own."""
         if any(split not in self._splits for split in self._split_parts()):
-            raise ValueError("ModelParallel: expected it to be made in the module's constructor, not in a later hook")
+            raise BadInput("", "ModelParallel", "it to be made in the module's constructor, not in a later hook")
         for split in self._unplaced:
             split.place(self._split_devices)
         super().model_to_device()
@@ -173,7 +177,7 @@ class Replicated(AveragesGradients):
         for split in self._splits if self.world_size > 1 else []:
             if split.split_size is not None and (layers := split.gathering()):
                 why = f"as {layers[0]} computes over all ranks, and they can have different numbers of splits"
-                raise ValueError(f"split_size {split.split_size}: expected None, {why}")
+                raise BadInput("split_size", split.split_size, f"None, {why}")
         if self._split_devices is None:
             return super()._setup_model(model)
         return DistributedDataParallel(model, **self._ddp_kwargs)
@@ -196,7 +200,11 @@ class Replicated(AveragesGradients):
 class DDP(Exact, Replicated):
     """Lightning's distributed data parallel, forked on CPU; supports `--exact`."""
 
+    @property
+    def _one_device(self) -> bool:
+        return self.exact is not None
+
     def _check_devices(self) -> None:
         super()._check_devices()
         if self.exact is not None and self._ddp_comm_hook is not None:
-            raise ValueError(f"exact {self.exact}: expected no ddp_comm_hook, as gradients are added as whole numbers")
+            raise BadInput("exact", self.exact, "no ddp_comm_hook, as gradients are added as whole numbers")

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -18,13 +17,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from apprentice import replicas
+from apprentice.errors import BadInput
 from strategies import tensor_parallel
 from strategies.base import checkpoints
 from strategies.base.gradients import NORM, parameters_of
+from strategies.base.private import NormBase, sync_module_states
 from strategies.base.shared_replica import SharedReplica
 from strategies.sharding import Sharding, recompute
 from strategies.tensor_parallel import DATA, TENSOR
@@ -32,9 +32,9 @@ from strategies.tensor_parallel import DATA, TENSOR
 Half = Literal["bf16", "fp16"]
 # What torch says where a loss or a hook needs what a rank has a part of, and what we say.
 EXPECTED = {
-    "mixed torch.Tensor and DTensor": "expected reshard_after_forward False and a loss that uses parameters after "
+    "mixed torch.Tensor and DTensor": "reshard_after_forward False and a loss that uses parameters after "
     "forward only, as each rank has a part of them before",
-    "for storage of size 0": "expected reshard_after_forward False, as the loss uses gradients of gradients, for which "
+    "for storage of size 0": "reshard_after_forward False, as the loss uses gradients of gradients, for which "
     "layers are no longer whole",
     "data is not allocated yet": f"{NORM}, as each rank has a part of a gradient",
 }
@@ -77,7 +77,7 @@ class FSDP(SharedReplica):
     ) -> None:
         for name, value in {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}.items():
             if value not in DTYPES:
-                raise ValueError(f"{name} {value}: expected bf16 or fp16")
+                raise BadInput(name, value, "bf16 or fp16")
         super().__init__(**kwargs)
         self.param_dtype, self.reduce_dtype = DTYPES[param_dtype], DTYPES[reduce_dtype]
         self.offload, self.activation_checkpointing = offload, activation_checkpointing
@@ -88,14 +88,14 @@ class FSDP(SharedReplica):
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Raise ValueError with what was expected where torch's error speaks of its own parts."""
+        """Raise BadInput with what was expected where torch's error speaks of its own parts."""
         try:
             yield
         except RuntimeError as error:
             expected = next((text for sign, text in EXPECTED.items() if sign in str(error)), None)
             if expected is None:
                 raise
-            raise ValueError(f"strategy {type(self).__name__}: {type(self._module).__name__}: {expected}") from error
+            raise BadInput("", f"strategy {type(self).__name__}: {type(self._module).__name__}", expected) from error
 
     def _sharded(self) -> list[FSDPModule]:
         return [module for module in self._module.modules() if isinstance(module, FSDPModule)]
@@ -138,7 +138,7 @@ class FSDP(SharedReplica):
         if self.mesh is not None:
             tensor_parallel.sizes(self.mesh, self._num_ranks)
         if self.offload and self.root_device.type == "cpu":
-            raise ValueError("offload True: expected False, as the devices are CPUs and all is in their memory")
+            raise BadInput("offload", "True", "False, as the devices are CPUs and all is in their memory")
 
     def _get_process_group_backend(self) -> str:
         backend = super()._get_process_group_backend()
@@ -147,16 +147,16 @@ class FSDP(SharedReplica):
         return backend
 
     def check_trainer(self, trainer: Trainer) -> None:
-        """Raise ValueError for callbacks that average weights."""
+        """Raise BadInput for callbacks that average weights."""
         super().check_trainer(trainer)
         averaging = StochasticWeightAveraging, WeightAveraging
         self._refuse_callbacks(trainer, averaging, "none that averages weights, which no rank has all of")
 
     def check_module(self, module: LightningModule) -> None:
-        """Raise ValueError if a replica has several ranks, which can't compute this module together."""
+        """Raise BadInput if a replica has several ranks, which can't compute this module together."""
         super().check_module(module)
         if self._tensor_size > 1 and (wanted := tensor_parallel.wanted(module, self._tensor_size)):
-            raise ValueError(f"mesh {self.mesh}: expected {wanted}")
+            raise BadInput("mesh", self.mesh, wanted)
 
     def setup_environment(self) -> None:
         """Join the process group, and make the mesh."""
@@ -178,7 +178,7 @@ class FSDP(SharedReplica):
 
     def configure_ddp(self) -> None:
         """Shard the module instead of wrapping it."""
-        _sync_module_states(self._module)
+        sync_module_states(self._module)
         self._interrupted = False
         try:
             self._sharding = Sharding(self._module, self._shard, self._cut)
@@ -211,7 +211,7 @@ class FSDP(SharedReplica):
             recompute(module)
         offload = CPUOffloadPolicy() if self.offload else OffloadPolicy()
         options: dict[str, Any] = {"reshard_after_forward": self.reshard_after_forward, "offload_policy": offload}
-        norms = [m for m in module.modules() if self.param_dtype is not None and isinstance(m, _NormBase)]
+        norms = [m for m in module.modules() if self.param_dtype is not None and isinstance(m, NormBase)]
         for m in dict.fromkeys([*norms, module]):
             if not isinstance(m, FSDPModule):
                 fully_shard(m, mesh=self._mesh, mp_policy=self._policy(m, is_layer), **options)
@@ -219,7 +219,7 @@ class FSDP(SharedReplica):
     def _policy(self, module: nn.Module, is_layer: bool) -> MixedPrecisionPolicy:
         if self.param_dtype is None:
             return MixedPrecisionPolicy(reduce_dtype=self.reduce_dtype)
-        if isinstance(module, _NormBase):  # its averages are not rounded, and torch wants weights of their type
+        if isinstance(module, NormBase):  # its averages are not rounded, and torch wants weights of their type
             return MixedPrecisionPolicy(reduce_dtype=self.reduce_dtype, cast_forward_inputs=False)
         own = next(module.parameters()).dtype
         output = None if is_layer else own  # full precision for losses

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from apprentice.errors import BadInput
 from strategies.fsdp import FSDP
 
 
@@ -16,15 +17,15 @@ class HSDP(FSDP):
 
     def __init__(self, shard_size: int = 2, **kwargs: Any) -> None:
         if (mesh := kwargs.get("mesh")) is not None:
-            raise ValueError(f"mesh {mesh}: expected none: shard_size makes the groups; fsdp takes a mesh")
+            raise BadInput("mesh", mesh, "none: shard_size makes the groups; fsdp takes a mesh")
         super().__init__(**kwargs)
         self.shard_size = shard_size
 
     def _check_devices(self) -> None:
         super()._check_devices()
         if self.shard_size < 1 or self._num_ranks % self.shard_size:
-            expected = f"expected a number that divides the {self._num_ranks} devices"
-            raise ValueError(f"shard_size {self.shard_size}: {expected}")
+            expected = f"a number that divides the {self._num_ranks} devices"
+            raise BadInput("shard_size", self.shard_size, expected)
 
     def _make_mesh(self) -> DeviceMesh:
         shape = self.world_size // self.shard_size, self.shard_size

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from apprentice.errors import BadInput
 from strategies.base.checkpoints import whole
+from strategies.base.private import module_state_mapping
 from strategies.tensor_parallel import order
 
 Shard = Callable[[nn.Module, bool], None]
@@ -75,14 +76,15 @@ class Sharding:
         for name, p in module.named_parameters():
             if p.requires_grad and p not in inside:
                 place = "inside a child that is called, or a module that `sharded_modules` names"
-                raise ValueError(f"{name} can't be sharded: expected a trainable parameter {place}")
+                raise BadInput("", f"{name} can't be sharded", f"a trainable parameter {place}")
         names = {p: name for name, p in module.named_parameters()}
         if scalars := [names[p] for unit in found for p in unit.parameters() if not p.dim()]:
-            raise ValueError(f"{scalars[0]} can't be sharded: expected a tensor of one number, not a scalar")
+            raise BadInput("", f"{scalars[0]} can't be sharded", "a tensor of one number, not a scalar")
         for unit in found:
             for name, p in unit.named_parameters():
                 if self._is_shared(p, unit):
-                    raise ValueError(f"{name} of {type(unit).__name__} can't be sharded: another module has it too")
+                    where = f"{name} of {type(unit).__name__}"
+                    raise BadInput("", f"{where} can't be sharded", "a parameter of one module; another has it, too")
 
     def _is_shared(self, p: nn.Parameter, module: nn.Module) -> bool:
         inside = set(module.modules())
@@ -116,7 +118,7 @@ class Sharding:
         for m, kind, added in self._changes:
             if isinstance(m, FSDPModule):
                 m.__class__ = kind  # type: ignore[assignment]
-                _module_state_mapping.pop(m, None)  # else torch refuses to shard it again
+                module_state_mapping.pop(m, None)  # else torch refuses to shard it again
             for name, *keys in added:
                 for key in keys:
                     vars(m).get(name, {}).pop(key, None)

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from apprentice.errors import BadInput
+
 DATA, TENSOR = "data", "tensor"  # dimensions of a mesh
 ORDER = "_tensor_parallel_order"  # attribute of a layer while its rows are in another order than one device's
 
@@ -19,7 +21,7 @@ def sizes(mesh: Mapping[str, int] | DeviceMesh, ranks: int) -> tuple[int, int]:
     """Numbers of ranks along `data` and `tensor`; one that a mapping leaves out follows from the number of ranks.
 
     Raises:
-        ValueError: there are other dimensions, or the sizes don't fit the number of ranks.
+        BadInput: there are other dimensions, or the sizes don't fit the number of ranks.
     """
     made = isinstance(mesh, DeviceMesh)
     found = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False) if isinstance(mesh, DeviceMesh) else mesh)
@@ -29,8 +31,8 @@ def sizes(mesh: Mapping[str, int] | DeviceMesh, ranks: int) -> tuple[int, int]:
         tensor = found.get(TENSOR) or ranks // data
         if data * tensor == ranks:
             return data, tensor
-    expected = f"expected {DATA} and {TENSOR}, sizes whose product is {ranks}, the number of devices"
-    raise ValueError(f"mesh {found}: {expected}")
+    expected = f"{DATA} and {TENSOR}, sizes whose product is {ranks}, the number of devices"
+    raise BadInput("mesh", found, expected)
 
 
 def wanted(module: nn.Module, ranks: int) -> str:

@@ -8,6 +8,7 @@ from lightning.pytorch import Trainer
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
+from apprentice.errors import BadInput
 from strategies.base import checkpoints
 from strategies.base.gradients import copy_from, flatten, parameters_of
 from strategies.ddp import DDP
@@ -18,7 +19,7 @@ class ZeRO1(DDP):
 
     The module's own optimizer stays in place, for schedulers: a rank clears the gradients of other shares after
     clipping. No tensor is cut: a share is at least as large as its largest parameter.
-    ValueError for a loss scale or LBFGS, which need all gradients on all ranks.
+    BadInput for a loss scale or LBFGS, which need all gradients on all ranks.
     """
 
     _one_device = True
@@ -28,7 +29,7 @@ class ZeRO1(DDP):
         """Assign the parameters to ranks, and drop the optimizer state of other ranks' shares."""
         super().setup_optimizers(trainer)
         if self._scales_loss or any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers):
-            raise ValueError("strategy ddp_zero1: expected an optimizer other than LBFGS, and no loss scale")
+            raise BadInput("strategy", "ddp_zero1", "an optimizer other than LBFGS, and no loss scale")
         self._shares: list[list[nn.Parameter]] = [[] for _ in range(self.world_size)]
         self._drop_state()
 

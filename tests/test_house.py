@@ -7,14 +7,17 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from packaging.specifiers import SpecifierSet
 
 from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN
+from strategies.base import private
 from tests.training import SHAPE, digits, fit, net, weights
 
 ROOT = Path(__file__).parents[1]
@@ -142,6 +145,33 @@ def test_the_core_is_numeric() -> None:
         packages = {other.split(".")[0] for other in imported(path)} - {*sys.stdlib_module_names, "apprentice"}
         assert packages <= {"numpy", "torch"}, name
     assert sum(len(path.read_text().splitlines()) for path in modules("apprentice").values()) < 700
+
+
+def private_imports(path: Path) -> list[str]:
+    """Names and modules of torch and Lightning with an underscore that a file imports."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+        module = [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+        found += [".".join([*module, name]) for name in names]
+    return [name for name in found if re.match(r"(torch|lightning)\b.*\._", name)]
+
+
+def test_private_names_of_torch_and_lightning_stand_in_one_place() -> None:
+    """`apprentice/private.py` has those of several layers; both files say for which versions."""
+    places = {"apprentice.private", "strategies.base.private"}
+    alone = {"harness.studies.deploy.answer"}  # runs in an environment of its own
+    borrowers = {name for name, path in modules(*PACKAGES).items() if private_imports(path)}
+    assert borrowers - alone == places
+
+
+@pytest.mark.parametrize(("package", "versions"), [("torch", private.TORCH), ("lightning", private.LIGHTNING)])
+def test_private_names_are_held_for_these_versions(package: str, versions: str) -> None:
+    """Another version needs a look at the private names before its number is added here."""
+    assert version(package).partition("+")[0] in SpecifierSet(versions)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lowest = versions.partition(",")[0]
+    assert any(entry.startswith(f"{package}{lowest}") for entry in project["dependencies"])
 
 
 def test_nets_and_objectives_know_no_trainer() -> None:

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from torch.distributed.distributed_c10d import _get_default_store
 
 from apprentice.errors import BadInput
 from strategies import DataParallel
+from strategies.base.private import default_store
 
 POLL_SECONDS = 0.02
 _written, _read = Counter[str](), Counter[str]()  # how often a key was set, and read
@@ -100,13 +100,13 @@ def ranks() -> int:
 def store_set(key: str, value: str) -> None:
     """Publish the next value of a key for the other ranks."""
     _written[key] += 1
-    _get_default_store().set(f"apprentice/{key}/{_written[key]}", value)
+    default_store().set(f"apprentice/{key}/{_written[key]}", value)
 
 
 def store_get(key: str) -> str:
     """Wait for the next value of a key; raise ConnectionError if rank zero, which holds the store, has ended."""
     _read[key] += 1
-    store, entry = _get_default_store(), f"apprentice/{key}/{_read[key]}"
+    store, entry = default_store(), f"apprentice/{key}/{_read[key]}"
     try:
         while not store.check([entry]):
             time.sleep(POLL_SECONDS)  # a wait inside the store would block signals

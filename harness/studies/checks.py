@@ -44,7 +44,8 @@ def check_modules(run: Session, trainer: Trainer, *modules: Learner) -> None:
                 with cli.refusals(run.config.trainer, "trainer"):
                     trainer.strategy.check_module(module)
             except BadInput as error:
-                if error.argument == "trainer" and error.__cause__ is not None:  # it names no option of the strategy's
+                option = error.argument.removeprefix("trainer.")
+                if error.__cause__ is not None and option in {"trainer", *vars(run.config)}:  # such as --exact
                     raise error.__cause__ from None
                 raise
 

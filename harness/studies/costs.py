@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, conv_flop_count, sdpa_backward_flop_count, sdpa_flop_count
+
+from strategies.base.private import TorchDispatchMode
 
 Shape = Sequence[int]
 aten = torch.ops.aten

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.overrides.distributed import _sync_module_states
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apprentice.errors import BadInput
 from strategies.base.gradients import pack, unpack
+from strategies.base.private import sync_module_states
 from strategies.ddp import AveragesGradients
 
 
@@ -70,7 +70,7 @@ class AllReduce(AveragesGradients):
 
     def configure_ddp(self) -> None:
         """Start with rank zero's weights."""
-        _sync_module_states(self._module)
+        sync_module_states(self._module)
         self._averaged = None
         self._average_more()
 

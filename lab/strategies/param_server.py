@@ -16,10 +16,10 @@ from torch.distributed import rpc
 from torch.distributed.rpc.functions import async_execution
 from torch.futures import Future
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
 from apprentice import replicas
 from apprentice.errors import BadInput
+from apprentice.private import tree_map
 from lab.strategies.rpc import CallQueue, RPCStrategy, receiver, wait
 from strategies.base import checkpoints, missing_ranks
 from strategies.base.gradients import copy_from, flatten, pack, parameters_of, unpack

@@ -14,18 +14,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from lightning.pytorch.overrides.distributed import _sync_module_states
 from torch import Tensor
 from torch.distributed import rpc
-from torch.distributed.distributed_c10d import _get_default_store
 from torch.futures import Future
 from torch.optim import LBFGS, Optimizer
-from torch.utils._pytree import tree_map_only
 
 from apprentice.errors import BadInput
+from apprentice.private import tree_map_only
 from strategies.base.data_parallel import DataParallel
 from strategies.base.gradients import parameters_of
 from strategies.base.launchers import ForkLauncher
+from strategies.base.private import default_store, sync_module_states
 
 SCHEME = "apprentice"  # of an init_method that stands for the process group's store
 SHUTDOWN_TIMEOUT = 10.0  # seconds for a graceful shutdown of all agents
@@ -59,7 +58,7 @@ class RPCStrategy(DataParallel):
 
     def configure_ddp(self) -> None:
         """Start with rank zero's states, without a wrapper."""
-        _sync_module_states(self._module)
+        sync_module_states(self._module)
 
     def _start_agent(self, receiver: Any) -> None:
         """Start this rank's agent, unless an earlier fit has; `receiver` is what other ranks' calls find here."""
@@ -109,7 +108,7 @@ class RPCStrategy(DataParallel):
 
 def _process_groups_store(*_args: Any, **_options: Any) -> Iterator[tuple[dist.Store, int, int]]:
     """A rendezvous at the store that the ranks share: another address might be taken, or lead to dead ranks."""
-    yield dist.PrefixStore("rpc", _get_default_store()), dist.get_rank(), dist.get_world_size()
+    yield dist.PrefixStore("rpc", default_store()), dist.get_rank(), dist.get_world_size()
 
 
 def _stop(graceful: bool = True) -> None:

@@ -15,10 +15,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed import autograd, rpc
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map, tree_map_only
 
 from apprentice import keyed, replicas
 from apprentice.errors import BadInput
+from apprentice.private import tree_map, tree_map_only
 from lab.strategies.rpc import (
     LocalOptimizer,
     RPCStrategy,

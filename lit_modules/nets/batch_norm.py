@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from apprentice import replicas
+from apprentice.private import BatchNorm
 from lit_modules.nets.stand_ins import drop_stand_ins
 
 
@@ -58,7 +59,7 @@ def _statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return global_mean.to(x.dtype), variance.to(x.dtype), total.to(x.dtype)
 
 
-class _Global(nn.modules.batchnorm._BatchNorm):
+class _Global(BatchNorm):
     """BatchNorm by the global batch's statistics in training with several replicas; otherwise torch's BatchNorm.
 
     A single value of a channel in a global batch has no variance: it is normalised by the running statistics, which
@@ -120,7 +121,7 @@ GLOBAL: dict[type[nn.Module], type[_Global]] = {
 
 def has_no_running_statistics(module: nn.Module) -> bool:
     """Return whether a module is a BatchNorm that uses the batch's statistics in eval mode, too."""
-    batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+    batch_norm = isinstance(module, BatchNorm)
     return batch_norm and module.running_mean is None and module.running_var is None
 
 
@@ -142,7 +143,7 @@ def globalise(net: nn.Module) -> nn.Module:
 def find_local_batch_norms(net: nn.Module) -> list[str]:
     """Return the names of the BatchNorm layers in training mode that see no rows of other ranks."""
     over_ranks = (_Global, nn.SyncBatchNorm)
-    layers = [(name, m) for name, m in net.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    layers = [(name, m) for name, m in net.named_modules() if isinstance(m, BatchNorm)]
     return [name for name, layer in layers if layer.training and not isinstance(layer, over_ranks)]
 
 

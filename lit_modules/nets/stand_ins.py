@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from apprentice import keyed
+from apprentice.private import tree_map_only
 
 _computing: ContextVar[bool] = ContextVar("computing", default=False)
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from apprentice.errors import BadInput
+from apprentice.private import tree_leaves
 from apprentice.weights import check_weights, list_keys, read_saved
 
 SETS = ("state_dict", "model_state_dict", "model", "net")  # keys of weights in a checkpoint

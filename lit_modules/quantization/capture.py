@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from apprentice import replicas
 from apprentice.errors import BadInput, first_line
 from apprentice.keyed import is_dropout
+from apprentice.private import BatchNorm
 from lit_modules.nets.layers import run
 
 NET = "net"  # prefix of the float net's parameters in a graph: net.<name>
@@ -48,7 +49,7 @@ def capture(net: nn.Module, example: Tensor, layers: Sequence[str] = ()) -> Grap
         BadInput: torch.export can't capture the net, it draws other noise, or a BatchNorm has no statistics or does
             more than normalise.
     """
-    norms = {path: m for path, m in net.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
+    norms = {path: m for path, m in net.named_modules() if isinstance(m, BatchNorm)}
     for path, norm in norms.items():
         if [*norm.children()]:  # as timm's, with an activation
             raise BadInput("net", type(net).__name__, f"a net with torch's BatchNorm; {path} does more")
@@ -85,7 +86,7 @@ def _plain_layers(net: nn.Module) -> Iterator[None]:
     kinds: dict[nn.Module, Any] = {module: type(module) for module in net.modules()}
     try:
         for module, kind in kinds.items():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            if isinstance(module, BatchNorm):
                 module.__class__ = next(k for k in kind.__mro__ if k.__module__.startswith("torch.nn.modules"))
             elif is_dropout(module):
                 module.__class__ = _Dropout

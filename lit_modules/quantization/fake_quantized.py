@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from apprentice import replicas
+from apprentice.private import BatchNorm
 from lit_modules.nets.layers import layer, resolve
 from lit_modules.quantization import graphs
 from lit_modules.quantization.ranges import Range
@@ -71,7 +72,7 @@ class FakeQuantized(nn.Module):
         super().train(mode)
         if self.frozen:
             for module in self.graph.modules():
-                if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                if isinstance(module, BatchNorm):
                     module.eval()
         return self
 

@@ -7,7 +7,8 @@ import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.utils._pytree import tree_map_only
+
+from apprentice.private import tree_map_only
 
 
 def whole(shards: DTensor, order: Tensor | None = None) -> Tensor:

@@ -12,9 +12,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.data import _auto_add_worker_init_fn
-from lightning.fabric.utilities.distributed import _destroy_dist_connection
-from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states, reset_seed
+from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
@@ -22,19 +20,21 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
+from apprentice.errors import BadInput
 from strategies.base import failures, gradients, missing_ranks, rendezvous
 from strategies.base.fit_state import DeferredOptimizers
 from strategies.base.launchers import ForkLauncher, ScriptLauncher
+from strategies.base.private import add_worker_init_fn, collect_rng_states, destroy_process_group, set_rng_states
 
 LONGEST = 1e9  # seconds of a timeout, of which torch counts nanoseconds in 64 bits
 
 
 def check_backend(name: str) -> None:
-    """Raise ValueError unless torch has a process group's backend, or one a device, as cpu:gloo,cuda:nccl."""
+    """Raise BadInput unless torch has a process group's backend, or one a device, as cpu:gloo,cuda:nccl."""
     names = [part.rpartition(":")[2].lower() for part in name.split(",")]
     known = dist.Backend.backend_list[1:]  # the first is "undefined"
     if not {*names} <= {*known}:
-        raise ValueError(f"process_group_backend {name}: expected one of {', '.join(known)}")
+        raise BadInput("process_group_backend", name, f"one of {', '.join(known)}")
 
 
 class DataParallel(DeferredOptimizers):
@@ -80,7 +80,7 @@ class DataParallel(DeferredOptimizers):
         self._refuse(unknown)
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else 1800.0 if timeout is None else timeout
         if not 0 < seconds <= LONGEST:
-            raise ValueError(f"timeout {timeout}: expected seconds, above 0, at most {LONGEST:g}")
+            raise BadInput("timeout", timeout, f"seconds, above 0, at most {LONGEST:g}")
         limit = timedelta(seconds=seconds)
         if process_group_backend is not None:
             check_backend(process_group_backend)
@@ -116,6 +116,16 @@ class DataParallel(DeferredOptimizers):
         return self.num_processes * self.num_nodes
 
     @property
+    def exact(self) -> int | None:
+        """The number of shards of a batch, if it is cut."""
+        return None
+
+    @property
+    def replica(self) -> tuple[int, int]:
+        """The number of this rank's replica of the module, and the number of replicas."""
+        return self.global_rank, self._num_ranks
+
+    @property
     def _timeout_seconds(self) -> float:
         return self._timeout.total_seconds()
 
@@ -136,27 +146,27 @@ class DataParallel(DeferredOptimizers):
             self._launcher = ForkLauncher(self, start_method=method)
 
     def _check_devices(self) -> None:
-        """Raise ValueError, before ranks are started, where an option does not fit these devices."""
+        """Raise BadInput, before ranks are started, where an option does not fit these devices."""
         if self._process_group_backend == "nccl" and self.root_device.type != "cuda":
-            raise ValueError("process_group_backend nccl: expected gloo, as there are no GPUs in use")
+            raise BadInput("process_group_backend", "nccl", "gloo, as there are no GPUs in use")
         environment = self.cluster_environment
         if environment.creates_processes_externally and (started := environment.world_size()) != self._num_ranks:
             wanted = f"{started / self.num_nodes:g} on each of {self.num_nodes} nodes, as {started} ranks were started"
-            raise ValueError(f"devices {self.num_processes}: expected {wanted}")
+            raise BadInput("devices", self.num_processes, wanted)
 
     def check_module(self, module: LightningModule) -> None:
-        """Raise ValueError where the strategy can't train the module; called before a fork and in each rank."""
+        """Raise BadInput where the strategy can't train the module; called before a fork and in each rank."""
         if getattr(module, "relates_rows", False) and not self._relates_rows:
-            expected = "expected objectives that don't relate rows of the global batch, or another, as ddp or fsdp"
-            raise ValueError(f"strategy {type(self).__name__}: {expected}")
+            expected = "objectives that don't relate rows of the global batch, or another, as ddp or fsdp"
+            raise BadInput("strategy", type(self).__name__, expected)
 
     def check_trainer(self, trainer: Trainer) -> None:
-        """Raise ValueError where the strategy can't keep the Trainer's settings; called with `check_module`."""
+        """Raise BadInput where the strategy can't keep the Trainer's settings; called with `check_module`."""
 
     def _refuse_callbacks(self, trainer: Trainer, kinds: tuple[type[Callback], ...], expected: str) -> None:
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         if found := [callback for callback in callbacks if isinstance(callback, kinds)]:
-            raise ValueError(f"callbacks {type(found[0]).__name__}: expected {expected}")
+            raise BadInput("callbacks", type(found[0]).__name__, expected)
 
     def bind(self) -> None:
         """Bind rank 0's port before ranks are started, so that no other run on this machine can take it."""
@@ -196,7 +206,7 @@ class DataParallel(DeferredOptimizers):
         rank, size, device = self.global_rank, self.world_size, self._bound_device()
         dist.init_process_group(self._process_group_backend, None, self._timeout, size, rank, store, device_id=device)
         # A gloo thread that outlives the interpreter ends the process with a signal.
-        atexit.register(_destroy_dist_connection)
+        atexit.register(destroy_process_group)
 
     def _rendezvous(self) -> dist.Store:
         environment = self.cluster_environment
@@ -236,12 +246,12 @@ class DataParallel(DeferredOptimizers):
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Seed data workers by the sampler's rank, so that ranks which read the same batches draw the same."""
-        _auto_add_worker_init_fn(dataloader, self.distributed_sampler_kwargs["rank"])
+        add_worker_init_fn(dataloader, self.distributed_sampler_kwargs["rank"])
         return super().process_dataloader(dataloader)
 
     def _broadcast_random_states(self) -> None:
         """Set all ranks' random generators to rank zero's states, where ranks read the same batches."""
-        _set_rng_states(self.broadcast(_collect_rng_states(include_cuda=False)))
+        set_rng_states(self.broadcast(collect_rng_states(include_cuda=False)))
 
     def _broadcast_buffers(self, rank: int = 0) -> None:
         """Set all ranks' buffers, such as a plain BatchNorm's statistics, to one rank's."""

@@ -10,9 +10,9 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.distributed.distributed_c10d import _abort_process_group
 
 from strategies.base import missing_ranks
+from strategies.base.private import abort_process_group
 
 PATIENCE = 5.0  # seconds until a rank has failed alone
 
@@ -37,7 +37,7 @@ def is_everywhere(trainer: Trainer, exception: BaseException) -> bool:
 def leave() -> None:
     """Leave the process group, so that metrics and checkpoints wait for nobody."""
     if dist.get_backend() == "nccl":
-        _abort_process_group()
+        abort_process_group()
     else:
         dist.destroy_process_group()
 

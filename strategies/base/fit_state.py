@@ -13,19 +13,19 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
-from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
-from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.tuner.lr_finder import _determine_lr_attr_name
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.parsing import is_picklable, lightning_setattr
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
 from torch.optim import Optimizer
+
+from apprentice.errors import BadInput
+from strategies.base.private import Loop, init_optimizers, name_of_lr
 
 LOOPS = ("fit_loop", "validate_loop", "test_loop", "predict_loop")
 METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
@@ -115,18 +115,18 @@ def collected(trainer: Any) -> State:
 
 
 def restore(trainer: Any, state: State, data: LightningDataModule | None) -> None:
-    """Restore all but optimizers and schedulers; ValueError if the module here lacks a weight."""
+    """Restore all but optimizers and schedulers; BadInput if the module here lacks a weight."""
     if state.get("weights") is not None:
         _restore_weights(trainer, state)
     if data is not None and state["data"]:
         _call_data(trainer, data, "setup", stage=trainer.state.fn)  # as Lightning does before it loads
         _call_data(trainer, data, "load_state_dict", state["data"])
-    loops: list[_Loop] = [getattr(trainer, name) for name in LOOPS]
+    loops: list[Loop] = [getattr(trainer, name) for name in LOOPS]
     for name, loop in zip(LOOPS, loops, strict=True):
         loop.load_state_dict(state["loops"][name])
     for loop in loops:  # and those inside, which are added meanwhile: this is no restart
         loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
-        loops += [x for x in vars(loop).values() if isinstance(x, _Loop)]
+        loops += [x for x in vars(loop).values() if isinstance(x, Loop)]
     _restore_callbacks(trainer, state)
     for name in METRICS:
         metrics = getattr(trainer, name)
@@ -166,7 +166,7 @@ def make_optimizers(trainer: Any, state: State) -> None:
         module.load_state_dict(weights, strict=False)
         if position:
             _call_data(trainer, data, "load_state_dict", position)
-    strategy.optimizers, strategy.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module)
+    strategy.optimizers, strategy.lr_scheduler_configs = init_optimizers(module)
     for optimizer, values in zip(strategy.optimizers, state["optimizer_states"], strict=True):
         optimizer.load_state_dict(values)
     for config, values in zip(strategy.lr_scheduler_configs, state["lr_schedulers"], strict=True):
@@ -201,8 +201,8 @@ def _restore_weights(trainer: Any, state: State) -> None:
         unknown = _load_weights(module, weights)
     if unknown:
         kind = type(module).__name__
-        expected = f"expected layers that are made in {kind}'s constructor, in setup or in configure_model"
-        raise ValueError(f"{unknown[0]} was trained in forked ranks, and {kind} here has no such weight: {expected}")
+        expected = f"layers that are made in {kind}'s constructor, in setup or in configure_model"
+        raise BadInput("", f"{unknown[0]} was trained in forked ranks, and {kind} here has no such weight", expected)
     if saved:
         call._call_lightning_module_hook(trainer, "on_load_checkpoint", saved)
 
@@ -226,7 +226,7 @@ def _restore_callbacks(trainer: Any, state: State) -> None:
         rate = found.suggestion() if found is not None and finder._update_attr else None
         if rate is not None:
             module = trainer.lightning_module
-            lightning_setattr(module, _determine_lr_attr_name(module, finder._attr_name), rate)
+            lightning_setattr(module, name_of_lr(module, finder._attr_name), rate)
 
 
 def _learning_rate_finders(trainer: Any) -> list[LearningRateFinder]:

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apprentice import replicas
+from apprentice.errors import BadInput
 
 # Parts of what autograd says where other ranks have computed a net's output.
 NO_GRADIENT = re.compile("does not require grad|not have been used in the graph")
-NORM = "expected trainer.strategy.gradient_norm(parameters) in place of grad_norm"
+NORM = "trainer.strategy.gradient_norm(parameters) in place of grad_norm"
 
 
 def parameters_of(*optimizers: Optimizer) -> list[nn.Parameter]:
@@ -89,12 +90,12 @@ class _Gather(torch.autograd.Function):
 def set_aside(trained: Callable[[], Mapping[str, nn.Parameter]]) -> Iterator[None]:
     """Clear the trained parameters' gradients inside; restore those of earlier batches afterwards.
 
-    ValueError: a parameter has a hook, or other parameters are trained at the end.
+    BadInput: a parameter has a hook, or other parameters are trained at the end.
     """
     parameters = trained()
     if hooked := [name for name, p in parameters.items() if p._backward_hooks]:
-        expected = "expected parameters without hooks, which would be called for every piece of a batch"
-        raise ValueError(f"{expected}; {hooked[0]} has one")
+        expected = "parameters without hooks, which would be called for every piece of a batch"
+        raise BadInput("", "training_step", f"{expected}; {hooked[0]} has one")
     before = [(p, p.grad) for p in parameters.values()]
     for p, _ in before:
         p.grad = None
@@ -105,8 +106,8 @@ def set_aside(trained: Callable[[], Mapping[str, nn.Parameter]]) -> Iterator[Non
             p.grad = grad
     after = trained()
     if changed := [name for name in {**parameters, **after} if parameters.get(name) is not after.get(name)]:
-        expected = "expected a training_step that freezes, unfreezes and replaces no parameter, as a hook may"
-        raise ValueError(f"{expected}; it does so with {changed[0]}")
+        expected = "a training_step that freezes, unfreezes and replaces no parameter, as a hook may"
+        raise BadInput("", "training_step", f"{expected}; it does so with {changed[0]}")
 
 
 def handed_over(loss: Tensor, gradients: Mapping[nn.Parameter, Tensor | None]) -> Tensor:

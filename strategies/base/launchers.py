@@ -15,14 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
-from lightning.pytorch.strategies.launchers.multiprocessing import _WorkerOutput
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities.exceptions import _TunerExitException
-from torch.multiprocessing import ProcessRaisedException, _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
+from torch.multiprocessing import ProcessRaisedException
 
 from strategies.base import failures, fit_state, missing_ranks
+from strategies.base.private import (
+    MultiProcessingLauncher,
+    SubprocessScriptLauncher,
+    TunerExit,
+    WorkerOutput,
+    end_with_parent,
+)
 
 if TYPE_CHECKING:
     from strategies.base.data_parallel import DataParallel
@@ -30,7 +34,7 @@ if TYPE_CHECKING:
 INTERRUPT_TIME = 30.0  # seconds in which interrupted ranks call their hooks
 
 
-class ForkLauncher(_MultiProcessingLauncher):
+class ForkLauncher(MultiProcessingLauncher):
     """Lightning's launcher, safe for OpenMP and float64; ranks end with their parent, and return their state.
 
     An error of a rank is the `__cause__` of torch's ProcessRaisedException, which has its traceback as text.
@@ -86,7 +90,7 @@ class ForkLauncher(_MultiProcessingLauncher):
     def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
         if signal.getsignal(signal.SIGTERM) == self._forward_sigterm:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        _prctl_pr_set_pdeathsig(signal.SIGKILL)  # Linux kills it when its parent dies
+        end_with_parent(signal.SIGKILL)  # Linux kills it when its parent dies
         if process_idx:
             self._strategy.close_socket()  # so that nobody answers when rank 0 has died
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # keeps Lightning from choosing a number
@@ -152,7 +156,7 @@ class ForkLauncher(_MultiProcessingLauncher):
             torch.save(state, self._result)
         except (OSError, RuntimeError):  # the disk is full; an exception needs a file there too to reach the parent
             self._result.unlink(missing_ok=True)
-        return _WorkerOutput(None, None, trainer.state, results, {})
+        return WorkerOutput(None, None, trainer.state, results, {})
 
     def _recover_results_in_main_process(self, worker_output: Any, trainer: Trainer) -> None:
         trainer.state = worker_output.trainer_state
@@ -190,7 +194,7 @@ def _check_shared_memory() -> None:
         raise OSError(error.errno, error.strerror, "/dev/shm") from None
 
 
-class ScriptLauncher(_SubprocessScriptLauncher):
+class ScriptLauncher(SubprocessScriptLauncher):
     """Lightning's launcher of sub-processes, on a port that no other run can take."""
 
     def __init__(self, strategy: "DataParallel") -> None:
@@ -201,7 +205,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         """Run `function` here, as in every rank; after an exception Lightning's hooks find what this rank holds."""
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
-        except _TunerExitException:  # no failure
+        except TunerExit:  # no failure
             raise
         except BaseException as exception:
             self._strategy.prepare_exception_hooks(trainer, exception)
@@ -216,7 +220,7 @@ def _run(trainer: Trainer, function: Callable, *args: Any, **kwargs: Any) -> Any
     """Run a Trainer's function; the exception by which a Tuner stops it is a normal end, as it is in one process."""
     try:
         return function(*args, **kwargs)
-    except _TunerExitException:
+    except TunerExit:
         call._call_teardown_hook(trainer)
         trainer._teardown()
         trainer.state.status, trainer.state.stage = TrainerStatus.FINISHED, None

@@ -6,7 +6,9 @@ import threading
 import time
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
+
+from apprentice.errors import BadInput
+from strategies.base.private import default_store
 
 STOP = "should_stop"
 RESPONSE_TIME = 3.0  # seconds in which a rank that is there responds; a launcher ends us sooner after a rank's death
@@ -19,7 +21,7 @@ def raise_for_missing(
 ) -> None:
     """Raise an error that names the ranks that don't respond, if `exception` came from a collective.
 
-    TimeoutError: they did not come within `timeout` seconds; ConnectionError: they have gone; ValueError: all respond,
+    TimeoutError: they did not come within `timeout` seconds; ConnectionError: they have gone; BadInput: all respond,
     and on some of them training `should_stop`; SystemExit, with `first_only`: another rank reports that, as all write
     to one terminal.
     """
@@ -46,15 +48,15 @@ def raise_for_missing(
 def leave_stopped() -> None:
     """Let ranks that still train learn from `raise_for_missing` that this one has ended by `should_stop`."""
     if dist.is_initialized():
-        _get_default_store().set(f"present/{dist.get_rank()}", STOP)
+        default_store().set(f"present/{dist.get_rank()}", STOP)
 
 
 def _raise_for_stopped(stopped: list[int]) -> None:
-    """Raise ValueError if some ranks have left the training loop, and others wait for them in it."""
+    """Raise BadInput if some ranks have left the training loop, and others wait for them in it."""
     if 0 < len(stopped) < dist.get_world_size():
         names = f"rank {stopped[0]}" if len(stopped) == 1 else f"ranks {', '.join(map(str, stopped))}"
-        expected = "expected it on all ranks after the same step, or on none"
-        raise ValueError(f"trainer.should_stop: {expected}; it is set on {names} alone")
+        expected = "it on all ranks after the same step, or on none"
+        raise BadInput("", "trainer.should_stop", f"{expected}; it is set on {names} alone")
 
 
 def exchange(key: str, value: str, seconds: float) -> dict[int, str] | None:
@@ -62,7 +64,7 @@ def exchange(key: str, value: str, seconds: float) -> dict[int, str] | None:
     result: list[dict[int, str]] = []
 
     def ask() -> None:
-        store, deadline, responses = _get_default_store(), time.monotonic() + seconds, dict[int, str]()
+        store, deadline, responses = default_store(), time.monotonic() + seconds, dict[int, str]()
         with contextlib.suppress(dist.DistNetworkError):  # the store has gone, and rank 0 with it
             store.set(f"{key}/{dist.get_rank()}", value)
             while len(responses) < dist.get_world_size() and time.monotonic() < deadline:

@@ -9,6 +9,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from apprentice import keyed
+from apprentice.errors import BadInput
 from strategies.base.stages import batch_norms, chained, grouped, sizes_by_parameters
 
 PLAIN = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d}
@@ -40,9 +41,9 @@ class ModelParallel(nn.Module):
     ) -> None:
         super().__init__()
         if not stages:
-            raise ValueError("stages []: expected at least one module")
+            raise BadInput("stages", "[]", "at least one module")
         if split_size is not None and split_size < 1:
-            raise ValueError(f"split_size {split_size}: expected at least 1")
+            raise BadInput("split_size", split_size, "at least 1")
         for number, stage in enumerate(stages):
             self.add_module(str(number), stage)
         self.split_size = split_size
@@ -55,7 +56,7 @@ class ModelParallel(nn.Module):
         """Move the stages to these devices and keep them there; None: they stay until the module is moved."""
         stages = self._stages()
         if devices is not None and not 0 < len(devices) <= len(stages):
-            raise ValueError(f"devices {[str(d) for d in devices]}: expected one to {len(stages)}, one for each stage")
+            raise BadInput("devices", [str(d) for d in devices], f"one to {len(stages)}, one for each stage")
         self._sizes = [1] * len(stages) if devices is None else sizes_by_parameters(stages, range(len(devices)))
         numbers = [number for number, size in enumerate(self._sizes) for _ in range(size)]
         owners: dict[Tensor, tuple[int, str]] = {}
@@ -65,7 +66,7 @@ class ModelParallel(nn.Module):
             first, key = owners.setdefault(tensor, (number, name))
             if first != number:
                 found = f"{key} of stage {first} is {name} of stage {number}"
-                raise ValueError(f"stages: expected that a weight belongs to one stage; {found}")
+                raise BadInput("", "stages", f"that a weight belongs to one stage; {found}")
         self.devices = None if devices is None else [torch.device(device) for device in devices]
         self._apply(lambda tensor: tensor)
 
@@ -116,7 +117,7 @@ class ModelParallel(nn.Module):
         x = chained(grouped(self._stages(), self._sizes)[stage], x)
         wrong = [type(t).__name__ for t in (x if type(x) is tuple else (x,)) if not isinstance(t, Tensor)]
         if wrong:
-            raise ValueError(f"stage {stage}: expected a tensor or a tuple of tensors as its output, got {wrong[0]}")
+            raise BadInput("", f"stage {stage}", f"a tensor or a tuple of tensors as its output, got {wrong[0]}")
         return x
 
     def extra_repr(self) -> str:  # noqa: D102
@@ -135,18 +136,18 @@ def in_turn(splits: int, stages: int) -> Iterator[tuple[int, int]]:
 def devices_of(process: int, counts: Sequence[int], devices: Sequence[torch.device], gpus: int) -> list[torch.device]:
     """The devices of a node's process, one for each stage of its module; `counts` are those of the node's processes.
 
-    Lightning has chosen `devices`, one for each process; ValueError if there are too few `gpus`, or gaps.
+    Lightning has chosen `devices`, one for each process; BadInput if there are too few `gpus`, or gaps.
     """
     if devices[0].type != "cuda":
         return [devices[process]] * counts[process]
     if [device.index for device in devices] != list(range(len(devices))):
         chosen = [device.index for device in devices]
         each = "/".join(map(str, sorted({*counts})))
-        raise ValueError(f"devices {chosen}: expected a number of processes, which take {each} GPUs each in order")
+        raise BadInput("devices", chosen, f"a number of processes, which take {each} GPUs each in order")
     if sum(counts) > gpus:
         each = "/".join(map(str, sorted({*counts})))
-        wanted = f"expected {sum(counts)} GPUs, {each} for the stages of each process"
-        raise ValueError(f"devices {len(devices)}: {wanted}; there are {gpus}")
+        wanted = f"{sum(counts)} GPUs, {each} for the stages of each process"
+        raise BadInput("devices", len(devices), f"{wanted}; there are {gpus}")
     first = sum(counts[:process])
     return [torch.device("cuda", first + stage) for stage in range(counts[process])]
 
@@ -155,7 +156,7 @@ def _joined(outputs: list[Any], spans: list[tuple[int, int]]) -> Any:
     for output, (start, stop) in zip(outputs, spans, strict=True):
         shapes = [tuple(x.shape) for x in (output if isinstance(output, tuple) else (output,))]
         if wrong := [shape for shape in shapes if shape[:1] != (stop - start,)]:
-            raise ValueError(f"split_size: expected outputs with the input's {stop - start} rows first, got {wrong[0]}")
+            raise BadInput("", "split_size", f"outputs with the input's {stop - start} rows first, got {wrong[0]}")
     if isinstance(outputs[0], tuple):
         return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
     return torch.cat(outputs)

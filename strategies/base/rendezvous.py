@@ -19,6 +19,8 @@ import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments import LightningEnvironment
 
+from apprentice.errors import BadInput
+
 FLAG, TIMEOUT_FLAG = "--trainer.strategy.init_method", "--trainer.strategy.timeout"
 BY_ENVIRONMENT = {None, "env://"}  # MASTER_ADDR and MASTER_PORT say where
 CONNECT_INTERVAL, POLL_INTERVAL = 0.2, 0.02  # seconds
@@ -30,7 +32,7 @@ class StartedTwiceError(ConnectionError):
 
 
 def check_init_method(method: str | None) -> None:
-    """Raise ValueError where an init_method is none of env://, tcp://HOST:PORT and file:///PATH."""
+    """Raise BadInput where an init_method is none of env://, tcp://HOST:PORT and file:///PATH."""
     if method is None or method in BY_ENVIRONMENT:
         return
     try:
@@ -39,7 +41,7 @@ def check_init_method(method: str | None) -> None:
     except ValueError:  # a port that is no number, or too large
         fits = {}
     if not fits.get(method.partition("://")[0], False):
-        raise ValueError(f"init_method {method}: expected env://, tcp://HOST:PORT or file:///PATH")
+        raise BadInput("init_method", method, "env://, tcp://HOST:PORT or file:///PATH")
 
 
 def bind(host: str, port: int = 0, where: str = "") -> socket.socket:

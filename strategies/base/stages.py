@@ -6,13 +6,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.model_helpers import _ModuleMode
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves
 
 from apprentice import keyed
-from apprentice.errors import reason
+from apprentice.errors import BadInput, reason
+from apprentice.private import BatchNorm, tree_leaves
+from strategies.base.private import ModuleMode
 
 
 def chained(modules: Iterable[nn.Module], x: Any) -> Any:
@@ -74,33 +73,33 @@ def grouped(modules: Sequence[nn.Module], sizes: Sequence[int]) -> list[list[nn.
 
 
 def check(module: nn.Module, stages: Sequence[Sequence[nn.Module]]) -> None:
-    """Raise ValueError for a trainable parameter in no stage, a tensor in two, or a module from elsewhere."""
+    """Raise BadInput for a trainable parameter in no stage, a tensor in two, or a module from elsewhere."""
     names, own = {tensor: name for name, tensor in tensors(module)}, set(module.modules())
-    expected = f"expected modules of {type(module).__name__} itself"
+    expected = f"modules of {type(module).__name__} itself"
     owners: dict[Tensor, int] = {}
     for number, stage in enumerate(stages):
         for tensor in (tensor for part in stage for _, tensor in tensors(part)):
             if owners.setdefault(tensor, number) != number:
                 found = f"{names.get(tensor, 'one')} is in stages {owners[tensor]} and {number}"
-                raise ValueError(f"pipeline_stages: expected that a weight belongs to one stage; {found}")
+                raise BadInput("", "pipeline_stages", f"that a weight belongs to one stage; {found}")
             if tensor not in names:
-                raise ValueError(f"pipeline_stages: {expected}; stage {number} has a weight from elsewhere")
+                raise BadInput("", "pipeline_stages", f"{expected}; stage {number} has a weight from elsewhere")
         for noisy in (part.get_submodule(name) for part in stage for name in keyed.find_unkeyed_layers(part)):
             if noisy not in own:
-                raise ValueError(f"pipeline_stages: {expected}; a {type(noisy).__name__} is not")
+                raise BadInput("", "pipeline_stages", f"{expected}; a {type(noisy).__name__} is not")
     for tensor, name in names.items():
         if tensor.requires_grad and tensor not in owners:
-            raise ValueError(f"pipeline_stages: expected every trainable parameter in a stage; {name} is in none")
+            raise BadInput("", "pipeline_stages", f"every trainable parameter in a stage; {name} is in none")
 
 
 def check_composition(module: LightningModule, stages: Sequence[Sequence[nn.Module]]) -> None:
-    """Raise ValueError where the stages' output is not that of `forward`, if there is an `example_input_array`."""
+    """Raise BadInput where the stages' output is not that of `forward`, if there is an `example_input_array`."""
     example: Any = module.example_input_array
     if example is None or isinstance(example, Mapping):
         return
     inputs = example if isinstance(example, tuple) else (example,)
-    wanted = f"{type(module).__name__}.pipeline_stages: expected modules whose composition is forward"
-    modes = _ModuleMode()
+    method, composed = f"{type(module).__name__}.pipeline_stages", "modules whose composition is forward"
+    modes = ModuleMode()
     modes.capture(module)
     module.eval()
     try:
@@ -110,14 +109,14 @@ def check_composition(module: LightningModule, stages: Sequence[Sequence[nn.Modu
             try:
                 found = chained(others, first(*_copied(inputs, module.dtype)))
             except Exception as error:
-                raise ValueError(f"{wanted}; one refuses what it gets: {reason(error)}") from error
+                raise BadInput("", method, f"{composed}; one refuses what it gets: {reason(error)}") from error
     finally:
         modes.restore(module)
     leaves = [[x for x in tree_leaves(output) if isinstance(x, Tensor)] for output in (found, expected)]
     try:
         torch.testing.assert_close(*leaves, rtol=1e-3, atol=1e-3, equal_nan=True)
     except AssertionError:
-        raise ValueError(f"{wanted}; outputs differ") from None
+        raise BadInput("", method, f"{composed}; outputs differ") from None
 
 
 def _copied(inputs: tuple[Tensor, ...], dtype: Any) -> list[Tensor]:
@@ -126,7 +125,7 @@ def _copied(inputs: tuple[Tensor, ...], dtype: Any) -> list[Tensor]:
 
 def batch_norms(module: nn.Module) -> list[str]:
     """Names of the BatchNorm layers, whose output for a row depends on the rows that are computed with it."""
-    return [name for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)]
+    return [name for name, layer in module.named_modules() if isinstance(layer, BatchNorm)]
 
 
 def tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

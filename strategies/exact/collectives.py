@@ -5,11 +5,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from lightning.pytorch.strategies import Strategy
 from torchmetrics import Metric
+
+from apprentice.errors import BadInput
+from strategies.base.data_parallel import DataParallel
 
 OF_STRATEGY = ("all_gather", "barrier", "broadcast", "reduce", "reduce_boolean_decision")
 # Functions of torch.distributed, and the methods of ProcessGroup that they call.
@@ -18,16 +20,23 @@ COLLECTIVE = re.compile(
 )
 
 SYNC_CONTEXT = Metric.sync_context
-_step: ContextVar[str | None] = ContextVar("step", default=None)
+_step: ContextVar["_Step | None"] = ContextVar("step", default=None)
+
+
+class _Step(NamedTuple):
+    """A step of the module's in which collectives are refused."""
+
+    name: str
+    shards: int | None
 
 
 @contextmanager
-def refuse_collectives(step: str, strategy: Strategy) -> Iterator[None]:
-    """Inside, in the module's method `step`, collectives and a metric's `compute()` raise ValueError.
+def refuse_collectives(step: str, strategy: DataParallel) -> Iterator[None]:
+    """Inside, in the module's method `step`, collectives and a metric's `compute()` raise BadInput.
 
     A metric's `forward` is allowed: it computes the value of its own rows.
     """
-    token = _step.set(step)
+    token = _step.set(_Step(step, strategy.exact))
     for name in OF_STRATEGY:
         setattr(strategy, name, _checked(getattr(strategy, name), f"trainer.strategy.{name}"))
     for owner, name, _, checked in _patches():
@@ -68,7 +77,7 @@ def _checked(call: Callable, name: str) -> Callable:
     def checked(*args: Any, **kwargs: Any) -> Any:
         if (step := _step.get()) is not None:
             why = "as ranks compute different numbers of shards and batches"
-            raise ValueError(f"--exact: expected a {step} without collectives, {why}; it calls {name}")
+            raise BadInput("exact", step.shards, f"a {step.name} without collectives, {why}; it calls {name}")
         return call(*args, **kwargs)
 
     return checked

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from apprentice import replicas
+from apprentice.errors import BadInput
 
 BITS = 53  # of the whole numbers that float64 holds
 RIGHT = 40  # bits of a gradient that are kept, counted from its largest element
@@ -32,14 +33,14 @@ class FixedPointSum:
     or more counts as not finite.
 
     Args:
-        parameters: whose `.grad` is added, by name; complex ones raise ValueError.
+        parameters: whose `.grad` is added, by name; complex ones raise BadInput.
         addends: maximum number of gradients of one parameter, up to MOST_ADDENDS.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], addends: int) -> None:
-        self.names, self.parameters = list(parameters), list(parameters.values())
+        self.names, self.parameters, self._addends = list(parameters), list(parameters.values()), addends
         if found := [name for name, p in parameters.items() if p.is_complex()]:
-            raise ValueError(f"--exact: expected real parameters; {found[0]} is complex")
+            raise BadInput("exact", addends, f"real parameters; {found[0]} is complex")
         carry = max((addends - 1).bit_length(), 2)  # bits by which a sum is longer than its addends; rounding takes 2
         self._width = BITS - RIGHT - carry  # powers of two that share a bin
         self._levels = 2 if any(p.dtype == torch.float64 for p in self.parameters) else 1
@@ -57,10 +58,10 @@ class FixedPointSum:
 
     @torch.no_grad()
     def add(self) -> None:
-        """Add each parameter's gradient and set it to None; ValueError for a sparse one, whose sum would be dense."""
+        """Add each parameter's gradient and set it to None; BadInput for a sparse one, whose sum would be dense."""
         grads = {i: p.grad for i, p in enumerate(self.parameters) if p.grad is not None}
         if sparse := [self.names[i] for i, grad in grads.items() if grad.layout != torch.strided]:
-            raise ValueError(f"--exact: expected dense gradients; that of {sparse[0]} is sparse")
+            raise BadInput("exact", self._addends, f"dense gradients; that of {sparse[0]} is sparse")
         for p in self.parameters:
             p.grad = None
         flat = {i: self._flat(i, grad) for i, grad in grads.items()}

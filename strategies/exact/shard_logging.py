@@ -10,11 +10,12 @@ import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.trainer.connectors.logger_connector.result import _get_default_dtype, _Metadata
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from apprentice import replicas
+from apprentice.errors import BadInput
+from strategies.base.private import LogMetadata, default_dtype
 from strategies.exact.collectives import refuse_collectives
 from strategies.exact.shards import mean_over_rows
 
@@ -43,7 +44,7 @@ class LogCall(NamedTuple):
             found = self.options["reduce_fx"](torch.tensor(values, dtype=torch.float64))
         assert self.value is not None
         kept = self.value.dtype in {torch.float32, torch.float64}
-        return found.to(self.value.dtype if kept else _get_default_dtype())
+        return found.to(self.value.dtype if kept else default_dtype())
 
     def repeat(self, module: LightningModule, value: Tensor | None, batch_size: int) -> None:
         """Log `value` in place of the call's own."""
@@ -68,7 +69,7 @@ def capture_logs(module: LightningModule) -> Iterator[list[LogCall]]:
         for key in ("sync_dist", "sync_dist_fn", "sync_dist_group", "enable_graph"):
             options.pop(key)
         levels = {key: options[key] for key in ("on_step", "on_epoch", "reduce_fx")}
-        options["reduce_fx"] = _Metadata(fx, name, **levels).reduce_fx  # raises for those that Lightning refuses
+        options["reduce_fx"] = LogMetadata(fx, name, **levels).reduce_fx  # raises for those that Lightning refuses
         path = options["metric_attribute"] if isinstance(value, Metric) else None
         value = _forward_value(module, name, value, options) if isinstance(value, Metric) else value.detach()
         calls.append(LogCall(fx, name, value, path, options["batch_size"], options))
@@ -83,10 +84,10 @@ def capture_logs(module: LightningModule) -> Iterator[list[LogCall]]:
 
 def _forward_value(module: LightningModule, name: str, metric: Metric, options: Mapping[str, Any]) -> Tensor | None:
     if dict(module.named_modules()).get(options["metric_attribute"]) is not metric:
-        raise ValueError(f"--exact: expected a metric that is a submodule; {name} logs one that is not")
+        raise _fault(module, f"a metric that is a submodule; {name} logs one that is not")
     value = metric._forward_cache if options["on_step"] else None
     if value is not None and not (isinstance(value, Tensor) and value.numel() == 1):
-        raise ValueError(f"--exact: expected a metric whose forward gives one number; {name} logs another on each step")
+        raise _fault(module, f"a metric whose forward gives one number; {name} logs another on each step")
     return None if value is None else value.detach().squeeze()
 
 
@@ -96,15 +97,16 @@ class ShardLogger:
     def __init__(self, module: LightningModule) -> None:
         self.module = module
         self.logged: Any = None  # by the last shard
+        self.strategy: Any = module.trainer.strategy
 
     def step(self, batch: Any, *args: Any, **kwargs: Any) -> Tensor:
         """The loss of a shard."""
-        with capture_logs(self.module) as logged, refuse_collectives("training_step", self.module.trainer.strategy):
+        with capture_logs(self.module) as logged, refuse_collectives("training_step", self.strategy):
             output = self.module.training_step(batch, *args, **kwargs)
         if output is None:
-            raise ValueError("--exact: expected a training_step that returns a loss for every shard, not None")
+            raise _fault(self.module, "a training_step that returns a loss for every shard, not None")
         if self.logged is not None:
-            _check_same(_layout(self.logged), _layout(logged))
+            _check_same(self.module, _layout(self.logged), _layout(logged))
         self.logged = logged
         return output["loss"] if isinstance(output, Mapping) else output
 
@@ -128,7 +130,7 @@ class ShardLogger:
             layouts: list[Any] = [None] * replicas.count()
             dist.all_gather_object(layouts, layout, group=replicas.group())
             for other in layouts:
-                _check_same(layouts[0], other)
+                _check_same(self.module, layouts[0], other)
 
     def log_batch(self, table: Tensor, sizes: Sequence[int]) -> Iterable[nn.Parameter]:
         """Log the global batch, from each shard's `values()` (shards, values); returns parameters to freeze."""
@@ -145,14 +147,19 @@ class ShardLogger:
         return []
 
 
+def _fault(module: LightningModule, expected: str) -> BadInput:
+    strategy: Any = module.trainer.strategy
+    return BadInput("exact", strategy.exact, expected)
+
+
 def _layout(logged: Iterable[LogCall]) -> list[tuple[str, bool, bool]]:
     return [(call.name, call.value is None, call.batch_size is None) for call in logged]
 
 
-def _check_same(one: list[tuple], other: list[tuple]) -> None:
+def _check_same(module: LightningModule, one: list[tuple], other: list[tuple]) -> None:
     if one != other:
         names = [", ".join(name for name, *_ in layout) or "nothing" for layout in (one, other)]
-        raise ValueError(f"--exact: expected each shard to log the same; one logs {names[0]}, another {names[1]}")
+        raise _fault(module, f"each shard to log the same; one logs {names[0]}, another {names[1]}")
 
 
 class StatefulShardLogger(ShardLogger):
@@ -160,7 +167,7 @@ class StatefulShardLogger(ShardLogger):
 
     def step(self, batch: Any, *args: Any, **kwargs: Any) -> Tensor:
         """The loss of a shard."""
-        with refuse_collectives("shard_step", self.module.trainer.strategy):
+        with refuse_collectives("shard_step", self.strategy):
             loss, values = self.module.shard_step(batch)  # type: ignore[operator]
         self.logged = {name: value.detach().double().mean() for name, value in values.items()}
         return loss

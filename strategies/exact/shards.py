@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 
+from apprentice.errors import BadInput
+from apprentice.private import BatchNorm, tree_leaves, tree_map
 from apprentice.replicas import FEWEST_ROWS
+from strategies.base.private import keystr, tree_flatten_with_path
 
 
 class Shard(NamedTuple):
@@ -41,13 +42,13 @@ def spans(size: int, parts: int, fewest: int = 1) -> list[tuple[int, int]]:
 
 def fewest_rows(module: nn.Module) -> int:
     """Rows that a shard needs: 1, or more if BatchNorm computes statistics of them, or the module's `fewest_rows`."""
-    layers = (m for m in module.modules() if isinstance(m, _BatchNorm))
+    layers = (m for m in module.modules() if isinstance(m, BatchNorm))
     has_statistics = any(m.training or m.running_mean is None for m in layers)
     return max(FEWEST_ROWS if has_statistics else 1, getattr(module, "fewest_rows", 1))
 
 
 def rows(batch: Any) -> int:
-    """The first dimension of a batch's tensors; ValueError names tensors of several lengths, or says there is none."""
+    """The first dimension of a batch's tensors; BadInput names tensors of several lengths, or says there is none."""
     try:
         leaves = [(keystr(path), leaf) for path, leaf in tree_flatten_with_path(batch)[0]]
     except ValueError:  # a class registered without names for its children
@@ -56,7 +57,7 @@ def rows(batch: Any) -> int:
     first = {len(leaf): f"batch{path} has {len(leaf)}" for path, leaf in reversed(tensors)}
     if len(first) != 1:
         found = ", ".join(first[length] for length in sorted(first)) or "there is none"
-        raise ValueError(f"expected a batch of tensors with one number of rows; {found}")
+        raise BadInput("", "batch", f"tensors with one number of rows; {found}")
     return next(iter(first))
 
 

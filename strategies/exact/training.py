@@ -1,18 +1,21 @@
 """A training step under `exact`: shard by shard."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from apprentice import replicas
+from apprentice.errors import BadInput
 from apprentice.relations import ShardedRelations
+from strategies.base.data_parallel import DataParallel
 from strategies.base.gradients import handed_over, set_aside
-from strategies.exact.evaluation import RoundRobinEvaluation
+from strategies.base.private import NormBase
 from strategies.exact.fixed_point import FixedPointSum
+from strategies.exact.seeds import seeded
 from strategies.exact.shard_logging import ShardLogger, shard_logger_of
 from strategies.exact.shards import Shard, bounds, fewest_rows, mean_over_rows, part, rows, spans
 
@@ -21,7 +24,7 @@ class RunningStatistics:
     """Running statistics of normalisation layers in training: each shard starts from the same, results are merged."""
 
     def __init__(self, *modules: nn.Module) -> None:
-        layers = [m for module in modules for m in module.modules() if isinstance(m, _NormBase) and m.training]
+        layers = [m for module in modules for m in module.modules() if isinstance(m, NormBase) and m.training]
         self._buffers = [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
         self._start = [buffer.clone() for buffer in self._buffers]
         mine = set(self._buffers)
@@ -36,10 +39,11 @@ class RunningStatistics:
     def take(self) -> list[Tensor]:
         """The statistics after a shard, float64 and flat; the buffers get their first values back.
 
-        ValueError if another buffer has changed, which can't be merged.
+        BadInput if another buffer has changed, which can't be merged.
         """
         if changed := [name for name, (buffer, version) in self._others.items() if buffer._version != version]:
-            raise ValueError(f"expected training steps that change no buffer but BatchNorm's; {changed[0]} has changed")
+            expected = "training steps that change no buffer but BatchNorm's"
+            raise BadInput("", "training_step", f"{expected}; {changed[0]} has changed")
         found = [buffer.to(torch.float64, copy=True).flatten() for buffer in self._buffers]
         for buffer, start in zip(self._buffers, self._start, strict=True):
             buffer.data.copy_(start)  # `data`: autograd has saved the buffer and refuses changes that it sees
@@ -52,77 +56,91 @@ class RunningStatistics:
             buffer.copy_((values if buffer.is_floating_point() else values.round()).view_as(buffer))
 
 
-class ShardedTraining(RoundRobinEvaluation):
-    """Computes this rank's shards one by one and sums their gradients without rounding."""
+class ShardedTraining:
+    """Computes this rank's shards of a batch one by one and sums their gradients without rounding."""
 
-    _sums: list[FixedPointSum]
-    _global_rows = 0
-    _spans: list[tuple[int, int]]  # rows of all shards
-    _relations: ShardedRelations  # of the global batch
-    _mine: range  # numbers of this rank's shards
+    def __init__(self, strategy: DataParallel, shards: int) -> None:
+        self.strategy, self.shards = strategy, shards
+        self._sums: list[FixedPointSum] = []
+        self._global_rows = 0
+        self._spans: list[tuple[int, int]] = []  # rows of all shards
+        self._mine = range(0)  # numbers of this rank's shards
+        self._relations = ShardedRelations(0)  # of the global batch
 
-    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """The loss of the global batch, whose backward adds the gradients of all shards."""
-        if self.exact is None:
-            return super().training_step(batch, *args, **kwargs)
+    def clear(self) -> None:
+        """Free the sums of gradients."""
+        self._sums = []
+
+    def cut(self, batch: Any) -> Any:
+        """Return the rows of this rank's shards of a global batch."""
+        self._global_rows = rows(batch)
+        self._spans = spans(self._global_rows, self.shards, fewest_rows(self.module))
+        rank, replicas = self.strategy.replica
+        self._mine = range(*bounds(self.shards, replicas)[rank : rank + 2])
+        start, stop = self._spans[self._mine[0]][0], self._spans[self._mine[-1]][1]
+        if start == stop and self._relates:
+            start, stop = self._spans[0]  # to make the others' collectives
+        return part(batch, start, stop)
+
+    def step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the loss of the global batch, whose backward adds the gradients of all shards."""
         groups = self._parameter_groups()
         current = [[*map(id, total.parameters)] for total in self._sums]
         if current != [[*map(id, parameters.values())] for parameters in groups]:
-            self._sums = [FixedPointSum(parameters, self.exact) for parameters in groups]
+            self._sums = [FixedPointSum(parameters, self.shards) for parameters in groups]
         for total in self._sums:
             total.clear()
         self._relations = ShardedRelations(self._global_rows)
         if self._relates:  # rows of the global batch: these are gathered in a first pass over the shards
             self._collect(batch, *args, **kwargs)
-            with self.precision_plugin.train_step_context():
+            with self._step_context():
                 self._relations.compute()
-        logger, statistics = shard_logger_of(self._module), self._statistics()
-        with set_aside(self._trainable):
+        logger, statistics = shard_logger_of(self.module), self._statistics()
+        with set_aside(self.trainable):
             table = self._forward_and_backward(logger, statistics, batch, *args, **kwargs)
         tables = [total.reduce(table) for total in self._sums] or [replicas.all_reduce_sum(table)]
         sizes = [stop - start for start, stop in self._spans]
         means = mean_over_rows(tables[0], sizes)
         end = len(means) - statistics.size
         statistics.put(means[end:])
-        with self.precision_plugin.train_step_context():  # gives logged numbers their type
+        with self._step_context():  # gives logged numbers their type
             frozen = logger.log_batch(tables[0][:, 1:end], sizes)
-        return handed_over(means[0].to(self._module.dtype), self._gradients(set(frozen)))
+        return handed_over(means[0].to(self.module.dtype), self._gradients(set(frozen)))
 
-    def _split_batch(self, batch: Any, exact: int) -> Any:
-        self._global_rows = rows(batch)
-        self._spans = spans(self._global_rows, exact, fewest_rows(self._module))
-        rank, replicas = self.replica
-        self._mine = range(*bounds(exact, replicas)[rank : rank + 2])
-        start, stop = self._spans[self._mine[0]][0], self._spans[self._mine[-1]][1]
-        if start == stop and self._relates:
-            start, stop = self._spans[0]  # to make the others' collectives
-        return part(batch, start, stop)
+    @property
+    def module(self) -> LightningModule:
+        """The strategy's module."""
+        return self.strategy._module
 
-    def _shards(self, batch: Any) -> list[Shard]:
+    @property
+    def _relates(self) -> bool:
+        return getattr(self.module, "relates_rows", False)
+
+    def _step_context(self) -> AbstractContextManager:
+        return self.strategy.precision_plugin.train_step_context()
+
+    def _shards_of(self, batch: Any) -> list[Shard]:
         """This rank's shards that have any rows."""
         first = self._spans[self._mine[0]][0]
         mine = ((number, *self._spans[number]) for number in self._mine)
         return [Shard(n, a, b, part(batch, a - first, b - first)) for n, a, b in mine if a < b]
 
-    @property
-    def _relates(self) -> bool:
-        return getattr(self._module, "relates_rows", False)
-
     def _collect(self, batch: Any, *args: Any, **kwargs: Any) -> None:
         """Compute this rank's shards for what they relate; a rank that has none computes the first."""
-        logger, statistics, mine = shard_logger_of(self._module), self._statistics(), self._shards(batch)
+        logger, statistics, mine = shard_logger_of(self.module), self._statistics(), self._shards_of(batch)
         for shard in mine or [Shard(0, *self._spans[0], batch)]:
             # With gradients, as kernels may round differently without.
-            with self._isolated_shard(shard, own=bool(mine)), self.precision_plugin.train_step_context():
+            with self._isolated(shard, is_mine=bool(mine)), self._step_context():
                 logger.step(shard.batch, *args, **kwargs)
             statistics.take()
 
     def _parameter_groups(self) -> list[dict[str, nn.Parameter]]:
         """The trainable parameters by name, in groups whose gradients are complete at the same time."""
-        trainable = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
-        return [trainable] if trainable else []
+        parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        return [parameters] if parameters else []
 
-    def _trainable(self) -> dict[str, nn.Parameter]:
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """Return this rank's trainable parameters by name."""
         return {name: p for parameters in self._parameter_groups() for name, p in parameters.items()}
 
     def _gradients(self, frozen: set[nn.Parameter]) -> dict[nn.Parameter, Tensor | None]:
@@ -132,21 +150,21 @@ class ShardedTraining(RoundRobinEvaluation):
             parameters = dict(zip(total.names, total.parameters, strict=True))
             if flawed := [name for name in total.flawed() if parameters[name] not in frozen]:
                 expected = f"expected finite gradients; that of {', '.join(flawed[:3])} is not"
-                raise OverflowError(f"--exact {self.exact}: {expected}")
+                raise OverflowError(f"--exact {self.shards}: {expected}")
             gradients |= zip(total.parameters, total.divided(self._weight(self._global_rows)), strict=True)
         return {p: None if p in frozen else gradient for p, gradient in gradients.items()}
 
     def _statistics(self) -> RunningStatistics:
-        return RunningStatistics(self._module)
+        return RunningStatistics(self.module)
 
     def _forward_and_backward(
         self, logger: ShardLogger, statistics: RunningStatistics, batch: Any, *args: Any, **kwargs: Any
     ) -> Tensor:
         """(shards, k) of each shard its loss, logged values and running statistics; zeros for other ranks' shards."""
         results: dict[int, Tensor] = {}
-        for shard in self._shards(batch):
-            with self._isolated_shard(shard):
-                with self.precision_plugin.train_step_context():
+        for shard in self._shards_of(batch):
+            with self._isolated(shard):
+                with self._step_context():
                     loss = logger.step(shard.batch, *args, **kwargs)
                 (loss * self._weight(shard.rows)).backward()
             for total in self._sums:
@@ -155,18 +173,19 @@ class ShardedTraining(RoundRobinEvaluation):
         return self._table(logger, results, statistics.size)
 
     def _table(self, logger: ShardLogger, results: dict[int, Tensor], statistics: int) -> Tensor:
-        logger.share_layout(self, some_empty=any(start == stop for start, stop in self._spans))
+        logger.share_layout(self.strategy, some_empty=any(start == stop for start, stop in self._spans))
         width = 1 + len(logger.values()) + statistics
-        table = torch.zeros(self.exact or 1, width, dtype=torch.float64, device=self.root_device)
+        table = torch.zeros(self.shards, width, dtype=torch.float64, device=self.strategy.root_device)
         for number, values in results.items():
             table[number] = values
         return table
 
     @contextmanager
-    def _isolated_shard(self, shard: Shard, own: bool = True) -> Iterator[None]:
-        epoch, batch = self._trainer.current_epoch, self._trainer.fit_loop.epoch_loop.batch_idx
-        seeded, related = self._seeded(epoch, batch, shard.number), self._relations.shard(own)
-        with seeded, related, replicas.shard(shard.start), self._shard_named(shard):
+    def _isolated(self, shard: Shard, is_mine: bool = True) -> Iterator[None]:
+        trainer = self.strategy._trainer
+        numbers = trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx, shard.number
+        random, related = seeded(self.strategy, *numbers), self._relations.shard(is_mine)
+        with random, related, replicas.shard(shard.start), self._shard_named(shard):
             yield
 
     @contextmanager
@@ -177,9 +196,8 @@ class ShardedTraining(RoundRobinEvaluation):
         except ValueError as error:
             if "Expected more than 1 value per channel" not in str(error):
                 raise
-            expected = "expected batches of two rows or more for BatchNorm"
-            found = f"shard {shard.number} of {self.exact} has {shard.rows} of the batch's {self._global_rows}"
-            raise ValueError(f"exact {self.exact}: {expected}; {found}") from error
+            rows = f"shard {shard.number} of {self.shards} has {shard.rows} of the batch's {self._global_rows}"
+            raise BadInput("exact", self.shards, f"batches of two rows or more for BatchNorm; {rows}") from error
 
     def _weight(self, rows: int) -> float:
         """The weight of a mean over some rows: exact, and at most 1, so that no shard overflows alone."""

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from apprentice.errors import BadInput
+
 UNIT = torch.float32  # a type with gradients, for four bytes of any type
 ALIGNMENT = 4  # units
 
@@ -55,18 +57,18 @@ class Packing:
         self.differentiable = any(layout.differentiable for layout in layouts)
 
     def pack(self, tensors: Sequence[Tensor], anchor: Tensor) -> Tensor:
-        """(units,) a buffer with a gradient, of `anchor` if of no other tensor; ValueError for other layouts."""
+        """(units,) a buffer with a gradient, of `anchor` if of no other tensor; BadInput for other layouts."""
         self.check(tensors)
         return _Pack.apply(self, anchor, *tensors)
 
     def check(self, tensors: Sequence[Tensor]) -> None:
-        """Raise ValueError for tensors of other layouts."""
+        """Raise BadInput for tensors of other layouts."""
         found = [(tuple(x.shape[1:]), x.dtype) for x in tensors]
         expected = [(layout.row, layout.dtype) for layout in self.layouts]
         if found != expected:
             kinds = [[f"(rows, {', '.join(map(str, row))}) {str(t)[6:]}" for row, t in x] for x in (expected, found)]
             wanted, got = (" and ".join(each) or "nothing" for each in kinds)
-            raise ValueError(f"expected a stage to give {wanted} for every micro-batch, got {got}")
+            raise BadInput("", "pipeline_stages", f"a stage to give {wanted} for every micro-batch, got {got}")
 
     def unpack(self, buffer: Tensor, rows: int) -> tuple[Tensor, ...]:
         """The tensors, with so many rows."""

@@ -12,9 +12,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from apprentice import keyed
+from apprentice.errors import BadInput
+from apprentice.private import tree_leaves, tree_map_only
 from strategies.base import stages
 from strategies.pipeline.states import unchanged
 
@@ -25,23 +26,23 @@ def cut(module: LightningModule, rank_of: Sequence[int], sizes: list[int] | None
     """The modules of each stage, which belongs to a rank, by given sizes or by numbers of parameters.
 
     Raises:
-        ValueError: the module can't be cut so, or a pipeline can't train it.
+        BadInput: the module can't be cut so, or a pipeline can't train it.
     """
     kind, name = type(module).__name__, f"{type(module).__name__}.pipeline_stages()"
     for method in ("pipeline_stages", "pipeline_loss"):
         if not callable(getattr(module, method, None)):
-            raise ValueError(f"strategy pipeline: expected a module with {method}; {kind} has none")
+            raise BadInput("strategy", "pipeline", f"a module with {method}; {kind} has none")
     if not module.automatic_optimization or is_overridden("backward", module, LightningModule):
-        raise ValueError(f"strategy pipeline: expected automatic optimization and Lightning's backward of {kind}")
+        raise BadInput("strategy", "pipeline", f"automatic optimization and Lightning's backward of {kind}")
     modules: list[nn.Module] = list(module.pipeline_stages())  # type: ignore[operator]
     if strange := [type(part).__name__ for part in modules if not isinstance(part, nn.Module)]:
-        raise ValueError(f"strategy pipeline: expected modules from {name}, got a {strange[0]}")
+        raise BadInput("strategy", "pipeline", f"modules from {name}, got a {strange[0]}")
     if len(modules) < len(rank_of):
-        expected = f"expected at least {len(rank_of)} modules, one for each stage"
-        raise ValueError(f"strategy pipeline: {expected}; {name} gives {len(modules)}")
+        expected = f"at least {len(rank_of)} modules, one for each stage"
+        raise BadInput("strategy", "pipeline", f"{expected}; {name} gives {len(modules)}")
     if sizes is not None and sum(sizes) != len(modules):
-        expected = f"expected numbers that add up to {len(modules)}, the modules that {name} gives"
-        raise ValueError(f"balance {sizes}: {expected}")
+        expected = f"numbers that add up to {len(modules)}, the modules that {name} gives"
+        raise BadInput("balance", sizes, expected)
     groups = stages.grouped(modules, sizes or stages.sizes_by_parameters(modules, rank_of))
     stages.check(module, groups)
     return groups
@@ -55,7 +56,7 @@ class StageAssignment:
         self.is_multi = issubclass(self.schedule_class, PipelineScheduleMulti)
         self.stages_per_rank = stages_per_rank or (2 if self.is_multi else 1)
         if not self.is_multi and self.stages_per_rank != 1:
-            raise ValueError(f"{schedule} has one stage on each rank")
+            raise ValueError(f"{schedule} has one stage on each rank")  # as torch says what it can't run
         self.num_stages = ranks * self.stages_per_rank
         stand_ins = [SimpleNamespace(num_stages=self.num_stages, group_size=ranks, group_rank=0, stage_index=i,
                      is_first=False, is_last=False, submod=None) for i in range(self.stages_per_rank)]  # fmt: skip

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+
+from apprentice.errors import BadInput
+from apprentice.private import tree_leaves
 
 
 class Event(NamedTuple):
@@ -50,11 +52,11 @@ class PipelineStep:
 
 
 def checked(output: Any, layer: nn.Module, rows: int) -> Any:
-    """The output of a stage that ends with a layer; ValueError if its tensors do not have the batch's rows first."""
+    """The output of a stage that ends with a layer; BadInput if its tensors do not have the batch's rows first."""
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     if uneven := [tuple(x.shape) for x in tensors if not x.dim() or len(x) != rows]:
-        expected = f"expected tensors with the batch's {rows} rows first"
-        raise ValueError(f"the stage that ends with {type(layer).__name__}: {expected}, got one of {uneven[0]}")
+        expected = f"tensors with the batch's {rows} rows first"
+        raise BadInput("", f"the stage that ends with {type(layer).__name__}", f"{expected}, got one of {uneven[0]}")
     return output
 
 

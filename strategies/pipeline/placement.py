@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from apprentice.errors import BadInput
 from strategies.base import checkpoints
 from strategies.base.stages import tensors
 from strategies.pipeline.runner import PipelineRunner
@@ -55,11 +56,11 @@ class StagePlacement:
     def full_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The module's state dict on the first rank's CPU, empty on others; collective. Extra states are its own.
 
-        ValueError if a tensor has another name in `state`, this rank's state dict, than in the module.
+        BadInput if a tensor has another name in `state`, this rank's state dict, than in the module.
         """
         strange = [k for k, v in state.items() if k not in self._names and isinstance(v, Tensor) and v.is_meta]
         if strange:
-            raise ValueError(f"state_dict: expected parameters under their own names; {strange[0]} is none's")
+            raise BadInput("", "state_dict", f"parameters under their own names; {strange[0]} is none's")
         owners = {key: self.owners.get(tensor, 0) for key, tensor in self._names.items()}
         own = {k: v.detach() for k, v in state.items() if isinstance(v, Tensor) and owners.get(k, 0) == self.rank}
         found = checkpoints.gathered({"state": own}, self.rank == 0, self.group)

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from apprentice.private import tree_leaves, tree_map, tree_map_only
 from strategies.base.stages import chained
 from strategies.pipeline.buffers import UNIT, Layout, Packing
 from strategies.pipeline.cutting import StageAssignment

@@ -15,23 +15,27 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import LBFGS, Optimizer
 
-from apprentice import keyed, replicas
+from apprentice import replicas
+from apprentice.errors import BadInput
 from strategies.base import checkpoints, stages
 from strategies.base.gradients import NORM, parameters_of
+from strategies.base.shared_replica import SharedReplica
+from strategies.exact import Exact
 from strategies.exact.shard_logging import shard_logger_of
 from strategies.exact.shards import Shard, part, rows
 from strategies.pipeline.cutting import StageAssignment, cut, seconds, warn_of_other_numbers
+from strategies.pipeline.forward import StagedForward
+from strategies.pipeline.microbatches import Event
 from strategies.pipeline.placement import StagePlacement
 from strategies.pipeline.runner import PipelineRunner
-from strategies.pipeline.states import RankRandomState
-from strategies.pipeline.training import PipelineTraining
+from strategies.pipeline.steps import ExactPipelineSteps, PipelinedShards, PipelineSteps
 
 Schedule = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
 ]
 
 
-class PipelineStrategy(PipelineTraining):
+class PipelineStrategy(SharedReplica, Exact):
     """Trains a LightningModule that is cut into stages, with the numbers of one device.
 
     The module offers `pipeline_stages()`, modules in order whose composition is its `forward`, and
@@ -51,10 +55,14 @@ class PipelineStrategy(PipelineTraining):
         **kwargs: Exact's.
 
     Raises:
-        ValueError: an option's value can't be used, alone, with these devices or with the module.
+        BadInput: an option's value can't be used, alone, with these devices or with the module.
     """
 
-    _needs_no_group = False
+    plain_steps = PipelineSteps
+    exact_steps = ExactPipelineSteps
+    steps: PipelineSteps | ExactPipelineSteps
+    assignment: StageAssignment
+    forward: StagedForward  # takes the place of the module's
 
     def __init__(
         self,
@@ -66,23 +74,27 @@ class PipelineStrategy(PipelineTraining):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self._relates_rows = self.exact is not None
+        self._relates_rows = self.steps.relates_rows
         if schedule not in get_args(Schedule):
-            raise ValueError(f"schedule {schedule}: expected {', '.join(get_args(Schedule))}")
+            raise BadInput("schedule", schedule, f"{', '.join(get_args(Schedule))}")
         counts = {"data_parallel_size": data_parallel_size, "stages_per_rank": stages_per_rank}
         for name, value in {**counts, "num_microbatches": num_microbatches}.items():
             if value is not None and value < 1:
-                raise ValueError(f"{name} {value}: expected at least 1")
+                raise BadInput(name, value, "at least 1")
         if isinstance(balance, str) and balance not in {"parameters", "time"}:
-            raise ValueError(f"balance {balance}: expected parameters, time or a list of numbers of modules")
+            raise BadInput("balance", balance, "parameters, time or a list of numbers of modules")
         if not isinstance(balance, str) and min(balance, default=0) < 1:
-            raise ValueError(f"balance {balance}: expected at least one module for every stage")
+            raise BadInput("balance", balance, "at least one module for every stage")
         self.schedule, self.num_microbatches, self.balance = schedule, num_microbatches, balance
         self.data_parallel_size, self.stages_per_rank = data_parallel_size, stages_per_rank
-        self.events = []
         self._placement: StagePlacement | None = None
         self._group: Any = None  # the ranks of this pipeline
         self._interrupted = False
+
+    @property
+    def events(self) -> list[Event]:
+        """When this rank computed the last batch's micro-batches."""
+        return self.forward.events
 
     @property
     def replica(self) -> tuple[int, int]:
@@ -95,23 +107,19 @@ class PipelineStrategy(PipelineTraining):
 
     def _check_devices(self) -> None:
         if self._num_ranks % self.data_parallel_size:
-            expected = f"expected a number that divides the {self._num_ranks} devices"
-            raise ValueError(f"data_parallel_size {self.data_parallel_size}: {expected}")
+            expected = f"a number that divides the {self._num_ranks} devices"
+            raise BadInput("data_parallel_size", self.data_parallel_size, expected)
         self.pipeline_size = ranks = self._num_ranks // self.data_parallel_size  # ranks of one pipeline
         super()._check_devices()
-        shards = None if self.exact is None else -(-self.exact // self.data_parallel_size)
-        if shards is not None and self.num_microbatches not in {None, shards}:
-            expected = f"expected {shards} or none, as the shards of exact {self.exact} are the micro-batches"
-            raise ValueError(f"num_microbatches {self.num_microbatches}: {expected}")
-        count = shards or self.num_microbatches or 4 * ranks
+        count = self.steps.count_microbatches()
         try:
             self.assignment = StageAssignment(self.schedule, ranks, self.stages_per_rank, count)
         except ValueError as error:
-            expected = f"expected one for {count} micro-batches and {ranks} ranks"
-            raise ValueError(f"schedule {self.schedule}: {expected}: {error}") from None
+            expected = f"one for {count} micro-batches and {ranks} ranks"
+            raise BadInput("schedule", self.schedule, f"{expected}: {error}") from None
         if not isinstance(self.balance, str) and len(self.balance) != self.assignment.num_stages:
-            expected = f"expected {self.assignment.num_stages} numbers, one for each stage"
-            raise ValueError(f"balance {self.balance}: {expected}")
+            expected = f"{self.assignment.num_stages} numbers, one for each stage"
+            raise BadInput("balance", self.balance, expected)
 
     def setup_environment(self) -> None:
         """Join the process group, and the groups of this pipeline and of this rank's peers in other pipelines."""
@@ -127,17 +135,13 @@ class PipelineStrategy(PipelineTraining):
         """Cut the module and keep this rank's stages."""
         self.check_trainer(trainer)
         self.check_module(self._module)
-        if self.exact is not None:
-            self._replace_loops(trainer)
-            self._broadcast_random_states()
-        elif self.data_parallel_size == 1:
-            self._read_whole_batches(trainer)
+        self.steps.setup(trainer)
         self._set_metrics_group(replicas.group())
         self._interrupted = False
         self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
         Strategy.setup(self, trainer)
         if any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers):
-            raise ValueError("strategy pipeline: expected an optimizer other than LBFGS, which needs all gradients")
+            raise BadInput("strategy", "pipeline", "an optimizer other than LBFGS, which needs all gradients")
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Make the optimizers, without initial states of other ranks' parameters."""
@@ -147,22 +151,19 @@ class PipelineStrategy(PipelineTraining):
                 del optimizer.state[p]
 
     def check_module(self, module: LightningModule) -> None:
-        """Raise ValueError if the module can't be cut, or not so; the message names the module or the option."""
+        """Raise BadInput if the module can't be cut, or not so; the message names the module or the option."""
         groups = self._cut(module)
         if self._scales_loss:
-            raise ValueError("precision 16-mixed: expected one without a loss scale, as bf16-mixed, for a pipeline")
+            raise BadInput("precision", "16-mixed", "one without a loss scale, as bf16-mixed, for a pipeline")
         if self._layer_sync is not None:
-            raise ValueError("sync_batchnorm True: expected False, as ranks of a pipeline have different layers")
-        if self.exact is not None and (noisy := keyed.find_unkeyed_layers(module)):
-            expected = "expected apprentice.keyed.Dropout in a pipeline"
-            raise ValueError(f"exact {self.exact}: {expected}; {noisy[0]} is torch's")
+            raise BadInput("sync_batchnorm", "True", "False, as ranks of a pipeline have different layers")
         super().check_module(module)
         stages.check_composition(module, groups)
 
     def check_trainer(self, trainer: Trainer) -> None:
-        """Raise ValueError for a setting that needs the whole module; the message names it."""
+        """Raise BadInput for a setting that needs the whole module; the message names it."""
         if trainer._detect_anomaly:
-            raise ValueError("detect_anomaly True: expected False, as it takes the bits of packed tensors for NaN")
+            raise BadInput("detect_anomaly", "True", "False, as it takes the bits of packed tensors for NaN")
         averaging = StochasticWeightAveraging, WeightAveraging
         self._refuse_callbacks(trainer, averaging, "none that averages weights, which no rank has all of")
         self._refuse_callbacks(trainer, (BaseFinetuning,), "none that unfreezes layers, which no rank has all of")
@@ -173,17 +174,16 @@ class PipelineStrategy(PipelineTraining):
     def model_to_device(self) -> None:
         """Keep this rank's stages on its device, and meta tensors for the others."""
         module = self._module
-        module.forward = self._forward  # type: ignore[method-assign]
+        self.forward = StagedForward(module, self.global_rank, self.steps.in_one_piece)
+        module.forward = self.forward  # type: ignore[method-assign]
         groups = self._cut(module)
         if self.balance == "time" and module.trainer.training:
             costs = self._seconds(module, [*itertools.chain(*groups)])
             groups = self._cut(module, stages.sizes_by_cost(costs, self.assignment.rank_of))
         self.stage_sizes = [len(group) for group in groups]
-        warn_of_other_numbers(module, self.exact is None and self.assignment.num_microbatches > 1)
-        self._runner = PipelineRunner(self.assignment, groups, self._group, self.root_device)
-        self._placement = StagePlacement(module, self._runner)
-        self._random_state = RankRandomState(self.global_rank)
-        self._losses_match = False
+        warn_of_other_numbers(module, not self.steps.in_one_piece and self.assignment.num_microbatches > 1)
+        self.forward.runner = PipelineRunner(self.assignment, groups, self._group, self.root_device)
+        self._placement = StagePlacement(module, self.forward.runner)
         module._device = self.root_device
 
     def _cut(self, module: LightningModule, sizes: list[int] | None = None) -> list[list[nn.Module]]:
@@ -203,10 +203,19 @@ class PipelineStrategy(PipelineTraining):
                 stop = -(-rows(batch) // self.assignment.num_microbatches)
                 number = [0] if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else []
                 shard = Shard(0, 0, stop, part(batch, 0, stop))
-                piece = self._shard_microbatch(shard_logger_of(module), shard, *number)
+                piece = PipelinedShards(self, 1).microbatch(shard_logger_of(module), shard, *number)
                 with self.precision_plugin.train_step_context(), piece.context():
                     found = seconds(layers, piece.inputs)
         return self.broadcast(found)
+
+    def trainable_by_stage(self) -> dict[int, dict[str, nn.Parameter]]:
+        """Return the trainable parameters of those of this rank's stages that have any."""
+        names = {p: name for name, p in self._module.named_parameters() if p.requires_grad}
+        by_stage = {
+            stage: {names[p]: p for m in modules for p in m.parameters() if p in names}
+            for stage, modules in self.forward.runner.own.items()
+        }
+        return {stage: parameters for stage, parameters in by_stage.items() if parameters}
 
     # Gradients of all stages
 
@@ -226,7 +235,7 @@ class PipelineStrategy(PipelineTraining):
             if "meta tensor" not in str(error):
                 raise
             expected = f"{NORM}, as each rank has the gradients of its stages"
-            raise ValueError(f"strategy pipeline: {self._name}: {expected}") from error
+            raise BadInput("", f"strategy pipeline: {self.forward.name}", expected) from error
         for p in others:
             p.grad = None
         optimizer.step(**kwargs)

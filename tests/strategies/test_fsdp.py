@@ -373,7 +373,7 @@ class Tied(Foreign):
 @pytest.mark.parametrize(
     ("make", "expected"),
     [(LeftOut, "scale can't be sharded: expected a trainable parameter inside a child that is called"),
-     (Tied, r"0.weight of Sequential can't be sharded: another module has it too")],
+     (Tied, r"0.weight of Sequential can't be sharded: expected a parameter of one module; another")],
 )  # fmt: skip
 def test_a_parameter_that_would_drift_is_named(make: type[LightningModule], expected: str) -> None:
     with pytest.raises(ProcessRaisedException, match=expected):

@@ -281,7 +281,11 @@ REFUSED = {
     **refused([*PIPELINES, *SHARDED], "EMA", "callbacks EMAWeightAveraging: expected none that averages weights"),
     **refused([*PIPELINES, *SHARDED], "SWA", "callbacks StochasticWeightAveraging: expected none that averages"),
     **refused(PIPELINES, "frozen layers", "callbacks Finetuning: expected none"),
-    **refused(SHARDED, "tied weights", "weight of Embedding can't be sharded: another module has it too"),
+    **refused(
+        SHARDED,
+        "tied weights",
+        "weight of Embedding can't be sharded: expected a parameter of one module",
+    ),
     **refused(SHARDED, "norms", "expected trainer.strategy.gradient_norm.* in place of grad_norm, as each rank has a"),
     **refused(
         PIPELINES, "norms", "expected trainer.strategy.gradient_norm.* in place of grad_norm, as each rank has the"

@@ -166,7 +166,7 @@ def test_a_layer_is_unfrozen_among_accumulated_batches(strategy: Any) -> None:
 
 
 def test_what_accumulated_batches_have_used_is_not_forgotten() -> None:
-    expected = "batch 1: with find_unused_parameters expected parameters to be unfrozen at the first"
+    expected = "batch 1 with find_unused_parameters: expected parameters to be unfrozen at the first"
     with pytest.raises(ProcessRaisedException, match=expected):
         ended(Plain(), DDP(**UNUSED), UnfreezesAt(1), accumulate_grad_batches=2)
 

@@ -12,6 +12,7 @@ from apprentice.errors import BadInput
 from apprentice.extras import Missing
 from harness.runs.quiet import notice
 from harness.studies.deploy.formats import disagreement
+from strategies.base.private import has_cpp_compiler, inductor_config
 
 WARM_UP = 5  # calls
 Times = dict[str, dict[str, float]]  # by batch size
@@ -100,9 +101,7 @@ def compiled(net: nn.Module, batch: Tensor, exact: bool) -> Callable[[Tensor], A
     """
     import warnings
 
-    import torch._inductor.config as inductor
-
-    with inductor.patch(freezing=True), warnings.catch_warnings():
+    with inductor_config().patch(freezing=True), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Inductor's notices to torch
         call = torch.compile(net, dynamic=False, fullgraph=True)
         try:
@@ -117,10 +116,5 @@ def compiled(net: nn.Module, batch: Tensor, exact: bool) -> Callable[[Tensor], A
 
 def need_compiler() -> None:
     """Raise Missing where there is no C++ compiler."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        get_cpp_compiler()
-    except (InvalidCxxCompiler, RuntimeError):
-        raise Missing("", "C++ compiler", "one, as g++, with which torch.compile makes what is timed") from None
+    if not has_cpp_compiler():
+        raise Missing("", "C++ compiler", "one, as g++, with which torch.compile makes what is timed")

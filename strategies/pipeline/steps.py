@@ -1,0 +1,208 @@
+"""How a pipeline runs batches: in micro-batches, which in the exact mode are the shards."""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor, nn
+
+from apprentice import keyed, replicas
+from apprentice.errors import BadInput
+from apprentice.private import tree_map_only
+from strategies.base.gradients import averaged, handed_over, set_aside
+from strategies.base.steps import PlainSteps
+from strategies.exact.collectives import refuse_collectives
+from strategies.exact.shard_logging import ShardLogger, shard_logger_of
+from strategies.exact.shards import Shard, bounds, part, rows
+from strategies.exact.steps import ExactSteps
+from strategies.exact.training import RunningStatistics, ShardedTraining, row_of
+from strategies.pipeline.forward import StagedForward, cut_microbatch
+from strategies.pipeline.microbatches import MicroBatch, PipelineStep
+
+if TYPE_CHECKING:
+    from strategies.pipeline.strategy import PipelineStrategy
+
+
+class PipelineSteps(PlainSteps):
+    """Cuts a rank's rows into micro-batches."""
+
+    relates_rows = False
+    in_one_piece = False  # whether a batch is evaluated without micro-batches
+    strategy: "PipelineStrategy"
+
+    def count_microbatches(self) -> int:
+        """Return the number of micro-batches that are chosen, or four for each rank."""
+        return self.strategy.num_microbatches or 4 * self.strategy.pipeline_size
+
+    def setup(self, trainer: Trainer) -> None:
+        """Let all ranks of a single pipeline read the same batches."""
+        if self.strategy.data_parallel_size == 1:
+            self.strategy._read_whole_batches(trainer)
+
+    def training_step(self, run: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the loss of the batch; its backward adds the gradients that the schedule has computed."""
+        forward, parameters = self.strategy.forward, self.strategy.trainable_by_stage
+        with set_aside(lambda: _merge(parameters())):
+            with forward.answering(partial(self._train_batch, batch)):
+                output = Strategy.training_step(self.strategy, batch, *args, **kwargs)
+            gradients = {p: p.grad for p in _merge(parameters()).values()}
+        loss = output["loss"] if isinstance(output, Mapping) else output
+        if loss is None:
+            return None
+        forward.check_loss(loss)
+        if not forward.losses_match:
+            forward.compare_losses(loss.item(), loss.dtype)
+        loss = handed_over(loss.detach(), averaged(gradients))
+        return {**output, "loss": loss} if isinstance(output, Mapping) else loss
+
+    def _train_batch(self, batch: Any, inputs: tuple[Tensor, ...]) -> Any:
+        forward, size = self.strategy.forward, rows(batch)
+        forward.check_rows(inputs, size)
+        # A batch whose rows are distributed unevenly says what its mean counts in the mean over replicas.
+        weight = getattr(batch, "share", 1.0) / max(size, 1)
+        pieces = []
+        for number, (a, b) in enumerate(itertools.pairwise(bounds(size, self.strategy.assignment.num_microbatches))):
+            shard = Shard(number, a, b, part(batch, a, b))
+            pieces.append(cut_microbatch(inputs, a, b, partial(forward.loss, shard, (b - a) * weight)))
+        return forward.train(PipelineStep(pieces))
+
+
+class ExactPipelineSteps(ExactSteps):
+    """Sends shards through the pipeline as micro-batches."""
+
+    needs_group = True
+    in_one_piece = True  # for the bits of one device
+    strategy: "PipelineStrategy"
+
+    def count_microbatches(self) -> int:
+        """Return the number of shards of a pipeline; BadInput if another one is chosen."""
+        shards, chosen = -(-self.shards // self.strategy.data_parallel_size), self.strategy.num_microbatches
+        if chosen not in {None, shards}:
+            expected = f"{shards} or none, as the shards of exact {self.shards} are the micro-batches"
+            raise BadInput("num_microbatches", chosen, expected)
+        return shards
+
+    def _make_training(self) -> ShardedTraining:
+        return PipelinedShards(self.strategy, self.shards)
+
+    def check_module(self, module: LightningModule) -> None:
+        """Raise BadInput if the module can't be exact, or draws from torch's generators."""
+        super().check_module(module)
+        if noisy := keyed.find_unkeyed_layers(module):
+            expected = f"apprentice.keyed.Dropout in a pipeline; {noisy[0]} is torch's"
+            raise BadInput("exact", self.shards, expected)
+
+
+class PipelinedShards(ShardedTraining):
+    """Computes the shards of this rank's pipeline."""
+
+    strategy: "PipelineStrategy"
+
+    @property
+    def forward(self) -> StagedForward:
+        """The module's forward."""
+        return self.strategy.forward
+
+    def _parameter_groups(self) -> list[dict[str, nn.Parameter]]:
+        return list(self.strategy.trainable_by_stage().values())
+
+    def _statistics(self) -> RunningStatistics:
+        return RunningStatistics(*itertools.chain(*self.forward.runner.own.values()))
+
+    def _statistics_by_stage(self) -> dict[int, RunningStatistics]:
+        return {stage: RunningStatistics(*modules) for stage, modules in self.forward.runner.own.items()}
+
+    def _collect(self, batch: Any, *args: Any, **kwargs: Any) -> None:
+        """Send the shards forward only; the ranks of a pipeline all collect what the last stage has computed."""
+        logger, mine, runner = shard_logger_of(self.module), self._shards_of(batch), self.forward.runner
+        shards = mine or [Shard(0, *self._spans[0], batch)]
+        pieces = [self.microbatch(logger, shard, *args, **kwargs) for shard in shards]
+        by_stage = self._statistics_by_stage()
+
+        def after_forward(stage: int, _number: int) -> None:
+            by_stage[stage].take()
+
+        step = PipelineStep(pieces, after_forward=after_forward)
+        with self.forward.random_state(), self._step_context():
+            runner.forward(step)
+        output = runner.broadcast_output(step)[0]
+        for shard in shards:
+            known = _rows_of(output, shard, shards)
+            tree_map_only(Tensor, lambda x: x.requires_grad_(x.is_floating_point()), known)
+            with self._isolated(shard, is_mine=bool(mine)), self.forward.answering(partial(_answer, known)):
+                logger.step(shard.batch, *args, **kwargs)
+
+    def _forward_and_backward(
+        self, logger: ShardLogger, statistics: RunningStatistics, batch: Any, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        shards = self._shards_of(batch)
+        some = shards or [Shard(0, 0, 0, part(batch, 0, 0))]
+        pieces = [self.microbatch(logger, shard, *args, **kwargs) for shard in some]
+        empty = MicroBatch(0, tuple(x[:0] for x in pieces[0].inputs), None, nullcontext)
+        pieces += [empty] * (self.strategy.assignment.num_microbatches - len(pieces))
+        sums = dict(zip(self.strategy.trainable_by_stage(), self._sums, strict=True))
+        by_stage = self._statistics_by_stage()
+        taken: dict[int, list[Tensor]] = {}
+
+        def after_backward(stage: int) -> None:
+            if stage in sums:
+                sums[stage].add()
+
+        def after_forward(stage: int, number: int) -> None:
+            taken.setdefault(number, []).extend(by_stage[stage].take())
+
+        with self._step_context():
+            output = self.forward.train(PipelineStep(pieces, after_backward, after_forward))
+        if self.forward.random_state.drawn:
+            raise BadInput("exact", self.shards, "noise from apprentice.keyed in a pipeline, not torch's")
+
+        def row(number: int, shard: Shard) -> Tensor:
+            answer = partial(_answer, _rows_of(output, shard, shards))
+            with self._isolated(shard), self.forward.answering(answer), self._step_context():
+                loss = logger.step(shard.batch, *args, **kwargs)
+            self.forward.check_loss(loss)
+            return row_of(loss, logger, taken[number])
+
+        results = {shard.number: row(number, shard) for number, shard in enumerate(shards)}
+        if not self.forward.losses_match:
+            losses = (results[s.number][0].item() * self._weight(s.rows) for s in shards)
+            self.forward.compare_losses(sum(losses), torch.float32)
+        return self._table(logger, results, statistics.size)
+
+    def microbatch(self, logger: ShardLogger, shard: Shard, *args: Any, **kwargs: Any) -> MicroBatch:
+        """Return a shard as a micro-batch; runs its step up to the call of `forward`, to see the inputs."""
+        with self._isolated(shard), self._step_context(), self.forward.answering(None) as call:
+            logger.step(shard.batch, *args, **kwargs)
+        self.forward.check_rows(call.inputs, shard.rows)
+
+        @contextmanager
+        def isolated() -> Iterator[None]:
+            related = self._relations.shard()
+            with related, replicas.shard(shard.start), call.noise(), self._shard_named(shard):
+                yield
+
+        return MicroBatch(shard.rows, call.inputs, partial(self._loss, shard), isolated)
+
+    def _loss(self, shard: Shard, output: Any) -> Tensor:
+        with refuse_collectives("pipeline_loss", self.strategy):
+            return self.forward.loss(shard, self._weight(shard.rows), output)
+
+
+def _rows_of(output: Any, shard: Shard, shards: Sequence[Shard]) -> Any:
+    """A shard's rows of the output of several."""
+    rows = slice(shard.start - shards[0].start, shard.stop - shards[0].start)
+    return tree_map_only(Tensor, lambda x: x[rows].clone(), output)
+
+
+def _answer(output: Any, _inputs: tuple[Tensor, ...]) -> Any:
+    return output
+
+
+def _merge(parameters: Mapping[int, Mapping[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
+    """Parameters by name, of those by stage."""
+    return {name: p for by_name in parameters.values() for name, p in by_name.items()}
