@@ -31,6 +31,7 @@ def on_config(config: MkDocsConfig) -> None:
         {"Documentation": ["docs/README.md", *(f"docs/{page}" for page in listed)]},
         {"API": [{package: f"api/{package}.md"} for package in PACKAGES]},
         "CONTRIBUTING.md",
+        "CHANGELOG.md",
     ]
 
 
