@@ -88,7 +88,7 @@ def ours(data: ImageFolder) -> Iterator[Tensor]:
     """Normalised batches; images in memory are augmented here, as on the training device."""
     streamed = isinstance(data.split("train"), Streamed)
     for batch in data.train_dataloader():
-        yield data.normalize(batch.inputs if streamed else data.augment_images(batch.inputs, 0, batch.index))
+        yield data.normalize(batch.inputs if streamed else data.augmented(batch.inputs, 0, batch.index))
 
 
 def plain(root: Path, transforms: str, args: argparse.Namespace) -> Iterator[Tensor]:
