@@ -1,11 +1,10 @@
 """Private names of torch that several layers use."""
 
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
-from torch.nn.modules.dropout import _DropoutNd as DropoutNd
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 TORCH = ">=2.11,<2.16"  # the versions that have them
 
 __all__ = [
-    "TORCH", "BatchNorm", "DropoutNd", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten",
+    "TORCH", "BatchNorm", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten",
 ]  # fmt: skip

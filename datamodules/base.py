@@ -37,6 +37,7 @@ class InMemoryData(LightningDataModule):
         given_to_nets: the attributes that a net's constructor takes, by name.
         task: what the labels are for, by its name in `lit_modules.tasks`.
         label_shape: of a sample's labels; () for one class a sample.
+        tokens_per_character: of samples whose task is `tokens`, which is judged by bits a character.
         training_options: options that change training but not the samples.
         free_options: options that change neither, such as where a fixed data set lies.
         hides_labels: whether training batches hide the labels that `labelled` leaves out. A teacher sees all.
@@ -66,6 +67,7 @@ class InMemoryData(LightningDataModule):
     given_to_nets: tuple[str, ...] = ("input_shape", "num_classes")
     task: str = "classification"
     label_shape: tuple[int, ...] = ()
+    tokens_per_character: float = 1.0
     training_options: ClassVar[frozenset[str]] = frozenset({"batch_size", "labelled"})
     free_options: ClassVar[frozenset[str]] = frozenset({"num_workers"})
 

@@ -282,14 +282,14 @@ class Distillation(Learner):
         self, outputs: tuple[Outputs | None, dict[str, Outputs]], batch: Batch
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The sum of the students' losses, and every term of each."""
-        parts = self.task.counts(batch)
-        if self._labelled and LABELLED in parts:
-            raise BadInput("labelled", True, "labelled=False, as the data hides labels")
         teacher, students = outputs
         if self.cache.outputs is not None:
             teacher = self.cache.outputs.map(lambda x: x[batch.index])
         if students:
             self.check_labels(next(iter(students.values())).logits, batch)
+        parts = self.task.counts(batch)
+        if self._labelled and LABELLED in parts:
+            raise BadInput("labelled", True, "labelled=False, as the data hides labels")
         loss, place = self._zero_of_failed(), self._place(batch)
         for name, student in self.students.items():
             if name in self.failed:

@@ -42,9 +42,10 @@ class ChecksBatches(LightningModule):
     def attached_trainer(self) -> Trainer | None:
         """The Trainer that runs the module, if one does."""
         try:
-            return self.trainer
+            trainer = self.trainer
         except RuntimeError:
             return None
+        return trainer if isinstance(trainer, Trainer) else None  # under Fabric there is a stand-in
 
     def inspect_labels(self, batch: Any) -> None:
         """Keep the range of labels that go to a GPU: to read them there would wait for all that it computes.

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any, TypeAlias
 
 from apprentice.errors import BadInput, reason
-from harness.cli.messages import near, of_strategy
+from harness.cli.messages import near
 from harness.cli.modules import hidden_file, import_module
 from harness.cli.signatures import options_of
 
@@ -186,9 +186,6 @@ def refusals(
             flag = _place(choice, key, flag) or f"{key}.{flag}".removesuffix(".")
         raise BadInput(flag, error.value, error.expected) from error
     except kinds as error:
-        fault = of_strategy(error)
-        if fault and (place := _place(choice, key, fault.argument)):
-            raise BadInput(place, fault.value, fault.expected) from error
         zeros = [name for name, value in choice.init_args.items() if type(value) is int and value == 0]
         if isinstance(error, ZeroDivisionError) and len(zeros) == 1:
             expected = f"a number other than 0, by which {choice.name} divides"

@@ -43,7 +43,6 @@ ALSO_CALLED = {
     "save_dir": ["out"], "seed": ["seeds"], "steps": ["max_steps"], "wd": ["weight_decay"],
     "workers": ["num_workers", "data ImageFolder --data.num_workers"], "world_size": ["devices"],
 }  # fmt: skip
-REFUSAL = re.compile(r"(\w+) (.*?): expected (.*)")  # how strategies refuse an option
 WORKER = re.compile(r"DataLoader worker (\(pid\D*\d+\) )?(is killed by signal: \w+|exited unexpectedly)")
 # What torch, numpy and Python say where memory ends, and how much they wanted.
 OUT_OF_MEMORY = re.compile(
@@ -77,21 +76,14 @@ def one_line(error: BaseException, parser: "Parser | None" = None) -> str | None
         return f"{lost}; {GOES_ON}"
     if isinstance(error, ProcessRaisedException):
         return None if error.__cause__ is None else one_line(error.__cause__, parser)
-    fault = error if isinstance(error, BadInput) else of_strategy(error)
-    flag = parser.flag_of(fault.argument) if parser and fault else None
-    if fault and (flag or isinstance(error, BadInput)):
-        return with_flag(BadInput(flag or fault.argument, fault.value, fault.expected))
+    if isinstance(error, BadInput):
+        flag = parser.flag_of(error.argument) if parser else None
+        return with_flag(BadInput(flag or error.argument, error.value, error.expected))
     if str(error).startswith("--"):
         return str(error)
     if isinstance(error, OSError) or "inline_container" in str(error):
         return _of_files(error)
     return f"--trainer: {error}" if type(error).__name__ == MISCONFIGURED else None
-
-
-def of_strategy(error: BaseException) -> BadInput | None:
-    """The fault that a strategy tells by a ValueError's text. This goes once strategies raise BadInput."""
-    match = REFUSAL.fullmatch(" ".join(str(error).split())) if type(error) is ValueError else None
-    return BadInput(*match.groups()) if match else None
 
 
 def with_flag(error: BadInput) -> str:

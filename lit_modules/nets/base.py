@@ -1,6 +1,7 @@
 """The base class of the suite's nets; pipeline stages of any net, and checks whether a net fits the data."""
 
 import copy
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -9,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from apprentice.errors import BadInput, naming, reason
+from apprentice.errors import BadInput, reason
 from apprentice.keyed import with_seed
 from lit_modules.nets.recorded import Recorded
 
@@ -196,11 +197,11 @@ def check_fits(
     for mode in (True, False) if trained else (False,):
         logits: Any = None
         try:
-            with torch.set_grad_enabled(mode), naming(flag):
+            with torch.set_grad_enabled(mode):
                 logits = with_seed(0, partial(trial.train(mode), cast_inputs(trial, example)))
-        except BadInput:
-            raise
         except Exception as error:  # noqa: BLE001 - whatever a user's net does
+            if isinstance(error, BadInput) and error.argument in inspect.signature(type(net)).parameters:
+                raise BadInput(f"{flag}.{error.argument}", error.value, error.expected) from None
             expected = f"a net that takes inputs {shape}, as this data has them; it says: {reason(error)}"
             raise BadInput(flag, name, expected) from None
         if not isinstance(logits, Tensor) or tuple(logits.shape) != (len(example), *logits_shape):

@@ -51,7 +51,10 @@ class Task(Recorded):
         raise NotImplementedError
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The supervised loss of each label, (b, ...), of logits (b, ..., classes) and labels (b, ...)."""
+        """The supervised loss of each label, (b, ...), of logits (b, ..., classes) and labels (b, ...).
+
+        Of nets that learn alone, as a teacher does: a student's term of labels is its objective's.
+        """
         return cross_entropy(logits, labels)
 
     def check_labels(self, labels: Range, classes: int, weighted: bool, training: bool) -> None:

@@ -77,7 +77,11 @@ def _checked(call: Callable, name: str) -> Callable:
     def checked(*args: Any, **kwargs: Any) -> Any:
         if (step := _step.get()) is not None:
             why = "as ranks compute different numbers of shards and batches"
-            raise BadInput("exact", step.shards, f"a {step.name} without collectives, {why}; it calls {name}")
+            raise BadInput(
+                "exact" if step.shards else "",
+                step.shards or step.name,
+                f"a {step.name} without collectives, {why}; it calls {name}",
+            )
         return call(*args, **kwargs)
 
     return checked

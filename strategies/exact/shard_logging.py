@@ -149,7 +149,7 @@ class ShardLogger:
 
 def _fault(module: LightningModule, expected: str) -> BadInput:
     strategy: Any = module.trainer.strategy
-    return BadInput("exact", strategy.exact, expected)
+    return BadInput("exact" if strategy.exact else "", strategy.exact or "training_step", expected)
 
 
 def _layout(logged: Iterable[LogCall]) -> list[tuple[str, bool, bool]]:

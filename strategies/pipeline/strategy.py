@@ -94,7 +94,7 @@ class PipelineStrategy(SharedReplica, Exact):
     @property
     def events(self) -> list[Event]:
         """When this rank computed the last batch's micro-batches."""
-        return self.forward.events
+        return self.forward.events if hasattr(self, "forward") else []
 
     @property
     def replica(self) -> tuple[int, int]:
