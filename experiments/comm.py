@@ -7,9 +7,9 @@
     python experiments/comm.py --quick true                               # two small sizes, to see what comes out
 
 From send and recv to all-to-all, on all ranks and on a sub-group: time, algorithm and bus bandwidth as nccl-tests
-define them, and every result checked to the bit. `ring` is lab/strategies/ring; `ring_unchunked` is the all-reduce of the
-distributed tutorial, in which each of n ranks sends n / 2 times as much. OUT/ holds report.html, results.json, .md and
-.png.
+define them, and every result checked to the bit. `ring` is lab/strategies/ring; `ring_unchunked` is the all-reduce of
+the distributed tutorial, in which each of n ranks sends n / 2 times as much. OUT/ holds report.html, results.json, .md
+and .png.
 """
 
 from harness import start

@@ -165,6 +165,7 @@ class Results(Header):
     def read(cls, facts: Mapping[str, Any]) -> Self:
         """Read what `to_json` wrote."""
         named = {name: value for name, value in facts.items() if name in cls.__dataclass_fields__}
+        named |= {name: facts[name] for name in (*Header.__dataclass_fields__, "students_fit_seconds", "classes")}
         students = {name: StudentResults.read(student) for name, student in facts["students"].items()}
         parts = {"metric": METRICS[facts["metric"]["name"]], "teacher": TeacherResults.read(facts["teacher"])}
         return cls(**{**named, **parts, "students": students, "search": Search.read(facts)})

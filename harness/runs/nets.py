@@ -15,6 +15,7 @@ from apprentice.errors import BadInput
 from apprentice.weights import check_weights
 from harness.cli.classes import imported
 from harness.runs.files import atomic, read_text, write_text
+from harness.runs.records import check_format
 from lit_modules.nets import unwrap_logits
 from lit_modules.nets.weights import load_checked, read_weights
 
@@ -106,7 +107,7 @@ def read_classes(folder: str | Path) -> tuple[str, ...]:
 
 
 def check_finished(out: Path) -> None:
-    """Raise BadInput if a run's folder lacks a net of a fit that has a record, by which it is finished."""
+    """Raise BadInput if a run's folder lacks a net of a finished fit, or has a record of another format."""
     for record in sorted([*out.glob("seed[0-9]*/*.json"), *out.glob("tuning/seed[0-9]*/teacher.json")]):
         for name in _names_in(record):
             for path in (record.parent / name / file for file in NET_FILES):
@@ -116,9 +117,14 @@ def check_finished(out: Path) -> None:
 
 
 def _names_in(record: Path) -> list[str]:
-    """The nets of a fit's record; none if it is damaged, which is told where it is read."""
+    """The nets of a fit's record, BadInput for another format; none if it is damaged, as its reader will say."""
     try:
-        return list(json.loads(read_text(record))["nets"])
+        facts = json.loads(read_text(record))
+        if isinstance(facts, dict):
+            check_format(facts, record)
+        return list(facts["nets"])
+    except BadInput:
+        raise
     except (OSError, ValueError, LookupError, TypeError):
         return []
 

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from apprentice.errors import BadInput
 from harness.runs.files import read_text, write_json
+from lit_modules.tasks import METRICS
 
 FORMAT = 1  # of records and of results.json; a folder of another format is refused
 LARGEST = 1e300  # of figures, so that sums of them are finite
@@ -33,13 +34,13 @@ class Header:
 
     experiment: str
     data: dict[str, Any]
-    hardware: dict[str, Any] = field(default_factory=dict)
-    versions: dict[str, Any] = field(default_factory=dict)
-    config: dict[str, Any] = field(default_factory=dict)
-    free: list[str] = field(default_factory=list)
-    seeds: list[int] = field(default_factory=list)
-    fingerprint: dict[str, Any] = field(default_factory=dict)
-    commits: list[str | None] = field(default_factory=list)
+    hardware: dict[str, Any]
+    versions: dict[str, Any]
+    config: dict[str, Any]
+    free: list[str]
+    seeds: list[int]
+    fingerprint: dict[str, Any]
+    commits: list[str | None]
 
     def __post_init__(self) -> None:
         for name in ("data", "hardware", "versions", "config", "fingerprint"):
@@ -50,7 +51,7 @@ class Header:
     @classmethod
     def read(cls, facts: Mapping[str, Any]) -> Self:
         """Read what `to_json` wrote; TypeError or LookupError if it is something else."""
-        return cls(**{name: facts[name] for name in cls.__dataclass_fields__ if name in facts})
+        return cls(**{name: facts[name] for name in Header.__dataclass_fields__})
 
     def to_json(self) -> dict[str, Any]:
         """Write it side by side with the number of the format."""
@@ -107,7 +108,9 @@ class NetRecord:
         figures = {name: value for name, value in others.items() if name not in samples}
         failed = None if facts["failed"] is None else Failure(**facts["failed"])
         record = cls(**{**fields, "figures": figures, "failed": failed, "samples": samples})
-        if not isinstance(record.objective, str) or figures["parameters"] is None:
+        tested = any({*metric.tested} <= figures.keys() for metric in METRICS.values())
+        measured = {"parameters", "step_ms", "train_flops"} <= figures.keys() and figures["parameters"] is not None
+        if not (tested and measured and isinstance(record.objective, str) and isinstance(facts["epochs"], list)):
             raise TypeError("its nets are not recorded as ours")
         check_figures(*figures.values(), record.trained_epochs)
         return record
@@ -155,7 +158,11 @@ def check_format(facts: dict[str, Any], path: str | Path, flag: str = "out") -> 
     """Take the number of its format from a file's content; BadInput if it is of another format."""
     number = facts.pop("format", None)
     if number != FORMAT:
-        raise BadInput(flag, path, f"format {FORMAT}, which this version writes; it has {number or 'no number'}")
+        raise BadInput(
+            flag,
+            path,
+            f"format {FORMAT}, which this version writes; it has {number or 'no number'}; take another folder",
+        )
 
 
 def check_figures(*figures: Any) -> None:

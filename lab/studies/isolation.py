@@ -1,22 +1,25 @@
 """Trainers for the cases of a study, and fits in processes of their own: one device is measured as a rank is."""
 
 import multiprocessing
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, EarlyStopping, LearningRateFinder, Timer
-from torch.multiprocessing.spawn import start_processes
+from torch.multiprocessing.spawn import ProcessRaisedException, start_processes
 
 from apprentice.errors import BadInput
 from harness import cli
 from harness.runs import environment, signals
 from harness.runs.trainer import MakeTrainer, trainer_factory
 from strategies import NAMES
+from strategies.base import failures
 
 TIMEOUT = 300.0  # seconds to wait for a rank that hangs, not the half hour of a run that matters
 DURATION = (
@@ -83,18 +86,28 @@ def can_fork() -> bool:
 
 
 def call_isolated(function: Callable[[], object], threads: int) -> None:
-    """Call the function in a forked process with so many threads, if this one has kept to one; without fork, here."""
+    """Call the function in a forked process with so many threads, if this one has kept to one; without fork, here.
 
-    def call(_rank: int) -> None:
-        torch.set_num_threads(threads)
-        function()
-
+    Raises:
+        ProcessRaisedException: the function raised its `__cause__`.
+    """
     if not can_fork():
         function()
         return
-    process = start_processes(call, nprocs=1, join=False, start_method="fork")
-    while not process.join():
-        pass
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "error"
+
+        def call(_rank: int) -> None:
+            torch.set_num_threads(threads)
+            with failures.sent(file):
+                function()
+
+        process = start_processes(call, nprocs=1, join=False, start_method="fork")
+        try:
+            while not process.join():
+                pass
+        except ProcessRaisedException as failure:
+            raise failure from failures.receive(file)
 
 
 def fit_isolated(trainer: Trainer, fit: Callable[[], object], threads: int) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import pickle
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,16 @@ def send(error: BaseException, file: Path) -> None:
     """Pickle a rank's error for the process that forked it, which else gets its traceback alone, as text."""
     with contextlib.suppress(Exception):  # not every error can be pickled, and the disk may be full
         file.write_bytes(pickle.dumps(error))
+
+
+@contextlib.contextmanager
+def sent(file: Path) -> Iterator[None]:
+    """Pickle the error that the block raises, for the process that forked this one."""
+    try:
+        yield
+    except Exception as error:
+        send(error, file)
+        raise
 
 
 def receive(file: Path) -> BaseException | None:

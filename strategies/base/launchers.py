@@ -104,11 +104,8 @@ class ForkLauncher(MultiProcessingLauncher):
         args[0]._signal_connector._sigterm_notifier_fn = lambda *_: self._handle_sigterm(args[0])
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, _interrupt_once)
-        try:
+        with failures.sent(self._error_file(process_idx)):
             self._run_rank(process_idx, *args, **kwargs)
-        except Exception as error:
-            failures.send(error, self._error_file(process_idx))
-            raise
 
     def _run_rank(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
         try:

@@ -10,14 +10,17 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from torch.multiprocessing.spawn import ProcessRaisedException
 
 from apprentice.errors import BadInput
 from experiments import hardware
 from harness import cli
+from harness.cli.messages import one_line
 from lab.studies.hardware import Bench
 from lab.studies.hardware.cases import Cases
 from lab.studies.hardware.measure import Phases, difference
 from lab.studies.hardware.report import report, table
+from lab.studies.isolation import call_isolated
 from lab.studies.meters import PeakMemory, hidden_share, sent_bytes, state_bytes
 from lit_modules.nets import ViT
 from strategies import DDP
@@ -349,3 +352,12 @@ def test_a_module_is_split_over_gpus_by_torchs_own_wrapper() -> None:
     module: LightningModule = hardware.classifier(config, data, split=True)
     plain = hardware.classifier(config, data).state_dict()
     assert {name.replace("net.module.", "net.", 1) for name in module.state_dict()} == set(plain)
+
+
+def test_an_error_in_a_process_of_its_own_is_the_cause() -> None:
+    def refuse() -> None:
+        raise BadInput("callbacks", 1, "a logger beside it")
+
+    with pytest.raises(ProcessRaisedException) as caught:
+        call_isolated(refuse, threads=1)
+    assert one_line(caught.value) == "--callbacks 1: expected a logger beside it"
